@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Usage: launch/test.sh [PYTEST_ARGUMENT ...]
+# Everything that has to pass before a commit, from a bare clone: lint, format, types, tests.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# One thread a process: the tests start up to four ranks, and results don't depend on the machine.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# The pinned pyright need not ask whether there is a newer one.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS=1
+
+./launch/setup.sh test
+export PATH="$PWD/.venv/bin:$PATH"
+ruff check .
+ruff format --check .
+pyright
+python -m pytest "$@"

@@ -1,0 +1,83 @@
+"""What holds for every test: seed 0, uninitialised memory that gives itself away, markers."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+# Reproducible, and no deadline: the machine's load must not decide whether a test passes.
+hypothesis.settings.register_profile("cce_dist", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("cce_dist")
+
+UNINITIALISED = {
+    torch: ("empty", "empty_like", "empty_strided", "empty_permuted"),
+    torch.Tensor: ("new_empty", "new_empty_strided"),
+}
+
+
+def fill_with_poison(tensor: Tensor) -> Tensor:
+    """NaN, or the integer that is farthest from any valid index, in place."""
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor.fill_(float("nan"))
+        if tensor.dtype == torch.bool:
+            return tensor.fill_(True)
+        info = torch.iinfo(tensor.dtype)
+        return tensor.fill_(info.min or info.max)
+
+
+def _poisoning(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+        return fill_with_poison(function(*args, **kwargs))
+
+    return wrapper
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Until it ends, Python code gets poison from torch.empty and its relatives.
+
+    PyTorch's own filling, torch.utils.deterministic, needs deterministic algorithms, which would
+    test other kernels than users run.
+    """
+    # PyTorch remembers at the first use which functions `with torch.device(...)` redirects.
+    with torch.device("cpu"):
+        torch.empty(0)
+    with ExitStack() as stack:
+        for owner, names in UNINITIALISED.items():
+            replacements = {name: _poisoning(getattr(owner, name)) for name in names}
+            stack.enter_context(mock.patch.multiple(owner, **replacements))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    with poisoned_memory():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_devices = torch.cuda.device_count()
+    for item in items:
+        for marker, needed in (("gpu", 1), ("multigpu", 2)):
+            if item.get_closest_marker(marker) and num_devices < needed:
+                reason = f"needs {needed} CUDA device(s), found {num_devices}"
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,313 @@
+"""The layers of docs/architecture.md, held by the source's syntax trees; sizes, names, links."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+
+import cce_dist
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("cce_dist", "megatron_patch")
+PUBLIC = "<public names>"
+ANY = None
+
+# From the bottom up. A module imports rows above its own, never its own row or one below it; files
+# of one folder or backend may import each other. After a name: the third-party packages for it.
+LAYERS: tuple[dict[str, set[str] | None], ...] = (
+    {"allocations": {"torch"}, "options": set(), "vocab_shard": {"torch"}},
+    {"reference": {"torch"}, "partials": {"torch"}},
+    {"kernels": {"triton"}, "torch_tiles": {"torch"}},
+    {"local_triton": {"torch", "triton"}, "local_torch": {"torch"}},
+    {"local": {"torch"}},
+    {"collectives": {"torch"}},
+    {"sharded": {"torch"}},
+    {"autograd": {"torch"}, "reduction": {"torch"}},
+    {"loss": {"torch"}},
+    {PUBLIC: set()},
+    {"adapters": {"torch", "mpi4py", "numpy"}, "planner": set()},
+    {"train": ANY},
+    {"testing": {"torch", "numpy"}},
+    {"bench": ANY},
+    {"cli": ANY},
+    {"__main__": ANY},
+)
+ROW = {name: row for row, names in enumerate(LAYERS) for name in names}
+
+# Narrower than the order of the layers: all that these import of cce_dist ...
+ONLY = {
+    "reference": {"options", "vocab_shard"},
+    "kernels": set(),
+    "planner": {"options", "vocab_shard"},
+    "train": {PUBLIC, "allocations"},
+    "megatron_patch": {PUBLIC},
+}
+# ... and all that import these.
+ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench"}}
+TORCH_DISTRIBUTED_IN = {"collectives", "adapters", "train", "testing", "bench", "cli"}
+TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "loss"}  # under `if TYPE_CHECKING`
+
+MAX_FILE_LINES = 400  # aim at 300
+MAX_FUNCTION_LINES = 60  # after the docstring
+MAX_KERNEL_LINES = 120
+
+
+class Import(NamedTuple):
+    name: str  # dotted, absolute
+    line: int
+    for_types_only: bool
+
+
+def imports(source: str, package: str = "cce_dist") -> Iterator[Import]:
+    """What `source`, a module of `package`, imports at any depth or uses as `torch.x`."""
+
+    def visit(node: ast.AST, for_types_only: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, for_types_only)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            base += [node.module] if node.module else []
+            for alias in node.names:
+                yield Import(".".join([*base, alias.name]), node.lineno, for_types_only)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in ("torch", "cce_dist"):
+                yield Import(f"{node.value.id}.{node.attr}", node.lineno, for_types_only)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING":
+            for child in node.body:
+                yield from visit(child, True)
+            for child in node.orelse:
+                yield from visit(child, for_types_only)
+            return
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, for_types_only)
+
+    yield from visit(ast.parse(source), False)
+
+
+def layer_of(name: str, *, is_file: bool = False) -> str:
+    """Both "cce_dist/kernels/sdd.py", a file, and "cce_dist.kernels.sdd.x" give "kernels"."""
+    package, *rest = name.removesuffix(".py").replace("/", ".").split(".")
+    if package != "cce_dist":
+        return package
+    for backend in ("local_triton", "local_torch"):
+        if rest and rest[0].startswith(f"{backend}_"):
+            return backend
+    is_public = rest == ["__init__"] if is_file else not rest or rest[0] not in ROW
+    return PUBLIC if is_public else rest[0]
+
+
+def violations(path: str, source: str) -> Iterator[str]:
+    """How the module at `path` breaks the rules above, a sentence each."""
+    layer = layer_of(path, is_file=True)
+    parents = path.removesuffix(".py").split("/")[:-1]
+    if layer not in ROW and layer != "megatron_patch":
+        yield f"{path}: `{layer}` has no place in LAYERS; add it to tests/test_layout.py"
+        return
+    for name, line, for_types_only in imports(source, ".".join(parents)):
+        where = f"{path}:{line}"
+        top = name.partition(".")[0]
+        if top == "cce_dist":
+            target = layer_of(name)
+            if target == layer:
+                continue
+            if layer in ROW and ROW[target] >= ROW[layer]:
+                yield f"{where}: `{layer}` imports `{target}`, which is not below it"
+            elif target not in ONLY.get(layer, {target}):
+                yield f"{where}: `{layer}` may not import `{target}`"
+            elif layer not in ONLY_IN.get(target, {layer}):
+                yield f"{where}: only {sorted(ONLY_IN[target])} may import `{target}`"
+        elif f"{name}.".startswith("torch.distributed."):
+            allowed = TORCH_DISTRIBUTED_IN | {"megatron_patch"}
+            if for_types_only:
+                allowed |= TORCH_DISTRIBUTED_TYPES_IN
+            if layer not in allowed:
+                yield f"{where}: `{layer}` may not import torch.distributed"
+        elif layer in ROW and top not in sys.stdlib_module_names:
+            allowed = LAYERS[ROW[layer]][layer]
+            if allowed is not ANY and top not in allowed:
+                yield f"{where}: `{layer}` may not import {top}"
+
+
+def source_files() -> list[str]:
+    found = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", source_files(), ids=str)
+def test_layers(path: str) -> None:
+    assert list(violations(path, read(path))) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        pytest.param("cce_dist/options.py", "from cce_dist import loss", id="upward"),
+        pytest.param("cce_dist/options.py", "from . import loss", id="upward, relative"),
+        pytest.param("cce_dist/kernels/sdd.py", "from ..loss import x", id="upward from folder"),
+        pytest.param("cce_dist/local.py", "def f():\n import cce_dist.sharded", id="in function"),
+        pytest.param("cce_dist/local.py", "from cce_dist import Filter", id="public from below"),
+        pytest.param("cce_dist/__init__.py", "from .planner import plan", id="above public"),
+        pytest.param("cce_dist/loss.py", "from cce_dist.reference import x", id="reference"),
+        pytest.param("cce_dist/cli.py", "import cce_dist.testing", id="testing"),
+        pytest.param("cce_dist/reference.py", "import cce_dist.allocations", id="narrow"),
+        pytest.param("cce_dist/kernels/sdd.py", "import torch", id="kernels: triton only"),
+        pytest.param("cce_dist/planner/cost.py", "import torch", id="planner: no torch"),
+        pytest.param("cce_dist/local.py", "import triton", id="triton"),
+        pytest.param("cce_dist/loss.py", "import torch.distributed as dist", id="distributed"),
+        pytest.param("cce_dist/local.py", "from torch import distributed", id="distributed, from"),
+        pytest.param("cce_dist/local.py", "torch.distributed.barrier()", id="distributed, used"),
+        pytest.param("cce_dist/train/loop.py", "from cce_dist.loss import x", id="train: public"),
+        pytest.param("cce_dist/train/loop.py", "cce_dist.sharded.f()", id="train: by attribute"),
+        pytest.param("megatron_patch/x.py", "from cce_dist import sharded", id="megatron_patch"),
+        pytest.param("cce_dist/unheard_of.py", "", id="a module without a layer"),
+    ],
+)
+def test_layers_refuse(path: str, source: str) -> None:
+    assert len(list(violations(path, source))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        pytest.param(
+            "cce_dist/loss.py",
+            "if TYPE_CHECKING:\n    from torch.distributed import ProcessGroup",
+            id="for types only",
+        ),
+        pytest.param("cce_dist/train/loop.py", "from cce_dist import Filter", id="public"),
+        pytest.param("cce_dist/train/loop.py", "from .text import read", id="same folder"),
+        pytest.param("cce_dist/kernels/sdd.py", "import triton.language as tl", id="kernel"),
+        pytest.param("cce_dist/local_torch.py", "from .local_torch_x import f", id="backend"),
+        pytest.param("cce_dist/bench/run.py", "from cce_dist import reference", id="bench"),
+        pytest.param("megatron_patch/x.py", "import cce_dist, torch.distributed", id="patch"),
+    ],
+)
+def test_layers_accept(path: str, source: str) -> None:
+    assert list(violations(path, source)) == []
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules);"
+        "import cce_dist; print(*set(sys.modules) - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    heavy = {"triton", "megatron", "matplotlib", "typer", "pydantic", "rich", "yaml", "mpi4py"}
+    heavy |= {f"cce_dist.{name}" for name in ("kernels", "planner", "train", "testing", "bench")}
+    assert not loaded & heavy
+
+
+@pytest.mark.parametrize("path", source_files(), ids=str)
+def test_sizes(path: str) -> None:
+    source = read(path)
+    assert len(source.splitlines()) <= MAX_FILE_LINES, "split it; aim at 300 lines"
+    limit = MAX_KERNEL_LINES if layer_of(path, is_file=True) == "kernels" else MAX_FUNCTION_LINES
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            has_docstring = ast.get_docstring(node) is not None
+            start = node.body[0].end_lineno + 1 if has_docstring else node.body[0].lineno
+            assert node.end_lineno - start + 1 <= limit, f"{path}: {node.name} is too long"
+
+
+def test_public_names_have_docstrings() -> None:
+    for name in getattr(cce_dist, "__all__", ()):
+        value = getattr(cce_dist, name)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            # A dataclass without a docstring gets its signature as one.
+            assert value.__doc__, name
+            assert not value.__doc__.startswith(f"{name}("), name
+
+
+def pygrep_hooks() -> list[dict[str, str]]:
+    config = yaml.safe_load(read(".pre-commit-config.yaml"))
+    hooks = [hook for repo in config["repos"] for hook in repo["hooks"]]
+    return [hook for hook in hooks if hook["language"] == "pygrep"]
+
+
+@pytest.mark.parametrize("hook", pygrep_hooks(), ids=lambda hook: hook["id"])
+def test_banned_patterns(hook: dict[str, str]) -> None:
+    folders = (*PACKAGES, "launch", "tests")
+    found = (path for name in folders for path in (ROOT / name).rglob("*.*") if path.is_file())
+    paths = [path.relative_to(ROOT).as_posix() for path in found]
+    for path in paths:
+        if re.search(hook["files"], path):
+            for number, line in enumerate(read(path).splitlines(), 1):
+                assert not re.search(hook["entry"], line), f"{path}:{number}: {hook['name']}"
+
+
+def documents() -> list[str]:
+    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+@pytest.mark.parametrize("path", documents(), ids=str)
+def test_documents_name_existing_files(path: str) -> None:
+    pattern = (
+        r"(?<![\w-])(?<!\w/)(?:cce_dist|megatron_patch|launch|docs|tests)/"
+        r"[A-Za-z0-9_./-]+\.(?:py|sh|md|yaml|yml|toml|csv|json|png)\b"
+    )
+    assert [name for name in re.findall(pattern, read(path)) if not (ROOT / name).exists()] == []
+
+
+def without_code(markdown: str) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", markdown, flags=re.M | re.S)
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors that GitHub gives a Markdown file's headings."""
+    text = without_code(path.read_text(encoding="utf-8"))
+    anchors: set[str] = set()
+    for title in re.findall(r"^#+ +(.+?)(?: +#+)? *$", text, flags=re.M):
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        same = sum(
+            re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other) is not None for other in anchors
+        )
+        anchors.add(f"{slug}-{same}" if same else slug)
+    return anchors
+
+
+@pytest.mark.parametrize("path", [*documents(), *source_files()], ids=str)
+def test_links_resolve(path: str) -> None:
+    text = read(path)
+    # Named from the root, as in a docstring, and, in Markdown, linked from where the document is.
+    links = [
+        (ROOT / name, tag) for name, tag in re.findall(r"\b(docs/[\w./-]+\.md)#([\w-]+)", text)
+    ]
+    if path.endswith(".md"):
+        here = (ROOT / path).parent
+        for name, tag in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([\w-]+))?\)", without_code(text)):
+            links.append((here / name if name else ROOT / path, tag))
+    for target, tag in links:
+        assert target.exists(), f"{path} links to {target}"
+        assert not tag or tag in headings(target), f"{path} links to {target.name}#{tag}"
+
+
+def test_version_is_the_same_everywhere() -> None:
+    (version,) = re.findall(r'^version = "(.+)"$', read("pyproject.toml"), flags=re.M)
+    assert f"## [{version}]" in read("CHANGELOG.md")
+    assert f"\nversion: {version}\n" in read("CITATION.cff")
+
+
+def test_uninitialised_memory_is_poisoned() -> None:
+    zeros = torch.zeros(3)
+    for tensor in (torch.empty(3), torch.empty_like(zeros), zeros.new_empty(3)):
+        assert tensor.isnan().all()
+    assert (torch.empty(3, dtype=torch.int64) < 0).all()
