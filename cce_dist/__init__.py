@@ -1,0 +1,21 @@
+"""Cross-entropy of a language model whose classifier is sharded over ranks.
+
+Logits never exist in memory: each rank computes the log-sum-exp of its own rows tile by tile, and
+ranks merge by log-add-exp. Start with `linear_cross_entropy`.
+"""
+
+from cce_dist.collectives import all_reduce_logaddexp
+from cce_dist.loss import LinearCrossEntropy, LogitMoments, LossOutput, linear_cross_entropy
+from cce_dist.options import Filter, LossOptions
+from cce_dist.vocab_shard import VocabShard
+
+__all__ = [
+    "Filter",
+    "LinearCrossEntropy",
+    "LogitMoments",
+    "LossOptions",
+    "LossOutput",
+    "VocabShard",
+    "all_reduce_logaddexp",
+    "linear_cross_entropy",
+]

@@ -1,0 +1,72 @@
+"""How much memory a piece of code allocates in tensors, on any device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass
+class Allocations:
+    """Tensor storage allocated inside `track_allocations`, in bytes and elements.
+
+    Storage that existed before is not counted; storage freed inside is given back.
+    """
+
+    largest_numel: int = 0
+    peak_bytes: int = 0
+    live_bytes: int = 0
+    _seen: dict[int, Any] = field(default_factory=dict, repr=False)
+
+    def ignore(self, tensors: Iterator[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._seen.setdefault(tensor.untyped_storage()._cdata, None)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen or storage.nbytes() == 0:
+            return
+        num_bytes = storage.nbytes()
+        self._seen[key] = weakref.finalize(storage, self._free, key, num_bytes)
+        self.largest_numel = max(self.largest_numel, num_bytes // tensor.element_size())
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self._seen.pop(key, None)
+        self.live_bytes -= num_bytes
+
+
+class _Tracker(TorchDispatchMode):
+    def __init__(self, allocations: Allocations) -> None:
+        super().__init__()
+        self.allocations = allocations
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = pytree.tree_leaves((args, kwargs))
+        self.allocations.ignore(x for x in inputs if isinstance(x, torch.Tensor))
+        out = func(*args, **kwargs)
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.allocations.add(leaf)
+        return out
+
+
+@contextmanager
+def track_allocations() -> Iterator[Allocations]:
+    """Record every tensor that operators return inside, in eager mode, forward and backward.
+
+    What one operator allocates and frees within itself is not seen.
+    """
+    allocations = Allocations()
+    with _Tracker(allocations):
+        yield allocations

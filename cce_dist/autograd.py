@@ -1,0 +1,244 @@
+"""The steps of `sharded` as autograd functions of hidden, weight and bias.
+
+Both return per-token vectors; whatever the loss makes of them (reduction, weights, z-loss) is
+ordinary autograd on [N], and comes back as the upstream gradient. No kernel knows of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cce_dist import sharded
+from cce_dist.collectives import group_size
+from cce_dist.partials import Head, Needs, Stats, Tokens, Upstream, accumulate_dtype
+from cce_dist.sharded import Plan
+
+# nll, lse, smooth_logit [N] -> this chunk's part of the scalar loss; the slice says which tokens.
+Objective = Callable[[Tensor, Tensor, Tensor | None, slice], Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call of the loss needs besides hidden, weight and bias."""
+
+    plan: Plan
+    rows: Tensor | None  # [N] int64; None: every token
+    local_targets: Tensor  # [N]
+    device_type: str
+    class_weight: Tensor | None  # [V_local] of this shard
+    grad_weight_into: Tensor | None
+    tail_mass: bool  # report it
+    record: bool  # a backward may follow
+
+    def head(self, weight: Tensor, bias: Tensor | None) -> Head:
+        """Rows beyond vocab_size are cut off here: no step below sees padding."""
+        options, rows = self.plan.options, slice(0, self.plan.shard.num_classes)
+        return Head(
+            weight=weight[rows],
+            bias=None if bias is None else bias[rows],
+            class_weight=self.class_weight,
+            vocab_size=self.plan.shard.vocab_size,
+            softcap=options.softcap,
+            logit_scale=options.logit_scale,
+        )
+
+    def tokens(self, hidden: Tensor) -> Tokens:
+        return Tokens(sharded.gather_hidden(hidden, self.plan), self.rows, self.local_targets)
+
+
+@dataclass(frozen=True)
+class GradWeight:
+    """Where the weight's gradient goes: a new tensor, or the caller's buffer."""
+
+    returned: Tensor | None  # [V_local, D] as weight
+    rows: Tensor | None  # what local_grads writes: without the padded rows
+    accumulate: bool
+
+    @classmethod
+    def prepare(cls, call: Call, weight: Tensor, needed: bool) -> GradWeight:
+        classes = call.plan.shard.num_classes
+        if not needed:
+            return cls(None, None, False)
+        if call.grad_weight_into is not None:
+            return cls(None, call.grad_weight_into[:classes], True)
+        grad = torch.empty_like(weight)
+        grad[classes:].zero_()
+        return cls(grad, grad[:classes], False)
+
+
+def concatenate(chunks: list[Stats]) -> Stats:
+    """Statistics of consecutive chunks of tokens -> of all of them."""
+    packed = torch.cat([chunk.pack() for chunk in chunks], dim=1)
+    return chunks[0].unpack(packed)
+
+
+def pad_bias(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """[num_classes] in the accumulation dtype -> [V_local] as bias, 0 for padded rows."""
+    if grad is None or bias is None:
+        return None
+    return torch.cat([grad, grad.new_zeros(bias.shape[0] - grad.shape[0])]).to(bias.dtype)
+
+
+# What both functions return besides their differentiable outputs, in this order.
+def _plain_outputs(stats: Stats, tail: Tensor | None) -> tuple[Tensor | None, ...]:
+    mean = stats.mean_logit
+    if mean is not None and stats.origin_logit is not None:
+        mean = stats.origin_logit + mean
+    return stats.max_logit, stats.target_is_argmax, mean, stats.m2_logit, tail
+
+
+def _outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward called within an autocast region must not have its fp32 products cast."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None):
+        with torch.autocast(ctx.call.device_type, enabled=False):
+            return backward(ctx, *grads)
+
+    return run
+
+
+class TwoPass(torch.autograd.Function):
+    """gradient="filtered" and "exact": the backward recomputes the logits that it needs.
+
+    Outputs: nll, lse, smooth_logit, entropy (differentiable), then `_plain_outputs`, each [N].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call):
+        tokens, head = call.tokens(hidden), call.head(weight, bias)
+        stats, scores = sharded.forward(
+            tokens, head, call.plan, score=call.record or call.tail_mass
+        )
+        kept = tail = None
+        if call.tail_mass:
+            kept = sharded.find_kept(tokens, head, call.plan, scores, stats.lse)
+            tail = sharded.tail_mass(kept, stats.lse, call.plan)
+            scores = None
+        ctx.call = call
+        if call.record:
+            ctx.scores, ctx.kept = scores, kept
+            ctx.save_for_backward(hidden, weight, bias, stats.lse, stats.entropy)
+        plain = _plain_outputs(stats, tail)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in plain if x is not None))
+        nll = stats.lse - stats.target_logit
+        return (nll, stats.lse, stats.smooth_logit, stats.entropy, *plain)
+
+    @staticmethod
+    @once_differentiable
+    @_outside_autocast
+    def backward(ctx: Any, *grads: Tensor | None):
+        hidden, weight, bias, lse, entropy = ctx.saved_tensors
+        upstream = Upstream(*grads[:4])
+        if all(grad is None for grad in grads[:4]):
+            return None, None, None, None
+        call: Call = ctx.call
+        tokens, head = call.tokens(hidden), call.head(weight, bias)
+        kept = ctx.kept
+        if ctx.scores is not None and upstream.entropy is None:
+            kept = sharded.find_kept(tokens, head, call.plan, ctx.scores, lse)
+        target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
+        out = sharded.backward(
+            tokens,
+            head,
+            call.plan,
+            Stats(lse, lse, entropy=entropy),
+            upstream,
+            kept=kept,
+            needs=Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),
+            grad_weight=target.rows,
+            accumulate=target.accumulate,
+        )
+        grad_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
+        return grad_hidden, target.returned, pad_bias(out.bias, bias), None
+
+
+class InForward(torch.autograd.Function):
+    """gradient="in_forward": the gradients of the scalar loss are made beside it.
+
+    Outputs: the loss [], then lse, entropy and `_plain_outputs`, each [N].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: Call,
+        objective: Objective,
+    ):
+        tokens, head = call.tokens(hidden), call.head(weight, bias)
+        chunks: list[Stats] = []
+        loss = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))
+
+        def upstream_of(stats: Stats, at: slice) -> Upstream:
+            chunks.append(stats)
+            nll, lse, smooth = (
+                None if x is None else x.detach().requires_grad_()
+                for x in (stats.lse - stats.target_logit, stats.lse, stats.smooth_logit)
+            )
+            assert nll is not None and lse is not None
+            inputs = [x for x in (nll, lse, smooth) if x is not None]
+            with torch.enable_grad():
+                value = objective(nll, lse, smooth, at)
+                grads = torch.autograd.grad(value, inputs, allow_unused=True)
+            loss.add_(value.detach())
+            return Upstream(grads[0], grads[1], grads[2] if smooth is not None else None)
+
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(head.weight, dtype=loss.dtype)
+        needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2])
+        grads = sharded.forward_with_grads(
+            tokens, head, call.plan, upstream_of, needs=needs, grad_weight=grad_weight
+        )
+        ctx.call, ctx.grads, ctx.grad_weight = call, grads, grad_weight
+        ctx.save_for_backward(hidden, weight, bias)
+        stats = concatenate(chunks)
+        plain = _plain_outputs(stats, torch.zeros_like(stats.lse) if call.tail_mass else None)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in plain if x is not None))
+        return (loss, stats.lse, stats.entropy, *plain)
+
+    @staticmethod
+    @once_differentiable
+    @_outside_autocast
+    def backward(ctx: Any, *grads: Tensor | None):
+        hidden, weight, bias = ctx.saved_tensors
+        call: Call = ctx.call
+        for name, grad in zip(("lse", "entropy"), grads[1:3], strict=True):
+            if grad is not None:
+                raise RuntimeError(
+                    f'stats "{name}" cannot be differentiated with gradient="in_forward", whose '
+                    'gradients are made before the backward; use gradient="filtered" or "exact"'
+                    + (", or the option z_loss" if name == "lse" else "")
+                )
+        upstream = grads[0]
+        if upstream is None:
+            return None, None, None, None, None
+        # Out of place throughout: a second backward over a retained graph must see them unscaled.
+        grad_hidden = grad_bias = None
+        if ctx.grads.hidden is not None:
+            num_rows = hidden.shape[0]
+            if call.plan.options.sequence_parallel:
+                num_rows *= group_size(call.plan.group)
+            grad_hidden = sharded.finish_grad_hidden(
+                ctx.grads.hidden * upstream, call.rows, num_rows, call.plan
+            ).to(hidden.dtype)
+        if ctx.grads.bias is not None:
+            grad_bias = pad_bias(ctx.grads.bias * upstream, bias)
+        target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
+        if target.rows is not None and target.accumulate:
+            target.rows.addcmul_(ctx.grad_weight, upstream.expand_as(ctx.grad_weight))
+        elif target.rows is not None:
+            torch.mul(ctx.grad_weight, upstream, out=target.rows)
+        return grad_hidden, target.returned, grad_bias, None, None

@@ -1,0 +1,192 @@
+"""Everything that ranks say to each other. torch.distributed is used in this file only.
+
+A group of one rank has no second code path: its collectives return their input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist.partials import Stats, logaddexp_parts, merge_parts
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def resolve_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    """The process group of a ProcessGroup, a 1-D DeviceMesh, or None (one rank).
+
+    Raises:
+        ValueError: another type, a mesh of several dims, or this process is not in the group.
+    """
+    if group is None:
+        return None
+    if not dist.is_available():
+        raise ValueError("group must be None: this build of torch has no torch.distributed")
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group must contain the calling rank, got GroupMember.NON_GROUP_MEMBER")
+    if not isinstance(group, dist.ProcessGroup):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if not isinstance(group, DeviceMesh):
+            raise ValueError(
+                f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(group)}"
+            )
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be one dim of a DeviceMesh, got a mesh of {group.ndim} dims "
+                f'{group.mesh_dim_names}: slice it, as in mesh["tp"]'
+            )
+        group = group.get_group()
+    if dist.get_rank(group) < 0:
+        raise ValueError("group must contain the calling rank, got a group of other ranks")
+    return group
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
+def _single(name: str, until_2_12: str) -> Callable[..., object]:
+    """torch 2.13 renamed the collectives on one tensor and warns of the old names."""
+    return getattr(dist, name, None) or getattr(dist, until_2_12)
+
+
+def _all_gather(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[...] -> [W, ...] in rank order."""
+    if group is None:
+        return tensor[None]
+    size = dist.get_world_size(group)
+    out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
+    _single("all_gather_single", "all_gather_into_tensor")(out, tensor.contiguous(), group=group)
+    return out.view(size, *tensor.shape)
+
+
+def all_reduce_logaddexp(
+    tensor: Tensor,  # [...] fp16 | bf16 | fp32 | float64
+    group: ProcessGroup | DeviceMesh | None = None,
+) -> Tensor:
+    """log sum_r exp(tensor of rank r), the same bits on every rank, [...] in tensor's dtype.
+
+    -inf (an empty part) adds nothing. The sum is taken in rank order, in fp32 or float64.
+    Collectives: one all-gather of `tensor` over `group`; none for None. Not differentiable.
+    Raises:
+        ValueError: tensor is not floating, or requires grad while grad mode is on.
+    Source: docs/numerics.md#online-merge.
+    """
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor)
+        raise ValueError(f"tensor must be a floating-point Tensor, got {got}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "tensor must not require grad: all_reduce_logaddexp is not differentiable, and the "
+            "gradient would be lost; pass tensor.detach()"
+        )
+    parts = _all_gather(tensor.reshape(-1), resolve_group(group))
+    wide = parts if parts.dtype == torch.float64 else parts.float()
+    return logaddexp_parts(wide).to(tensor.dtype).view(tensor.shape)
+
+
+def merge_stats(local: Stats, shard: VocabShard, group: ProcessGroup | None) -> Stats:
+    """Merge every rank's statistics; all ranks get the same bits.
+
+    Collectives: one all-gather over `group` of the fields of `local` that are present, packed:
+    4 (K N + 6) bytes a rank, K = 2 for the loss alone (8 (K N + 6) for float64).
+    Raises:
+        ValueError: the ranks' shards overlap or don't cover the vocabulary (on the CPU; a
+            device-side assertion on a GPU, where looking would stop the stream).
+    """
+    packed = local.pack()
+    payload = torch.cat([packed.flatten(), _encode_shard(shard, packed)])
+    parts = _all_gather(payload, group)
+    bounds = _decode_shards(parts[:, packed.numel() :])
+    _require_tiling(bounds)
+    rows = parts[:, : packed.numel()].view(len(parts), *packed.shape).transpose(0, 1)
+    first = bounds[:, 0].to(packed.dtype)
+    num_classes = (bounds[:, 1].minimum(bounds[:, 2]) - bounds[:, 0]).clamp_min(0)
+    return merge_parts(local.unpack(rows), num_classes.to(packed.dtype), first)
+
+
+# Shard bounds travel as two numbers below 2^20 each: fp32 holds integers exactly up to 2^24.
+_DIGIT = 2**20
+
+
+def _encode_shard(shard: VocabShard, like: Tensor) -> Tensor:
+    values = (shard.start, shard.stop, shard.vocab_size)
+    return like.new_tensor([digit for value in values for digit in divmod(value, _DIGIT)])
+
+
+def _decode_shards(digits: Tensor) -> Tensor:
+    """[W, 6] -> [W, 3] int64: start, stop, vocab_size."""
+    high_low = digits.view(-1, 3, 2).long()
+    return high_low[..., 0] * _DIGIT + high_low[..., 1]
+
+
+def _require_tiling(bounds: Tensor) -> None:
+    start, stop, vocab_size = bounds.unbind(1)
+    stop = stop.minimum(vocab_size).maximum(start)
+    overlap = torch.minimum(stop[:, None], stop) - torch.maximum(start[:, None], start)
+    overlap = overlap.fill_diagonal_(0).clamp_min(0).sum()
+    covered = (stop - start).sum() == vocab_size[0]
+    tiles = covered & (overlap == 0) & (vocab_size == vocab_size[0]).all()
+    require(
+        tiles,
+        lambda: (
+            "vocab_shard of the ranks must tile [0, vocab_size) without gap or overlap, got "
+            "(start, stop, vocab_size) by rank: " + str([tuple(row) for row in bounds.tolist()])
+        ),
+        "vocab_shard of the ranks must tile [0, vocab_size)",
+    )
+
+
+def require(condition: Tensor, message: Callable[[], str], async_message: str) -> None:
+    """Raise ValueError unless `condition` [] holds; on a GPU assert without stopping the stream."""
+    if condition.device.type == "cpu":
+        if not bool(condition):
+            raise ValueError(message())
+    else:
+        torch._assert_async(condition, async_message)
+
+
+def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum in rank order, the same bits on every rank. Collectives: one all-gather of `tensor`."""
+    return _all_gather(tensor, group).sum(0)
+
+
+def gather_tokens(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[n, ...] of every rank -> [W n, ...] in rank order. Collectives: one all-gather."""
+    return _all_gather(hidden, group).flatten(0, 1)
+
+
+def reduce_grad_hidden(
+    grad_hidden: Tensor,  # [N, D] this rank's part
+    group: ProcessGroup | None,
+    *,
+    scatter: bool,
+) -> Tensor:
+    """Sum the hidden gradients of all ranks; grad_hidden is overwritten.
+
+    Returns:
+        [N, D], or with `scatter` (sequence parallel) this rank's rows [N / W, D].
+    Collectives: one all-reduce, or one reduce-scatter, of grad_hidden over `group`.
+    """
+    if group is None:
+        return grad_hidden
+    if not scatter:
+        dist.all_reduce(grad_hidden, group=group)
+        return grad_hidden
+    size = dist.get_world_size(group)
+    out = grad_hidden.new_empty(grad_hidden.shape[0] // size, *grad_hidden.shape[1:])
+    _single("reduce_scatter_single", "reduce_scatter_tensor")(out, grad_hidden, group=group)
+    return out

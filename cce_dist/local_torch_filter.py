@@ -1,0 +1,82 @@
+"""The filter in eager torch: from the forward's column masses to what each block keeps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cce_dist.options import TOKEN_BLOCK
+from cce_dist.partials import Head, Kept, Scores, Tokens
+from cce_dist.torch_tiles import TileSize, logits_tile, max_over_blocks, operand_dtype, spans
+
+
+def local_kept(
+    tokens: Tokens,
+    head: Head,
+    scores: Scores,
+    lse: Tensor,  # [N] over all ranks
+    *,
+    threshold: float,
+    by_largest: bool,
+    tail: bool,
+    workspace_bytes: int,
+) -> Kept | None:
+    """Turn scores into the columns that each block keeps; None if nothing is dropped.
+
+    A column is kept if its score reaches `threshold` or if it is the target of one of the block's
+    tokens. Recomputes the smaller one of kept and dropped columns once, for `dropped_mass`.
+    """
+    if len(tokens) == 0:
+        return None
+    tighten = max_over_blocks((scores.tile_bound - lse).T).exp()  # [blocks, tiles]
+    tighten = tighten.repeat_interleave(scores.tile_columns, 1)[:, : scores.mass.shape[1]]
+    mass = scores.mass * tighten
+    score = mass
+    if by_largest:
+        assert scores.largest is not None
+        score = scores.largest * tighten
+    full = 1 if by_largest else _block_tokens(len(tokens), score) / TOKEN_BLOCK
+    mask = score >= threshold * full
+    here = (tokens.local_targets >= 0).nonzero()[:, 0]
+    mask[here // TOKEN_BLOCK, tokens.local_targets[here]] = True
+    if bool(mask.all()):
+        return None
+    size = TileSize.choose(head.weight, workspace_bytes)
+    total = (scores.log_slope_sum - lse).exp()
+    dropped = _dropped_mass(tokens, head, lse, mask, total, size)
+    share = None
+    if tail:
+        share = mass.masked_fill_(mask, 0)
+        share /= share.sum(1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
+    return Kept(mask, dropped, share)
+
+
+def _block_tokens(num_tokens: int, like: Tensor) -> Tensor:
+    """Tokens of each block, [num_blocks, 1]: mass is a sum over them, and the last has fewer."""
+    full = like.new_full((like.shape[0], 1), TOKEN_BLOCK)
+    full[-1] = num_tokens - (like.shape[0] - 1) * TOKEN_BLOCK
+    return full
+
+
+def _dropped_mass(
+    tokens: Tokens, head: Head, lse: Tensor, mask: Tensor, total: Tensor, size: TileSize
+) -> Tensor:
+    """sum of p softcap'(z) over each token's dropped columns, [N]."""
+    dropped = torch.zeros_like(lse)
+    for block, (i0, i1) in enumerate(spans(len(tokens), TOKEN_BLOCK)):
+        hidden = tokens.take(i0, i1).to(operand_dtype(head.weight))
+        few_kept = bool(mask[block].sum() * 2 <= mask.shape[1])
+        wanted = mask[block] if few_kept else ~mask[block]
+        found = torch.zeros_like(lse[i0:i1])
+        for index in wanted.nonzero()[:, 0].split(size.columns):
+            p, slope = gathered_logits(hidden, head, index)
+            p.sub_(lse[i0:i1, None]).exp_()
+            found += (p if slope is None else p.mul_(slope)).sum(1)
+        dropped[i0:i1] = (total[i0:i1] - found).clamp_min_(0) if few_kept else found
+    return dropped
+
+
+def gathered_logits(hidden: Tensor, head: Head, index: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(z, softcap'(z)) of some tokens and the columns `index`, [n, len(index)]."""
+    columns = head.weight.index_select(0, index).to(hidden.dtype)
+    return logits_tile(hidden, columns, None if head.bias is None else head.bias[index], head)

@@ -1,0 +1,186 @@
+"""What to compute and how to filter: frozen dataclasses, no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Reduction = Literal["mean", "sum", "none"]
+GradientMode = Literal["filtered", "exact", "in_forward"]
+LogitsMode = Literal["full", "screened"]
+Backend = Literal["auto", "triton", "torch"]
+Stat = Literal["lse", "entropy", "correct", "tail_mass", "logit_moments"]
+
+# "auto" keeps a column of a block at this share of the uniform mass 128 / V, by dtype of hidden.
+# In fp32 and float64 what is dropped is then at most the dtype's rounding unit per token, on
+# average over a block; the 16-bit shares are measured: docs/numerics.md#the-default-filter.
+AUTO_KEEP_SHARE = {
+    "bfloat16": 2.0**-5,
+    "float16": 2.0**-7,
+    "float32": 2.0**-24,
+    "float64": 2.0**-53,
+}
+# Below this vocabulary "auto" keeps every column: there is no tail worth skipping.
+AUTO_KEEP_FROM_VOCAB = 4096
+
+# One score per column and block of this many tokens; the kernels' token tile has the same size.
+TOKEN_BLOCK = 128
+
+
+def require_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
+    if got not in choices:
+        allowed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be one of {allowed}, got {got!r}")
+
+
+def require_finite(name: str, got: object, *, minimum: float | None = None) -> None:
+    if isinstance(got, bool) or not isinstance(got, int | float) or not math.isfinite(got):
+        raise ValueError(f"{name} must be a finite number, got {got!r}")
+    if minimum is not None and got < minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {got!r}")
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which columns of the logits a block of 128 tokens keeps in the backward.
+
+    A column of a block is kept if its probability mass, summed over the block's tokens, is at
+    least `keep`, or if it is the target of one of them. What is dropped is replaced, block by
+    block, by the product of its two marginals (`tail`), so that its mass reaches the gradient.
+
+    Args:
+        keep: mass in [0, 128] at which a column is kept (in proportion less in a last block of
+            fewer tokens); 0 keeps every column. "auto" follows dtype and vocabulary: see
+            `threshold`.
+        tail: replace what is dropped by the product of its marginals; False drops it, as
+            Apple's Cut Cross-Entropy does, and starves rare tokens of gradient.
+        eps: keep a column where any single token's probability reaches `eps`, in place of
+            `keep`: the criterion of Cut Cross-Entropy (arXiv:2411.09009, section 4.3).
+    Raises:
+        ValueError: a value is out of range, or both `keep` and `eps` are given.
+    """
+
+    keep: float | Literal["auto"] = "auto"
+    tail: bool = True
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep != "auto":
+            require_finite("Filter.keep", self.keep, minimum=0)
+            if self.keep > TOKEN_BLOCK:
+                raise ValueError(
+                    f'Filter.keep must be "auto" or a mass in [0, {TOKEN_BLOCK}]: a block has '
+                    f"{TOKEN_BLOCK} tokens of mass 1, got {self.keep!r}"
+                )
+        if not isinstance(self.tail, bool):
+            raise ValueError(f"Filter.tail must be True or False, got {self.tail!r}")
+        if self.eps is not None:
+            require_finite("Filter.eps", self.eps, minimum=0)
+            if self.eps > 1:
+                raise ValueError(f"Filter.eps must be a probability in [0, 1], got {self.eps!r}")
+            if self.keep != "auto":
+                raise ValueError(
+                    f"Filter.keep and Filter.eps exclude each other, got keep={self.keep!r} and "
+                    f"eps={self.eps!r}: leave one of them out"
+                )
+
+    def threshold(self, dtype_name: str, vocab_size: int) -> float:
+        """The score at which a column is kept, for hidden's dtype; 0 keeps every column."""
+        if self.eps is not None:
+            return self.eps
+        if self.keep != "auto":
+            return float(self.keep)
+        if vocab_size < AUTO_KEEP_FROM_VOCAB:
+            return 0.0
+        return AUTO_KEEP_SHARE[dtype_name] * TOKEN_BLOCK / vocab_size
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Every option of `linear_cross_entropy` that is neither a tensor nor a process group.
+
+    Meanings are stated once, in `cce_dist.loss.linear_cross_entropy`.
+
+    Raises:
+        ValueError: a value is out of range, or two options exclude each other.
+    """
+
+    sequence_parallel: bool = False
+    ignore_index: int = -100
+    reduction: Reduction = "mean"
+    shift: int = 0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    gradient: GradientMode = "filtered"
+    filter: Filter = field(default_factory=Filter)
+    logits: LogitsMode = "full"
+    stats: tuple[Stat, ...] = ()
+    backend: Backend = "auto"
+    workspace_bytes: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        require_choice("reduction", self.reduction, get_args(Reduction))
+        require_choice("gradient", self.gradient, get_args(GradientMode))
+        require_choice("logits", self.logits, get_args(LogitsMode))
+        require_choice("backend", self.backend, get_args(Backend))
+        if not isinstance(self.stats, tuple):
+            raise ValueError(f'stats must be a tuple such as ("lse",), got {self.stats!r}')
+        for stat in self.stats:
+            require_choice("every entry of stats", stat, get_args(Stat))
+        if not isinstance(self.filter, Filter):
+            raise ValueError(f"filter must be a cce_dist.Filter, got {self.filter!r}")
+        for name in ("shift", "ignore_index", "workspace_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be an int, got {value!r}")
+        require_finite("shift", self.shift, minimum=0)
+        require_finite("workspace_bytes", self.workspace_bytes, minimum=2**16)
+        require_finite("logit_scale", self.logit_scale)
+        if self.logit_scale == 0:
+            raise ValueError("logit_scale must not be 0: every logit would be 0")
+        require_finite("z_loss", self.z_loss, minimum=0)
+        require_finite("label_smoothing", self.label_smoothing, minimum=0)
+        if self.label_smoothing > 1:
+            raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
+        if self.softcap is not None:
+            require_finite("softcap", self.softcap)
+            if self.softcap <= 0:
+                raise ValueError(f"softcap must be None or > 0, got {self.softcap!r}")
+        self._refuse_combinations()
+
+    def _refuse_combinations(self) -> None:
+        if self.logits == "screened":
+            raise ValueError(
+                'logits="screened" needs 8-bit matrix kernels, which no backend of this version '
+                'has; use logits="full"'
+            )
+        if self.gradient != "filtered" and self.filter != Filter():
+            raise ValueError(
+                f"filter={self.filter!r} has no effect with gradient={self.gradient!r}, which "
+                'keeps every column; use gradient="filtered", or leave filter out'
+            )
+        if self.gradient == "in_forward" and self.reduction == "none":
+            raise ValueError(
+                'gradient="in_forward" makes the gradients before the upstream gradient is '
+                'known, so it takes one scalar only: reduction="none" must be used with '
+                'gradient="filtered" or "exact"'
+            )
+        if (
+            self.gradient == "filtered"
+            and self.softcap is not None
+            and self.label_smoothing > 0
+            and self.filter.keep != 0
+        ):
+            raise ValueError(
+                f"softcap={self.softcap!r} with label_smoothing={self.label_smoothing!r} gives "
+                "every column a gradient of its own, which no filter can keep; use "
+                'gradient="exact" or "in_forward"'
+            )
+
+    @property
+    def filters(self) -> bool:
+        """Whether the backward may leave columns out."""
+        return self.gradient == "filtered" and self.filter.keep != 0 and self.filter.eps != 0

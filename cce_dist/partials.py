@@ -1,0 +1,198 @@
+"""What one rank knows of every token, and how two such partial results merge.
+
+The (max, sum) pair of a log-sum-exp is kept as its logarithm; tiles, tensor-parallel ranks and
+pipeline ranks all merge by log-add-exp. Derivations: docs/numerics.md#online-merge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Logits, sums and gradients are kept in this dtype until they are stored."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Head:
+    """One rank's rows of the LM head and how logits are made of them; padded rows cut off."""
+
+    weight: Tensor  # [V_local, D]
+    bias: Tensor | None  # [V_local], any float dtype
+    class_weight: Tensor | None  # [V_local] fp32, this shard's slice
+    vocab_size: int  # V of the whole vocabulary
+    softcap: float | None
+    logit_scale: float
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens that are computed: hidden may hold others (ignored, shifted out)."""
+
+    hidden: Tensor  # [N_all, D]
+    rows: Tensor | None  # [N] int64, rows of hidden; None: all of them
+    local_targets: Tensor  # [N] int64; -1 = not in this shard
+
+    def __len__(self) -> int:
+        return self.local_targets.shape[0]
+
+    def take(self, start: int, stop: int) -> Tensor:
+        """hidden of tokens [start, stop): a view, or a gathered copy where tokens are left out."""
+        if self.rows is None:
+            return self.hidden[start:stop]
+        return self.hidden.index_select(0, self.rows[start:stop])
+
+    def slice(self, start: int, stop: int) -> Tokens:
+        if self.rows is None:
+            return Tokens(self.hidden[start:stop], None, self.local_targets[start:stop])
+        return Tokens(self.hidden, self.rows[start:stop], self.local_targets[start:stop])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which optional statistics the forward collects while a tile is at hand."""
+
+    smooth_logit: bool = False
+    entropy: bool = False
+    correct: bool = False
+    moments: bool = False
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Per-token statistics over some of the vocabulary: of a shard, or merged over all.
+
+    Each field is [N], fp32 (float64 for float64 inputs); None where not wanted.
+    """
+
+    lse: Tensor  # natural log; -inf over no columns
+    target_logit: Tensor  # 0 where the target isn't among the columns
+    smooth_logit: Tensor | None = None  # sum_v class_weight_v z_v / V: label smoothing's mean
+    entropy: Tensor | None = None  # of the softmax over these columns alone
+    max_logit: Tensor | None = None
+    target_is_argmax: Tensor | None = None  # 1 where the first largest column is the target
+    # Means near 1000 would lose the digits of the spread: they are kept relative to a logit.
+    origin_logit: Tensor | None = None
+    mean_logit: Tensor | None = None  # minus origin_logit
+    m2_logit: Tensor | None = None  # sum of squared deviations from the mean (Welford)
+
+    def pack(self) -> Tensor:
+        """The fields that are present, stacked [K, N], in declaration order."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return torch.stack([value for value in values if value is not None])
+
+    def unpack(self, packed: Tensor) -> Stats:
+        """The inverse of `pack` on [K, ...] rows: fields of `packed` where self has them."""
+        rows = iter(packed.unbind(0))
+        present = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        return Stats(**{name: next(rows) for name in present})
+
+
+def logaddexp_parts(parts: Tensor) -> Tensor:
+    """log sum_r exp(parts[r]) over dim 0, in the order of r: [W, ...] -> [...].
+
+    -inf parts (an empty shard) add nothing; all of them -inf give -inf.
+    """
+    top = parts.amax(0)
+    base = top.masked_fill(top == -torch.inf, 0)
+    return base + (parts - base).exp().sum(0).log()
+
+
+def merge_parts(
+    parts: Stats,  # fields [W, N]: one row a shard
+    num_classes: Tensor,  # [W] columns of each shard, in the fields' dtype
+    first_class: Tensor,  # [W] first token id of each shard
+) -> Stats:
+    """Statistics over the union of the shards, fields [N]. Pure arithmetic, deterministic.
+
+    Source: log-add-exp arXiv:1805.02867; mean and m2 by Chan, Golub and LeVeque (1983).
+    """
+    lse = logaddexp_parts(parts.lse)
+    merged: dict[str, Tensor] = {"lse": lse, "target_logit": parts.target_logit.sum(0)}
+    if parts.smooth_logit is not None:
+        merged["smooth_logit"] = parts.smooth_logit.sum(0)
+    if parts.entropy is not None:
+        # Chain rule of entropy: H = sum_r share_r (H_r - log share_r); 0 log 0 = 0.
+        log_share = parts.lse - lse
+        surprise = parts.entropy - log_share.masked_fill(parts.lse == -torch.inf, 0)
+        merged["entropy"] = (log_share.exp() * surprise).sum(0)
+    if parts.max_logit is not None and parts.target_is_argmax is not None:
+        top = parts.max_logit.amax(0)
+        # Equal logits: the lowest token id wins, as in torch.argmax over dense logits on CPU.
+        order = torch.where(parts.max_logit == top, first_class[:, None], torch.inf)
+        order = order.masked_fill((num_classes == 0)[:, None], torch.inf)
+        winner = order.argmin(0, keepdim=True)
+        merged["max_logit"] = top
+        merged["target_is_argmax"] = parts.target_is_argmax.gather(0, winner)[0]
+    elif parts.max_logit is not None:
+        merged["max_logit"] = parts.max_logit.amax(0)
+    if parts.mean_logit is not None:
+        merged |= _merge_moments(parts, num_classes)
+    return Stats(**merged)
+
+
+def _merge_moments(parts: Stats, num_classes: Tensor) -> dict[str, Tensor]:
+    assert parts.origin_logit is not None
+    assert parts.mean_logit is not None and parts.m2_logit is not None
+    share = num_classes[:, None] / num_classes.sum()
+    origin = parts.origin_logit.index_select(0, num_classes.argmax(0, keepdim=True))[0]
+    part_mean = (parts.origin_logit - origin) + parts.mean_logit
+    mean = (share * part_mean).sum(0)
+    spread = num_classes[:, None] * (part_mean - mean) ** 2
+    m2 = (parts.m2_logit + spread).sum(0)
+    return {"origin_logit": origin, "mean_logit": mean, "m2_logit": m2}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the forward records for the filter, one value per column and block of 128 tokens.
+
+    `mass` is an upper bound of sum_i p_iv softcap'(z_iv) over the block's tokens: normalised by
+    the best lower bound of each token's lse at the time. `tile_bound` is that bound, with which
+    the mass is tightened once lse is known. docs/numerics.md#column-masses.
+    """
+
+    mass: Tensor  # [num_blocks, V_local]
+    largest: Tensor | None  # [num_blocks, V_local] largest p of one token, for Filter(eps=...)
+    tile_bound: Tensor  # [num_tiles, N]
+    tile_columns: int
+    log_slope_sum: Tensor  # [N] log sum_v exp(z_v) softcap'(z_v) over the shard
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which columns each block of tokens keeps, and the marginals of what it drops."""
+
+    mask: Tensor  # [num_blocks, V_local] bool
+    dropped_mass: Tensor  # [N] sum of p softcap'(z) over this shard's dropped columns
+    share: Tensor | None  # [num_blocks, V_local], rows sum to 1 or 0; None: no tail
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """Gradient of the scalar loss with respect to each token's outputs, [N]; None: zero."""
+
+    nll: Tensor | None = None
+    lse: Tensor | None = None
+    smooth_logit: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients the backward makes, besides that of the weight."""
+
+    hidden: bool
+    bias: bool
+
+
+@dataclass(frozen=True)
+class LocalGrads:
+    """This rank's part of the gradients, in the accumulation dtype; None where not needed."""
+
+    hidden: Tensor | None  # [N, D]: a sum over ranks completes it
+    bias: Tensor | None  # [V_local]

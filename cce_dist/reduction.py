@@ -1,0 +1,110 @@
+"""From per-token vectors to the loss: which tokens count, how each one weighs.
+
+Plain torch on [N] vectors. Autograd hands what it makes of them to the steps of `sharded`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cce_dist.options import LossOptions
+from cce_dist.partials import accumulate_dtype
+
+
+@dataclass(frozen=True)
+class PickedTokens:
+    """The tokens that count: not ignored, and with a target left after the shift."""
+
+    targets: Tensor  # [N]
+    rows: Tensor | None  # [N] int64 among all tokens; None: every token
+
+    def spread(self, values: Tensor, shape: torch.Size, shift: int) -> Tensor:
+        """[N] -> targets' (shifted) shape, 0 elsewhere."""
+        if self.rows is not None:
+            empty = values.new_zeros(shape.numel())
+            values = empty.index_copy(0, self.rows, values)
+        values = values.view(shape)
+        return values[..., : shape[-1] - shift] if shift else values
+
+    def take(self, values: Tensor, shift: int) -> Tensor:
+        """targets' shape, unshifted -> [N]."""
+        values = _shifted(values, shift, 0).reshape(-1)
+        return values if self.rows is None else values[self.rows]
+
+
+def _shifted(values: Tensor, shift: int, fill: int) -> Tensor:
+    if not shift:
+        return values
+    pad = values.new_full((*values.shape[:-1], shift), fill)
+    return torch.cat([values[..., shift:], pad], -1)
+
+
+def pick_tokens(targets: Tensor, options: LossOptions) -> PickedTokens:
+    """The tokens that the loss computes; the others cost nothing."""
+    ids = _shifted(targets, options.shift, options.ignore_index).reshape(-1)
+    valid = ids != options.ignore_index
+    rows = valid.nonzero()[:, 0]
+    if rows.shape[0] == ids.shape[0]:
+        return PickedTokens(ids, None)
+    return PickedTokens(ids[rows], rows)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of a token as a function of its nll, lse and mean logit."""
+
+    smoothing: float
+    z_loss: float
+    target_weight: Tensor | None  # [N] class weight of the target
+    mean_class_weight: Tensor | float
+    token_weight: Tensor | None  # [N], divided by the mean's denominator
+    denominator: Tensor | float
+
+    @classmethod
+    def of(
+        cls,
+        picked: PickedTokens,
+        options: LossOptions,
+        shape: torch.Size,
+        token_weight: Tensor | None,
+        class_weight: Tensor | None,
+        hidden: Tensor,
+    ) -> TokenLoss:
+        dtype = accumulate_dtype(hidden.dtype)
+        target_weight, mean_class_weight, denominator = None, 1.0, 1.0
+        if class_weight is not None:
+            target_weight = class_weight.to(dtype)[picked.targets]
+            mean_class_weight = class_weight.to(dtype).mean()
+        if options.reduction == "mean":
+            denominator = float(max(picked.targets.shape[0], 1))
+            if target_weight is not None:
+                total = target_weight.sum()
+                denominator = torch.where(total == 0, 1, total)
+        if token_weight is not None:
+            token_weight = picked.take(token_weight.to(dtype), options.shift)
+        return cls(
+            options.label_smoothing,
+            options.z_loss,
+            target_weight,
+            mean_class_weight,
+            token_weight,
+            denominator,
+        )
+
+    def per_token(self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice) -> Tensor:
+        """Loss of tokens `at`, divided by the denominator: their sum is the loss."""
+        loss = nll if self.target_weight is None else self.target_weight[at] * nll
+        if smooth is not None:
+            even = self.mean_class_weight * lse - smooth
+            loss = (1 - self.smoothing) * loss + self.smoothing * even
+        if self.z_loss:
+            loss = loss + self.z_loss * lse.square()
+        if self.token_weight is not None:
+            loss = self.token_weight[at] * loss
+        return loss / self.denominator
+
+    def total(self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice) -> Tensor:
+        return self.per_token(nll, lse, smooth, at).sum()

@@ -1,0 +1,106 @@
+"""The specification: the loss over dense logits, in any dtype, by autograd. For tests and docs.
+
+Every formula of `cce_dist.loss.linear_cross_entropy` stands here in the plainest form, over the
+whole vocabulary on one rank. Nothing in the library calls it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Reference(NamedTuple):
+    """Loss and statistics; shapes are those of the (shifted) targets, 0 at ignored tokens."""
+
+    loss: Tensor
+    nll: Tensor
+    lse: Tensor
+    entropy: Tensor
+    correct: Tensor
+    max_logit: Tensor
+    mean_logit: Tensor
+    variance_logit: Tensor
+
+
+def reference_logits(
+    hidden: Tensor,  # [..., D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None = None,  # [V]
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """z = logit_scale * softcap * tanh((E . C + bias) / softcap), [..., V] in hidden's dtype."""
+    logits = hidden @ weight.T
+    if bias is not None:
+        logits = logits + bias
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logit_scale * logits
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor,  # [..., D]
+    weight: Tensor,  # [V, D]
+    targets: Tensor,  # [...] int64
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    shift: int = 0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    logits: Tensor | None = None,  # given: replaces those of hidden and weight (dense recipes)
+) -> Reference:
+    """Loss of `linear_cross_entropy`, from dense logits. No checks, no collectives."""
+    if shift:
+        hidden, targets = hidden[..., :-shift, :], targets[..., shift:]
+        token_weight = None if token_weight is None else token_weight[..., shift:]
+        logits = None if logits is None else logits[..., :-shift, :]
+    if logits is None:
+        logits = reference_logits(hidden, weight, bias, softcap=softcap, logit_scale=logit_scale)
+    vocab_size = logits.shape[-1]
+    valid = targets != ignore_index
+    ids = targets.masked_fill(~valid, 0)
+
+    lse = logits.logsumexp(-1)
+    log_p = logits - lse[..., None]
+    nll = -log_p.gather(-1, ids[..., None])[..., 0]
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
+
+    weights = logits.new_ones(vocab_size) if class_weight is None else class_weight.to(logits)
+    loss = (1 - label_smoothing) * weights[ids] * nll + z_loss * lse**2
+    if label_smoothing:
+        loss = loss - label_smoothing * (weights * log_p).sum(-1) / vocab_size
+    if token_weight is not None:
+        loss = loss * token_weight.to(loss)
+    loss = torch.where(valid, loss, 0)
+
+    denominator = torch.where(valid, weights[ids], 0).sum()
+    if reduction == "mean":
+        loss = loss.sum() / torch.where(denominator == 0, 1, denominator)
+    elif reduction == "sum":
+        loss = loss.sum()
+
+    mean = logits.mean(-1)
+
+    def keep(stat: Tensor) -> Tensor:
+        return torch.where(valid, stat, 0)
+
+    return Reference(
+        loss=loss,
+        nll=keep(nll),
+        lse=keep(lse),
+        entropy=keep(entropy),
+        correct=valid & (logits.argmax(-1) == targets),
+        max_logit=keep(logits.amax(-1)),
+        mean_logit=keep(mean),
+        variance_logit=keep((logits - mean[..., None]).square().mean(-1)),
+    )

@@ -1,0 +1,225 @@
+"""The algorithm. Read this first.
+
+Every rank holds some rows of the LM head and computes four steps, of which the second and the
+last talk to the other ranks, once each:
+
+    local_stats          log-sum-exp and target logit of this rank's columns, tile by tile
+    merge_stats          log-add-exp over the ranks: every rank gets the same lse
+    local_grads          d_logits of the columns that matter, times hidden and weight
+    reduce_grad_hidden   sum of every rank's part of the hidden gradient
+
+The group may be tensor-parallel ranks, pipeline ranks, or their product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from cce_dist.collectives import (
+    gather_tokens,
+    group_size,
+    merge_stats,
+    reduce_grad_hidden,
+    sum_over_ranks,
+)
+from cce_dist.local import LocalBackend
+from cce_dist.options import TOKEN_BLOCK, LossOptions
+from cce_dist.partials import (
+    Head,
+    Kept,
+    LocalGrads,
+    Needs,
+    Scores,
+    Stats,
+    Tokens,
+    Upstream,
+    Wanted,
+    accumulate_dtype,
+)
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stays the same over the steps of one loss."""
+
+    options: LossOptions
+    shard: VocabShard
+    group: ProcessGroup | None
+    backend: LocalBackend
+    wanted: Wanted
+    threshold: float  # of the filter; 0 keeps every column
+
+    @property
+    def filters(self) -> bool:
+        return self.options.filters and self.threshold > 0
+
+
+def gather_hidden(hidden: Tensor, plan: Plan) -> Tensor:
+    """Under sequence parallel the tokens of all ranks, else hidden itself."""
+    return gather_tokens(hidden, plan.group) if plan.options.sequence_parallel else hidden
+
+
+def forward(tokens: Tokens, head: Head, plan: Plan, *, score: bool) -> tuple[Stats, Scores | None]:
+    """Steps 1 and 2. Scores stay on this rank, for the filter of the backward."""
+    local, scores = plan.backend.stats(
+        tokens,
+        head,
+        wanted=plan.wanted,
+        score=score and plan.filters,
+        score_largest=plan.options.filter.eps is not None,
+        workspace_bytes=plan.options.workspace_bytes,
+    )
+    return merge_stats(local, plan.shard, plan.group), scores
+
+
+def find_kept(
+    tokens: Tokens, head: Head, plan: Plan, scores: Scores | None, lse: Tensor
+) -> Kept | None:
+    """The columns that each block keeps, by the lse of all ranks; None: all of them."""
+    if scores is None:
+        return None
+    return plan.backend.kept(
+        tokens,
+        head,
+        scores,
+        lse,
+        threshold=plan.threshold,
+        by_largest=plan.options.filter.eps is not None,
+        tail=plan.options.filter.tail,
+        workspace_bytes=plan.options.workspace_bytes,
+    )
+
+
+def tail_mass(kept: Kept | None, lse: Tensor, plan: Plan) -> Tensor:
+    """Probability mass of each token whose gradient is approximated, [N]; with a softcap p is
+    weighted by its slope. Collectives: one all-gather of [N], none where nothing is filtered."""
+    if not plan.filters:
+        return lse.new_zeros(lse.shape)
+    local = lse.new_zeros(lse.shape) if kept is None else kept.dropped_mass
+    return sum_over_ranks(local, plan.group)
+
+
+def backward(
+    tokens: Tokens,
+    head: Head,
+    plan: Plan,
+    stats: Stats,
+    upstream: Upstream,
+    *,
+    kept: Kept | None,
+    needs: Needs,
+    grad_weight: Tensor | None,  # [V_local, D], written
+    accumulate: bool,
+) -> LocalGrads:
+    """Steps 3 and 4; the hidden gradient has the rows of this rank's hidden."""
+    grads = plan.backend.grads(
+        tokens,
+        head,
+        stats.lse,
+        upstream,
+        entropy=stats.entropy,
+        # The entropy's gradient p (log p + H) is not small where p is: it takes every column.
+        kept=None if upstream.entropy is not None else kept,
+        needs=needs,
+        grad_weight=grad_weight,
+        accumulate=accumulate,
+        workspace_bytes=plan.options.workspace_bytes,
+    )
+    if grads.hidden is None:
+        return grads
+    num_rows = tokens.hidden.shape[0]
+    return LocalGrads(finish_grad_hidden(grads.hidden, tokens.rows, num_rows, plan), grads.bias)
+
+
+def finish_grad_hidden(
+    grad: Tensor,  # [N, D] of the computed tokens; overwritten
+    rows: Tensor | None,  # [N] their rows among the num_rows tokens; None: all of them
+    num_rows: int,
+    plan: Plan,
+) -> Tensor:
+    """Step 4: sum over ranks, zero at tokens that were left out: [num_rows, D], or this rank's
+    slice of it under sequence parallel."""
+
+    def spread(grad: Tensor) -> Tensor:
+        if rows is None:
+            return grad
+        return grad.new_zeros(num_rows, grad.shape[1]).index_copy_(0, rows, grad)
+
+    if plan.options.sequence_parallel:
+        return reduce_grad_hidden(spread(grad), plan.group, scatter=True)
+    return spread(reduce_grad_hidden(grad, plan.group, scatter=False))
+
+
+def forward_with_grads(
+    tokens: Tokens,
+    head: Head,
+    plan: Plan,
+    upstream_of: Callable[[Stats, slice], Upstream],
+    *,
+    needs: Needs,
+    grad_weight: Tensor | None,  # [V_local, D] fp32 | float64, zeroed: accumulates over chunks
+) -> LocalGrads:
+    """gradient="in_forward": steps 1-3 over chunks of tokens, whose logits are kept in between.
+
+    Three products instead of four; the gradients are those for an upstream gradient of 1, and
+    step 4 is left to the backward. `upstream_of` is told each chunk's merged statistics.
+    Collectives: one all-gather a chunk of tokens.
+    """
+    weight = head.weight
+    dtype = accumulate_dtype(weight.dtype)
+    size = chunk_tokens(len(tokens), plan)
+    buffer = weight.new_empty((min(size, len(tokens)), weight.shape[0]), dtype=dtype)
+    hidden = weight.new_empty((len(tokens), weight.shape[1]), dtype=dtype) if needs.hidden else None
+    bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs.bias else None
+    # One empty chunk where there is no token: statistics and gradients keep their shapes.
+    for start in range(0, max(len(tokens), 1), size):
+        at = slice(start, min(start + size, len(tokens)))
+        chunk = tokens.slice(at.start, at.stop)
+        logits = buffer[: len(chunk)]
+        local, _ = plan.backend.stats(
+            chunk,
+            head,
+            wanted=plan.wanted,
+            score=False,
+            score_largest=False,
+            workspace_bytes=plan.options.workspace_bytes,
+            keep_logits=logits,
+        )
+        stats = merge_stats(local, plan.shard, plan.group)
+        grads = plan.backend.grads(
+            chunk,
+            head,
+            stats.lse,
+            upstream_of(stats, at),
+            entropy=None,
+            kept=None,
+            needs=needs,
+            grad_weight=grad_weight,
+            accumulate=True,
+            workspace_bytes=plan.options.workspace_bytes,
+            logits=logits,
+        )
+        if hidden is not None and grads.hidden is not None:
+            hidden[at] = grads.hidden
+        if bias is not None and grads.bias is not None:
+            bias += grads.bias
+    return LocalGrads(hidden, bias)
+
+
+def chunk_tokens(num_tokens: int, plan: Plan) -> int:
+    """Tokens a chunk of in_forward, from numbers that all ranks share, so that they agree.
+
+    At most a quarter of the tokens: the chunk's logits [chunk, V_local] are in memory at once.
+    """
+    columns = -(-plan.shard.vocab_size // group_size(plan.group))
+    by_memory = plan.options.workspace_bytes // (4 * columns) // TOKEN_BLOCK * TOKEN_BLOCK
+    quarter = -(-num_tokens // (4 * TOKEN_BLOCK)) * TOKEN_BLOCK
+    return max(TOKEN_BLOCK, min(by_memory, quarter))

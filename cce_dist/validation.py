@@ -1,0 +1,178 @@
+"""What `linear_cross_entropy` accepts. Every message names the argument, the rule and what it got.
+
+Nothing below this layer checks its arguments again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cce_dist.collectives import require
+from cce_dist.options import LossOptions
+from cce_dist.partials import accumulate_dtype
+from cce_dist.vocab_shard import VocabShard
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def require_tensor(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(value)}")
+    if type(value).__module__.startswith("torch.distributed.tensor"):
+        raise ValueError(
+            f"{name} must be a plain tensor, got a DTensor: pass {name}.to_local() with the group "
+            "of its mesh dim, and vocab_shard=VocabShard.chunked(...) for a weight sharded by "
+            "Shard(0)"
+        )
+    return value
+
+
+def check_hidden_and_weight(hidden: Tensor, weight: Tensor) -> None:
+    require_tensor("hidden", hidden)
+    require_tensor("weight", weight)
+    if hidden.dtype not in DTYPES:
+        raise ValueError(f"hidden must be bf16, fp16, fp32 or float64, got {hidden.dtype}")
+    if hidden.dim() < 1:
+        raise ValueError("hidden must have shape [..., D], got a tensor of 0 dims")
+    dim = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != dim:
+        raise ValueError(
+            f"weight must have shape [V_local, D] with D={dim} (from hidden), got "
+            f"{list(weight.shape)}"
+        )
+    if weight.dtype != hidden.dtype:
+        raise ValueError(
+            f"weight must have hidden's dtype {hidden.dtype}, got {weight.dtype}: cast one of "
+            "them, or run under torch.autocast"
+        )
+    require_device("weight", weight, hidden)
+
+
+def require_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
+    if tensor.device != hidden.device:
+        raise ValueError(f"{name} must be on hidden's device {hidden.device}, got {tensor.device}")
+
+
+def check_targets(
+    targets: Tensor, hidden: Tensor, options: LossOptions, world_size: int
+) -> torch.Size:
+    """Returns the shape of the targets, which is that of all ranks' tokens."""
+    require_tensor("targets", targets)
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets must be int64, got {targets.dtype}: use targets.long()")
+    require_device("targets", targets, hidden)
+    wanted = list(hidden.shape[:-1])
+    rule = "hidden's shape without D"
+    if options.sequence_parallel:
+        if not wanted:
+            raise ValueError("hidden must have shape [n, ..., D] with sequence_parallel, got [D]")
+        wanted[0] *= world_size
+        rule += f", dim 0 times {world_size} ranks (sequence_parallel: targets of all ranks)"
+    if list(targets.shape) != wanted:
+        raise ValueError(f"targets must have shape {wanted} ({rule}), got {list(targets.shape)}")
+    if options.shift and (targets.dim() == 0 or options.shift >= targets.shape[-1]):
+        length = targets.shape[-1] if targets.dim() else 0
+        raise ValueError(
+            f"shift must be smaller than the last dim of targets ({length}), got {options.shift}"
+        )
+    return targets.shape
+
+
+def check_target_range(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """`targets` [N] without the ignored ones."""
+    if targets.numel() == 0:
+        return
+    low, high = torch.aminmax(targets)
+    require(
+        (low >= 0) & (high < vocab_size),
+        lambda: (
+            f"targets must lie in [0, vocab_size={vocab_size}) or equal ignore_index="
+            f"{ignore_index}, got values from {int(low)} to {int(high)}"
+        ),
+        "targets must lie in [0, vocab_size) or equal ignore_index",
+    )
+
+
+def check_shard(shard: VocabShard | None, weight: Tensor, rank: int, world_size: int) -> VocabShard:
+    if shard is None:
+        return VocabShard.even(weight.shape[0], rank, world_size)
+    if not isinstance(shard, VocabShard):
+        raise ValueError(f"vocab_shard must be a cce_dist.VocabShard or None, got {type(shard)}")
+    if shard.num_rows != weight.shape[0]:
+        raise ValueError(
+            f"weight must have vocab_shard's {shard.num_rows} rows [{shard.start}, {shard.stop}), "
+            f"got {weight.shape[0]}"
+        )
+    if world_size == 1 and (shard.start != 0 or shard.stop < shard.vocab_size):
+        raise ValueError(
+            f"vocab_shard of a single rank must cover [0, vocab_size={shard.vocab_size}), got "
+            f"[{shard.start}, {shard.stop}): pass the group of the ranks that hold the rest"
+        )
+    return shard
+
+
+def check_vector(
+    name: str, value: Tensor | None, shape: list[int], meaning: str, hidden: Tensor
+) -> None:
+    if value is None:
+        return
+    require_tensor(name, value)
+    if list(value.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape} ({meaning}), got {list(value.shape)}")
+    if not value.is_floating_point():
+        raise ValueError(f"{name} must be a floating-point tensor, got {value.dtype}")
+    require_device(name, value, hidden)
+
+
+def check_weights(
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+    shape: torch.Size,
+    shard: VocabShard,
+    hidden: Tensor,
+    options: LossOptions,
+) -> None:
+    check_vector("token_weight", token_weight, list(shape), "that of targets", hidden)
+    check_vector(
+        "class_weight",
+        class_weight,
+        [shard.vocab_size],
+        "vocab_size: the weights of all classes, on every rank",
+        hidden,
+    )
+    if class_weight is not None and class_weight.requires_grad:
+        raise ValueError(
+            "class_weight must not require grad: its gradient is not computed; pass "
+            "class_weight.detach()"
+        )
+    if token_weight is not None and token_weight.requires_grad and options.gradient == "in_forward":
+        raise ValueError(
+            'token_weight must not require grad with gradient="in_forward", which makes the '
+            "gradients of hidden and weight only; pass token_weight.detach(), or use "
+            'gradient="filtered" or "exact"'
+        )
+
+
+def check_grad_weight_into(buffer: Tensor | None, weight: Tensor, needs_grad: bool) -> None:
+    if buffer is None:
+        return
+    require_tensor("grad_weight_into", buffer)
+    if buffer.shape != weight.shape:
+        raise ValueError(
+            f"grad_weight_into must have weight's shape {list(weight.shape)}, got "
+            f"{list(buffer.shape)}"
+        )
+    wanted = accumulate_dtype(weight.dtype)
+    if buffer.dtype != wanted:
+        raise ValueError(
+            f"grad_weight_into must be {wanted} for a {weight.dtype} weight, got {buffer.dtype}"
+        )
+    require_device("grad_weight_into", buffer, weight)
+    if buffer.requires_grad:
+        raise ValueError("grad_weight_into must not require grad: it is written in the backward")
+    if not needs_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "grad_weight_into must be None where weight does not require grad: nothing would be "
+            "added to it"
+        )

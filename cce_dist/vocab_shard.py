@@ -1,0 +1,93 @@
+"""Who owns which token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The rows [start, stop) of the LM head that one rank holds.
+
+    Rows from `vocab_size` on are padding: they never enter the softmax and get no gradient.
+
+    Args:
+        start, stop: token ids of the first row and of the one after the last, 0 <= start <= stop.
+            An empty shard (start == stop) is valid.
+        vocab_size: number of classes V of the whole vocabulary, on every rank the same.
+    Raises:
+        ValueError: the bounds are negative, in the wrong order, or vocab_size is not positive.
+    """
+
+    start: int
+    stop: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("start", "stop", "vocab_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"VocabShard.{name} must be an int, got {value!r}")
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(
+                f"VocabShard needs 0 <= start <= stop, got start={self.start}, stop={self.stop}"
+            )
+        if self.vocab_size < 1:
+            raise ValueError(f"VocabShard.vocab_size must be >= 1, got {self.vocab_size}")
+
+    @classmethod
+    def even(
+        cls, num_rows: int, rank: int, world_size: int, vocab_size: int | None = None
+    ) -> VocabShard:
+        """Megatron's rule: every rank holds `num_rows` rows, rank r those from r * num_rows on.
+
+        `vocab_size` smaller than num_rows * world_size marks the rows beyond it as padding.
+        """
+        _require_rank(rank, world_size)
+        total = num_rows * world_size
+        if vocab_size is not None and vocab_size > total:
+            raise ValueError(
+                f"vocab_size must be <= num_rows * world_size = {total}, got {vocab_size}"
+            )
+        return cls(rank * num_rows, (rank + 1) * num_rows, vocab_size or total)
+
+    @classmethod
+    def chunked(cls, vocab_size: int, rank: int, world_size: int) -> VocabShard:
+        """The split of torch.chunk and of DTensor's Shard(0): ceil(V / W) rows a rank, the last
+        ranks fewer, or none."""
+        _require_rank(rank, world_size)
+        size = -(-vocab_size // world_size)
+        start = min(rank * size, vocab_size)
+        return cls(start, min(start + size, vocab_size), vocab_size)
+
+    @classmethod
+    def balanced(cls, vocab_size: int, rank: int, world_size: int) -> VocabShard:
+        """The first V mod W ranks hold one row more than the others."""
+        _require_rank(rank, world_size)
+        size, extra = divmod(vocab_size, world_size)
+        start = rank * size + min(rank, extra)
+        return cls(start, start + size + (rank < extra), vocab_size)
+
+    @property
+    def num_rows(self) -> int:
+        """V_local: the rows of `weight`, padding included."""
+        return self.stop - self.start
+
+    @property
+    def num_classes(self) -> int:
+        """Rows that enter the softmax."""
+        return max(min(self.stop, self.vocab_size) - self.start, 0)
+
+    def local_targets(self, targets: Tensor) -> Tensor:
+        """Row of each target in this shard; -1 where another rank holds it. [N] int64 -> [N]."""
+        mine = (targets >= self.start) & (targets < self.start + self.num_classes)
+        return (targets - self.start).masked_fill(~mine, -1)
+
+
+def _require_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must lie in [0, world_size={world_size}), got {rank}")
