@@ -1,0 +1,60 @@
+"""The command `cce-dist`. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .bench.cli import app as bench_app
+
+app = typer.Typer(
+    help="Train with, and measure, a loss whose vocabulary is sharded over ranks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Comparison(str, Enum):
+    dense = "dense"
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="YAML file; keys in docs/training.md.")],
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")
+    ] = False,
+    compare: Annotated[
+        Comparison | None, typer.Option(help="Train the same seeds with dense logits as well.")
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file, folder or JSONL to train on; may be repeated."),
+    ] = None,
+) -> None:
+    """Train a decoder on real text. Any key can be overridden: --loss.gradient exact."""
+    import json
+
+    from .train.config_file import parse_overrides
+    from .train.errors import ConfigError
+    from .train.job import run_job
+    from .train.ranks import rank_from_environment
+
+    try:
+        overrides = parse_overrides(context.args)
+    except ConfigError as error:
+        if rank_from_environment() == 0:
+            typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    if data:
+        overrides.append(("data.paths", json.dumps([str(path) for path in data])))
+    code = run_job(config, overrides, resume=resume, compare_dense=compare is not None)
+    raise typer.Exit(code)
+
+
+app.add_typer(bench_app, name="bench")

@@ -1,0 +1,4 @@
+"""The main job, `cce-dist train`: text, tokenizer, model, loop, checkpoints, report.
+
+Read `loop.py` first. Of the library it uses only the public names of `cce_dist`.
+"""

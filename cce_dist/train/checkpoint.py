@@ -1,0 +1,178 @@
+"""Checkpoints that do not depend on tp, and of which the last is always whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .collectives import wait_for_all
+from .config import TrainConfig
+from .errors import ConfigError
+from .model import Decoder
+from .ranks import Ranks
+
+# Keys that may differ between a checkpoint and the run that resumes it: they change neither
+# the loss nor the text. All others must agree; `parallel.*` and `batch` have rules of their own.
+FREE_KEYS = (
+    "run.name",
+    "run.out",
+    "data.cache",
+    "parallel.tp",
+    "parallel.sequence_parallel",
+    "parallel.timeout_s",
+    "loss.workspace_mib",
+    "loss.backend",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "log_every",
+    "batch",
+)
+INFO_FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk: `info` holds step, config, dp, data_key."""
+
+    folder: Path
+    step: int
+    info: dict[str, Any]
+
+
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """The checkpoint with the highest step; those being written have other names."""
+    found = sorted(path for path in folder.glob("step_*") if (path / INFO_FILE).exists())
+    if not found:
+        return None
+    info = json.loads((found[-1] / INFO_FILE).read_text())
+    return Checkpoint(found[-1], info["step"], info)
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    *,
+    config: TrainConfig,
+    data_key: str,
+) -> Path:
+    """Write everything a resumed run needs, then make it visible in one rename.
+
+    Collectives: those of torch.distributed.checkpoint.save, and one small all-reduce.
+    """
+    final = folder / f"step_{step:08d}"
+    partial = folder / f"partial_{step:08d}"
+    if ranks.is_main:
+        for left_by_a_killed_job in folder.glob("partial_*"):
+            shutil.rmtree(left_by_a_killed_job)
+        partial.mkdir(parents=True)
+    wait_for_all(ranks.device)
+    dcp.save(_state(model, optimizer, ranks), checkpoint_id=partial)
+    if ranks.is_main:
+        info = {
+            "step": step,
+            "dp": ranks.dp,
+            "data_key": data_key,
+            "config": config.model_dump(mode="json"),
+        }
+        (partial / INFO_FILE).write_text(json.dumps(info, indent=1))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _prune(folder, config.checkpoint.keep)
+    return final
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> None:
+    """Fill model, optimizer and random state in place; each rank reads its own rows."""
+    state = _state(model, optimizer, ranks)
+    dcp.load(state, checkpoint_id=checkpoint.folder)
+    torch.set_rng_state(state["rng"])
+
+
+def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dp: int) -> None:
+    """Refuse to go on with another run than the one that was saved.
+
+    Raises:
+        ConfigError: names each key that changed, with both values.
+    """
+    saved = _flatten(checkpoint.info["config"])
+    now = _flatten(config.model_dump(mode="json"))
+    free = FREE_KEYS
+    if now["optimizer.schedule"] == "constant":
+        # Only a cosine knows where it ends; otherwise more steps are just more steps.
+        free += ("steps",)
+    changed = [
+        f"  {key} was {saved.get(key)!r}, got {now.get(key)!r}"
+        for key in sorted(saved.keys() | now.keys())
+        if key not in free and saved.get(key) != now.get(key)
+    ]
+    saved_batch = saved["batch"] * checkpoint.info["dp"]
+    if saved_batch != config.batch * dp:
+        changed.append(
+            f"  batch x data-parallel ranks was {saved_batch}, got {config.batch} x {dp}"
+        )
+    if changed:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"--resume must keep what the loss depends on ({checkpoint.folder}):",
+                    *changed,
+                    "  change it back, or start a new run with another run.name",
+                ]
+            )
+        )
+
+
+def _state(model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
+    """Tensors that share their storage with the live ones, so that loading fills those."""
+    sharded = model.sharded_parameters()
+    weights, moments = {}, {}
+    for name, parameter in model.named_parameters():
+        is_sharded = name in sharded
+        vocab_size = model.shard.vocab_size if is_sharded else None
+        weights[name] = _as_saved(parameter.detach(), vocab_size, ranks)
+        for key, value in optimizer.state[parameter].items():
+            value_size = vocab_size if value.dim() else None
+            moments[f"{name}.{key}"] = _as_saved(value, value_size, ranks)
+    return {"model": weights, "optimizer": moments, "rng": torch.get_rng_state()}
+
+
+def _as_saved(tensor: Tensor, vocab_size: int | None, ranks: Ranks) -> Tensor:
+    if vocab_size is None:
+        return tensor
+    shape = torch.Size((vocab_size, *tensor.shape[1:]))
+    return DTensor.from_local(
+        tensor,
+        ranks.mesh,
+        [Replicate(), Shard(0)],
+        run_check=False,
+        shape=shape,
+        stride=(shape[1], 1),
+    )
+
+
+def _prune(folder: Path, keep: int) -> None:
+    for path in sorted(folder.glob("step_*"))[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

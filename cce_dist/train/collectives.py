@@ -1,0 +1,130 @@
+"""Every collective of the training job that the loss does not do itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+# torch 2.13 renamed this collective and warns at the old name.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Fewer, larger messages; one bucket bounds the copy that they need.
+BUCKET_BYTES = 64 * 2**20
+
+
+class SumPartials(torch.autograd.Function):
+    """Sum over ranks that all go on with the whole sum; each owns its own share's gradient.
+
+    Collectives: forward one all-reduce of x, backward none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class SumPartialsToSlices(torch.autograd.Function):
+    """Sum over ranks, of which each goes on with its slice of dim 0.
+
+    Collectives: forward one reduce-scatter of x, backward one all-gather.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+        _reduce_scatter(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        out = grad.new_empty(grad.shape[0] * ctx.group.size(), *grad.shape[1:])
+        _all_gather(out, grad.contiguous(), group=ctx.group)
+        return out, None
+
+
+class GatherRows(torch.autograd.Function):
+    """The whole [V, D] weight from uneven shards of rows, for the dense comparison only.
+
+    Collectives: forward one all-gather of D * max(V_local) numbers a rank; backward one
+    all-reduce of [V, D] if `partial_grad`, that is if ranks see different tokens, else none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, group: dist.ProcessGroup, bounds: Any, partial_grad: bool
+    ) -> Tensor:
+        ctx.group, ctx.bounds, ctx.partial_grad = group, bounds, partial_grad
+        most_rows = max(stop - start for start, stop in bounds)
+        padded = weight.new_zeros(most_rows, weight.shape[1])
+        padded[: weight.shape[0]] = weight
+        gathered = weight.new_empty(group.size() * most_rows, weight.shape[1])
+        _all_gather(gathered, padded, group=group)
+        shards = gathered.view(group.size(), most_rows, -1)
+        pieces = [
+            shard[: stop - start] for shard, (start, stop) in zip(shards, bounds, strict=True)
+        ]
+        return torch.cat(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grad.contiguous()
+        if ctx.partial_grad:
+            dist.all_reduce(grad, group=ctx.group)
+        start, stop = ctx.bounds[ctx.group.rank()]
+        return grad[start:stop], None, None, None
+
+
+def sum_gradients(
+    parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup, scale: float
+) -> None:
+    """Replace each gradient by scale * its sum over the group. One all-reduce a bucket."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    for bucket in _buckets(grads):
+        flat = _flatten_dense_tensors(bucket)
+        if group.size() > 1:
+            dist.all_reduce(flat, group=group)
+        if scale != 1:
+            flat.mul_(scale)
+        for grad, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            grad.copy_(total)
+
+
+def _buckets(grads: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    bucket: list[Tensor] = []
+    num_bytes = 0
+    for grad in grads:
+        size = grad.numel() * grad.element_size()
+        if bucket and num_bytes + size > BUCKET_BYTES:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(grad)
+        num_bytes += size
+    if bucket:
+        yield bucket
+
+
+def sum_over_world(values: Sequence[Tensor | float], device: torch.device) -> list[float]:
+    """Sum a few scalars over all ranks in float64: one all-reduce, the same floats everywhere."""
+    packed = torch.stack(
+        [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
+    )
+    dist.all_reduce(packed)
+    return packed.tolist()
+
+
+def wait_for_all(device: torch.device) -> None:
+    """A barrier; dist.barrier would pick a GPU by itself where there are several."""
+    sum_over_world([0.0], device)

@@ -1,0 +1,146 @@
+"""What a training run is: every key of the YAML file, its bounds and its default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+Int = Annotated[int, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+
+# 256 bytes and the end-of-text token: no byte-level vocabulary is smaller.
+MIN_VOCAB_SIZE = 257
+
+
+class Section(BaseModel):
+    """Unknown keys are errors: a misspelt key must never be a silent default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(Section):
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
+    seed: Annotated[Int, Field(ge=0, lt=2**31)] = 0
+    out: Path = Path("runs")
+
+
+class DataConfig(Section):
+    paths: tuple[Path, ...] = ()
+    megabytes: Annotated[Float, Field(gt=0)] = 40.0
+    vocab_size: Annotated[Int, Field(ge=MIN_VOCAB_SIZE, le=2**24)] = 16384
+    sequence_length: Annotated[Int, Field(ge=2)] = 256
+    held_out: Annotated[Float, Field(gt=0, le=0.5)] = 0.02
+    cache: Path = Path("runs/.cache")
+
+
+class ModelConfig(Section):
+    dim: Count = 192
+    layers: Count = 4
+    heads: Count = 3
+    tied: Flag = False
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> ModelConfig:
+        if self.dim % (2 * self.heads):
+            raise ValueError(
+                "model.dim must be a multiple of 2 * model.heads, since rotary embeddings turn "
+                f"pairs of each head's channels, got dim={self.dim} and heads={self.heads}"
+            )
+        return self
+
+
+class ParallelConfig(Section):
+    tp: Count = 1
+    sequence_parallel: Flag = False
+    timeout_s: Annotated[Float, Field(ge=2)] = 60.0
+
+
+class FilterConfig(Section):
+    keep: Literal["auto"] | Annotated[Float, Field(ge=0, le=128)] = "auto"
+    tail: Flag = True
+    eps: Annotated[Float, Field(ge=0, le=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_criterion(self) -> FilterConfig:
+        if self.eps is not None and self.keep != "auto":
+            raise ValueError(
+                "loss.filter.keep and loss.filter.eps exclude each other, got "
+                f"keep={self.keep} and eps={self.eps}: leave one of them out"
+            )
+        return self
+
+
+class LossConfig(Section):
+    gradient: Literal["filtered", "exact", "in_forward"] = "filtered"
+    filter: FilterConfig = FilterConfig()
+    label_smoothing: Annotated[Float, Field(ge=0, le=1)] = 0.0
+    z_loss: Annotated[Float, Field(ge=0)] = 0.0
+    softcap: Annotated[Float, Field(gt=0)] | None = None
+    logit_scale: Float = 1.0
+    workspace_mib: Annotated[Float, Field(ge=0.0625)] = 64.0
+    backend: Literal["auto", "triton", "torch"] = "auto"
+
+    @model_validator(mode="after")
+    def _check_filter(self) -> LossConfig:
+        if self.gradient != "filtered" and self.filter != FilterConfig():
+            raise ValueError(
+                f"loss.filter has no effect with loss.gradient={self.gradient}, which keeps every "
+                "column: use loss.gradient=filtered, or leave loss.filter out"
+            )
+        filters = self.gradient == "filtered" and self.filter.keep != 0
+        if filters and self.softcap is not None and self.label_smoothing > 0:
+            raise ValueError(
+                f"loss.softcap={self.softcap} with loss.label_smoothing={self.label_smoothing} "
+                "gives every column a gradient of its own, which no filter can keep: use "
+                "loss.gradient=exact or in_forward"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    lr: Annotated[Float, Field(gt=0)] = 3e-3
+    betas: tuple[
+        Annotated[Float, Field(ge=0, lt=1)],
+        Annotated[Float, Field(ge=0, lt=1)],
+    ] = (0.9, 0.95)
+    weight_decay: Annotated[Float, Field(ge=0)] = 0.1
+    warmup: Annotated[Int, Field(ge=0)] = 20
+    schedule: Literal["cosine", "constant"] = "cosine"
+    clip: Annotated[Float, Field(gt=0)] | None = 1.0
+
+
+class CheckpointConfig(Section):
+    every: Annotated[Int, Field(ge=0)] = 100
+    keep: Count = 2
+
+
+class TrainConfig(Section):
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    steps: Count = 200
+    batch: Count = 8
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    log_every: Count = 10
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> TrainConfig:
+        tp = self.parallel.tp
+        if self.parallel.sequence_parallel and self.batch % tp:
+            raise ValueError(
+                "batch must be a multiple of parallel.tp with parallel.sequence_parallel, since "
+                f"each of the tp ranks takes whole sequences, got batch={self.batch} and tp={tp}"
+            )
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.out / self.run.name

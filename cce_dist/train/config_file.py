@@ -1,0 +1,171 @@
+"""From a YAML file and dotted overrides to a `TrainConfig`, or to errors a reader can act on."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from .config import TrainConfig
+from .errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 3e-4 as a string; everybody who writes a learning rate means a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+_RULES = {
+    "greater_than": "be > {gt}",
+    "greater_than_equal": "be >= {ge}",
+    "less_than": "be < {lt}",
+    "less_than_equal": "be <= {le}",
+    "literal_error": "be {expected}",
+    "int_type": "be an integer",
+    "int_from_float": "be an integer",
+    "float_type": "be a number",
+    "finite_number": "be finite",
+    "bool_type": "be true or false",
+    "string_type": "be text",
+    "path_type": "be a path",
+    "tuple_type": "be a list",
+    "model_type": "be a section with keys of its own",
+    "string_pattern_mismatch": "match {pattern}",
+    "too_long": "have {max_length} entries",
+    "missing": "be given",
+}
+
+
+def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> TrainConfig:
+    """Read, override, validate.
+
+    Args:
+        path: a YAML mapping; see docs/training.md for the keys.
+        overrides: dotted key and YAML value, for example ("optimizer.lr", "3e-4").
+    Raises:
+        ConfigError: one line for each thing that is wrong, naming key, rule and value.
+    """
+    try:
+        text = path.read_text(encoding="utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {path}: {error}") from None
+    values = _parse(text, str(path))
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys, got {values!r}")
+    for key, value in overrides:
+        _set(values, key, _parse(value, f"--{key}"))
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [f"invalid configuration ({path}):", *_describe(error.errors())]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """["--loss.gradient", "exact", "--steps=5"] -> [("loss.gradient", "exact"), ("steps", "5")].
+
+    Raises:
+        ConfigError: an argument is no option, or an option has no value.
+    """
+    overrides = []
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        if not argument.startswith("--"):
+            raise ConfigError(
+                f"unexpected argument {argument!r}: overrides are written --section.key VALUE"
+            )
+        key, equals, value = argument[2:].partition("=")
+        if not equals:
+            if not remaining or remaining[0].startswith("--"):
+                raise ConfigError(f"--{key} must be followed by a value")
+            value = remaining.pop(0)
+        overrides.append((key.replace("-", "_"), value))
+    return overrides
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from None
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for depth, section in enumerate(sections):
+        if values.get(section) is None:
+            values[section] = {}
+        values = values[section]
+        if not isinstance(values, dict):
+            parent = ".".join(sections[: depth + 1])
+            raise ConfigError(f"--{key}: {parent} is a value, not a section, got {values!r}")
+    values[last] = value
+
+
+def _describe(items: Sequence[Any]) -> list[str]:
+    """One line a key: a union reports once for each of its branches."""
+    rules: dict[str, list[str]] = {}
+    got: dict[str, Any] = {}
+    lines = []
+    for item in items:
+        key = ".".join(str(part) for part in item["loc"] if not _is_union_branch(part))
+        if item["type"] == "value_error":
+            # Rules over several keys name them all themselves.
+            lines.append(f"  {item['ctx']['error']}")
+        elif item["type"] == "extra_forbidden":
+            lines.append(f"  unknown key {key}{_suggest(key)}")
+        else:
+            rules.setdefault(key, []).append(_rule(item))
+            got[key] = item["input"]
+    for key, alternatives in rules.items():
+        lines.append(f"  {key} must {' or '.join(alternatives)}, got {got[key]!r}")
+    return lines
+
+
+def _rule(item: Any) -> str:
+    context = {name: _tidy(value) for name, value in item.get("ctx", {}).items()}
+    if item["type"] not in _RULES:
+        return f"be valid ({item['msg']})"
+    return _RULES[item["type"]].format(**context)
+
+
+def _tidy(value: object) -> object:
+    # Bounds of a float key are floats: "> 0" reads better than "> 0.0".
+    return f"{value:g}" if isinstance(value, float) else value
+
+
+def _is_union_branch(part: object) -> bool:
+    # pydantic puts the branch of a union into the location: "literal['auto']".
+    return isinstance(part, str) and not part.isidentifier()
+
+
+def _suggest(key: str) -> str:
+    known = list(_keys(TrainConfig))
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    if not near:
+        last = key.rsplit(".", 1)[-1]
+        near = [name for name in known if name.rsplit(".", 1)[-1] == last][:1]
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    names = []
+    for name, field in model.model_fields.items():
+        names.append(prefix + name)
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            names += _keys(annotation, f"{prefix}{name}.")
+    return names

@@ -1,0 +1,198 @@
+"""`cce-dist train` from its arguments to its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .batches import split_tokens
+from .checkpoint import check_resumable, newest_checkpoint
+from .collectives import wait_for_all
+from .config import TrainConfig
+from .config_file import load_config
+from .errors import ConfigError, JobError
+from .heartbeat import Heartbeat
+from .loop import Job, Run, resume_run, start_run, train
+from .model import count_parameters
+from .progress import Display
+from .ranks import Ranks, connect, rank_from_environment
+from .report import evaluate, write_report
+from .stop import StopRequest, end_at_once
+from .tokens import TokenCache, open_tokens, prepare_tokens
+
+# How long the other ranks let the main one explain an error that all of them found: a launcher
+# ends every rank as soon as one has left.
+LET_MAIN_SPEAK_S = 5.0
+
+
+def run_job(
+    config_path: Path, overrides: Sequence[tuple[str, str]], *, resume: bool, compare_dense: bool
+) -> int:
+    """Train, report, and return the exit code; errors become one message on stderr."""
+    end_at_once()
+    stop = StopRequest()
+    heartbeat = None
+    try:
+        config = load_config(config_path, overrides)
+        ranks = connect(config.parallel)
+        heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
+        heartbeat.start()
+        _train_and_report(config, ranks, heartbeat, stop, resume, compare_dense)
+        heartbeat.phase = "leaving"
+        wait_for_all(ranks.device)
+    except JobError as error:
+        if heartbeat is not None:
+            heartbeat.explain(error)
+        return _refuse(error)
+    except Exception as error:
+        if heartbeat is None:
+            raise
+        _leave_failed(heartbeat, error)
+    heartbeat.close()
+    dist.destroy_process_group()
+    return 0
+
+
+def _refuse(error: JobError) -> int:
+    """Say it once, from the main rank; does not return where ranks have to be left."""
+    if rank_from_environment() == 0:
+        _say_error(str(error))
+    else:
+        time.sleep(LET_MAIN_SPEAK_S)
+    _exit(error.exit_code)
+    return error.exit_code
+
+
+def _leave_failed(heartbeat: Heartbeat, error: Exception) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if not heartbeat.is_lost_peer(error):
+        traceback.print_exc()
+    message = heartbeat.explain(error)
+    if message is not None:
+        _say_error(message)
+    _exit(1)
+
+
+def _say_error(message: str) -> None:
+    sys.stderr.write(f"error: {message}\n")
+
+
+def _exit(code: int) -> None:
+    # Destructors of process groups wait for peers that will never come.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _train_and_report(
+    config: TrainConfig,
+    ranks: Ranks,
+    heartbeat: Heartbeat,
+    stop: StopRequest,
+    resume: bool,
+    compare_dense: bool,
+) -> None:
+    display = Display(ranks.is_main)
+    heartbeat.phase = "preparing the text"
+    cache = _share_tokens(config, ranks, display, resume)
+    batches = split_tokens(cache.tokens(), config)
+    if cache.num_merged < config.data.vocab_size:
+        display.warn(
+            f"the text gives {cache.num_merged} tokens of data.vocab_size="
+            f"{config.data.vocab_size}: the ids above stay unused; more text (data.megabytes) "
+            "or a smaller vocabulary would fill it"
+        )
+    job = Job(config, ranks, batches, cache.key, display, heartbeat, stop)
+    run = _trained(job, config.run_dir, "cce", resume)
+    if run is None:
+        return
+    evaluation = evaluate(job, run)
+    dense = None
+    if compare_dense:
+        dense = _trained(job, config.run_dir / "dense", "dense", resume)
+        if dense is None:
+            return
+    heartbeat.phase = "writing the report"
+    if ranks.is_main:
+        report = write_report(job, run, evaluation, dense)
+        display.show_report(report)
+        display.say(f"written: {run.folder}/report.md, loss.png, metrics.jsonl, checkpoints/")
+
+
+def _trained(job: Job, folder: Path, head: str, resume: bool) -> Run | None:
+    job.heartbeat.phase = "building the model"
+    folder.mkdir(parents=True, exist_ok=True)
+    run = start_run(job, folder, head)
+    start = resume_run(job, run) if resume else 0
+    _announce(job, run)
+    return run if train(job, run, start) else None
+
+
+def _announce(job: Job, run: Run) -> None:
+    config, ranks = job.config, job.ranks
+    size = count_parameters(run.model, config.data.vocab_size)
+    tokens = ranks.dp * config.batch * config.data.sequence_length
+    job.display.say(
+        f"{run.folder}: head {run.head}, {size.total / 1e6:.2f} M parameters "
+        f"({size.vocabulary / 1e6:.2f} M in the vocabulary), {ranks.world_size} ranks on "
+        f"{ranks.device.type}, dp {ranks.dp} x tp {ranks.tp}, {tokens} tokens a step"
+    )
+
+
+def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: bool) -> TokenCache:
+    """The main rank prepares folder and text; the others wait for as long as it lives."""
+    if ranks.is_main:
+        if not resume:
+            move_aside(config.run_dir, display)
+        cache = _prepare_tokens(config, ranks, display, resume)
+        ranks.store.set("tokens", json.dumps(cache.key))
+        return cache
+    # A collective, or a waiting store, would time out while a large vocabulary is trained.
+    while not ranks.store.check(["tokens"]):
+        time.sleep(0.1)
+    key = json.loads(ranks.store.get("tokens"))
+    try:
+        return open_tokens(config.data.cache, key)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"data.cache must be a folder that every rank sees, but rank {ranks.rank} has no "
+            f"{error.filename}"
+        ) from None
+
+
+def _prepare_tokens(
+    config: TrainConfig, ranks: Ranks, display: Display, resume: bool
+) -> TokenCache:
+    checkpoint = newest_checkpoint(config.run_dir / "checkpoints") if resume else None
+    if checkpoint is None:
+        return prepare_tokens(config.data, display.say)
+    check_resumable(checkpoint, config, ranks.dp)
+    key = checkpoint.info["data_key"]
+    cache = prepare_tokens(config.data, display.say, key=key)
+    if cache.key != key:
+        raise ConfigError(
+            f"--resume must find the text of {checkpoint.folder} (key {key}), got other text "
+            f"(key {cache.key}): restore the files or {config.data.cache}/{key}, or start a new "
+            "run with another run.name"
+        )
+    return cache
+
+
+def move_aside(folder: Path, display: Display) -> None:
+    """Starting again must neither destroy an earlier run nor mix with it."""
+    if not folder.exists():
+        return
+    number = 1
+    while folder.with_name(f"{folder.name}.previous-{number}").exists():
+        number += 1
+    target = folder.with_name(f"{folder.name}.previous-{number}")
+    folder.rename(target)
+    display.say(f"moved the earlier run to {target} (--resume would have continued it)")

@@ -1,0 +1,168 @@
+"""The training loop: one run from its first, or its resumed, step to its last.
+
+    ids -> Decoder (embedding sharded, body replicated) -> hidden -> head loss (sharded)
+        -> backward -> sync_gradients -> agree (norm, loss, stop) -> clip -> AdamW
+
+Read this first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .batches import Batches
+from .checkpoint import (
+    check_resumable,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
+from .config import TrainConfig
+from .errors import JobError
+from .head import HeadLoss, Stat, make_head_loss
+from .heartbeat import Heartbeat
+from .metrics import append_metrics, peak_memory_bytes, truncate_metrics
+from .model import Decoder, initialize
+from .optimizer import agree, clip_gradients, learning_rate, make_optimizer, sync_gradients
+from .progress import Display
+from .ranks import Ranks
+from .stop import StopRequest
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all runs of one job share."""
+
+    config: TrainConfig
+    ranks: Ranks
+    batches: Batches
+    data_key: str
+    display: Display
+    heartbeat: Heartbeat
+    stop: StopRequest
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model in training. `head` is "cce", or "dense" for the comparison."""
+
+    folder: Path
+    head: str
+    model: Decoder
+    optimizer: torch.optim.Optimizer
+    head_loss: HeadLoss
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+
+def start_run(job: Job, folder: Path, head: str) -> Run:
+    config, device = job.config, job.ranks.device
+    model = Decoder(config, job.ranks)
+    initialize(model, config.run.seed)
+    model.to(device)
+    torch.manual_seed(config.run.seed)
+    optimizer = make_optimizer(model, config.optimizer, device)
+    return Run(folder, head, model, optimizer, make_head_loss(config, job.ranks, head))
+
+
+def resume_run(job: Job, run: Run) -> int:
+    """Load the newest checkpoint, if there is one; the step it was made after, or 0."""
+    checkpoint = newest_checkpoint(run.checkpoints)
+    step = 0
+    if checkpoint is not None:
+        check_resumable(checkpoint, job.config, job.ranks.dp)
+        load_checkpoint(checkpoint, run.model, run.optimizer, job.ranks)
+        step = checkpoint.step
+    if job.ranks.is_main:
+        truncate_metrics(run.folder, step)
+    job.display.say(f"resuming {run.folder} after step {step}")
+    return step
+
+
+def train(job: Job, run: Run, start: int) -> bool:
+    """Train from the step after `start`; True when done, False when stopped by a signal."""
+    config = job.config
+    title = f"{config.run.name} ({run.head})"
+    with job.stop.listening(), job.display.training(title, start, config.steps):
+        for step in range(start + 1, config.steps + 1):
+            stop = train_step(job, run, step)
+            every = config.checkpoint.every
+            if stop or step == config.steps or (every and step % every == 0):
+                save(job, run, step)
+            if stop and step < config.steps:
+                job.display.say(
+                    f"stopped after step {step}; checkpoint in {run.checkpoints}: start the same "
+                    "command with --resume to continue"
+                )
+                return False
+    return True
+
+
+def train_step(job: Job, run: Run, step: int) -> bool:
+    """One step, written to metrics.jsonl; whether any rank was asked to stop."""
+    config, ranks = job.config, job.ranks
+    job.heartbeat.step, job.heartbeat.phase = step, "training"
+    began = time.perf_counter()
+    is_log_step = step % config.log_every == 0 or step in (1, config.steps)
+    filters = run.head == "cce" and config.loss.gradient == "filtered"
+    stats: tuple[Stat, ...] = ("tail_mass",) if is_log_step and filters else ()
+    ids, targets = job.batches.step(step, ranks.dp_rank, ranks.dp)
+    ids, targets = ids.to(ranks.device), targets.to(ranks.device).flatten()
+    hidden = forward_body(run.model, ids, config)
+    out = run.head_loss(hidden, run.model.head_weight, targets, stats)
+    out.loss.backward()
+    sync_gradients(run.model, ranks, sequence_parallel=config.parallel.sequence_parallel)
+    totals = agree(run.model, ranks, out.loss, bool(job.stop))
+    if not math.isfinite(totals.loss) or not math.isfinite(totals.grad_norm):
+        raise JobError(
+            f"step {step} gave loss={totals.loss} and gradient norm={totals.grad_norm}: lower "
+            f"optimizer.lr (now {config.optimizer.lr}) or lengthen optimizer.warmup; "
+            "--resume goes back to the last checkpoint"
+        )
+    clip_gradients(run.model, totals.grad_norm, config.optimizer.clip)
+    lr = learning_rate(step, config)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    if ranks.is_main:
+        seconds = time.perf_counter() - began
+        record = {
+            "step": step,
+            "loss": totals.loss,
+            "tokens_per_s": ranks.dp * targets.numel() / seconds,
+            "peak_memory": peak_memory_bytes(ranks.device),
+            "lr": lr,
+            "grad_norm": totals.grad_norm,
+        }
+        if out.tail_mass is not None:
+            record["tail_mass"] = float(out.tail_mass.mean())
+        append_metrics(run.folder, record)
+        job.display.step(record, config.steps, is_log_step)
+    return totals.stop
+
+
+def forward_body(model: Decoder, ids: torch.Tensor, config: TrainConfig) -> torch.Tensor:
+    uses_autocast = config.dtype == "bfloat16"
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=uses_autocast):
+        return model(ids)
+
+
+def save(job: Job, run: Run, step: int) -> None:
+    job.heartbeat.phase = "saving a checkpoint"
+    save_checkpoint(
+        run.checkpoints,
+        step,
+        run.model,
+        run.optimizer,
+        job.ranks,
+        config=job.config,
+        data_key=job.data_key,
+    )

@@ -1,0 +1,43 @@
+"""metrics.jsonl: one JSON object a step, whole lines only."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Every whole line; a job that was killed may have left half of one at the end."""
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def truncate_metrics(run_dir: Path, step: int) -> None:
+    """Forget the steps after `step`: the resumed run will do them again."""
+    kept = [record for record in read_metrics(run_dir) if record["step"] <= step]
+    partial = run_dir / f"{METRICS_FILE}.partial"
+    partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    partial.replace(run_dir / METRICS_FILE)
+
+
+def append_metrics(run_dir: Path, record: dict[str, Any]) -> None:
+    with (run_dir / METRICS_FILE).open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """On a GPU the most that tensors held; on the CPU the most this process held in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,185 @@
+"""What a finished run is worth: its loss beside the dense one, its memory beside dense logits."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cce_dist.allocations import track_allocations
+
+from .head import HeadLoss, golden_loss, make_head_loss
+from .loop import Job, Run, forward_body
+from .metrics import read_metrics
+from .progress import format_bytes
+
+# Dense logits are really made, to measure them, up to this size of one fp32 copy.
+MEASURE_DENSE_BYTES = 2**29
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of tensors made by one forward and backward of the head, on this rank.
+
+    largest_numel is None on a GPU, where only the allocator's peak is known.
+    """
+
+    peak_bytes: int
+    largest_numel: int | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One rank's findings about a trained model; the same on every rank but for memory."""
+
+    loss: float
+    dense_loss: float
+    memory: Memory
+    dense_memory: Memory | None
+    num_tokens: int
+    tokens_here: int
+    shard_rows: int
+
+
+def evaluate(job: Job, run: Run) -> Evaluation:
+    """The held-out batch through this run's head and through dense float64 logits.
+
+    Every rank must call it.
+    """
+    job.heartbeat.phase = "evaluating"
+    config, ranks = job.config, job.ranks
+    ids, targets = job.batches.held_out_batch()
+    ids, targets = ids.to(ranks.device), targets.to(ranks.device).flatten()
+    with torch.no_grad():
+        hidden = forward_body(run.model, ids, config)
+    weight = run.model.head_weight
+    loss, memory = _measure(run.head_loss, hidden, weight, targets)
+    dense_bytes = hidden.shape[0] * config.data.vocab_size * 4
+    dense_memory = None
+    if run.head == "cce" and dense_bytes <= MEASURE_DENSE_BYTES:
+        dense_head = make_head_loss(config, ranks, "dense")
+        dense_memory = _measure(dense_head, hidden, weight, targets)[1]
+    return Evaluation(
+        loss=loss,
+        dense_loss=golden_loss(hidden, weight.detach(), targets, config, ranks),
+        memory=memory,
+        dense_memory=dense_memory,
+        num_tokens=targets.numel(),
+        tokens_here=hidden.shape[0],
+        shard_rows=run.model.shard.num_rows,
+    )
+
+
+def _measure(
+    head_loss: HeadLoss, hidden: Tensor, weight: Tensor, targets: Tensor
+) -> tuple[float, Memory]:
+    hidden = hidden.detach().requires_grad_()
+    weight = weight.detach().requires_grad_()
+    if hidden.device.type == "cuda":
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(hidden.device)
+        before = torch.cuda.memory_allocated(hidden.device)
+        loss = head_loss(hidden, weight, targets, ()).loss
+        loss.backward()
+        peak = torch.cuda.max_memory_allocated(hidden.device) - before
+        return loss.item(), Memory(peak, None)
+    with track_allocations() as allocations:
+        loss = head_loss(hidden, weight, targets, ()).loss
+        loss.backward()
+    return loss.item(), Memory(allocations.peak_bytes, allocations.largest_numel)
+
+
+def write_report(job: Job, run: Run, evaluation: Evaluation, dense: Run | None) -> str:
+    """report.md and loss.png in the run's folder; returns the report's text."""
+    records = read_metrics(run.folder)
+    dense_records = read_metrics(dense.folder) if dense is not None else []
+    plot_losses(run.folder / "loss.png", job.config.run.name, records, dense_records)
+    lines = [f"# {job.config.run.name}", ""]
+    lines += _table(_rows(job, records, evaluation))
+    if dense_records:
+        lines += ["", "## Beside the same run with dense logits", ""]
+        lines += _table(_comparison_rows(records, dense_records))
+    lines += ["", f"Curve: loss.png. Every step: metrics.jsonl ({len(records)} lines).", ""]
+    text = "\n".join(lines)
+    (run.folder / "report.md").write_text(text)
+    return text
+
+
+def _rows(job: Job, records: list[dict[str, Any]], evaluation: Evaluation) -> list[tuple[str, str]]:
+    config, ranks = job.config, job.ranks
+    first, last = records[0]["loss"], records[-1]["loss"]
+    # The first steps also pay for warming up.
+    rates = sorted(record["tokens_per_s"] for record in records)
+    rows = [
+        ("ranks", f"{ranks.world_size} x {ranks.device.type}, dp {ranks.dp}, tp {ranks.tp}"),
+        ("first loss", f"{first:.4f} nats"),
+        (f"final loss (step {len(records)})", f"{last:.4f} nats, {first - last:.2f} lower"),
+        ("held-out loss", f"{evaluation.loss:.6f} nats over {evaluation.num_tokens} tokens"),
+        ("dense loss of the same batch", f"{evaluation.dense_loss:.6f} nats (float64 logits)"),
+        ("difference", f"{evaluation.loss - evaluation.dense_loss:+.2e} nats"),
+        ("tokens/s, median step", f"{rates[len(rates) // 2]:,.0f}"),
+        ("memory of the head, forward and backward", _describe_memory(evaluation.memory)),
+        ("the same with dense logits", _describe_dense_memory(evaluation, config)),
+    ]
+    tail_masses = [record["tail_mass"] for record in records if "tail_mass" in record]
+    if tail_masses:
+        rows.append(("tail mass, last logged", f"{tail_masses[-1]:.2e}"))
+    return rows
+
+
+def _describe_memory(memory: Memory) -> str:
+    text = f"{format_bytes(memory.peak_bytes)} a rank, measured"
+    if memory.largest_numel is not None:
+        text += f"; largest tensor {memory.largest_numel:,} numbers"
+    return text
+
+
+def _describe_dense_memory(evaluation: Evaluation, config: Any) -> str:
+    vocab_size = config.data.vocab_size
+    shape = f"[{evaluation.tokens_here}, {vocab_size}]"
+    if evaluation.dense_memory is not None:
+        return _describe_memory(evaluation.dense_memory) + f" with logits {shape}"
+    # fp32 logits and their gradient are what a dense head cannot do without.
+    num_bytes = 2 * 4 * evaluation.tokens_here * vocab_size
+    return f"{format_bytes(num_bytes)} a rank, computed: fp32 logits {shape} and their gradient"
+
+
+def _comparison_rows(
+    records: list[dict[str, Any]], dense_records: list[dict[str, Any]]
+) -> list[tuple[str, str]]:
+    pairs = list(zip(records, dense_records, strict=False))
+    worst = max(pairs, key=lambda pair: abs(pair[0]["loss"] - pair[1]["loss"]))
+    difference = abs(worst[0]["loss"] - worst[1]["loss"])
+    dense_rates = sorted(record["tokens_per_s"] for record in dense_records)
+    return [
+        ("dense final loss", f"{dense_records[-1]['loss']:.4f} nats"),
+        ("largest difference of the curves", f"{difference:.2e} nats in step {worst[0]['step']}"),
+        ("dense tokens/s, median step", f"{dense_rates[len(dense_rates) // 2]:,.0f}"),
+    ]
+
+
+def _table(rows: list[tuple[str, str]]) -> list[str]:
+    return ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def plot_losses(
+    path: Path, name: str, records: list[dict[str, Any]], dense_records: list[dict[str, Any]]
+) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for label, curve, style in (("cce_dist", records, "-"), ("dense", dense_records, "--")):
+        if curve:
+            steps = [record["step"] for record in curve]
+            axes.plot(steps, [record["loss"] for record in curve], style, label=label)
+    axes.set(xlabel="step", ylabel="loss, nats per token", title=name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,50 @@
+"""Ctrl-C and SIGTERM ask the training loop to save and stop; a second Ctrl-C ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# torchrun may pass one Ctrl-C on more than once within moments.
+SAME_KEYPRESS_S = 1.5
+
+
+def end_at_once() -> None:
+    """The signals' default action: for when there is nothing to save.
+
+    Python's own Ctrl-C would wait until a vocabulary is trained, which may take minutes.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+class StopRequest:
+    """True once a signal came while `listening`."""
+
+    def __init__(self) -> None:
+        self.received_at: float | None = None
+
+    def __bool__(self) -> bool:
+        return self.received_at is not None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Only in the main thread."""
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
+        try:
+            yield
+        finally:
+            end_at_once()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received_at is None:
+            self.received_at = now
+        elif number == signal.SIGINT and now - self.received_at > SAME_KEYPRESS_S:
+            os._exit(128 + number)

@@ -1,0 +1,156 @@
+"""The configuration file: what it accepts, and that every refusal says key, rule and value."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cce_dist.train.config import TrainConfig
+from cce_dist.train.config_file import load_config, parse_overrides
+from cce_dist.train.errors import ConfigError
+
+CONFIGS = Path(__file__).parent.parent / "launch" / "configs"
+
+
+def load(tmp_path: Path, text: str, *arguments: str) -> TrainConfig:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return load_config(path, parse_overrides(arguments))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_load_config_accepts_our_files(path: Path) -> None:
+    assert load_config(path).run.name == path.stem
+
+
+def test_load_config_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path, "")
+    assert config.loss.gradient == "filtered"
+    assert config.parallel.tp == 1
+
+
+def test_load_config_reads_exponents_without_a_point(tmp_path: Path) -> None:
+    # YAML 1.1 would make the string "3e-4" of it.
+    config = load(tmp_path, "optimizer: {lr: 3e-4}", "--optimizer.weight-decay=1E-2")
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (3e-4, 1e-2)
+
+
+def test_parse_overrides_win_over_the_file(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "loss: {gradient: exact}\nsteps: 3",
+        *("--loss.gradient", "filtered", "--loss.filter.keep", "0.25"),
+        *("--steps=7", "--data.paths", "[a, b]", "--optimizer.clip", "null"),
+    )
+    assert config.loss.gradient == "filtered"
+    assert config.loss.filter.keep == 0.25
+    assert config.steps == 7
+    assert config.data.paths == (Path("a"), Path("b"))
+    assert config.optimizer.clip is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(
+            "model: {dims: 8}", "unknown key model.dims; did you mean model.dim?", id="typo"
+        ),
+        pytest.param("lr: 1", "unknown key lr; did you mean optimizer.lr?", id="section missing"),
+        pytest.param("qwertz: 1", "unknown key qwertz", id="unknown"),
+        pytest.param("optimizer: {lr: -1}", "optimizer.lr must be > 0, got -1", id="bound"),
+        pytest.param("optimizer: {lr: x}", "optimizer.lr must be a number, got 'x'", id="number"),
+        pytest.param("optimizer: {lr: .nan}", "optimizer.lr must be finite, got nan", id="nan"),
+        pytest.param("steps: 1.5", "steps must be an integer, got 1.5", id="integer"),
+        pytest.param("steps: true", "steps must be an integer, got True", id="no bool as int"),
+        pytest.param("model: 3", "model must be a section with keys of its own, got 3", id="flat"),
+        pytest.param(
+            "model: {tied: 1}", "model.tied must be true or false, got 1", id="no int as bool"
+        ),
+        pytest.param(
+            "loss: {gradient: fast}",
+            "loss.gradient must be 'filtered', 'exact' or 'in_forward', got 'fast'",
+            id="choice",
+        ),
+        pytest.param(
+            "loss: {filter: {keep: many}}",
+            "loss.filter.keep must be 'auto' or be a number, got 'many'",
+            id="choice or number",
+        ),
+        pytest.param(
+            "optimizer: {betas: [0.9]}", "optimizer.betas.1 must be given", id="short list"
+        ),
+        pytest.param("data: {vocab_size: 100}", "data.vocab_size must be >= 257", id="bytes"),
+        pytest.param("run: {name: ../x}", "run.name must match", id="name"),
+        pytest.param("model: {dim: 9, heads: 2}", "got dim=9 and heads=2", id="heads"),
+        pytest.param(
+            "batch: 3\nparallel: {tp: 2, sequence_parallel: true}",
+            "got batch=3 and tp=2",
+            id="sequences over ranks",
+        ),
+        pytest.param(
+            "loss: {gradient: exact, filter: {keep: 0.1}}",
+            "loss.filter has no effect with loss.gradient=exact",
+            id="filter without filtering",
+        ),
+        pytest.param(
+            "loss: {filter: {keep: 0.1, eps: 0.1}}", "exclude each other", id="two criteria"
+        ),
+        pytest.param(
+            "loss: {softcap: 30.0, label_smoothing: 0.1}",
+            "use loss.gradient=exact or in_forward",
+            id="no filter for it",
+        ),
+        pytest.param("[1, 2]", "must hold a mapping of keys, got [1, 2]", id="list"),
+        pytest.param("a: [1", "is not valid YAML", id="not YAML"),
+    ],
+)
+def test_load_config_refuses(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert expected in str(caught.value)
+    assert "config.yaml" in str(caught.value)
+
+
+def test_load_config_reports_everything_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "steps: 0\nbatch: 0\nmodel: {heads: 0}")
+    lines = str(caught.value).splitlines()[1:]
+    assert lines == [
+        "  model.heads must be >= 1, got 0",
+        "  steps must be >= 1, got 0",
+        "  batch must be >= 1, got 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param(["exact"], "unexpected argument 'exact'", id="no option"),
+        pytest.param(["--steps"], "--steps must be followed by a value", id="no value"),
+        pytest.param(["--steps.x", "1"], "steps is a value, not a section", id="no section"),
+        pytest.param(["--steps", "["], "--steps is not valid YAML", id="not YAML"),
+    ],
+)
+def test_parse_overrides_refuses(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "steps: 3", *arguments)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["main rank speaks", "others do not"])
+def test_train_command_exits_with_2(tmp_path: Path, rank: int) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {dims: 8}")
+    done = subprocess.run(
+        [sys.executable, "-m", "cce_dist", "train", str(path)],
+        cwd=CONFIGS.parent.parent,
+        env={"RANK": str(rank)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert ("model.dims" in done.stderr) == (rank == 0)
+    assert "Traceback" not in done.stderr
