@@ -27,7 +27,11 @@ class Allocations:
 
     def ignore(self, tensors: Iterator[torch.Tensor]) -> None:
         for tensor in tensors:
-            self._seen.setdefault(tensor.untyped_storage()._cdata, None)
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            # Its address may be that of new storage once it is freed: forget it then.
+            if key not in self._seen and storage.nbytes():
+                self._seen[key] = weakref.finalize(storage, self._free, key, 0)
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -53,7 +53,8 @@ class VocabShard:
             raise ValueError(
                 f"vocab_size must be <= num_rows * world_size = {total}, got {vocab_size}"
             )
-        return cls(rank * num_rows, (rank + 1) * num_rows, vocab_size or total)
+        vocab_size = total if vocab_size is None else vocab_size
+        return cls(rank * num_rows, (rank + 1) * num_rows, vocab_size)
 
     @classmethod
     def chunked(cls, vocab_size: int, rank: int, world_size: int) -> VocabShard:

@@ -32,7 +32,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"local": {"torch"}},
     {"collectives": {"torch"}},
     {"sharded": {"torch"}},
-    {"autograd": {"torch"}, "reduction": {"torch"}},
+    {"autograd": {"torch"}, "reduction": {"torch"}, "validation": {"torch"}},
     {"loss": {"torch"}},
     {PUBLIC: set()},
     {"adapters": {"torch", "mpi4py", "numpy"}, "planner": set()},

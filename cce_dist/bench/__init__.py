@@ -1,0 +1,1 @@
+"""Measuring: correctness first, then time, memory and error beside dense torch."""

@@ -1,0 +1,42 @@
+"""Inputs, the tolerance rule and running ranks: for tests and benchmarks."""
+
+from cce_dist.testing.cases import Case, dense_outputs, golden_outputs, join_ranks, run_case
+from cce_dist.testing.inputs import (
+    Inputs,
+    gaussian_inputs,
+    large_logit_inputs,
+    pairwise,
+    sample_targets,
+    zipf_inputs,
+)
+from cce_dist.testing.ranks import CollectiveCounter, RankError, RankPool, shared_pool
+from cce_dist.testing.tolerance import (
+    band,
+    check_close64,
+    check_gate,
+    check_outputs,
+    check_promise,
+)
+
+__all__ = [
+    "Case",
+    "CollectiveCounter",
+    "Inputs",
+    "RankError",
+    "RankPool",
+    "band",
+    "check_close64",
+    "check_gate",
+    "check_outputs",
+    "check_promise",
+    "dense_outputs",
+    "gaussian_inputs",
+    "golden_outputs",
+    "join_ranks",
+    "large_logit_inputs",
+    "pairwise",
+    "run_case",
+    "sample_targets",
+    "shared_pool",
+    "zipf_inputs",
+]

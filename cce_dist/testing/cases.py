@@ -1,0 +1,256 @@
+"""One loss to run: through the public function on any group, and densely as golden or baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from cce_dist.reference import Reference, linear_cross_entropy_reference
+from cce_dist.testing.inputs import Inputs
+from cce_dist.vocab_shard import VocabShard
+
+# Options of the loss that change its value; the others choose how it is computed.
+MEANING = (
+    "ignore_index",
+    "reduction",
+    "shift",
+    "softcap",
+    "logit_scale",
+    "label_smoothing",
+    "z_loss",
+)
+MOMENTS = {"max": "max_logit", "mean": "mean_logit", "variance": "variance_logit"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs over the whole vocabulary and the options of one call of `linear_cross_entropy`.
+
+    Args:
+        options: keyword arguments that are no tensors.
+        bounds: rows [start, stop) of each rank; None leaves `vocab_shard` out: the even split.
+        vocab_size: fewer than the rows of the weight marks the rest as padding.
+        trainable: names of the inputs that require a gradient.
+        upstream: gradient of each output by name; "loss" may be left out (1, or a ramp over the
+            tokens with reduction="none").
+        main_grad: pass a zero `grad_weight_into`, returned as grad_weight.
+        autocast: run under torch.autocast with this dtype.
+        backward: False stops after the forward.
+    """
+
+    inputs: Inputs
+    options: Mapping[str, Any] = field(default_factory=dict)
+    bounds: tuple[tuple[int, int], ...] | None = None
+    vocab_size: int | None = None
+    trainable: tuple[str, ...] = ("hidden", "weight", "bias")
+    upstream: Mapping[str, Any] = field(default_factory=dict)
+    main_grad: bool = False
+    autocast: torch.dtype | None = None
+    backward: bool = True
+    device: str = "cpu"
+
+    @property
+    def num_classes(self) -> int:
+        return self.vocab_size or len(self.inputs.weight)
+
+    @property
+    def computed_dtype(self) -> torch.dtype:
+        return self.autocast or self.inputs.hidden.dtype
+
+    def gradient_of(self, name: str, output: Tensor) -> Tensor:
+        """The upstream gradient of output `name`."""
+        if name in self.upstream:
+            given = torch.as_tensor(self.upstream[name], dtype=output.dtype, device=output.device)
+            return given.expand_as(output)
+        ramp = torch.linspace(-1, 2, output.numel(), dtype=output.dtype, device=output.device)
+        return ramp.reshape(output.shape) if output.ndim else torch.ones_like(output)
+
+
+def run_case(group: dist.ProcessGroup | None, case: Case) -> dict[str, Tensor]:
+    """Calls `linear_cross_entropy` with this rank's shard of `case` and runs its backward.
+
+    Returns:
+        the loss, the statistics asked for (moments as max_logit, mean_logit, variance_logit) and
+        grad_<input> of every trainable input that is there, all on the CPU.
+    """
+    from cce_dist import linear_cross_entropy
+
+    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    whole = case.inputs
+    num_rows = len(whole.weight)
+    start, stop = case.bounds[rank] if case.bounds else even_bounds(num_rows, world)[rank]
+    options = dict(case.options)
+    if case.bounds is not None or case.vocab_size is not None:
+        options["vocab_shard"] = VocabShard(start, stop, case.num_classes)
+    hidden = whole.hidden
+    if options.get("sequence_parallel"):
+        hidden = hidden.chunk(world)[rank]
+
+    mine = {
+        "hidden": hidden,
+        "weight": whole.weight[start:stop],
+        "bias": None if whole.bias is None else whole.bias[start:stop],
+        "token_weight": whole.token_weight,
+        "class_weight": whole.class_weight,
+    }
+    leaves = {
+        name: tensor.detach().to(case.device, copy=True).requires_grad_(name in case.trainable)
+        for name, tensor in mine.items()
+        if tensor is not None
+    }
+    main_grad = None
+    if case.main_grad:
+        wide = torch.promote_types(whole.weight.dtype, torch.float32)
+        main_grad = torch.zeros(stop - start, whole.weight.shape[1], dtype=wide, device=case.device)
+    with torch.autocast(
+        case.device, dtype=case.autocast or torch.bfloat16, enabled=case.autocast is not None
+    ):
+        result = linear_cross_entropy(
+            leaves["hidden"],
+            leaves["weight"],
+            whole.targets.to(case.device),
+            group=group,
+            bias=leaves.get("bias"),
+            token_weight=leaves.get("token_weight"),
+            class_weight=leaves.get("class_weight"),
+            grad_weight_into=main_grad,
+            **options,
+        )
+    outputs = _by_name(result)
+    if case.backward:
+        _backward(case, outputs)
+    found = {name: output.detach().cpu() for name, output in outputs.items()}
+    for name in case.trainable:
+        leaf = leaves.get(name)
+        if leaf is not None and leaf.grad is not None:
+            found[f"grad_{name}"] = leaf.grad.cpu()
+    if main_grad is not None:
+        assert "grad_weight" not in found, "weight.grad must stay None with grad_weight_into"
+        found["grad_weight"] = main_grad.cpu()
+    return found
+
+
+def even_bounds(num_rows: int, world_size: int) -> list[tuple[int, int]]:
+    """Equal shards; rows that do not divide are an error."""
+    assert num_rows % world_size == 0, (num_rows, world_size)
+    size = num_rows // world_size
+    return [(rank * size, (rank + 1) * size) for rank in range(world_size)]
+
+
+def join_ranks(case: Case, results: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """One whole result from those of the ranks; asserts what must be bitwise equal on all ranks."""
+    joined = {}
+    for name, first in results[0].items():
+        parts = [result[name] for result in results]
+        sliced = ["grad_weight", "grad_bias"]
+        if case.options.get("sequence_parallel"):
+            sliced.append("grad_hidden")
+        if name in sliced:
+            joined[name] = torch.cat(parts)
+            continue
+        for rank, part in enumerate(parts):
+            assert torch.equal(part.nan_to_num(nan=1e38), first.nan_to_num(nan=1e38)), (
+                f"{name} differs between rank 0 and rank {rank} by "
+                f"{float((part.double() - first.double()).abs().max())}"
+            )
+        joined[name] = first
+    return joined
+
+
+def golden_outputs(case: Case) -> dict[str, Tensor]:
+    """What `run_case` should return, from the reference in float64 on the inputs as they are."""
+    rounded = case.computed_dtype
+    return _dense(case, lambda tensor: tensor.to(rounded).double(), torch.float64)
+
+
+def dense_outputs(case: Case, logits_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The dense PyTorch recipe: logits in `logits_dtype` (None: the inputs'), fp32 softmax."""
+    rounded = case.computed_dtype
+    dtype = logits_dtype or rounded
+    softmax_dtype = torch.promote_types(dtype, torch.float32)
+    return _dense(case, lambda tensor: tensor.to(rounded).to(dtype), softmax_dtype)
+
+
+def _dense(case: Case, cast: Any, softmax_dtype: torch.dtype) -> dict[str, Tensor]:
+    whole = case.inputs
+    leaves: dict[str, Tensor] = {}
+    for name in ("hidden", "weight", "bias", "token_weight"):
+        tensor = getattr(whole, name)
+        if tensor is None:
+            continue
+        # The gradients of the golden must not be rounded either.
+        copy = tensor.detach().double() if softmax_dtype == torch.float64 else tensor.detach()
+        leaves[name] = copy.clone().requires_grad_(name in case.trainable)
+    num_classes = case.num_classes
+    bias = cast(leaves["bias"][:num_classes]) if "bias" in leaves else None
+    logits = F.linear(cast(leaves["hidden"]), cast(leaves["weight"][:num_classes]), bias)
+    logits = logits.to(softmax_dtype)
+    softcap = case.options.get("softcap")
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = case.options.get("logit_scale", 1.0) * logits
+    meaning = {name: case.options[name] for name in MEANING if name in case.options}
+
+    def reference(dense_logits: Tensor, **changed: Any) -> Reference:
+        return linear_cross_entropy_reference(
+            leaves["hidden"],
+            leaves["weight"],
+            whole.targets,
+            logits=dense_logits,
+            token_weight=leaves.get("token_weight"),
+            class_weight=whole.class_weight,
+            **{**meaning, **changed},
+        )
+
+    result = reference(logits)
+    stats = case.options.get("stats", ())
+    outputs = {"loss": result.loss}
+    outputs |= {
+        name: getattr(result, name) for name in ("lse", "entropy", "correct") if name in stats
+    }
+    if "logit_moments" in stats:
+        outputs |= {name: getattr(result, name) for name in MOMENTS.values()}
+    if case.backward:
+        _backward(case, outputs)
+    found = {name: output.detach() for name, output in outputs.items()}
+    for name in case.trainable:
+        leaf = leaves.get(name)
+        if case.backward and leaf is not None:
+            found[f"grad_{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    # Per token, for the rounding noise to expect in a sum of them.
+    with torch.no_grad():
+        found["token_loss"] = (
+            reference(logits, reduction="none").loss if result.loss.ndim == 0 else found["loss"]
+        )
+    found["scale"] = torch.maximum(result.lse.abs(), result.max_logit.abs()).detach()
+    return found
+
+
+def _by_name(result: Any) -> dict[str, Tensor]:
+    if isinstance(result, Tensor):
+        return {"loss": result}
+    outputs = {}
+    for name, value in result._asdict().items():
+        if value is None:
+            continue
+        if name == "logit_moments":
+            outputs |= {MOMENTS[moment]: getattr(value, moment) for moment in MOMENTS}
+        else:
+            outputs[name] = value
+    return outputs
+
+
+def _backward(case: Case, outputs: Mapping[str, Tensor]) -> None:
+    names = [name for name in ("loss", *case.upstream) if outputs[name].requires_grad]
+    names = list(dict.fromkeys(names))
+    if names:
+        torch.autograd.backward(
+            [outputs[name] for name in names],
+            [case.gradient_of(name, outputs[name]) for name in names],
+        )

@@ -1,0 +1,179 @@
+"""Seeded inputs of a linear cross-entropy: what the logits look like decides what a test sees."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one loss, over the whole vocabulary."""
+
+    hidden: Tensor  # [..., D]
+    weight: Tensor  # [V, D], padding rows included
+    targets: Tensor  # [...] int64
+    bias: Tensor | None = None  # [V]
+    token_weight: Tensor | None = None  # [...]
+    class_weight: Tensor | None = None  # [vocab_size]
+
+    def with_options(self, generator: torch.Generator, *names: str) -> Inputs:
+        """Adds the named optional tensors ("bias", "token_weight", "class_weight")."""
+        made = {}
+        for name in names:
+            if name == "bias":
+                bias = torch.randn(len(self.weight), generator=generator, dtype=torch.float64)
+                made[name] = bias.to(self.weight.dtype)
+            elif name == "token_weight":
+                made[name] = torch.rand(self.targets.shape, generator=generator) + 0.5
+            else:
+                made[name] = torch.rand(len(self.weight), generator=generator) + 0.5
+        return replace(self, **made)
+
+    def ignoring(
+        self, generator: torch.Generator, fraction: float = 0.3, ignore_index: int = -100
+    ) -> Inputs:
+        """Gives a random `fraction` of the targets the value `ignore_index`."""
+        chosen = torch.rand(self.targets.shape, generator=generator) < fraction
+        return replace(self, targets=self.targets.masked_fill(chosen, ignore_index))
+
+
+def _shape(tokens: int | Sequence[int]) -> tuple[int, ...]:
+    return (tokens,) if isinstance(tokens, int) else tuple(tokens)
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def sample_targets(
+    hidden: Tensor,  # [..., D]
+    weight: Tensor,  # [V, D]
+    generator: torch.Generator,
+) -> Tensor:
+    """Targets drawn from the softmax of the logits, as a model's own text would be. [...] int64"""
+    flat = hidden.reshape(-1, hidden.shape[-1]).double()
+    ids = [
+        torch.multinomial((rows @ weight.double().T).softmax(-1), 1, generator=generator)
+        for rows in flat.split(1024)
+        if len(rows)
+    ]
+    drawn = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
+    return drawn.reshape(hidden.shape[:-1])
+
+
+def gaussian_inputs(
+    tokens: int | Sequence[int],
+    num_classes: int,
+    dim: int,
+    *,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+) -> Inputs:
+    """Logits ~ N(0, 1), uniform targets: a model at initialisation. No filter ever pays here."""
+    shape = _shape(tokens)
+    hidden = _normal(generator, *shape, dim)
+    weight = _normal(generator, num_classes, dim) / math.sqrt(dim)
+    targets = torch.randint(0, num_classes, shape, generator=generator)
+    return Inputs(hidden.to(dtype), weight.to(dtype), targets)
+
+
+def zipf_inputs(
+    tokens: int | Sequence[int],
+    num_classes: int,
+    dim: int,
+    *,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+    num_candidates: int = 6,
+) -> Inputs:
+    """A stand-in for a trained model's softmax: most columns hold next to no mass.
+
+    The log-frequency of a token lies along one direction that all hidden states share; each
+    context, shared by 16 tokens, lifts a few frequent candidates by 8 + offset, 8/2, 8/3, ...
+    nats. Targets are drawn from the softmax.
+    """
+    shape = _shape(tokens)
+    num_tokens = math.prod(shape)
+    frequency_rank = torch.randperm(num_classes, generator=generator)
+    log_frequency = -1.1 * torch.log(frequency_rank.double() + 1)
+    along = 4.0
+    weight = 0.7 * _normal(generator, num_classes, dim) / math.sqrt(dim)
+    weight[:, 0] = log_frequency / along
+
+    num_contexts = -(-num_tokens // 16)
+    unigram = log_frequency.exp()
+    num_candidates = min(num_candidates, num_classes)
+    hidden = torch.zeros(num_tokens, dim, dtype=torch.float64)
+    if num_tokens:
+        candidates = torch.multinomial(
+            unigram.expand(num_contexts, -1), num_candidates, generator=generator
+        ).repeat_interleave(16, 0)[:num_tokens]
+        lift = 8 / torch.arange(1, num_candidates + 1, dtype=torch.float64)
+        order = torch.rand(num_tokens, num_candidates, generator=generator).argsort(-1)
+        rows = weight[candidates]
+        rows[..., 0] = 0
+        scale = lift[order] / rows.square().sum(-1).clamp(min=1e-3)
+        hidden = (scale[..., None] * rows).sum(1)
+        hidden += 0.3 * _normal(generator, num_tokens, dim)
+    hidden[:, 0] = along
+    hidden, weight = hidden.reshape(*shape, dim).to(dtype), weight.to(dtype)
+    return Inputs(hidden, weight, sample_targets(hidden, weight, generator))
+
+
+def large_logit_inputs(
+    tokens: int | Sequence[int],
+    num_classes: int,
+    dim: int,
+    *,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+    largest: float = 1e4,
+) -> Inputs:
+    """Logits up to +-`largest`, either sign in every row: a sum of exponentials must not overflow.
+
+    Columns come in pairs that nearly tie, so that the softmax is not one-hot everywhere.
+    """
+    made = gaussian_inputs(tokens, num_classes, dim, generator=generator, dtype=torch.float64)
+    weight = made.weight.clone()
+    weight[1::2] = weight[: num_classes // 2 * 2 : 2]
+    logits = made.hidden.reshape(-1, dim) @ weight.T
+    # Half of it on either side: fp16 ends at 65504.
+    scale = math.sqrt(largest / float(logits.abs().max())) if logits.numel() else 1.0
+    hidden, weight = (made.hidden * scale).to(dtype), (weight * scale).to(dtype)
+    return replace(made, hidden=hidden, weight=weight)
+
+
+def pairwise(
+    factors: Mapping[str, Sequence[Any]],
+    allowed: Callable[[dict[str, Any]], bool] = lambda row: True,
+    *,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """A covering set: every pair of values that `allowed` admits stands in at least one row."""
+    rng = random.Random(seed)
+    names = list(factors)
+
+    def pairs(row: Mapping[str, Any]) -> set[tuple]:
+        places = {name: factors[name].index(row[name]) for name in names}
+        return {(a, places[a], b, places[b]) for a, b in itertools.combinations(names, 2)}
+
+    candidates = []
+    while len(candidates) < 4000:
+        row = {name: rng.choice(list(values)) for name, values in factors.items()}
+        if allowed(row):
+            candidates.append((row, pairs(row)))
+    missing = set().union(*(found for _, found in candidates))
+    rows = []
+    while missing:
+        row, found = max(candidates, key=lambda candidate: len(candidate[1] & missing))
+        rows.append(row)
+        missing -= found
+    return rows

@@ -1,0 +1,212 @@
+"""A pool of worker processes over gloo, and a counter of the collectives they issue."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import multiprocessing
+import pickle
+import shutil
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# After one rank failed, the others get this long to fail or finish on their own.
+GRACE_SECONDS = 5.0
+START_SECONDS = 120.0
+
+
+class RankError(RuntimeError):
+    """At least one rank raised, died or did not answer.
+
+    `failures` maps a rank (in the group) to "ExceptionType: message" and the traceback.
+    """
+
+    def __init__(self, failures: dict[int, tuple[str, str]]) -> None:
+        self.failures = failures
+        lines = [f"rank {rank}: {what}\n{trace}" for rank, (what, trace) in failures.items()]
+        super().__init__("\n".join(lines))
+
+
+class RankPool:
+    """`size` spawned processes joined in one gloo group; calls run on any contiguous part of them.
+
+    Processes start at the first call and again after a call that timed out or killed a rank.
+    Tensors travel as pickled bytes. A function must be importable by its module's name.
+    """
+
+    def __init__(self, size: int = 4, *, timeout: float = 50.0) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._workers: list[Any] = []
+        self._connections: list[Connection] = []
+        self._folder: str | None = None
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        first_rank: int = 0,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Calls function(group, *args) on `world_size` ranks; returns their results by rank.
+
+        Args:
+            first_rank: rank 0 of the group is this process of the pool.
+            timeout: seconds, in place of the pool's.
+        Raises:
+            RankError: a rank raised, died, or did not answer in time (the pool is then killed).
+        """
+        if not 1 <= world_size <= self.size - first_rank:
+            raise ValueError(
+                f"world_size must lie in [1, {self.size - first_rank}], got {world_size}"
+            )
+        try:
+            if not self._workers:
+                self._start()
+            payload = pickle.dumps((first_rank, world_size, function, args))
+            connections = self._connections[first_rank : first_rank + world_size]
+            for connection in connections:
+                connection.send_bytes(payload)
+            results, failures = self._collect(connections, timeout or self.timeout)
+        except BaseException:
+            self.close()
+            raise
+        if failures:
+            raise RankError(failures)
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """Ends the processes. A later call starts new ones."""
+        for connection in self._connections:
+            connection.close()
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+        self._workers, self._connections = [], []
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="cce_dist_ranks_")
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.size, str(Path(self._folder, "store")), theirs)
+            worker = context.Process(target=_serve, args=arguments, daemon=True)
+            worker.start()
+            theirs.close()
+            self._workers.append(worker)
+            self._connections.append(ours)
+        _, failures = self._collect(self._connections, START_SECONDS)
+        if failures:
+            raise RankError(failures)
+
+    def _collect(
+        self, connections: list[Connection], timeout: float
+    ) -> tuple[dict[int, Any], dict[int, tuple[str, str]]]:
+        results: dict[int, Any] = {}
+        failures: dict[int, tuple[str, str]] = {}
+        pending = {connection: rank for rank, connection in enumerate(connections)}
+        deadline = time.monotonic() + timeout
+        lost = False
+        while pending:
+            answered = wait(list(pending), max(deadline - time.monotonic(), 0))
+            ready = [connection for connection in pending if connection in answered]
+            if not ready:
+                for rank in pending.values():
+                    failures[rank] = (f"no answer in {timeout:.0f} s; the pool was killed", "")
+                lost = True
+                break
+            for connection in ready:
+                rank = pending.pop(connection)
+                try:
+                    failure, result = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError) as error:
+                    failure, result, lost = (f"the process died: {error!r}", ""), None, True
+                if failure is None:
+                    results[rank] = result
+                    continue
+                failures[rank] = failure
+                grace = time.monotonic() + GRACE_SECONDS
+                if grace < deadline:
+                    deadline, timeout = grace, GRACE_SECONDS
+        if lost:
+            self.close()
+        return results, failures
+
+
+@functools.cache
+def shared_pool() -> RankPool:
+    """The one pool of this process, four ranks, ended at exit."""
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
+
+
+def _serve(rank: int, size: int, store_path: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    groups = {}
+    failure = None
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store_path, size), rank=rank, world_size=size
+        )
+        # Every process must create every group, member or not, in the same order.
+        for first in range(size):
+            for count in range(1, size - first + 1):
+                groups[first, count] = dist.new_group(list(range(first, first + count)))
+    except Exception as error:
+        failure = (repr(error), traceback.format_exc())
+    connection.send_bytes(pickle.dumps((failure, None)))
+
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            payload = connection.recv_bytes()
+            connection.send_bytes(_answer(payload, groups))
+
+
+def _answer(payload: bytes, groups: dict[tuple[int, int], Any]) -> bytes:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            first, count, function, args = pickle.loads(payload)
+            return pickle.dumps((None, function(groups[first, count], *args)))
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        return pickle.dumps(((what, traceback.format_exc()), None))
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Records (operator name, elements of its largest tensor) of every collective inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            leaves = pytree.tree_leaves((args, kwargs))
+            sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self.calls.append((func.__name__, max(sizes, default=0)))
+        return func(*args, **kwargs)
+
+    def count(self, *words: str) -> int:
+        """How many collectives have one of the words in their name, underscores left out."""
+        names = [name.replace("_", "") for name, _ in self.calls]
+        return sum(any(word in name for word in words) for name in names)

@@ -1,0 +1,187 @@
+"""How wrong is too wrong: the tolerance rule of the project, in one place.
+
+The golden is the reference in float64 on the inputs already rounded to the tested dtype, the
+baseline the dense PyTorch recipe in that dtype. `promise` bounds any output, `gate` the outputs
+in fp32, where a bf16 baseline would leave room for a bug.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from cce_dist.testing.cases import Case, dense_outputs, golden_outputs
+
+# float64: both sides round; a value of 1e-16 cannot be asked of another order of summation.
+CLOSE64 = 1e-11
+
+
+def band(golden: Tensor, output_dtype: torch.dtype) -> float:
+    """One rounding of the largest golden value to the output's dtype."""
+    largest = float(golden.abs().max()) if golden.numel() else 0.0
+    return torch.finfo(output_dtype).eps * largest
+
+
+def _errors(name: str, ours: Tensor, golden: Tensor) -> Tensor:
+    """|ours - golden| in float64; 0 where both hold the same infinity."""
+    assert ours.shape == golden.shape, (
+        f"{name}: shape {tuple(ours.shape)}, expected {tuple(golden.shape)}"
+    )
+    ours, golden = ours.double(), golden.double()
+    same = ours == golden
+    errors = torch.where(same, 0.0, (ours - golden).abs())
+    bad = ~errors.isfinite()
+    if bad.any():
+        where = bad.nonzero()[0].tolist()
+        raise AssertionError(
+            f"{name}: {int(bad.sum())} of {bad.numel()} values are not finite, first at {where}: "
+            f"got {float(ours[tuple(where)])}, expected {float(golden[tuple(where)])}"
+        )
+    return errors
+
+
+def _rms(values: Tensor) -> float:
+    return math.sqrt(float(values.double().square().mean())) if values.numel() else 0.0
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0
+
+
+def _report(name: str, rule: str, got: float, bound: float, errors: Tensor, golden: Tensor) -> str:
+    where = "-"
+    if errors.numel():
+        flat = int(errors.reshape(-1).argmax())
+        where = str([int(place) for place in torch.unravel_index(torch.tensor(flat), errors.shape)])
+    return (
+        f"{name}: {rule}: {got:.3e} > {bound:.3e} ({got / bound if bound else math.inf:.2f}x); "
+        f"largest error {_largest(errors):.3e} at {where}, "
+        f"golden rms {_rms(golden):.3e}, shape {tuple(golden.shape)}"
+    )
+
+
+def check_promise(
+    name: str,
+    ours: Tensor,
+    golden: Tensor,
+    baseline: Tensor,
+    output_dtype: torch.dtype,
+    *,
+    noise: float = 0.0,
+) -> None:
+    """max err <= 2 (max err of the baseline + band) and rms err <= 1.5 rms err of the baseline.
+
+    Args:
+        noise: error to expect of the baseline; its own error, a single number, may be 0 by luck.
+    Raises:
+        AssertionError: the promise is broken, or a value is not finite where the golden is.
+    """
+    errors = _errors(name, ours, golden)
+    theirs = _errors(f"{name} of the baseline", baseline, golden)
+    got, bound = _largest(errors), 2 * (_largest(theirs) + band(golden, output_dtype))
+    if got > bound:
+        raise AssertionError(_report(name, "promise, max err", got, bound, errors, golden))
+    got, bound = _rms(errors), 1.5 * max(_rms(theirs), noise)
+    if got > bound:
+        raise AssertionError(_report(name, "promise, rms err", got, bound, errors, golden))
+
+
+def check_gate(
+    name: str,
+    ours: Tensor,
+    golden: Tensor,
+    dense_fp32: Tensor,
+    *,
+    scale: Tensor | None = None,
+    noise: float = 0.0,
+) -> None:
+    """rms err <= 4 (rms err of dense with fp32 logits + 2^-24 rms golden).
+
+    Args:
+        scale: what rounds, where that is not the golden itself: an entropy near 0 is the
+            difference of two numbers of lse's size.
+        noise: error to expect of the dense value; its own error, a single number, may be 0 by luck.
+    Raises:
+        AssertionError: the gate is closed, or a value is not finite where the golden is.
+    """
+    errors = _errors(name, ours, golden)
+    theirs = max(_rms(_errors(f"{name} of dense fp32", dense_fp32, golden)), noise)
+    unit = _rms(golden) if scale is None else max(_rms(golden), _rms(scale))
+    got, bound = _rms(errors), 4 * (theirs + 2**-24 * unit)
+    if got > bound:
+        raise AssertionError(_report(name, "gate, rms err", got, bound, errors, golden))
+
+
+def check_close64(name: str, ours: Tensor, golden: Tensor, *, scale: Tensor | None = None) -> None:
+    """float64: max err <= 1e-11 max|golden|.
+
+    Raises:
+        AssertionError: it is not.
+    """
+    errors = _errors(name, ours, golden)
+    unit = _largest(golden.double().abs())
+    if scale is not None:
+        unit = max(unit, _largest(scale.double().abs()))
+    got, bound = _largest(errors), CLOSE64 * unit
+    if got > bound:
+        raise AssertionError(_report(name, "float64, max err", got, bound, errors, golden))
+
+
+# Statistics that cancel: their unit of rounding is that of the logits, not their own size.
+_CANCELLING = ("entropy", "mean_logit")
+
+
+def check_outputs(case: Case, outputs: Mapping[str, Tensor], *, but: tuple[str, ...] = ()) -> None:
+    """Every output of `run_case` or `join_ranks` (except those named in `but`) against its rule.
+
+    Raises:
+        AssertionError: an output misses its bound, is missing, or has the wrong dtype.
+    """
+    dtype = case.computed_dtype
+    golden = golden_outputs(case)
+    baseline = golden if dtype == torch.float64 else dense_outputs(case)
+    dense32 = baseline if dtype.itemsize > 2 else dense_outputs(case, torch.float32)
+    helpers = ("token_loss", "scale")
+    missing = set(golden) - set(outputs) - set(helpers)
+    assert not missing, f"missing outputs: {sorted(missing)}"
+    for name in golden:
+        if name in helpers or name in but:
+            continue
+        ours = outputs[name]
+        if name == "correct":
+            assert ours.dtype == torch.bool, f"correct must be bool, got {ours.dtype}"
+            assert torch.equal(ours, golden[name]), "correct differs from the golden"
+            continue
+        is_gradient = name.startswith("grad_")
+        expected = _output_dtype(case, name)
+        assert ours.dtype == expected, f"{name} must be {expected}, got {ours.dtype}"
+        scale = golden["scale"] if name in _CANCELLING else None
+        if dtype == torch.float64:
+            check_close64(name, ours, golden[name], scale=scale)
+            continue
+        if dtype == torch.float32 or not is_gradient:
+            noise = _sum_noise(golden, dense32) if name == "loss" else 0.0
+            check_gate(name, ours, golden[name], dense32[name], scale=scale, noise=noise)
+        if dtype != torch.float32 and (is_gradient or name in ("loss", "lse")):
+            noise = _sum_noise(golden, baseline) if name == "loss" else 0.0
+            check_promise(name, ours, golden[name], baseline[name], expected, noise=noise)
+
+
+def _output_dtype(case: Case, name: str) -> torch.dtype:
+    wide = torch.promote_types(case.inputs.hidden.dtype, torch.float32)
+    if not name.startswith("grad_") or (name == "grad_weight" and case.main_grad):
+        return wide
+    return getattr(case.inputs, name.removeprefix("grad_")).dtype
+
+
+def _sum_noise(golden: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> float:
+    """The error a sum (or mean) of token losses has if those of `dense` are independent."""
+    errors = dense["token_loss"].double() - golden["token_loss"]
+    if golden["loss"].ndim or not errors.numel():
+        return 0.0
+    total = float(golden["token_loss"].sum())
+    denominator = total / float(golden["loss"]) if float(golden["loss"]) else 1.0
+    return float(errors.square().sum().sqrt()) / abs(denominator)

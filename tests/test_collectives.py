@@ -1,0 +1,103 @@
+"""all_reduce_logaddexp against torch.logsumexp in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import all_reduce_logaddexp
+from cce_dist.testing import CollectiveCounter, shared_pool
+
+INF = torch.inf
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+def reduce_rows(group: dist.ProcessGroup, parts: Tensor) -> tuple[Tensor, int]:
+    mine = parts[dist.get_rank(group)]
+    before = mine.clone()
+    with CollectiveCounter() as counter:
+        found = all_reduce_logaddexp(mine, group)
+    assert torch.equal(mine.nan_to_num(), before.nan_to_num()), "the input must not change"
+    return found, len(counter.calls)
+
+
+VALUES = {
+    "gaussian": torch.randn(4, 50, generator=torch.Generator().manual_seed(0)),
+    "large": 1e4 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0)),
+    "far_below_zero": torch.full((4, 3), -1e30),
+    "one_rank_empty": torch.tensor([[1.0, 2.0], [-INF, -INF], [0.5, -3.0], [1.0, 1.0]]),
+    "all_empty": torch.full((4, 3), -INF),
+    "mixed": torch.tensor([[-INF, 1.0], [2.0, -INF], [-INF, -INF], [-INF, 100.0]]),
+    "matrix": torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0)),
+    "scalar": torch.arange(4.0),
+    "no_elements": torch.empty(4, 0),
+}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES, ids=lambda size: f"{size}_ranks")
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_all_reduce_logaddexp(dtype: torch.dtype, values: str, world_size: int) -> None:
+    parts = VALUES[values].to(dtype)
+    results = shared_pool().run(world_size, reduce_rows, parts)
+    golden = parts[:world_size].double().logsumexp(0)
+    for found, num_calls in results:
+        assert num_calls == 1
+        assert found.dtype == dtype and found.shape == golden.shape
+        torch.testing.assert_close(
+            found.double(), golden, rtol=4 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps
+        )
+        assert torch.equal(found, results[0][0]), "not the same bits on every rank"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_all_reduce_logaddexp_sums_16_bit_wide(dtype: torch.dtype) -> None:
+    parts = VALUES["gaussian"].to(dtype)
+    golden = parts.double().logsumexp(0)
+    for found, _ in shared_pool().run(4, reduce_rows, parts):
+        assert found.dtype == dtype and torch.equal(found, golden.to(dtype))
+
+
+def strided(group: dist.ProcessGroup, parts: Tensor) -> Tensor:
+    return all_reduce_logaddexp(parts[dist.get_rank(group)].T, group)
+
+
+def test_all_reduce_logaddexp_non_contiguous() -> None:
+    parts = VALUES["matrix"]
+    for found in shared_pool().run(3, strided, parts):
+        torch.testing.assert_close(found, parts[:3].logsumexp(0).T)
+
+
+def test_all_reduce_logaddexp_without_a_group() -> None:
+    values = VALUES["one_rank_empty"]
+    assert torch.equal(all_reduce_logaddexp(values), values)
+    assert torch.equal(all_reduce_logaddexp(values, None), values)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.arange(3), id="int64"),
+        pytest.param(torch.tensor([True]), id="bool"),
+        pytest.param(torch.ones(2, dtype=torch.complex64), id="complex"),
+    ],
+)
+def test_all_reduce_logaddexp_refuses_what_is_no_float(tensor: Tensor) -> None:
+    with pytest.raises(ValueError, match=rf"tensor must .*float.*{tensor.dtype}"):
+        all_reduce_logaddexp(tensor)
+
+
+def test_all_reduce_logaddexp_refuses_a_gradient_that_it_would_lose() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match=r"tensor must not require grad.*detach"):
+        all_reduce_logaddexp(tensor)
+    with torch.no_grad():
+        assert torch.equal(all_reduce_logaddexp(tensor), tensor)
+
+
+@pytest.mark.parametrize("group", ["tp", 3, object()], ids=["str", "int", "object"])
+def test_all_reduce_logaddexp_refuses_a_bad_group(group: object) -> None:
+    with pytest.raises(ValueError, match=r"group must be a ProcessGroup"):
+        all_reduce_logaddexp(torch.ones(2), group)

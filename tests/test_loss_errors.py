@@ -1,0 +1,263 @@
+"""Every refusal of linear_cross_entropy names the argument, the rule and what it got."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+from cce_dist import Filter, LinearCrossEntropy, VocabShard, linear_cross_entropy
+
+N, V, D = 6, 20, 8
+
+
+def arguments(**changed: Any) -> dict[str, Any]:
+    made = {
+        "hidden": torch.ones(N, D, requires_grad=True),
+        "weight": torch.ones(V, D, requires_grad=True),
+        "targets": torch.arange(N),
+    }
+    return {**made, **changed}
+
+
+TENSORS: dict[str, tuple[dict[str, Any], str]] = {
+    "hidden_list": ({"hidden": [[1.0] * D] * N}, r"hidden must be a torch.Tensor.*list"),
+    "hidden_int": ({"hidden": torch.ones(N, D, dtype=torch.int64)}, r"hidden must be .*int64"),
+    "hidden_bool": ({"hidden": torch.ones(N, D, dtype=torch.bool)}, r"hidden must be .*bool"),
+    "hidden_complex": (
+        {"hidden": torch.ones(N, D, dtype=torch.complex64)},
+        r"hidden must be .*complex64",
+    ),
+    "hidden_scalar": ({"hidden": torch.tensor(1.0)}, r"hidden must have shape .*0 dims"),
+    "weight_none": ({"weight": None}, r"weight must be a torch.Tensor.*None"),
+    "weight_dim": ({"weight": torch.ones(V, D + 1)}, rf"weight must .*D={D}.*\[{V}, {D + 1}\]"),
+    "weight_transposed": ({"weight": torch.ones(D, V)}, rf"weight must .*\[{D}, {V}\]"),
+    "weight_1d": ({"weight": torch.ones(D)}, r"weight must have shape \[V_local, D\]"),
+    "weight_3d": ({"weight": torch.ones(1, V, D)}, r"weight must have shape \[V_local, D\]"),
+    "dtypes_differ": (
+        {"weight": torch.ones(V, D, dtype=torch.bfloat16)},
+        r"weight must have hidden's dtype .*bfloat16.*autocast",
+    ),
+    "targets_list": ({"targets": [0] * N}, r"targets must be a torch.Tensor"),
+    "targets_int32": (
+        {"targets": torch.arange(N, dtype=torch.int32)},
+        r"targets must be int64.*int32",
+    ),
+    "targets_float": ({"targets": torch.ones(N)}, r"targets must be int64.*float32"),
+    "targets_long": (
+        {"targets": torch.zeros(N + 1, dtype=torch.int64)},
+        rf"targets must have shape \[{N}\].*\[{N + 1}\]",
+    ),
+    "targets_2d": (
+        {"targets": torch.zeros(N, 1, dtype=torch.int64)},
+        rf"targets must have shape \[{N}\].*\[{N}, 1\]",
+    ),
+    "bias_long": ({"bias": torch.ones(V + 1)}, rf"bias must have shape \[{V}\].*\[{V + 1}\]"),
+    "bias_2d": ({"bias": torch.ones(1, V)}, r"bias must have shape"),
+    "bias_int": ({"bias": torch.ones(V, dtype=torch.int64)}, r"bias must .*float.*int64"),
+    "bias_list": ({"bias": [0.0] * V}, r"bias must be a torch.Tensor"),
+    "token_weight_shape": (
+        {"token_weight": torch.ones(N + 1)},
+        rf"token_weight must have shape \[{N}\].*\[{N + 1}\]",
+    ),
+    "token_weight_int": (
+        {"token_weight": torch.ones(N, dtype=torch.int64)},
+        r"token_weight must .*float.*int64",
+    ),
+    "token_weight_grad_in_forward": (
+        {"token_weight": torch.ones(N, requires_grad=True), "gradient": "in_forward"},
+        r"token_weight must not require grad .*in_forward.*(filtered|exact)",
+    ),
+    "class_weight_shape": (
+        {"class_weight": torch.ones(V - 1)},
+        rf"class_weight must have shape \[{V}\].*\[{V - 1}\]",
+    ),
+    "class_weight_int": (
+        {"class_weight": torch.ones(V, dtype=torch.int64)},
+        r"class_weight must .*float.*int64",
+    ),
+    "class_weight_grad": (
+        {"class_weight": torch.ones(V, requires_grad=True)},
+        r"class_weight must not require grad.*detach",
+    ),
+    "main_grad_shape": (
+        {"grad_weight_into": torch.zeros(V, D + 1)},
+        rf"grad_weight_into must .*\[{V}, {D}\].*\[{V}, {D + 1}\]",
+    ),
+    "main_grad_dtype": (
+        {"grad_weight_into": torch.zeros(V, D, dtype=torch.bfloat16)},
+        r"grad_weight_into must be torch.float32.*bfloat16",
+    ),
+    "main_grad_dtype_of_float64": (
+        {
+            "hidden": torch.ones(N, D, dtype=torch.float64),
+            "weight": torch.ones(V, D, dtype=torch.float64, requires_grad=True),
+            "grad_weight_into": torch.zeros(V, D),
+        },
+        r"grad_weight_into must be torch.float64.*float32",
+    ),
+    "main_grad_frozen_weight": (
+        {"weight": torch.ones(V, D), "grad_weight_into": torch.zeros(V, D)},
+        r"grad_weight_into must be None .*weight does not require grad",
+    ),
+    "main_grad_requires_grad": (
+        {"grad_weight_into": torch.zeros(V, D, requires_grad=True)},
+        r"grad_weight_into must not require grad",
+    ),
+    "main_grad_list": ({"grad_weight_into": []}, r"grad_weight_into must be a torch.Tensor"),
+    "other_device": (
+        {"weight": torch.ones(V, D, device="meta")},
+        r"weight must be on hidden's device cpu.*meta",
+    ),
+    "targets_on_other_device": (
+        {"targets": torch.zeros(N, dtype=torch.int64, device="meta")},
+        r"targets must be on hidden's device",
+    ),
+    "group_str": ({"group": "tp"}, r"group must be a ProcessGroup.*str"),
+    "group_int": ({"group": 4}, r"group must be a ProcessGroup.*int"),
+    "vocab_shard_tuple": ({"vocab_shard": (0, V)}, r"vocab_shard must be .*VocabShard.*tuple"),
+    "vocab_shard_rows": (
+        {"vocab_shard": VocabShard(0, V + 1, V + 1)},
+        rf"weight must have vocab_shard's {V + 1} rows.*got {V}",
+    ),
+    "vocab_shard_part": (
+        {"vocab_shard": VocabShard(0, V, V + 5)},
+        rf"vocab_shard .*\[0, vocab_size={V + 5}\).*group",
+    ),
+    "vocab_shard_offset": (
+        {"vocab_shard": VocabShard(5, V + 5, V + 5)},
+        r"vocab_shard .*\[5, 25\).*group",
+    ),
+    "padded_target": (
+        {"vocab_shard": VocabShard(0, V, N - 1)},
+        rf"targets must lie in \[0, vocab_size={N - 1}\).*{N - 1}",
+    ),
+    "class_weight_of_padded_rows": (
+        {"vocab_shard": VocabShard(0, V, V - 3), "class_weight": torch.ones(V)},
+        rf"class_weight must have shape \[{V - 3}\].*\[{V}\]",
+    ),
+    "shift_too_long": ({"shift": N + 1}, rf"shift must be smaller .*{N + 1}"),
+}
+
+# Values of one option, and pairs that exclude each other.
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "reduction": ({"reduction": "avg"}, r"reduction must be one of 'mean', 'sum', 'none'.*'avg'"),
+    "gradient": ({"gradient": "fast"}, r"gradient must be one of .*'exact'.*'fast'"),
+    "backend": ({"backend": "cuda"}, r"backend must be one of .*'torch'.*'cuda'"),
+    "logits": ({"logits": "fp8"}, r"logits must be one of .*'fp8'"),
+    "screened": ({"logits": "screened"}, r"logits=\"screened\".*use logits=\"full\""),
+    "stats_str": ({"stats": "lse"}, r"stats must be a tuple.*'lse'"),
+    "stats_unknown": ({"stats": ("lse", "argmax")}, r"stats must be one of .*'argmax'"),
+    "filter_type": ({"filter": 0.1}, r"filter must be a cce_dist.Filter.*0\.1"),
+    "shift_negative": ({"shift": -1}, r"shift must be >= 0.*-1"),
+    "shift_bool": ({"shift": True}, r"shift must be an int.*True"),
+    "shift_float": ({"shift": 1.0}, r"shift must be an int.*1\.0"),
+    "ignore_index": ({"ignore_index": None}, r"ignore_index must be an int.*None"),
+    "softcap_zero": ({"softcap": 0.0}, r"softcap must be None or > 0.*0\.0"),
+    "softcap_negative": ({"softcap": -1.0}, r"softcap must be None or > 0.*-1\.0"),
+    "softcap_nan": ({"softcap": float("nan")}, r"softcap must be a finite number.*nan"),
+    "logit_scale_inf": ({"logit_scale": float("inf")}, r"logit_scale must be a finite.*inf"),
+    "logit_scale_none": ({"logit_scale": None}, r"logit_scale must be a finite.*None"),
+    "smoothing_negative": ({"label_smoothing": -0.1}, r"label_smoothing must be >= 0.*-0\.1"),
+    "smoothing_large": ({"label_smoothing": 1.5}, r"label_smoothing must lie in \[0, 1\].*1\.5"),
+    "z_loss_negative": ({"z_loss": -1e-4}, r"z_loss must be >= 0"),
+    "z_loss_nan": ({"z_loss": float("nan")}, r"z_loss must be a finite number"),
+    "workspace_small": ({"workspace_bytes": 100}, r"workspace_bytes must be >= 65536.*100"),
+    "workspace_float": ({"workspace_bytes": 1e8}, r"workspace_bytes must be an int"),
+    "in_forward_none": (
+        {"gradient": "in_forward", "reduction": "none"},
+        r"gradient=\"in_forward\".*reduction=\"none\".*(filtered|exact)",
+    ),
+    "filter_of_exact": (
+        {"gradient": "exact", "filter": Filter(keep=0.1)},
+        r"filter=.*no effect.*gradient='exact'.*filtered",
+    ),
+    "filter_in_forward": (
+        {"gradient": "in_forward", "filter": Filter(tail=False)},
+        r"filter=.*no effect.*gradient='in_forward'",
+    ),
+    "softcap_smoothing_filtered": (
+        {"softcap": 2.0, "label_smoothing": 0.1},
+        r"softcap=2\.0.*label_smoothing=0\.1.*(exact|in_forward)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_linear_cross_entropy_refuses_tensors(case: str) -> None:
+    changed, pattern = TENSORS[case]
+    made = arguments(**changed)
+    positional = [made.pop(name) for name in ("hidden", "weight", "targets")]
+    with pytest.raises(ValueError, match=pattern):
+        linear_cross_entropy(*positional, **made)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_linear_cross_entropy_refuses_options(case: str) -> None:
+    options, pattern = OPTIONS[case]
+    made = arguments()
+    with pytest.raises(ValueError, match=pattern):
+        linear_cross_entropy(*made.values(), **options)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_module_refuses_options_when_it_is_made(case: str) -> None:
+    options, pattern = OPTIONS[case]
+    with pytest.raises(ValueError, match=pattern):
+        LinearCrossEntropy(**options)
+
+
+def test_module_refuses_what_it_does_not_know() -> None:
+    with pytest.raises((ValueError, TypeError), match="softcapp"):
+        LinearCrossEntropy(softcapp=1.0)
+    with pytest.raises((ValueError, TypeError), match="bias"):
+        LinearCrossEntropy(bias=torch.ones(3))
+
+
+@pytest.mark.parametrize("where", ["function", "module"])
+def test_linear_cross_entropy_refuses_the_triton_backend(where: str) -> None:
+    # An explicit choice never falls back.
+    made = arguments()
+    with pytest.raises(ValueError, match=r"backend=.?['\"]triton['\"].*torch"):
+        if where == "function":
+            linear_cross_entropy(*made.values(), backend="triton")
+        else:
+            LinearCrossEntropy(backend="triton")(*made.values())
+
+
+@contextlib.contextmanager
+def one_rank_group(path: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(path), 1), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "targets", "bias", "token_weight"])
+def test_linear_cross_entropy_refuses_dtensor(name: str, tmp_path: Any) -> None:
+    with one_rank_group(tmp_path / "store"):
+        mesh = init_device_mesh("cpu", (1,))
+        made = arguments(bias=torch.ones(V), token_weight=torch.ones(N))
+        made[name] = DTensor.from_local(made[name].detach(), mesh, [Replicate()])
+        positional = [made.pop(place) for place in ("hidden", "weight", "targets")]
+        with pytest.raises(ValueError, match=rf"{name} must .*DTensor.*to_local"):
+            linear_cross_entropy(*positional, **made)
+
+
+def test_linear_cross_entropy_accepts_what_looks_like_an_error() -> None:
+    made = arguments()
+    # A group is not needed for sequence_parallel on one rank, nor a target for a last position.
+    loss = linear_cross_entropy(*made.values(), sequence_parallel=True, shift=1, ignore_index=V)
+    assert loss.ndim == 0
+    frozen = arguments(weight=torch.ones(V, D), hidden=torch.ones(N, D))
+    with torch.no_grad():
+        linear_cross_entropy(*frozen.values(), grad_weight_into=torch.zeros(V, D))
+    bf16 = arguments(weight=torch.ones(V, D, dtype=torch.bfloat16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        linear_cross_entropy(*bf16.values())

@@ -1,0 +1,74 @@
+"""Filter and LossOptions: what they hold, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from cce_dist import Filter, LossOptions
+
+
+@pytest.mark.parametrize(
+    ("values", "pattern"),
+    [
+        pytest.param({"keep": -0.1}, r"Filter.keep must be >= 0.*-0\.1", id="keep_negative"),
+        pytest.param({"keep": 129}, r"Filter.keep must be .*\[0, 128\].*129", id="keep_large"),
+        pytest.param({"keep": float("nan")}, r"Filter.keep must be a finite", id="keep_nan"),
+        pytest.param({"keep": "all"}, r"Filter.keep must be .*'all'", id="keep_str"),
+        pytest.param({"keep": None}, r"Filter.keep must be .*None", id="keep_none"),
+        pytest.param({"keep": True}, r"Filter.keep must be .*True", id="keep_bool"),
+        pytest.param({"tail": 1}, r"Filter.tail must be True or False.*1", id="tail_int"),
+        pytest.param({"eps": -1e-3}, r"Filter.eps must be >= 0", id="eps_negative"),
+        pytest.param({"eps": 1.5}, r"Filter.eps must be a probability.*1\.5", id="eps_large"),
+        pytest.param({"eps": "auto"}, r"Filter.eps must be a finite.*'auto'", id="eps_str"),
+        pytest.param(
+            {"eps": 0.1, "keep": 0.1}, r"Filter.keep and Filter.eps exclude each other", id="both"
+        ),
+    ],
+)
+def test_filter_refuses(values: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        Filter(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"keep": 0}, {"keep": 128}, {"keep": 2**-9}, {"eps": 0}, {"eps": 1, "tail": False}],
+    ids=str,
+)
+def test_filter_is_a_value(values: dict[str, Any]) -> None:
+    made = Filter(**values)
+    assert made == Filter(**values) and hash(made) == hash(Filter(**values))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.keep = 0.5
+
+
+def test_loss_options_defaults_are_those_of_the_function() -> None:
+    made = LossOptions()
+    assert made.reduction == "mean" and made.gradient == "filtered" and made.filter == Filter()
+    assert made.ignore_index == -100 and made.workspace_bytes == 64 * 2**20 and made.stats == ()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.shift = 1
+
+
+@pytest.mark.parametrize(
+    ("values", "filters"),
+    [
+        pytest.param({}, True, id="default"),
+        pytest.param({"gradient": "exact"}, False, id="exact"),
+        pytest.param({"gradient": "in_forward"}, False, id="in_forward"),
+        pytest.param({"filter": Filter(keep=0)}, False, id="keep_0"),
+        pytest.param({"filter": Filter(eps=0)}, False, id="eps_0"),
+        pytest.param({"filter": Filter(keep=0.1)}, True, id="keep"),
+    ],
+)
+def test_loss_options_filters(values: dict[str, Any], filters: bool) -> None:
+    assert LossOptions(**values).filters == filters
+
+
+@pytest.mark.parametrize("gradient", ["exact", "in_forward"])
+def test_loss_options_admit_softcap_with_label_smoothing(gradient: str) -> None:
+    LossOptions(softcap=30.0, label_smoothing=0.1, gradient=gradient)
+    LossOptions(softcap=30.0, label_smoothing=0.1, filter=Filter(keep=0))
