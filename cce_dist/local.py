@@ -2,76 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
 
 from cce_dist import local_torch, local_torch_filter, local_torch_grads
 from cce_dist.options import Backend
-from cce_dist.partials import Head, Kept, LocalGrads, Needs, Scores, Stats, Tokens, Upstream, Wanted
-
-
-class LocalStats(Protocol):
-    """See `cce_dist.local_torch.local_stats`."""
-
-    def __call__(
-        self,
-        tokens: Tokens,
-        head: Head,
-        *,
-        wanted: Wanted,
-        score: bool,
-        score_largest: bool,
-        workspace_bytes: int,
-        keep_logits: Tensor | None = None,
-    ) -> tuple[Stats, Scores | None]: ...
-
-
-class LocalKept(Protocol):
-    """See `cce_dist.local_torch_filter.local_kept`."""
-
-    def __call__(
-        self,
-        tokens: Tokens,
-        head: Head,
-        scores: Scores,
-        lse: Tensor,
-        *,
-        threshold: float,
-        by_largest: bool,
-        tail: bool,
-        workspace_bytes: int,
-    ) -> Kept | None: ...
-
-
-class LocalGradients(Protocol):
-    """See `cce_dist.local_torch_grads.local_grads`."""
-
-    def __call__(
-        self,
-        tokens: Tokens,
-        head: Head,
-        lse: Tensor,
-        upstream: Upstream,
-        *,
-        entropy: Tensor | None,
-        kept: Kept | None,
-        needs: Needs,
-        grad_weight: Tensor | None,
-        accumulate: bool,
-        workspace_bytes: int,
-        logits: Tensor | None = None,
-    ) -> LocalGrads: ...
+from cce_dist.partials import Kept, LocalGrads, Scores, Stats
 
 
 @dataclass(frozen=True)
 class LocalBackend:
-    """The functions of one backend, on one rank's shard, without communication."""
+    """What a backend is: three functions on one rank's shard, without communication.
 
-    stats: LocalStats
-    kept: LocalKept
-    grads: LocalGradients
+    Their arguments are those of `local_torch.local_stats`, `local_torch_filter.local_kept` and
+    `local_torch_grads.local_grads`.
+    """
+
+    stats: Callable[..., tuple[Stats, Scores | None]]
+    kept: Callable[..., Kept | None]
+    grads: Callable[..., LocalGrads]
 
 
 TORCH = LocalBackend(

@@ -108,10 +108,11 @@ def linear_cross_entropy(
     Raises:
         ValueError: an argument or a combination is not supported; the message says which.
         RuntimeError: a backward through lse or entropy with gradient="in_forward".
-    Collectives on `group`: forward one all-gather of 8 N + 24 bytes a rank ("in_forward": one a
-        chunk of tokens; 4 N bytes more for each of: label smoothing, entropy; 8 N for correct or
-        moments); backward one all-reduce of [N, D] fp32. sequence_parallel: an all-gather of
-        hidden in each, and a reduce-scatter instead of the all-reduce.
+    Collectives on `group`, bytes a rank: forward one all-gather of 8 N + 24 ("in_forward": one a
+        chunk of tokens), and 4 N more for label smoothing, 4 N for entropy, 8 N for correct, 16 N
+        for moments; one more of 4 N for tail_mass. Backward one all-reduce of [N, D] fp32.
+        sequence_parallel: an all-gather of hidden in each, and a reduce-scatter instead of the
+        all-reduce.
     Determinism: lse is bitwise equal on all ranks; results are bitwise equal from run to run.
     Differentiable once, by hidden, weight, bias, and token_weight. 16-bit products accumulate in
     fp32. Under autocast hidden and weight are cast first, as torch's linear does.
