@@ -60,7 +60,6 @@ class Decoder(nn.Module):
         self.tp_group = ranks.tp_group
         self.sequence_parallel = config.parallel.sequence_parallel
         self.embedding = nn.Parameter(torch.empty(self.shard.num_rows, dim))
-        self.embedding_norm = nn.RMSNorm(dim)
         self.blocks = nn.ModuleList(
             Block(dim, config.model.heads) for _ in range(config.model.layers)
         )
@@ -73,7 +72,8 @@ class Decoder(nn.Module):
         self.register_buffer("rotary_sin", sin, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding_norm(self.embed(ids.flatten()))
+        # Scaled, not normed: a norm would divide gradients by that of rows that decay shrinks.
+        x = self.embed(ids.flatten()) * math.sqrt(self.embedding.shape[1])
         x = x.unflatten(0, (-1, ids.shape[1]))
         for block in self.blocks:
             x = block(x, (self.rotary_cos, self.rotary_sin))
@@ -128,11 +128,15 @@ def initialize(model: Decoder, seed: int) -> None:
             continue
         is_output = name.endswith(("attention_out.weight", "down.weight"))
         parameter.normal_(std=output_std if is_output else INIT_STD, generator=generator)
-    for index, parameter in enumerate(model.sharded_parameters().values()):
-        _draw_rows(parameter, model.shard, (seed, index))
+    for index, (name, parameter) in enumerate(model.sharded_parameters().items()):
+        is_input_only = name == "embedding" and not model.tied
+        std = 1 / math.sqrt(parameter.shape[1]) if is_input_only else INIT_STD
+        _draw_rows(parameter, model.shard, (seed, index), std)
 
 
-def _draw_rows(parameter: nn.Parameter, shard: VocabShard, seeds: tuple[int, ...]) -> None:
+def _draw_rows(
+    parameter: nn.Parameter, shard: VocabShard, seeds: tuple[int, ...], std: float
+) -> None:
     if shard.num_rows == 0:
         return
     last = (shard.stop - 1) // INIT_BLOCK_ROWS
@@ -141,7 +145,7 @@ def _draw_rows(parameter: nn.Parameter, shard: VocabShard, seeds: tuple[int, ...
         (seed,) = np.random.SeedSequence((*seeds, block)).generate_state(1).tolist()
         generator = torch.Generator().manual_seed(seed)
         rows = torch.empty(INIT_BLOCK_ROWS, parameter.shape[1])
-        rows.normal_(std=INIT_STD, generator=generator)
+        rows.normal_(std=std, generator=generator)
         first = block * INIT_BLOCK_ROWS
         start, stop = max(first, shard.start), min(first + INIT_BLOCK_ROWS, shard.stop)
         parameter[start - shard.start : stop - shard.start] = rows[start - first : stop - first]
