@@ -31,6 +31,7 @@ class Call:
     plan: Plan
     rows: Tensor | None  # [N] int64; None: every token
     local_targets: Tensor  # [N]
+    count: Tensor | None  # [1] int32; None: all N tokens count
     device_type: str
     class_weight: Tensor | None  # [V_local] of this shard
     grad_weight_into: Tensor | None
@@ -50,7 +51,9 @@ class Call:
         )
 
     def tokens(self, hidden: Tensor) -> Tokens:
-        return Tokens(sharded.gather_hidden(hidden, self.plan), self.rows, self.local_targets)
+        return Tokens(
+            sharded.gather_hidden(hidden, self.plan), self.rows, self.local_targets, self.count
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class GradWeight:
             return cls(None, None, False)
         if call.grad_weight_into is not None:
             return cls(None, call.grad_weight_into[:classes], True)
-        grad = torch.empty_like(weight)
+        grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
         grad[classes:].zero_()
         return cls(grad, grad[:classes], False)
 
@@ -125,7 +128,9 @@ class TwoPass(torch.autograd.Function):
         ctx.call = call
         if call.record:
             ctx.scores, ctx.kept = scores, kept
-            ctx.save_for_backward(hidden, weight, bias, stats.lse, stats.entropy)
+            ctx.save_for_backward(
+                hidden, weight, bias, stats.lse, stats.target_logit, stats.entropy
+            )
         plain = _plain_outputs(stats, tail)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in plain if x is not None))
@@ -136,7 +141,7 @@ class TwoPass(torch.autograd.Function):
     @once_differentiable
     @_outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
-        hidden, weight, bias, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, lse, target_logit, entropy = ctx.saved_tensors
         upstream = Upstream(*grads[:4])
         if all(grad is None for grad in grads[:4]):
             return None, None, None, None
@@ -150,7 +155,7 @@ class TwoPass(torch.autograd.Function):
             tokens,
             head,
             call.plan,
-            Stats(lse, lse, entropy=entropy),
+            Stats(lse, target_logit, entropy=entropy),
             upstream,
             kept=kept,
             needs=Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),

@@ -107,6 +107,8 @@ def merge_stats(local: Stats, shard: VocabShard, group: ProcessGroup | None) -> 
         ValueError: the ranks' shards overlap or don't cover the vocabulary (on the CPU; a
             device-side assertion on a GPU, where looking would stop the stream).
     """
+    if group is None:
+        return local
     packed = local.pack()
     payload = torch.cat([packed.flatten(), _encode_shard(shard, packed)])
     parts = _all_gather(payload, group)

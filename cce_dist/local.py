@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
 
 from cce_dist import local_torch, local_torch_filter, local_torch_grads
 from cce_dist.options import Backend
-from cce_dist.partials import Kept, LocalGrads, Scores, Stats
+from cce_dist.partials import LocalGrads, Stats
 
 
 @dataclass(frozen=True)
@@ -15,30 +18,62 @@ class LocalBackend:
     """What a backend is: three functions on one rank's shard, without communication.
 
     Their arguments are those of `local_torch.local_stats`, `local_torch_filter.local_kept` and
-    `local_torch_grads.local_grads`.
+    `local_torch_grads.local_grads`. What `stats` records for `kept`, and `kept` for `grads`, is
+    the backend's own, but for the field `dropped_mass` [N] of what `kept` returns.
     """
 
-    stats: Callable[..., tuple[Stats, Scores | None]]
-    kept: Callable[..., Kept | None]
+    stats: Callable[..., tuple[Stats, Any]]
+    kept: Callable[..., Any]
     grads: Callable[..., LocalGrads]
+    # Whether it takes Tokens.count: the host then never asks how many tokens count.
+    counts_on_device: bool
+    # Whether `grads` takes complete=True: the hidden gradient as autograd wants it.
+    completes: bool = False
+    # Whether `stats` hands its logits on to `grads` (gradient="in_forward").
+    keeps_logits: bool = False
 
 
 TORCH = LocalBackend(
     stats=local_torch.local_stats,
     kept=local_torch_filter.local_kept,
     grads=local_torch_grads.local_grads,
+    counts_on_device=False,
+    keeps_logits=True,
 )
 
 
-def choose_backend(backend: Backend) -> LocalBackend:
+def _triton() -> LocalBackend:
+    from cce_dist import local_triton, local_triton_grads, local_triton_lists
+
+    return LocalBackend(
+        stats=local_triton.local_stats,
+        kept=local_triton_lists.local_kept,
+        grads=local_triton_grads.local_grads,
+        counts_on_device=True,
+        completes=True,
+    )
+
+
+def choose_backend(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> LocalBackend:
     """The backend for "auto", "torch" or "triton".
 
     Raises:
         ValueError: the one asked for by name cannot run; an explicit choice never falls back.
     """
-    if backend == "triton":
+    if backend == "torch":
+        return TORCH
+    from cce_dist.local_triton_tiles import interpreted, why_not
+
+    reason = why_not(hidden)
+    if backend == "triton" and reason is not None:
         raise ValueError(
-            'backend="triton" is not part of this version of cce_dist; use backend="torch", or '
-            '"auto" to take the fastest one that can run'
+            f'backend="triton" cannot run here: {reason}; use backend="torch", or "auto" to take '
+            "the fastest one that can run"
         )
-    return TORCH
+    # The interpreter is for tests, which ask for it by name.
+    if reason is not None or (backend == "auto" and interpreted()):
+        return TORCH
+    if num_tokens == 0 or columns == 0:
+        # Nothing for a kernel to do; but all ranks must count alike, those with columns too.
+        return replace(TORCH, counts_on_device=num_tokens > 0)
+    return _triton()

@@ -103,6 +103,7 @@ def local_stats(
     wanted: Wanted,
     score: bool,
     score_largest: bool,
+    threshold: float = 0.0,
     workspace_bytes: int,
     keep_logits: Tensor | None = None,  # [N, V_local]: filled with z, for in_forward
 ) -> tuple[Stats, Scores | None]:
@@ -111,6 +112,7 @@ def local_stats(
     Args:
         score: record the column masses that the filter needs, [ceil(N / 128), V_local].
         score_largest: also each column's largest probability in a block, for Filter(eps=...).
+        threshold: at which score a column is kept; used by backends that decide in the forward.
     Returns:
         Stats with fields [N] in fp32 | float64; deterministic.
         Scores if `score`, else None.

@@ -38,6 +38,7 @@ def local_grads(
     lse: Tensor,  # [N] over all ranks
     upstream: Upstream,
     *,
+    target_logit: Tensor | None = None,  # [N] over all ranks; used by backends without a tile of it
     entropy: Tensor | None,  # [N] over all ranks; needed if upstream.entropy is given
     kept: Kept | None,  # None: every column
     needs: Needs,

@@ -172,7 +172,8 @@ def _compute(
     validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
     validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
 
-    picked = pick_tokens(targets, options)
+    backend = choose_backend(options.backend, hidden, targets.numel(), shard.num_classes)
+    picked = pick_tokens(targets, options, count_on_device=backend.counts_on_device)
     validation.check_target_range(picked.targets, shard.vocab_size, options.ignore_index)
     terms = TokenLoss.of(picked, options, shape, token_weight, class_weight, hidden)
     call = Call(
@@ -180,14 +181,15 @@ def _compute(
             options=options,
             shard=shard,
             group=process_group,
-            backend=choose_backend(options.backend),
+            backend=backend,
             wanted=_wanted(options),
             threshold=options.filter.threshold(
                 str(hidden.dtype).removeprefix("torch."), shard.vocab_size
             ),
         ),
         rows=picked.rows,
-        local_targets=shard.local_targets(picked.targets),
+        local_targets=_local_targets(picked, shard),
+        count=picked.count,
         device_type=hidden.device.type,
         class_weight=_slice_of(class_weight, shard),
         grad_weight_into=grad_weight_into,
@@ -228,6 +230,12 @@ def _wanted(options: LossOptions) -> Wanted:
         correct="correct" in options.stats,
         moments="logit_moments" in options.stats,
     )
+
+
+def _local_targets(picked: PickedTokens, shard: VocabShard) -> Tensor:
+    local = shard.local_targets(picked.targets)
+    counts = picked.counts
+    return local if counts is None else local.masked_fill(~counts, -1)
 
 
 def _slice_of(class_weight: Tensor | None, shard: VocabShard) -> Tensor | None:

@@ -12,15 +12,11 @@ LogitsMode = Literal["full", "screened"]
 Backend = Literal["auto", "triton", "torch"]
 Stat = Literal["lse", "entropy", "correct", "tail_mass", "logit_moments"]
 
-# "auto" keeps a column of a block at this share of the uniform mass 128 / V, by dtype of hidden.
-# In fp32 and float64 what is dropped is then at most the dtype's rounding unit per token, on
-# average over a block; the 16-bit shares are measured: docs/numerics.md#the-default-filter.
-AUTO_KEEP_SHARE = {
-    "bfloat16": 2.0**-5,
-    "float16": 2.0**-7,
-    "float32": 2.0**-24,
-    "float64": 2.0**-53,
-}
+# "auto" in 16 bits keeps a column of a block at this mass; in the wide dtypes at this share of the
+# uniform mass 128 / V, so that what is dropped is at most the dtype's rounding unit per token, on
+# average over a block. Measured: docs/numerics.md#the-default-filter.
+AUTO_KEEP = {"bfloat16": 2.0**-13, "float16": 2.0**-16}
+AUTO_KEEP_SHARE = {"float32": 2.0**-24, "float64": 2.0**-53}
 # Below this vocabulary "auto" keeps every column: there is no tail worth skipping.
 AUTO_KEEP_FROM_VOCAB = 4096
 
@@ -93,6 +89,8 @@ class Filter:
             return float(self.keep)
         if vocab_size < AUTO_KEEP_FROM_VOCAB:
             return 0.0
+        if dtype_name in AUTO_KEEP:
+            return AUTO_KEEP[dtype_name]
         return AUTO_KEEP_SHARE[dtype_name] * TOKEN_BLOCK / vocab_size
 
 

@@ -36,6 +36,8 @@ class Tokens:
     hidden: Tensor  # [N_all, D]
     rows: Tensor | None  # [N] int64, rows of hidden; None: all of them
     local_targets: Tensor  # [N] int64; -1 = not in this shard
+    # [1] int32: only the first `count` tokens are computed, and the host doesn't know how many.
+    count: Tensor | None = None
 
     def __len__(self) -> int:
         return self.local_targets.shape[0]
@@ -47,9 +49,10 @@ class Tokens:
         return self.hidden.index_select(0, self.rows[start:stop])
 
     def slice(self, start: int, stop: int) -> Tokens:
+        count = None if self.count is None else (self.count - start).clamp(0, stop - start)
         if self.rows is None:
-            return Tokens(self.hidden[start:stop], None, self.local_targets[start:stop])
-        return Tokens(self.hidden, self.rows[start:stop], self.local_targets[start:stop])
+            return Tokens(self.hidden[start:stop], None, self.local_targets[start:stop], count)
+        return Tokens(self.hidden, self.rows[start:stop], self.local_targets[start:stop], count)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,13 @@ class Stats:
         return Stats(**{name: next(rows) for name in present})
 
 
+def zero_beyond(stats: Stats, count: Tensor) -> Stats:
+    """0 at the tokens that don't count: the ranks' zeros there have merged to something else."""
+    packed = stats.pack()
+    counts = torch.arange(packed.shape[1], device=packed.device) < count
+    return stats.unpack(packed.where(counts, 0))
+
+
 def logaddexp_parts(parts: Tensor) -> Tensor:
     """log sum_r exp(parts[r]) over dim 0, in the order of r: [W, ...] -> [...].
 
@@ -131,11 +141,12 @@ def merge_parts(
     elif parts.max_logit is not None:
         merged["max_logit"] = parts.max_logit.amax(0)
     if parts.mean_logit is not None:
-        merged |= _merge_moments(parts, num_classes)
+        merged |= merge_moments(parts, num_classes)
     return Stats(**merged)
 
 
-def _merge_moments(parts: Stats, num_classes: Tensor) -> dict[str, Tensor]:
+def merge_moments(parts: Stats, num_classes: Tensor) -> dict[str, Tensor]:
+    """Mean and squared deviations of [W, N] parts over num_classes [W] columns each."""
     assert parts.origin_logit is not None
     assert parts.mean_logit is not None and parts.m2_logit is not None
     share = num_classes[:, None] / num_classes.sum()

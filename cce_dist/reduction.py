@@ -20,6 +20,22 @@ class PickedTokens:
 
     targets: Tensor  # [N]
     rows: Tensor | None  # [N] int64 among all tokens; None: every token
+    # Counted on the device: [1] int32, and only the first `count` of all tokens count; the
+    # others come after them, with target 0.
+    count: Tensor | None = None
+
+    @property
+    def counts(self) -> Tensor | None:
+        """[N] bool: which tokens count; None: all."""
+        if self.count is None:
+            return None
+        return torch.arange(self.targets.shape[0], device=self.targets.device) < self.count
+
+    def number(self) -> Tensor | float:
+        """How many tokens count, at least 1."""
+        if self.count is None:
+            return float(max(self.targets.shape[0], 1))
+        return self.count[0].clamp_min(1)
 
     def spread(self, values: Tensor, shape: torch.Size, shift: int) -> Tensor:
         """[N] -> targets' (shifted) shape, 0 elsewhere."""
@@ -42,10 +58,24 @@ def _shifted(values: Tensor, shift: int, fill: int) -> Tensor:
     return torch.cat([values[..., shift:], pad], -1)
 
 
-def pick_tokens(targets: Tensor, options: LossOptions) -> PickedTokens:
-    """The tokens that the loss computes; the others cost nothing."""
+def pick_tokens(
+    targets: Tensor, options: LossOptions, *, count_on_device: bool = False
+) -> PickedTokens:
+    """The tokens that the loss computes; the others cost nothing.
+
+    With count_on_device the host doesn't wait to learn how many they are.
+    """
     ids = _shifted(targets, options.shift, options.ignore_index).reshape(-1)
     valid = ids != options.ignore_index
+    if count_on_device:
+        seen = valid.cumsum(0)
+        count = seen[-1:]
+        place = torch.arange(ids.shape[0], device=ids.device)
+        # Those that count keep their order at the front, the others theirs behind them.
+        at = torch.where(valid, seen - 1, count + place - seen)
+        rows = torch.empty_like(place).scatter_(0, at, place)
+        ids = torch.empty_like(ids).scatter_(0, at, ids.masked_fill(~valid, 0))
+        return PickedTokens(ids, rows, count.int())
     rows = valid.nonzero()[:, 0]
     if rows.shape[0] == ids.shape[0]:
         return PickedTokens(ids, None)
@@ -75,16 +105,21 @@ class TokenLoss:
     ) -> TokenLoss:
         dtype = accumulate_dtype(hidden.dtype)
         target_weight, mean_class_weight, denominator = None, 1.0, 1.0
+        counts = picked.counts
         if class_weight is not None:
             target_weight = class_weight.to(dtype)[picked.targets]
+            if counts is not None:
+                target_weight = target_weight.where(counts, 0)
             mean_class_weight = class_weight.to(dtype).mean()
         if options.reduction == "mean":
-            denominator = float(max(picked.targets.shape[0], 1))
+            denominator = picked.number()
             if target_weight is not None:
                 total = target_weight.sum()
                 denominator = torch.where(total == 0, 1, total)
         if token_weight is not None:
             token_weight = picked.take(token_weight.to(dtype), options.shift)
+            if counts is not None:
+                token_weight = token_weight.where(counts, 0)
         return cls(
             options.label_smoothing,
             options.z_loss,

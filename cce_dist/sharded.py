@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -30,15 +30,14 @@ from cce_dist.local import LocalBackend
 from cce_dist.options import TOKEN_BLOCK, LossOptions
 from cce_dist.partials import (
     Head,
-    Kept,
     LocalGrads,
     Needs,
-    Scores,
     Stats,
     Tokens,
     Upstream,
     Wanted,
     accumulate_dtype,
+    zero_beyond,
 )
 from cce_dist.vocab_shard import VocabShard
 
@@ -67,7 +66,7 @@ def gather_hidden(hidden: Tensor, plan: Plan) -> Tensor:
     return gather_tokens(hidden, plan.group) if plan.options.sequence_parallel else hidden
 
 
-def forward(tokens: Tokens, head: Head, plan: Plan, *, score: bool) -> tuple[Stats, Scores | None]:
+def forward(tokens: Tokens, head: Head, plan: Plan, *, score: bool) -> tuple[Stats, Any]:
     """Steps 1 and 2. Scores stay on this rank, for the filter of the backward."""
     local, scores = plan.backend.stats(
         tokens,
@@ -75,14 +74,20 @@ def forward(tokens: Tokens, head: Head, plan: Plan, *, score: bool) -> tuple[Sta
         wanted=plan.wanted,
         score=score and plan.filters,
         score_largest=plan.options.filter.eps is not None,
+        threshold=plan.threshold,
         workspace_bytes=plan.options.workspace_bytes,
     )
-    return merge_stats(local, plan.shard, plan.group), scores
+    return _merge(local, tokens, plan), scores
 
 
-def find_kept(
-    tokens: Tokens, head: Head, plan: Plan, scores: Scores | None, lse: Tensor
-) -> Kept | None:
+def _merge(local: Stats, tokens: Tokens, plan: Plan) -> Stats:
+    merged = merge_stats(local, plan.shard, plan.group)
+    if tokens.count is None or plan.group is None:
+        return merged
+    return zero_beyond(merged, tokens.count)
+
+
+def find_kept(tokens: Tokens, head: Head, plan: Plan, scores: Any, lse: Tensor) -> Any:
     """The columns that each block keeps, by the lse of all ranks; None: all of them."""
     if scores is None:
         return None
@@ -98,7 +103,7 @@ def find_kept(
     )
 
 
-def tail_mass(kept: Kept | None, lse: Tensor, plan: Plan) -> Tensor:
+def tail_mass(kept: Any, lse: Tensor, plan: Plan) -> Tensor:
     """Probability mass of each token whose gradient is approximated, [N]; with a softcap p is
     weighted by its slope. Collectives: one all-gather of [N], none where nothing is filtered."""
     if not plan.filters:
@@ -114,17 +119,20 @@ def backward(
     stats: Stats,
     upstream: Upstream,
     *,
-    kept: Kept | None,
+    kept: Any,
     needs: Needs,
     grad_weight: Tensor | None,  # [V_local, D], written
     accumulate: bool,
 ) -> LocalGrads:
     """Steps 3 and 4; the hidden gradient has the rows of this rank's hidden."""
+    # One rank has all of it: the backend may store it where and as it is wanted.
+    complete = plan.backend.completes and group_size(plan.group) == 1
     grads = plan.backend.grads(
         tokens,
         head,
         stats.lse,
         upstream,
+        target_logit=stats.target_logit,
         entropy=stats.entropy,
         # The entropy's gradient p (log p + H) is not small where p is: it takes every column.
         kept=None if upstream.entropy is not None else kept,
@@ -132,8 +140,9 @@ def backward(
         grad_weight=grad_weight,
         accumulate=accumulate,
         workspace_bytes=plan.options.workspace_bytes,
+        **({"complete": True} if complete else {}),
     )
-    if grads.hidden is None:
+    if grads.hidden is None or complete:
         return grads
     num_rows = tokens.hidden.shape[0]
     return LocalGrads(finish_grad_hidden(grads.hidden, tokens.rows, num_rows, plan), grads.bias)
@@ -169,36 +178,41 @@ def forward_with_grads(
 ) -> LocalGrads:
     """gradient="in_forward": steps 1-3 over chunks of tokens, whose logits are kept in between.
 
-    Three products instead of four; the gradients are those for an upstream gradient of 1, and
+    Three products instead of four; a backend that doesn't keep logits takes all tokens at once,
+    and four. The gradients are those for an upstream gradient of 1, and
     step 4 is left to the backward. `upstream_of` is told each chunk's merged statistics.
     Collectives: one all-gather a chunk of tokens.
     """
     weight = head.weight
     dtype = accumulate_dtype(weight.dtype)
-    size = chunk_tokens(len(tokens), plan)
-    buffer = weight.new_empty((min(size, len(tokens)), weight.shape[0]), dtype=dtype)
+    size, buffer = max(len(tokens), 1), None
+    if plan.backend.keeps_logits:
+        size = chunk_tokens(len(tokens), plan)
+        buffer = weight.new_empty((min(size, len(tokens)), weight.shape[0]), dtype=dtype)
     hidden = weight.new_empty((len(tokens), weight.shape[1]), dtype=dtype) if needs.hidden else None
     bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs.bias else None
     # One empty chunk where there is no token: statistics and gradients keep their shapes.
     for start in range(0, max(len(tokens), 1), size):
         at = slice(start, min(start + size, len(tokens)))
         chunk = tokens.slice(at.start, at.stop)
-        logits = buffer[: len(chunk)]
+        logits = None if buffer is None else buffer[: len(chunk)]
         local, _ = plan.backend.stats(
             chunk,
             head,
             wanted=plan.wanted,
             score=False,
             score_largest=False,
+            threshold=0.0,
             workspace_bytes=plan.options.workspace_bytes,
             keep_logits=logits,
         )
-        stats = merge_stats(local, plan.shard, plan.group)
+        stats = _merge(local, chunk, plan)
         grads = plan.backend.grads(
             chunk,
             head,
             stats.lse,
             upstream_of(stats, at),
+            target_logit=stats.target_logit,
             entropy=None,
             kept=None,
             needs=needs,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +16,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+from cce_dist.testing import Place
+
+# Triton reads it when a kernel is decorated, so it must stand here before any is imported. The
+# processes of a RankPool inherit it.
+if torch.cuda.device_count() == 0:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+# A test may be the first to need half a dozen kernels, while as many tests as there are cores do.
+COMPILING_SECONDS = 300
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Reproducible, and no deadline: the machine's load must not decide whether a test passes.
 hypothesis.settings.register_profile("cce_dist", deadline=None, derandomize=True, database=None)
@@ -74,10 +86,29 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+# Before -m chooses by the markers that are given here.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    num_devices = torch.cuda.device_count()
     for item in items:
-        for marker, needed in (("gpu", 1), ("multigpu", 2)):
-            if item.get_closest_marker(marker) and num_devices < needed:
-                reason = f"needs {needed} CUDA device(s), found {num_devices}"
-                item.add_marker(pytest.mark.skip(reason=reason))
+        place = getattr(item, "callspec", None) and item.callspec.params.get("place")
+        if isinstance(place, Place) and place.device == "cuda":
+            item.add_marker("gpu")
+        if isinstance(place, Place) and place.interprets:
+            item.add_marker("interpreter")
+        if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(COMPILING_SECONDS))
+        for reason in reasons_to_skip(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def reasons_to_skip(item: pytest.Item) -> Iterator[str]:
+    num_devices = torch.cuda.device_count()
+    for marker, needed in (("gpu", 1), ("multigpu", 2)):
+        if item.get_closest_marker(marker) and num_devices < needed:
+            yield f"needs {needed} CUDA device(s), found {num_devices}"
+    if item.get_closest_marker("gpu") and INTERPRETS and num_devices:
+        yield "TRITON_INTERPRET=1: kernels are not compiled"
+    if item.get_closest_marker("interpreter") and not INTERPRETS:
+        yield "needs TRITON_INTERPRET=1, the default where there is no CUDA device"
+    if item.get_closest_marker("interpreter") and importlib.util.find_spec("triton") is None:
+        yield "needs Triton"

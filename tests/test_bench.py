@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import csv
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from torch import Tensor
 from typer.testing import CliRunner
 
-from cce_dist.bench import loss as bench_loss_module
 from cce_dist.bench.filter import bench_filter
-from cce_dist.bench.inputs import make_inputs
-from cce_dist.bench.loss import bench_loss, errors, golden_gradients, gradients, methods
-from cce_dist.bench.table import median_and_spread
+from cce_dist.bench.golden import dense_loss, errors, golden_gradients, gradients
+from cce_dist.bench.guard import describe_failure, time_limit
+from cce_dist.bench.inputs import IGNORE_INDEX, make_inputs
+from cce_dist.bench.loss import Settings, bench_loss
+from cce_dist.bench.machine import Timer, Variant, interleaved_times
+from cce_dist.bench.methods import Method, choose_methods
+from cce_dist.bench.shapes import Shape, parse_shape
+from cce_dist.bench.table import Row, percentiles_ms, show
 from cce_dist.cli import app
 
-TINY = ["--tokens", "64", "--vocab", "500", "--dim", "16"]
+TINY = ["--shape", "64x500x16", "--repeats", "3"]
+OURS = ["filtered", "exact", "in_forward"]
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refuse(*arguments: str) -> str:
+    """The error's text, without the box that it is drawn in."""
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.replace("│", " ").split())
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -24,71 +50,304 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def named(rows: Sequence[Row]) -> dict[str, Row]:
+    return {row.method: row for row in rows}
+
+
 @pytest.mark.parametrize("inputs", ["gaussian", "zipf"])
 def test_bench_loss_command(inputs: str, tmp_path: Path) -> None:
     path = tmp_path / "loss.csv"
-    arguments = ["bench", "loss", *TINY, "--inputs", inputs, "--repeats", "3", "--csv", str(path)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    invoke("loss", *TINY, "--inputs", inputs, "--csv", str(path))
     rows = read_csv(path)
-    assert [row["method"] for row in rows][:4] == ["dense", "filtered", "exact", "in_forward"]
+    floors = ["one matmul", "three matmuls"]
+    assert [row["method"] for row in rows][:6] == [*floors, "dense", *OURS]
     assert all(float(row["median_ms"]) > 0 for row in rows)
-    assert rows[0]["of_dense"] == "1.00"
-    assert rows[0]["inputs"] == inputs
-    assert rows[0]["V"] == "500"
-    assert rows[0]["command"].startswith("cce-dist")
-    assert {"date", "device", "torch", "commit"} <= set(rows[0])
+    assert rows[2]["of_dense"] == rows[0]["of_roofline"] == "1.00"
+    assert rows[2]["inputs"] == inputs
+    assert rows[2]["V"] == "500"
+    assert rows[2]["command"].startswith("cce-dist")
+    assert {"date", "device", "torch", "triton", "commit"} <= set(rows[2])
+
+
+def test_bench_loss_writes_all_files(tmp_path: Path) -> None:
+    files = ["--csv", str(tmp_path / "a.csv"), "--json", str(tmp_path / "a.json")]
+    parts = ["--passes", "loss", "--passes", "gradient", "--passes", "loss+grad"]
+    both = ["--inputs", "gaussian", "--inputs", "zipf", "--method", "dense", "--method", "filtered"]
+    invoke("loss", *TINY, *files, *parts, *both, "--plots", str(tmp_path))
+    found = json.loads((tmp_path / "a.json").read_text())["rows"]
+    cases = [(row["inputs"], row["method"], row["part"]) for row in found]
+    assert cases == [
+        (inputs, method, part)
+        for inputs in ("gaussian", "zipf")
+        for method, parts in (
+            ("one matmul", ["loss"]),
+            ("three matmuls", ["loss+grad"]),
+            ("dense", ["loss", "gradient", "loss+grad"]),
+            ("filtered", ["loss", "gradient", "loss+grad"]),
+        )
+        for part in parts
+    ]
+    assert all(0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] for row in found)
+    dense = next(row for row in found if row["part"] == "loss+grad" and row["method"] == "dense")
+    gradients_mib = 4 * 16 * (64 + 500) / 2**20
+    assert dense["peak_extra_mib"] == pytest.approx(dense["over_gradients_mib"] + gradients_mib)
+    assert len(read_csv(tmp_path / "a.csv")) == len(found)
+    for name in ("time-error.png", "time-memory.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_loss_lists_failed_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "odd_peers.py").write_text(
+        "def wrong(hidden, weight, targets):\n"
+        "    return hidden.sum() * 0 + weight.sum() * 0\n"
+        "def broken(hidden, weight, targets):\n"
+        "    raise RuntimeError('no kernel\\nfor this shape')\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "loss.csv"
+    extra = [f"--extra={name}=odd_peers:{name}" for name in ("wrong", "broken", "absent")]
+    chosen = ["--method", "dense", "--method", "exact", "--peers", "quack"]
+    where = ["--peer-path", str(tmp_path), "--csv", str(path), "--failed", "quack=was lost"]
+    output = invoke("loss", *TINY, *chosen, *extra, *where)
+    rows = {row["method"]: row for row in read_csv(path)}
+    assert rows["quack"]["failed"] == "was lost"
+    assert rows["broken"]["failed"] == "RuntimeError: no kernel"
+    assert rows["absent"]["failed"].startswith("AttributeError: module 'odd_peers'")
+    assert rows["broken"]["median_ms"] == ""
+    assert "broken failed: RuntimeError: no kernel" in output
+    # A peer's errors are reported, not judged.
+    assert rows["wrong"]["failed"] == ""
+    assert float(rows["wrong"]["grad_weight_error"]) == 1
+    assert float(rows["wrong"]["median_ms"]) > 0
+
+
+def test_bench_loss_saves_after_every_method() -> None:
+    saved: list[list[str]] = []
+    methods = choose_methods(["dense", "exact"])
+    inputs = make_inputs("gaussian", Shape(32, 100, 8))
+    bench_loss(
+        inputs, methods, Settings(repeats=3), save=lambda rows: saved.append(list(named(rows)))
+    )
+    floors = ["one matmul", "three matmuls"]
+    assert saved[0] == [*floors, "dense"]
+    assert saved[1] == saved[2] == [*floors, "dense", "exact"]
+
+
+@pytest.mark.parametrize("factor", [0.5, float("nan")], ids=["half", "nan"])
+def test_bench_loss_refuses_wrong_gradients(factor: float) -> None:
+    def wrong(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return factor * dense_loss(hidden, weight, targets)
+
+    inputs = make_inputs("gaussian", Shape(32, 100, 8))
+    with pytest.raises(RuntimeError, match=r"exact: grad_hidden_error is .* nothing was timed"):
+        bench_loss(inputs, [Method("exact", "ours", lambda: wrong)], Settings(repeats=3))
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["ignored", "removed"])
+def test_bench_loss_with_ignored_targets(compact: bool) -> None:
+    seen = []
+
+    def spy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        seen.append(len(hidden))
+        return dense_loss(hidden, weight, targets)
+
+    inputs = make_inputs("gaussian", Shape(40, 100, 8)).ignoring(0.25)
+    methods = [*choose_methods(OURS), Method("spy", "peer", lambda: spy)]
+    rows = named(bench_loss(inputs, methods, Settings(repeats=3, compact=compact)))
+    assert set(seen) == ({30} if compact else {40})
+    assert all((rows[name].grad_weight_error or 1) < 1e-5 for name in (*OURS, "spy"))
+    assert inputs.description["ignored"] == 10
+
+
+def test_bench_loss_keeps_to_its_budget() -> None:
+    inputs = make_inputs("gaussian", Shape(32, 100, 8))
+    settings = Settings(repeats=50, budget_seconds=1e-9)
+    rows = named(bench_loss(inputs, choose_methods(["dense"]), settings))
+    assert rows["dense"].repeats == rows["one matmul"].repeats == 3
 
 
 def test_bench_filter_command(tmp_path: Path) -> None:
     path = tmp_path / "filter.csv"
-    arguments = ["bench", "filter", *TINY, "--share", "1", "--share", "0", "--csv", str(path)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    arguments = ["--tokens", "64", "--vocab", "500", "--dim", "16"]
+    invoke("filter", *arguments, "--share", "1", "--share", "0", "--csv", str(path))
     dense, one, zero = read_csv(path)
     assert dense["keep / uniform mass"] == "dense"
     assert float(one["tail mass"]) > float(zero["tail mass"]) == 0
     assert zero["kept"] == "100.0 %"
+    assert all(float(row["median_ms"]) > 0 for row in (dense, one, zero))
 
 
-def test_bench_loss_refuses_wrong_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = methods()
+def test_bench_paper_command(tmp_path: Path) -> None:
+    chosen = ["--method", "dense", "--method", "filtered", "--peers", "quack"]
+    where = ["--device", "cpu", "--dtype", "float32", "--out", str(tmp_path)]
+    invoke("paper", *TINY, "--table", "1", "--table", "A1", *chosen, *where)
+    for table, ignored in (("1", "0"), ("A1", "41")):
+        name = f"table-{table}-64x500x16-zipf"
+        (dense,) = {
+            (row["table"], row["ignored"])
+            for row in read_csv(tmp_path / f"{name}.csv")
+            if row["method"] == "dense"
+        }
+        assert dense == (table, ignored)
+        text = (tmp_path / f"{name}.md").read_text()
+        assert f"Table {table}: zipf, N=64 ({ignored} ignored)" in text
+        assert "| quack | failed: ModuleNotFoundError" in text
+        assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {11}
 
-    def half(*inputs: torch.Tensor) -> torch.Tensor:
-        return 0.5 * real["exact"](*inputs)
 
-    monkeypatch.setattr(bench_loss_module, "methods", lambda only: {**real, "exact": half})
-    with pytest.raises(RuntimeError, match=r"exact: grad_hidden_error is .* nothing was timed"):
-        bench_loss(make_inputs("gaussian", 32, 100, 8), repeats=3)
+def test_bench_capture_command(tmp_path: Path) -> None:
+    sizes = ["--vocab", "300", "--dim", "16", "--layers", "1", "--megabytes", "0.2"]
+    run = ["--batch", "2", "--sequence-length", "16", "--tokens", "32", "--out", str(tmp_path)]
+    # A process of its own, since training joins a process group.
+    command = [sys.executable, "-m", "cce_dist", "bench", "capture", *sizes, *run]
+    done = subprocess.run(
+        [*command, "--step", "0", "--step", "2"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    start, trained = (torch.load(tmp_path / f"step-{n}.pt", weights_only=True) for n in (0, 2))
+    assert start["hidden"].shape == (32, 16)
+    assert start["weight"].shape == (300, 16)
+    assert torch.equal(start["targets"], trained["targets"])
+    assert not torch.equal(start["weight"], trained["weight"])
+    made = make_inputs(str(tmp_path / "step-2.pt"), Shape(20, 0, 0), dtype=torch.bfloat16)
+    assert made.description["N"] == 20
+    assert made.weight.dtype == torch.bfloat16
 
 
-def test_bench_inputs_refuse_unknown_kind() -> None:
-    with pytest.raises(ValueError, match=r"inputs must be one of .* or a file, got 'nonsense'"):
-        make_inputs("nonsense", 1, 1, 1)
-    with pytest.raises(ValueError, match=r"methods must be among .* got \['fastest'\]"):
-        methods(["fastest"])
-    result = CliRunner().invoke(app, ["bench", "loss", *TINY, "--dtype", "bf17"])
-    assert result.exit_code == 2
-    assert "bf17" in result.output
+def test_parse_shape() -> None:
+    assert parse_shape("gemma2-2b") == Shape(8192, 256000, 2304)
+    assert parse_shape("llama3-8b", 128) == Shape(128, 128256, 4096)
+    assert parse_shape("7x11x13") == Shape(7, 11, 13)
+    for wrong in ("gemma", "7x11", "0x11x13", "7x11x13x17"):
+        with pytest.raises(ValueError, match=rf"shape must be one of .*, got '{wrong}'"):
+            parse_shape(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["loss", "--dtype", "bf17"], "dtype must name a torch dtype, got 'bf17'"),
+        (["loss", "--device", "tpux"], "device must name a torch device, got 'tpux'"),
+        (["loss", "--shape", "1x2"], "shape must be one of"),
+        (["loss", "--inputs", "nonsense"], "inputs must be one of ['gaussian', 'zipf'] or a file"),
+        (["loss", "--method", "fastest"], "got ['fastest']"),
+        (["loss", "--peers", "cce,fastest"], "got ['fastest']"),
+        (["loss", "--extra", "x=y"], "extra must be NAME=MODULE:FUNCTION, got 'x=y'"),
+        (["loss", "--passes", "both"], "passes must be among"),
+        (["loss", "--backend", "cuda"], "backend must be one of"),
+        (["filter", "--backend", "cuda"], "backend must be one of"),
+        (["paper", "--table", "2"], "table must be among ['1', 'A1', 'A2'], got ['2']"),
+        (["capture", "--dim", "33"], "dim must be a multiple of 2 * 1 heads, got 33"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bench_refuses(arguments: list[str], message: str) -> None:
+    assert message in refuse(*arguments)
+
+
+def test_choose_methods() -> None:
+    def names(*args: object, **kwargs: object) -> list[str]:
+        return [method.name for method in choose_methods(*args, **kwargs)]  # pyright: ignore
+
+    assert names() == ["dense", *OURS, "torch-chunked"]
+    assert names(peers="none") == ["dense", *OURS]
+    assert {"cce", "liger", "quack", "verl"} < set(names(on_gpu=True))
+    assert names(["exact", "cce"]) == ["exact", "cce"]
+    assert names(["exact"], "cce,fla") == ["exact", "cce", "fla"]
+    assert names(["dense"], extra=["mine=a:b"]) == ["dense", "mine"]
+
+
+@pytest.mark.parametrize("name", ["torchtune-8", "torchtitan-8", "torch-compile"])
+def test_recipes_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    inputs = make_inputs("zipf", Shape(50, 200, 16)).ignoring(0.3)
+    (method,) = choose_methods([name])
+    function = method.build()
+    found = errors(gradients(function, inputs), golden_gradients(inputs))
+    assert max(found.values()) < 1e-5
+    with torch.no_grad():
+        loss = function(inputs.hidden, inputs.weight, inputs.targets)
+    torch.testing.assert_close(loss, dense_loss(inputs.hidden, inputs.weight, inputs.targets))
 
 
 def test_golden_gradients_are_those_of_autograd() -> None:
-    inputs = make_inputs("zipf", 130, 300, 8)
-    wide = inputs.to(torch.float64, torch.device("cpu"))
-    found = errors(gradients(methods()["dense"], wide), golden_gradients(inputs, chunk=64))
+    inputs = make_inputs("zipf", Shape(130, 300, 8), dtype=torch.float64).ignoring(0.1)
+    found = errors(gradients(dense_loss, inputs), golden_gradients(inputs, chunk=64))
     assert max(found.values()) < 1e-12
 
 
+def test_zipf_falls_as_a_trained_model() -> None:
+    inputs = make_inputs("zipf", Shape(256, 4096, 256))
+    again = make_inputs("zipf", Shape(256, 4096, 256))
+    assert torch.equal(inputs.hidden, again.hidden)
+    assert torch.equal(inputs.targets, again.targets)
+    p = (inputs.hidden @ inputs.weight.T).softmax(-1)
+    by_rank = p.sort(descending=True).values.mean(0)
+    # 10 candidates, whose probability falls with the square of the rank.
+    assert by_rank[0] > 0.4
+    assert float(by_rank[0] / by_rank[4]) == pytest.approx(25, rel=0.3)
+    assert inputs.targets.min() >= 0
+    # Targets are drawn from the softmax.
+    assert float(p.gather(1, inputs.targets[:, None]).mean()) == pytest.approx(
+        float(p.square().sum(1).mean()), rel=0.15
+    )
+
+
+def test_ignoring() -> None:
+    inputs = make_inputs("gaussian", Shape(10, 20, 4))
+    some = inputs.ignoring(0.3)
+    assert int((some.targets == IGNORE_INDEX).sum()) == 3
+    assert len(some.without_ignored().hidden) == some.num_valid == 7
+    assert inputs.ignoring(0.0) is inputs
+    with pytest.raises(ValueError, match=r"ignored-fraction must lie in \[0, 1\), got 1.0"):
+        inputs.ignoring(1.0)
+
+
 def test_stored_inputs(tmp_path: Path) -> None:
-    made = make_inputs("gaussian", 8, 32, 4)
+    made = make_inputs("gaussian", Shape(8, 32, 4))
     stored = {"hidden": made.hidden, "weight": made.weight, "targets": made.targets}
     torch.save(stored, tmp_path / "step-5.pt")
-    loaded = make_inputs(str(tmp_path / "step-5.pt"), 1, 1, 1)
+    loaded = make_inputs(str(tmp_path / "step-5.pt"), Shape(100, 1, 1))
     assert loaded.kind == "step-5"
     assert torch.equal(loaded.hidden, made.hidden)
     assert bench_filter(loaded, [1.0])[0]["kept"] == "100.0 %"
 
 
-def test_median_and_spread() -> None:
-    found = median_and_spread([0.001 * i for i in range(1, 12)])
-    assert found == {"median_ms": "6.0", "p10_ms": "2.0", "p90_ms": "10.0"}
+def test_interleaved_times_drops_what_fails() -> None:
+    calls, failures = [], {}
+
+    def fail_second(_: object) -> None:
+        calls.append("b")
+        if calls.count("b") == 2:
+            raise RuntimeError("later")
+
+    variants = {"a": Variant(lambda _: calls.append("a")), "b": Variant(fail_second)}
+    timer = Timer(torch.device("cpu"))
+    times = interleaved_times(variants, {"a": 3, "b": 3}, timer, failures.__setitem__)
+    assert [len(times["a"]), len(times["b"])] == [3, 0]
+    assert "".join(calls) == "ababaa"
+    assert describe_failure(failures["b"]) == "RuntimeError: later"
+
+
+def test_time_limit() -> None:
+    with pytest.raises(TimeoutError, match=r"took longer than 0.01 s"), time_limit(0.01):
+        while True:
+            pass
+    with time_limit(0):
+        pass
+
+
+def test_percentiles_ms() -> None:
+    found = percentiles_ms([0.001 * i for i in range(1, 12)])
+    assert found == pytest.approx({"median_ms": 6, "p10_ms": 2, "p90_ms": 10})
+    assert percentiles_ms([0.002]) == {"median_ms": 2, "p10_ms": 2, "p90_ms": 2}
+
+
+def test_show_leaves_empty_columns_out() -> None:
+    console = Console(record=True, width=100, file=io.StringIO())
+    row = Row(method="a", part="loss", median_ms=1.5)
+    show("title", [row.cells, replace(row, method="b", tail_mass=0.1).cells], console)
+    text = console.export_text()
+    assert "median_ms" in text
+    assert "tail_mass" in text
+    assert "of_dense" not in text

@@ -220,14 +220,21 @@ def test_module_refuses_what_it_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("where", ["function", "module"])
-def test_linear_cross_entropy_refuses_the_triton_backend(where: str) -> None:
-    # An explicit choice never falls back.
-    made = arguments()
+def test_linear_cross_entropy_never_falls_back_from_triton(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # float64 is torch's alone, on any device; tests/test_local_triton.py has the other reasons.
+    double = {name: torch.ones(3, D, dtype=torch.float64) for name in ("hidden", "weight")}
+    made = arguments(**double, targets=torch.arange(3))
     with pytest.raises(ValueError, match=r"backend=.?['\"]triton['\"].*torch"):
         if where == "function":
             linear_cross_entropy(*made.values(), backend="triton")
         else:
             LinearCrossEntropy(backend="triton")(*made.values())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        linear_cross_entropy(*made.values(), backend="triton")
+    linear_cross_entropy(*made.values(), backend="auto")
 
 
 @contextlib.contextmanager

@@ -11,14 +11,17 @@ from torch import Tensor
 
 from cce_dist import Filter
 from cce_dist.testing import (
+    DTYPES,
+    TRITON_PLACES,
     Case,
     Inputs,
+    Place,
     check_close64,
     check_outputs,
-    check_promise,
     dense_outputs,
     gaussian_inputs,
     golden_outputs,
+    grid,
     large_logit_inputs,
     run_case,
     zipf_inputs,
@@ -39,36 +42,41 @@ def rms(values: Tensor) -> float:
 # -- the contract -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("tokens", "num_classes", "dim"),
-    [
-        pytest.param(512, 8192, 64, id="four_blocks"),
-        pytest.param(129, 4500, 64, id="block_of_one_token"),
-        pytest.param(7, 8192, 64, id="block_of_seven_tokens"),
-        pytest.param(256, 16384, 128, id="large_vocabulary"),
-    ],
-)
-def test_filtered_is_no_worse_than_dense_16_bit(
-    tokens: int, num_classes: int, dim: int, dtype: torch.dtype
-) -> None:
-    inputs = zipf_inputs(tokens, num_classes, dim, generator=generator(), dtype=dtype)
+SHAPES: dict[str, tuple[int, int, int]] = {
+    "four_blocks": (512, 8192, 64),
+    "block_of_one_token": (129, 4500, 64),
+    "block_of_seven_tokens": (7, 8192, 64),
+    "large_vocabulary": (256, 16384, 128),
+}
+# Below 4096 classes the default filter keeps everything.
+INTERPRETED_SHAPES = {"four_blocks": (512, 4096, 16), "large_vocabulary": (256, 6000, 16)}
+
+
+@pytest.mark.parametrize(**grid(shape=tuple(SHAPES), dtype=("bf16", "fp16")))
+def test_filtered_is_no_worse_than_dense_16_bit(place: Place, shape: str, dtype: str) -> None:
+    tokens, num_classes, dim = SHAPES[shape]
+    if place.interprets:
+        tokens, num_classes, dim = INTERPRETED_SHAPES.get(shape, SHAPES[shape])
+    inputs = zipf_inputs(tokens, num_classes, dim, generator=generator(), dtype=DTYPES[dtype])
     # Times 1024, as a loss scaler does: fp16's smallest number is no part of the comparison.
-    case = Case(inputs, {"stats": ("lse", "tail_mass")}, upstream={"loss": 1024.0})
+    case = Case(inputs, {"stats": ("lse", "tail_mass")}, upstream={"loss": 1024.0}).at(place)
     outputs, golden, dense = run_case(None, case), golden_outputs(case), dense_outputs(case)
     check_outputs(case, outputs)
     for name in GRADIENTS:
         ours, theirs = rms(outputs[name] - golden[name]), rms(dense[name] - golden[name])
         assert ours <= theirs, f"{name}: rms error {ours:.3e}, dense 16-bit {theirs:.3e}"
-    if dtype == torch.bfloat16:
-        assert float(outputs["tail_mass"].mean()) > 0.001, "nothing was filtered"
+    if dtype == "bf16":
+        assert float(outputs["tail_mass"].mean()) > 1e-6, "nothing was filtered"
 
 
-@pytest.mark.parametrize("maker", [zipf_inputs, gaussian_inputs], ids=["zipf", "gaussian"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_filtered_in_wide_dtypes_is_dense(dtype: torch.dtype, maker: Any) -> None:
-    inputs = maker(300, 6000, 64, generator=generator(), dtype=dtype)
-    case = Case(inputs, {"stats": ("lse", "tail_mass")})
+MAKERS = {"zipf": zipf_inputs, "gaussian": gaussian_inputs}
+
+
+@pytest.mark.parametrize(**grid(maker=MAKERS, dtype=("fp32", "float64")))
+def test_filtered_in_wide_dtypes_is_dense(place: Place, maker: Any, dtype: str) -> None:
+    shape = (130, 4500, 16) if place.interprets else (300, 6000, 64)
+    inputs = maker(*shape, generator=generator(), dtype=DTYPES[dtype])
+    case = Case(inputs, {"stats": ("lse", "tail_mass")}).at(place)
     check_outputs(case, run_case(None, case))
 
 
@@ -90,14 +98,16 @@ OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("option", OPTIONS)
-def test_filtered_each_option_on_a_skewed_head(option: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(**grid(option=tuple(OPTIONS), dtype=tuple(DTYPES)))
+def test_filtered_each_option_on_a_skewed_head(place: Place, option: str, dtype: str) -> None:
     # 4096 classes and more: the default filter drops columns here in 16 bits.
     tensors, options = OPTIONS[option]
-    inputs = zipf_inputs((2, 200), 4500, 64, generator=generator(), dtype=dtype)
+    tokens, num_classes, dim = ((2, 70), 4100, 16) if place.interprets else ((2, 200), 4500, 64)
+    inputs = zipf_inputs(tokens, num_classes, dim, generator=generator(), dtype=DTYPES[dtype])
     inputs = inputs.with_options(generator(), *tensors).ignoring(generator(), 0.2)
-    case = Case(inputs, {**options, "stats": ("lse",)})
+    # fp16's smallest number is no part of the comparison.
+    upstream = {"loss": 1024.0} if dtype == "fp16" and options.get("reduction") != "none" else {}
+    case = Case(inputs, {**options, "stats": ("lse",)}, upstream=upstream).at(place)
     check_outputs(case, run_case(None, case))
 
 
@@ -121,44 +131,64 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("filter", FILTERS.values(), ids=FILTERS)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"softcap": 4.0, "logit_scale": 1.5}, id="softcap"),
-        pytest.param({"z_loss": 0.1, "label_smoothing": 0.1}, id="z_loss_smoothing"),
-    ],
-)
+BOUNDED = {
+    "plain": {},
+    "softcap": {"softcap": 4.0, "logit_scale": 1.5},
+    "z_loss_smoothing": {"z_loss": 0.1, "label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize(**grid(options=BOUNDED, family=FAMILIES, filter=FILTERS))
 def test_filtered_error_is_bounded_by_the_tail_mass(
-    options: dict[str, Any], family: str, filter: Filter
+    place: Place, options: dict[str, Any], family: Any, filter: Filter
 ) -> None:
-    inputs = FAMILIES[family](200, 2500, 16, generator=generator(), dtype=torch.float64)
-    case = Case(inputs, {**options, "reduction": "sum", "filter": filter, "stats": ("tail_mass",)})
+    num_classes, dtype, rounding = wide(place, 2500)
+    inputs = family(200, num_classes, 16, generator=generator(), dtype=dtype)
+    given = {**options, "reduction": "sum", "filter": filter, "stats": ("tail_mass",)}
+    case = Case(inputs, given).at(place)
     outputs = run_case(None, case)
     golden = golden_outputs(replace(case, options={**options, "reduction": "sum"}))
     plain = {**options, "reduction": "sum", "stats": ("lse",)}
     lse = golden_outputs(replace(case, options=plain))["lse"]
-    check_close64("loss", outputs["loss"], golden["loss"])
+    check_near(place, "loss", outputs["loss"], golden["loss"])
 
     # A token's p is multiplied by d loss / d lse in all; what replaces a tail has its mass.
     per_lse = 1 + 2 * options.get("z_loss", 0.0) * lse
     tail = per_lse * outputs["tail_mass"] * options.get("logit_scale", 1.0)
     times = 2 if filter.tail else 1
-    longest = inputs.weight.norm(dim=-1).max()
+    longest = inputs.weight.double().norm(dim=-1).max()
+    slack = rounding * float(per_lse.max() * longest)
     error = (outputs["grad_hidden"] - golden["grad_hidden"]).norm(dim=-1)
-    assert bool((error <= times * tail * longest + 1e-9).all())
+    assert bool((error <= times * tail * longest + slack).all())
     error = (outputs["grad_weight"] - golden["grad_weight"]).norm(dim=-1).sum()
-    bound = (times * tail * inputs.hidden.norm(dim=-1)).sum()
-    assert float(error) <= float(bound) + 1e-9
-    assert bool((outputs["tail_mass"] >= 0).all()) and float(outputs["tail_mass"].max()) <= 1
+    norms = inputs.hidden.double().norm(dim=-1)
+    bound = (times * tail * norms).sum()
+    assert float(error) <= float(bound + rounding * (per_lse * norms).sum())
+    assert bool((outputs["tail_mass"] >= 0).all())
+    assert float(outputs["tail_mass"].max()) <= 1 + rounding
 
 
-@pytest.mark.parametrize("gradient", ["exact", "in_forward"])
-def test_tail_mass_is_zero_where_nothing_is_filtered(gradient: str) -> None:
-    inputs = zipf_inputs(130, 5000, 16, generator=generator())
-    outputs = run_case(None, Case(inputs, {"gradient": gradient, "stats": ("tail_mass",)}))
+def wide(place: Place, num_classes: int) -> tuple[int, torch.dtype, float]:
+    """Columns to use instead of `num_classes`, the widest dtype, and how far it rounds."""
+    if "float64" in place.dtypes:
+        return num_classes, torch.float64, 1e-10
+    return 700 if place.interprets else num_classes, torch.float32, 2e-5
+
+
+def check_near(place: Place, name: str, ours: Tensor, expected: Tensor) -> None:
+    """check_close64, or as close as sums of thousands of fp32 terms are."""
+    if "float64" in place.dtypes:
+        check_close64(name, ours, expected)
+    else:
+        size = float(expected.abs().max())
+        torch.testing.assert_close(ours.double(), expected.double(), rtol=0, atol=1e-5 * size)
+
+
+@pytest.mark.parametrize(**grid(gradient=("exact", "in_forward")))
+def test_tail_mass_is_zero_where_nothing_is_filtered(place: Place, gradient: str) -> None:
+    inputs = zipf_inputs(130, 700 if place.interprets else 5000, 16, generator=generator())
+    case = Case(inputs, {"gradient": gradient, "stats": ("tail_mass",)}).at(place)
+    outputs = run_case(None, case)
     assert outputs["tail_mass"].shape == (130,) and not outputs["tail_mass"].any()
 
 
@@ -220,6 +250,8 @@ def emulate(inputs: Inputs, filter: Filter) -> dict[str, Tensor]:
     }
 
 
+# Of torch, which tightens what the forward recorded once lse is known. Triton decides in the
+# forward: test_filter_keeps_at_least_what_it_says.
 @pytest.mark.parametrize("workspace_bytes", [2**16, 2**26], ids=["chunks", "one_chunk"])
 @pytest.mark.parametrize("cold_target", [None, 1111], ids=["hot_targets", "a_cold_target"])
 @pytest.mark.parametrize(
@@ -265,29 +297,101 @@ def test_filter_with_tail_keeps_columns_exactly_and_all_mass(num_classes: int) -
         assert rms(outputs[name] - expected[name]) < 0.02 * dropped
 
 
-@pytest.mark.parametrize("tail", [True, False], ids=["tail", "no_tail"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"z_loss": 0.1}, id="z_loss"),
-        pytest.param({"logit_scale": 1.7, "label_smoothing": 0.1}, id="scale_smoothing"),
-        pytest.param({"softcap": 5.0, "logit_scale": 1.3}, id="softcap"),
-    ],
-)
-def test_filter_tail_preserves_the_sum_over_the_vocabulary(
-    options: dict[str, Any], tail: bool
+FAMILIES_TO_KEEP = {
+    "zipf": lambda place: zipf_inputs(BLOCK, 700, 16, generator=generator(), dtype=place.widest),
+    # The first tile seen knows least of lse, and here it holds the least mass.
+    "mass_in_the_last_tile": lambda place: reversed_classes(bimodal_inputs(700, place.widest)),
+    "bimodal": lambda place: bimodal_inputs(700, place.widest),
+}
+TO_KEEP = {
+    "keep": Filter(keep=0.3, tail=False),
+    "much": Filter(keep=2, tail=False),
+    "eps": Filter(eps=0.02, tail=False),
+    "eps_1": Filter(eps=1.0, tail=False),  # targets alone
+}
+
+
+def reversed_classes(inputs: Inputs) -> Inputs:
+    return replace(
+        inputs, weight=inputs.weight.flip(0), targets=len(inputs.weight) - 1 - inputs.targets
+    )
+
+
+@pytest.mark.parametrize(**grid(family=FAMILIES_TO_KEEP, filter=TO_KEEP))
+def test_filter_keeps_at_least_what_it_says(place: Place, family: Any, filter: Filter) -> None:
+    # The kept columns of one block of tokens: those in which the bias has a gradient.
+    inputs = family(place)
+    num_classes = len(inputs.weight)
+    bias = torch.zeros(num_classes, dtype=inputs.weight.dtype)
+    inputs = replace(
+        inputs, bias=bias, hidden=inputs.hidden[:BLOCK], targets=inputs.targets[:BLOCK]
+    )
+    options = {"filter": filter, "reduction": "sum", "stats": ("tail_mass",)}
+    outputs = run_case(None, Case(inputs, options).at(place))
+    kept = outputs["grad_bias"] != 0
+
+    hidden, weight = inputs.hidden.double(), inputs.weight.double()
+    p = (hidden @ weight.T).softmax(-1)
+    if filter.eps is None:
+        must = p.sum(0) >= 1.001 * filter.keep
+    else:
+        must = p.amax(0) >= 1.001 * filter.eps
+    must[inputs.targets] = True
+    assert bool(kept[must].all())
+    assert 0 < int(kept.sum()) < num_classes, "the filter kept everything"
+
+    rounding = wide(place, 0)[2]
+    dropped = torch.where(kept, 0, p).sum(-1)
+    torch.testing.assert_close(outputs["tail_mass"].double(), dropped, rtol=1e-3, atol=rounding)
+    d_logits = torch.where(kept, p, 0)
+    d_logits[torch.arange(BLOCK), inputs.targets] -= 1
+    check_near(place, "grad_hidden", outputs["grad_hidden"], d_logits @ weight)
+    check_near(place, "grad_weight", outputs["grad_weight"], d_logits.T @ hidden)
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, num_classes=(1500, 4500), keep=(0.05, 0.5)))
+def test_filter_with_tail_comes_nearer_than_without(
+    place: Place, num_classes: int, keep: float
 ) -> None:
-    inputs = zipf_inputs(300, 2500, 16, generator=generator(), dtype=torch.float64)
+    # Triton's counterpart of the two tests beside it: the masses that it records are looser.
+    num_classes = num_classes // 3 if place.interprets else num_classes
+    inputs = zipf_inputs(256, num_classes, 16, generator=generator())
+    case = Case(inputs, {"reduction": "sum"}).at(place)
+    golden = golden_outputs(case)
+    found = {}
+    for tail in (True, False):
+        options = {**case.options, "filter": Filter(keep=keep, tail=tail), "stats": ("tail_mass",)}
+        found[tail] = run_case(None, replace(case, options=options))
+    assert torch.equal(found[True]["tail_mass"], found[False]["tail_mass"])
+    assert float(found[True]["tail_mass"].mean()) > 0.01
+    for name, times in (("grad_hidden", 0.5), ("grad_weight", 1.0)):
+        near, far = (rms(found[tail][name] - golden[name]) for tail in (True, False))
+        assert near < times * far, f"{name}: rms error {near:.3e} with the tail, {far:.3e} without"
+
+
+SUMMED = {
+    "plain": {},
+    "z_loss": {"z_loss": 0.1},
+    "scale_smoothing": {"logit_scale": 1.7, "label_smoothing": 0.1},
+    "softcap": {"softcap": 5.0, "logit_scale": 1.3},
+}
+
+
+@pytest.mark.parametrize(**grid(options=SUMMED, tail=(True, False)))
+def test_filter_tail_preserves_the_sum_over_the_vocabulary(
+    place: Place, options: dict[str, Any], tail: bool
+) -> None:
+    num_classes, dtype, rounding = wide(place, 2500)
+    inputs = zipf_inputs(300, num_classes, 16, generator=generator(), dtype=dtype)
     inputs = inputs.with_options(generator(), "bias", "token_weight")
-    case = Case(inputs, options)
+    case = Case(inputs, options).at(place)
     golden = golden_outputs(case)
     options = {**case.options, "filter": Filter(keep=0.5, tail=tail)}
     outputs = run_case(None, replace(case, options=options))
     for name in ("grad_weight", "grad_bias"):
         difference = float((outputs[name].sum(0) - golden[name].sum(0)).abs().max())
         size = float(golden[name].abs().sum(0).max())
-        assert (difference < 1e-10 * size) == tail, (name, difference, size)
+        assert (difference < rounding * size) == tail, (name, difference, size)
 
 
 @pytest.mark.parametrize("num_classes", [1500, 4500], ids=["one_tile", "several_tiles"])
@@ -308,71 +412,70 @@ def test_filter_tail_is_exact_where_tails_have_one_shape(num_classes: int) -> No
         assert rms(outputs[name] - golden[name]) < 1e-9 * rms(golden[name])
 
 
-@pytest.mark.parametrize("filter", [Filter(keep=0), Filter(eps=0)], ids=["keep", "eps"])
-def test_filter_of_zero_keeps_everything(filter: Filter) -> None:
-    inputs = zipf_inputs(130, 5000, 16, generator=generator(), dtype=torch.bfloat16)
-    found = run_case(None, Case(inputs, {"filter": filter, "stats": ("tail_mass",)}))
-    exact = run_case(None, Case(inputs, {"gradient": "exact"}))
+@pytest.mark.parametrize(**grid(filter={"keep": Filter(keep=0), "eps": Filter(eps=0)}))
+def test_filter_of_zero_keeps_everything(place: Place, filter: Filter) -> None:
+    num_classes = 700 if place.interprets else 5000
+    dtype = torch.bfloat16 if "bf16" in place.dtypes else torch.float16
+    inputs = zipf_inputs(130, num_classes, 16, generator=generator(), dtype=dtype)
+    found = run_case(None, Case(inputs, {"filter": filter, "stats": ("tail_mass",)}).at(place))
+    exact = run_case(None, Case(inputs, {"gradient": "exact"}).at(place))
     assert not found["tail_mass"].any()
     for name in GRADIENTS:
         assert torch.equal(found[name], exact[name])
 
 
-def test_filter_of_zero_admits_softcap_with_label_smoothing() -> None:
-    inputs = zipf_inputs(130, 2500, 16, generator=generator(), dtype=torch.float64)
+@pytest.mark.parametrize(**grid())
+def test_filter_of_zero_admits_softcap_with_label_smoothing(place: Place) -> None:
+    num_classes, dtype, _ = wide(place, 2500)
+    inputs = zipf_inputs(130, num_classes, 16, generator=generator(), dtype=dtype)
     case = Case(inputs, {"softcap": 3.0, "label_smoothing": 0.1, "filter": Filter(keep=0)})
-    check_outputs(case, run_case(None, case))
+    check_outputs(case.at(place), run_case(None, case.at(place)))
 
 
-@pytest.mark.parametrize("name", ["lse", "entropy"])
-def test_filter_and_upstream_of_stats(name: str) -> None:
+@pytest.mark.parametrize(**grid(name=("lse", "entropy")))
+def test_filter_and_upstream_of_stats(place: Place, name: str) -> None:
     # d lse keeps its mass; the entropy's gradient p (log p + H) is not small where p is.
-    inputs = zipf_inputs(300, 2500, 16, generator=generator(), dtype=torch.float64)
+    num_classes, dtype, rounding = wide(place, 2500)
+    inputs = zipf_inputs(300, num_classes, 16, generator=generator(), dtype=dtype)
     upstream = {"loss": 0.0, name: torch.linspace(-1, 1, 300, dtype=torch.float64)}
-    case = Case(inputs, {"stats": (name,)}, upstream=upstream)
+    case = Case(inputs, {"stats": (name,)}, upstream=upstream).at(place)
     golden = golden_outputs(case)
-    options = {"stats": (name, "tail_mass"), "filter": Filter(keep=0.5)}
+    options = {**place.options, "stats": (name, "tail_mass"), "filter": Filter(keep=0.5)}
     outputs = run_case(None, replace(case, options=options))
     if name == "entropy":
         for gradient in GRADIENTS:
-            check_close64(gradient, outputs[gradient], golden[gradient])
+            check_near(place, gradient, outputs[gradient], golden[gradient])
     total = golden["grad_weight"].sum(0)
-    size = golden["grad_weight"].abs().sum(0)
-    check_close64("sum", outputs["grad_weight"].sum(0), total, scale=size)
+    size = float(golden["grad_weight"].abs().sum(0).max())
+    assert float((outputs["grad_weight"].sum(0) - total).abs().max()) < rounding * size
 
 
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_filter_with_a_frozen_input(frozen: str) -> None:
-    inputs = bimodal_inputs(2500)
-    both = Case(inputs, {"filter": Filter(keep=0.3)})
+@pytest.mark.parametrize(**grid(frozen=("hidden", "weight")))
+def test_filter_with_a_frozen_input(place: Place, frozen: str) -> None:
+    num_classes, dtype, _ = wide(place, 2500)
+    both = Case(bimodal_inputs(num_classes, dtype), {"filter": Filter(keep=0.3)}).at(place)
     one = replace(both, trainable=("weight",) if frozen == "hidden" else ("hidden",))
     expected, found = run_case(None, both), run_case(None, one)
     name = "grad_weight" if frozen == "hidden" else "grad_hidden"
-    check_close64(name, found[name], expected[name])
+    if place.backend == "triton":
+        assert torch.equal(found[name], expected[name])
+    else:
+        check_close64(name, found[name], expected[name])
 
 
-def test_filter_blocks_are_made_of_tokens_that_count() -> None:
+@pytest.mark.parametrize(**grid())
+def test_filter_blocks_are_made_of_tokens_that_count(place: Place) -> None:
     # Ignored tokens are left out first: the blocks of 128 hold the others, in order.
-    inputs = bimodal_inputs(2500)
-    hidden = torch.zeros(512, 16, dtype=torch.float64)
+    num_classes, dtype, _ = wide(place, 2500)
+    inputs = bimodal_inputs(num_classes, dtype)
+    hidden = torch.zeros(512, 16, dtype=dtype)
     targets = torch.full((512,), -100)
     hidden[::2], targets[::2] = inputs.hidden, inputs.targets
     options = {"filter": Filter(keep=0.3, tail=False), "stats": ("tail_mass",)}
-    dense = run_case(None, Case(inputs, options))
-    sparse = run_case(None, Case(replace(inputs, hidden=hidden, targets=targets), options))
-    check_close64("tail_mass", sparse["tail_mass"][::2], dense["tail_mass"])
-    check_close64("grad_weight", sparse["grad_weight"], dense["grad_weight"])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_filtered_on_a_gpu(dtype: torch.dtype) -> None:
-    inputs = zipf_inputs(512, 8192, 64, generator=generator(), dtype=dtype)
-    options = {"stats": ("lse", "tail_mass"), "backend": "torch"}
-    case = Case(inputs, options, device="cuda", upstream={"loss": 1024.0})
-    outputs = run_case(None, case)
-    golden, dense = golden_outputs(case), dense_outputs(case)
-    check_outputs(case, outputs)
-    if dtype != torch.float32:
-        for name in GRADIENTS:
-            check_promise(name, outputs[name], golden[name], dense[name], dtype)
+    dense = run_case(None, Case(inputs, options).at(place))
+    sparse = run_case(
+        None, Case(replace(inputs, hidden=hidden, targets=targets), options).at(place)
+    )
+    check_near(place, "tail_mass", sparse["tail_mass"][::2], dense["tail_mass"])
+    check_near(place, "grad_weight", sparse["grad_weight"], dense["grad_weight"])
+    assert not sparse["tail_mass"][1::2].any() and not sparse["grad_hidden"][1::2].any()

@@ -11,7 +11,17 @@ import torch.distributed as dist
 
 from cce_dist import Filter
 from cce_dist.allocations import track_allocations
-from cce_dist.testing import Case, dense_outputs, run_case, shared_pool, zipf_inputs
+from cce_dist.testing import (
+    DTYPES,
+    TRITON_CPU,
+    Case,
+    Place,
+    dense_outputs,
+    grid,
+    run_case,
+    shared_pool,
+    zipf_inputs,
+)
 
 MODES = ("filtered", "exact", "in_forward")
 # Hidden and weight are small beside the logits: 16 k and 0.5 M elements against 8.4 M.
@@ -56,6 +66,23 @@ def test_linear_cross_entropy_never_holds_the_logits(
     bound = N * V // 4 if gradient == "in_forward" else N * V // 8
     assert largest <= bound, f"{largest} elements of {N * V}"
     assert peak < 4 * N * V * (0.75 if gradient == "in_forward" else 0.5)
+
+
+@pytest.mark.parametrize(
+    **grid(places=(TRITON_CPU,), options=CASES, gradient=MODES, dtype=("fp32", "fp16"))
+)
+def test_linear_cross_entropy_never_holds_the_logits_by_triton(
+    place: Place, options: dict[str, Any], gradient: str, dtype: str
+) -> None:
+    # Eight times as many logits as elements of the weight; a chunk holds 256 columns at the least.
+    num_tokens, num_classes, dim = 512, 2304, 16
+    maker = {"generator": generator(), "dtype": DTYPES[dtype]}
+    inputs = zipf_inputs(num_tokens, num_classes, dim, **maker)
+    inputs = inputs.with_options(generator(), "bias").ignoring(generator(), 0.1)
+    options = {**options, "gradient": gradient, "workspace_bytes": 2**18}
+    largest, _ = largest_tensor(None, Case(inputs, options).at(place))
+    logits = num_tokens * num_classes
+    assert largest <= logits // 8, f"{largest} elements of {logits}"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Random shapes, options and groups against the golden, in float64, where any slip shows."""
+"""Random shapes, options and groups against the golden, in the widest dtype: any slip shows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from cce_dist import Filter
 from cce_dist.testing import (
+    CPU_PLACES,
     Case,
     Inputs,
+    Place,
     check_close64,
     check_outputs,
     gaussian_inputs,
@@ -34,7 +36,7 @@ STATS = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
 
 
 @st.composite
-def cases(draw: st.DrawFn, world_size: int) -> Case:
+def cases(draw: st.DrawFn, world_size: int, place: Place) -> Case:
     shape = draw(
         st.one_of(
             st.tuples(st.integers(0, 20)),
@@ -60,7 +62,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     scale = draw(st.sampled_from([0.1, 1.0, 30.0]))
     inputs = gaussian_inputs(
-        shape, num_classes + padding, dim, generator=generator, dtype=torch.float64
+        shape, num_classes + padding, dim, generator=generator, dtype=place.widest
     )
     inputs = replace(inputs, hidden=scale * inputs.hidden, targets=inputs.targets % num_classes)
     ignore_index = draw(st.sampled_from([-100, 0, -1]))
@@ -100,7 +102,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         vocab_size=num_classes,
         upstream=upstream,
         main_grad=draw(st.booleans()),
-    )
+    ).at(place)
 
 
 def check(case: Case, outputs: dict[str, torch.Tensor]) -> None:
@@ -111,39 +113,73 @@ def check(case: Case, outputs: dict[str, torch.Tensor]) -> None:
     size = torch.maximum(scale, torch.ones(())) ** 2 * weights
     for name, expected in golden.items():
         if name == "correct":
-            assert torch.equal(outputs[name], expected)
+            # In fp32 a softcap makes ties of logits that float64 tells apart.
+            if case.computed_dtype == torch.float64 or not case.options["softcap"]:
+                assert torch.equal(outputs[name], expected)
         elif name not in ("token_loss", "scale"):
-            assert outputs[name].dtype == expected.dtype, name
-            check_close64(name, outputs[name], expected, scale=size.expand(expected.shape))
+            ours, scale = outputs[name], size.expand(expected.shape)
+            if case.computed_dtype == torch.float64:
+                assert ours.dtype == expected.dtype, name
+                check_close64(name, ours, expected, scale=scale)
+            elif expected.numel():
+                error = float((ours.double() - expected).abs().max())
+                assert error <= 1e-5 * float(size), f"{name}: {error:.3e}, unit {float(size):.3e}"
 
 
-@settings(max_examples=150, **SETTINGS)
-@given(case=cases(1))
-def test_linear_cross_entropy_equals_golden(case: Case) -> None:
-    check(case, run_case(None, case))
+# Examples, on one rank and on a group: an interpreted one takes up to a second a rank.
+EXAMPLES = {"torch": (150, 50), "triton": (40, 10)}
 
 
+def settings_for(place: Place, number: int) -> settings:
+    """Interpreted examples that fail are not made smaller: that takes hundreds of them."""
+    phases = (Phase.explicit, Phase.generate) if place.interprets else tuple(Phase)
+    return settings(max_examples=number, phases=phases, **SETTINGS)
+
+
+@pytest.mark.parametrize("place", CPU_PLACES, ids=str)
+def test_linear_cross_entropy_equals_golden(place: Place) -> None:
+    @settings_for(place, EXAMPLES[place.backend][0])
+    @given(case=cases(1, place))
+    def run(case: Case) -> None:
+        check(case, run_case(None, case))
+
+    run()
+
+
+@pytest.mark.parametrize("place", CPU_PLACES, ids=str)
 @pytest.mark.parametrize("world_size", [2, 3, 4], ids=lambda size: f"{size}_ranks")
-def test_linear_cross_entropy_equals_golden_on_a_group(world_size: int) -> None:
-    @settings(max_examples=50, **SETTINGS)
-    @given(case=cases(world_size))
+def test_linear_cross_entropy_equals_golden_on_a_group(world_size: int, place: Place) -> None:
+    @settings_for(place, EXAMPLES[place.backend][1])
+    @given(case=cases(world_size, place))
     def run(case: Case) -> None:
         check(case, join_ranks(case, shared_pool().run(world_size, run_case, case)))
 
     run()
 
 
-@settings(max_examples=60, **SETTINGS)
-@given(
-    num_tokens=st.integers(1, 300),
-    num_classes=st.integers(2, 400),
-    keep=st.sampled_from([0.001, 0.02, 0.3, 4.0, 128.0]),
-    tail=st.booleans(),
-    by_token=st.booleans(),
-    scale=st.sampled_from([0.3, 1.0, 6.0]),
-    seed=st.integers(0, 2**31),
-)
-def test_filtered_error_is_bounded_by_tail_mass(
+FILTERED = {
+    "num_tokens": st.integers(1, 300),
+    "num_classes": st.integers(2, 400),
+    "keep": st.sampled_from([0.001, 0.02, 0.3, 4.0, 128.0]),
+    "tail": st.booleans(),
+    "by_token": st.booleans(),
+    "scale": st.sampled_from([0.3, 1.0, 6.0]),
+    "seed": st.integers(0, 2**31),
+}
+
+
+@pytest.mark.parametrize("place", CPU_PLACES, ids=str)
+def test_filtered_error_is_bounded_by_tail_mass(place: Place) -> None:
+    @settings_for(place, 60 if place.backend == "torch" else 30)
+    @given(**FILTERED)
+    def run(**drawn: Any) -> None:
+        check_bound(place, **drawn)
+
+    run()
+
+
+def check_bound(
+    place: Place,
     num_tokens: int,
     num_classes: int,
     keep: float,
@@ -153,18 +189,21 @@ def test_filtered_error_is_bounded_by_tail_mass(
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    inputs = gaussian_inputs(num_tokens, num_classes, 6, generator=generator, dtype=torch.float64)
+    dtype, rounding = place.widest, 1e-9 if place.widest == torch.float64 else 1e-4
+    inputs = gaussian_inputs(num_tokens, num_classes, 6, generator=generator, dtype=dtype)
     inputs = replace(inputs, hidden=scale * inputs.hidden)
     filter = Filter(eps=min(keep, 1.0), tail=tail) if by_token else Filter(keep=keep, tail=tail)
-    case = Case(inputs, {"reduction": "sum", "filter": filter, "stats": ("tail_mass",)})
+    case = Case(inputs, {"reduction": "sum", "filter": filter, "stats": ("tail_mass",)}).at(place)
     outputs, golden = run_case(None, case), golden_outputs(case)
-    mass = (2 if tail else 1) * outputs["tail_mass"]
+    mass = (2 if tail else 1) * outputs["tail_mass"].double()
     error = (outputs["grad_hidden"] - golden["grad_hidden"]).norm(dim=-1)
-    assert bool((error <= mass * inputs.weight.norm(dim=-1).max() + 1e-9).all())
+    longest = inputs.weight.double().norm(dim=-1).max()
+    assert bool((error <= mass * longest + rounding).all())
     error = (outputs["grad_weight"] - golden["grad_weight"]).norm(dim=-1).sum()
-    assert float(error) <= float((mass * inputs.hidden.norm(dim=-1)).sum()) + 1e-9
+    slack = rounding * max(1.0, float(inputs.hidden.norm(dim=-1).sum()))
+    assert float(error) <= float((mass * inputs.hidden.norm(dim=-1)).sum()) + slack
     if tail:
-        assert float(outputs["grad_weight"].sum(0).abs().max()) < 1e-9
+        assert float(outputs["grad_weight"].sum(0).abs().max()) < slack
 
 
 @settings(max_examples=40, **SETTINGS)

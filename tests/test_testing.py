@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist.testing import (
+    PLACES,
+    TORCH_CPU,
+    TRITON_CPU,
     Case,
     CollectiveCounter,
     Inputs,
@@ -25,6 +28,7 @@ from cce_dist.testing import (
     check_promise,
     gaussian_inputs,
     golden_outputs,
+    grid,
     large_logit_inputs,
     pairwise,
     run_case,
@@ -384,3 +388,34 @@ def test_rank_pool_refuses_a_world_that_it_has_not() -> None:
 def test_run_case_agrees_with_golden_on_the_plainest_case() -> None:
     case = Case(gaussian_inputs(7, 30, 8, generator=generator(), dtype=torch.float64))
     check_outputs(case, run_case(None, case))
+
+
+def test_grid_is_whole_for_torch_and_covers_pairs_for_triton() -> None:
+    made = grid(places=(TORCH_CPU, TRITON_CPU), size=(1, 2, 3), flag={"no": False, "yes": True},
+                dtype=("fp32", "bf16", "float64"))  # fmt: skip
+    assert made["argnames"] == ("place", "size", "flag", "dtype")
+    rows = {place: [row[1:] for row in made["argvalues"] if row[0] is place] for place in PLACES}
+    assert len(set(rows[TORCH_CPU])) == len(rows[TORCH_CPU]) == 3 * 2 * 3
+    # Of these dtypes the interpreter takes one.
+    assert {dtype for _, _, dtype in rows[TRITON_CPU]} == {"fp32"}
+    assert {row[:2] for row in rows[TRITON_CPU]} == {
+        (n, flag) for n in (1, 2, 3) for flag in (0, 1)
+    }
+    assert made["ids"][0] == "torch_cpu-1-no-fp32" and len(set(made["ids"])) == len(made["ids"])
+
+
+def test_grid_leaves_out_what_is_not_allowed() -> None:
+    allowed = lambda row: row["size"] != "2" or row["flag"] == "yes"  # noqa: E731
+    made = grid(places=(TORCH_CPU,), allowed=allowed, size=(1, 2), flag={"no": 0, "yes": 1})
+    assert [row[1:] for row in made["argvalues"]] == [(1, 0), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_golden_outputs_do_not_round_gradients(dtype: torch.dtype) -> None:
+    # 2**-40 times a gradient is no fp16 number, but the golden's gradients are in float64.
+    inputs = gaussian_inputs(9, 30, 8, generator=generator(), dtype=dtype)
+    one = golden_outputs(Case(inputs))
+    tiny = golden_outputs(Case(inputs, upstream={"loss": 2.0**-40}))
+    for name in ("grad_hidden", "grad_weight"):
+        assert one[name].dtype == torch.float64
+        assert torch.equal(tiny[name] * 2.0**40, one[name])

@@ -2,36 +2,88 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from cce_dist import LossOutput
 from cce_dist.train.batches import split_tokens
+from cce_dist.train.config import TrainConfig
 from cce_dist.train.config_file import load_config
 from cce_dist.train.heartbeat import Heartbeat
-from cce_dist.train.loop import Job, forward_body, start_run, train_step
+from cce_dist.train.loop import Job, Run, forward_body, start_run, train_step
 from cce_dist.train.progress import Display
 from cce_dist.train.ranks import connect
 from cce_dist.train.stop import StopRequest
 from cce_dist.train.tokens import prepare_tokens
 
+from .golden import dense_loss
+
+# The size of Gemma 2's head, with a body that trains in minutes on one GPU.
+VOCAB_SIZE, DIM, LAYERS, HEAD_DIM = 256000, 2304, 6, 128
+
+
+def load_capture_config(path: Path, steps: int) -> TrainConfig:
+    """A config of `cce-dist train`, for one rank and `steps` steps."""
+    overrides = {"parallel.tp": "1", "parallel.sequence_parallel": "false", "steps": str(steps)}
+    return load_config(path, list(overrides.items()))
+
+
+def make_capture_config(
+    vocab_size: int,
+    dim: int,
+    layers: int,
+    megabytes: float,
+    cache: Path,
+    *,
+    steps: int,
+    batch: int = 16,
+    sequence_length: int = 1024,
+) -> TrainConfig:
+    """A decoder with tied embedding, in bf16 where there is a GPU, at a constant learning rate.
+
+    Constant, since a run that is bounded in seconds does not know its last step.
+
+    Raises:
+        ValueError: dim is no multiple of 2, or of 256 from there on.
+    """
+    heads = max(1, dim // HEAD_DIM)
+    if dim % (2 * heads):
+        raise ValueError(f"dim must be a multiple of 2 * {heads} heads, got {dim}")
+    values = {
+        "data": {
+            "vocab_size": vocab_size,
+            "megabytes": megabytes,
+            "sequence_length": sequence_length,
+            "cache": cache,
+        },
+        "model": {"dim": dim, "layers": layers, "heads": heads, "tied": True},
+        "optimizer": {"lr": 6e-4, "warmup": 100, "schedule": "constant"},
+        "steps": steps,
+        "batch": batch,
+        "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+    }
+    return TrainConfig.model_validate(values)
+
 
 def capture_inputs(
-    config_path: Path, steps: Sequence[int], num_tokens: int, folder: Path
+    config: TrainConfig,
+    steps: Sequence[int],
+    num_tokens: int,
+    folder: Path,
+    *,
+    seconds: float | None = None,
 ) -> list[Path]:
-    """Train on one rank up to the last of `steps`; write folder/step-<n>.pt after each of them.
+    """Train on one rank; write folder/step-<n>.pt after each of `steps`, in the training dtype.
 
-    Random inputs say nothing of a loss that skips negligible gradients.
+    Training ends after the last of them; with `seconds`, at the first step that ends later, which
+    is written as well. Its loss is the dense recipe, so that what is captured does not depend on
+    what is measured with it. Random inputs say nothing of a loss that skips negligible gradients.
     """
-    config = load_config(
-        config_path,
-        [
-            ("parallel.tp", "1"),
-            ("parallel.sequence_parallel", "false"),
-            ("steps", str(max(*steps, 1))),
-        ],
-    )
     ranks = connect(config.parallel)
     display, stop = Display(ranks.is_main), StopRequest()
     heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
@@ -39,24 +91,47 @@ def capture_inputs(
     batches = split_tokens(cache.tokens(), config)
     job = Job(config, ranks, batches, cache.key, display, heartbeat, stop)
     folder.mkdir(parents=True, exist_ok=True)
-    run = start_run(job, folder, "cce")
-    written = []
+    run = dataclasses.replace(start_run(job, folder, "dense"), head_loss=_head_loss(config))
+    began, written, step = time.perf_counter(), [], 0
     with display.training("capture", 0, config.steps):
-        for step in range(max(steps) + 1):
-            if step:
-                train_step(job, run, step)
-            if step in steps:
-                written.append(_save(job, run, num_tokens, folder / f"step-{step}.pt"))
-    return written
+        while True:
+            late = seconds is not None and time.perf_counter() - began > seconds
+            last = late or (seconds is None and step == max(steps))
+            if step in steps or last:
+                path = folder / f"step-{step}.pt"
+                _save(job, run, num_tokens, path)
+                written.append(path)
+            if last:
+                return written
+            step += 1
+            train_step(job, run, step)
+
+
+def _head_loss(config: TrainConfig):  # HeadLoss of cce_dist.train.head
+    dtype = getattr(torch, config.dtype)
+    # Eager, the fp32 copies of the logits alone would be three quarters of the time.
+    function = torch.compile(dense_loss) if torch.cuda.is_available() else dense_loss
+
+    def head_loss(
+        hidden: Tensor, weight: Tensor, targets: Tensor, stats: Sequence[str] = ()
+    ) -> LossOutput:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return LossOutput(loss=function(hidden.to(dtype), weight.to(dtype), targets))
+
+    return head_loss
 
 
 @torch.no_grad()
-def _save(job: Job, run, num_tokens: int, path: Path) -> Path:
+def _save(job: Job, run: Run, num_tokens: int, path: Path) -> None:
     length = job.config.data.sequence_length
     held_out = torch.from_numpy(job.batches.held_out[: num_tokens + 1].astype("int64"))
     num_tokens = min(num_tokens, len(held_out) - 1) // length * length
     ids, targets = held_out[:num_tokens].view(-1, length), held_out[1 : num_tokens + 1]
-    hidden = torch.cat([forward_body(run.model, part, job.config) for part in ids.split(8)])
-    weight = run.model.head_weight.detach()
-    torch.save({"hidden": hidden.clone(), "weight": weight.clone(), "targets": targets}, path)
-    return path
+    device, dtype = job.ranks.device, getattr(torch, job.config.dtype)
+    parts = [forward_body(run.model, part.to(device), job.config) for part in ids.split(8)]
+    stored = {
+        "hidden": torch.cat(parts).to(dtype).cpu(),
+        "weight": run.model.head_weight.detach().to(dtype).cpu(),
+        "targets": targets,
+    }
+    torch.save(stored, path)

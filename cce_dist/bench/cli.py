@@ -4,51 +4,154 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from .guard import DeviceLostError
+    from .inputs import BenchInputs
+    from .shapes import Shape
 
 app = typer.Typer(
     help="Measure time, memory and error; correctness is checked first.", no_args_is_help=True
 )
 
-Shape = Annotated[int, typer.Option(min=1)]
+Size = Annotated[int, typer.Option(min=1)]
+Names = list[str] | None
 CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows here as well.")]
-InputsKind = Annotated[
-    str, typer.Option(help="gaussian, zipf, or a file that `bench capture` wrote.")
+JsonPath = Annotated[Path | None, typer.Option("--json", help="The same, numbers unrounded.")]
+Inputs = Annotated[
+    Names,
+    typer.Option(help="gaussian, zipf, or a file of `bench capture`; may be repeated. [zipf]"),
 ]
+Shapes = Annotated[
+    Names,
+    typer.Option(
+        "--shape",
+        help="A model's head, such as gemma2-2b, or TOKENSxVOCABxDIM; may be repeated. In place "
+        "of --vocab and --dim.",
+    ),
+]
+Tokens = Annotated[int | None, typer.Option(min=1, help="[2048; of a model's head 8192]")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help='"cpu", "cuda", ...')]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")]
+Ignored = Annotated[
+    float, typer.Option(min=0, max=0.99, help="Share of the targets that are ignored.")
+]
+BackendName = Annotated[str, typer.Option(help="Of our own methods: auto, triton or torch.")]
+Peers = Annotated[
+    str | None,
+    typer.Option(
+        help="all, none, or names with commas. By default all on a GPU, on a CPU those that need "
+        "no compiler; none beside --method."
+    ),
+]
+PeerPath = Annotated[
+    list[Path] | None,
+    typer.Option(help="A folder that Python may import peers from; may be repeated."),
+]
+Extra = Annotated[
+    Names,
+    typer.Option(help="One more peer: NAME=MODULE:FUNCTION, of (hidden, weight, targets)."),
+]
+Failed = Annotated[Names, typer.Option(hidden=True, help="NAME=REASON of a peer not to be run.")]
+Repeats = Annotated[int, typer.Option(min=3, help="Launches of each method.")]
+Budget = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds a method is timed for at most, if 3 launches fit; 0: any."),
+]
+Timeout = Annotated[
+    float, typer.Option(min=0, help="Seconds for a peer to import, compile and run; 0: any.")
+]
+
+WorstRatio = Annotated[
+    float,
+    typer.Option(help="Our gradients' errors over dense torch's; more, and nothing is timed."),
+]
 
 
 @app.command("loss")
 def loss_command(
-    tokens: Shape = 2048,
-    vocab: Shape = 32768,
-    dim: Shape = 512,
-    inputs: InputsKind = "zipf",
+    tokens: Tokens = None,
+    vocab: Size = 32768,
+    dim: Size = 512,
+    shape: Shapes = None,
+    inputs: Inputs = None,
+    ignored_fraction: Ignored = 0.0,
+    remove_ignored: Annotated[
+        bool, typer.Option("--remove-ignored", help="Before peers; ours do so themselves.")
+    ] = False,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = 0,
-    repeats: Annotated[int, typer.Option(min=3)] = 30,
-    method: Annotated[list[str] | None, typer.Option(help="Only these; may be repeated.")] = None,
+    repeats: Repeats = 30,
+    budget_seconds: Budget = 0.0,
+    passes: Annotated[
+        Names, typer.Option(help="loss, gradient or loss+grad; may be repeated. [loss+grad]")
+    ] = None,
+    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    peers: Peers = None,
+    peer_path: PeerPath = None,
+    peer_timeout_seconds: Timeout = 120.0,
+    extra: Extra = None,
+    backend: BackendName = "auto",
+    worst_error_ratio: WorstRatio = 1.5,
     csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Folder for time-error.png and time-memory.png.")
+    ] = None,
+    failed: Failed = None,
 ) -> None:
-    """Loss and gradients of every mode beside dense torch: time, memory, error."""
-    from .loss import bench_loss
+    """Loss and gradients of every mode beside dense torch and peers: time, memory, error.
 
-    made = _inputs(inputs, tokens, vocab, dim, dtype, device, threads)
-    _publish(bench_loss(made, repeats=repeats, only=method), made, csv_path)
+    Files are written anew after every method, so that nothing measured is lost.
+    """
+    from .guard import DeviceLostError
+    from .loss import Settings
+    from .methods import choose_methods, parse_backend
+    from .report import Report
+    from .suite import measure_all
+    from .variants import check_parts
+
+    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
+    with _refusals():
+        settings = Settings(
+            repeats=repeats,
+            parts=check_parts(passes or ["loss+grad"]),
+            budget_seconds=budget_seconds,
+            timeout_seconds=peer_timeout_seconds,
+            worst_error_ratio=worst_error_ratio,
+            compact=remove_ignored,
+        )
+        on_gpu = device.startswith("cuda")
+        methods = choose_methods(
+            method or (), peers, backend=parse_backend(backend), extra=extra or (), on_gpu=on_gpu
+        )
+        cases = [
+            _case(kind, found, dtype, device, ignored_fraction)
+            for kind in inputs or ["zipf"]
+            for found in _shapes(kind, shape, tokens, vocab, dim)
+        ]
+    report = Report(_machine(device, threads), csv_path, json_path, plots)
+    try:
+        measure_all(cases, methods, settings, report, _reasons(failed))
+    except DeviceLostError as error:
+        _restart_without(error)
 
 
 @app.command("filter")
 def filter_command(
-    tokens: Shape = 2048,
-    vocab: Shape = 16384,
-    dim: Shape = 256,
-    inputs: InputsKind = "zipf",
+    tokens: Tokens = None,
+    vocab: Size = 16384,
+    dim: Size = 256,
+    shape: Shapes = None,
+    inputs: Inputs = None,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
     threads: Threads = 0,
@@ -56,60 +159,204 @@ def filter_command(
         list[float] | None,
         typer.Option(help="Thresholds as shares of the uniform mass 128 / V; may be repeated."),
     ] = None,
+    repeats: Repeats = 3,
+    backend: BackendName = "auto",
     csv_path: CsvPath = None,
+    json_path: JsonPath = None,
 ) -> None:
-    """What each filter threshold keeps, and the error of its gradients."""
+    """What each filter threshold keeps, the error of its gradients, and its time."""
     from .filter import bench_filter
+    from .methods import parse_backend
+    from .report import Report
 
-    made = _inputs(inputs, tokens, vocab, dim, dtype, device, threads)
-    shares = share or [2.0**power for power in (2, 1, 0, -1, -2, -3, -4, -6, -8)]
-    _publish(bench_filter(made, shares), made, csv_path)
+    shares = share or [2.0**power for power in (3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -8)]
+    with _refusals():
+        cases = [
+            _case(kind, found, dtype, device)
+            for kind in inputs or ["zipf"]
+            for found in _shapes(kind, shape, tokens, vocab, dim)
+        ]
+        chosen = parse_backend(backend)
+    report = Report(_machine(device, threads), csv_path, json_path, None)
+    for make in cases:
+        made = make()
+        report.add(made.description, bench_filter(made, shares, repeats=repeats, backend=chosen))
+        report.finish_case()
+
+
+@app.command()
+def paper(
+    table: Annotated[Names, typer.Option(help="1, A1 or A2; may be repeated. [all]")] = None,
+    shape: Shapes = None,
+    tokens: Tokens = None,
+    inputs: Inputs = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cuda",
+    threads: Threads = 0,
+    repeats: Repeats = 30,
+    budget_seconds: Budget = 4.0,
+    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    peers: Peers = None,
+    peer_path: PeerPath = None,
+    peer_timeout_seconds: Timeout = 120.0,
+    extra: Extra = None,
+    backend: BackendName = "auto",
+    worst_error_ratio: WorstRatio = 1.5,
+    out: Annotated[Path, typer.Option(help="Folder for .csv, .json and .md.")] = Path("runs/paper"),
+    failed: Failed = None,
+) -> None:
+    """The tables of Cut Cross-Entropy (arXiv:2411.09009), a file for each shape and inputs.
+
+    --shape takes one of a table's shapes, so that a run can be split, or another in its place.
+    """
+    from .guard import DeviceLostError
+    from .loss import Settings
+    from .methods import choose_methods, parse_backend
+    from .paper import TABLES, PaperCase, bench_paper
+
+    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
+    settings = Settings(
+        repeats=repeats,
+        budget_seconds=budget_seconds,
+        timeout_seconds=peer_timeout_seconds,
+        worst_error_ratio=worst_error_ratio,
+    )
+    with _refusals():
+        unknown = sorted(set(table or ()) - set(TABLES))
+        if unknown:
+            raise ValueError(f"table must be among {list(TABLES)}, got {unknown}")
+        chosen = parse_backend(backend)
+        on_gpu = device.startswith("cuda")
+        methods = choose_methods(
+            method or (), peers, backend=chosen, extra=extra or (), on_gpu=on_gpu
+        )
+        cases = [
+            PaperCase(
+                name,
+                f"table-{name}-{text}-{Path(kind).stem}",
+                _case(kind, found, dtype, device, TABLES[name].ignored_fraction),
+            )
+            for name in table or TABLES
+            for text in shape or TABLES[name].shapes
+            for kind in inputs or ["zipf"]
+            for found in _shapes(kind, [text], tokens, 1, 1)
+        ]
+    try:
+        machine = _machine(device, threads)
+        for path in bench_paper(cases, methods, settings, machine, out, failed=_reasons(failed)):
+            typer.echo(path)
+    except DeviceLostError as error:
+        _restart_without(error)
 
 
 @app.command()
 def capture(
-    config: Annotated[Path, typer.Argument(help="A training config, as of `cce-dist train`.")],
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="A training config, as of `cce-dist train`, in place of the sizes."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for step-<n>.pt.")] = Path("runs/captured"),
-    step: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
-    tokens: Shape = 2048,
+    step: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Save after it; may be repeated. [0, 10, 100, 300]"),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Train as long, and save the last step.")
+    ] = None,
+    tokens: Size = 2048,
+    vocab: Annotated[int, typer.Option(min=257)] = 256000,
+    dim: Size = 2304,
+    layers: Size = 6,
+    batch: Size = 16,
+    sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
+    megabytes: Annotated[float, typer.Option(min=0, help="Of text.")] = 160.0,
 ) -> None:
-    """Train on one rank and save what the loss sees (hidden, weight, targets) at some steps."""
-    from .capture import capture_inputs
+    """Train on one rank and save what the loss sees (hidden, weight, targets) at some steps.
 
-    for path in capture_inputs(config, step or [0, 10, 100, 300], tokens, out):
+    The text is that of the Python installation, or the config's.
+    """
+    from .capture import capture_inputs, load_capture_config, make_capture_config
+
+    steps = step or ([] if seconds is not None else [0, 10, 100, 300])
+    num_steps = max([*steps, 1])
+    with _refusals():
+        if config is not None:
+            chosen = load_capture_config(config, num_steps)
+        else:
+            chosen = make_capture_config(
+                vocab,
+                dim,
+                layers,
+                megabytes,
+                out / ".cache",
+                steps=num_steps,
+                batch=batch,
+                sequence_length=sequence_length,
+            )
+    for path in capture_inputs(chosen, steps, tokens, out, seconds=seconds):
         typer.echo(path)
 
 
-def _inputs(
-    kind: str, tokens: int, vocab: int, dim: int, dtype: str, device: str, threads: int
-):  # BenchInputs: named where torch is imported
-    import torch
-
-    from .inputs import make_inputs
-
-    if threads:
-        torch.set_num_threads(threads)
-    wanted = getattr(torch, dtype, None)
-    if not isinstance(wanted, torch.dtype):
-        raise typer.BadParameter(f"dtype must name a torch dtype, got {dtype!r}")
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A ValueError about an argument becomes the command line's own kind of error."""
     try:
-        return make_inputs(kind, tokens, vocab, dim).to(wanted, torch.device(device))
-    except (ValueError, RuntimeError) as error:
+        yield
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def _publish(rows: list[dict[str, str]], made, csv_path: Path | None) -> None:
-    from rich.console import Console
+def _shapes(kind: str, texts: Names, tokens: int | None, vocab: int, dim: int) -> list[Shape]:
+    from .inputs import KINDS
+    from .shapes import Shape, parse_shape
+
+    if kind not in KINDS:
+        # A file has its own vocabulary and hidden size; without a number, all of its tokens.
+        return [Shape(tokens or sys.maxsize, 0, 0)]
+    if texts:
+        return [parse_shape(text, tokens) for text in texts]
+    return [Shape(tokens or 2048, vocab, dim)]
+
+
+def _case(
+    kind: str, shape: Shape, dtype: str, device: str, ignored_fraction: float = 0.0
+) -> Callable[[], BenchInputs]:
+    """What makes the inputs; the arguments are checked now."""
+    import torch
+
+    from .inputs import KINDS, make_inputs
+
+    wanted = getattr(torch, dtype, None)
+    if not isinstance(wanted, torch.dtype):
+        raise ValueError(f"dtype must name a torch dtype, got {dtype!r}")
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must name a torch device, got {device!r}: {error}") from None
+    if kind not in KINDS and not Path(kind).is_file():
+        raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
+    return lambda: make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)
+
+
+def _machine(device: str, threads: int) -> dict[str, str]:
+    import torch
 
     from .machine import describe_machine
-    from .table import show, write_csv
 
-    machine = describe_machine(made.hidden.device)
+    if threads:
+        torch.set_num_threads(threads)
     command = shlex.join(["cce-dist", *sys.argv[1:]])
-    console = Console(width=None if sys.stdout.isatty() else 180)
-    title = ", ".join(f"{key} {value}" for key, value in made.shape.items())
-    show(title, rows, console)
-    console.print(", ".join(f"{key} {value}" for key, value in machine.items()), style="dim")
-    if csv_path is not None:
-        write_csv(csv_path, rows, {**made.shape, **machine, "command": command})
-        console.print(f"written: {csv_path}")
+    return {**describe_machine(torch.device(device)), "command": command}
+
+
+def _reasons(failed: Names) -> dict[str, str]:
+    return dict(text.split("=", 1) for text in failed or ())
+
+
+def _restart_without(error: DeviceLostError) -> None:
+    """Begins anew in a fresh process: this one's CUDA context is gone."""
+    import os
+
+    typer.echo(f"the device was lost in {error}; starting again without it", err=True)
+    again = [*sys.argv[1:], "--failed", f"{error.name}={error.reason}"]
+    os.execv(sys.executable, [sys.executable, "-m", "cce_dist", *again])

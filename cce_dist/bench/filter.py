@@ -2,72 +2,87 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
+import torch
+
 from cce_dist import Filter, LinearCrossEntropy
-from cce_dist.bench.inputs import BenchInputs
-from cce_dist.bench.loss import (
-    dense_loss,
-    errors,
-    golden_gradients,
-    gradients,
-    mean_tail_mass,
-)
-from cce_dist.options import TOKEN_BLOCK
+from cce_dist.options import TOKEN_BLOCK, Backend
+
+from .golden import LossFunction, dense_loss, errors, golden_gradients, gradients
+from .inputs import BenchInputs
+from .loss import mean_tail_mass
+from .machine import Timer, interleaved_times
+from .table import Cells
+from .variants import variant_of
 
 
-def bench_filter(inputs: BenchInputs, shares: Sequence[float]) -> list[dict[str, str]]:
+def bench_filter(
+    inputs: BenchInputs,
+    shares: Sequence[float],
+    *,
+    repeats: int = 3,
+    backend: Backend = "auto",
+) -> list[Cells]:
     """A row for the dense recipe, then one a threshold; `shares` are of the uniform mass 128 / V.
 
     Gradient errors are relative Frobenius errors against float64 on the same rounded inputs.
     """
-    vocab_size = len(inputs.weight)
-    golden = golden_gradients(inputs)
-    dense = errors(gradients(dense_loss, inputs), golden)
-    rows = [_row("dense", 1.0, 0.0, dense, None)]
-    for share in shares:
-        keep = min(share * TOKEN_BLOCK / vocab_size, TOKEN_BLOCK)
-        found = {}
+    keeps = [min(share * TOKEN_BLOCK / len(inputs.weight), TOKEN_BLOCK) for share in shares]
+    functions: dict[tuple[int, bool], LossFunction] = {(-1, True): dense_loss}
+    tail_mass: dict[int, float] = {-1: 0.0}
+    for index, keep in enumerate(keeps):
         for tail in (True, False):
-            chosen = Filter(keep=keep, tail=tail)
-            found[tail] = errors(gradients(LinearCrossEntropy(filter=chosen), inputs), golden)
-        kept, tail_mass = share_kept(inputs, keep), mean_tail_mass(inputs, Filter(keep=keep))
-        rows.append(_row(f"{share:.2e}", kept, tail_mass, found[True], found[False]))
+            made = LinearCrossEntropy(filter=Filter(keep=keep, tail=tail), backend=backend)
+            functions[index, tail] = made
+            if tail:
+                tail_mass[index] = mean_tail_mass(inputs, made.options)
+    golden = golden_gradients(inputs)
+    found = {key: errors(gradients(run, inputs), golden) for key, run in functions.items()}
+    del golden
+    kept = [1.0, *shares_kept(inputs, keeps)]
+
+    def fail(key: object, error: Exception) -> None:
+        raise error
+
+    times = interleaved_times(
+        {key: variant_of(run, inputs, "loss+grad") for key, run in functions.items()},
+        dict.fromkeys(functions, repeats),
+        Timer(inputs.hidden.device),
+        fail,
+    )
+    milliseconds = {key: 1e3 * statistics.median(taken) for key, taken in times.items()}
+    rows = []
+    for index in range(-1, len(keeps)):
+        row = {
+            "keep / uniform mass": "dense" if index < 0 else f"{shares[index]:.2e}",
+            "kept": f"{100 * kept[index + 1]:.1f} %",
+            "tail mass": tail_mass[index],
+        }
+        for tail, suffix in ((True, ""), (False, ", no tail")):
+            errors_here = found.get((index, tail), {})
+            row[f"grad_hidden{suffix}"] = errors_here.get("grad_hidden_error")
+            row[f"grad_weight{suffix}"] = errors_here.get("grad_weight_error")
+            row[f"median_ms{suffix}"] = milliseconds.get((index, tail))
+        rows.append(row)
     return rows
 
 
-def share_kept(inputs: BenchInputs, keep: float) -> float:
-    """Share of the columns of all blocks whose true mass reaches `keep` (or that are targets).
+@torch.no_grad()
+def shares_kept(inputs: BenchInputs, keeps: Sequence[float]) -> list[float]:
+    """For each of `keeps`: the share of all blocks' columns whose true mass reaches it.
 
-    The filter keeps a few more: the forward knows an upper bound of the mass.
+    Targets' columns count as kept. The filter keeps a few more: its forward knows an upper bound
+    of the mass.
     """
-    kept = total = 0
-    for hidden, ids in zip(
-        inputs.hidden.split(TOKEN_BLOCK), inputs.targets.split(TOKEN_BLOCK), strict=True
-    ):
-        mass = (hidden.float() @ inputs.weight.float().T).softmax(-1).sum(0)
-        mask = mass >= keep
-        mask[ids] = True
-        kept, total = kept + int(mask.sum()), total + mask.numel()
-    return kept / total
-
-
-def _row(
-    name: str,
-    kept: float,
-    tail_mass: float,
-    tail: dict[str, float],
-    no_tail: dict[str, float] | None,
-) -> dict[str, str]:
-    def cell(found: dict[str, float] | None, key: str) -> str:
-        return "" if found is None else f"{found[key]:.1e}"
-
-    return {
-        "keep / uniform mass": name,
-        "kept": f"{100 * kept:.1f} %",
-        "tail mass": f"{tail_mass:.1e}",
-        "grad_hidden": cell(tail, "grad_hidden_error"),
-        "grad_weight": cell(tail, "grad_weight_error"),
-        "grad_hidden, no tail": cell(no_tail, "grad_hidden_error"),
-        "grad_weight, no tail": cell(no_tail, "grad_weight_error"),
-    }
+    valid = inputs.without_ignored()
+    kept, total = [0] * len(keeps), 0
+    weight = valid.weight.float()
+    blocks = zip(valid.hidden.split(TOKEN_BLOCK), valid.targets.split(TOKEN_BLOCK), strict=True)
+    for hidden, ids in blocks:
+        mass = (hidden.float() @ weight.T).softmax(-1).sum(0)
+        mass[ids] = TOKEN_BLOCK
+        total += len(mass)
+        kept = [count + int((mass >= keep).sum()) for count, keep in zip(kept, keeps, strict=True)]
+    return [count / total for count in kept]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cce_dist.testing import gaussian_inputs, zipf_inputs
+from .shapes import Shape
+from .zipf import zipf_tensors
 
-KINDS = {"gaussian": gaussian_inputs, "zipf": zipf_inputs}
+KINDS = ("gaussian", "zipf")
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
@@ -23,35 +26,75 @@ class BenchInputs:
     targets: Tensor
 
     @property
-    def shape(self) -> dict[str, str]:
+    def description(self) -> dict[str, str | int]:
+        """What identifies these inputs in a row of results."""
         return {
             "inputs": self.kind,
-            "N": str(self.hidden.shape[0]),
-            "V": str(self.weight.shape[0]),
-            "D": str(self.hidden.shape[1]),
+            "N": len(self.hidden),
+            "ignored": int((self.targets == IGNORE_INDEX).sum()),
+            "V": len(self.weight),
+            "D": self.hidden.shape[1],
             "dtype": str(self.hidden.dtype).removeprefix("torch."),
         }
 
-    def to(self, dtype: torch.dtype, device: torch.device) -> BenchInputs:
-        return BenchInputs(
-            self.kind,
-            self.hidden.to(device, dtype),
-            self.weight.to(device, dtype),
-            self.targets.to(device),
-        )
+    @property
+    def num_valid(self) -> int:
+        return int((self.targets != IGNORE_INDEX).sum())
+
+    def without_ignored(self) -> BenchInputs:
+        """The same loss from fewer tokens: those whose target counts."""
+        valid = self.targets != IGNORE_INDEX
+        return replace(self, hidden=self.hidden[valid], targets=self.targets[valid])
+
+    def ignoring(self, fraction: float) -> BenchInputs:
+        """A seeded random `fraction` of the targets becomes IGNORE_INDEX.
+
+        Raises:
+            ValueError: fraction is not in [0, 1).
+        """
+        if not 0 <= fraction < 1:
+            raise ValueError(f"ignored-fraction must lie in [0, 1), got {fraction}")
+        if fraction == 0:
+            return self
+        device = self.targets.device
+        generator = torch.Generator(device).manual_seed(1)
+        order = torch.rand(len(self.targets), generator=generator, device=device).argsort()
+        chosen = order[: round(fraction * len(order))]
+        targets = self.targets.clone()
+        targets[chosen] = IGNORE_INDEX
+        return replace(self, targets=targets)
 
 
-def make_inputs(kind: str, num_tokens: int, vocab_size: int, dim: int) -> BenchInputs:
-    """`kind` is "gaussian", "zipf", or a file written by `save_inputs`, whose shape wins.
+def make_inputs(
+    kind: str,
+    shape: Shape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> BenchInputs:
+    """`kind` is "gaussian", "zipf", or a file that `cce-dist bench capture` wrote.
+
+    Of a file the first shape.num_tokens tokens are taken, or as many as it has; vocabulary and
+    hidden size are its own.
 
     Raises:
         ValueError: neither a known kind nor a file.
     """
-    if kind in KINDS:
-        generator = torch.Generator().manual_seed(0)
-        made = KINDS[kind](num_tokens, vocab_size, dim, generator=generator)
-        return BenchInputs(kind, made.hidden, made.weight, made.targets)
-    if not Path(kind).is_file():
-        raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
-    stored = torch.load(kind, weights_only=True)
-    return BenchInputs(Path(kind).stem, stored["hidden"], stored["weight"], stored["targets"])
+    device = torch.device(device)
+    if kind not in KINDS:
+        if not Path(kind).is_file():
+            raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
+        stored = torch.load(kind, weights_only=True, map_location=device)
+        hidden, targets = (stored[name][: shape.num_tokens] for name in ("hidden", "targets"))
+        weight = stored["weight"].to(dtype)
+        return BenchInputs(Path(kind).stem, hidden.to(dtype), weight, targets)
+    generator = torch.Generator(device).manual_seed(seed)
+    num_tokens, vocab_size, dim = shape.num_tokens, shape.vocab_size, shape.dim
+    if kind == "zipf":
+        made = zipf_tensors(num_tokens, vocab_size, dim, generator=generator, dtype=dtype)
+        return BenchInputs(kind, *made)
+    hidden = torch.randn(num_tokens, dim, generator=generator, device=device)
+    weight = torch.randn(vocab_size, dim, generator=generator, device=device)
+    targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator, device=device)
+    return BenchInputs(kind, hidden.to(dtype), weight.div_(math.sqrt(dim)).to(dtype), targets)

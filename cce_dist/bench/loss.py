@@ -1,182 +1,259 @@
-"""Loss and gradients: time, memory and error of each gradient mode beside dense torch."""
+"""Loss and gradients of every method: errors first, then time and memory, side by side."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from cce_dist import Filter, LinearCrossEntropy, LossOutput, linear_cross_entropy
-from cce_dist.bench.inputs import BenchInputs
-from cce_dist.bench.machine import interleaved_times, peak_extra_bytes
-from cce_dist.bench.table import median_and_spread
-from cce_dist.options import GradientMode
+from cce_dist import LinearCrossEntropy, LossOutput, linear_cross_entropy
+from cce_dist.options import LossOptions
+
+from .golden import Gradients, LossFunction, dense_loss, errors, golden_gradients, gradients
+from .guard import describe_failure, recover, time_limit
+from .inputs import BenchInputs
+from .machine import Timer, interleaved_times, peak_extra_bytes
+from .methods import Method
+from .table import Row, percentiles_ms
+from .variants import FLOORS, NUM_PRODUCTS, Part, compacting, floor_variants, variant_of
 
 # What a run must not exceed before it is timed: relative Frobenius error of a gradient, over that
 # of the dense recipe in the same dtype.
 WORST_ERROR_RATIO = 1.5
+# Rounding units of the accumulation that sums in another order may differ by.
+SLACK_UNITS = 4
+MIN_REPEATS = 3
 
 
 @dataclass(frozen=True)
-class Gradients:
-    loss: Tensor
-    hidden: Tensor
-    weight: Tensor
+class Settings:
+    """
+    Args:
+        repeats: launches of each method and part; fewer, but at least 3, where they would take
+            more than `budget_seconds` (0: no such bound).
+        timeout_seconds: of a peer's import, compilation and first calls; 0: no bound.
+        compact: drop ignored tokens before every method that does not do so itself.
+    """
+
+    repeats: int = 30
+    parts: tuple[Part, ...] = ("loss+grad",)
+    budget_seconds: float = 0.0
+    timeout_seconds: float = 0.0
+    worst_error_ratio: float = WORST_ERROR_RATIO
+    compact: bool = False
 
 
-def dense_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The dense recipe: logits in the inputs' dtype, softmax in fp32 (float64 for float64)."""
-    logits = hidden @ weight.T
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide, targets)
+@dataclass
+class Trial:
+    """What is known of one method so far."""
 
-
-def methods(names: list[str] | None = None) -> dict[str, Callable[..., Tensor]]:
-    """Every method by name, each (hidden, weight, targets) -> mean loss."""
-
-    def ours(gradient: GradientMode) -> Callable[..., Tensor]:
-        return LinearCrossEntropy(gradient=gradient)
-
-    found: dict[str, Callable[..., Tensor]] = {
-        "dense": dense_loss,
-        "filtered": ours("filtered"),
-        "exact": ours("exact"),
-        "in_forward": ours("in_forward"),
-    }
-    chunked = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    if chunked is not None:
-        found["torch chunked"] = lambda hidden, weight, targets: F.linear_cross_entropy(
-            hidden, weight, targets, options=chunked()
-        )
-    unknown = sorted(set(names or ()) - set(found))
-    if unknown:
-        raise ValueError(f"methods must be among {sorted(found)}, got {unknown}")
-    return {name: run for name, run in found.items() if names is None or name in names}
-
-
-def gradients(method: Callable[..., Tensor], inputs: BenchInputs) -> Gradients:
-    hidden = inputs.hidden.detach().requires_grad_()
-    weight = inputs.weight.detach().requires_grad_()
-    loss = method(hidden, weight, inputs.targets)
-    loss.backward()
-    assert hidden.grad is not None and weight.grad is not None
-    return Gradients(loss.detach(), hidden.grad, weight.grad)
-
-
-def golden_gradients(inputs: BenchInputs, chunk: int = 512) -> Gradients:
-    """float64, dense, a chunk of tokens at a time: the logits of all would not fit."""
-    hidden, weight = inputs.hidden.double(), inputs.weight.double()
-    loss = hidden.new_zeros(())
-    grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-    for start in range(0, len(hidden), chunk):
-        rows, ids = hidden[start : start + chunk], inputs.targets[start : start + chunk]
-        log_p = (rows @ weight.T).log_softmax(-1)
-        loss -= log_p.gather(1, ids[:, None]).sum()
-        grad = log_p.exp_()
-        grad[torch.arange(len(ids)), ids] -= 1
-        grad_hidden[start : start + chunk] = grad @ weight
-        grad_weight.addmm_(grad.T, rows)
-    return Gradients(loss / len(hidden), grad_hidden / len(hidden), grad_weight / len(hidden))
-
-
-def relative_error(ours: Tensor, golden: Tensor) -> float:
-    """Frobenius norm of the difference over that of the golden."""
-    return float((ours.double() - golden).norm() / golden.norm())
-
-
-def errors(found: Gradients, golden: Gradients) -> dict[str, float]:
-    return {
-        "loss_error": abs(float(found.loss) - float(golden.loss)),
-        "grad_hidden_error": relative_error(found.hidden, golden.hidden),
-        "grad_weight_error": relative_error(found.weight, golden.weight),
-    }
-
-
-def mean_tail_mass(inputs: BenchInputs, filter: Filter) -> float:
-    with torch.no_grad():
-        out = linear_cross_entropy(
-            inputs.hidden, inputs.weight, inputs.targets, filter=filter, stats=("tail_mass",)
-        )
-    assert isinstance(out, LossOutput) and out.tail_mass is not None
-    return float(out.tail_mass.mean())
+    name: str
+    function: LossFunction | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    tail_mass: float | None = None
+    peak_bytes: dict[Part, int] = field(default_factory=dict)
+    seconds: dict[Part, list[float]] = field(default_factory=dict)
+    failed: str = ""
 
 
 def bench_loss(
-    inputs: BenchInputs, *, repeats: int, only: list[str] | None = None
-) -> list[dict[str, str]]:
-    """One row a method; its errors are checked before anything is timed.
+    inputs: BenchInputs,
+    methods: Sequence[Method],
+    settings: Settings,
+    *,
+    save: Callable[[list[Row]], None] = lambda rows: None,
+    failed: Mapping[str, str] | None = None,
+) -> list[Row]:
+    """A row for every method and part, after two of bare matrix products.
 
+    Args:
+        save: called with all rows so far after every method.
+        failed: peers that are not to be run, each with the reason to report.
     Raises:
-        RuntimeError: one of our gradients is further from float64 than WORST_ERROR_RATIO times
+        RuntimeError: one of our gradients is further from float64 than worst_error_ratio times
             the dense one.
+        DeviceLostError: a peer broke the CUDA context.
     """
-    device = inputs.hidden.device
-    variants = methods(only)
+    # What was compiled for another shape must not run as a generic kernel here; and methods of one
+    # code object, each with its own shapes and modes, must not fall back to eager.
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        return _bench(inputs, methods, settings, save, failed or {})
+
+
+def _bench(
+    inputs: BenchInputs,
+    methods: Sequence[Method],
+    settings: Settings,
+    save: Callable[[list[Row]], None],
+    failed: Mapping[str, str],
+) -> list[Row]:
+    timer = Timer(inputs.hidden.device)
+    floors = _time_floors(inputs, settings, timer)
     golden = golden_gradients(inputs)
-    found = {name: errors(gradients(run, inputs), golden) for name, run in variants.items()}
-    _require_correct(found)
-
-    hidden = inputs.hidden.detach().requires_grad_()
-    weight = inputs.weight.detach().requires_grad_()
-
-    def step(method: Callable[..., Tensor]) -> Callable[[], object]:
-        def run() -> None:
-            hidden.grad = weight.grad = None
-            method(hidden, weight, inputs.targets).backward()
-
-        return run
-
-    steps = {name: step(method) for name, method in variants.items()}
-    times = interleaved_times(steps, repeats=repeats, device=device)
-    roofline = 3 * matmul_seconds(inputs, repeats)
-    flop = 6 * len(hidden) * len(weight) * hidden.shape[1]
-    dense = statistics.median(times["dense"]) if "dense" in times else float("nan")
-    rows = []
-    for name, run in steps.items():
-        median = statistics.median(times[name])
-        rows.append(
-            {
-                "method": name,
-                **median_and_spread(times[name]),
-                "of_dense": f"{median / dense:.2f}",
-                "tflop_per_s": f"{flop / median / 1e12:.3f}",
-                "of_roofline": f"{roofline / median:.2f}",
-                "peak_extra_mib": f"{peak_extra_bytes(run, device) / 2**20:.0f}",
-                **{key: f"{value:.1e}" for key, value in found[name].items()},
-                "tail_mass": f"{mean_tail_mass(inputs, Filter()):.1e}"
-                if name == "filtered"
-                else "0",
-            }
-        )
+    dense = errors(gradients(dense_loss, inputs), golden)
+    trials: list[Trial] = []
+    for method in methods:
+        trial = Trial(method.name, failed=failed.get(method.name, ""))
+        trials.append(trial)
+        if method.origin == "ours":
+            _try(trial, method, inputs, settings, golden, timer)
+            _require_correct(trial, dense, settings.worst_error_ratio, inputs.hidden.dtype)
+        elif not trial.failed:
+            _try_peer(trial, method, inputs, settings, golden, timer)
+        save(_rows(inputs, [*floors, *trials]))
+    del golden
+    _time_in_turns(trials, inputs, settings, timer)
+    rows = _rows(inputs, [*floors, *trials])
+    save(rows)
     return rows
 
 
-def matmul_seconds(inputs: BenchInputs, repeats: int) -> float:
-    """Median time of one bare hidden @ weight.T: loss and gradients are three such products."""
-    device = inputs.hidden.device
-    out = inputs.hidden.new_empty(len(inputs.hidden), len(inputs.weight))
+def mean_tail_mass(inputs: BenchInputs, options: LossOptions) -> float:
+    """Over the tokens that count: the mass whose gradient the filter approximates."""
+    with torch.no_grad():
+        out = linear_cross_entropy(
+            inputs.hidden,
+            inputs.weight,
+            inputs.targets,
+            filter=options.filter,
+            backend=options.backend,
+            stats=("tail_mass",),
+        )
+    assert isinstance(out, LossOutput) and out.tail_mass is not None
+    return float(out.tail_mass.sum()) / max(inputs.num_valid, 1)
 
-    def matmul() -> None:
-        torch.mm(inputs.hidden, inputs.weight.T, out=out)
 
-    times = interleaved_times({"matmul": matmul}, repeats=repeats, device=device)
-    return statistics.median(times["matmul"])
+def _time_floors(inputs: BenchInputs, settings: Settings, timer: Timer) -> list[Trial]:
+    variants = floor_variants(inputs)
+    repeats = {key: _num_repeats(settings, timer.seconds(run)) for key, run in variants.items()}
+    times = interleaved_times(variants, repeats, timer, _raise)
+    return [Trial(name, seconds={part: taken}) for (name, part), taken in times.items()]
 
 
-def _require_correct(found: dict[str, dict[str, float]]) -> None:
-    if "dense" not in found:
-        return
-    for name in ("filtered", "exact", "in_forward"):
-        for key in ("grad_hidden_error", "grad_weight_error"):
-            if name not in found:
-                continue
-            got, bound = found[name][key], WORST_ERROR_RATIO * found["dense"][key]
-            if got > bound:
-                raise RuntimeError(
-                    f"{name}: {key} is {got:.2e}, more than {WORST_ERROR_RATIO} times that of the "
-                    f"dense computation ({bound / WORST_ERROR_RATIO:.2e}); nothing was timed"
+def _raise(key: object, error: Exception) -> None:
+    raise error
+
+
+def _try_peer(
+    trial: Trial,
+    method: Method,
+    inputs: BenchInputs,
+    settings: Settings,
+    golden: Gradients,
+    timer: Timer,
+) -> None:
+    try:
+        with time_limit(settings.timeout_seconds):
+            _try(trial, method, inputs, settings, golden, timer)
+    except Exception as error:
+        trial.failed = describe_failure(error)
+    if trial.failed:
+        trial.function = None
+        recover(trial.name, trial.failed, timer.device)
+
+
+def _try(
+    trial: Trial,
+    method: Method,
+    inputs: BenchInputs,
+    settings: Settings,
+    golden: Gradients,
+    timer: Timer,
+) -> None:
+    """Errors, tail mass, peak memory, and one time of each part, which is better than none."""
+    function = method.build()
+    if isinstance(function, LinearCrossEntropy) and function.options.filters:
+        trial.tail_mass = mean_tail_mass(inputs, function.options)
+    if settings.compact and method.origin != "ours":
+        function = compacting(function)
+    trial.errors = errors(gradients(function, inputs), golden)
+    for part in settings.parts:
+        variant = variant_of(function, inputs, part)
+        # Compiles what this part needs beyond the call above.
+        timer.seconds(variant)
+        trial.peak_bytes[part] = peak_extra_bytes(variant, timer.device)
+        trial.seconds[part] = [timer.seconds(variant)]
+    trial.function = function
+
+
+def _time_in_turns(
+    trials: Sequence[Trial], inputs: BenchInputs, settings: Settings, timer: Timer
+) -> None:
+    by_name = {trial.name: trial for trial in trials}
+    variants, repeats = {}, {}
+    for trial in trials:
+        for part in settings.parts if trial.function is not None else ():
+            assert trial.function is not None
+            variants[trial.name, part] = variant_of(trial.function, inputs, part)
+            repeats[trial.name, part] = _num_repeats(settings, trial.seconds[part][0])
+
+    def fail(key: tuple[str, Part], error: Exception) -> None:
+        trial = by_name[key[0]]
+        trial.failed = describe_failure(error)
+        recover(trial.name, trial.failed, timer.device)
+
+    for (name, part), taken in interleaved_times(variants, repeats, timer, fail).items():
+        if taken:
+            by_name[name].seconds[part] = taken
+
+
+def _num_repeats(settings: Settings, seconds: float) -> int:
+    if not settings.budget_seconds:
+        return settings.repeats
+    affordable = int(settings.budget_seconds / seconds)
+    return max(MIN_REPEATS, min(settings.repeats, affordable))
+
+
+def _require_correct(
+    trial: Trial, dense: dict[str, float], worst_ratio: float, dtype: torch.dtype
+) -> None:
+    accumulated_in = torch.float64 if dtype == torch.float64 else torch.float32
+    slack = SLACK_UNITS * torch.finfo(accumulated_in).eps / 2
+    for key in ("grad_hidden_error", "grad_weight_error"):
+        got, right = trial.errors[key], dense[key]
+        # Not `got > ...`: a NaN must not pass.
+        if not got <= worst_ratio * right + slack:
+            raise RuntimeError(
+                f"{trial.name}: {key} is {got:.2e}, more than {worst_ratio:g} times that of the "
+                f"dense computation ({right:.2e}); nothing was timed"
+            )
+
+
+def _rows(inputs: BenchInputs, trials: Sequence[Trial]) -> list[Row]:
+    medians = {
+        (trial.name, part): statistics.median(taken)
+        for trial in trials
+        for part, taken in trial.seconds.items()
+    }
+    matmul = medians["one matmul", FLOORS["one matmul"]]
+    sizes = inputs.num_valid, len(inputs.weight), inputs.hidden.shape[1]
+    flop = 2 * sizes[0] * sizes[1] * sizes[2]
+    gradient_bytes = inputs.hidden.nbytes + inputs.weight.nbytes
+    rows = []
+    for trial in trials:
+        shared = {**trial.errors, "tail_mass": trial.tail_mass, "failed": trial.failed}
+        for part, taken in trial.seconds.items():
+            median = medians[trial.name, part]
+            dense = medians.get(("dense", part))
+            peak = trial.peak_bytes.get(part)
+            over = None if peak is None or part == "loss" else peak - gradient_bytes
+            rows.append(
+                Row(
+                    method=trial.name,
+                    part=part,
+                    repeats=len(taken),
+                    **percentiles_ms(taken),
+                    of_dense=None if dense is None else median / dense,
+                    tflop_per_s=NUM_PRODUCTS[part] * flop / median / 1e12,
+                    of_roofline=NUM_PRODUCTS[part] * matmul / median,
+                    peak_extra_mib=None if peak is None else peak / 2**20,
+                    over_gradients_mib=None if over is None else over / 2**20,
+                    **shared,
                 )
+            )
+        if not trial.seconds:
+            rows.append(Row(method=trial.name, part="", **shared))
+    return rows

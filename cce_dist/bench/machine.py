@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from cce_dist.allocations import track_allocations
 
+# About 5 ms of the device, more than any method's host needs for its first launches.
+HEAD_START_CYCLES = 8_000_000
 FLUSH_BYTES = 256 * 2**20
+
+Key = TypeVar("Key")
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
@@ -23,18 +30,36 @@ def describe_machine(device: torch.device) -> dict[str, str]:
         "device": _device_name(device),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "python": platform.python_version(),
         "commit": _commit(),
     }
 
 
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return f"{torch.cuda.get_device_name(device)}{_driver(device)}"
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{models[0]}, {len(models)} cores" if models else platform.processor() or "CPU"
+
+
+def _driver(device: torch.device) -> str:
+    query = ["nvidia-smi", "--query-gpu=clocks.max.sm,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    clock, driver = found.stdout.splitlines()[device.index or 0].split(", ")
+    return f", {clock}, driver {driver}"
 
 
 def _commit() -> str:
@@ -51,44 +76,91 @@ def _commit() -> str:
     return found.stdout.strip()
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What is timed is `run`, on what `prepare` returned just before it."""
+
+    run: Callable[[Any], object]
+    prepare: Callable[[], Any] = lambda: None
+    # Gives back what `run` left.
+    finish: Callable[[], None] = lambda: None
+
+
+class Timer:
+    """Times one launch; a buffer is overwritten before it, so that no cache holds its inputs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def seconds(self, variant: Variant) -> float:
+        prepared = variant.prepare()
+        try:
+            if self.device.type == "cuda":
+                return self._seconds_on_device(variant, prepared)
+            self.flush.zero_()
+            start = time.perf_counter()
+            variant.run(prepared)
+            return time.perf_counter() - start
+        finally:
+            variant.finish()
+
+    def _seconds_on_device(self, variant: Variant, prepared: Any) -> float:
+        synchronize(self.device)
+        self.flush.zero_()
+        # As in a training step, the host is ahead: the device is busy while it launches.
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        variant.run(prepared)
+        end.record()
+        synchronize(self.device)
+        return begin.elapsed_time(end) / 1e3
+
+
 def interleaved_times(
-    variants: Mapping[str, Callable[[], object]],
-    *,
-    repeats: int,
-    device: torch.device,
-) -> dict[str, list[float]]:
+    variants: Mapping[Key, Variant],
+    repeats: Mapping[Key, int],
+    timer: Timer,
+    failed: Callable[[Key, Exception], None],
+) -> dict[Key, list[float]]:
     """Seconds of each variant, `repeats` times, taken in turns so that drift hits all alike.
 
-    The first round warms up and is thrown away; a buffer is overwritten before each launch, so
-    that no variant finds its inputs in a cache.
+    The first round warms up and is thrown away. One that raises is handed to `failed` and left
+    out from then on.
     """
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(repeats + 1):
-        for name, run in variants.items():
-            flush.zero_()
-            _synchronize(device)
-            start = time.perf_counter()
-            run()
-            _synchronize(device)
-            times[name].append(time.perf_counter() - start)
-    return {name: taken[1:] for name, taken in times.items()}
+    times: dict[Key, list[float]] = {key: [] for key in variants}
+    live = dict(variants)
+    for turn in range(max(repeats.values(), default=0) + 1):
+        for key, variant in list(live.items()):
+            if turn > repeats[key]:
+                continue
+            try:
+                times[key].append(timer.seconds(variant))
+            except Exception as error:
+                del live[key]
+                failed(key, error)
+    return {key: taken[1:] for key, taken in times.items()}
 
 
-def peak_extra_bytes(run: Callable[[], object], device: torch.device) -> int:
+def peak_extra_bytes(variant: Variant, device: torch.device) -> int:
     """Memory that `run` needs at its peak over what was there before, its results included."""
-    if device.type == "cuda":
-        _synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        _synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with track_allocations() as allocations:
-        run()
-    return allocations.peak_bytes
+    prepared = variant.prepare()
+    try:
+        if device.type == "cuda":
+            synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            variant.run(prepared)
+            synchronize(device)
+            return torch.cuda.max_memory_allocated(device) - before
+        with track_allocations() as allocations:
+            variant.run(prepared)
+        return allocations.peak_bytes
+    finally:
+        variant.finish()
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

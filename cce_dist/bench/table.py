@@ -1,41 +1,104 @@
-"""A benchmark's rows as a CSV file and as a table on the terminal."""
+"""A benchmark's rows: a table on the terminal, a CSV file, a JSON file."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
+import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-Row = Mapping[str, str]
+Cells = Mapping[str, Any]
 
 
-def median_and_spread(seconds: Sequence[float]) -> dict[str, str]:
+@dataclass(frozen=True)
+class Row:
+    """One method and part of it; None where nothing was measured.
+
+    Errors are relative, gradients' in the Frobenius norm. `peak_extra_mib` is over what was
+    there before, `over_gradients_mib` the same less both gradients.
+    """
+
+    method: str
+    part: str
+    repeats: int = 0
+    median_ms: float | None = None
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    of_dense: float | None = None
+    tflop_per_s: float | None = None
+    of_roofline: float | None = None
+    peak_extra_mib: float | None = None
+    over_gradients_mib: float | None = None
+    loss_error: float | None = None
+    grad_hidden_error: float | None = None
+    grad_weight_error: float | None = None
+    tail_mass: float | None = None
+    failed: str = ""
+
+    @property
+    def cells(self) -> Cells:
+        return dataclasses.asdict(self)
+
+
+FORMATS = {
+    "median_ms": ".2f",
+    "p10_ms": ".2f",
+    "p90_ms": ".2f",
+    "of_dense": ".2f",
+    "tflop_per_s": ".3g",
+    "of_roofline": ".2f",
+    "peak_extra_mib": ".0f",
+    "over_gradients_mib": ".0f",
+}
+
+
+def format_cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    text = format(value, FORMATS.get(name, ".1e"))
+    return text.removeprefix("-") if float(text) == 0 else text
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
     """Median and the 10th and 90th percentile, in milliseconds."""
-    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
-    return {
-        "median_ms": f"{1e3 * statistics.median(seconds):.1f}",
-        "p10_ms": f"{1e3 * deciles[0]:.1f}",
-        "p90_ms": f"{1e3 * deciles[-1]:.1f}",
-    }
+    # One time alone is its own percentile.
+    values = sorted(1e3 * second for second in seconds) * (2 if len(seconds) == 1 else 1)
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    return {"median_ms": statistics.median(values), "p10_ms": deciles[0], "p90_ms": deciles[-1]}
 
 
-def show(title: str, rows: Sequence[Row], console: Console) -> None:
+def show(title: str, rows: Sequence[Cells], console: Console) -> None:
+    """Columns that are empty in every row are left out."""
+    names = [name for name in rows[0] if any(format_cell(name, row[name]) != "" for row in rows)]
     table = Table(title=title, title_justify="left")
-    for number, name in enumerate(rows[0]):
+    for number, name in enumerate(names):
         table.add_column(name, justify="left" if number == 0 else "right")
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*(format_cell(name, row[name]) for name in names))
     console.print(table)
 
 
-def write_csv(path: Path, rows: Sequence[Row], common: Mapping[str, str]) -> None:
-    """One line a row; what all rows share (machine, shape, command) stands in every line."""
+def write_csv(path: Path, rows: Sequence[Cells], common: Mapping[str, str]) -> None:
+    """One line a row; what all rows share (machine, command) stands in every line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf8") as file:
         writer = csv.DictWriter(file, [*rows[0], *common])
         writer.writeheader()
-        writer.writerows({**row, **common} for row in rows)
+        for row in rows:
+            cells = {name: format_cell(name, value) for name, value in row.items()}
+            writer.writerow({**cells, **common})
+
+
+def write_json(path: Path, rows: Sequence[Cells], common: Mapping[str, str]) -> None:
+    """{**common, "rows": [...]}, numbers unrounded."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**common, "rows": list(rows)}, indent=1) + "\n", encoding="utf8")

@@ -9,6 +9,18 @@ from cce_dist.testing.inputs import (
     sample_targets,
     zipf_inputs,
 )
+from cce_dist.testing.places import (
+    CPU_PLACES,
+    DTYPES,
+    PLACES,
+    TORCH_CPU,
+    TORCH_CUDA,
+    TRITON_CPU,
+    TRITON_CUDA,
+    TRITON_PLACES,
+    Place,
+    grid,
+)
 from cce_dist.testing.ranks import CollectiveCounter, RankError, RankPool, shared_pool
 from cce_dist.testing.tolerance import (
     band,
@@ -19,9 +31,18 @@ from cce_dist.testing.tolerance import (
 )
 
 __all__ = [
+    "CPU_PLACES",
+    "DTYPES",
+    "PLACES",
+    "TORCH_CPU",
+    "TORCH_CUDA",
+    "TRITON_CPU",
+    "TRITON_CUDA",
+    "TRITON_PLACES",
     "Case",
     "CollectiveCounter",
     "Inputs",
+    "Place",
     "RankError",
     "RankPool",
     "band",
@@ -32,6 +53,7 @@ __all__ = [
     "dense_outputs",
     "gaussian_inputs",
     "golden_outputs",
+    "grid",
     "join_ranks",
     "large_logit_inputs",
     "pairwise",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cce_dist.reference import Reference, linear_cross_entropy_reference
 from cce_dist.testing.inputs import Inputs
+from cce_dist.testing.places import Place
 from cce_dist.vocab_shard import VocabShard
 
 # Options of the loss that change its value; the others choose how it is computed.
@@ -62,6 +63,10 @@ class Case:
     @property
     def computed_dtype(self) -> torch.dtype:
         return self.autocast or self.inputs.hidden.dtype
+
+    def at(self, place: Place) -> Case:
+        """The same case by the backend and on the device of `place`."""
+        return replace(self, options={**self.options, **place.options}, device=place.device)
 
     def gradient_of(self, name: str, output: Tensor) -> Tensor:
         """The upstream gradient of output `name`."""
@@ -165,8 +170,14 @@ def join_ranks(case: Case, results: Sequence[Mapping[str, Tensor]]) -> dict[str,
 
 def golden_outputs(case: Case) -> dict[str, Tensor]:
     """What `run_case` should return, from the reference in float64 on the inputs as they are."""
-    rounded = case.computed_dtype
-    return _dense(case, lambda tensor: tensor.to(rounded).double(), torch.float64)
+    return _dense(case, lambda tensor: _rounded(tensor, case.computed_dtype), torch.float64)
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values that `dtype` can hold; the gradient passes unrounded, as no cast would let it."""
+    values = tensor.detach().to(dtype).double()
+    change = torch.where(values == tensor.detach(), 0, values - tensor.detach())
+    return tensor.double() + change
 
 
 def dense_outputs(case: Case, logits_dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -166,10 +166,15 @@ def pairwise(
         return {(a, places[a], b, places[b]) for a, b in itertools.combinations(names, 2)}
 
     candidates = []
-    while len(candidates) < 4000:
-        row = {name: rng.choice(list(values)) for name, values in factors.items()}
-        if allowed(row):
-            candidates.append((row, pairs(row)))
+    if math.prod(len(values) for values in factors.values()) <= 4000:
+        every = [dict(zip(names, row, strict=True)) for row in itertools.product(*factors.values())]
+        rng.shuffle(every)
+        candidates = [(row, pairs(row)) for row in every if allowed(row)]
+    else:
+        while len(candidates) < 4000:
+            row = {name: rng.choice(list(values)) for name, values in factors.items()}
+            if allowed(row):
+                candidates.append((row, pairs(row)))
     missing = set().union(*(found for _, found in candidates))
     rows = []
     while missing:

@@ -1,0 +1,82 @@
+"""What is right: float64 losses and gradients, and how far a method is from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .inputs import IGNORE_INDEX, BenchInputs
+
+# hidden [N, D], weight [V, D], targets [N] -> mean loss over the tokens that are not ignored
+LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# float64 numbers in a temporary: 1 GiB.
+CHUNK_ELEMENTS = 2**27
+
+
+@dataclass(frozen=True)
+class Gradients:
+    loss: Tensor
+    hidden: Tensor
+    weight: Tensor
+
+
+def dense_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The dense recipe: logits in the inputs' dtype, softmax in fp32 (float64 for float64)."""
+    logits = hidden @ weight.T
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX)
+
+
+def gradients(method: LossFunction, inputs: BenchInputs) -> Gradients:
+    hidden = inputs.hidden.detach().requires_grad_()
+    weight = inputs.weight.detach().requires_grad_()
+    loss = method(hidden, weight, inputs.targets)
+    loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return Gradients(loss.detach(), hidden.grad, weight.grad)
+
+
+def golden_gradients(inputs: BenchInputs, chunk: int | None = None) -> Gradients:
+    """float64, dense, `chunk` tokens at a time: the logits of all would not fit."""
+    weight = inputs.weight.double()
+    chunk = chunk or max(64, min(2048, CHUNK_ELEMENTS // len(weight)))
+    loss = weight.new_zeros(())
+    grad_weight = torch.zeros_like(weight)
+    grad_hidden = torch.zeros_like(inputs.hidden, dtype=torch.float64)
+    valid = (inputs.targets != IGNORE_INDEX).nonzero().squeeze(1)
+    for tokens in valid.split(chunk):
+        rows, ids = inputs.hidden[tokens].double(), inputs.targets[tokens]
+        log_p = (rows @ weight.T).log_softmax(-1)
+        loss -= log_p.gather(1, ids[:, None]).sum()
+        grad = log_p.exp_()
+        grad[torch.arange(len(ids), device=ids.device), ids] -= 1
+        grad_hidden[tokens] = grad @ weight
+        grad_weight.addmm_(grad.T, rows)
+    count = max(len(valid), 1)
+    return Gradients(loss / count, grad_hidden.div_(count), grad_weight.div_(count))
+
+
+def relative_error(ours: Tensor, golden: Tensor) -> float:
+    """Frobenius norm of the difference over that of the golden, without large temporaries."""
+    step = max(1, 2**24 // max(golden.shape[-1], 1))
+    difference = golden.new_zeros(())
+    total = golden.new_zeros(())
+    for found, right in zip(ours.split(step), golden.split(step), strict=True):
+        difference += (found.double() - right).square_().sum()
+        total += right.square().sum()
+    return float((difference / total).sqrt())
+
+
+def errors(found: Gradients, golden: Gradients) -> dict[str, float]:
+    """Relative errors: of the loss, and of the gradients in the Frobenius norm."""
+    right = float(golden.loss)
+    return {
+        "loss_error": abs(float(found.loss) - right) / abs(right),
+        "grad_hidden_error": relative_error(found.hidden, golden.hidden),
+        "grad_weight_error": relative_error(found.weight, golden.weight),
+    }

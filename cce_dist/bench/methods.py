@@ -1,0 +1,88 @@
+"""Every method by name: the dense recipe, ours, and the peers."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from cce_dist import LinearCrossEntropy
+from cce_dist.options import Backend, GradientMode
+
+from .golden import LossFunction, dense_loss
+from .peers import PEERS
+
+OURS: tuple[GradientMode, ...] = ("filtered", "exact", "in_forward")
+# What a GPU is not needed for, and needs no compiler.
+CPU_PEERS = ("torch-chunked",)
+
+
+@dataclass(frozen=True)
+class Method:
+    """`build` imports and configures it; what it raises is reported, not raised, for a peer."""
+
+    name: str
+    origin: Literal["dense", "ours", "peer"]
+    build: Callable[[], LossFunction]
+
+
+def parse_backend(text: str) -> Backend:
+    """
+    Raises:
+        ValueError: not the name of a backend.
+    """
+    for known in get_args(Backend):
+        if text == known:
+            return known
+    raise ValueError(f"backend must be one of {list(get_args(Backend))}, got {text!r}")
+
+
+def choose_methods(
+    names: Sequence[str] = (),
+    peers: str | None = None,
+    *,
+    backend: Backend = "auto",
+    extra: Sequence[str] = (),
+    on_gpu: bool = False,
+) -> list[Method]:
+    """The methods to measure, ours before peers.
+
+    Args:
+        names: only these, peers included; empty for the dense recipe and ours.
+        peers: "all", "none", or names with commas; None for "all" on a GPU and those that run
+            without one elsewhere, or for "none" beside `names`.
+        extra: "NAME=MODULE:FUNCTION" for one more peer each, FUNCTION as a LossFunction.
+    Raises:
+        ValueError: an unknown name, or `extra` is malformed.
+    """
+    known = {"dense": Method("dense", "dense", lambda: dense_loss)}
+    for mode in OURS:
+        build = functools.partial(LinearCrossEntropy, gradient=mode, backend=backend)
+        known[mode] = Method(mode, "ours", build)
+    for name, builder in PEERS.items():
+        known[name] = Method(name, "peer", builder)
+    added = [_parse_extra(text) for text in extra]
+    known |= {method.name: method for method in added}
+
+    if peers is None:
+        default = PEERS if on_gpu else CPU_PEERS
+        wanted_peers = [] if names else list(default)
+    elif peers in ("all", "none"):
+        wanted_peers = list(PEERS) if peers == "all" else []
+    else:
+        wanted_peers = [name for name in peers.split(",") if name]
+    wanted = {*(names or ("dense", *OURS)), *wanted_peers, *(method.name for method in added)}
+    unknown = sorted(wanted - set(known))
+    if unknown:
+        raise ValueError(f"methods and peers must be among {sorted(known)}, got {unknown}")
+    return [method for name, method in known.items() if name in wanted]
+
+
+def _parse_extra(text: str) -> Method:
+    name, equals, target = text.partition("=")
+    module, colon, function = target.partition(":")
+    if not (name and equals and module and colon and function):
+        raise ValueError(f"extra must be NAME=MODULE:FUNCTION, got {text!r}")
+    return Method(name, "peer", lambda: getattr(importlib.import_module(module), function))

@@ -1,0 +1,217 @@
+"""Other implementations, each behind one signature: (hidden, weight, targets) -> mean loss.
+
+A peer is imported when it is built; one that cannot be is a row of the results that says why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from .golden import LossFunction
+from .inputs import IGNORE_INDEX
+from .recipes import chunked_by_autograd, chunked_in_forward, compiled_dense, mean_of
+
+# Tokens in a chunk: QuACK's own default.
+QUACK_CHUNK = 4096
+
+
+def torch_chunked() -> LossFunction:
+    """torch 2.13's F.linear_cross_entropy with its default chunks."""
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if options is None:
+        raise ImportError(f"torch {torch.__version__} has no LinearCrossEntropyOptions")
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return F.linear_cross_entropy(  # pyright: ignore[reportAttributeAccessIssue]
+            hidden, weight, targets, options=options()
+        )
+
+    return loss
+
+
+def apple(impl: str) -> LossFunction:
+    """Apple's Cut Cross-Entropy by one of its presets."""
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return functools.partial(function, ignore_index=IGNORE_INDEX, impl=impl)
+
+
+def liger(chunk_factor: int | None) -> LossFunction:
+    """Liger's Triton kernel: `chunk_factor` times its default chunk of about N D / V tokens."""
+    module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    function = module.LigerFusedLinearCrossEntropyFunction
+    parameters = list(inspect.signature(function.forward).parameters.values())[1:]
+    given = {"ignore_index": IGNORE_INDEX, "reduction": "mean"}
+    if chunk_factor is not None:
+        given["chunk_mem_const"] = chunk_factor
+    unknown = sorted(set(given) - {parameter.name for parameter in parameters})
+    if unknown:
+        raise ImportError(f"this version of Liger takes no {unknown}")
+    # An autograd function takes no keywords; its first three are hidden, weight, targets.
+    rest = [given.get(parameter.name, parameter.default) for parameter in parameters[3:]]
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return function.apply(hidden, weight, targets, *rest)[0]
+
+    return loss
+
+
+def liger_sm90(keeps_logits: bool) -> LossFunction:
+    """Liger's Hopper kernels: with the 16-bit logits of all tokens, or without logits."""
+    folder = "liger_kernel.ops.cutedsl.ops"
+    if keeps_logits:
+        module = importlib.import_module(f"{folder}.fused_linear_cross_entropy_sm90")
+        function = module.LigerFusedLinearCrossEntropySM90Function
+
+        def with_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+            found = function.apply(hidden, weight, targets, IGNORE_INDEX, "mean")
+            return found[0] if isinstance(found, tuple) else found
+
+        return with_logits
+    # Its check of the targets waits for the device.
+    os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"
+    module = importlib.import_module(f"{folder}.fused_scaled_cross_entropy_sm90")
+    scaled = module.LigerFusedScaledCrossEntropySM90Function
+
+    def without_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        found = scaled.apply(hidden, weight, targets, 1.0, IGNORE_INDEX)
+        return mean_of(found[0] if isinstance(found, tuple) else found, targets)
+
+    return without_logits
+
+
+def quack() -> LossFunction:
+    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return functools.partial(
+        function, chunk_size=QUACK_CHUNK, ignore_index=IGNORE_INDEX, tuned=False
+    )
+
+
+def fla(fp32: bool) -> LossFunction:
+    """flash-linear-attention in 8 chunks; fp32: the weight's gradient adds up in fp32."""
+    module = importlib.import_module("fla.modules.fused_linear_cross_entropy")
+    made = module.FusedLinearCrossEntropyLoss(
+        ignore_index=IGNORE_INDEX, num_chunks=8, accumulate_grad_in_fp32=fp32
+    )
+    return lambda hidden, weight, targets: made(hidden, targets, weight)
+
+
+def unsloth() -> LossFunction:
+    module = importlib.import_module("unsloth_zoo.fused_losses.cross_entropy_loss")
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return module.unsloth_fused_ce_loss(
+            None,
+            hidden[None],
+            weight,
+            None,
+            targets[None],
+            n_items=(targets != IGNORE_INDEX).sum(),
+            shift_labels=False,
+        )
+
+    return loss
+
+
+def mgmalek() -> LossFunction:
+    """github.com/mgmalek/efficient_cross_entropy, 8 chunks: its folder's parent is on the path."""
+    function = importlib.import_module(
+        "efficient_cross_entropy.modules"
+    ).FusedCrossEntropyLossFunction
+    return lambda hidden, weight, targets: function.apply(
+        hidden, weight, targets, 8, IGNORE_INDEX, "mean"
+    )
+
+
+def verl() -> LossFunction:
+    """verl's Triton kernel; it knows no ignored targets, so they cost it as much as others."""
+    function = importlib.import_module(
+        "verl.utils.kernel.linear_cross_entropy"
+    ).linear_cross_entropy
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        log_p, _ = function(hidden, weight, targets.clamp(min=0), 1.0, "none", None)
+        return mean_of(-log_p, targets)
+
+    return loss
+
+
+def flash_attention() -> LossFunction:
+    """flash-attn's Triton kernel on full logits."""
+    function = importlib.import_module("flash_attn.ops.triton.cross_entropy").cross_entropy_loss
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = hidden @ weight.T
+        nll, _ = function(logits, targets, ignore_index=IGNORE_INDEX, inplace_backward=True)
+        return mean_of(nll, targets)
+
+    return loss
+
+
+def transformer_engine() -> LossFunction:
+    """TransformerEngine's Triton kernel on full logits."""
+    module = importlib.import_module("transformer_engine.pytorch.cross_entropy")
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = (hidden @ weight.T)[None]
+        nll = module.parallel_cross_entropy(logits, targets[None], 0.0, False, None, IGNORE_INDEX)
+        return mean_of(nll.flatten(), targets)
+
+    return loss
+
+
+def megatron() -> LossFunction:
+    """Megatron-core's fused cross-entropy on full logits, its group of one rank."""
+    function = importlib.import_module(
+        "megatron.core.fusions.fused_cross_entropy"
+    ).fused_vocab_parallel_cross_entropy
+    group = _one_rank()
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = (hidden @ weight.T)[:, None]
+        nll = function(logits, targets.clamp(min=0)[:, None], group)
+        return mean_of(nll.flatten(), targets)
+
+    return loss
+
+
+def _one_rank() -> dist.ProcessGroup | None:
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(dist.destroy_process_group)
+    return dist.group.WORLD
+
+
+# Those that need a compiler of their own come last: they are the likeliest to end a process.
+PEERS: dict[str, Callable[[], LossFunction]] = {
+    "torch-compile": compiled_dense,
+    "cce": lambda: apple("cce"),
+    "cce-kahan-full-c": lambda: apple("cce_kahan_full_c"),
+    "cce-exact": lambda: apple("cce_exact"),
+    "flash-attn": flash_attention,
+    "liger-8": lambda: liger(8),
+    "liger": lambda: liger(None),
+    "fla-16bit": lambda: fla(False),
+    "fla": lambda: fla(True),
+    "torchtune-8": lambda: chunked_by_autograd(8),
+    "torchtitan-8": lambda: chunked_in_forward(8),
+    "unsloth": unsloth,
+    "mgmalek-8": mgmalek,
+    "verl": verl,
+    "transformer-engine": transformer_engine,
+    "megatron": megatron,
+    "torch-chunked": torch_chunked,
+    "liger-sm90-logits": lambda: liger_sm90(True),
+    "liger-sm90": lambda: liger_sm90(False),
+    "quack": quack,
+}

@@ -1,0 +1,1 @@
+"""Triton kernels, one idea a file. They import triton only: no torch, no shapes, no choices."""

@@ -1,0 +1,200 @@
+"""DDS: weight gradient of a tile of columns from the token blocks that keep them, and the tail."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_columns(
+    acc,  # [TILE, SLICE]
+    bias,  # [TILE]
+    column,  # [TILE]
+    valid,  # [TILE]
+    dims,  # [SLICE]
+    is_first_slice,
+    share_ptr,  # [groups, V]
+    class_weight_ptr,  # [V]
+    tail_ptr,  # [GROUPS, D] fp32: what a unit of a group's share adds to a column
+    tail_bias_ptr,  # [GROUPS] fp32
+    grad_weight_ptr,  # [V, D]
+    grad_bias_ptr,  # [V] fp32
+    V,
+    D,
+    groups,
+    stride_gv,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_GRAD_WEIGHT: tl.constexpr,
+    HAS_GRAD_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """The tail's columns, GROUPS more of the product, then each element stored once."""
+    inside = (dims < D)[None, :]
+    if HAS_TAIL or HAS_MEAN:
+        group = tl.arange(0, GROUPS)
+        share = tl.zeros((TILE, GROUPS), tl.float32)
+        if HAS_TAIL:
+            share = tl.load(
+                share_ptr + group.to(tl.int64)[None, :] * V + column[:, None],
+                mask=valid[:, None] & (group < groups)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+        if HAS_MEAN:
+            weight = valid.to(tl.float32)
+            if HAS_CLASS_WEIGHT:
+                weight = tl.load(class_weight_ptr + column, mask=valid, other=0.0)
+            share = tl.where((group == groups)[None, :], weight[:, None], share)
+        if HAS_GRAD_WEIGHT:
+            tail = tl.load(tail_ptr + group[:, None] * D + dims[None, :], mask=inside, other=0.0)
+            acc = tl.dot(share, tail, acc, input_precision=PRECISION)
+        if HAS_GRAD_BIAS:
+            bias += tl.sum(share * tl.load(tail_bias_ptr + group)[None, :], 1)
+    if HAS_GRAD_WEIGHT:
+        out = grad_weight_ptr + column.to(tl.int64)[:, None] * stride_gv + dims[None, :]
+        written = valid[:, None] & inside
+        if ACCUMULATE:
+            acc += tl.load(out, mask=written, other=0.0)
+        tl.store(out, acc.to(grad_weight_ptr.dtype.element_ty), mask=written)
+    if HAS_GRAD_BIAS:
+        tl.store(grad_bias_ptr + column, bias, mask=valid & is_first_slice)
+
+
+@triton.jit
+def dds_task(
+    task,
+    first_tile,  # of the chunk
+    hidden_ptr,  # [num_rows, D]
+    hidden_slices,  # descriptor of the same, BLOCK_K x SLICE
+    rows_ptr,  # [N] int64, of a token that counts for those that don't
+    order_ptr,
+    blocks_ptr,  # [num_tiles, stride_bt] int32, blocks of consecutive rows first
+    num_straight_ptr,  # [num_tiles] int32: how many of those; with EVERY [1]
+    num_blocks_ptr,  # [num_tiles] int32: how many in all; with EVERY [1]
+    share_ptr,
+    class_weight_ptr,
+    tail_ptr,
+    tail_bias_ptr,
+    workspace_ptr,  # [tiles_per_chunk, num_blocks, TILE, TOKENS]
+    workspace_columns,  # descriptor of the same as a matrix of rows of TOKENS, TILE x BLOCK_K
+    grad_weight_ptr,
+    grad_bias_ptr,
+    unit,  # power of two by which the workspace was divided
+    num_blocks,
+    V,
+    D,
+    groups,
+    num_slices,
+    stride_hn,
+    stride_gv,
+    stride_bt,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TAIL_PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVERY: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_GRAD_WEIGHT: tl.constexpr,
+    HAS_GRAD_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """One tile of columns x SLICE dims: fp32 in registers over all token blocks, one store."""
+    tile = first_tile + task // num_slices
+    first_dim = (task % num_slices) * SLICE
+    dims = first_dim + tl.arange(0, SLICE)
+    inside = (dims < D)[None, :]
+    PARTS: tl.constexpr = TOKENS // BLOCK_K
+    at = tile * TILE + tl.arange(0, TILE)
+    column = tl.minimum(at, V - 1)
+    listed = 0
+    if not EVERY:
+        column = tl.load(order_ptr + at)
+        listed = tile
+    straight = tl.load(num_straight_ptr + listed)
+    number = tl.load(num_blocks_ptr + listed)
+    list_ptr = blocks_ptr + tile.to(tl.int64) * stride_bt
+    first_place = (tile - first_tile) * num_blocks
+    acc = tl.zeros((TILE, SLICE), tl.float32)
+    bias = tl.zeros((TILE,), tl.float32)
+    if USE_TMA:
+        for i in tl.range(0, straight * PARTS, num_stages=STAGES):
+            block = tl.load(list_ptr + i // PARTS)
+            part = (i % PARTS) * BLOCK_K
+            p = workspace_columns.load([(first_place + block) * TILE, part])
+            if HAS_GRAD_WEIGHT:
+                row = tl.load(rows_ptr + block * TOKENS).to(tl.int32)
+                e = hidden_slices.load([row + part, first_dim])
+                acc = tl.dot(p, e, acc, input_precision=PRECISION)
+            if HAS_GRAD_BIAS:
+                bias += tl.sum(p.to(tl.float32), 1)
+    for i in tl.range(straight * PARTS, number * PARTS, num_stages=STAGES):
+        block = tl.load(list_ptr + i // PARTS)
+        lanes = (i % PARTS) * BLOCK_K + tl.arange(0, BLOCK_K)
+        local = ((first_place + block) * TILE).to(tl.int64) + tl.arange(0, TILE)
+        p = tl.load(workspace_ptr + local[:, None] * TOKENS + lanes[None, :])
+        if HAS_GRAD_WEIGHT:
+            row = tl.load(rows_ptr + block * TOKENS + lanes)
+            e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
+            e = tl.load(e_ptrs, mask=inside, other=0.0)
+            acc = tl.dot(p, e, acc, input_precision=PRECISION)
+        if HAS_GRAD_BIAS:
+            bias += tl.sum(p.to(tl.float32), 1)
+    store_columns(
+        acc * unit, bias * unit, column, at < V, dims, task % num_slices == 0, share_ptr,
+        class_weight_ptr, tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D, groups,
+        stride_gv, TILE, TAIL_PRECISION, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT,
+        HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+    )  # fmt: skip
+
+
+@triton.jit
+def unkept_kernel(
+    order_ptr,
+    num_active_ptr,
+    share_ptr,
+    class_weight_ptr,
+    tail_ptr,
+    tail_bias_ptr,
+    grad_weight_ptr,
+    grad_bias_ptr,
+    V,
+    D,
+    tiles_per_chunk,
+    groups,
+    num_slices,
+    stride_gv,
+    TILE: tl.constexpr,
+    SLICE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_GRAD_WEIGHT: tl.constexpr,
+    HAS_GRAD_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """The columns of the chunks beyond the last kept one: their tail, or zeros."""
+    used = tl.cdiv(tl.load(num_active_ptr), tiles_per_chunk) * tiles_per_chunk
+    tile = tl.program_id(0)
+    if tile >= used:
+        at = tile * TILE + tl.arange(0, TILE)
+        column = tl.load(order_ptr + at)
+        for slice_ in range(num_slices):
+            store_columns(
+                tl.zeros((TILE, SLICE), tl.float32), tl.zeros((TILE,), tl.float32), column, at < V,
+                slice_ * SLICE + tl.arange(0, SLICE), slice_ == 0, share_ptr, class_weight_ptr,
+                tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D, groups, stride_gv,
+                TILE, PRECISION, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT,
+                HAS_GRAD_BIAS, ACCUMULATE,
+            )  # fmt: skip

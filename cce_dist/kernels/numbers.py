@@ -1,0 +1,80 @@
+"""What the kernels share: units, the logit function, loads, sums that stay inside a thread."""
+
+import triton
+import triton.language as tl
+
+# Exponentials are taken in base 2, the hardware's: logits are scaled by log2(e) once.
+LOG2E = tl.constexpr(1.4426950408889634)
+# A lower bound of nothing: finite, so that no difference of two such is NaN.
+LOWEST = tl.constexpr(-1e30)
+# The reference of a token that doesn't count: every exp2(logit - reference) is 0.
+HIGHEST = tl.constexpr(1e30)
+
+
+@triton.jit
+def tanh(x):
+    """Accurate near 0, where 1 - 2 / (exp(2x) + 1) cancels: a polynomial there."""
+    square = x * x
+    odd = 1.0 + square * (
+        -0.3333333333 + square * (0.1333333333 + square * (-0.0539682540 + square * 0.0218694885))
+    )
+    size = tl.minimum(tl.abs(x), 15.0)
+    far = 1.0 - 2.0 / (tl.exp2(size * 2.8853900817779268) + 1.0)
+    far = tl.where(x < 0, -far, far)
+    return tl.where(size < 0.3, x * odd, tl.where(x == x, far, x))
+
+
+@triton.jit
+def softcapped(x, softcap):
+    """x = E . C + bias -> (z over logit_scale, its slope)."""
+    t = tanh(x / softcap)
+    return t * softcap, 1.0 - t * t
+
+
+@triton.jit
+def load_tile(
+    source,  # descriptor, or pointer to a row-major matrix
+    row,
+    column,
+    num_rows,
+    num_columns,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """[ROWS, COLUMNS] at (row, column), 0 outside the matrix."""
+    if USE_TMA:
+        return source.load([row, column])
+    else:
+        rows = row + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
+        inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+        at = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+        return tl.load(source + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def proxy_fence(IS_INTERPRETED: tl.constexpr):
+    """Orders this thread's ordinary writes to memory before later loads through a descriptor."""
+    if not IS_INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def partial_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] -> [8, 8, COLUMNS]: adds the rows that one thread holds.
+
+    In the accumulator layout of eight warps a thread's rows are 8 apart, then 128: what is summed
+    here needs no shuffle, so a running sum over many tiles is reduced over threads only at its end.
+    """
+    split = tl.reshape(x, (ROWS // 128, 8, 2, 8, COLUMNS))
+    return tl.sum(tl.sum(split, 2), 0)
+
+
+@triton.jit
+def whole_sum(x):
+    """[8, 8, COLUMNS] -> [COLUMNS]"""
+    return tl.sum(tl.sum(x, 0), 0)

@@ -1,0 +1,77 @@
+"""Before the forward: the tokens that count, packed, and what is known of their targets."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.kernels.numbers import HIGHEST, LOG2E, LOWEST, softcapped
+
+
+@triton.jit
+def pack_kernel(
+    hidden_ptr,  # [num_rows, D], inner stride 1
+    weight_ptr,  # [V, D], inner stride 1
+    bias_ptr,  # [V]
+    rows_ptr,  # [N] int64: row of each token, those that count first
+    target_ptr,  # [N] int32, -1: none here
+    count_ptr,  # [1] int32
+    packed_ptr,  # [N_padded, stride_pn]: out, 0 for tokens that don't count
+    ref_ptr,  # [splits, N_padded] lower bound of lse, log2: out
+    N,
+    D,
+    N_padded,
+    splits,
+    stride_hn,
+    stride_wv,
+    stride_pn,
+    scale,
+    softcap,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """One program: BLOCK_N tokens. Two of the logits, the target's and the first column's, bound
+    lse before any tile is made."""
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    counts = tokens < tl.load(count_ptr)
+    rows = tl.load(rows_ptr + tokens, mask=counts, other=0)
+    target = tl.load(target_ptr + tokens, mask=counts, other=-1)
+    here = target >= 0
+    of_target = tl.zeros((BLOCK_N,), tl.float32)
+    of_first = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, stride_pn, BLOCK_D):
+        dims = start + tl.arange(0, BLOCK_D)
+        inside = dims < D
+        e = tl.load(
+            hidden_ptr + rows[:, None] * stride_hn + dims[None, :],
+            mask=counts[:, None] & inside[None, :],
+            other=0.0,
+        )
+        c = tl.load(
+            weight_ptr + target.to(tl.int64)[:, None] * stride_wv + dims[None, :],
+            mask=here[:, None] & inside[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        first = tl.load(weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
+        of_target += tl.sum(e.to(tl.float32) * c, 1)
+        of_first += tl.sum(e.to(tl.float32) * first[None, :], 1)
+        tl.store(
+            packed_ptr + tokens.to(tl.int64)[:, None] * stride_pn + dims[None, :],
+            e,
+            mask=(tokens < N_padded)[:, None] & (dims < stride_pn)[None, :],
+        )
+    if HAS_BIAS:
+        of_target += tl.load(bias_ptr + target, mask=here, other=0.0).to(tl.float32)
+        of_first += tl.load(bias_ptr).to(tl.float32)
+    if HAS_SOFTCAP:
+        of_target, _ = softcapped(of_target, softcap)
+        of_first, _ = softcapped(of_first, softcap)
+    ref = tl.full((BLOCK_N,), LOWEST, tl.float32)
+    # An infinite logit, or NaN, is no bound.
+    of_first *= scale * LOG2E
+    ref = tl.where(tl.abs(of_first) < 1e30, of_first, ref)
+    of_target *= scale * LOG2E
+    ref = tl.where(here & (tl.abs(of_target) < 1e30), tl.maximum(ref, of_target), ref)
+    ref = tl.where(counts, ref, HIGHEST)
+    for split in range(splits):
+        tl.store(ref_ptr + split * N_padded + tokens, ref, mask=tokens < N_padded)

@@ -1,0 +1,50 @@
+"""After the products: what all columns that were dropped add, and tokens back to their rows."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def spread_kernel(
+    packed_ptr,  # [N_padded, D] fp32
+    centroid_ptr,  # [GROUPS, D]
+    rows_ptr,  # [N] int64: a permutation
+    count_ptr,  # [1] int32
+    num_active_ptr,  # [1] int32: 0 where no product was made
+    mass_ptr,  # [N] upstream times dropped mass
+    mean_ptr,  # [N] upstream of the mean logit
+    out_ptr,  # [N, D]: out, 0 for tokens that don't count
+    N,
+    D,
+    groups,
+    tokens_per_group,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    EVERY: tl.constexpr,
+    PERMUTE: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = (dims < D)[None, :]
+    counts = token < tl.load(count_ptr)
+    made = counts
+    if not EVERY:
+        made = counts & (tl.load(num_active_ptr) > 0)
+    at = token.to(tl.int64)[:, None] * D + dims[None, :]
+    value = tl.load(packed_ptr + at, mask=made[:, None] & inside, other=0.0)
+    if HAS_TAIL:
+        group = tl.program_id(0) * BLOCK_N // tokens_per_group
+        mass = tl.load(mass_ptr + token, mask=counts, other=0.0)
+        row = tl.load(centroid_ptr + group * D + dims, mask=dims < D, other=0.0)
+        value += mass[:, None] * row[None, :]
+    if HAS_MEAN:
+        mean = tl.load(mean_ptr + token, mask=counts, other=0.0)
+        row = tl.load(centroid_ptr + groups * D + dims, mask=dims < D, other=0.0)
+        value += mean[:, None] * row[None, :]
+    row = token.to(tl.int64)
+    if PERMUTE:
+        row = tl.load(rows_ptr + token, mask=token < N, other=0)
+    out = out_ptr + row[:, None] * D + dims[None, :]
+    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=(token < N)[:, None] & inside)

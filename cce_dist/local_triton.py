@@ -1,0 +1,328 @@
+"""Forward over this rank's shard in Triton: shapes -> allocations, grids, launches.
+
+No autograd, no groups, and nothing that makes the host wait for the device.
+"""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cce_dist.kernels.finish import finish_kernel
+from cce_dist.kernels.forward import forward_kernel
+from cce_dist.kernels.pack import pack_kernel
+from cce_dist.kernels.targets import targets_kernel
+from cce_dist.local_triton_inputs import (
+    for_kernels,
+    pad_tokens,
+    padded_dim,
+    rows_of,
+    with_unit_inner_stride,
+)
+from cce_dist.local_triton_lists import Marks, marks_of
+from cce_dist.local_triton_tail import mean_column
+from cce_dist.local_triton_tiles import Tiles, num_programs, takes_tma, tiles_for
+from cce_dist.options import TOKEN_BLOCK
+from cce_dist.partials import Head, Stats, Tokens, Wanted, merge_moments
+
+NUM_EXTRAS = 7
+
+
+def choose_splits(num_blocks: int, num_tiles: int, programs: int) -> int:
+    """Splits of the vocabulary so that blocks x splits fills whole waves of programs.
+
+    Few splits: each one's running sum is then a tighter bound of lse.
+    """
+    best, best_share = 1, 0.0
+    for splits in range(1, min(num_tiles, max(1, 2 * programs // num_blocks)) + 1):
+        work = num_blocks * splits
+        share = work / (triton.cdiv(work, programs) * programs)
+        if share > best_share + 0.02:
+            best, best_share = splits, share
+    return best
+
+
+def local_stats(
+    tokens: Tokens,
+    head: Head,
+    *,
+    wanted: Wanted,
+    score: bool,
+    score_largest: bool,
+    threshold: float,
+    workspace_bytes: int,
+    keep_logits: Tensor | None = None,
+) -> tuple[Stats, Marks | None]:
+    """Statistics of every token over this rank's shard (no communication). Deterministic.
+
+    Args: those of `local_torch.local_stats`.
+    Returns:
+        Stats with fields [N] fp32, 0 for tokens that don't count.
+        Marks if `score`, else None.
+    Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/performance.md#forward.
+    """
+    run = _Forward.of(tokens, head, wanted, score)
+    run.launch(threshold, score_largest, robust=False)
+    run.launch(threshold, score_largest, robust=True)
+    stats, log_dropped = run.finish()
+    marks = None
+    if score:
+        assert log_dropped is not None
+        marks = marks_of(run.parts["mass"], log_dropped, run.weight.dtype)
+    return stats, marks
+
+
+@dataclass
+class _Forward:
+    """One forward: its inputs, packed, and the partial results of the splits."""
+
+    tokens: Tokens
+    head: Head
+    wanted: Wanted
+    tiles: Tiles
+    rows: Tensor
+    count: Tensor
+    targets: Tensor
+    weight: Tensor
+    packed: Tensor
+    splits: int
+    num_blocks: int
+    parts: dict[str, Tensor]  # by the kernel's name of the pointer
+    score: bool
+
+    @classmethod
+    def of(cls, tokens: Tokens, head: Head, wanted: Wanted, score: bool) -> _Forward:
+        head = for_kernels(head)
+        weight = head.weight
+        tiles = tiles_for(weight)
+        num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
+        num_tiles = triton.cdiv(weight.shape[0], tiles.columns)
+        splits = choose_splits(num_blocks, num_tiles, num_programs(weight))
+        padded = num_blocks * TOKEN_BLOCK
+        rows, count = rows_of(tokens)
+        new = weight.new_empty
+        fp32 = torch.float32
+        parts = {
+            "ref": new(splits, padded, dtype=fp32),
+            "sum": weight.new_zeros(splits, padded, dtype=fp32),
+        }
+        if wanted.entropy:
+            parts["surplus"] = weight.new_zeros(splits, padded, dtype=fp32)
+        if score:
+            parts["dropped"] = weight.new_zeros(splits, padded, dtype=fp32)
+            parts["mass"] = new(num_blocks, weight.shape[0], dtype=torch.bfloat16)
+        if wanted.correct or wanted.moments or _sums_softcapped(wanted, head):
+            parts["extras"] = weight.new_zeros(NUM_EXTRAS, splits, padded, dtype=fp32)
+        return cls(
+            tokens=tokens,
+            head=head,
+            wanted=wanted,
+            tiles=tiles,
+            rows=rows,
+            count=count,
+            targets=pad_tokens(tokens.local_targets.int(), padded, -1),
+            weight=weight,
+            packed=new(padded, padded_dim(weight)),
+            splits=splits,
+            num_blocks=num_blocks,
+            parts=parts,
+            score=score,
+        )._pack()
+
+    def _pack(self) -> _Forward:
+        hidden = with_unit_inner_stride(self.tokens.hidden)
+        padded, stride = self.packed.shape
+        block = 16
+        pack_kernel[(triton.cdiv(padded, block),)](
+            hidden,
+            self.weight,
+            self._or_dummy(self.head.bias),
+            self.rows,
+            self.targets,
+            self.count,
+            self.packed,
+            self.parts["ref"],
+            len(self.tokens),
+            self.weight.shape[1],
+            padded,
+            self.splits,
+            hidden.stride(0),
+            self.weight.stride(0),
+            stride,
+            self.head.logit_scale,
+            self.head.softcap or 1.0,
+            BLOCK_N=block,
+            BLOCK_D=256,
+            HAS_BIAS=self.head.bias is not None,
+            HAS_SOFTCAP=self.head.softcap is not None,
+        )
+        return self
+
+    def _or_dummy(self, tensor: Tensor | None) -> Tensor:
+        """A pointer for an argument that the kernel was compiled not to read."""
+        return self.count if tensor is None else tensor
+
+    def launch(self, threshold: float, by_largest: bool, *, robust: bool) -> None:
+        head, tiles, parts = self.head, self.tiles, self.parts
+        hidden: Any = self.packed
+        weight: Any = self.weight
+        use_tma = takes_tma(self.weight)
+        if use_tma:
+            (num_rows, dim), tile = self.packed.shape, tiles.dims
+            dim = self.weight.shape[1]
+            hidden = TensorDescriptor(
+                self.packed, [num_rows, dim], [self.packed.stride(0), 1], [TOKEN_BLOCK, tile]
+            )
+            weight = TensorDescriptor(
+                self.weight,
+                list(self.weight.shape),
+                [self.weight.stride(0), 1],
+                [tiles.columns, tile],
+            )
+        forward_kernel[(self.num_blocks * self.splits,)](
+            hidden,
+            weight,
+            self._or_dummy(head.bias),
+            self._or_dummy(head.class_weight),
+            self.count,
+            *(
+                self._or_dummy(parts.get(name))
+                for name in ("ref", "sum", "dropped", "mass", "surplus", "extras")
+            ),
+            self.packed.shape[0],
+            self.weight.shape[0],
+            self.weight.shape[1],
+            self.splits,
+            self.packed.stride(0),
+            self.weight.stride(0),
+            head.logit_scale,
+            head.softcap or 1.0,
+            threshold,
+            BLOCK_N=TOKEN_BLOCK,
+            BLOCK_V=tiles.columns,
+            BLOCK_D=tiles.dims,
+            USE_TMA=use_tma,
+            PRECISION="ieee",
+            HAS_BIAS=head.bias is not None,
+            HAS_SOFTCAP=head.softcap is not None,
+            HAS_SCORE=self.score,
+            BY_LARGEST=by_largest,
+            HAS_SURPLUS=self.wanted.entropy,
+            HAS_ARGMAX=self.wanted.correct or self.wanted.moments,
+            HAS_MOMENTS=self.wanted.moments,
+            HAS_SMOOTH=_sums_softcapped(self.wanted, head),
+            HAS_CLASS_WEIGHT=head.class_weight is not None,
+            IS_ROBUST=robust,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+
+    def finish(self) -> tuple[Stats, Tensor | None]:
+        """The splits merged: statistics [N], and the log of the dropped mass."""
+        parts, num_tokens, padded = self.parts, len(self.tokens), self.packed.shape[0]
+        lse = parts["ref"].new_empty(padded)
+        dropped = torch.empty_like(lse) if self.score else None
+        entropy = torch.empty_like(lse) if self.wanted.entropy else None
+        block = 128
+        finish_kernel[(triton.cdiv(padded, block),)](
+            self.count,
+            *(self._or_dummy(parts.get(name)) for name in ("ref", "sum", "dropped", "surplus")),
+            lse,
+            self._or_dummy(dropped),
+            self._or_dummy(entropy),
+            padded,
+            padded,
+            self.splits,
+            BLOCK_N=block,
+            HAS_SCORE=self.score,
+            HAS_SURPLUS=self.wanted.entropy,
+        )
+        logit = self._targets(lse, dropped)
+        extras = {} if "extras" not in parts else self._merge_extras()
+        if self.wanted.smooth_logit and "smooth_logit" not in extras:
+            extras["smooth_logit"] = self._mean_logit_by_linearity()
+        stats = Stats(
+            lse=lse[:num_tokens],
+            target_logit=logit[:num_tokens],
+            entropy=None if entropy is None else entropy[:num_tokens],
+            **extras,
+        )
+        return stats, None if dropped is None else dropped[:num_tokens]
+
+    def _targets(self, lse: Tensor, dropped: Tensor | None) -> Tensor:
+        """The targets' logits [N_padded]; marks their columns as kept."""
+        logit = torch.empty_like(lse)
+        targets_kernel[(self.num_blocks,)](
+            self.packed,
+            self.weight,
+            self._or_dummy(self.head.bias),
+            self.targets,
+            lse,
+            self._or_dummy(self.parts.get("mass")),
+            self._or_dummy(dropped),
+            logit,
+            self.count,
+            self.weight.shape[0],
+            self.weight.shape[1],
+            self.packed.stride(0),
+            self.weight.stride(0),
+            self.head.logit_scale,
+            self.head.softcap or 1.0,
+            BLOCK=TOKEN_BLOCK,
+            BLOCK_D=self.tiles.dims,
+            PRECISION="ieee",
+            HAS_BIAS=self.head.bias is not None,
+            HAS_SOFTCAP=self.head.softcap is not None,
+            HAS_SCORE=dropped is not None,
+            num_warps=self.tiles.warps,
+            num_stages=self.tiles.stages,
+        )
+        return logit
+
+    def _merge_extras(self) -> dict[str, Tensor]:
+        """What few callers ask for is merged in plain torch."""
+        num_tokens, columns = len(self.tokens), self.weight.shape[0]
+        counts = torch.arange(num_tokens, device=self.weight.device) < self.count
+        top, index, origin, mean, m2, weighted, seen = self.parts["extras"][..., :num_tokens]
+        merged = {}
+        if self.wanted.correct or self.wanted.moments:
+            largest = top.amax(0)
+            column = torch.where(top == largest, index, torch.inf).amin(0)
+            hit = (column == self.targets[:num_tokens]) & counts & (largest > -torch.inf)
+            merged["max_logit"] = torch.where(counts, largest, 0)
+            if self.wanted.correct:
+                merged["target_is_argmax"] = hit.to(top.dtype)
+        if self.wanted.moments:
+            # The number of columns a split saw is the same for every token that counts.
+            parts = Stats(top, top, origin_logit=origin, mean_logit=mean, m2_logit=m2)
+            moments = merge_moments(parts, seen[:, 0])
+            merged |= {name: torch.where(counts, value, 0) for name, value in moments.items()}
+        if _sums_softcapped(self.wanted, self.head):
+            smooth = weighted.sum(0) / self.head.vocab_size
+            merged["smooth_logit"] = torch.where(counts, smooth, 0)
+        assert columns
+        return merged
+
+    def _mean_logit_by_linearity(self) -> Tensor:
+        """sum_v class_weight_v z_v / V over this shard: E . (sum_v class_weight_v C_v) / V, [N]."""
+        centroid, _ = mean_column(self.head, self.weight)
+        mean = torch.mv(self.packed[: len(self.tokens), : self.weight.shape[1]].float(), centroid)
+        if self.head.bias is not None:
+            bias = self.head.bias.float()
+            weights = self.head.class_weight
+            mean = mean + (bias if weights is None else bias * weights).sum()
+        counts = torch.arange(len(self.tokens), device=mean.device) < self.count
+        return torch.where(counts, mean * (self.head.logit_scale / self.head.vocab_size), 0)
+
+
+def _sums_softcapped(wanted: Wanted, head: Head) -> bool:
+    """A softcapped mean logit is not linear in hidden: the forward has to sum it."""
+    return wanted.smooth_logit and head.softcap is not None

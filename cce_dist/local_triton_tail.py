@@ -1,0 +1,68 @@
+"""Columns summed by group: the tail's centroids, and the mean column of label smoothing."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.kernels.tail import centroid_kernel, merge_kernel
+from cce_dist.local_triton_tiles import num_programs
+from cce_dist.partials import Head
+
+# Groups of token blocks whose dropped part is one product of marginals. docs/numerics.md#the-tail
+TAIL_GROUPS = 8
+# The same, the mean logit's group included, padded to what a matrix product takes.
+GROUPS = 16
+
+
+def centroids(
+    head: Head, weight: Tensor, share: Tensor | None, *, with_mean: bool
+) -> tuple[Tensor, Tensor]:
+    """Sum over columns of share_v C_v for each group, normalised; reads the weight once.
+
+    Returns:
+        [GROUPS, D] fp32: groups of `share`, then (with_mean) sum_v class_weight_v C_v.
+        [GROUPS] fp32: 1 over each group's total share; 0 where that is 0, 1 for the mean.
+    """
+    num_columns, dim = weight.shape
+    groups = 0 if share is None else share.shape[0]
+    block_v, block_d = 128, 256 if weight.element_size() == 2 else 64
+    slices = triton.cdiv(dim, block_d)
+    splits = max(1, min(triton.cdiv(num_columns, block_v), 2 * num_programs(weight) // slices))
+    part = weight.new_empty(splits, GROUPS, dim, dtype=torch.float32)
+    total = weight.new_empty(splits, GROUPS, dtype=torch.float32)
+    has_class_weight = with_mean and head.class_weight is not None
+    centroid_kernel[(slices, splits)](
+        weight,
+        total if share is None else share,
+        head.class_weight if has_class_weight else total,
+        part,
+        total,
+        num_columns,
+        dim,
+        groups,
+        weight.stride(0),
+        BLOCK_V=block_v,
+        BLOCK_D=block_d,
+        GROUPS=GROUPS,
+        PRECISION="tf32" if weight.element_size() == 2 else "ieee",
+        HAS_TAIL=share is not None,
+        HAS_MEAN=with_mean,
+        HAS_CLASS_WEIGHT=has_class_weight,
+    )
+    centroid = weight.new_empty(GROUPS, dim, dtype=torch.float32)
+    inverse = weight.new_empty(GROUPS, dtype=torch.float32)
+    merge_kernel[(GROUPS, slices)](
+        part, total, centroid, inverse, dim, groups, splits, BLOCK_D=block_d, GROUPS=GROUPS
+    )
+    return centroid, inverse
+
+
+def mean_column(head: Head, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_v class_weight_v C_v [D] in fp32."""
+    centroid, inverse = centroids(head, weight, None, with_mean=True)
+    return centroid[0], inverse

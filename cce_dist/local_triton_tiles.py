@@ -1,0 +1,81 @@
+"""Shapes of the Triton kernels' tiles, by architecture and dtype, and where they can run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of the forward (tokens x columns x dims) and of the backward's products.
+
+    A backward task takes `pair` tiles of 128 columns, or 128 tokens or columns x `slice_dims`,
+    `backward_dims` at a time along the sum.
+    """
+
+    columns: int
+    dims: int
+    stages: int
+    pair: int
+    slice_dims: int
+    backward_dims: int
+    backward_stages: int
+    warps: int = 8
+
+
+# What is measured of it: docs/performance.md#tiles.
+TABLE = {
+    ("sm90", 2): Tiles(256, 64, 4, pair=2, slice_dims=256, backward_dims=64, backward_stages=4),
+    ("sm80", 2): Tiles(128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3),
+    ("sm90", 4): Tiles(128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=2),
+    ("sm80", 4): Tiles(128, 32, 2, pair=1, slice_dims=128, backward_dims=32, backward_stages=2),
+}
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets its kernels, in NumPy on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def tiles_for(tensor: Tensor) -> Tiles:
+    """The tiles for the tensor's device and dtype."""
+    newest = interpreted() or torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+    return TABLE["sm90" if newest else "sm80", tensor.dtype.itemsize]
+
+
+def num_programs(tensor: Tensor) -> int:
+    """Programs of a persistent kernel: one per multiprocessor; one at a time when interpreted."""
+    if interpreted():
+        return 1
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+def takes_tma(matrix: Tensor) -> bool:
+    """Whether the matrix, of inner stride 1, can be read through a tensor descriptor."""
+    newest = interpreted() or torch.cuda.get_device_capability(matrix.device) >= (9, 0)
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    return newest and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def why_not(hidden: Tensor) -> str | None:
+    """Why the Triton kernels cannot compute on `hidden`'s device and dtype; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if hidden.dtype not in DTYPES:
+        return f"hidden is {hidden.dtype}, and its kernels take bf16, fp16 and fp32"
+    if interpreted():
+        # https://github.com/triton-lang/triton: its interpreter's bf16 product is wrong.
+        return "Triton's interpreter has no bf16 product" if hidden.dtype == DTYPES[0] else None
+    if not hidden.is_cuda:
+        return f"hidden is on {hidden.device}, and its kernels need a CUDA device"
+    capability = torch.cuda.get_device_capability(hidden.device)
+    if capability < (8, 0):
+        return f"the device has compute capability {capability}, and its kernels need (8, 0)"
+    return None

@@ -1,0 +1,97 @@
+"""Where a test computes: every backend on every device, and grids of tests over them.
+
+tests/conftest.py marks what these give by its argument `place`: "gpu", or "interpreter".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cce_dist.testing.inputs import pairwise
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A backend on a device, and the names of the dtypes that it takes there."""
+
+    backend: str
+    device: str
+    dtypes: tuple[str, ...]
+
+    @property
+    def interprets(self) -> bool:
+        """Triton's kernels run in its interpreter: thousands of times slower than compiled."""
+        return self.backend == "triton" and self.device == "cpu"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword argument of `linear_cross_entropy` that chooses the backend."""
+        return {"backend": self.backend}
+
+    @property
+    def widest(self) -> torch.dtype:
+        return torch.float64 if "float64" in self.dtypes else torch.float32
+
+    def __str__(self) -> str:
+        return f"{self.backend}_{self.device}"
+
+
+TORCH_CPU = Place("torch", "cpu", tuple(DTYPES))
+# The interpreter's product of bf16 matrices is wrong.
+TRITON_CPU = Place("triton", "cpu", ("fp32", "fp16"))
+TORCH_CUDA = Place("torch", "cuda", tuple(DTYPES))
+TRITON_CUDA = Place("triton", "cuda", ("fp32", "bf16", "fp16"))
+PLACES = (TORCH_CPU, TRITON_CPU, TORCH_CUDA, TRITON_CUDA)
+CPU_PLACES = (TORCH_CPU, TRITON_CPU)
+TRITON_PLACES = (TRITON_CPU, TRITON_CUDA)
+
+Factor = Mapping[str, Any] | Sequence[Any]
+
+
+def grid(
+    *,
+    places: Sequence[Place] = PLACES,
+    allowed: Callable[[dict[str, Any]], bool] = lambda row: True,
+    **factors: Factor,
+) -> dict[str, Any]:
+    """Keywords of `pytest.mark.parametrize` for the argument `place` and the factors.
+
+    Torch takes the full product. Triton, slow to interpret and slow to compile, takes a covering
+    set: each pair of values stands in at least one test of a place.
+
+    Args:
+        allowed: which rows {factor: name} there are.
+        factors: values, their str() as ids, or a mapping from ids to values; of "dtype" (names)
+            each place gets those that it takes.
+    """
+    named = {
+        name: dict(values) if isinstance(values, Mapping) else {str(x): x for x in values}
+        for name, values in factors.items()
+    }
+    argvalues, ids = [], []
+    for place in places:
+        own = {
+            name: [key for key in values if name != "dtype" or key in place.dtypes]
+            for name, values in named.items()
+        }
+        if place.backend == "triton" and len(own) > 2:
+            rows = pairwise(own, allowed)
+        else:
+            product = itertools.product(*own.values())
+            rows = [row for keys in product if allowed(row := dict(zip(own, keys, strict=True)))]
+        for row in rows:
+            argvalues.append((place, *(named[name][key] for name, key in row.items())))
+            ids.append("-".join([str(place), *row.values()]))
+    return {"argnames": ("place", *factors), "argvalues": argvalues, "ids": ids}

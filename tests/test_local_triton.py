@@ -1,0 +1,285 @@
+"""The Triton backend's own edges: tile shapes, blocks of tokens, what is bitwise the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cce_dist import Filter
+from cce_dist.testing import (
+    DTYPES,
+    TRITON_CPU,
+    TRITON_CUDA,
+    TRITON_PLACES,
+    Case,
+    Place,
+    check_gate,
+    check_outputs,
+    dense_outputs,
+    gaussian_inputs,
+    golden_outputs,
+    grid,
+    pairwise,
+    run_case,
+    zipf_inputs,
+)
+
+MODES = ("filtered", "exact", "in_forward")
+# Everything kept by the sum, by a threshold in reach, and every column.
+WAYS: dict[str, dict[str, Any]] = {
+    "filtered": {"filter": Filter(keep=0.05)},
+    "exact": {"gradient": "exact"},
+    "in_forward": {"gradient": "in_forward"},
+}
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+# -- shapes -------------------------------------------------------------------------------------
+
+EDGES = {
+    "num_tokens": (1, 7, 127, 128, 129, 300),  # around a block of 128, and three of them
+    "num_classes": (1, 255, 256, 257, 1000),  # around a tile of 256, and several
+    "dim": (1, 7, 16, 37, 64, 130),  # below 16, multiples of 16, and more than one step
+    "layout": ("plain", "hidden_of_batches", "padded_rows", "weight_transposed"),
+    "way": ("exact", "in_forward", "filtered"),
+}
+SHAPES = [
+    pytest.param(place, row, id="-".join([str(place), *map(str, row.values())]))
+    for place in TRITON_PLACES
+    for row in pairwise({**EDGES, "dtype": place.dtypes})
+]
+
+
+@pytest.mark.parametrize(("place", "row"), SHAPES)
+def test_triton_shapes(place: Place, row: dict[str, Any]) -> None:
+    tokens, num_classes, dim = row["num_tokens"], row["num_classes"], row["dim"]
+    inputs = gaussian_inputs(
+        tokens, num_classes, dim, generator=generator(), dtype=DTYPES[row["dtype"]]
+    )
+    if row["layout"] == "hidden_of_batches":  # [T, B, D] seen as [B, T, D]
+        hidden = inputs.hidden[None].expand(2, -1, -1).transpose(0, 1).contiguous()
+        hidden = hidden.transpose(0, 1)
+        targets = inputs.targets[None].expand(2, -1).clone()
+        targets[1, ::2] = -100
+        inputs = replace(inputs, hidden=hidden, targets=targets)
+    elif row["layout"] == "padded_rows":
+        weight = torch.nn.functional.pad(inputs.weight, (0, 5))[:, :-5]
+        hidden = torch.nn.functional.pad(inputs.hidden, (0, 3))[:, :-3]
+        inputs = replace(inputs, weight=weight, hidden=hidden)
+    elif row["layout"] == "weight_transposed":
+        inputs = replace(inputs, weight=inputs.weight.T.contiguous().T)
+    # Everything is kept: the filter's own error is test_loss_filter's matter.
+    options = {"filtered": {"filter": Filter(keep=1e-7)}}.get(row["way"], {"gradient": row["way"]})
+    options = {**options, "reduction": "sum", "stats": ("lse",)}
+    case = Case(inputs, options).at(place)
+    outputs = run_case(None, case)
+    if num_classes > 1:
+        check_outputs(case, outputs)
+        return
+    check_outputs(case, outputs, but=("loss", "grad_hidden", "grad_weight"))
+    golden, dense = golden_outputs(case), dense_outputs(case, torch.float32)
+    lse = golden["lse"].abs().sum()
+    check_gate("loss", outputs["loss"], golden["loss"], dense["loss"], scale=lse)
+    for name in ("grad_hidden", "grad_weight"):  # 0, but for how lse is rounded
+        assert float(outputs[name].abs().max()) <= 1e-5 * max(1.0, float(lse)), name
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS))
+def test_triton_more_than_64_blocks(place: Place, way: dict[str, Any]) -> None:
+    # 65 blocks that count: the marks of a column take a second word, a group of the tail nine.
+    inputs = zipf_inputs(8400, 40, 4, generator=generator()).ignoring(generator(), 0.01)
+    case = Case(inputs, {**way, "reduction": "sum", "stats": ("lse", "tail_mass")}).at(place)
+    outputs = run_case(None, case)
+    golden = golden_outputs(case)
+    if "filter" not in way:
+        check_outputs(case, outputs, but=("loss",))
+        torch.testing.assert_close(outputs["loss"].double(), golden["loss"], rtol=1e-6, atol=0)
+        return
+    # As in test_loss_filter: d_logits are wrong by twice the mass that was dropped, at most.
+    mass = 2 * outputs["tail_mass"].double()
+    error = (outputs["grad_hidden"] - golden["grad_hidden"]).norm(dim=-1)
+    assert bool((error <= mass * inputs.weight.norm(dim=-1).max() + 1e-4).all())
+    total = outputs["grad_weight"].sum(0).abs().max()
+    assert float(total) < 1e-5 * float(inputs.hidden.norm(dim=-1).sum())
+
+
+@pytest.mark.parametrize(
+    **grid(places=TRITON_PLACES, keep=(0.002, 0.05, 1.0), dtype=("fp32", "fp16", "bf16"))
+)
+def test_triton_blocks_of_which_few_tokens_count(place: Place, keep: float, dtype: str) -> None:
+    # 11 blocks, of which the last six hold no token that counts; a group of the tail mixes both.
+    inputs = zipf_inputs(1300, 150, 16, generator=generator(), dtype=DTYPES[dtype])
+    inputs = inputs.with_options(generator(), "bias").ignoring(generator(), 0.55)
+    counts = inputs.targets != -100
+    rest = replace(inputs, hidden=inputs.hidden[counts], targets=inputs.targets[counts])
+    options = {"filter": Filter(keep=keep), "reduction": "sum", "stats": ("lse", "tail_mass")}
+    found, golden = (
+        run_case(None, Case(inputs, options).at(place)),
+        golden_outputs(Case(inputs, {"reduction": "sum", "stats": ("lse",)})),
+    )
+    alone = run_case(None, Case(rest, options).at(place))
+    for name in ("lse", "tail_mass", "grad_hidden"):
+        assert not found[name][~counts].any(), name
+        assert bool(found[name].isfinite().all()), name
+    for name in ("grad_hidden", "grad_weight", "grad_bias"):
+        expected = alone[name]
+        ours = found[name][counts] if name == "grad_hidden" else found[name]
+        unit = float(golden[name].norm())
+        # Groups of blocks differ with the number of all tokens: so does what they approximate.
+        mass = float(found["tail_mass"].double().sum() / counts.sum())
+        difference = float((ours.double() - expected.double()).norm())
+        assert difference <= (0.01 + mass) * unit, f"{name}: {difference / unit:.3e}"
+
+
+# -- bitwise ------------------------------------------------------------------------------------
+
+
+def bitwise_case(place: Place, dtype: str, way: dict[str, Any]) -> Case:
+    inputs = zipf_inputs(300, 600, 24, generator=generator(), dtype=DTYPES[dtype])
+    inputs = inputs.with_options(generator(), "bias").ignoring(generator(), 0.3)
+    return Case(inputs, {**way, "stats": ("lse",)}).at(place)
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))
+def test_triton_frozen_inputs_change_no_bit(place: Place, way: dict[str, Any], dtype: str) -> None:
+    every = bitwise_case(place, dtype, way)
+    full = run_case(None, every)
+    for trainable in (("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ()):
+        some = run_case(None, replace(every, trainable=trainable))
+        expected = {"loss", "lse", *(f"grad_{name}" for name in trainable)}
+        assert set(some) == expected
+        for name in some:
+            assert torch.equal(some[name], full[name]), (trainable, name)
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))
+def test_triton_memory_that_was_used_before(place: Place, way: dict[str, Any], dtype: str) -> None:
+    # Buffers come from memory that an earlier call left; none of it may show.
+    case = bitwise_case(place, dtype, way)
+    other = replace(case, inputs=replace(case.inputs, targets=case.inputs.targets.roll(7)))
+    first = run_case(None, case)
+    run_case(None, other)
+    second = run_case(None, case)
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+# -- workspace, microbatches --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))
+def test_triton_workspace_changes_rounding_only(
+    place: Place, way: dict[str, Any], dtype: str
+) -> None:
+    # 2**16 bytes hold two tiles of 128 columns at the least: five chunks of 1100 columns.
+    inputs = zipf_inputs(200, 1100, 24, generator=generator(), dtype=DTYPES[dtype])
+    inputs = inputs.with_options(generator(), "bias")
+    found, expected = (
+        run_case(None, Case(inputs, {**way, "workspace_bytes": size}).at(place))
+        for size in (2**16, 2**26)
+    )
+    for name in expected:
+        unit = float(expected[name].abs().max())
+        eps = torch.finfo(expected[name].dtype).eps
+        difference = float((found[name].double() - expected[name].double()).abs().max())
+        assert difference <= 4 * eps * unit, name
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))
+def test_triton_main_grad_accumulates_in_fp32(
+    place: Place, way: dict[str, Any], dtype: str
+) -> None:
+    # Two microbatches, the second 2**-12 as heavy: 16 bits would lose it.
+    if way == WAYS["filtered"]:
+        way = {"filter": Filter(keep=1e-7)}
+    case = bitwise_case(place, dtype, way)
+    heavy = replace(case, main_grad=True)
+    light = replace(heavy, upstream={"loss": 2.0**-12})
+    one, two = (run_case(None, each)["grad_weight"].double() for each in (heavy, light))
+    assert one.abs().max() > 0
+    torch.testing.assert_close(two * 2**12, one, rtol=1e-5, atol=1e-7)
+
+    from cce_dist import linear_cross_entropy
+
+    inputs = case.inputs
+    hidden, weight = inputs.hidden.to(place.device), inputs.weight.to(place.device, copy=True)
+    targets, bias = inputs.targets.to(place.device), inputs.bias.to(place.device)
+    weight.requires_grad_()
+    # A row of padding each: not contiguous, as a slice of a larger buffer.
+    buffer = torch.zeros(weight.shape[0], weight.shape[1] + 8, device=place.device)[:, :-8]
+    for upstream in (1.0, 2.0**-12):
+        loss = linear_cross_entropy(
+            hidden, weight, targets, bias=bias, grad_weight_into=buffer, **place.options, **way
+        )
+        loss.backward(torch.tensor(upstream, device=place.device))
+    assert weight.grad is None
+    torch.testing.assert_close(buffer.cpu().double(), one + two, rtol=1e-5, atol=1e-7)
+
+
+# -- overflow -----------------------------------------------------------------------------------
+
+TINY_THEN_HUGE = {"rising": 1e4, "falling": -1e4}
+
+
+@pytest.mark.parametrize(
+    **grid(places=TRITON_PLACES, last=TINY_THEN_HUGE, way=tuple(WAYS), with_stats=(False, True))
+)
+def test_triton_sums_that_overflow_start_again(
+    place: Place, last: float, way: str, with_stats: bool
+) -> None:
+    # Some tokens' logits are tiny in the first tile and huge later; the others' are ordinary.
+    inputs = gaussian_inputs(200, 700, 16, generator=generator())
+    hidden, weight = inputs.hidden.clone(), inputs.weight.clone()
+    weight[:, 0] = 0
+    weight[400:, 0] = 1
+    hidden[:, 0] = 0
+    hidden[5:9, 0] = last
+    hidden[150, 0] = last
+    options = {"filtered": {"filter": Filter(keep=1e-7)}}.get(way, {"gradient": way})
+    stats = ("lse", "entropy", "correct", "logit_moments") if with_stats else ("lse",)
+    inputs = replace(inputs, hidden=hidden, weight=weight)
+    case = Case(inputs, {**options, "reduction": "sum", "stats": stats}).at(place)
+    outputs, golden = run_case(None, case), golden_outputs(case)
+    for name in ("lse", "loss"):
+        torch.testing.assert_close(outputs[name].double(), golden[name], rtol=1e-6, atol=1e-5)
+    rows = torch.ones(200, dtype=torch.bool)
+    rows[5:9], rows[150] = False, False
+    found = outputs["grad_hidden"].double()
+    # Logits of 1e4 are rounded to 1e-3: so are the probabilities.
+    torch.testing.assert_close(found[rows], golden["grad_hidden"][rows], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[~rows], golden["grad_hidden"][~rows], rtol=0, atol=5e-3)
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [("float64", "float64.*bf16, fp16 and fp32"), ("bf16", "no bf16 product")],
+    ids=["float64", "bf16"],
+)
+def test_triton_refuses_what_it_cannot_interpret(dtype: str, words: str) -> None:
+    inputs = gaussian_inputs(3, 5, 4, generator=generator(), dtype=DTYPES[dtype])
+    with pytest.raises(ValueError, match=rf'backend="triton" cannot run.*{words}.*"torch"'):
+        run_case(None, Case(inputs).at(TRITON_CPU))
+
+
+def test_triton_refuses_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    inputs = gaussian_inputs(3, 5, 4, generator=generator())
+    with pytest.raises(ValueError, match=r'"triton" cannot run.*(CUDA device|not installed)'):
+        run_case(None, Case(inputs).at(TRITON_CPU))
+
+
+@pytest.mark.gpu
+def test_triton_refuses_float64_on_a_gpu() -> None:
+    inputs = gaussian_inputs(3, 5, 4, generator=generator(), dtype=torch.float64)
+    with pytest.raises(ValueError, match=r'"triton" cannot run.*float64'):
+        run_case(None, Case(inputs).at(TRITON_CUDA))
