@@ -73,7 +73,9 @@ def choose_backend(backend: Backend, hidden: Tensor, num_tokens: int, columns: i
     # The interpreter is for tests, which ask for it by name.
     if reason is not None or (backend == "auto" and interpreted()):
         return TORCH
-    if num_tokens == 0 or columns == 0:
-        # Nothing for a kernel to do; but all ranks must count alike, those with columns too.
-        return replace(TORCH, counts_on_device=num_tokens > 0)
+    if num_tokens == 0:
+        return TORCH
+    if columns == 0:
+        # Nothing for a kernel to do; but all ranks must count tokens and chunks of them alike.
+        return replace(TORCH, counts_on_device=True, keeps_logits=False)
     return _triton()

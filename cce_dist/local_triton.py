@@ -76,7 +76,7 @@ def local_stats(
     marks = None
     if score:
         assert log_dropped is not None
-        marks = marks_of(run.parts["mass"], log_dropped, run.weight.dtype)
+        marks = marks_of(run.parts["mass"], run.count, log_dropped, run.weight.dtype)
     return stats, marks
 
 

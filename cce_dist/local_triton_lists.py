@@ -38,7 +38,7 @@ class Marks:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def marks_of(mass: Tensor, log_dropped: Tensor, dtype: torch.dtype) -> Marks:
+def marks_of(mass: Tensor, count: Tensor, log_dropped: Tensor, dtype: torch.dtype) -> Marks:
     """Column masses -> which blocks keep which columns; the masses are not needed afterwards."""
     num_blocks, num_columns = mass.shape
     words = triton.cdiv(num_blocks, 64)
@@ -50,7 +50,17 @@ def marks_of(mass: Tensor, log_dropped: Tensor, dtype: torch.dtype) -> Marks:
     key = torch.empty(num_columns, dtype=torch.int32, device=mass.device)
     block = 256
     marks_kernel[(triton.cdiv(num_columns, block),)](
-        mass, bits, share, key, num_columns, num_blocks, words, blocks_per_group, BLOCK_V=block
+        mass,
+        count,
+        bits,
+        share,
+        key,
+        num_columns,
+        num_blocks,
+        words,
+        blocks_per_group,
+        TOKENS=TOKEN_BLOCK,
+        BLOCK_V=block,
     )
     return Marks(bits, share, key, log_dropped, blocks_per_group)
 

@@ -7,6 +7,7 @@ import triton.language as tl
 @triton.jit
 def marks_kernel(
     mass_ptr,  # [num_blocks, V], negative where kept
+    count_ptr,  # [1] int32: blocks of no token that counts have no masses
     bits_ptr,  # [V, words] int64: bit n of word w set where block 64 w + n keeps the column: out
     share_ptr,  # [groups, V] mass of the column where it is dropped, per group of blocks: out
     key_ptr,  # [V] int32: sorting by it puts columns of many blocks first: out
@@ -14,6 +15,7 @@ def marks_kernel(
     num_blocks,
     words,
     blocks_per_group,
+    TOKENS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """One program: BLOCK_V columns, all token blocks.
@@ -29,8 +31,10 @@ def marks_kernel(
     share = tl.zeros((BLOCK_V,), tl.float32)
     mass_ptrs = mass_ptr + columns
     share_ptrs = share_ptr + columns
+    count = tl.load(count_ptr)
     for block in range(num_blocks):
-        mass = tl.load(mass_ptrs, mask=inside, other=0.0).to(tl.float32)
+        live = inside & (block * TOKENS < count)
+        mass = tl.load(mass_ptrs, mask=live, other=0.0).to(tl.float32)
         mass_ptrs += V
         keeps = mass < 0
         share += tl.where(keeps, 0.0, mass)
