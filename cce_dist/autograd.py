@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cce_dist import sharded
-from cce_dist.collectives import group_size
 from cce_dist.partials import Head, Needs, Stats, Tokens, Upstream, accumulate_dtype
 from cce_dist.sharded import Plan
 
@@ -166,10 +165,26 @@ class TwoPass(torch.autograd.Function):
         return grad_hidden, target.returned, pad_bias(out.bias, bias), None
 
 
+@dataclass(frozen=True)
+class Made:
+    """The gradients of one in_forward, for an upstream gradient of 1."""
+
+    hidden: Tensor | None  # [num_rows, D]
+    bias: Tensor | None  # [num_classes] in the accumulation dtype
+    weight: Tensor | None  # [V_local, D] as weight, to be handed on; or [num_classes, D] wider
+
+    def scale(self, upstream: Tensor) -> None:
+        """In place: there is room for one weight gradient, not for two."""
+        for grad in (self.hidden, self.bias, self.weight):
+            if grad is not None:
+                grad.mul_(upstream)
+
+
 class InForward(torch.autograd.Function):
     """gradient="in_forward": the gradients of the scalar loss are made beside it.
 
-    Outputs: the loss [], then lse, entropy and `_plain_outputs`, each [N].
+    Outputs: the loss [], then lse, entropy and `_plain_outputs`, each [N]. The first backward
+    scales the gradients and hands them on; a later one over a retained graph makes them again.
     """
 
     @staticmethod
@@ -181,6 +196,19 @@ class InForward(torch.autograd.Function):
         call: Call,
         objective: Objective,
     ):
+        ctx.call, ctx.objective = call, objective
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.made, loss, stats, tail = InForward._make(ctx, hidden, weight, bias)
+        plain = _plain_outputs(stats, tail)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in plain if x is not None))
+        return (loss, stats.lse, stats.entropy, *plain)
+
+    @staticmethod
+    def _make(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Made, Tensor, Stats, Tensor | None]:
+        call: Call = ctx.call
         tokens, head = call.tokens(hidden), call.head(weight, bias)
         chunks: list[Stats] = []
         loss = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))
@@ -194,25 +222,35 @@ class InForward(torch.autograd.Function):
             assert nll is not None and lse is not None
             inputs = [x for x in (nll, lse, smooth) if x is not None]
             with torch.enable_grad():
-                value = objective(nll, lse, smooth, at)
+                value = ctx.objective(nll, lse, smooth, at)
                 grads = torch.autograd.grad(value, inputs, allow_unused=True)
             loss.add_(value.detach())
             return Upstream(grads[0], grads[1], grads[2] if smooth is not None else None)
 
-        grad_weight = None
+        whole = rows = None
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(head.weight, dtype=loss.dtype)
-        needs = Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2])
-        grads = sharded.forward_with_grads(
-            tokens, head, call.plan, upstream_of, needs=needs, grad_weight=grad_weight
+            classes = head.weight.shape[0]
+            wide = call.plan.backend.keeps_logits or call.grad_weight_into is not None
+            if wide or not sharded.scales_by_any(weight.dtype):
+                whole = rows = torch.empty_like(
+                    head.weight,
+                    dtype=loss.dtype,
+                    memory_format=torch.contiguous_format,
+                )
+            else:
+                whole = torch.empty_like(weight, memory_format=torch.contiguous_format)
+                whole[classes:].zero_()
+                rows = whole[:classes]
+        grads, tail = sharded.forward_with_grads(
+            tokens,
+            head,
+            call.plan,
+            upstream_of,
+            needs=Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),
+            grad_weight=rows,
+            tail_mass_wanted=call.tail_mass,
         )
-        ctx.call, ctx.grads, ctx.grad_weight = call, grads, grad_weight
-        ctx.save_for_backward(hidden, weight, bias)
-        stats = concatenate(chunks)
-        plain = _plain_outputs(stats, torch.zeros_like(stats.lse) if call.tail_mass else None)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in plain if x is not None))
-        return (loss, stats.lse, stats.entropy, *plain)
+        return Made(grads.hidden, grads.bias, whole), loss, concatenate(chunks), tail
 
     @staticmethod
     @once_differentiable
@@ -230,20 +268,23 @@ class InForward(torch.autograd.Function):
         upstream = grads[0]
         if upstream is None:
             return None, None, None, None, None
-        # Out of place throughout: a second backward over a retained graph must see them unscaled.
-        grad_hidden = grad_bias = None
-        if ctx.grads.hidden is not None:
-            num_rows = hidden.shape[0]
-            if call.plan.options.sequence_parallel:
-                num_rows *= group_size(call.plan.group)
-            grad_hidden = sharded.finish_grad_hidden(
-                ctx.grads.hidden * upstream, call.rows, num_rows, call.plan
-            ).to(hidden.dtype)
-        if ctx.grads.bias is not None:
-            grad_bias = pad_bias(ctx.grads.bias * upstream, bias)
-        target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
-        if target.rows is not None and target.accumulate:
-            target.rows.addcmul_(ctx.grad_weight, upstream.expand_as(ctx.grad_weight))
-        elif target.rows is not None:
-            torch.mul(ctx.grad_weight, upstream, out=target.rows)
-        return grad_hidden, target.returned, grad_bias, None, None
+        made: Made | None = ctx.made
+        ctx.made = None
+        if made is None:
+            made, *_ = InForward._make(ctx, hidden, weight, bias)
+        made.scale(upstream)
+        grad_hidden = None if made.hidden is None else made.hidden.to(hidden.dtype)
+        grad_weight = made.weight
+        if grad_weight is not None and (
+            call.grad_weight_into is not None
+            or grad_weight.dtype != weight.dtype
+            or grad_weight.shape != weight.shape
+        ):
+            target = GradWeight.prepare(call, weight, True)
+            assert target.rows is not None
+            if target.accumulate:
+                target.rows.add_(grad_weight)
+            else:
+                target.rows.copy_(grad_weight)
+            grad_weight = target.returned
+        return grad_hidden, grad_weight, pad_bias(made.bias, bias), None, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cce_dist.options import TOKEN_BLOCK
+from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
 from cce_dist.partials import Head, Kept, Scores, Tokens
 from cce_dist.torch_tiles import TileSize, logits_tile, max_over_blocks, operand_dtype, spans
 
@@ -19,6 +19,7 @@ def local_kept(
     threshold: float,
     by_largest: bool,
     tail: bool,
+    draws: bool,
     workspace_bytes: int,
 ) -> Kept | None:
     """Turn scores into the columns that each block keeps; None if nothing is dropped.
@@ -44,11 +45,36 @@ def local_kept(
     size = TileSize.choose(head.weight, workspace_bytes)
     total = (scores.log_slope_sum - lse).exp()
     dropped = _dropped_mass(tokens, head, lse, mask, total, size)
-    share = None
-    if tail:
-        share = mass.masked_fill_(mask, 0)
-        share /= share.sum(1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
-    return Kept(mask, dropped, share)
+    if not tail:
+        return Kept(mask, dropped, None)
+    drawn = times = None
+    if draws:
+        # Of the data: the same for the same inputs, another one in the next step.
+        level = levels_of(mask.shape[1], lse[:1].float().view(torch.int32))
+        ratio = DRAW_FACTOR * threshold * full / mass.clamp_min(torch.finfo(mass.dtype).tiny)
+        exponent = torch.frexp(ratio).exponent - 1
+        drawn = (exponent.clamp_min(0) + 1 == level) & (mass > 0) & ~mask
+        times = torch.exp2(level.to(mass.dtype))
+    share = mass.masked_fill_(mask, 0)
+    share /= share.sum(1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
+    return Kept(mask, dropped, share, drawn, times)
+
+
+def levels_of(num_columns: int, seed: Tensor) -> Tensor:
+    """A level j >= 1 for each column, with probability 2^-j: docs/numerics.md#drawn-columns.
+
+    Args:
+        seed: [1] int32
+    Returns:
+        [num_columns] int64, at most 24; those of `level_of` in cce_dist/kernels/plan.py.
+    """
+    low = 2**32 - 1
+    column = torch.arange(num_columns, device=seed.device)
+    x = ((column * 2654435761) ^ seed) & low
+    x = ((x ^ (x >> 16)) * 2246822507) & low
+    x = ((x ^ (x >> 13)) * 3266489909) & low
+    x ^= x >> 16
+    return 25 - torch.frexp(((x >> 8) | 1).float()).exponent
 
 
 def _block_tokens(num_tokens: int, like: Tensor) -> Tensor:

@@ -80,6 +80,9 @@ def local_grads(
                 task.whole_tile(i0, i1, columns, mask, None)
             else:
                 task.gathered_blocks(i0, i1, mask)
+            if tail and kept and kept.drawn is not None and kept.times is not None:
+                drawn = task.drawn_blocks(i0, i1, kept.drawn[blocks, v0:v1], kept.times)
+                tail.drawn_mass[i0:i1] += drawn
         for term in (tail, mean):
             if term is not None:
                 term.add_columns(task.sums, columns)
@@ -216,6 +219,24 @@ class _Task:
             if self.sums.bias is not None:
                 self.sums.bias.index_add_(0, index, grad.sum(0))
 
+    def drawn_blocks(self, i0: int, i1: int, drawn: Tensor, times: Tensor) -> Tensor:
+        """Columns that stand for others in the hidden gradient; their d_logits' sum, [i1 - i0]."""
+        total = torch.zeros_like(self.lse[i0:i1])
+        if self.sums.hidden is None:
+            return total
+        for block, (j0, j1) in enumerate(spans(i1 - i0, TOKEN_BLOCK)):
+            index, (b0, b1) = drawn[block].nonzero()[:, 0] + self.sums.start, (i0 + j0, i0 + j1)
+            if len(index) == 0:
+                continue
+            hidden = self.tokens.take(b0, b1).to(self.operands)
+            z, slope = gathered_logits(hidden, self.head, index)
+            grad = self._grad_logits(z, slope, b0, b1, index).mul_(times[index])
+            operand, unscale = self._to_operand(grad)
+            columns = self.head.weight.index_select(0, index).to(self.operands)
+            add_product(self.sums.hidden[b0:b1], operand, columns, unscale)
+            total[j0:j1] = grad.sum(1)
+        return total
+
     def _grad_logits(
         self, z: Tensor, slope: Tensor | None, i0: int, i1: int, columns: slice | Tensor
     ) -> Tensor:
@@ -261,6 +282,7 @@ class _Tail:
     block_mass: Tensor  # [num_blocks]
     block_hidden: Tensor  # [num_blocks, D] sum of mass_i E_i
     centroid: Tensor  # [num_blocks, D] sum over columns of share_v C_v, filled tile by tile
+    drawn_mass: Tensor  # [N] sum of d_logits of drawn columns, filled tile by tile
 
     @classmethod
     def of(cls, task: _Task, share: Tensor, dropped_mass: Tensor, size: TileSize) -> _Tail:
@@ -272,7 +294,8 @@ class _Tail:
             hidden = task.tokens.take(i0, i1).to(dtype)
             block_hidden[blocks] = sum_over_blocks(mass[i0:i1], hidden)
         block_mass = sum_over_blocks(mass, mass.new_ones(mass.shape[0], 1))[:, 0]
-        return cls(share, mass, block_mass, block_hidden, torch.zeros_like(block_hidden))
+        centroid, drawn_mass = torch.zeros_like(block_hidden), torch.zeros_like(mass)
+        return cls(share, mass, block_mass, block_hidden, centroid, drawn_mass)
 
     def add_columns(self, sums: _Sums, columns: Tensor) -> None:
         share = self.share[:, sums.start : sums.stop]
@@ -284,7 +307,9 @@ class _Tail:
 
     def add_hidden(self, grad_hidden: Tensor) -> None:
         for block, (i0, i1) in enumerate(spans(grad_hidden.shape[0], TOKEN_BLOCK)):
-            grad_hidden[i0:i1].addr_(self.mass[i0:i1], self.centroid[block])
+            # What the drawn columns did not add is added at the centroid: rows still sum to zero.
+            rest = self.mass[i0:i1] - self.drawn_mass[i0:i1]
+            grad_hidden[i0:i1].addr_(rest, self.centroid[block])
 
 
 @dataclass

@@ -36,20 +36,6 @@ from cce_dist.partials import Head, Stats, Tokens, Wanted, merge_moments
 NUM_EXTRAS = 7
 
 
-def choose_splits(num_blocks: int, num_tiles: int, programs: int) -> int:
-    """Splits of the vocabulary so that blocks x splits fills whole waves of programs.
-
-    Few splits: each one's running sum is then a tighter bound of lse.
-    """
-    best, best_share = 1, 0.0
-    for splits in range(1, min(num_tiles, max(1, 2 * programs // num_blocks)) + 1):
-        work = num_blocks * splits
-        share = work / (triton.cdiv(work, programs) * programs)
-        if share > best_share + 0.02:
-            best, best_share = splits, share
-    return best
-
-
 def local_stats(
     tokens: Tokens,
     head: Head,
@@ -76,7 +62,15 @@ def local_stats(
     marks = None
     if score:
         assert log_dropped is not None
-        marks = marks_of(run.parts["mass"], run.count, log_dropped, run.weight.dtype)
+        marks = marks_of(
+            run.parts["mass"],
+            run.count,
+            log_dropped,
+            run.weight.dtype,
+            threshold=threshold,
+            # Columns are drawn by mass, which a threshold of the largest probability is not.
+            draws=not score_largest,
+        )
     return stats, marks
 
 
@@ -93,7 +87,9 @@ class _Forward:
     targets: Tensor
     weight: Tensor
     packed: Tensor
-    splits: int
+    shape: Tensor  # [2] int32: blocks that count, and splits of the vocabulary
+    programs: int  # at least as many as blocks x splits
+    every_block: bool  # the shape is that of all blocks, whatever counts
     num_blocks: int
     parts: dict[str, Tensor]  # by the kernel's name of the pointer
     score: bool
@@ -104,23 +100,23 @@ class _Forward:
         weight = head.weight
         tiles = tiles_for(weight)
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        num_tiles = triton.cdiv(weight.shape[0], tiles.columns)
-        splits = choose_splits(num_blocks, num_tiles, num_programs(weight))
+        programs = max(num_blocks, 2 * num_programs(weight))
         padded = num_blocks * TOKEN_BLOCK
         rows, count = rows_of(tokens)
         new = weight.new_empty
         fp32 = torch.float32
         parts = {
-            "ref": new(splits, padded, dtype=fp32),
-            "sum": weight.new_zeros(splits, padded, dtype=fp32),
+            "ref": new(programs * TOKEN_BLOCK, dtype=fp32),
+            "sum": weight.new_zeros(programs * TOKEN_BLOCK, dtype=fp32),
         }
         if wanted.entropy:
-            parts["surplus"] = weight.new_zeros(splits, padded, dtype=fp32)
+            parts["surplus"] = weight.new_zeros(programs * TOKEN_BLOCK, dtype=fp32)
         if score:
-            parts["dropped"] = weight.new_zeros(splits, padded, dtype=fp32)
+            parts["dropped"] = weight.new_zeros(programs * TOKEN_BLOCK, dtype=fp32)
             parts["mass"] = new(num_blocks, weight.shape[0], dtype=torch.bfloat16)
         if wanted.correct or wanted.moments or _sums_softcapped(wanted, head):
-            parts["extras"] = weight.new_zeros(NUM_EXTRAS, splits, padded, dtype=fp32)
+            size = programs * TOKEN_BLOCK
+            parts["extras"] = weight.new_zeros(NUM_EXTRAS, size, dtype=fp32)
         return cls(
             tokens=tokens,
             head=head,
@@ -131,7 +127,9 @@ class _Forward:
             targets=pad_tokens(tokens.local_targets.int(), padded, -1),
             weight=weight,
             packed=new(padded, padded_dim(weight)),
-            splits=splits,
+            shape=torch.empty(2, dtype=torch.int32, device=weight.device),
+            programs=programs,
+            every_block="extras" in parts,
             num_blocks=num_blocks,
             parts=parts,
             score=score,
@@ -150,10 +148,12 @@ class _Forward:
             self.count,
             self.packed,
             self.parts["ref"],
+            self.shape,
             len(self.tokens),
             self.weight.shape[1],
             padded,
-            self.splits,
+            triton.cdiv(self.weight.shape[0], self.tiles.columns),
+            num_programs(self.weight),
             hidden.stride(0),
             self.weight.stride(0),
             stride,
@@ -163,6 +163,8 @@ class _Forward:
             BLOCK_D=256,
             HAS_BIAS=self.head.bias is not None,
             HAS_SOFTCAP=self.head.softcap is not None,
+            TOKENS=TOKEN_BLOCK,
+            EVERY_BLOCK=self.every_block,
         )
         return self
 
@@ -187,12 +189,13 @@ class _Forward:
                 [self.weight.stride(0), 1],
                 [tiles.columns, tile],
             )
-        forward_kernel[(self.num_blocks * self.splits,)](
+        forward_kernel[(self.programs,)](
             hidden,
             weight,
             self._or_dummy(head.bias),
             self._or_dummy(head.class_weight),
             self.count,
+            self.shape,
             *(
                 self._or_dummy(parts.get(name))
                 for name in ("ref", "sum", "dropped", "mass", "surplus", "extras")
@@ -200,7 +203,6 @@ class _Forward:
             self.packed.shape[0],
             self.weight.shape[0],
             self.weight.shape[1],
-            self.splits,
             self.packed.stride(0),
             self.weight.stride(0),
             head.logit_scale,
@@ -234,13 +236,13 @@ class _Forward:
         block = 128
         finish_kernel[(triton.cdiv(padded, block),)](
             self.count,
+            self.shape,
             *(self._or_dummy(parts.get(name)) for name in ("ref", "sum", "dropped", "surplus")),
             lse,
             self._or_dummy(dropped),
             self._or_dummy(entropy),
             padded,
-            padded,
-            self.splits,
+            TOKENS=TOKEN_BLOCK,
             BLOCK_N=block,
             HAS_SCORE=self.score,
             HAS_SURPLUS=self.wanted.entropy,
@@ -289,9 +291,14 @@ class _Forward:
 
     def _merge_extras(self) -> dict[str, Tensor]:
         """What few callers ask for is merged in plain torch."""
-        num_tokens, columns = len(self.tokens), self.weight.shape[0]
+        num_tokens, padded = len(self.tokens), self.packed.shape[0]
         counts = torch.arange(num_tokens, device=self.weight.device) < self.count
-        top, index, origin, mean, m2, weighted, seen = self.parts["extras"][..., :num_tokens]
+        # Programs x 128 is more than splits x blocks x 128, of which the rest is no split.
+        splits = self.programs * TOKEN_BLOCK // padded
+        extras = self.parts["extras"][:, : splits * padded].view(NUM_EXTRAS, splits, padded)
+        top, index, origin, mean, m2, weighted, seen = extras[..., :num_tokens]
+        used = torch.arange(splits, device=counts.device)[:, None] < self.shape[1]
+        top = torch.where(used, top, -torch.inf)
         merged = {}
         if self.wanted.correct or self.wanted.moments:
             largest = top.amax(0)
@@ -308,7 +315,6 @@ class _Forward:
         if _sums_softcapped(self.wanted, self.head):
             smooth = weighted.sum(0) / self.head.vocab_size
             merged["smooth_logit"] = torch.where(counts, smooth, 0)
-        assert columns
         return merged
 
     def _mean_logit_by_linearity(self) -> Tensor:

@@ -16,14 +16,13 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist.kernels.backward import backward_kernel
+from cce_dist.kernels.backward import exact_kernel, filtered_kernel
 from cce_dist.kernels.dds import unkept_kernel
 from cce_dist.kernels.spread import spread_kernel
 from cce_dist.kernels.tail import token_sums_kernel
 from cce_dist.local_triton_inputs import (
     for_kernels,
     pad_tokens,
-    padded_dim,
     rows_of,
     with_unit_inner_stride,
 )
@@ -62,7 +61,9 @@ def local_grads(
     to add: hidden is then [num_rows, D] in hidden's dtype, 0 for tokens that don't count.
     Source: block-sparse products as in MegaBlocks, arXiv:2211.15841; docs/numerics.md#the-tail.
     """
-    run = Backward.of(tokens, head, lse, target_logit, upstream, entropy, kept, workspace_bytes)
+    run = Backward.of(
+        tokens, head, lse, target_logit, upstream, entropy, kept, needs, workspace_bytes
+    )
     weight, grad_hidden, grad_bias = run.weight, None, None
     if needs.bias:
         grad_bias = weight.new_empty(weight.shape[0], dtype=torch.float32)
@@ -102,7 +103,8 @@ class Backward:
     has_smooth: bool
     num_blocks: int
     num_tiles: int
-    tiles_per_chunk: int
+    workspace_bytes: int
+    drawn_total: Tensor  # [num_blocks * 128] sum of the drawn columns' d_logits
     lists: Lists | None
     centroid: Tensor | None = None  # [GROUPS, D] mean column of what a group drops
     sums: Tensor | None = None  # [GROUPS, D] what a unit of a group's share adds to a column
@@ -118,6 +120,7 @@ class Backward:
         upstream: Upstream,
         entropy: Tensor | None,
         kept: KeptColumns | None,
+        needs: Needs,
         workspace_bytes: int,
     ) -> Backward:
         head = for_kernels(head)
@@ -127,11 +130,10 @@ class Backward:
         num_tiles = triton.cdiv(weight.shape[0], TILE)
         hidden = with_unit_inner_stride(tokens.hidden)
         layout = Layout.of(hidden, weight, rows, count, num_blocks)
-        state = 0 if kept is None else kept.marks.num_bytes
-        per_chunk = choose_tiles_per_chunk(weight, num_blocks, num_tiles, workspace_bytes - state)
         lists = None
         if kept is not None:
-            lists = Lists.of(kept.marks, layout, num_blocks, num_tiles, per_chunk)
+            room = workspace_bytes - kept.marks.num_bytes
+            lists = Lists.of(kept.marks, layout, weight, room, draws=kept.draws and needs.hidden)
         mean = None
         if upstream.smooth_logit is not None and head.softcap is None:
             mean = upstream.smooth_logit * (head.logit_scale / head.vocab_size)
@@ -157,7 +159,8 @@ class Backward:
             has_smooth=upstream.smooth_logit is not None and head.softcap is not None,
             num_blocks=num_blocks,
             num_tiles=num_tiles,
-            tiles_per_chunk=per_chunk,
+            workspace_bytes=workspace_bytes,
+            drawn_total=lse.new_empty(num_blocks * TOKEN_BLOCK),
             lists=lists,
         )
         run._sum_tail()
@@ -184,7 +187,11 @@ class Backward:
         if self.share is None and self.mean is None:
             return
         with_mean = self.mean is not None
-        self.centroid, inverse = centroids(self.head, self.weight, self.share, with_mean=with_mean)
+        # Where columns are drawn, no centroid biases the gradient: an estimate of it will do.
+        estimates = self.lists is not None and self.lists.draws and not with_mean
+        self.centroid, inverse = centroids(
+            self.head, self.weight, self.share, with_mean=with_mean, every=8 if estimates else 1
+        )
         self.sums = torch.empty_like(self.centroid)
         self.bias_sums = torch.empty_like(inverse)
         dim, block_d = self.weight.shape[1], 32
@@ -215,155 +222,180 @@ class Backward:
         grad_bias: Tensor | None,
         accumulate: bool,
     ) -> None:
-        """SDD, DSD, DDS over the chunks that hold a kept column, then the columns beyond."""
-        table, weight, head, lists = self.table, self.weight, self.head, self.lists
-        num_columns, dim = weight.shape
-        num_chunks = triton.cdiv(self.num_tiles, self.tiles_per_chunk)
-        queue = torch.zeros(2 * num_chunks + 2, dtype=torch.int32, device=weight.device)
+        """SDD, DSD, DDS: of every column, or of what is kept, and the tail of what is not."""
+        weight, head, lists = self.weight, self.head, self.lists
         # The tail's shares and sums are fp32; tf32 keeps more digits than the 16-bit inputs have.
         tail_precision = "tf32" if weight.element_size() == 2 else "ieee"
-        common = {
-            "order_ptr": self._or_dummy(None if lists is None else lists.order),
-            "num_active_ptr": self._or_dummy(None if lists is None else lists.num_active),
-            "share_ptr": self._or_dummy(self.share),
+        stored = {
             "class_weight_ptr": self._or_dummy(head.class_weight),
             "tail_ptr": self._or_dummy(self.sums),
             "tail_bias_ptr": self._or_dummy(self.bias_sums),
             "grad_weight_ptr": self._or_dummy(grad_weight),
             "grad_bias_ptr": self._or_dummy(grad_bias),
-            "V": num_columns,
-            "D": dim,
-            "tiles_per_chunk": self.tiles_per_chunk,
-            "groups": self.groups,
+            "V": weight.shape[0],
+            "D": weight.shape[1],
             "stride_gv": 0 if grad_weight is None else grad_weight.stride(0),
             "TILE": TILE,
             "GROUPS": GROUPS,
-            "HAS_TAIL": self.share is not None,
             "HAS_MEAN": self.mean is not None,
             "HAS_CLASS_WEIGHT": head.class_weight is not None,
             "HAS_GRAD_WEIGHT": grad_weight is not None,
             "HAS_GRAD_BIAS": grad_bias is not None,
             "ACCUMULATE": accumulate,
         }
-        backward_kernel[(num_programs(weight),)](
-            **common,
+        common = {
+            **stored,
             **self._inputs(),
-            **self._workspace(gathers=lists is not None and grad_hidden is not None),
-            grad_hidden_ptr=self._or_dummy(grad_hidden),
-            queue_ptr=queue,
-            num_chunks=num_chunks,
-            TAIL_PRECISION=tail_precision,
-            SLICE=table.slice_dims,
-            HAS_GRAD_HIDDEN=grad_hidden is not None,
-            num_warps=table.warps,
+            "grad_hidden_ptr": self._or_dummy(grad_hidden),
+            "HAS_GRAD_HIDDEN": grad_hidden is not None,
+            "TAIL_PRECISION": tail_precision,
+            "num_warps": self.table.backward_warps,
             **({} if interpreted() else {"launch_cooperative_grid": True}),
-        )
-        if lists is None or (grad_weight is None and grad_bias is None):
+        }
+        if lists is None:
+            self._every(common)
+            return
+        tail = {
+            "order_ptr": lists.order,
+            "num_active_ptr": lists.num_active,
+            "share_ptr": self._or_dummy(self.share),
+            "groups": self.groups,
+            "HAS_TAIL": self.share is not None,
+        }
+        self._listed(lists, {**common, **tail})
+        if grad_weight is None and grad_bias is None:
             return
         slice_dims = 64
-        slices = 1 if grad_weight is None else triton.cdiv(dim, slice_dims)
         unkept_kernel[(self.num_tiles,)](
-            **common, num_slices=slices, PRECISION=tail_precision, SLICE=slice_dims, num_warps=4
+            **stored,
+            **tail,
+            num_slices=1 if grad_weight is None else triton.cdiv(weight.shape[1], slice_dims),
+            PRECISION=tail_precision,
+            SLICE=slice_dims,
+            num_warps=4,
         )
 
     def _inputs(self) -> dict[str, Any]:
-        """Arguments of the backward kernel that are there before it runs."""
-        head, table, lists = self.head, self.table, self.lists
-        listed = ("bits", "tile_bits", "tiles", "start")
-        of_tiles: Lists | Layout = self.layout if lists is None else lists
+        """Arguments of both backward kernels that are there before they run."""
+        head, table = self.head, self.table
+        dim = self.weight.shape[1]
+        targets = self.tokens.local_targets.int()
+        shape = list(self.hidden.shape), [self.hidden.stride(0), 1]
+        block_k = table.backward_dims
         return {
             "hidden_ptr": self.hidden,
+            "hidden_rows": self._described(self.hidden, *shape, TOKEN_BLOCK, block_k),
+            "hidden_slices": self._described(self.hidden, *shape, block_k, table.slice_dims),
             "rows_ptr": self.layout.rows,
             "straight_ptr": self.layout.straight,
-            "blocks_ptr": of_tiles.blocks,
-            "num_straight_ptr": of_tiles.num_straight,
-            "num_blocks_ptr": of_tiles.num_blocks,
-            "stride_bt": 0 if lists is None else self.num_blocks,
             "weight_ptr": self.weight,
             "bias_ptr": self._or_dummy(head.bias),
-            "place_ptr": self._places(),
+            "target_ptr": pad_tokens(targets, self.num_blocks * TOKEN_BLOCK, -1),
             "count_ptr": self.count,
             "pull_ptr": self.pull,
             "unit_ptr": self.unit,
-            **{
-                f"{name}_ptr": self._or_dummy(None if lists is None else getattr(lists, name))
-                for name in listed
-            },
             "num_blocks": self.num_blocks,
             "num_tiles": self.num_tiles,
-            "words": 1 if lists is None else lists.bits.shape[1],
             "stride_hn": self.hidden.stride(0),
             "stride_wv": self.weight.stride(0),
             "scale": head.logit_scale,
             "softcap": head.softcap or 1.0,
             "TOKENS": TOKEN_BLOCK,
-            "PAIR": table.pair,
-            "BLOCK_K": table.backward_dims,
-            "EVEN_K": self.weight.shape[1] % table.backward_dims == 0,
+            "SLICE": table.slice_dims,
+            "BLOCK_K": block_k,
+            "EVEN_K": dim % block_k == 0,
             "STAGES": table.backward_stages,
             "PRECISION": "ieee",
+            "USE_TMA": self.layout.use_tma,
             "IS_INTERPRETED": interpreted(),
-            "EVERY": lists is None,
             "HAS_BIAS": head.bias is not None,
             "HAS_SOFTCAP": head.softcap is not None,
-            "HAS_ENTROPY": self.has_entropy,
-            "HAS_SMOOTH": self.has_smooth,
         }
 
-    def _places(self) -> Tensor:
-        """Where in the order of columns each token's target stands: [num_blocks * 128] int32."""
-        targets = self.tokens.local_targets
-        if self.lists is None:
-            places = targets.int()
-        else:
-            places = self.lists.rank[targets.clamp_min(0)].masked_fill(targets < 0, -1)
-        return pad_tokens(places, self.num_blocks * TOKEN_BLOCK, -1)
+    def _described(
+        self, matrix: Tensor, shape: list[int], strides: list[int], rows: int, columns: int
+    ) -> Any:
+        """A descriptor of tiles of the matrix, or a pointer where nothing is read through one."""
+        if not self.layout.use_tma:
+            return matrix
+        return TensorDescriptor(matrix, shape, strides, [rows, columns])
 
-    def _workspace(self, *, gathers: bool) -> dict[str, Any]:
-        """The chunk's d_logits and rows of the weight, and how the products read them."""
+    def _rows_of(self, matrix: Tensor, rows: int, columns: int) -> Any:
+        return self._described(matrix, list(matrix.shape), [matrix.stride(0), 1], rows, columns)
+
+    @property
+    def _programs(self) -> int:
+        return num_programs(self.weight) * (1 if interpreted() else self.table.residents)
+
+    def _every(self, common: dict[str, Any]) -> None:
         weight, table = self.weight, self.table
-        use_tma = self.layout.use_tma
-        columns = self.tiles_per_chunk * TILE
-        workspace = weight.new_empty(columns * self.num_blocks, TOKEN_BLOCK)
-        gathered = workspace
-        stride = 0
-        if gathers and use_tma:
-            stride = padded_dim(weight)
-            gathered = weight.new_empty(columns, stride)
-        found = {
-            "workspace_ptr": workspace,
-            "gathered_ptr": gathered,
-            "stride_cd": stride,
-            "USE_TMA": use_tma,
-        }
-        names = ("weight_tile", "columns_rows", "workspace_rows", "workspace_columns")
-        names += ("hidden_rows", "hidden_slices")
-        if not use_tma:
-            return found | dict.fromkeys(names, workspace)
-        dim = weight.shape[1]
-        rows_of_weight = [columns, dim], [stride, 1]
-        if not gathers:
-            gathered, rows_of_weight = weight, (list(weight.shape), [weight.stride(0), 1])
-        block_k, tokens = table.backward_dims, TOKEN_BLOCK
-        rows_of_hidden = list(self.hidden.shape), [self.hidden.stride(0), 1]
-        return found | {
-            "hidden_rows": TensorDescriptor(self.hidden, *rows_of_hidden, [tokens, block_k]),
-            "hidden_slices": TensorDescriptor(
-                self.hidden, *rows_of_hidden, [block_k, table.slice_dims]
+        room = self.workspace_bytes
+        per_chunk = choose_tiles_per_chunk(weight, self.num_blocks, self.num_tiles, room)
+        num_chunks = triton.cdiv(self.num_tiles, per_chunk)
+        workspace = weight.new_empty(per_chunk * TILE * self.num_blocks, TOKEN_BLOCK)
+        block_k = table.backward_dims
+        exact_kernel[(self._programs,)](
+            **common,
+            blocks_ptr=self.layout.blocks,
+            num_straight_ptr=self.layout.num_straight,
+            num_blocks_ptr=self.layout.num_blocks,
+            weight_tile=self._rows_of(weight, table.pair * TILE, block_k),
+            weight_rows=self._rows_of(weight, block_k, table.slice_dims),
+            workspace_ptr=workspace,
+            workspace_rows=self._rows_of(workspace, block_k, TOKEN_BLOCK),
+            workspace_columns=self._rows_of(workspace, TILE, block_k),
+            queue_ptr=torch.zeros(2 * num_chunks + 1, dtype=torch.int32, device=weight.device),
+            num_chunks=num_chunks,
+            tiles_per_chunk=per_chunk,
+            PAIR=table.pair,
+            HAS_ENTROPY=self.has_entropy,
+            HAS_SMOOTH=self.has_smooth,
+        )
+
+    def _listed(self, lists: Lists, common: dict[str, Any]) -> None:
+        assert self.kept is not None
+        weight, table, marks = self.weight, self.table, self.kept.marks
+        segment = table.pair * TILE
+        max_tasks = triton.cdiv(lists.max_rows, segment) + self.num_blocks
+
+        def int32(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=torch.int32, device=weight.device)
+
+        workspace = weight.new_empty(lists.max_rows, TOKEN_BLOCK)
+        filtered_kernel[(self._programs,)](
+            **common,
+            seed_ptr=marks.seed,
+            kept_ptr=marks.kept,
+            drawn_ptr=marks.drawn,
+            starts_ptr=lists.starts,
+            blocks_ptr=lists.blocks,
+            position_ptr=lists.position,
+            num_straight_ptr=lists.num_straight,
+            num_blocks_ptr=lists.num_blocks,
+            first_ptr=lists.first,
+            num_chunks_ptr=lists.num_chunks,
+            base_ptr=lists.base,
+            segment_ptr=lists.segment,
+            entries_ptr=int32(2, lists.max_rows),
+            place_ptr=torch.empty(
+                2, lists.max_pairs, TILE, dtype=torch.uint8, device=weight.device
             ),
-            "weight_tile": TensorDescriptor(
-                weight, list(weight.shape), [weight.stride(0), 1], [table.pair * TILE, block_k]
+            pair_row_ptr=int32(2, lists.max_pairs),
+            workspace_ptr=workspace,
+            workspace_rows=self._rows_of(workspace, table.backward_dims, TOKEN_BLOCK),
+            drawn_sum_ptr=weight.new_empty(max_tasks, TOKEN_BLOCK, dtype=torch.float32),
+            drawn_total_ptr=self.drawn_total,
+            queue_ptr=torch.zeros(
+                2 * lists.max_chunks + 2, dtype=torch.int32, device=weight.device
             ),
-            "columns_rows": TensorDescriptor(
-                gathered, *rows_of_weight, [block_k, table.slice_dims]
-            ),
-            "workspace_rows": TensorDescriptor(
-                workspace, list(workspace.shape), [tokens, 1], [block_k, tokens]
-            ),
-            "workspace_columns": TensorDescriptor(
-                workspace, list(workspace.shape), [tokens, 1], [TILE, block_k]
-            ),
-        }
+            max_chunks=lists.max_chunks,
+            max_rows=lists.max_rows,
+            max_pairs=lists.max_pairs,
+            words=marks.kept.shape[1],
+            SEGMENT=segment,
+            BLOCKS=lists.blocks_padded,
+            HAS_DRAWN=lists.draws,
+        )
 
     def finish_hidden(self, packed: Tensor, complete: bool) -> Tensor:
         """Adds the tail; `complete`: as hidden's rows and dtype, else packed [N, D] fp32."""
@@ -377,8 +409,10 @@ class Backward:
             self._or_dummy(self.centroid),
             self.rows,
             self.count,
-            self._or_dummy(None if self.lists is None else self.lists.num_active),
+            self._or_dummy(None if self.lists is None else self.lists.num_chunks),
             self._or_dummy(self.tail_mass),
+            self.drawn_total,
+            self.unit,
             self._or_dummy(self.mean),
             out,
             num_tokens,
@@ -388,6 +422,7 @@ class Backward:
             BLOCK_N=TOKEN_BLOCK,
             BLOCK_D=block_d,
             HAS_TAIL=self.share is not None,
+            HAS_DRAWN=self.lists is not None and self.lists.draws,
             HAS_MEAN=self.mean is not None,
             EVERY=self.lists is None,
             PERMUTE=complete,

@@ -5,17 +5,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
-from cce_dist.kernels.plan import lists_kernel, marks_kernel, tiles_kernel
-from cce_dist.local_triton_inputs import pad_tokens, padded_dim
+from cce_dist.kernels.plan import (
+    chunks_kernel,
+    key_kernel,
+    marks_kernel,
+    segments_kernel,
+    tiles_kernel,
+)
+from cce_dist.local_triton_inputs import pad_tokens
 from cce_dist.local_triton_tail import TAIL_GROUPS
 from cce_dist.local_triton_tiles import num_programs, takes_tma, tiles_for
-from cce_dist.options import TOKEN_BLOCK
+from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens
 
 # Columns of one tile of the backward.
@@ -24,45 +30,61 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Marks:
-    """What the forward leaves for the backward: 25 bytes a column at 8,192 tokens."""
+    """What the forward leaves for the backward: 32 bytes a column at 8,192 tokens."""
 
-    bits: Tensor  # [V_local, ceil(num_blocks / 64)] int64: bit n: block n keeps the column
-    share: Tensor  # [groups, V_local] mass of the column where it is dropped
-    key: Tensor  # [V_local] int32: sorts columns of many blocks first
-    log_dropped: Tensor  # [N] log of the sum over dropped columns of exp(z) softcap'(z)
+    kept: Tensor  # [V_local, ceil(num_blocks / 64)] int64: bit n: block n keeps the column
+    drawn: Tensor  # the same: the column stands for others in block n's hidden gradient
+    share: Tensor  # [groups, V_local] mass of the column where it is not kept
+    log_dropped: Tensor  # [N] log of the sum over columns not kept of exp(z) softcap'(z)
     blocks_per_group: int
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.bits, self.share, self.key, self.log_dropped)
+        tensors = (self.kept, self.drawn, self.share, self.log_dropped)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    @property
+    def seed(self) -> Tensor:
+        """[1] int32. Of the data: the same for the same inputs, another one in the next step."""
+        return self.log_dropped[:1].view(torch.int32)
 
-def marks_of(mass: Tensor, count: Tensor, log_dropped: Tensor, dtype: torch.dtype) -> Marks:
+
+def marks_of(
+    mass: Tensor,  # [num_blocks, V_local], negative where kept
+    count: Tensor,
+    log_dropped: Tensor,
+    dtype: torch.dtype,
+    *,
+    threshold: float,
+    draws: bool,
+) -> Marks:
     """Column masses -> which blocks keep which columns; the masses are not needed afterwards."""
     num_blocks, num_columns = mass.shape
     words = triton.cdiv(num_blocks, 64)
     blocks_per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
     groups = triton.cdiv(num_blocks, blocks_per_group)
     share_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
-    bits = torch.empty(num_columns, words, dtype=torch.int64, device=mass.device)
+    bits = torch.zeros(2, num_columns, words, dtype=torch.int64, device=mass.device)
     share = torch.empty(groups, num_columns, dtype=share_dtype, device=mass.device)
-    key = torch.empty(num_columns, dtype=torch.int32, device=mass.device)
+    marks = Marks(bits[0], bits[1], share, log_dropped, blocks_per_group)
     block = 256
     marks_kernel[(triton.cdiv(num_columns, block),)](
         mass,
         count,
-        bits,
+        marks.seed,
+        marks.kept,
+        marks.drawn,
         share,
-        key,
         num_columns,
         num_blocks,
         words,
         blocks_per_group,
+        threshold * DRAW_FACTOR,
         TOKENS=TOKEN_BLOCK,
         BLOCK_V=block,
+        HAS_DRAWN=draws,
     )
-    return Marks(bits, share, key, log_dropped, blocks_per_group)
+    return marks
 
 
 @dataclass(frozen=True)
@@ -72,6 +94,7 @@ class KeptColumns:
     marks: Marks
     dropped_mass: Tensor  # [N]
     tail: bool
+    draws: bool
 
 
 def local_kept(
@@ -83,10 +106,11 @@ def local_kept(
     threshold: float,
     by_largest: bool,
     tail: bool,
+    draws: bool,
     workspace_bytes: int,
 ) -> KeptColumns:
     """The marks were made in the forward, by the same threshold."""
-    return KeptColumns(scores, (scores.log_dropped - lse).exp(), tail)
+    return KeptColumns(scores, (scores.log_dropped - lse).exp(), tail, draws)
 
 
 @dataclass(frozen=True)
@@ -131,85 +155,148 @@ class Layout:
 
 @dataclass(frozen=True)
 class Lists:
-    """Which tiles of sorted columns which token blocks keep; sizes known to the host are bounds."""
+    """Which columns which token blocks compute, chunk by chunk of an order of the columns.
 
+    A chunk's d_logits, one row of 128 tokens for each entry of a block's list, fit the workspace.
+    How many there are is known on the device only: sizes known to the host are bounds.
+    """
+
+    draws: bool
     order: Tensor  # [num_tiles * TILE] int32
-    rank: Tensor  # [V_local] int32: its inverse
-    bits: Tensor  # [num_tiles * TILE, words] int64
-    tile_bits: Tensor  # [num_tiles, words] int64
-    blocks: Tensor  # [num_tiles, num_blocks] int32, the straight ones first
+    starts: Tensor  # [num_blocks + 2, num_tiles + 1] int32: entries before a tile, see tiles_kernel
+    blocks: Tensor  # [num_tiles, num_blocks] int32: those that keep, the straight ones first
+    position: Tensor  # [num_tiles, num_blocks] int16: its inverse
     num_straight: Tensor  # [num_tiles] int32
     num_blocks: Tensor  # [num_tiles] int32
-    num_active: Tensor  # [1] int32
-    tiles: Tensor  # [num_blocks, num_tiles] int32
-    start: Tensor  # [num_blocks, num_chunks + 1] int32
+    num_active: Tensor  # [1] int32: tiles that a block keeps a column of
+    first: Tensor  # [max_chunks + 1] int32: the first tile of a chunk
+    num_chunks: Tensor  # [1] int32
+    base: Tensor  # [max_chunks, num_blocks + 1] int32: a block's first row of the workspace
+    segment: Tensor  # [max_chunks, num_blocks + 1] int32: a block's first SDD task
+    max_chunks: int
+    max_rows: int
+    max_pairs: int
 
     @classmethod
-    def of(
-        cls,
-        marks: Marks,
-        layout: Layout,
-        num_blocks: int,
-        num_tiles: int,
-        tiles_per_chunk: int,
-    ) -> Lists:
-        num_columns, words = marks.bits.shape
-        device = marks.bits.device
-        num_chunks = triton.cdiv(num_tiles, tiles_per_chunk)
+    def of(cls, marks: Marks, layout: Layout, weight: Tensor, room: int, *, draws: bool) -> Lists:
+        """Args: room: bytes for a chunk's d_logits and lists."""
+        num_columns, words = marks.kept.shape
+        num_blocks = layout.blocks.shape[0]
+        num_tiles = triton.cdiv(num_columns, TILE)
+        step, segment = tiles_for(weight).backward_dims, tiles_for(weight).pair * TILE
+        # What is made below, and a few vectors of tokens.
+        tables = 8 * (num_blocks + 2) * (num_tiles + 1) + (6 * num_blocks + 4 * TILE) * num_tiles
+        tables += 64 * num_blocks * TOKEN_BLOCK
+        max_rows, max_pairs = chunk_bounds(weight, num_blocks, num_tiles, room - tables)
+        windows = max_rows - (TILE + step) * num_blocks, max_pairs - num_blocks
+        max_chunks = num_tiles * TILE * num_blocks // windows[0] + 1
+        max_chunks += num_tiles * num_blocks // windows[1]
 
         def int32(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=torch.int32, device=device)
+            return torch.empty(*shape, dtype=torch.int32, device=weight.device)
 
+        key = int32(num_columns)
+        block = 256
+        key_kernel[(triton.cdiv(num_columns, block),)](
+            marks.kept,
+            marks.drawn,
+            key,
+            num_columns,
+            num_blocks,
+            words,
+            BLOCK_V=block,
+            HAS_DRAWN=draws,
+        )
+        order = torch.sort(key, stable=True).indices.int()
+        counts = torch.zeros(num_blocks + 2, num_tiles + 1, dtype=torch.int32, device=weight.device)
         lists = cls(
+            draws=draws,
             order=int32(num_tiles * TILE),
-            rank=int32(num_columns),
-            bits=torch.empty(num_tiles * TILE, words, dtype=torch.int64, device=device),
-            tile_bits=torch.empty(num_tiles, words, dtype=torch.int64, device=device),
+            starts=counts,
             blocks=int32(num_tiles, num_blocks),
+            position=torch.empty(num_tiles, num_blocks, dtype=torch.int16, device=weight.device),
             num_straight=int32(num_tiles),
             num_blocks=int32(num_tiles),
-            num_active=torch.zeros(1, dtype=torch.int32, device=device),
-            tiles=int32(num_blocks, num_tiles),
-            start=int32(num_blocks, num_chunks + 1),
+            num_active=torch.zeros(1, dtype=torch.int32, device=weight.device),
+            first=int32(max_chunks + 1),
+            num_chunks=int32(1),
+            base=int32(max_chunks, num_blocks + 1),
+            segment=int32(max_chunks, num_blocks + 1),
+            max_chunks=max_chunks,
+            max_rows=max_rows,
+            max_pairs=max_pairs,
         )
-        order = torch.sort(marks.key, stable=True).indices.int()
         tiles_kernel[(num_tiles,)](
-            marks.bits,
+            marks.kept,
+            marks.drawn,
             order,
-            lists.bits,
             lists.order,
-            lists.rank,
-            lists.tile_bits,
             layout.straight,
+            counts,
             lists.blocks,
+            lists.position,
             lists.num_straight,
             lists.num_blocks,
             lists.num_active,
             num_columns,
+            num_tiles,
             num_blocks,
             words,
             TILE=TILE,
+            HAS_DRAWN=draws,
         )
-        lists_kernel[(num_blocks,)](
-            lists.tile_bits,
-            lists.tiles,
-            lists.start,
+        lists = replace(lists, starts=torch.cumsum(counts, 1, dtype=torch.int32))
+        chunks_kernel[(1,)](
+            lists.starts,
+            lists.first,
+            lists.num_chunks,
             num_tiles,
-            num_chunks,
-            tiles_per_chunk,
-            words,
+            num_blocks,
+            *windows,
             BLOCK=1024,
+        )
+        segments_kernel[(max_chunks,)](
+            lists.starts,
+            lists.first,
+            lists.num_chunks,
+            lists.base,
+            lists.segment,
+            num_tiles,
+            num_blocks,
+            BLOCKS=lists.blocks_padded,
+            ROWS=step,
+            SEGMENT=segment,
         )
         return lists
 
+    @property
+    def blocks_padded(self) -> int:
+        return triton.next_power_of_2(self.blocks.shape[1] + 1)
+
+
+def chunk_bounds(weight: Tensor, num_blocks: int, num_tiles: int, room: int) -> tuple[int, int]:
+    """Rows of d_logits, and pairs of a tile and a block that keeps it, of a chunk of `room` bytes.
+
+    At least what one tile and one window more take, at most what all of them do.
+    """
+    step = tiles_for(weight).backward_dims
+    pairs_share = 16
+    # Of each row: d_logits; an entry, twice; its part of a sum over drawn ones; of the pairs.
+    row = TOKEN_BLOCK * weight.element_size() + 2 * 4 + 4 + 2 * (TILE + 4) // pairs_share
+    one_tile = (TILE + step) * num_blocks
+    rows = max(room // row, 2 * one_tile)
+    rows = min(rows, num_tiles * TILE * num_blocks + 2 * one_tile)
+    rows = triton.cdiv(rows, step) * step
+    return rows, max(rows // pairs_share, 2 * num_blocks)
+
 
 def choose_tiles_per_chunk(weight: Tensor, num_blocks: int, num_tiles: int, room: int) -> int:
-    """Tiles whose d_logits and rows of the weight fit into `room` bytes; a multiple of `pair`.
+    """Tiles whose d_logits of every token fit into `room` bytes; a multiple of `pair`.
 
     Of the larger half of what fits, the number whose SDD tasks fill whole waves best.
     """
     table, programs = tiles_for(weight), num_programs(weight)
-    row = num_blocks * TOKEN_BLOCK + (padded_dim(weight) if takes_tma(weight) else 0)
+    row = num_blocks * TOKEN_BLOCK
     most = max(1, room // (TILE * row * weight.element_size()) // table.pair)
     whole = triton.cdiv(num_tiles, table.pair)
     if most >= whole:

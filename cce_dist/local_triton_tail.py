@@ -20,10 +20,11 @@ GROUPS = 16
 
 
 def centroids(
-    head: Head, weight: Tensor, share: Tensor | None, *, with_mean: bool
+    head: Head, weight: Tensor, share: Tensor | None, *, with_mean: bool, every: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Sum over columns of share_v C_v for each group, normalised; reads the weight once.
 
+    Args: every: of the tiles of columns every so many only: an estimate of the same.
     Returns:
         [GROUPS, D] fp32: groups of `share`, then (with_mean) sum_v class_weight_v C_v.
         [GROUPS] fp32: 1 over each group's total share; 0 where that is 0, 1 for the mean.
@@ -34,7 +35,7 @@ def centroids(
     slices = triton.cdiv(dim, block_d)
     splits = max(1, min(triton.cdiv(num_columns, block_v), 2 * num_programs(weight) // slices))
     part = weight.new_empty(splits, GROUPS, dim, dtype=torch.float32)
-    total = weight.new_empty(splits, GROUPS, dtype=torch.float32)
+    total = weight.new_empty(2, splits, GROUPS, dtype=torch.float32)
     has_class_weight = with_mean and head.class_weight is not None
     centroid_kernel[(slices, splits)](
         weight,
@@ -45,6 +46,7 @@ def centroids(
         num_columns,
         dim,
         groups,
+        every if num_columns >= 2 * every * splits * block_v else 1,
         weight.stride(0),
         BLOCK_V=block_v,
         BLOCK_D=block_d,

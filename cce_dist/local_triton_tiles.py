@@ -27,12 +27,24 @@ class Tiles:
     slice_dims: int
     backward_dims: int
     backward_stages: int
+    backward_warps: int = 8
+    residents: int = 1  # programs of the backward a multiprocessor
     warps: int = 8
 
 
 # What is measured of it: docs/performance.md#tiles.
 TABLE = {
-    ("sm90", 2): Tiles(256, 64, 4, pair=2, slice_dims=256, backward_dims=64, backward_stages=4),
+    ("sm90", 2): Tiles(
+        256,
+        64,
+        4,
+        pair=1,
+        slice_dims=128,
+        backward_dims=64,
+        backward_stages=3,
+        backward_warps=4,
+        residents=2,
+    ),
     ("sm80", 2): Tiles(128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3),
     ("sm90", 4): Tiles(128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=2),
     ("sm80", 4): Tiles(128, 32, 2, pair=1, slice_dims=128, backward_dims=32, backward_stages=2),

@@ -94,8 +94,9 @@ def linear_cross_entropy(
         shift: hidden[..., t, :] predicts targets[..., t + shift]; the last dim of the result is
             T - shift. token_weight goes with targets.
         gradient: "filtered" computes the columns that matter and keeps the mass of the others
-            (`filter`); "exact" computes every column; "in_forward" too, with one matrix product
-            less, and takes a scalar loss only.
+            (`filter`); "exact" computes every column; "in_forward" makes the gradients beside the
+            loss, which must be a scalar: backend "torch" of every column, with one matrix product
+            less, "triton" filtered.
         grad_weight_into: the weight's gradient is added here, and weight.grad stays None.
         stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments". Where "entropy"
             is differentiated, the backward computes every column. "tail_mass" recomputes what
@@ -110,7 +111,8 @@ def linear_cross_entropy(
         RuntimeError: a backward through lse or entropy with gradient="in_forward".
     Collectives on `group`, bytes a rank: forward one all-gather of 8 N + 24 ("in_forward": one a
         chunk of tokens), and 4 N more for label smoothing, 4 N for entropy, 8 N for correct, 16 N
-        for moments; one more of 4 N for tail_mass. Backward one all-reduce of [N, D] fp32.
+        for moments; one more of 4 N for tail_mass. Backward one all-reduce of [N, D] fp32,
+        which "in_forward" makes in the forward.
         sequence_parallel: an all-gather of hidden in each, and a reduce-scatter instead of the
         all-reduce.
     Determinism: lse is bitwise equal on all ranks; results are bitwise equal from run to run.

@@ -15,10 +15,13 @@ Stat = Literal["lse", "entropy", "correct", "tail_mass", "logit_moments"]
 # "auto" in 16 bits keeps a column of a block at this mass; in the wide dtypes at this share of the
 # uniform mass 128 / V, so that what is dropped is at most the dtype's rounding unit per token, on
 # average over a block. Measured: docs/numerics.md#the-default-filter.
-AUTO_KEEP = {"bfloat16": 2.0**-13, "float16": 2.0**-16}
+AUTO_KEEP = {"bfloat16": 2.0**-10, "float16": 2.0**-13}
 AUTO_KEEP_SHARE = {"float32": 2.0**-24, "float64": 2.0**-53}
 # Below this vocabulary "auto" keeps every column: there is no tail worth skipping.
 AUTO_KEEP_FROM_VOCAB = 4096
+
+# A column of mass m below `keep` is drawn with a probability of about m over this times `keep`.
+DRAW_FACTOR = 4
 
 # One score per column and block of this many tokens; the kernels' token tile has the same size.
 TOKEN_BLOCK = 128
@@ -51,6 +54,9 @@ class Filter:
             `threshold`.
         tail: replace what is dropped by the product of its marginals; False drops it, as
             Apple's Cut Cross-Entropy does, and starves rare tokens of gradient.
+        draw: with `tail` and `keep`: some dropped columns, drawn in proportion to their mass, stand
+            for all of them in the hidden gradient, which is then right on average and closer by
+            far; False leaves it to the marginals, whose error has a bound.
         eps: keep a column where any single token's probability reaches `eps`, in place of
             `keep`: the criterion of Cut Cross-Entropy (arXiv:2411.09009, section 4.3).
     Raises:
@@ -60,6 +66,7 @@ class Filter:
     keep: float | Literal["auto"] = "auto"
     tail: bool = True
     eps: float | None = None
+    draw: bool = True
 
     def __post_init__(self) -> None:
         if self.keep != "auto":
@@ -69,8 +76,11 @@ class Filter:
                     f'Filter.keep must be "auto" or a mass in [0, {TOKEN_BLOCK}]: a block has '
                     f"{TOKEN_BLOCK} tokens of mass 1, got {self.keep!r}"
                 )
-        if not isinstance(self.tail, bool):
-            raise ValueError(f"Filter.tail must be True or False, got {self.tail!r}")
+        for name in ("tail", "draw"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"Filter.{name} must be True or False, got {getattr(self, name)!r}"
+                )
         if self.eps is not None:
             require_finite("Filter.eps", self.eps, minimum=0)
             if self.eps > 1:
@@ -155,7 +165,7 @@ class LossOptions:
                 'logits="screened" needs 8-bit matrix kernels, which no backend of this version '
                 'has; use logits="full"'
             )
-        if self.gradient != "filtered" and self.filter != Filter():
+        if self.gradient == "exact" and self.filter != Filter():
             raise ValueError(
                 f"filter={self.filter!r} has no effect with gradient={self.gradient!r}, which "
                 'keeps every column; use gradient="filtered", or leave filter out'
@@ -166,19 +176,27 @@ class LossOptions:
                 'known, so it takes one scalar only: reduction="none" must be used with '
                 'gradient="filtered" or "exact"'
             )
-        if (
-            self.gradient == "filtered"
-            and self.softcap is not None
-            and self.label_smoothing > 0
-            and self.filter.keep != 0
-        ):
+        given = self.gradient == "filtered" or self.filter != Filter()
+        if given and self._reaches_every_column and self.filter.keep != 0:
             raise ValueError(
                 f"softcap={self.softcap!r} with label_smoothing={self.label_smoothing!r} gives "
                 "every column a gradient of its own, which no filter can keep; use "
-                'gradient="exact" or "in_forward"'
+                'gradient="exact", or "in_forward" without a filter'
             )
 
     @property
+    def _reaches_every_column(self) -> bool:
+        """Whether each column has a gradient of its own: softcap'(z) / V of the mean logit."""
+        return self.softcap is not None and self.label_smoothing > 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether dropped columns are drawn: by mass, which the criterion `eps` is not."""
+        return self.filter.draw and self.filter.tail and self.filter.eps is None
+
+    @property
     def filters(self) -> bool:
-        """Whether the backward may leave columns out."""
-        return self.gradient == "filtered" and self.filter.keep != 0 and self.filter.eps != 0
+        """Whether the gradients may leave columns out."""
+        if self.gradient == "exact" or self._reaches_every_column:
+            return False
+        return self.filter.keep != 0 and self.filter.eps != 0

@@ -181,6 +181,8 @@ class Kept:
     mask: Tensor  # [num_blocks, V_local] bool
     dropped_mass: Tensor  # [N] sum of p softcap'(z) over this shard's dropped columns
     share: Tensor | None  # [num_blocks, V_local], rows sum to 1 or 0; None: no tail
+    drawn: Tensor | None = None  # [num_blocks, V_local] bool: columns that stand for others
+    times: Tensor | None = None  # [V_local] how often, where they do
 
 
 @dataclass(frozen=True)

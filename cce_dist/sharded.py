@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from cce_dist.collectives import (
@@ -58,6 +59,9 @@ class Plan:
 
     @property
     def filters(self) -> bool:
+        # With a chunk's logits at hand, leaving columns out would save nothing.
+        if self.options.gradient == "in_forward" and self.backend.keeps_logits:
+            return False
         return self.options.filters and self.threshold > 0
 
 
@@ -99,6 +103,7 @@ def find_kept(tokens: Tokens, head: Head, plan: Plan, scores: Any, lse: Tensor) 
         threshold=plan.threshold,
         by_largest=plan.options.filter.eps is not None,
         tail=plan.options.filter.tail,
+        draws=plan.options.draws,
         workspace_bytes=plan.options.workspace_bytes,
     )
 
@@ -123,10 +128,11 @@ def backward(
     needs: Needs,
     grad_weight: Tensor | None,  # [V_local, D], written
     accumulate: bool,
+    in_fp32: bool = False,  # the hidden gradient, rather than in hidden's dtype or in fp32
 ) -> LocalGrads:
     """Steps 3 and 4; the hidden gradient has the rows of this rank's hidden."""
     # One rank has all of it: the backend may store it where and as it is wanted.
-    complete = plan.backend.completes and group_size(plan.group) == 1
+    complete = plan.backend.completes and group_size(plan.group) == 1 and not in_fp32
     grads = plan.backend.grads(
         tokens,
         head,
@@ -174,28 +180,75 @@ def forward_with_grads(
     upstream_of: Callable[[Stats, slice], Upstream],
     *,
     needs: Needs,
-    grad_weight: Tensor | None,  # [V_local, D] fp32 | float64, zeroed: accumulates over chunks
-) -> LocalGrads:
-    """gradient="in_forward": steps 1-3 over chunks of tokens, whose logits are kept in between.
+    grad_weight: Tensor | None,  # [V_local, D], written
+    tail_mass_wanted: bool,
+) -> tuple[LocalGrads, Tensor | None]:
+    """gradient="in_forward": all four steps, for an upstream gradient of 1.
 
-    Three products instead of four; a backend that doesn't keep logits takes all tokens at once,
-    and four. The gradients are those for an upstream gradient of 1, and
-    step 4 is left to the backward. `upstream_of` is told each chunk's merged statistics.
-    Collectives: one all-gather a chunk of tokens.
+    A backend that keeps logits goes over chunks of tokens: three products of every column instead
+    of four, and grad_weight in the accumulation dtype. Another one takes all tokens at once, and
+    filters. `upstream_of` is told the merged statistics of the tokens it is asked for.
+
+    Returns:
+        hidden: [num_rows, D] of this rank's tokens, in hidden's dtype, or in fp32.
+        [N] `tail_mass` if wanted.
+    Collectives: one all-gather a chunk of tokens, step 4's, and `tail_mass`'s.
     """
+    if plan.backend.keeps_logits:
+        grads = _grads_by_chunks(tokens, head, plan, upstream_of, needs, grad_weight)
+        if grads.hidden is not None:
+            num_rows = tokens.hidden.shape[0]
+            hidden = finish_grad_hidden(grads.hidden, tokens.rows, num_rows, plan)
+            grads = LocalGrads(hidden, grads.bias)
+        dtype = accumulate_dtype(head.weight.dtype)
+        nothing = head.weight.new_zeros(len(tokens), dtype=dtype)
+        return grads, nothing if tail_mass_wanted else None
+    stats, scores = forward(tokens, head, plan, score=True)
+    kept = find_kept(tokens, head, plan, scores, stats.lse)
+    tail = tail_mass(kept, stats.lse, plan) if tail_mass_wanted else None
+    grads = backward(
+        tokens,
+        head,
+        plan,
+        stats,
+        upstream_of(stats, slice(0, len(tokens))),
+        kept=kept,
+        needs=needs,
+        grad_weight=grad_weight,
+        accumulate=False,
+        in_fp32=not scales_by_any(head.weight.dtype),
+    )
+    return grads, tail
+
+
+def scales_by_any(dtype: torch.dtype) -> bool:
+    """Whether gradients for an upstream gradient of 1 can be stored in it: a mean over tokens puts
+    them below fp16's smallest number."""
+    return dtype != torch.float16
+
+
+def _grads_by_chunks(
+    tokens: Tokens,
+    head: Head,
+    plan: Plan,
+    upstream_of: Callable[[Stats, slice], Upstream],
+    needs: Needs,
+    grad_weight: Tensor | None,
+) -> LocalGrads:
+    """Steps 1-3 over chunks of tokens, whose logits are kept in between."""
     weight = head.weight
     dtype = accumulate_dtype(weight.dtype)
-    size, buffer = max(len(tokens), 1), None
-    if plan.backend.keeps_logits:
-        size = chunk_tokens(len(tokens), plan)
-        buffer = weight.new_empty((min(size, len(tokens)), weight.shape[0]), dtype=dtype)
+    size = chunk_tokens(len(tokens), plan)
+    buffer = weight.new_empty((min(size, len(tokens)), weight.shape[0]), dtype=dtype)
     hidden = weight.new_empty((len(tokens), weight.shape[1]), dtype=dtype) if needs.hidden else None
     bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs.bias else None
+    if grad_weight is not None:
+        grad_weight.zero_()
     # One empty chunk where there is no token: statistics and gradients keep their shapes.
     for start in range(0, max(len(tokens), 1), size):
         at = slice(start, min(start + size, len(tokens)))
         chunk = tokens.slice(at.start, at.stop)
-        logits = None if buffer is None else buffer[: len(chunk)]
+        logits = buffer[: len(chunk)]
         local, _ = plan.backend.stats(
             chunk,
             head,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cce_dist import Filter
+from cce_dist.options import DRAW_FACTOR
 from cce_dist.testing import (
     DTYPES,
     TRITON_CPU,
@@ -90,7 +91,10 @@ def test_triton_shapes(place: Place, row: dict[str, Any]) -> None:
         assert float(outputs[name].abs().max()) <= 1e-5 * max(1.0, float(lse)), name
 
 
-@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS))
+UNDRAWN = {**WAYS, "undrawn": {"filter": Filter(keep=0.05, draw=False)}}
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=UNDRAWN))
 def test_triton_more_than_64_blocks(place: Place, way: dict[str, Any]) -> None:
     # 65 blocks that count: the marks of a column take a second word, a group of the tail nine.
     inputs = zipf_inputs(8400, 40, 4, generator=generator()).ignoring(generator(), 0.01)
@@ -101,10 +105,15 @@ def test_triton_more_than_64_blocks(place: Place, way: dict[str, Any]) -> None:
         check_outputs(case, outputs, but=("loss",))
         torch.testing.assert_close(outputs["loss"].double(), golden["loss"], rtol=1e-6, atol=0)
         return
-    # As in test_loss_filter: d_logits are wrong by twice the mass that was dropped, at most.
-    mass = 2 * outputs["tail_mass"].double()
+    # As in test_loss_filter: d_logits are wrong by twice the mass that was dropped, at most; where
+    # columns are drawn that bounds an average.
+    mass, longest = outputs["tail_mass"].double(), float(inputs.weight.norm(dim=-1).max())
     error = (outputs["grad_hidden"] - golden["grad_hidden"]).norm(dim=-1)
-    assert bool((error <= mass * inputs.weight.norm(dim=-1).max() + 1e-4).all())
+    if way["filter"].draw:
+        variance = 2 * DRAW_FACTOR * way["filter"].keep * float(mass.mean()) * (2 * longest) ** 2
+        assert float(error.square().mean()) <= variance
+    else:
+        assert bool((error <= 2 * mass * longest + 1e-4).all())
     total = outputs["grad_weight"].sum(0).abs().max()
     assert float(total) < 1e-5 * float(inputs.hidden.norm(dim=-1).sum())
 
@@ -135,6 +144,30 @@ def test_triton_blocks_of_which_few_tokens_count(place: Place, keep: float, dtyp
         mass = float(found["tail_mass"].double().sum() / counts.sum())
         difference = float((ours.double() - expected.double()).norm())
         assert difference <= (0.01 + mass) * unit, f"{name}: {difference / unit:.3e}"
+
+
+@pytest.mark.parametrize(
+    **grid(
+        places=(TRITON_CPU,),
+        ignored=(0.0, 0.6, 1.0),
+        stats={"plain": ("lse",), "merged_in_torch": ("lse", "correct", "logit_moments")},
+        way=WAYS,
+    )
+)
+def test_triton_splits_follow_the_tokens_that_count(
+    place: Place,
+    ignored: float,
+    stats: tuple[str, ...],
+    way: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Seven programs over the blocks that count, as a device would have: two splits or more.
+    monkeypatch.setattr("cce_dist.local_triton.num_programs", lambda tensor: 7)
+    inputs = gaussian_inputs(330, 2100, 16, generator=generator()).ignoring(generator(), ignored)
+    if "filter" in way:
+        way = {"filter": Filter(keep=1e-7)}
+    case = Case(inputs, {**way, "reduction": "sum", "stats": stats}).at(place)
+    check_outputs(case, run_case(None, case))
 
 
 # -- bitwise ------------------------------------------------------------------------------------
@@ -188,7 +221,9 @@ def test_triton_workspace_changes_rounding_only(
         unit = float(expected[name].abs().max())
         eps = torch.finfo(expected[name].dtype).eps
         difference = float((found[name].double() - expected[name].double()).abs().max())
-        assert difference <= 4 * eps * unit, name
+        # Chunks of a GPU's fp32 add in another order: 10 eps were seen on an H200.
+        times = 16 if place.device == "cuda" and expected[name].dtype == torch.float32 else 4
+        assert difference <= times * eps * unit, name
 
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))

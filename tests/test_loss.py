@@ -355,6 +355,11 @@ TWICE = {
     "in_forward": {"gradient": "in_forward"},
     "filtered": {"filter": Filter(keep=0.1)},
     "tail_mass": {"filter": Filter(keep=0.1), "stats": ("tail_mass",)},
+    "in_forward_filtered": {
+        "gradient": "in_forward",
+        "filter": Filter(keep=0.1),
+        "stats": ("tail_mass",),
+    },
 }
 
 

@@ -177,13 +177,22 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"gradient": "exact", "filter": Filter(keep=0.1)},
         r"filter=.*no effect.*gradient='exact'.*filtered",
     ),
-    "filter_in_forward": (
-        {"gradient": "in_forward", "filter": Filter(tail=False)},
-        r"filter=.*no effect.*gradient='in_forward'",
+    "draw_of_exact": (
+        {"gradient": "exact", "filter": Filter(draw=False)},
+        r"filter=.*draw=False.*no effect.*gradient='exact'.*filtered",
     ),
     "softcap_smoothing_filtered": (
         {"softcap": 2.0, "label_smoothing": 0.1},
         r"softcap=2\.0.*label_smoothing=0\.1.*(exact|in_forward)",
+    ),
+    "softcap_smoothing_in_forward_filter": (
+        {
+            "softcap": 2.0,
+            "label_smoothing": 0.1,
+            "gradient": "in_forward",
+            "filter": Filter(keep=0.1),
+        },
+        r"softcap=2\.0.*label_smoothing=0\.1.*\"in_forward\" without a filter",
     ),
 }
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import Filter
+from cce_dist.options import DRAW_FACTOR
 from cce_dist.testing import (
     DTYPES,
     TRITON_PLACES,
@@ -64,8 +65,13 @@ def test_filtered_is_no_worse_than_dense_16_bit(place: Place, shape: str, dtype:
     check_outputs(case, outputs)
     for name in GRADIENTS:
         ours, theirs = rms(outputs[name] - golden[name]), rms(dense[name] - golden[name])
+        if tokens < BLOCK:
+            # The rows of a few targets are all that counts: how two roundings of each fall is luck.
+            theirs = max(theirs, torch.finfo(DTYPES[dtype]).eps * rms(golden[name]))
         assert ours <= theirs, f"{name}: rms error {ours:.3e}, dense 16-bit {theirs:.3e}"
-    if dtype == "bf16":
+    # The other shapes are small enough for a GPU to compute all their tiles at once: none of them
+    # knows of another's mass then, and everything may be kept.
+    if dtype == "bf16" and shape in ("four_blocks", "large_vocabulary"):
         assert float(outputs["tail_mass"].mean()) > 1e-6, "nothing was filtered"
 
 
@@ -114,10 +120,13 @@ def test_filtered_each_option_on_a_skewed_head(place: Place, option: str, dtype:
 # -- the bound by the reported tail mass --------------------------------------------------------
 
 FILTERS = {
-    "keep_0.002": Filter(keep=0.002),
-    "keep_0.1": Filter(keep=0.1),
-    "keep_2": Filter(keep=2),
-    "keep_128": Filter(keep=128),
+    "keep_0.002": Filter(keep=0.002, draw=False),
+    "keep_0.1": Filter(keep=0.1, draw=False),
+    "keep_2": Filter(keep=2, draw=False),
+    "keep_128": Filter(keep=128, draw=False),
+    "keep_0.1_drawn": Filter(keep=0.1),
+    "keep_2_drawn": Filter(keep=2),
+    "keep_128_drawn": Filter(keep=128),
     "keep_0.1_no_tail": Filter(keep=0.1, tail=False),
     "keep_128_no_tail": Filter(keep=128, tail=False),
     "eps": Filter(eps=2**-8),
@@ -159,7 +168,15 @@ def test_filtered_error_is_bounded_by_the_tail_mass(
     longest = inputs.weight.double().norm(dim=-1).max()
     slack = rounding * float(per_lse.max() * longest)
     error = (outputs["grad_hidden"] - golden["grad_hidden"]).norm(dim=-1)
-    assert bool((error <= times * tail * longest + slack).all())
+    if filter.draw and filter.tail and filter.eps is None:
+        # An average has a bound, here by the longest difference of two columns; see
+        # tests/test_loss_drawn.py.
+        assert filter.keep != "auto"
+        pull = per_lse * options.get("logit_scale", 1.0)
+        variance = 2 * DRAW_FACTOR * filter.keep * pull * tail * (2 * longest) ** 2
+        assert float(error.square().mean()) <= float(variance.mean()) + slack
+    else:
+        assert bool((error <= times * tail * longest + slack).all())
     error = (outputs["grad_weight"] - golden["grad_weight"]).norm(dim=-1).sum()
     norms = inputs.hidden.double().norm(dim=-1)
     bound = (times * tail * norms).sum()
@@ -187,8 +204,10 @@ def check_near(place: Place, name: str, ours: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(**grid(gradient=("exact", "in_forward")))
 def test_tail_mass_is_zero_where_nothing_is_filtered(place: Place, gradient: str) -> None:
     inputs = zipf_inputs(130, 700 if place.interprets else 5000, 16, generator=generator())
-    case = Case(inputs, {"gradient": gradient, "stats": ("tail_mass",)}).at(place)
-    outputs = run_case(None, case)
+    options = {"gradient": gradient, "stats": ("tail_mass",)}
+    if place.backend == "triton" and gradient == "in_forward":
+        options["filter"] = Filter(keep=0)  # by torch it filters nothing anyway
+    outputs = run_case(None, Case(inputs, options).at(place))
     assert outputs["tail_mass"].shape == (130,) and not outputs["tail_mass"].any()
 
 
@@ -280,7 +299,7 @@ def test_filter_without_tail_keeps_what_it_says(
 @pytest.mark.parametrize("num_classes", [1500, 4500], ids=["one_tile", "several_tiles"])
 def test_filter_with_tail_keeps_columns_exactly_and_all_mass(num_classes: int) -> None:
     inputs = bimodal_inputs(num_classes)
-    filter = Filter(keep=0.3)
+    filter = Filter(keep=0.3, draw=False)
     expected = emulate(inputs, filter)
     assert float(expected["tail_mass"].mean()) > 0.03
     case = Case(inputs, {"reduction": "sum"})
@@ -363,7 +382,7 @@ def test_filter_with_tail_comes_nearer_than_without(
         options = {**case.options, "filter": Filter(keep=keep, tail=tail), "stats": ("tail_mass",)}
         found[tail] = run_case(None, replace(case, options=options))
     assert torch.equal(found[True]["tail_mass"], found[False]["tail_mass"])
-    assert float(found[True]["tail_mass"].mean()) > 0.01
+    assert float(found[True]["tail_mass"].mean()) > 0.001
     for name, times in (("grad_hidden", 0.5), ("grad_weight", 1.0)):
         near, far = (rms(found[tail][name] - golden[name]) for tail in (True, False))
         assert near < times * far, f"{name}: rms error {near:.3e} with the tail, {far:.3e} without"
@@ -403,7 +422,8 @@ def test_filter_tail_is_exact_where_tails_have_one_shape(num_classes: int) -> No
     inputs = replace(inputs, hidden=hidden)
     case = Case(inputs, {"reduction": "sum"})
     golden = golden_outputs(case)
-    options = {"reduction": "sum", "filter": Filter(keep=0.3), "stats": ("tail_mass",)}
+    filter = Filter(keep=0.3, draw=False)
+    options = {"reduction": "sum", "filter": filter, "stats": ("tail_mass",)}
     outputs = run_case(None, replace(case, options=options))
     assert float(outputs["tail_mass"].mean()) > 0.03
     without = emulate(inputs, Filter(keep=0.3, tail=False))
@@ -479,3 +499,45 @@ def test_filter_blocks_are_made_of_tokens_that_count(place: Place) -> None:
     check_near(place, "tail_mass", sparse["tail_mass"][::2], dense["tail_mass"])
     check_near(place, "grad_weight", sparse["grad_weight"], dense["grad_weight"])
     assert not sparse["tail_mass"][1::2].any() and not sparse["grad_hidden"][1::2].any()
+
+
+# -- in_forward ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    **grid(filter={"drawn": Filter(keep=0.1), "undrawn": Filter(keep=0.1, draw=False)},
+           dtype=("fp32", "bf16", "fp16"))
+)  # fmt: skip
+def test_in_forward_filters_where_logits_are_not_kept(
+    place: Place, filter: Filter, dtype: str
+) -> None:
+    num_classes = 700 if place.interprets else 2500
+    inputs = zipf_inputs(200, num_classes, 16, generator=generator(), dtype=DTYPES[dtype])
+    inputs = inputs.with_options(generator(), "bias").ignoring(generator(), 0.2)
+    # fp16's smallest number is no part of the comparison, nor is a second rounding.
+    case = Case(inputs, {"stats": ("lse", "tail_mass")}, upstream={"loss": 1024.0}).at(place)
+
+    def run(**options: Any) -> dict[str, Tensor]:
+        return run_case(None, replace(case, options={**case.options, **options}))
+
+    found = run(gradient="in_forward", filter=filter)
+    if place.backend == "torch":
+        assert not found["tail_mass"].any()
+        expected = run(gradient="in_forward")
+    else:
+        expected = run(filter=filter)
+        assert float(expected["tail_mass"].mean()) > 0.001
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize(**grid(dtype=("fp32", "bf16", "fp16")))
+def test_in_forward_without_a_threshold_is_exact(place: Place, dtype: str) -> None:
+    # From 4096 classes on the default filter drops columns.
+    shape = (130, 4100, 16) if place.interprets else (200, 5000, 64)
+    inputs = zipf_inputs(*shape, generator=generator(), dtype=DTYPES[dtype])
+    options = {"gradient": "in_forward", "filter": Filter(keep=0), "stats": ("lse", "tail_mass")}
+    case = Case(inputs, options, upstream={"loss": 1024.0}).at(place)
+    outputs = run_case(None, case)
+    check_outputs(case, outputs)
+    assert not outputs["tail_mass"].any()

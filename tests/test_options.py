@@ -20,6 +20,8 @@ from cce_dist import Filter, LossOptions
         pytest.param({"keep": None}, r"Filter.keep must be .*None", id="keep_none"),
         pytest.param({"keep": True}, r"Filter.keep must be .*True", id="keep_bool"),
         pytest.param({"tail": 1}, r"Filter.tail must be True or False.*1", id="tail_int"),
+        pytest.param({"draw": 1}, r"Filter.draw must be True or False.*1", id="draw_int"),
+        pytest.param({"draw": "yes"}, r"Filter.draw must be True or False.*'yes'", id="draw_str"),
         pytest.param({"eps": -1e-3}, r"Filter.eps must be >= 0", id="eps_negative"),
         pytest.param({"eps": 1.5}, r"Filter.eps must be a probability.*1\.5", id="eps_large"),
         pytest.param({"eps": "auto"}, r"Filter.eps must be a finite.*'auto'", id="eps_str"),
@@ -35,7 +37,15 @@ def test_filter_refuses(values: dict[str, Any], pattern: str) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"keep": 0}, {"keep": 128}, {"keep": 2**-9}, {"eps": 0}, {"eps": 1, "tail": False}],
+    [
+        {},
+        {"keep": 0},
+        {"keep": 128},
+        {"keep": 2**-9},
+        {"draw": False},
+        {"eps": 0},
+        {"eps": 1, "tail": False},
+    ],
     ids=str,
 )
 def test_filter_is_a_value(values: dict[str, Any]) -> None:
@@ -43,6 +53,22 @@ def test_filter_is_a_value(values: dict[str, Any]) -> None:
     assert made == Filter(**values) and hash(made) == hash(Filter(**values))
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.keep = 0.5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mass"),
+    [
+        pytest.param("bfloat16", 2**-10, id="bf16"),
+        pytest.param("float16", 2**-13, id="fp16"),
+        pytest.param("float32", 2**-24 * 128 / 8192, id="fp32"),
+        pytest.param("float64", 2**-53 * 128 / 8192, id="float64"),
+    ],
+)
+def test_filter_threshold(dtype: str, mass: float) -> None:
+    assert Filter().threshold(dtype, 8192) == mass
+    assert Filter().threshold(dtype, 4095) == 0 and Filter().threshold(dtype, 4096) > 0
+    assert Filter(keep=0.25).threshold(dtype, 5) == 0.25
+    assert Filter(eps=2**-12).threshold(dtype, 5) == 2**-12
 
 
 def test_loss_options_defaults_are_those_of_the_function() -> None:
@@ -58,7 +84,16 @@ def test_loss_options_defaults_are_those_of_the_function() -> None:
     [
         pytest.param({}, True, id="default"),
         pytest.param({"gradient": "exact"}, False, id="exact"),
-        pytest.param({"gradient": "in_forward"}, False, id="in_forward"),
+        # Of a backend that keeps no logits: sharded.Plan.
+        pytest.param({"gradient": "in_forward"}, True, id="in_forward"),
+        pytest.param(
+            {"gradient": "in_forward", "filter": Filter(keep=0)}, False, id="in_forward_keep_0"
+        ),
+        pytest.param(
+            {"gradient": "in_forward", "softcap": 2.0, "label_smoothing": 0.1},
+            False,
+            id="in_forward_every_column",
+        ),
         pytest.param({"filter": Filter(keep=0)}, False, id="keep_0"),
         pytest.param({"filter": Filter(eps=0)}, False, id="eps_0"),
         pytest.param({"filter": Filter(keep=0.1)}, True, id="keep"),
@@ -66,6 +101,20 @@ def test_loss_options_defaults_are_those_of_the_function() -> None:
 )
 def test_loss_options_filters(values: dict[str, Any], filters: bool) -> None:
     assert LossOptions(**values).filters == filters
+
+
+@pytest.mark.parametrize(
+    ("values", "draws"),
+    [
+        pytest.param({}, True, id="default"),
+        pytest.param({"keep": 0.1}, True, id="keep"),
+        pytest.param({"draw": False}, False, id="draw_false"),
+        pytest.param({"tail": False}, False, id="no_tail"),
+        pytest.param({"eps": 0.1}, False, id="eps"),
+    ],
+)
+def test_loss_options_draws(values: dict[str, Any], draws: bool) -> None:
+    assert LossOptions(filter=Filter(**values)).draws == draws
 
 
 @pytest.mark.parametrize("gradient", ["exact", "in_forward"])

@@ -13,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist.testing import (
+    DTYPES,
     PLACES,
     TORCH_CPU,
+    TORCH_CUDA,
     TRITON_CPU,
+    TRITON_CUDA,
     Case,
     CollectiveCounter,
     Inputs,
@@ -26,6 +29,7 @@ from cce_dist.testing import (
     check_gate,
     check_outputs,
     check_promise,
+    each_choice,
     gaussian_inputs,
     golden_outputs,
     grid,
@@ -260,6 +264,23 @@ def test_pairwise_covers_every_allowed_pair() -> None:
     assert len(rows) < 10
 
 
+def test_each_choice_covers_every_allowed_value_in_few_rows() -> None:
+    factors = {"a": [0, 1, 2, 3], "b": ["x", "y"], "c": [True, False], "d": [5, 6, 7]}
+    allowed = lambda row: row["a"] != 0 or row["d"] == 7  # noqa: E731
+    rows = each_choice(factors, allowed)
+    assert all(allowed(row) for row in rows)
+    for name, values in factors.items():
+        assert {row[name] for row in rows} == set(values), name
+    # Four of them, or one more: rows are chosen one by one.
+    assert 4 <= len(rows) <= 5
+    assert rows == each_choice(factors, allowed)
+    assert len(each_choice(factors)) == 4
+    # Where there is a choice, rows are as different as they can be.
+    assert len({(row["b"], row["c"]) for row in each_choice(factors)}) == 4
+    some = each_choice(factors, lambda row: row["b"] == "x")
+    assert len(some) == 4 and {row["b"] for row in some} == {"x"}
+
+
 def test_golden_outputs_zero_for_padding() -> None:
     inputs = gaussian_inputs(6, 10, 4, generator=generator())
     inputs = replace(inputs, targets=inputs.targets % 8)
@@ -390,7 +411,7 @@ def test_run_case_agrees_with_golden_on_the_plainest_case() -> None:
     check_outputs(case, run_case(None, case))
 
 
-def test_grid_is_whole_for_torch_and_covers_pairs_for_triton() -> None:
+def test_grid_is_whole_for_torch_and_covers_pairs_in_the_interpreter() -> None:
     made = grid(places=(TORCH_CPU, TRITON_CPU), size=(1, 2, 3), flag={"no": False, "yes": True},
                 dtype=("fp32", "bf16", "float64"))  # fmt: skip
     assert made["argnames"] == ("place", "size", "flag", "dtype")
@@ -402,6 +423,26 @@ def test_grid_is_whole_for_torch_and_covers_pairs_for_triton() -> None:
         (n, flag) for n in (1, 2, 3) for flag in (0, 1)
     }
     assert made["ids"][0] == "torch_cpu-1-no-fp32" and len(set(made["ids"])) == len(made["ids"])
+
+
+def test_grid_takes_each_value_where_kernels_are_compiled() -> None:
+    factors = {"size": (1, 2, 3), "flag": {"no": False, "yes": True}, "dtype": tuple(DTYPES)}
+    made = grid(places=(TORCH_CUDA, TRITON_CUDA), **factors)
+    rows = {place: [row[1:] for row in made["argvalues"] if row[0] is place] for place in PLACES}
+    assert len(rows[TORCH_CUDA]) == 3 * 2 * 4 and len(rows[TRITON_CUDA]) == 3
+    for place, values in enumerate(((1, 2, 3), (False, True), TRITON_CUDA.dtypes)):
+        assert {row[place] for row in rows[TRITON_CUDA]} == set(values)
+    assert grid(places=(TRITON_CUDA,))["argvalues"] == [(TRITON_CUDA,)]
+    assert len(grid(places=(TRITON_CUDA,), size=(1, 2, 3), flag=(0, 1))["argvalues"]) == 3
+    # A value stands in a row that is allowed, or in none.
+    made = grid(
+        places=(TRITON_CUDA,),
+        allowed=lambda row: row["size"] == "3" or row["flag"] == "0",
+        size=(1, 2, 3),
+        flag=(0, 1),
+    )
+    rows = {row[1:] for row in made["argvalues"]}
+    assert {(1, 0), (2, 0), (3, 1)} <= rows <= {(1, 0), (2, 0), (3, 0), (3, 1)}
 
 
 def test_grid_leaves_out_what_is_not_allowed() -> None:

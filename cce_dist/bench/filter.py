@@ -17,6 +17,9 @@ from .machine import Timer, interleaved_times
 from .table import Cells
 from .variants import variant_of
 
+# Suffixes of the columns' names.
+WAYS = {"": {}, ", not drawn": {"draw": False}, ", no tail": {"tail": False}}
+
 
 def bench_filter(
     inputs: BenchInputs,
@@ -30,13 +33,13 @@ def bench_filter(
     Gradient errors are relative Frobenius errors against float64 on the same rounded inputs.
     """
     keeps = [min(share * TOKEN_BLOCK / len(inputs.weight), TOKEN_BLOCK) for share in shares]
-    functions: dict[tuple[int, bool], LossFunction] = {(-1, True): dense_loss}
+    functions: dict[tuple[int, str], LossFunction] = {(-1, ""): dense_loss}
     tail_mass: dict[int, float] = {-1: 0.0}
     for index, keep in enumerate(keeps):
-        for tail in (True, False):
-            made = LinearCrossEntropy(filter=Filter(keep=keep, tail=tail), backend=backend)
-            functions[index, tail] = made
-            if tail:
+        for suffix, fields in WAYS.items():
+            made = LinearCrossEntropy(filter=Filter(keep=keep, **fields), backend=backend)
+            functions[index, suffix] = made
+            if not suffix:
                 tail_mass[index] = mean_tail_mass(inputs, made.options)
     golden = golden_gradients(inputs)
     found = {key: errors(gradients(run, inputs), golden) for key, run in functions.items()}
@@ -60,11 +63,11 @@ def bench_filter(
             "kept": f"{100 * kept[index + 1]:.1f} %",
             "tail mass": tail_mass[index],
         }
-        for tail, suffix in ((True, ""), (False, ", no tail")):
-            errors_here = found.get((index, tail), {})
+        for suffix in WAYS:
+            errors_here = found.get((index, suffix), {})
             row[f"grad_hidden{suffix}"] = errors_here.get("grad_hidden_error")
             row[f"grad_weight{suffix}"] = errors_here.get("grad_weight_error")
-            row[f"median_ms{suffix}"] = milliseconds.get((index, tail))
+            row[f"median_ms{suffix}"] = milliseconds.get((index, suffix))
         rows.append(row)
     return rows
 

@@ -7,10 +7,11 @@ itself, with a barrier between the phases, and the host never waits.
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.dds import dds_task
-from cce_dist.kernels.dsd import dsd_task
+from cce_dist.kernels.dds import dds_kept_task, dds_task
+from cce_dist.kernels.dsd import dsd_kept_task, dsd_task
 from cce_dist.kernels.numbers import proxy_fence
-from cce_dist.kernels.sdd import gather_task, sdd_task
+from cce_dist.kernels.plan import list_task
+from cce_dist.kernels.sdd import sdd_kept_task, sdd_task
 
 
 @triton.jit
@@ -28,54 +29,42 @@ def grid_barrier(arrived_ptr, number, USE_TMA: tl.constexpr, IS_INTERPRETED: tl.
 
 
 @triton.jit
-def backward_kernel(
+def exact_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
     hidden_rows,  # descriptors of the same: TOKENS x BLOCK_K
     hidden_slices,  # BLOCK_K x SLICE
     rows_ptr,  # [num_blocks * TOKENS] int64, of a token that counts for those that don't
     straight_ptr,  # [words] int64: bit n: the block's tokens are rows one after the other
+    blocks_ptr,  # [num_blocks] int32: those of tokens that count, the straight ones first
+    num_straight_ptr,  # [1] int32
+    num_blocks_ptr,  # [1] int32
     weight_ptr,  # [V, D], inner stride 1
+    weight_tile,  # descriptors of the same: PAIR * TILE x BLOCK_K
+    weight_rows,  # BLOCK_K x SLICE
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
-    place_ptr,  # [num_blocks * TOKENS] int32: where in the order the target stands, -1: none here
+    target_ptr,  # [num_blocks * TOKENS] int32, -1: none here
     count_ptr,  # [1] int32
     pull_ptr,  # [7, num_blocks * TOKENS]: see `sdd_task`
     unit_ptr,  # [1] fp32: power of two by which `pull_ptr` was divided
-    order_ptr,  # [num_tiles * TILE] int32
-    bits_ptr,  # [num_tiles * TILE, words] int64
-    tile_bits_ptr,  # [num_tiles, words] int64
-    blocks_ptr,  # [num_tiles, stride_bt] int32, blocks of consecutive rows first
-    num_straight_ptr,  # [num_tiles] int32: how many of those
-    num_blocks_ptr,  # [num_tiles] int32
-    num_active_ptr,  # [1] int32
-    tiles_ptr,  # [num_blocks, num_tiles] int32
-    start_ptr,  # [num_blocks, num_chunks + 1] int32
-    share_ptr,  # [groups, V]
-    tail_ptr,  # [GROUPS, D]
+    tail_ptr,  # [GROUPS, D]: of the mean logit
     tail_bias_ptr,  # [GROUPS]
     workspace_ptr,  # [tiles_per_chunk, num_blocks, TILE, TOKENS]
-    gathered_ptr,  # [tiles_per_chunk * TILE, stride_cd] the chunk's rows of the weight
-    weight_tile,  # descriptors: of the weight, PAIR * TILE x BLOCK_K
-    columns_rows,  # of `gathered_ptr`, or with EVERY of the weight, BLOCK_K x SLICE
-    workspace_rows,  # of the workspace as rows of TOKENS, BLOCK_K x TOKENS
-    workspace_columns,  # of the same, TILE x BLOCK_K
+    workspace_rows,  # descriptors of the same as rows of TOKENS: BLOCK_K x TOKENS
+    workspace_columns,  # TILE x BLOCK_K
     grad_hidden_ptr,  # [N_padded, D] fp32
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
-    queue_ptr,  # [2 * num_chunks + 2] int32, zeros: the next task of each phase; then arrivals
+    queue_ptr,  # [2 * num_chunks + 1] int32, zeros: the next task of each phase; then arrivals
     num_blocks,
     V,
     D,
     num_tiles,
     num_chunks,
     tiles_per_chunk,
-    words,
-    groups,
     stride_hn,
     stride_wv,
     stride_gv,
-    stride_bt,
-    stride_cd,
     scale,
     softcap,
     TOKENS: tl.constexpr,
@@ -90,11 +79,137 @@ def backward_kernel(
     USE_TMA: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
     GROUPS: tl.constexpr,
-    EVERY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_GRAD_HIDDEN: tl.constexpr,
+    HAS_GRAD_WEIGHT: tl.constexpr,
+    HAS_GRAD_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """Every column. Tasks of a phase are taken from a queue; who computes one changes no bit."""
+    count = tl.load(count_ptr)
+    unit = tl.load(unit_ptr)
+    num_slices = tl.cdiv(D, SLICE)
+    dds_slices = num_slices if HAS_GRAD_WEIGHT else 1
+    arrived_ptr = queue_ptr + 2 * num_chunks
+    for chunk in range(num_chunks):
+        first_tile = chunk * tiles_per_chunk
+        tiles = tl.minimum(tiles_per_chunk, num_tiles - first_tile)
+        num_tasks = tl.cdiv(tiles, PAIR) * num_blocks
+        task = tl.atomic_add(queue_ptr + 2 * chunk, 1)
+        while task < num_tasks:
+            sdd_task(
+                task, first_tile, hidden_ptr, hidden_rows, rows_ptr, straight_ptr, weight_ptr,
+                weight_tile, bias_ptr, class_weight_ptr, target_ptr, count, pull_ptr,
+                workspace_ptr, num_blocks, V, D, stride_hn, stride_wv, scale, softcap, TOKENS,
+                TILE, PAIR, BLOCK_K, EVEN_K, STAGES, PRECISION, USE_TMA, HAS_BIAS, HAS_SOFTCAP,
+                HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
+            )  # fmt: skip
+            task = tl.atomic_add(queue_ptr + 2 * chunk, 1)
+        grid_barrier(arrived_ptr, 2 * chunk + 1, USE_TMA, IS_INTERPRETED)
+        num_dsd = tl.cdiv(count, TOKENS) * num_slices if HAS_GRAD_HIDDEN else 0
+        num_dds = tiles * dds_slices if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS else 0
+        task = tl.atomic_add(queue_ptr + 2 * chunk + 1, 1)
+        while task < num_dds + num_dsd:
+            if task < num_dds:
+                if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
+                    dds_task(
+                        task, first_tile, hidden_ptr, hidden_slices, rows_ptr, blocks_ptr,
+                        num_straight_ptr, num_blocks_ptr, class_weight_ptr, tail_ptr,
+                        tail_bias_ptr, workspace_ptr, workspace_columns, grad_weight_ptr,
+                        grad_bias_ptr, unit, num_blocks, V, D, dds_slices, stride_hn, stride_gv,
+                        TOKENS, TILE, SLICE, BLOCK_K, STAGES, PRECISION, TAIL_PRECISION, USE_TMA,
+                        GROUPS, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS,
+                        ACCUMULATE,
+                    )  # fmt: skip
+            else:
+                if HAS_GRAD_HIDDEN:
+                    dsd_task(
+                        task - num_dds, chunk, first_tile, weight_ptr, weight_rows, workspace_ptr,
+                        workspace_rows, grad_hidden_ptr, unit, num_blocks, V, D, num_tiles,
+                        tiles_per_chunk, stride_wv, TOKENS, TILE, SLICE, BLOCK_K, STAGES,
+                        PRECISION, USE_TMA,
+                    )  # fmt: skip
+            task = tl.atomic_add(queue_ptr + 2 * chunk + 1, 1)
+        grid_barrier(arrived_ptr, 2 * chunk + 2, USE_TMA, IS_INTERPRETED)
+
+
+@triton.jit
+def filtered_kernel(
+    hidden_ptr,  # as in `exact_kernel`
+    hidden_rows,
+    hidden_slices,
+    rows_ptr,
+    straight_ptr,
+    weight_ptr,
+    bias_ptr,
+    class_weight_ptr,
+    target_ptr,
+    count_ptr,
+    pull_ptr,
+    unit_ptr,
+    seed_ptr,  # [1] int32
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    order_ptr,  # [num_tiles * TILE] int32
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    blocks_ptr,  # [num_tiles, num_blocks] int32
+    position_ptr,  # [num_tiles, num_blocks] int16
+    num_straight_ptr,  # [num_tiles] int32
+    num_blocks_ptr,  # [num_tiles] int32
+    num_active_ptr,  # [1] int32
+    first_ptr,  # [max_chunks + 1] int32
+    num_chunks_ptr,  # [1] int32
+    base_ptr,  # [max_chunks, num_blocks + 1] int32
+    segment_ptr,  # [max_chunks, num_blocks + 1] int32
+    share_ptr,  # [groups, V]
+    tail_ptr,  # [GROUPS, D]
+    tail_bias_ptr,  # [GROUPS]
+    entries_ptr,  # [2, max_rows] int32: lists of this chunk and the next
+    place_ptr,  # [2, max_pairs, TILE] uint8
+    pair_row_ptr,  # [2, max_pairs] int32
+    workspace_ptr,  # [max_rows, TOKENS]
+    workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
+    drawn_sum_ptr,  # [max_tasks, TOKENS] fp32
+    grad_hidden_ptr,  # [N_padded, D] fp32
+    drawn_total_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out
+    grad_weight_ptr,  # [V, D]
+    grad_bias_ptr,  # [V] fp32
+    queue_ptr,  # [2 * max_chunks + 2] int32, zeros: the next task of each phase; then arrivals
+    num_blocks,
+    V,
+    D,
+    num_tiles,
+    max_chunks,
+    max_rows,
+    max_pairs,
+    words,
+    groups,
+    stride_hn,
+    stride_wv,
+    stride_gv,
+    scale,
+    softcap,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TAIL_PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -103,63 +218,87 @@ def backward_kernel(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Tasks of a phase are taken from a queue; who computes one changes no bit of it."""
+    """The columns that each block keeps, and those drawn for it, by lists of columns.
+
+    The lists of a chunk are made beside the products of the one before.
+    """
     count = tl.load(count_ptr)
     unit = tl.load(unit_ptr)
+    seed = tl.load(seed_ptr)
+    num_active = tl.load(num_active_ptr)
+    num_chunks = tl.load(num_chunks_ptr)
     num_slices = tl.cdiv(D, SLICE)
     dds_slices = num_slices if HAS_GRAD_WEIGHT else 1
-    GATHERS: tl.constexpr = HAS_GRAD_HIDDEN and USE_TMA and not EVERY
-    arrived_ptr = queue_ptr + 2 * num_chunks + 1
-    stop = num_tiles
-    if not EVERY:
-        stop = tl.load(num_active_ptr)
-    for chunk in range(tl.cdiv(stop, tiles_per_chunk)):
-        first_tile = chunk * tiles_per_chunk
-        tiles = tl.minimum(tiles_per_chunk, num_tiles - first_tile)
-        num_gathers = tiles * num_slices if GATHERS else 0
-        num_tasks = num_gathers + tl.cdiv(tiles, PAIR) * num_blocks
+    arrived_ptr = queue_ptr + 2 * max_chunks + 1
+    # Phase 2 chunk: lists of `chunk`, products of the one before; phase 2 chunk + 1: its SDD.
+    for chunk in range(num_chunks + 1):
+        num_dds = 0
+        num_dsd = 0
+        num_lists = 0
+        first = 0
+        last = 0
+        next_last = 0
+        if chunk > 0:
+            first = tl.load(first_ptr + chunk - 1)
+            last = tl.load(first_ptr + chunk)
+            if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
+                num_dds = tl.maximum(tl.minimum(last, num_active) - first, 0) * dds_slices
+            if HAS_GRAD_HIDDEN:
+                num_dsd = tl.cdiv(count, TOKENS) * num_slices
+        if chunk < num_chunks:
+            next_first = tl.load(first_ptr + chunk)
+            next_last = tl.load(first_ptr + chunk + 1)
+            num_lists = (next_last - next_first) * words
+        own = (chunk + 1) % 2
         task = tl.atomic_add(queue_ptr + 2 * chunk, 1)
-        while task < num_tasks:
-            if task < num_gathers:
-                if GATHERS:
-                    gather_task(
-                        task, first_tile, weight_ptr, order_ptr, gathered_ptr, D, stride_wv,
-                        stride_cd, TILE, SLICE,
-                    )  # fmt: skip
-            else:
-                sdd_task(
-                    task - num_gathers, first_tile, hidden_ptr, hidden_rows, rows_ptr,
-                    straight_ptr, weight_ptr, weight_tile, bias_ptr, class_weight_ptr, place_ptr,
-                    count, pull_ptr, order_ptr, bits_ptr, tile_bits_ptr, workspace_ptr, num_blocks,
-                    V, D, num_tiles, words, stride_hn, stride_wv, scale, softcap, TOKENS, TILE,
-                    PAIR, BLOCK_K, EVEN_K, STAGES, PRECISION, USE_TMA, EVERY, HAS_BIAS,
-                    HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
-                )  # fmt: skip
-            task = tl.atomic_add(queue_ptr + 2 * chunk, 1)
-        grid_barrier(arrived_ptr, 2 * chunk + 1, USE_TMA, IS_INTERPRETED)
-        num_dsd = tl.cdiv(count, TOKENS) * num_slices if HAS_GRAD_HIDDEN else 0
-        num_dds = tiles * dds_slices if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS else 0
-        task = tl.atomic_add(queue_ptr + 2 * chunk + 1, 1)
-        while task < num_dds + num_dsd:
+        while task < num_dds + num_dsd + num_lists:
             # The longest tasks first: tiles of columns that most token blocks keep.
             if task < num_dds:
                 if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
-                    dds_task(
-                        task, first_tile, hidden_ptr, hidden_slices, rows_ptr, order_ptr,
-                        blocks_ptr, num_straight_ptr, num_blocks_ptr, share_ptr, class_weight_ptr,
-                        tail_ptr, tail_bias_ptr, workspace_ptr, workspace_columns, grad_weight_ptr,
-                        grad_bias_ptr, unit, num_blocks, V, D, groups, dds_slices, stride_hn,
-                        stride_gv, stride_bt, TOKENS, TILE, SLICE, BLOCK_K, STAGES, PRECISION,
-                        TAIL_PRECISION, USE_TMA, GROUPS, EVERY, HAS_TAIL, HAS_MEAN,
+                    dds_kept_task(
+                        task, first, hidden_ptr, hidden_slices, rows_ptr, order_ptr, starts_ptr,
+                        blocks_ptr, num_straight_ptr, num_blocks_ptr,
+                        place_ptr + own * max_pairs * TILE, pair_row_ptr + own * max_pairs,
+                        share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, workspace_ptr,
+                        grad_weight_ptr, grad_bias_ptr, unit, num_tiles, num_blocks, V, D, groups,
+                        dds_slices, stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, STAGES,
+                        PRECISION, TAIL_PRECISION, USE_TMA, GROUPS, HAS_TAIL, HAS_MEAN,
                         HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
                     )  # fmt: skip
-            else:
+            elif task < num_dds + num_dsd:
                 if HAS_GRAD_HIDDEN:
-                    dsd_task(
-                        task - num_dds, chunk, first_tile, weight_ptr, columns_rows, order_ptr,
-                        tiles_ptr, start_ptr, workspace_ptr, workspace_rows, grad_hidden_ptr, unit,
-                        num_blocks, V, D, num_tiles, num_chunks, tiles_per_chunk, stride_wv,
-                        TOKENS, TILE, SLICE, BLOCK_K, STAGES, PRECISION, USE_TMA, EVERY,
+                    at = (chunk - 1) * (num_blocks + 1)
+                    dsd_kept_task(
+                        task - num_dds, chunk - 1, first, last, weight_ptr, starts_ptr,
+                        base_ptr + at, segment_ptr + at, entries_ptr + own * max_rows,
+                        workspace_ptr, workspace_rows, drawn_sum_ptr, grad_hidden_ptr,
+                        drawn_total_ptr, unit, num_tiles, D, stride_wv, TOKENS, SLICE, BLOCK_K,
+                        STAGES, PRECISION, USE_TMA, HAS_DRAWN,
                     )  # fmt: skip
+            else:
+                other = chunk % 2
+                list_task(
+                    task - num_dds - num_dsd, last, num_active, kept_ptr, drawn_ptr, order_ptr,
+                    starts_ptr, base_ptr + chunk * (num_blocks + 1), position_ptr,
+                    entries_ptr + other * max_rows, place_ptr + other * max_pairs * TILE,
+                    pair_row_ptr + other * max_pairs, V, num_tiles, num_blocks, words, TILE,
+                    HAS_DRAWN,
+                )  # fmt: skip
+            task = tl.atomic_add(queue_ptr + 2 * chunk, 1)
+        if chunk < num_chunks:
+            grid_barrier(arrived_ptr, 2 * chunk + 1, USE_TMA, IS_INTERPRETED)
+            at = chunk * (num_blocks + 1)
+            other = chunk % 2
+            num_tasks = tl.load(segment_ptr + at + num_blocks)
             task = tl.atomic_add(queue_ptr + 2 * chunk + 1, 1)
-        grid_barrier(arrived_ptr, 2 * chunk + 2, USE_TMA, IS_INTERPRETED)
+            while task < num_tasks:
+                sdd_kept_task(
+                    task, seed, last, next_last, hidden_ptr, hidden_rows, rows_ptr, straight_ptr,
+                    weight_ptr, bias_ptr, target_ptr, pull_ptr, starts_ptr, base_ptr + at,
+                    segment_ptr + at, entries_ptr + other * max_rows, workspace_ptr,
+                    drawn_sum_ptr, num_tiles, num_blocks, D, stride_hn, stride_wv, scale, softcap,
+                    TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, USE_TMA, HAS_BIAS,
+                    HAS_SOFTCAP, HAS_DRAWN,
+                )  # fmt: skip
+                task = tl.atomic_add(queue_ptr + 2 * chunk + 1, 1)
+            grid_barrier(arrived_ptr, 2 * chunk + 2, USE_TMA, IS_INTERPRETED)

@@ -70,11 +70,9 @@ def dds_task(
     hidden_ptr,  # [num_rows, D]
     hidden_slices,  # descriptor of the same, BLOCK_K x SLICE
     rows_ptr,  # [N] int64, of a token that counts for those that don't
-    order_ptr,
-    blocks_ptr,  # [num_tiles, stride_bt] int32, blocks of consecutive rows first
-    num_straight_ptr,  # [num_tiles] int32: how many of those; with EVERY [1]
-    num_blocks_ptr,  # [num_tiles] int32: how many in all; with EVERY [1]
-    share_ptr,
+    blocks_ptr,  # [num_blocks] int32, blocks of consecutive rows first
+    num_straight_ptr,  # [1] int32: how many of those
+    num_blocks_ptr,  # [1] int32: how many in all
     class_weight_ptr,
     tail_ptr,
     tail_bias_ptr,
@@ -86,11 +84,9 @@ def dds_task(
     num_blocks,
     V,
     D,
-    groups,
     num_slices,
     stride_hn,
     stride_gv,
-    stride_bt,
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     SLICE: tl.constexpr,
@@ -100,7 +96,97 @@ def dds_task(
     TAIL_PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
     GROUPS: tl.constexpr,
-    EVERY: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_GRAD_WEIGHT: tl.constexpr,
+    HAS_GRAD_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """Every token: one tile of columns x SLICE dims, fp32 in registers, one store."""
+    tile = first_tile + task // num_slices
+    first_dim = (task % num_slices) * SLICE
+    dims = first_dim + tl.arange(0, SLICE)
+    inside = (dims < D)[None, :]
+    PARTS: tl.constexpr = TOKENS // BLOCK_K
+    at = tile * TILE + tl.arange(0, TILE)
+    straight = tl.load(num_straight_ptr)
+    number = tl.load(num_blocks_ptr)
+    first_place = (tile - first_tile) * num_blocks
+    acc = tl.zeros((TILE, SLICE), tl.float32)
+    bias = tl.zeros((TILE,), tl.float32)
+    if USE_TMA and HAS_GRAD_WEIGHT:
+        for i in tl.range(0, straight * PARTS, num_stages=STAGES):
+            block = tl.load(blocks_ptr + i // PARTS)
+            part = (i % PARTS) * BLOCK_K
+            p = workspace_columns.load([(first_place + block) * TILE, part])
+            row = tl.load(rows_ptr + block * TOKENS).to(tl.int32)
+            e = hidden_slices.load([row + part, first_dim])
+            acc = tl.dot(p, e, acc, input_precision=PRECISION)
+    if HAS_GRAD_WEIGHT:
+        for i in tl.range(straight * PARTS, number * PARTS, num_stages=STAGES):
+            block = tl.load(blocks_ptr + i // PARTS)
+            lanes = (i % PARTS) * BLOCK_K + tl.arange(0, BLOCK_K)
+            local = ((first_place + block) * TILE).to(tl.int64) + tl.arange(0, TILE)
+            p = tl.load(workspace_ptr + local[:, None] * TOKENS + lanes[None, :])
+            row = tl.load(rows_ptr + block * TOKENS + lanes)
+            e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
+            e = tl.load(e_ptrs, mask=inside, other=0.0)
+            acc = tl.dot(p, e, acc, input_precision=PRECISION)
+    if HAS_GRAD_BIAS:  # noqa: SIM102
+        if task % num_slices == 0:
+            # Apart from the products: their operand then stays where the tensor cores read it.
+            for i in range(number):
+                block = tl.load(blocks_ptr + i)
+                local = ((first_place + block) * TILE).to(tl.int64) + tl.arange(0, TILE)
+                p_ptrs = workspace_ptr + local[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+                bias += tl.sum(tl.load(p_ptrs).to(tl.float32), 1)
+    store_columns(
+        acc * unit, bias * unit, tl.minimum(at, V - 1), at < V, dims, task % num_slices == 0,
+        tail_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D,
+        0, stride_gv, TILE, TAIL_PRECISION, GROUPS, False, HAS_MEAN, HAS_CLASS_WEIGHT,
+        HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+    )  # fmt: skip
+
+
+@triton.jit
+def dds_kept_task(
+    task,
+    first_tile,  # of the chunk
+    hidden_ptr,
+    hidden_slices,
+    rows_ptr,
+    order_ptr,  # [num_tiles * TILE] int32
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    blocks_ptr,  # [num_tiles, num_blocks] int32, blocks of consecutive rows first
+    num_straight_ptr,  # [num_tiles] int32: how many of those
+    num_blocks_ptr,  # [num_tiles] int32: how many in all
+    place_ptr,  # [pairs, TILE] uint8
+    pair_row_ptr,  # [pairs] int32
+    share_ptr,
+    class_weight_ptr,
+    tail_ptr,
+    tail_bias_ptr,
+    workspace_ptr,  # [rows, TOKENS]
+    grad_weight_ptr,
+    grad_bias_ptr,
+    unit,
+    num_tiles,
+    num_blocks,
+    V,
+    D,
+    groups,
+    num_slices,
+    stride_hn,
+    stride_gv,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TAIL_PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    GROUPS: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -108,51 +194,64 @@ def dds_task(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """One tile of columns x SLICE dims: fp32 in registers over all token blocks, one store."""
+    """A tile of columns x SLICE dims over the token blocks that keep any of them, and the tail."""
     tile = first_tile + task // num_slices
     first_dim = (task % num_slices) * SLICE
     dims = first_dim + tl.arange(0, SLICE)
     inside = (dims < D)[None, :]
     PARTS: tl.constexpr = TOKENS // BLOCK_K
-    at = tile * TILE + tl.arange(0, TILE)
-    column = tl.minimum(at, V - 1)
-    listed = 0
-    if not EVERY:
-        column = tl.load(order_ptr + at)
-        listed = tile
-    straight = tl.load(num_straight_ptr + listed)
-    number = tl.load(num_blocks_ptr + listed)
-    list_ptr = blocks_ptr + tile.to(tl.int64) * stride_bt
-    first_place = (tile - first_tile) * num_blocks
+    local = tl.arange(0, TILE)
+    straight = tl.load(num_straight_ptr + tile)
+    number = tl.load(num_blocks_ptr + tile)
+    list_ptr = blocks_ptr + tile.to(tl.int64) * num_blocks
+    pairs_ptr = starts_ptr + (num_blocks + 1) * (num_tiles + 1)
+    first_pair = tl.load(pairs_ptr + tile) - tl.load(pairs_ptr + first_tile)
+    place_ptr += first_pair * TILE
+    pair_row_ptr += first_pair
     acc = tl.zeros((TILE, SLICE), tl.float32)
     bias = tl.zeros((TILE,), tl.float32)
-    if USE_TMA:
+    if USE_TMA and HAS_GRAD_WEIGHT:
         for i in tl.range(0, straight * PARTS, num_stages=STAGES):
+            lanes = (i % PARTS) * BLOCK_K + tl.arange(0, BLOCK_K)
+            place = tl.load(place_ptr + i // PARTS * TILE + local).to(tl.int32)
+            at = (tl.load(pair_row_ptr + i // PARTS) + place).to(tl.int64)
+            p = tl.load(
+                workspace_ptr + at[:, None] * TOKENS + lanes[None, :],
+                mask=(place < 255)[:, None],
+                other=0.0,
+            )
             block = tl.load(list_ptr + i // PARTS)
-            part = (i % PARTS) * BLOCK_K
-            p = workspace_columns.load([(first_place + block) * TILE, part])
-            if HAS_GRAD_WEIGHT:
-                row = tl.load(rows_ptr + block * TOKENS).to(tl.int32)
-                e = hidden_slices.load([row + part, first_dim])
-                acc = tl.dot(p, e, acc, input_precision=PRECISION)
-            if HAS_GRAD_BIAS:
-                bias += tl.sum(p.to(tl.float32), 1)
-    for i in tl.range(straight * PARTS, number * PARTS, num_stages=STAGES):
-        block = tl.load(list_ptr + i // PARTS)
-        lanes = (i % PARTS) * BLOCK_K + tl.arange(0, BLOCK_K)
-        local = ((first_place + block) * TILE).to(tl.int64) + tl.arange(0, TILE)
-        p = tl.load(workspace_ptr + local[:, None] * TOKENS + lanes[None, :])
-        if HAS_GRAD_WEIGHT:
+            row = tl.load(rows_ptr + block * TOKENS).to(tl.int32)
+            e = hidden_slices.load([row + (i % PARTS) * BLOCK_K, first_dim])
+            acc = tl.dot(p, e, acc, input_precision=PRECISION)
+    if HAS_GRAD_WEIGHT:
+        for i in tl.range(straight * PARTS, number * PARTS, num_stages=STAGES):
+            lanes = (i % PARTS) * BLOCK_K + tl.arange(0, BLOCK_K)
+            place = tl.load(place_ptr + i // PARTS * TILE + local).to(tl.int32)
+            at = (tl.load(pair_row_ptr + i // PARTS) + place).to(tl.int64)
+            p = tl.load(
+                workspace_ptr + at[:, None] * TOKENS + lanes[None, :],
+                mask=(place < 255)[:, None],
+                other=0.0,
+            )
+            block = tl.load(list_ptr + i // PARTS)
             row = tl.load(rows_ptr + block * TOKENS + lanes)
             e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
             e = tl.load(e_ptrs, mask=inside, other=0.0)
             acc = tl.dot(p, e, acc, input_precision=PRECISION)
-        if HAS_GRAD_BIAS:
-            bias += tl.sum(p.to(tl.float32), 1)
+    if HAS_GRAD_BIAS:  # noqa: SIM102
+        if task % num_slices == 0:
+            for i in range(number):
+                place = tl.load(place_ptr + i * TILE + local).to(tl.int32)
+                at = (tl.load(pair_row_ptr + i) + place).to(tl.int64)
+                p_ptrs = workspace_ptr + at[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+                p = tl.load(p_ptrs, mask=(place < 255)[:, None], other=0.0)
+                bias += tl.sum(p.to(tl.float32), 1)
+    at = tile * TILE + local
     store_columns(
-        acc * unit, bias * unit, column, at < V, dims, task % num_slices == 0, share_ptr,
-        class_weight_ptr, tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D, groups,
-        stride_gv, TILE, TAIL_PRECISION, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT,
+        acc * unit, bias * unit, tl.load(order_ptr + at), at < V, dims, task % num_slices == 0,
+        share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D,
+        groups, stride_gv, TILE, TAIL_PRECISION, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT,
         HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
     )  # fmt: skip
 
@@ -169,7 +268,6 @@ def unkept_kernel(
     grad_bias_ptr,
     V,
     D,
-    tiles_per_chunk,
     groups,
     num_slices,
     stride_gv,
@@ -184,10 +282,9 @@ def unkept_kernel(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """The columns of the chunks beyond the last kept one: their tail, or zeros."""
-    used = tl.cdiv(tl.load(num_active_ptr), tiles_per_chunk) * tiles_per_chunk
+    """The tiles that no block keeps a column of: their tail, or zeros."""
     tile = tl.program_id(0)
-    if tile >= used:
+    if tile >= tl.load(num_active_ptr):
         at = tile * TILE + tl.arange(0, TILE)
         column = tl.load(order_ptr + at)
         for slice_ in range(num_slices):

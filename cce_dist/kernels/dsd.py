@@ -1,7 +1,25 @@
-"""DSD: hidden gradient of a token block from the kept columns of one chunk."""
+"""DSD: hidden gradient of a token block from the columns of one chunk."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def add_rows(
+    acc,  # [TOKENS, SLICE]
+    block,
+    dims,  # [SLICE]
+    is_first,  # stores where the others add
+    grad_hidden_ptr,  # [N_padded, D] fp32
+    D,
+    TOKENS: tl.constexpr,
+):
+    inside = (dims < D)[None, :]
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    out = grad_hidden_ptr + token.to(tl.int64)[:, None] * D + dims[None, :]
+    if is_first == 0:
+        acc += tl.load(out, mask=inside, other=0.0)
+    tl.store(out, acc, mask=inside)
 
 
 @triton.jit
@@ -10,19 +28,15 @@ def dsd_task(
     chunk,
     first_tile,
     weight_ptr,  # [V, D]
-    columns_rows,  # descriptor of the chunk's rows of the weight, BLOCK_K x SLICE
-    order_ptr,  # [num_tiles * TILE] int32
-    tiles_ptr,  # [num_blocks, num_tiles] int32
-    start_ptr,  # [num_blocks, num_chunks + 1] int32
+    weight_rows,  # descriptor of the same, BLOCK_K x SLICE
     workspace_ptr,  # [tiles_per_chunk, num_blocks, TILE, TOKENS]
     workspace_rows,  # descriptor of the same as a matrix of rows of TOKENS, BLOCK_K x TOKENS
-    grad_hidden_ptr,  # [N_padded, D] fp32: stored by the first chunk, added to by the others
+    grad_hidden_ptr,  # [N_padded, D] fp32
     unit,  # power of two by which the workspace was divided
     num_blocks,
     V,
     D,
     num_tiles,
-    num_chunks,
     tiles_per_chunk,
     stride_wv,
     TOKENS: tl.constexpr,
@@ -32,48 +46,92 @@ def dsd_task(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
-    EVERY: tl.constexpr,
 ):
-    """One token block x SLICE dims: fp32 in registers over the chunk, one store."""
+    """Every column: one token block x SLICE dims, fp32 in registers over the chunk, one store."""
     num_slices = tl.cdiv(D, SLICE)
     block = task // num_slices
     first_dim = (task % num_slices) * SLICE
     dims = first_dim + tl.arange(0, SLICE)
     inside = (dims < D)[None, :]
     PARTS: tl.constexpr = TILE // BLOCK_K
-    if EVERY:
-        begin = first_tile
-        end = tl.minimum(first_tile + tiles_per_chunk, num_tiles)
-    else:
-        begin = tl.load(start_ptr + block * (num_chunks + 1) + chunk)
-        end = tl.load(start_ptr + block * (num_chunks + 1) + chunk + 1)
-    list_ptr = tiles_ptr + block.to(tl.int64) * num_tiles
+    end = tl.minimum(first_tile + tiles_per_chunk, num_tiles)
     acc = tl.zeros((TOKENS, SLICE), tl.float32)
-    for i in tl.range(begin * PARTS, end * PARTS, num_stages=STAGES):
+    for i in tl.range(first_tile * PARTS, end * PARTS, num_stages=STAGES):
         tile = i // PARTS
-        if not EVERY:
-            tile = tl.load(list_ptr + i // PARTS)
         part = (i % PARTS) * BLOCK_K
         place = ((tile - first_tile) * num_blocks + block) * TILE + part
         if USE_TMA:
             p = workspace_rows.load([place, 0])
-            row = tile if EVERY else tile - first_tile
-            c = columns_rows.load([row * TILE + part, first_dim])
+            c = weight_rows.load([tile * TILE + part, first_dim])
         else:
             at = place.to(tl.int64) + tl.arange(0, BLOCK_K)
             p = tl.load(workspace_ptr + at[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :])
-            column = tile * TILE + part + tl.arange(0, BLOCK_K)
-            column = tl.minimum(column, V - 1) if EVERY else tl.load(order_ptr + column)
-            c = tl.load(
-                weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :],
-                mask=inside,
-                other=0.0,
-            )
+            column = tl.minimum(tile * TILE + part + tl.arange(0, BLOCK_K), V - 1)
+            c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :]
+            c = tl.load(c_ptrs, mask=inside, other=0.0)
         acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
-    acc *= unit
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    out = grad_hidden_ptr + token.to(tl.int64)[:, None] * D + dims[None, :]
-    if chunk > 0:
-        acc += tl.load(out, mask=inside, other=0.0)
-    if (chunk == 0) | (end > begin):
-        tl.store(out, acc, mask=inside)
+    add_rows(acc * unit, block, dims, chunk == 0, grad_hidden_ptr, D, TOKENS)
+
+
+@triton.jit
+def dsd_kept_task(
+    task,
+    chunk,
+    first_tile,
+    last_tile,
+    weight_ptr,  # [V, D]
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    segment_ptr,  # [num_blocks + 1] int32, of the chunk
+    entries_ptr,  # [rows] int32
+    workspace_ptr,  # [rows, TOKENS]
+    workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
+    drawn_sum_ptr,  # [tasks, TOKENS] fp32
+    grad_hidden_ptr,  # [N_padded, D] fp32
+    drawn_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out, over the chunks
+    unit,
+    num_tiles,
+    D,
+    stride_wv,
+    TOKENS: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+):
+    """The entries of one token block x SLICE dims."""
+    num_slices = tl.cdiv(D, SLICE)
+    block = task // num_slices
+    dims = (task % num_slices) * SLICE + tl.arange(0, SLICE)
+    inside = (dims < D)[None, :]
+    row_ptr = starts_ptr + block * (num_tiles + 1)
+    length = tl.load(row_ptr + last_tile) - tl.load(row_ptr + first_tile)
+    base = tl.load(base_ptr + block)
+    lane = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((TOKENS, SLICE), tl.float32)
+    for k in tl.range(0, length, BLOCK_K, num_stages=STAGES):
+        entry = tl.load(entries_ptr + base + k + lane, mask=k + lane < length, other=0)
+        column = tl.where(entry < 0, -1 - entry, entry).to(tl.int64)
+        if USE_TMA:
+            p = workspace_rows.load([base + k, 0])
+        else:
+            at = (base + k + lane).to(tl.int64)
+            p = tl.load(workspace_ptr + at[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :])
+        c = tl.load(
+            weight_ptr + column[:, None] * stride_wv + dims[None, :], mask=inside, other=0.0
+        )
+        acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
+    if (chunk == 0) | (length > 0):
+        add_rows(acc * unit, block, dims, chunk == 0, grad_hidden_ptr, D, TOKENS)
+    if HAS_DRAWN:  # noqa: SIM102
+        if task % num_slices == 0:
+            token = tl.arange(0, TOKENS)
+            total = tl.zeros((TOKENS,), tl.float32)
+            for i in range(tl.load(segment_ptr + block), tl.load(segment_ptr + block + 1)):
+                total += tl.load(drawn_sum_ptr + i * TOKENS + token)
+            out = drawn_ptr + block * TOKENS + token
+            if chunk > 0:
+                total += tl.load(out)
+            tl.store(out, total)

@@ -3,36 +3,38 @@
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.numbers import LOG2E
+from cce_dist.kernels.numbers import LOG2E, log2_of
 
 
 @triton.jit
 def finish_kernel(
     count_ptr,  # [1] int32
-    ref_ptr,  # [splits, N_padded]
-    sum_ptr,  # [splits, N_padded]
-    dropped_sum_ptr,  # [splits, N_padded]
-    surplus_ptr,  # [splits, N_padded]
+    shape_ptr,  # [2] int32: blocks and splits
+    ref_ptr,  # [splits, blocks * TOKENS]
+    sum_ptr,
+    dropped_sum_ptr,
+    surplus_ptr,
     lse_ptr,  # [N] natural log: out, 0 for tokens that don't count
     dropped_ptr,  # [N] log of the sum over dropped columns of exp(z) softcap'(z): out
     entropy_ptr,  # [N] nats: out
     N,
-    N_padded,
-    splits,
+    TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_SCORE: tl.constexpr,
     HAS_SURPLUS: tl.constexpr,
 ):
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     counts = tokens < tl.load(count_ptr)
+    stride = tl.load(shape_ptr) * TOKENS
+    splits = tl.load(shape_ptr + 1)
     top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     for split in range(splits):
-        top = tl.maximum(top, tl.load(ref_ptr + split * N_padded + tokens, mask=counts, other=0.0))
+        top = tl.maximum(top, tl.load(ref_ptr + split * stride + tokens, mask=counts, other=0.0))
     total = tl.zeros((BLOCK_N,), tl.float32)
     dropped = tl.zeros((BLOCK_N,), tl.float32)
     surplus = tl.zeros((BLOCK_N,), tl.float32)
     for split in range(splits):
-        at = split * N_padded + tokens
+        at = split * stride + tokens
         shift = tl.load(ref_ptr + at, mask=counts, other=0.0) - top
         share = tl.exp2(shift)
         part_sum = tl.load(sum_ptr + at, mask=counts, other=1.0)
@@ -44,12 +46,12 @@ def finish_kernel(
         total += share * part_sum
         if HAS_SCORE:
             dropped += share * tl.load(dropped_sum_ptr + at, mask=counts, other=0.0)
-    lse = (top + tl.log2(total)) / LOG2E
+    lse = (top + log2_of(total)) / LOG2E
     tl.store(lse_ptr + tokens, tl.where(counts, lse, 0.0), mask=tokens < N)
     if HAS_SCORE:
         value = (top + tl.log2(dropped)) / LOG2E
         tl.store(dropped_ptr + tokens, tl.where(counts, value, float("-inf")), mask=tokens < N)
     if HAS_SURPLUS:
-        entropy = (tl.log2(total) - surplus / total) / LOG2E
+        entropy = (log2_of(total) - surplus / total) / LOG2E
         entropy = tl.where(counts & (total > 0), entropy, 0.0)
         tl.store(entropy_ptr + tokens, entropy, mask=tokens < N)

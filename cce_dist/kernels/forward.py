@@ -38,16 +38,16 @@ def forward_kernel(
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
     count_ptr,  # [1] int32: tokens that count
-    ref_ptr,  # [splits, N] a lower bound of the token's lse, log2: in and out
-    sum_ptr,  # [splits, N] sum of exp2(z - ref): out
-    dropped_ptr,  # [splits, N] over the columns not kept, exp2(z - ref) softcap'(z): out
+    shape_ptr,  # [2] int32: blocks of them, and splits of the vocabulary
+    ref_ptr,  # [splits, blocks * BLOCK_N] a lower bound of the token's lse, log2: in and out
+    sum_ptr,  # sum of exp2(z - ref): out
+    dropped_ptr,  # over the columns not kept, exp2(z - ref) softcap'(z): out
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
-    surplus_ptr,  # [splits, N] sum of exp2(z - ref) (z - ref), log2: zeros in, out
-    extras_ptr,  # [7, splits, N]: see `add_extras`
+    surplus_ptr,  # sum of exp2(z - ref) (z - ref), log2: zeros in, out
+    extras_ptr,  # [7, programs * BLOCK_N]: see `add_extras`
     N,
     V,
     D,
-    splits,
     stride_hn,
     stride_wv,
     scale,
@@ -69,7 +69,8 @@ def forward_kernel(
     HAS_CLASS_WEIGHT: tl.constexpr,
     IS_ROBUST: tl.constexpr,
 ):
-    """One program: a block of tokens against every `splits`-th vocabulary tile.
+    """One program: a block of tokens against every `splits`-th vocabulary tile. How many splits
+    there are follows how many blocks count: ignored tokens leave no multiprocessor idle.
 
     Tiles are strided over the programs: all blocks read the same few rows of the weight at a
     time, and every split meets the frequent tokens early, so that its running sum is a tight
@@ -81,12 +82,15 @@ def forward_kernel(
     above it overflows the sum; a program that finds its sum overflowed in a second launch, the
     one with IS_ROBUST, starts again and raises `ref` to each tile's maximum first.
     """
-    num_blocks = N // BLOCK_N
+    num_blocks = tl.load(shape_ptr)
+    splits = tl.load(shape_ptr + 1)
+    if tl.program_id(0) >= num_blocks * splits:
+        return
     block = tl.program_id(0) % num_blocks
     split = tl.program_id(0) // num_blocks
     count = tl.load(count_ptr)
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    at = split * N + rows
+    at = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     num_turns = tl.cdiv(tl.cdiv(V, BLOCK_V) - split, splits)
     num_turns = tl.where(block * BLOCK_N < count, num_turns, 0)
     if IS_ROBUST:
@@ -128,7 +132,8 @@ def forward_kernel(
             if HAS_ARGMAX or HAS_MOMENTS or HAS_SMOOTH:
                 add_extras(
                     x * scale, columns, tile == split, V, class_weight_ptr, extras_ptr + at,
-                    splits * N, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS, HAS_SMOOTH, HAS_CLASS_WEIGHT,
+                    tl.num_programs(0) * BLOCK_N, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS, HAS_SMOOTH,
+                    HAS_CLASS_WEIGHT,
                 )  # fmt: skip
             if tile * BLOCK_V + BLOCK_V > V:
                 x = tl.where((columns < V)[:, None], x, float("-inf") * unit)

@@ -7,6 +7,23 @@ from cce_dist.kernels.numbers import HIGHEST, LOG2E, LOWEST, softcapped
 
 
 @triton.jit
+def splits_of(blocks, num_tiles, programs):
+    """Splits of the vocabulary so that blocks x splits fills whole waves of programs.
+
+    Few splits: each one's running sum is then a tighter bound of lse.
+    """
+    best = 1
+    best_share = 0.0
+    for splits in range(1, tl.minimum(num_tiles, tl.maximum(2 * programs // blocks, 1)) + 1):
+        work = blocks * splits
+        share = work / (tl.cdiv(work, programs) * programs)
+        better = share > best_share + 0.02
+        best = tl.where(better, splits, best)
+        best_share = tl.where(better, share, best_share)
+    return best
+
+
+@triton.jit
 def pack_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
     weight_ptr,  # [V, D], inner stride 1
@@ -15,11 +32,13 @@ def pack_kernel(
     target_ptr,  # [N] int32, -1: none here
     count_ptr,  # [1] int32
     packed_ptr,  # [N_padded, stride_pn]: out, 0 for tokens that don't count
-    ref_ptr,  # [splits, N_padded] lower bound of lse, log2: out
+    ref_ptr,  # [splits, blocks * TOKENS] lower bound of lse, log2: out
+    shape_ptr,  # [2] int32: blocks and splits of the forward: out
     N,
     D,
     N_padded,
-    splits,
+    num_tiles,
+    programs,
     stride_hn,
     stride_wv,
     stride_pn,
@@ -29,6 +48,8 @@ def pack_kernel(
     BLOCK_D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EVERY_BLOCK: tl.constexpr,  # as if every token counted
 ):
     """One program: BLOCK_N tokens. Two of the logits, the target's and the first column's, bound
     lse before any tile is made."""
@@ -73,5 +94,13 @@ def pack_kernel(
     of_target *= scale * LOG2E
     ref = tl.where(here & (tl.abs(of_target) < 1e30), tl.maximum(ref, of_target), ref)
     ref = tl.where(counts, ref, HIGHEST)
+    blocks = tl.maximum(tl.cdiv(tl.load(count_ptr), TOKENS), 1)
+    if EVERY_BLOCK:
+        blocks = N_padded // TOKENS
+    splits = splits_of(blocks, num_tiles, programs)
     for split in range(splits):
-        tl.store(ref_ptr + split * N_padded + tokens, ref, mask=tokens < N_padded)
+        at = split * blocks * TOKENS + tokens
+        tl.store(ref_ptr + at, ref, mask=tokens < blocks * TOKENS)
+    if tl.program_id(0) == 0:
+        tl.store(shape_ptr, blocks)
+        tl.store(shape_ptr + 1, splits)

@@ -1,138 +1,296 @@
-"""From column masses to what the backward visits: marks, an order of columns, lists of tiles."""
+"""From column masses to what the backward visits: marks, an order of columns, chunks of it."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
+def level_of(column, seed):
+    """j >= 1 with probability 2^-j, drawn for each column; the same wherever it is asked for."""
+    x = (column.to(tl.uint32) * 2654435761) ^ seed.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * 2246822507
+    x = (x ^ (x >> 13)) * 3266489909
+    x = x ^ (x >> 16)
+    # Leading zeros of 24 bits, by the exponent of a float that holds them exactly.
+    bits = ((x >> 8) | 1).to(tl.float32).to(tl.int32, bitcast=True)
+    return 24 - ((bits >> 23) - 127)
+
+
+@triton.jit
 def marks_kernel(
     mass_ptr,  # [num_blocks, V], negative where kept
     count_ptr,  # [1] int32: blocks of no token that counts have no masses
-    bits_ptr,  # [V, words] int64: bit n of word w set where block 64 w + n keeps the column: out
-    share_ptr,  # [groups, V] mass of the column where it is dropped, per group of blocks: out
-    key_ptr,  # [V] int32: sorting by it puts columns of many blocks first: out
+    seed_ptr,  # [1] int32
+    kept_ptr,  # [V, words] int64: bit n of word w set where block 64 w + n keeps the column: out
+    drawn_ptr,  # [V, words] int64: where it was drawn to stand for columns of its mass: out
+    share_ptr,  # [groups, V] mass of the column where it is not kept, per group of blocks: out
     V,
     num_blocks,
     words,
     blocks_per_group,
+    top,
     TOKENS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
 ):
     """One program: BLOCK_V columns, all token blocks.
 
-    The key is (kept by how many blocks, to the power of two; the first four of them): columns of
-    a tile of the backward then share token blocks. docs/performance.md#the-order-of-columns.
+    A mass in [top / 2^j, top / 2^(j-1)) has level j. Each column is drawn for one level, level j
+    with probability 2^-j, and stands, 2^j times, in the hidden gradient of the blocks where its
+    mass has that level. docs/numerics.md#drawn-columns.
     """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
-    bits = tl.zeros((BLOCK_V,), tl.int64)
-    number = tl.zeros((BLOCK_V,), tl.int32)
-    pattern = tl.zeros((BLOCK_V,), tl.int32)
+    count = tl.load(count_ptr)
+    level = level_of(columns, tl.load(seed_ptr))
     share = tl.zeros((BLOCK_V,), tl.float32)
     mass_ptrs = mass_ptr + columns
     share_ptrs = share_ptr + columns
-    count = tl.load(count_ptr)
-    for block in range(num_blocks):
-        live = inside & (block * TOKENS < count)
-        mass = tl.load(mass_ptrs, mask=live, other=0.0).to(tl.float32)
-        mass_ptrs += V
-        keeps = mass < 0
-        share += tl.where(keeps, 0.0, mass)
-        bits |= keeps.to(tl.int64) << (block % 64)
-        coarse = block if num_blocks <= 64 else block * 64 // num_blocks
-        pattern = tl.where(keeps & (number < 4), pattern * 64 + coarse, pattern)
-        number += keeps.to(tl.int32)
-        if ((block % 64) == 63) | (block == num_blocks - 1):
-            at = columns.to(tl.int64) * words + block // 64
-            tl.store(bits_ptr + at, bits, mask=inside)
-            bits = tl.zeros((BLOCK_V,), tl.int64)
-        if ((block + 1) % blocks_per_group == 0) | (block == num_blocks - 1):
-            tl.store(share_ptrs, share.to(share_ptr.dtype.element_ty), mask=inside)
-            share_ptrs += V
-            share = tl.zeros((BLOCK_V,), tl.float32)
+    for word in range(words):
+        kept = tl.zeros((BLOCK_V,), tl.int64)
+        drawn = tl.zeros((BLOCK_V,), tl.int64)
+        for lane in range(tl.minimum(num_blocks - word * 64, 64)):
+            block = word * 64 + lane
+            num_tokens = tl.minimum(count - block * TOKENS, TOKENS)
+            mass = tl.load(mass_ptrs, mask=inside & (num_tokens > 0), other=0.0).to(tl.float32)
+            mass_ptrs += V
+            keeps = mass < 0
+            share += tl.where(keeps, 0.0, mass)
+            kept |= keeps.to(tl.int64) << lane
+            if HAS_DRAWN:
+                ratio = top * num_tokens / (TOKENS * tl.maximum(mass, 1e-37))
+                floor = (ratio.to(tl.int32, bitcast=True) >> 23) - 127
+                draws = (mass > 0) & (tl.maximum(floor, 0) + 1 == level)
+                drawn |= draws.to(tl.int64) << lane
+            if ((block + 1) % blocks_per_group == 0) | (block == num_blocks - 1):
+                tl.store(share_ptrs, share.to(share_ptr.dtype.element_ty), mask=inside)
+                share_ptrs += V
+                share = tl.zeros((BLOCK_V,), tl.float32)
+        at = columns.to(tl.int64) * words + word
+        tl.store(kept_ptr + at, kept, mask=inside)
+        tl.store(drawn_ptr + at, drawn, mask=inside)
+
+
+@triton.jit
+def key_kernel(
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    key_ptr,  # [V] int32: sorting by it puts columns of many blocks first: out
+    V,
+    num_blocks,
+    words,
+    BLOCK_V: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+):
+    """(kept by how many blocks, to the power of two; the first four of them), then columns that
+    are drawn only, then the rest. Columns of a tile of the backward then share token blocks.
+    docs/performance.md#the-order-of-columns."""
+    columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = columns < V
+    number = tl.zeros((BLOCK_V,), tl.int32)
+    pattern = tl.zeros((BLOCK_V,), tl.int32)
+    any_drawn = tl.zeros((BLOCK_V,), tl.int64)
+    for word in range(words):
+        at = columns.to(tl.int64) * words + word
+        kept = tl.load(kept_ptr + at, mask=inside, other=0)
+        if HAS_DRAWN:
+            any_drawn |= tl.load(drawn_ptr + at, mask=inside, other=0)
+        for lane in range(tl.minimum(num_blocks - word * 64, 64)):
+            keeps = ((kept >> lane) & 1).to(tl.int32)
+            block = word * 64 + lane
+            coarse = block if num_blocks <= 64 else block * 64 // num_blocks
+            pattern = tl.where((keeps > 0) & (number < 4), pattern * 64 + coarse, pattern)
+            number += keeps
     for place in range(1, 4):
         pattern = tl.where(number > place, pattern, pattern * 64)
     bucket = tl.ceil(tl.log2(tl.maximum(number, 1).to(tl.float32))).to(tl.int32)
-    key = tl.where(number > 0, (30 - bucket) * (1 << 24) + pattern, 31 * (1 << 24))
+    key = tl.where(any_drawn != 0, 31 * (1 << 24), 32 * (1 << 24))
+    key = tl.where(number > 0, (30 - bucket) * (1 << 24) + pattern, key)
     tl.store(key_ptr + columns, key, mask=inside)
 
 
 @triton.jit
-def _or(a, b):
-    return a | b
-
-
-@triton.jit
 def tiles_kernel(
-    bits_ptr,  # [V, words] int64
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
     order_ptr,  # [V] int32: columns, most kept first
-    bits_sorted_ptr,  # [num_tiles * TILE, words] int64: bits in that order, 0 beyond V: out
     order_padded_ptr,  # [num_tiles * TILE] int32: order, 0 beyond V: out
-    rank_ptr,  # [V] int32: where a column stands in the order: out
-    tile_bits_ptr,  # [num_tiles, words] int64: blocks that keep any column of the tile: out
     straight_ptr,  # [words] int64: bit n: the block's tokens are rows one after the other
-    blocks_ptr,  # [num_tiles, num_blocks] int32: those blocks, the straight ones first: out
+    counts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: entries of each block's list, of all
+    # blocks', and of blocks that keep a column, in column tile + 1: out
+    blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep, the straight ones first: out
+    position_ptr,  # [num_tiles, num_blocks] int16: its inverse: out
     num_straight_ptr,  # [num_tiles] int32: how many of those: out
     num_blocks_ptr,  # [num_tiles] int32: how many in all: out
     num_active_ptr,  # [1] int32, 0: tiles up to the last one that a block keeps: out
     V,
+    num_tiles,
     num_blocks,
     words,
     TILE: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
 ):
     """One program: TILE consecutive columns of the order."""
     tile = tl.program_id(0)
     at = tile * TILE + tl.arange(0, TILE)
     column = tl.load(order_ptr + at, mask=at < V, other=0)
     tl.store(order_padded_ptr + at, column)
-    tl.store(rank_ptr + column, at, mask=at < V)
+    word_ptrs = column.to(tl.int64) * words
     list_ptr = blocks_ptr + tile.to(tl.int64) * num_blocks
+    inverse_ptr = position_ptr + tile.to(tl.int64) * num_blocks
+    column_of_counts = counts_ptr + tile + 1
+    stride = num_tiles + 1
     lane = tl.arange(0, 64)
     found = 0
-    for word in range(words):
-        bits = tl.load(bits_ptr + column.to(tl.int64) * words + word, mask=at < V, other=0)
-        tl.store(bits_sorted_ptr + at.to(tl.int64) * words + word, bits)
-        any_bits = tl.reduce(bits, 0, _or)
-        tl.store(tile_bits_ptr + tile * words + word, any_bits)
-        listed = any_bits & tl.load(straight_ptr + word)
-        has = ((listed >> lane.to(tl.int64)) & 1).to(tl.int32)
-        tl.store(list_ptr + found + tl.cumsum(has, 0) - has, word * 64 + lane, mask=has > 0)
-        found += tl.sum(has, 0)
-    tl.store(num_straight_ptr + tile, found)
-    tl.debug_barrier()
-    for word in range(words):
-        any_bits = tl.load(tile_bits_ptr + tile * words + word)
-        listed = any_bits & ~tl.load(straight_ptr + word)
-        has = ((listed >> lane.to(tl.int64)) & 1).to(tl.int32)
-        tl.store(list_ptr + found + tl.cumsum(has, 0) - has, word * 64 + lane, mask=has > 0)
-        found += tl.sum(has, 0)
+    total = 0
+    for turn in range(2):
+        for word in range(words):
+            kept = tl.load(kept_ptr + word_ptrs + word, mask=at < V, other=0)
+            straight = (tl.load(straight_ptr + word) >> lane.to(tl.int64)) & 1
+            keeps = (kept[:, None] >> lane.to(tl.int64)[None, :]) & 1
+            has = (tl.max(keeps, 0) * tl.where(turn == 0, straight, 1 - straight)).to(tl.int32)
+            place = found + tl.cumsum(has, 0) - has
+            tl.store(list_ptr + place, word * 64 + lane, mask=has > 0)
+            tl.store(inverse_ptr + word * 64 + lane, place.to(tl.int16), mask=has > 0)
+            found += tl.sum(has, 0)
+            if turn == 0:
+                if HAS_DRAWN:
+                    kept |= tl.load(drawn_ptr + word_ptrs + word, mask=at < V, other=0)
+                listed = (kept[:, None] >> lane.to(tl.int64)[None, :]) & 1
+                number = tl.sum(listed.to(tl.int32), 0)
+                block = word * 64 + lane
+                tl.store(column_of_counts + block * stride, number, mask=block < num_blocks)
+                total += tl.sum(number, 0)
+        if turn == 0:
+            tl.store(num_straight_ptr + tile, found)
     tl.store(num_blocks_ptr + tile, found)
+    tl.store(column_of_counts + num_blocks * stride, total)
+    tl.store(column_of_counts + (num_blocks + 1) * stride, found)
     if found > 0:
         tl.atomic_max(num_active_ptr, tile + 1)
 
 
 @triton.jit
-def lists_kernel(
-    tile_bits_ptr,  # [num_tiles, words] int64
-    tiles_ptr,  # [num_blocks, num_tiles] int32: tiles of which the block keeps a column: out
-    start_ptr,  # [num_blocks, num_chunks + 1] int32: where a chunk's tiles start in it: out
+def chunks_kernel(
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: `counts_ptr`'s running sums
+    first_ptr,  # [max_chunks + 1] int32: the first tile of each chunk, and where the last ends: out
+    num_chunks_ptr,  # [1] int32: out
     num_tiles,
-    num_chunks,
-    tiles_per_chunk,
-    words,
+    num_blocks,
+    rows_window,
+    pairs_window,
     BLOCK: tl.constexpr,
 ):
-    """One program: one token block; the transpose of `tiles_kernel`'s lists."""
-    block = tl.program_id(0)
-    found = 0
-    for first in range(0, num_tiles, BLOCK):
-        tile = first + tl.arange(0, BLOCK)
-        word = tl.load(tile_bits_ptr + tile * words + block // 64, mask=tile < num_tiles, other=0)
-        has = ((word >> (block % 64).to(tl.int64)) & 1).to(tl.int32)
-        place = found + tl.cumsum(has, 0) - has
-        tl.store(tiles_ptr + block.to(tl.int64) * num_tiles + place, tile, mask=has > 0)
-        begins = (tile % tiles_per_chunk == 0) & (tile < num_tiles)
-        at = start_ptr + block * (num_chunks + 1) + tile // tiles_per_chunk
-        tl.store(at, place, mask=begins)
-        found += tl.sum(has, 0)
-    tl.store(start_ptr + block * (num_chunks + 1) + num_chunks, found)
+    """One program. A chunk ends where the running sum of list entries, or of pairs of a tile and a
+    block that keeps it, passes a multiple of its window: so it holds one window and one tile of
+    either at most, and nothing after the last tile with an entry."""
+    total_ptr = starts_ptr + num_blocks * (num_tiles + 1)
+    pairs_ptr = total_ptr + num_tiles + 1
+    grand = tl.load(total_ptr + num_tiles)
+    number = 0
+    stop = 0
+    for start in range(0, num_tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        inside = tile < num_tiles
+        total = tl.load(total_ptr + tile, mask=inside, other=0)
+        window = total // rows_window
+        window += tl.load(pairs_ptr + tile, mask=inside, other=0) // pairs_window
+        has_before = inside & (tile > 0)
+        before = tl.load(total_ptr + tile - 1, mask=has_before, other=0) // rows_window
+        before += tl.load(pairs_ptr + tile - 1, mask=has_before, other=0) // pairs_window
+        used = inside & (total < grand)
+        begins = (used & ((tile == 0) | (window != before))).to(tl.int32)
+        place = number + tl.cumsum(begins, 0) - begins
+        tl.store(first_ptr + place, tile, mask=begins > 0)
+        number += tl.sum(begins, 0)
+        stop += tl.sum(used.to(tl.int32), 0)
+    tl.store(num_chunks_ptr, number)
+    tl.store(first_ptr + number, stop)
+
+
+@triton.jit
+def segments_kernel(
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    first_ptr,  # [max_chunks + 1] int32
+    num_chunks_ptr,  # [1] int32
+    base_ptr,  # [max_chunks, num_blocks + 1] int32: first row of each block's list: out
+    segment_ptr,  # [max_chunks, num_blocks + 1] int32: first SDD task of each block: out
+    num_tiles,
+    num_blocks,
+    BLOCKS: tl.constexpr,  # a power of two above num_blocks
+    ROWS: tl.constexpr,  # a list starts at a multiple of it
+    SEGMENT: tl.constexpr,  # entries of an SDD task
+):
+    """One program: one chunk."""
+    chunk = tl.program_id(0)
+    if chunk >= tl.load(num_chunks_ptr):
+        return
+    first = tl.load(first_ptr + chunk)
+    last = tl.load(first_ptr + chunk + 1)
+    block = tl.arange(0, BLOCKS)
+    row_ptr = starts_ptr + block * (num_tiles + 1)
+    length = tl.load(row_ptr + last, mask=block < num_blocks, other=0)
+    length -= tl.load(row_ptr + first, mask=block < num_blocks, other=0)
+    rows = tl.cdiv(length, ROWS) * ROWS
+    tasks = tl.cdiv(length, SEGMENT)
+    out = chunk * (num_blocks + 1) + block
+    tl.store(base_ptr + out, tl.cumsum(rows, 0) - rows, mask=block <= num_blocks)
+    tl.store(segment_ptr + out, tl.cumsum(tasks, 0) - tasks, mask=block <= num_blocks)
+
+
+@triton.jit
+def list_task(
+    task,
+    first_tile,  # of the chunk
+    num_active,
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    order_ptr,  # [num_tiles * TILE] int32
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    position_ptr,  # [num_tiles, num_blocks] int16
+    entries_ptr,  # [rows] int32: each block's columns, one list after the other; -1 - column
+    # where it was drawn: out
+    place_ptr,  # [pairs, TILE] uint8: where a tile's column stands among the block's, 255: not
+    # kept: out
+    pair_row_ptr,  # [pairs] int32: where the block's list has the tile's first entry: out
+    V,
+    num_tiles,
+    num_blocks,
+    words,
+    TILE: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+):
+    """One tile and 64 token blocks: the tile's entries in the blocks' lists of columns."""
+    tile = first_tile + task // words
+    word = task % words
+    at = tile * TILE + tl.arange(0, TILE)
+    column = tl.load(order_ptr + at)
+    word_ptrs = column.to(tl.int64) * words + word
+    lane = tl.arange(0, 64)
+    kept = tl.load(kept_ptr + word_ptrs, mask=at < V, other=0)
+    keeps = ((kept[:, None] >> lane.to(tl.int64)[None, :]) & 1).to(tl.int32)
+    listed = keeps
+    entry = tl.broadcast_to(column[:, None], (TILE, 64))
+    if HAS_DRAWN:
+        drawn = tl.load(drawn_ptr + word_ptrs, mask=at < V, other=0)
+        draws = ((drawn[:, None] >> lane.to(tl.int64)[None, :]) & 1).to(tl.int32)
+        listed += draws
+        entry = tl.where(draws > 0, -1 - entry, entry)
+    before = tl.cumsum(listed, 0) - listed
+    block = word * 64 + lane
+    inside = block < num_blocks
+    stride = num_tiles + 1
+    row = tl.load(base_ptr + block, mask=inside, other=0)
+    row += tl.load(starts_ptr + block * stride + tile, mask=inside, other=0)
+    row -= tl.load(starts_ptr + block * stride + first_tile, mask=inside, other=0)
+    tl.store(entries_ptr + row[None, :] + before, entry, mask=listed > 0)
+    if tile < num_active:
+        pairs_ptr = starts_ptr + (num_blocks + 1) * stride
+        has = tl.max(keeps, 0) > 0
+        pair = tl.load(pairs_ptr + tile) - tl.load(pairs_ptr + first_tile)
+        at_position = position_ptr + tile.to(tl.int64) * num_blocks + block
+        pair += tl.load(at_position, mask=has, other=0).to(tl.int32)
+        out = place_ptr + pair[None, :] * TILE + tl.arange(0, TILE)[:, None]
+        tl.store(out, tl.where(keeps > 0, before, 255).to(tl.uint8), mask=has[None, :])
+        tl.store(pair_row_ptr + pair, row, mask=has)

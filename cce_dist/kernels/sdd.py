@@ -1,9 +1,10 @@
-"""SDD: d_logits of a tile of kept columns and a block of tokens, recomputed into the workspace."""
+"""SDD: d_logits of some columns and a block of tokens, recomputed into the workspace."""
 
 import triton
 import triton.language as tl
 
 from cce_dist.kernels.numbers import LOG2E, softcapped
+from cce_dist.kernels.plan import level_of
 
 
 @triton.jit
@@ -31,29 +32,80 @@ def d_logits(
 
 
 @triton.jit
-def sdd_task(
-    task,
-    first_tile,  # of the chunk
+def slope_at(z, scale, softcap):
+    """softcap'(z) of a logit in log2."""
+    t = z / (softcap * scale * LOG2E)
+    return 1.0 - t * t
+
+
+@triton.jit
+def logits_of(
+    c_ptrs,  # [COLUMNS, BLOCK_K] the columns' first dims
+    weight_tile,  # descriptor of the weight, COLUMNS x BLOCK_K, of columns side by side
+    first_column,
+    block,  # of tokens
     hidden_ptr,  # [num_rows, D]
     hidden_rows,  # descriptor of the same, TOKENS x BLOCK_K
     rows_ptr,  # [N] int64, of a token that counts for those that don't
     straight_ptr,  # [words] int64: bit n: the block's tokens are rows one after the other
+    D,
+    stride_hn,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,  # D is a multiple of it
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    GATHERS: tl.constexpr,  # whether columns are read by c_ptrs
+):
+    """[COLUMNS, TOKENS] fp32."""
+    dims = tl.arange(0, BLOCK_K)
+    x = tl.zeros((COLUMNS, TOKENS), tl.float32)
+    by_pointer = True
+    if USE_TMA:
+        first_row = tl.load(rows_ptr + block * TOKENS).to(tl.int32)
+        straight = tl.load(straight_ptr + block // 64) >> (block % 64).to(tl.int64)
+        by_pointer = (straight & 1) == 0
+        if (straight & 1) == 1:
+            for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+                if not GATHERS:
+                    c = weight_tile.load([first_column, k])
+                elif EVEN_K:
+                    c = tl.load(c_ptrs + k)
+                else:
+                    c = tl.load(c_ptrs + k, mask=(k + dims < D)[None, :], other=0.0)
+                x = tl.dot(c, hidden_rows.load([first_row, k]).T, x, input_precision=PRECISION)
+    if by_pointer:
+        row = tl.load(rows_ptr + block * TOKENS + tl.arange(0, TOKENS))
+        e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
+        for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+            inside = (k + dims < D)[None, :]
+            c = tl.load(c_ptrs + k, mask=inside, other=0.0)
+            e = tl.load(e_ptrs + k, mask=inside, other=0.0)
+            x = tl.dot(c, e.T, x, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
+def sdd_task(
+    task,
+    first_tile,  # of the chunk
+    hidden_ptr,
+    hidden_rows,
+    rows_ptr,
+    straight_ptr,
     weight_ptr,  # [V, D]
     weight_tile,  # descriptor of the same, PAIR * TILE x BLOCK_K
     bias_ptr,
     class_weight_ptr,
-    place_ptr,  # [N] int32: where in the order the token's target stands, -1: none here
+    target_ptr,  # [N] int32, -1: none here
     count,
     pull_ptr,  # [7, N]: probability, target, entropy; entropy; mean; lse and target's z in log2
-    order_ptr,  # [num_tiles * TILE] int32
-    bits_ptr,  # [num_tiles * TILE, words] int64
-    tile_bits_ptr,  # [num_tiles, words] int64
     workspace_ptr,  # [tiles_per_chunk, num_blocks, TILE, TOKENS]: out
     num_blocks,
     V,
     D,
-    num_tiles,
-    words,
     stride_hn,
     stride_wv,
     scale,
@@ -62,65 +114,32 @@ def sdd_task(
     TILE: tl.constexpr,
     PAIR: tl.constexpr,  # tiles a task
     BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,  # D is a multiple of it
+    EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
-    EVERY: tl.constexpr,  # every column is kept, in the order of its id
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
-    """PAIR tiles x one token block; nothing if none of the tiles has a column that it keeps."""
+    """Every column: PAIR tiles x one token block."""
     block = task % num_blocks
-    local_tile = task // num_blocks * PAIR
-    tile = first_tile + local_tile
-    active = block * TOKENS < count
-    if not EVERY:
-        word = tl.load(tile_bits_ptr + tile * words + block // 64)
-        if PAIR == 2:
-            next_ptr = tile_bits_ptr + (tile + 1) * words + block // 64
-            word |= tl.load(next_ptr, mask=tile + 1 < num_tiles, other=0)
-        active = active & (((word >> (block % 64).to(tl.int64)) & 1) > 0)
-    if active:
+    if block * TOKENS < count:
         COLUMNS: tl.constexpr = PAIR * TILE
         N = num_blocks * TOKENS
+        local_tile = task // num_blocks * PAIR
+        tile = first_tile + local_tile
         at = tile * TILE + tl.arange(0, COLUMNS)
-        if EVERY:
-            column = tl.minimum(at, V - 1)
-            keeps = (at < V).to(tl.float32)
-        else:
-            listed = at < num_tiles * TILE
-            column = tl.load(order_ptr + at, mask=listed, other=0)
-            bits = tl.load(bits_ptr + at.to(tl.int64) * words + block // 64, mask=listed, other=0)
-            keeps = ((bits >> (block % 64).to(tl.int64)) & 1).to(tl.float32)
+        column = tl.minimum(at, V - 1)
         dims = tl.arange(0, BLOCK_K)
-        row = tl.load(rows_ptr + block * TOKENS + tl.arange(0, TOKENS))
         c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :]
-        e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
-        x = tl.zeros((COLUMNS, TOKENS), tl.float32)
-        by_pointer = True
-        if USE_TMA:
-            first_row = tl.load(rows_ptr + block * TOKENS).to(tl.int32)
-            straight = tl.load(straight_ptr + block // 64) >> (block % 64).to(tl.int64)
-            by_pointer = (straight & 1) == 0
-            if (straight & 1) == 1:
-                for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-                    if EVERY:
-                        c = weight_tile.load([tile * TILE, k])
-                    elif EVEN_K:
-                        c = tl.load(c_ptrs + k)
-                    else:
-                        c = tl.load(c_ptrs + k, mask=(k + dims < D)[None, :], other=0.0)
-                    x = tl.dot(c, hidden_rows.load([first_row, k]).T, x, input_precision=PRECISION)
-        if by_pointer:
-            for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-                inside = (k + dims < D)[None, :]
-                c = tl.load(c_ptrs + k, mask=inside, other=0.0)
-                e = tl.load(e_ptrs + k, mask=inside, other=0.0)
-                x = tl.dot(c, e.T, x, input_precision=PRECISION)
+        x = logits_of(
+            c_ptrs, weight_tile, tile * TILE, block, hidden_ptr, hidden_rows, rows_ptr,
+            straight_ptr, D, stride_hn, COLUMNS, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION,
+            USE_TMA, False,
+        )  # fmt: skip
         if HAS_BIAS:
             x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
         slope = 1.0
@@ -139,65 +158,105 @@ def sdd_task(
             entropy = tl.load(pull_ptrs + 3 * N)[None, :]
         if HAS_SMOOTH:
             of_mean = tl.load(pull_ptrs + 4 * N)[None, :]
-        log_p = x * (scale * LOG2E) - tl.load(pull_ptrs + 5 * N)[None, :]
+        # The target's element is the forward's own logit.
+        own = at[:, None] == tl.load(target_ptr + token)[None, :]
+        z = tl.load(pull_ptrs + 6 * N)[None, :]
+        if HAS_SOFTCAP:
+            slope = tl.where(own, slope_at(z, scale, softcap), slope)
+        log_p = tl.where(own, z, x * (scale * LOG2E)) - tl.load(pull_ptrs + 5 * N)[None, :]
         grad = d_logits(
             log_p, slope, tl.load(pull_ptrs)[None, :], of_entropy, entropy, of_mean, of_class,
             HAS_ENTROPY, HAS_SMOOTH,
         )  # fmt: skip
+        grad -= tl.where(own, tl.load(pull_ptrs + N)[None, :] * slope, 0.0)
+        grad = tl.where((at < V)[:, None], grad, 0.0)
         local = tl.arange(0, COLUMNS)
         places = ((local_tile + local // TILE) * num_blocks + block) * TILE + local % TILE
         out = workspace_ptr + places.to(tl.int64)[:, None] * TOKENS
         out += tl.arange(0, TOKENS)[None, :]
-        tl.store(out, (grad * keeps[:, None]).to(workspace_ptr.dtype.element_ty))
-        # The targets' elements, from the forward's own logits, are stored over it.
-        tl.debug_barrier()
-        place = tl.load(place_ptr + token)
-        mine = (place >= tile * TILE) & (place < tile * TILE + COLUMNS)
-        z = tl.load(pull_ptrs + 6 * N)
-        slope = 1.0
-        if HAS_SOFTCAP:
-            t = z / (softcap * scale * LOG2E)
-            slope = 1.0 - t * t
-        of_class = 1.0
-        if HAS_CLASS_WEIGHT:
-            column = place
-            if not EVERY:
-                column = tl.load(order_ptr + place, mask=mine, other=0)
-            of_class = tl.load(class_weight_ptr + column, mask=mine, other=0.0)
-        if HAS_ENTROPY:
-            of_entropy = tl.load(pull_ptrs + 2 * N)
-            entropy = tl.load(pull_ptrs + 3 * N)
-        if HAS_SMOOTH:
-            of_mean = tl.load(pull_ptrs + 4 * N)
-        grad = d_logits(
-            z - tl.load(pull_ptrs + 5 * N), slope, tl.load(pull_ptrs), of_entropy, entropy,
-            of_mean, of_class, HAS_ENTROPY, HAS_SMOOTH,
-        )  # fmt: skip
-        grad -= tl.load(pull_ptrs + N) * slope
-        local = place - first_tile * TILE
-        places = (local // TILE * num_blocks + block) * TILE + local % TILE
-        out = workspace_ptr + places.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-        tl.store(out, grad.to(workspace_ptr.dtype.element_ty), mask=mine)
+        tl.store(out, grad.to(workspace_ptr.dtype.element_ty))
 
 
 @triton.jit
-def gather_task(
+def sdd_kept_task(
     task,
-    first_tile,
-    weight_ptr,
-    order_ptr,
-    gathered_ptr,  # [tiles_per_chunk * TILE, stride_cd]: out
+    seed,
+    first_tile,  # of the chunk
+    last_tile,
+    hidden_ptr,
+    hidden_rows,
+    rows_ptr,
+    straight_ptr,
+    weight_ptr,  # [V, D]
+    bias_ptr,
+    target_ptr,  # [N] int32, -1: none here
+    pull_ptr,  # [7, N]: see `sdd_task`
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    segment_ptr,  # [num_blocks + 1] int32, of the chunk
+    entries_ptr,  # [rows] int32
+    workspace_ptr,  # [rows, TOKENS] d_logits of each entry: out
+    drawn_sum_ptr,  # [tasks, TOKENS] fp32 sum of those of drawn entries: out
+    num_tiles,
+    num_blocks,
     D,
+    stride_hn,
     stride_wv,
-    stride_cd,
-    TILE: tl.constexpr,
-    SLICE: tl.constexpr,
+    scale,
+    softcap,
+    TOKENS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # lists start at a multiple of it
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
 ):
-    """The chunk's rows of the weight side by side, so that a descriptor can read them."""
-    num_slices = tl.cdiv(D, SLICE)
-    local = task // num_slices * TILE + tl.arange(0, TILE)
-    dims = (task % num_slices) * SLICE + tl.arange(0, SLICE)
-    inside = (dims < D)[None, :]
-    column = tl.load(order_ptr + first_tile * TILE + local).to(tl.int64)
-    c = tl.load(weight_ptr + column[:, None] * stride_wv + dims[None, :], mask=inside, other=0.0)
-    tl.store(gathered_ptr + local.to(tl.int64)[:, None] * stride_cd + dims[None, :], c, mask=inside)
+    """SEGMENT entries of one token block's list of columns."""
+    lane = tl.arange(0, BLOCKS)
+    first_task = tl.load(segment_ptr + lane, mask=lane <= num_blocks, other=2147483647)
+    block = tl.sum((first_task <= task).to(tl.int32), 0) - 1
+    N = num_blocks * TOKENS
+    row_ptr = starts_ptr + block * (num_tiles + 1)
+    length = tl.load(row_ptr + last_tile) - tl.load(row_ptr + first_tile)
+    place = (task - tl.load(segment_ptr + block)) * SEGMENT + tl.arange(0, SEGMENT)
+    row = tl.load(base_ptr + block) + place
+    listed = place < length
+    entry = tl.load(entries_ptr + row, mask=listed, other=0)
+    drawn = entry < 0
+    column = tl.where(drawn, -1 - entry, entry)
+    c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + tl.arange(0, BLOCK_K)[None, :]
+    x = logits_of(
+        c_ptrs, hidden_rows, 0, block, hidden_ptr, hidden_rows, rows_ptr, straight_ptr, D,
+        stride_hn, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, USE_TMA, True,
+    )  # fmt: skip
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
+    slope = 1.0
+    if HAS_SOFTCAP:
+        x, slope = softcapped(x, softcap)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    pull_ptrs = pull_ptr + token
+    # The target's element is the forward's own logit; it is kept, wherever it is.
+    own = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
+    z = tl.load(pull_ptrs + 6 * N)[None, :]
+    if HAS_SOFTCAP:
+        slope = tl.where(own, slope_at(z, scale, softcap), slope)
+    log_p = tl.where(own, z, x * (scale * LOG2E)) - tl.load(pull_ptrs + 5 * N)[None, :]
+    if HAS_DRAWN:
+        # A drawn column stands for 2^level of its kind.
+        log_p += tl.where(drawn, level_of(column, seed), 0).to(tl.float32)[:, None]
+    grad = tl.exp2(log_p) * tl.load(pull_ptrs)[None, :]
+    grad -= tl.where(own, tl.load(pull_ptrs + N)[None, :], 0.0)
+    grad = tl.where(listed[:, None], grad * slope, 0.0)
+    out = workspace_ptr + row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    # The products read whole steps of the list.
+    written = (place < tl.cdiv(length, BLOCK_K) * BLOCK_K)[:, None]
+    tl.store(out, grad.to(workspace_ptr.dtype.element_ty), mask=written)
+    if HAS_DRAWN:
+        total = tl.sum(tl.where(drawn[:, None], grad, 0.0), 0)
+        tl.store(drawn_sum_ptr + task.to(tl.int64) * TOKENS + tl.arange(0, TOKENS), total)

@@ -10,8 +10,10 @@ def spread_kernel(
     centroid_ptr,  # [GROUPS, D]
     rows_ptr,  # [N] int64: a permutation
     count_ptr,  # [1] int32
-    num_active_ptr,  # [1] int32: 0 where no product was made
+    num_chunks_ptr,  # [1] int32: 0 where no product was made
     mass_ptr,  # [N] upstream times dropped mass
+    drawn_ptr,  # [N] sum of the drawn columns' d_logits, which `packed_ptr` has in
+    unit_ptr,  # [1] power of two that these were divided by
     mean_ptr,  # [N] upstream of the mean logit
     out_ptr,  # [N, D]: out, 0 for tokens that don't count
     N,
@@ -21,6 +23,7 @@ def spread_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_TAIL: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     EVERY: tl.constexpr,
     PERMUTE: tl.constexpr,
@@ -31,12 +34,14 @@ def spread_kernel(
     counts = token < tl.load(count_ptr)
     made = counts
     if not EVERY:
-        made = counts & (tl.load(num_active_ptr) > 0)
+        made = counts & (tl.load(num_chunks_ptr) > 0)
     at = token.to(tl.int64)[:, None] * D + dims[None, :]
     value = tl.load(packed_ptr + at, mask=made[:, None] & inside, other=0.0)
     if HAS_TAIL:
         group = tl.program_id(0) * BLOCK_N // tokens_per_group
         mass = tl.load(mass_ptr + token, mask=counts, other=0.0)
+        if HAS_DRAWN:
+            mass -= tl.load(drawn_ptr + token, mask=made, other=0.0) * tl.load(unit_ptr)
         row = tl.load(centroid_ptr + group * D + dims, mask=dims < D, other=0.0)
         value += mass[:, None] * row[None, :]
     if HAS_MEAN:

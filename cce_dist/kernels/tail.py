@@ -14,10 +14,11 @@ def centroid_kernel(
     share_ptr,  # [groups, V]
     class_weight_ptr,  # [V]
     part_ptr,  # [splits, GROUPS, D] fp32: out
-    total_ptr,  # [splits, GROUPS] fp32: out
+    total_ptr,  # [2, splits, GROUPS] fp32 share of the columns in it, and of all: out
     V,
     D,
     groups,
+    every,
     stride_wv,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -27,13 +28,16 @@ def centroid_kernel(
     HAS_MEAN: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
-    """Sum over every `splits`-th tile of share_v C_v, for each group: reads the weight once."""
+    """Sum over every `splits`-th tile of share_v C_v, for each group; of these tiles every
+    `every`-th: the weight is read once, or less."""
     split = tl.program_id(1)
     dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     group = tl.arange(0, GROUPS)
     acc = tl.zeros((GROUPS, BLOCK_D), tl.float32)
     total = tl.zeros((GROUPS,), tl.float32)
-    for tile in range(split, tl.cdiv(V, BLOCK_V), tl.num_programs(1)):
+    seen = tl.zeros((GROUPS,), tl.float32)
+    step = tl.num_programs(1)
+    for tile in range(split, tl.cdiv(V, BLOCK_V), step):
         column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         valid = column < V
         share = tl.zeros((GROUPS, BLOCK_V), tl.float32)
@@ -48,23 +52,33 @@ def centroid_kernel(
             if HAS_CLASS_WEIGHT:
                 weight = tl.load(class_weight_ptr + column, mask=valid, other=0.0)
             share = tl.where((group == groups)[:, None], weight[None, :], share)
-        c = tl.load(
-            weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :],
-            mask=valid[:, None] & (dims < D)[None, :],
-            other=0.0,
-        )
-        acc = tl.dot(share, c.to(tl.float32), acc, input_precision=PRECISION)
         total += tl.sum(share, 1)
+        if tile // step % every == 0:
+            seen += tl.sum(share, 1)
+            c = tl.load(
+                weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :],
+                mask=valid[:, None] & (dims < D)[None, :],
+                other=0.0,
+            )
+            if HAS_CLASS_WEIGHT:
+                # tf32 has 10 bits: enough for the shares and the weight, which have no more. What
+                # it would lose of the class weights is added apart.
+                bits = share.to(tl.int32, bitcast=True) & -8192
+                high = bits.to(tl.float32, bitcast=True)
+                acc = tl.dot(share - high, c.to(tl.float32), acc, input_precision=PRECISION)
+                share = high
+            acc = tl.dot(share, c.to(tl.float32), acc, input_precision=PRECISION)
     out = part_ptr + (split * GROUPS + group)[:, None] * D + dims[None, :]
     tl.store(out, acc, mask=(dims < D)[None, :])
     if tl.program_id(0) == 0:
-        tl.store(total_ptr + split * GROUPS + group, total)
+        tl.store(total_ptr + split * GROUPS + group, seen)
+        tl.store(total_ptr + (step + split) * GROUPS + group, total)
 
 
 @triton.jit
 def merge_kernel(
     part_ptr,  # [splits, GROUPS, D]
-    total_ptr,  # [splits, GROUPS]
+    total_ptr,  # [2, splits, GROUPS]
     centroid_ptr,  # [GROUPS, D]: out, normalised for the tail's groups
     inverse_ptr,  # [GROUPS]: out, 1 over the group's dropped mass
     D,
@@ -76,14 +90,17 @@ def merge_kernel(
     group = tl.program_id(0)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = 0.0
+    seen = 0.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for split in range(splits):
         at = split * GROUPS + group
-        total += tl.load(total_ptr + at)
+        seen += tl.load(total_ptr + at)
+        total += tl.load(total_ptr + splits * GROUPS + at)
         acc += tl.load(part_ptr + at * D + dims, mask=dims < D, other=0.0)
     # Nothing dropped: no tail. The mean's group is a sum, not an average.
     inverse = tl.where(group < groups, tl.where(total > 0, 1.0 / total, 0.0), 1.0)
-    tl.store(centroid_ptr + group * D + dims, acc * inverse, mask=dims < D)
+    share = tl.where(group < groups, tl.where(seen > 0, 1.0 / seen, 0.0), 1.0)
+    tl.store(centroid_ptr + group * D + dims, acc * share, mask=dims < D)
     tl.store(inverse_ptr + group, inverse)
 
 

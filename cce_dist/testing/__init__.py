@@ -3,6 +3,7 @@
 from cce_dist.testing.cases import Case, dense_outputs, golden_outputs, join_ranks, run_case
 from cce_dist.testing.inputs import (
     Inputs,
+    each_choice,
     gaussian_inputs,
     large_logit_inputs,
     pairwise,
@@ -51,6 +52,7 @@ __all__ = [
     "check_outputs",
     "check_promise",
     "dense_outputs",
+    "each_choice",
     "gaussian_inputs",
     "golden_outputs",
     "grid",

@@ -151,34 +151,64 @@ def large_logit_inputs(
     return replace(made, hidden=hidden, weight=weight)
 
 
-def pairwise(
-    factors: Mapping[str, Sequence[Any]],
-    allowed: Callable[[dict[str, Any]], bool] = lambda row: True,
-    *,
-    seed: int = 0,
-) -> list[dict[str, Any]]:
+Row = dict[str, Any]
+Factors = Mapping[str, Sequence[Any]]
+Allowed = Callable[[Row], bool]
+
+
+def pairwise(factors: Factors, allowed: Allowed = lambda row: True, *, seed: int = 0) -> list[Row]:
     """A covering set: every pair of values that `allowed` admits stands in at least one row."""
-    rng = random.Random(seed)
-    names = list(factors)
-
-    def pairs(row: Mapping[str, Any]) -> set[tuple]:
-        places = {name: factors[name].index(row[name]) for name in names}
-        return {(a, places[a], b, places[b]) for a, b in itertools.combinations(names, 2)}
-
-    candidates = []
-    if math.prod(len(values) for values in factors.values()) <= 4000:
-        every = [dict(zip(names, row, strict=True)) for row in itertools.product(*factors.values())]
-        rng.shuffle(every)
-        candidates = [(row, pairs(row)) for row in every if allowed(row)]
-    else:
-        while len(candidates) < 4000:
-            row = {name: rng.choice(list(values)) for name, values in factors.items()}
-            if allowed(row):
-                candidates.append((row, pairs(row)))
+    candidates = [(row, _standing(factors, row, 2)) for row in _candidates(factors, allowed, seed)]
     missing = set().union(*(found for _, found in candidates))
     rows = []
     while missing:
         row, found = max(candidates, key=lambda candidate: len(candidate[1] & missing))
         rows.append(row)
         missing -= found
+    return rows
+
+
+def each_choice(
+    factors: Factors, allowed: Allowed = lambda row: True, *, seed: int = 0
+) -> list[Row]:
+    """As many rows as the longest factor has values, or a few more: every value that `allowed`
+    admits stands in at least one. Of rows with as many new values the one with most new pairs."""
+    candidates = [
+        (row, _standing(factors, row, 1), _standing(factors, row, 2))
+        for row in _candidates(factors, allowed, seed)
+    ]
+    missing = set().union(*(values for _, values, _ in candidates))
+    seen: set[tuple] = set()
+    rows = []
+    while missing:
+        row, values, pairs = max(
+            candidates,
+            key=lambda candidate: (len(candidate[1] & missing), len(candidate[2] - seen)),
+        )
+        rows.append(row)
+        missing -= values
+        seen |= pairs
+    return rows
+
+
+def _standing(factors: Factors, row: Row, size: int) -> set[tuple]:
+    """Which combinations of `size` values, each with its factor's name, stand in the row."""
+    places = [(name, values.index(row[name])) for name, values in factors.items()]
+    return set(itertools.combinations(places, size))
+
+
+def _candidates(factors: Factors, allowed: Allowed, seed: int) -> list[Row]:
+    """Allowed rows in random order: all of them, or 4000 where there are more."""
+    rng = random.Random(seed)
+    if math.prod(len(values) for values in factors.values()) <= 4000:
+        every = [
+            dict(zip(factors, row, strict=True)) for row in itertools.product(*factors.values())
+        ]
+        rng.shuffle(every)
+        return [row for row in every if allowed(row)]
+    rows: list[Row] = []
+    while len(rows) < 4000:
+        row = {name: rng.choice(list(values)) for name, values in factors.items()}
+        if allowed(row):
+            rows.append(row)
     return rows

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cce_dist.testing.inputs import pairwise
+from cce_dist.testing.inputs import each_choice, pairwise
 
 DTYPES = {
     "fp32": torch.float32,
@@ -34,6 +34,11 @@ class Place:
     def interprets(self) -> bool:
         """Triton's kernels run in its interpreter: thousands of times slower than compiled."""
         return self.backend == "triton" and self.device == "cpu"
+
+    @property
+    def compiles(self) -> bool:
+        """Triton's kernels are compiled, which takes longer than any test."""
+        return self.backend == "triton" and self.device == "cuda"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,8 +73,8 @@ def grid(
 ) -> dict[str, Any]:
     """Keywords of `pytest.mark.parametrize` for the argument `place` and the factors.
 
-    Torch takes the full product. Triton, slow to interpret and slow to compile, takes a covering
-    set: each pair of values stands in at least one test of a place.
+    Torch takes the full product. Triton, slow to interpret and slower to compile, takes a covering
+    set: in the interpreter each pair of values stands in at least one test, on a GPU each value.
 
     Args:
         allowed: which rows {factor: name} there are.
@@ -86,7 +91,9 @@ def grid(
             name: [key for key in values if name != "dtype" or key in place.dtypes]
             for name, values in named.items()
         }
-        if place.backend == "triton" and len(own) > 2:
+        if place.compiles and own:
+            rows = each_choice(own, allowed)
+        elif place.interprets and len(own) > 2:
             rows = pairwise(own, allowed)
         else:
             product = itertools.product(*own.values())
