@@ -50,7 +50,8 @@ def local_kept(
     drawn = times = None
     if draws:
         # Of the data: the same for the same inputs, another one in the next step.
-        level = levels_of(mask.shape[1], lse[:1].float().view(torch.int32))
+        seed = scores.log_slope_sum[:1].float().view(torch.int32)
+        level = levels_of(mask.shape[1], seed)
         ratio = DRAW_FACTOR * threshold * full / mass.clamp_min(torch.finfo(mass.dtype).tiny)
         exponent = torch.frexp(ratio).exponent - 1
         drawn = (exponent.clamp_min(0) + 1 == level) & (mass > 0) & ~mask

@@ -66,6 +66,7 @@ def local_stats(
             run.parts["mass"],
             run.count,
             log_dropped,
+            stats.lse,
             run.weight.dtype,
             threshold=threshold,
             # Columns are drawn by mass, which a threshold of the largest probability is not.

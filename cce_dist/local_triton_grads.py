@@ -9,29 +9,23 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist.kernels.backward import exact_kernel, filtered_kernel
-from cce_dist.kernels.dds import unkept_kernel
 from cce_dist.kernels.spread import spread_kernel
 from cce_dist.kernels.tail import token_sums_kernel
 from cce_dist.local_triton_inputs import (
     for_kernels,
-    pad_tokens,
     rows_of,
     with_unit_inner_stride,
 )
-from cce_dist.local_triton_lists import TILE, KeptColumns, Layout, Lists, choose_tiles_per_chunk
+from cce_dist.local_triton_lists import TILE, KeptColumns, Layout, Lists
+from cce_dist.local_triton_products import products
 from cce_dist.local_triton_tail import GROUPS, centroids
 from cce_dist.local_triton_tiles import (
     Tiles,
-    interpreted,
-    num_programs,
     tiles_for,
 )
 from cce_dist.local_triton_upstream import choose_unit, probability_pull, token_pull
@@ -73,10 +67,10 @@ def local_grads(
     if grad_weight is not None and grad_weight.stride(1) != 1 and grad_weight.shape[1] != 1:
         # A buffer whose rows are not contiguous: through a copy, rather than a slower kernel.
         rows = grad_weight.contiguous()
-        run.products(grad_hidden, rows, grad_bias, accumulate)
+        products(run, grad_hidden, rows, grad_bias, accumulate)
         grad_weight.copy_(rows)
     else:
-        run.products(grad_hidden, grad_weight, grad_bias, accumulate)
+        products(run, grad_hidden, grad_weight, grad_bias, accumulate)
     if grad_hidden is not None:
         grad_hidden = run.finish_hidden(grad_hidden, complete)
     return LocalGrads(grad_hidden, grad_bias)
@@ -178,7 +172,7 @@ class Backward:
     def tokens_per_group(self) -> int:
         return TOKEN_BLOCK * (1 if self.kept is None else self.kept.marks.blocks_per_group)
 
-    def _or_dummy(self, tensor: Tensor | None) -> Tensor:
+    def or_dummy(self, tensor: Tensor | None) -> Tensor:
         """A pointer for an argument that the kernel was compiled not to read."""
         return self.count if tensor is None else tensor
 
@@ -199,8 +193,8 @@ class Backward:
             self.hidden,
             self.rows,
             self.count,
-            self._or_dummy(self.tail_mass),
-            self._or_dummy(self.mean),
+            self.or_dummy(self.tail_mass),
+            self.or_dummy(self.mean),
             inverse,
             self.sums,
             self.bias_sums,
@@ -215,188 +209,6 @@ class Backward:
             num_stages=3,
         )
 
-    def products(
-        self,
-        grad_hidden: Tensor | None,
-        grad_weight: Tensor | None,
-        grad_bias: Tensor | None,
-        accumulate: bool,
-    ) -> None:
-        """SDD, DSD, DDS: of every column, or of what is kept, and the tail of what is not."""
-        weight, head, lists = self.weight, self.head, self.lists
-        # The tail's shares and sums are fp32; tf32 keeps more digits than the 16-bit inputs have.
-        tail_precision = "tf32" if weight.element_size() == 2 else "ieee"
-        stored = {
-            "class_weight_ptr": self._or_dummy(head.class_weight),
-            "tail_ptr": self._or_dummy(self.sums),
-            "tail_bias_ptr": self._or_dummy(self.bias_sums),
-            "grad_weight_ptr": self._or_dummy(grad_weight),
-            "grad_bias_ptr": self._or_dummy(grad_bias),
-            "V": weight.shape[0],
-            "D": weight.shape[1],
-            "stride_gv": 0 if grad_weight is None else grad_weight.stride(0),
-            "TILE": TILE,
-            "GROUPS": GROUPS,
-            "HAS_MEAN": self.mean is not None,
-            "HAS_CLASS_WEIGHT": head.class_weight is not None,
-            "HAS_GRAD_WEIGHT": grad_weight is not None,
-            "HAS_GRAD_BIAS": grad_bias is not None,
-            "ACCUMULATE": accumulate,
-        }
-        common = {
-            **stored,
-            **self._inputs(),
-            "grad_hidden_ptr": self._or_dummy(grad_hidden),
-            "HAS_GRAD_HIDDEN": grad_hidden is not None,
-            "TAIL_PRECISION": tail_precision,
-            "num_warps": self.table.backward_warps,
-            **({} if interpreted() else {"launch_cooperative_grid": True}),
-        }
-        if lists is None:
-            self._every(common)
-            return
-        tail = {
-            "order_ptr": lists.order,
-            "num_active_ptr": lists.num_active,
-            "share_ptr": self._or_dummy(self.share),
-            "groups": self.groups,
-            "HAS_TAIL": self.share is not None,
-        }
-        self._listed(lists, {**common, **tail})
-        if grad_weight is None and grad_bias is None:
-            return
-        slice_dims = 64
-        unkept_kernel[(self.num_tiles,)](
-            **stored,
-            **tail,
-            num_slices=1 if grad_weight is None else triton.cdiv(weight.shape[1], slice_dims),
-            PRECISION=tail_precision,
-            SLICE=slice_dims,
-            num_warps=4,
-        )
-
-    def _inputs(self) -> dict[str, Any]:
-        """Arguments of both backward kernels that are there before they run."""
-        head, table = self.head, self.table
-        dim = self.weight.shape[1]
-        targets = self.tokens.local_targets.int()
-        shape = list(self.hidden.shape), [self.hidden.stride(0), 1]
-        block_k = table.backward_dims
-        return {
-            "hidden_ptr": self.hidden,
-            "hidden_rows": self._described(self.hidden, *shape, TOKEN_BLOCK, block_k),
-            "hidden_slices": self._described(self.hidden, *shape, block_k, table.slice_dims),
-            "rows_ptr": self.layout.rows,
-            "straight_ptr": self.layout.straight,
-            "weight_ptr": self.weight,
-            "bias_ptr": self._or_dummy(head.bias),
-            "target_ptr": pad_tokens(targets, self.num_blocks * TOKEN_BLOCK, -1),
-            "count_ptr": self.count,
-            "pull_ptr": self.pull,
-            "unit_ptr": self.unit,
-            "num_blocks": self.num_blocks,
-            "num_tiles": self.num_tiles,
-            "stride_hn": self.hidden.stride(0),
-            "stride_wv": self.weight.stride(0),
-            "scale": head.logit_scale,
-            "softcap": head.softcap or 1.0,
-            "TOKENS": TOKEN_BLOCK,
-            "SLICE": table.slice_dims,
-            "BLOCK_K": block_k,
-            "EVEN_K": dim % block_k == 0,
-            "STAGES": table.backward_stages,
-            "PRECISION": "ieee",
-            "USE_TMA": self.layout.use_tma,
-            "IS_INTERPRETED": interpreted(),
-            "HAS_BIAS": head.bias is not None,
-            "HAS_SOFTCAP": head.softcap is not None,
-        }
-
-    def _described(
-        self, matrix: Tensor, shape: list[int], strides: list[int], rows: int, columns: int
-    ) -> Any:
-        """A descriptor of tiles of the matrix, or a pointer where nothing is read through one."""
-        if not self.layout.use_tma:
-            return matrix
-        return TensorDescriptor(matrix, shape, strides, [rows, columns])
-
-    def _rows_of(self, matrix: Tensor, rows: int, columns: int) -> Any:
-        return self._described(matrix, list(matrix.shape), [matrix.stride(0), 1], rows, columns)
-
-    @property
-    def _programs(self) -> int:
-        return num_programs(self.weight) * (1 if interpreted() else self.table.residents)
-
-    def _every(self, common: dict[str, Any]) -> None:
-        weight, table = self.weight, self.table
-        room = self.workspace_bytes
-        per_chunk = choose_tiles_per_chunk(weight, self.num_blocks, self.num_tiles, room)
-        num_chunks = triton.cdiv(self.num_tiles, per_chunk)
-        workspace = weight.new_empty(per_chunk * TILE * self.num_blocks, TOKEN_BLOCK)
-        block_k = table.backward_dims
-        exact_kernel[(self._programs,)](
-            **common,
-            blocks_ptr=self.layout.blocks,
-            num_straight_ptr=self.layout.num_straight,
-            num_blocks_ptr=self.layout.num_blocks,
-            weight_tile=self._rows_of(weight, table.pair * TILE, block_k),
-            weight_rows=self._rows_of(weight, block_k, table.slice_dims),
-            workspace_ptr=workspace,
-            workspace_rows=self._rows_of(workspace, block_k, TOKEN_BLOCK),
-            workspace_columns=self._rows_of(workspace, TILE, block_k),
-            queue_ptr=torch.zeros(2 * num_chunks + 1, dtype=torch.int32, device=weight.device),
-            num_chunks=num_chunks,
-            tiles_per_chunk=per_chunk,
-            PAIR=table.pair,
-            HAS_ENTROPY=self.has_entropy,
-            HAS_SMOOTH=self.has_smooth,
-        )
-
-    def _listed(self, lists: Lists, common: dict[str, Any]) -> None:
-        assert self.kept is not None
-        weight, table, marks = self.weight, self.table, self.kept.marks
-        segment = table.pair * TILE
-        max_tasks = triton.cdiv(lists.max_rows, segment) + self.num_blocks
-
-        def int32(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=torch.int32, device=weight.device)
-
-        workspace = weight.new_empty(lists.max_rows, TOKEN_BLOCK)
-        filtered_kernel[(self._programs,)](
-            **common,
-            seed_ptr=marks.seed,
-            kept_ptr=marks.kept,
-            drawn_ptr=marks.drawn,
-            starts_ptr=lists.starts,
-            blocks_ptr=lists.blocks,
-            position_ptr=lists.position,
-            num_straight_ptr=lists.num_straight,
-            num_blocks_ptr=lists.num_blocks,
-            first_ptr=lists.first,
-            num_chunks_ptr=lists.num_chunks,
-            base_ptr=lists.base,
-            segment_ptr=lists.segment,
-            entries_ptr=int32(2, lists.max_rows),
-            place_ptr=torch.empty(
-                2, lists.max_pairs, TILE, dtype=torch.uint8, device=weight.device
-            ),
-            pair_row_ptr=int32(2, lists.max_pairs),
-            workspace_ptr=workspace,
-            workspace_rows=self._rows_of(workspace, table.backward_dims, TOKEN_BLOCK),
-            drawn_sum_ptr=weight.new_empty(max_tasks, TOKEN_BLOCK, dtype=torch.float32),
-            drawn_total_ptr=self.drawn_total,
-            queue_ptr=torch.zeros(
-                2 * lists.max_chunks + 2, dtype=torch.int32, device=weight.device
-            ),
-            max_chunks=lists.max_chunks,
-            max_rows=lists.max_rows,
-            max_pairs=lists.max_pairs,
-            words=marks.kept.shape[1],
-            SEGMENT=segment,
-            BLOCKS=lists.blocks_padded,
-            HAS_DRAWN=lists.draws,
-        )
-
     def finish_hidden(self, packed: Tensor, complete: bool) -> Tensor:
         """Adds the tail; `complete`: as hidden's rows and dtype, else packed [N, D] fp32."""
         num_tokens, dim = len(self.tokens), self.weight.shape[1]
@@ -406,14 +218,14 @@ class Backward:
         block_d = 128
         spread_kernel[(self.num_blocks, triton.cdiv(dim, block_d))](
             packed,
-            self._or_dummy(self.centroid),
+            self.or_dummy(self.centroid),
             self.rows,
             self.count,
-            self._or_dummy(None if self.lists is None else self.lists.num_chunks),
-            self._or_dummy(self.tail_mass),
+            self.or_dummy(None if self.lists is None else self.lists.num_chunks),
+            self.or_dummy(self.tail_mass),
             self.drawn_total,
             self.unit,
-            self._or_dummy(self.mean),
+            self.or_dummy(self.mean),
             out,
             num_tokens,
             dim,

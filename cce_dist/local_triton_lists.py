@@ -36,6 +36,7 @@ class Marks:
     drawn: Tensor  # the same: the column stands for others in block n's hidden gradient
     share: Tensor  # [groups, V_local] mass of the column where it is not kept
     log_dropped: Tensor  # [N] log of the sum over columns not kept of exp(z) softcap'(z)
+    seed: Tensor  # [1] int32, of the data: the same for the same inputs, not for the next step's
     blocks_per_group: int
 
     @property
@@ -43,16 +44,12 @@ class Marks:
         tensors = (self.kept, self.drawn, self.share, self.log_dropped)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    @property
-    def seed(self) -> Tensor:
-        """[1] int32. Of the data: the same for the same inputs, another one in the next step."""
-        return self.log_dropped[:1].view(torch.int32)
-
 
 def marks_of(
     mass: Tensor,  # [num_blocks, V_local], negative where kept
     count: Tensor,
     log_dropped: Tensor,
+    lse: Tensor,  # [N] of this shard
     dtype: torch.dtype,
     *,
     threshold: float,
@@ -66,7 +63,8 @@ def marks_of(
     share_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
     bits = torch.zeros(2, num_columns, words, dtype=torch.int64, device=mass.device)
     share = torch.empty(groups, num_columns, dtype=share_dtype, device=mass.device)
-    marks = Marks(bits[0], bits[1], share, log_dropped, blocks_per_group)
+    seed = lse[:1].view(torch.int32)
+    marks = Marks(bits[0], bits[1], share, log_dropped, seed, blocks_per_group)
     block = 256
     marks_kernel[(triton.cdiv(num_columns, block),)](
         mass,
@@ -195,19 +193,7 @@ class Lists:
         def int32(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=torch.int32, device=weight.device)
 
-        key = int32(num_columns)
-        block = 256
-        key_kernel[(triton.cdiv(num_columns, block),)](
-            marks.kept,
-            marks.drawn,
-            key,
-            num_columns,
-            num_blocks,
-            words,
-            BLOCK_V=block,
-            HAS_DRAWN=draws,
-        )
-        order = torch.sort(key, stable=True).indices.int()
+        order = _order_of(marks, num_blocks, draws)
         counts = torch.zeros(num_blocks + 2, num_tiles + 1, dtype=torch.int32, device=weight.device)
         lists = cls(
             draws=draws,
@@ -246,32 +232,49 @@ class Lists:
             HAS_DRAWN=draws,
         )
         lists = replace(lists, starts=torch.cumsum(counts, 1, dtype=torch.int32))
+        lists._cut(windows, step, segment)
+        return lists
+
+    def _cut(self, windows: tuple[int, int], step: int, segment: int) -> None:
+        """Where chunks end, and where blocks' lists stand in them."""
+        num_tiles, num_blocks = self.blocks.shape
         chunks_kernel[(1,)](
-            lists.starts,
-            lists.first,
-            lists.num_chunks,
-            num_tiles,
-            num_blocks,
-            *windows,
-            BLOCK=1024,
+            self.starts, self.first, self.num_chunks, num_tiles, num_blocks, *windows, BLOCK=1024
         )
-        segments_kernel[(max_chunks,)](
-            lists.starts,
-            lists.first,
-            lists.num_chunks,
-            lists.base,
-            lists.segment,
+        segments_kernel[(self.max_chunks,)](
+            self.starts,
+            self.first,
+            self.num_chunks,
+            self.base,
+            self.segment,
             num_tiles,
             num_blocks,
-            BLOCKS=lists.blocks_padded,
+            BLOCKS=self.blocks_padded,
             ROWS=step,
             SEGMENT=segment,
         )
-        return lists
 
     @property
     def blocks_padded(self) -> int:
         return triton.next_power_of_2(self.blocks.shape[1] + 1)
+
+
+def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
+    """Columns, those of many blocks first, [V_local] int32."""
+    num_columns, words = marks.kept.shape
+    key = torch.empty(num_columns, dtype=torch.int32, device=marks.kept.device)
+    block = 256
+    key_kernel[(triton.cdiv(num_columns, block),)](
+        marks.kept,
+        marks.drawn,
+        key,
+        num_columns,
+        num_blocks,
+        words,
+        BLOCK_V=block,
+        HAS_DRAWN=draws,
+    )
+    return torch.sort(key, stable=True).indices.int()
 
 
 def chunk_bounds(weight: Tensor, num_blocks: int, num_tiles: int, room: int) -> tuple[int, int]:

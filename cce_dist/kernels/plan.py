@@ -35,7 +35,7 @@ def marks_kernel(
 ):
     """One program: BLOCK_V columns, all token blocks.
 
-    A mass in [top / 2^j, top / 2^(j-1)) has level j. Each column is drawn for one level, level j
+    A mass in (top / 2^j, top / 2^(j-1)] has level j. Each column is drawn for one level, level j
     with probability 2^-j, and stands, 2^j times, in the hidden gradient of the blocks where its
     mass has that level. docs/numerics.md#drawn-columns.
     """

@@ -54,6 +54,9 @@ def centroid_kernel(
             share = tl.where((group == groups)[:, None], weight[None, :], share)
         total += tl.sum(share, 1)
         if tile // step % every == 0:
+            # The least of weights for every column: where none of a group's shares lies in these
+            # tiles, its centroid is their mean, and not 0.
+            share += tl.where(valid, 1e-20, 0.0)[None, :]
             seen += tl.sum(share, 1)
             c = tl.load(
                 weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :],
