@@ -14,4 +14,5 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 pyright
-python -m pytest "$@"
+# Two at a time: most tests are one thread, or ranks that wait for one another.
+python -m pytest --numprocesses 2 "$@"
