@@ -65,13 +65,8 @@ def test_filtered_is_no_worse_than_dense_16_bit(place: Place, shape: str, dtype:
     check_outputs(case, outputs)
     for name in GRADIENTS:
         ours, theirs = rms(outputs[name] - golden[name]), rms(dense[name] - golden[name])
-        if tokens < BLOCK:
-            # The rows of a few targets are all that counts: how two roundings of each fall is luck.
-            theirs = max(theirs, torch.finfo(DTYPES[dtype]).eps * rms(golden[name]))
         assert ours <= theirs, f"{name}: rms error {ours:.3e}, dense 16-bit {theirs:.3e}"
-    # The other shapes are small enough for a GPU to compute all their tiles at once: none of them
-    # knows of another's mass then, and everything may be kept.
-    if dtype == "bf16" and shape in ("four_blocks", "large_vocabulary"):
+    if dtype == "bf16":
         assert float(outputs["tail_mass"].mean()) > 1e-6, "nothing was filtered"
 
 
@@ -384,7 +379,7 @@ def test_filter_with_tail_comes_nearer_than_without(
         options = {**case.options, "filter": filter, "stats": ("tail_mass",)}
         found[tail] = run_case(None, replace(case, options=options))
     assert torch.equal(found[True]["tail_mass"], found[False]["tail_mass"])
-    assert float(found[True]["tail_mass"].mean()) > 0.001
+    assert float(found[True]["tail_mass"].mean()) > 0.01
     for name, times in (("grad_hidden", 0.5), ("grad_weight", 1.0)):
         near, far = (rms(found[tail][name] - golden[name]) for tail in (True, False))
         assert near < times * far, f"{name}: rms error {near:.3e} with the tail, {far:.3e} without"
@@ -528,7 +523,7 @@ def test_in_forward_filters_where_logits_are_not_kept(
         expected = run(gradient="in_forward")
     else:
         expected = run(filter=filter)
-        assert float(expected["tail_mass"].mean()) > 0.001
+        assert float(expected["tail_mass"].mean()) > 0.01
     for name in expected:
         assert torch.equal(found[name], expected[name]), name
 
