@@ -29,11 +29,13 @@ from cce_dist.local_triton_inputs import (
 )
 from cce_dist.local_triton_lists import Marks, marks_of
 from cce_dist.local_triton_tail import mean_column
-from cce_dist.local_triton_tiles import Tiles, num_programs, takes_tma, tiles_for
+from cce_dist.local_triton_tiles import Tiles, cache_bytes, num_programs, takes_tma, tiles_for
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, Stats, Tokens, Wanted, merge_moments
 
 NUM_EXTRAS = 7
+# Of the forward's kernel; each begins with what the splits of the one before have summed.
+LAUNCHES = 3
 
 
 def local_stats(
@@ -56,8 +58,9 @@ def local_stats(
     Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/performance.md#forward.
     """
     run = _Forward.of(tokens, head, wanted, score)
-    run.launch(threshold, score_largest, robust=False)
-    run.launch(threshold, score_largest, robust=True)
+    for launch in range(LAUNCHES):
+        run.launch(threshold, score_largest, launch)
+    run.launch(threshold, score_largest, LAUNCHES - 1, robust=True)
     stats, log_dropped = run.finish()
     marks = None
     if score:
@@ -88,8 +91,9 @@ class _Forward:
     targets: Tensor
     weight: Tensor
     packed: Tensor
-    shape: Tensor  # [2] int32: blocks that count, and splits of the vocabulary
+    shape: Tensor  # [3] int32: blocks that count, splits of the vocabulary, blocks at a time
     programs: int  # at least as many as blocks x splits
+    cached_blocks: int  # so many blocks' hidden states fit the cache
     every_block: bool  # the shape is that of all blocks, whatever counts
     num_blocks: int
     parts: dict[str, Tensor]  # by the kernel's name of the pointer
@@ -101,19 +105,18 @@ class _Forward:
         weight = head.weight
         tiles = tiles_for(weight)
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        programs = max(num_blocks, 2 * num_programs(weight))
+        cached_blocks = max(1, cache_bytes(weight) // (TOKEN_BLOCK * weight[0].nbytes))
+        programs = 2 * num_programs(weight)
+        if num_blocks > cached_blocks:
+            least = triton.cdiv(num_programs(weight), cached_blocks)
+            programs = max(programs, num_blocks * triton.cdiv(3 * least, 2))
+        programs = max(programs, num_blocks)
         padded = num_blocks * TOKEN_BLOCK
         rows, count = rows_of(tokens)
         new = weight.new_empty
         fp32 = torch.float32
-        parts = {
-            "ref": new(programs * TOKEN_BLOCK, dtype=fp32),
-            "sum": weight.new_zeros(programs * TOKEN_BLOCK, dtype=fp32),
-        }
-        if wanted.entropy:
-            parts["surplus"] = weight.new_zeros(programs * TOKEN_BLOCK, dtype=fp32)
+        parts = {"state": new(2, 4, programs * TOKEN_BLOCK, dtype=fp32)}
         if score:
-            parts["dropped"] = weight.new_zeros(programs * TOKEN_BLOCK, dtype=fp32)
             parts["mass"] = new(num_blocks, weight.shape[0], dtype=torch.bfloat16)
         if wanted.correct or wanted.moments or _sums_softcapped(wanted, head):
             size = programs * TOKEN_BLOCK
@@ -128,8 +131,9 @@ class _Forward:
             targets=pad_tokens(tokens.local_targets.int(), padded, -1),
             weight=weight,
             packed=new(padded, padded_dim(weight)),
-            shape=torch.empty(2, dtype=torch.int32, device=weight.device),
+            shape=torch.empty(3, dtype=torch.int32, device=weight.device),
             programs=programs,
+            cached_blocks=cached_blocks,
             every_block="extras" in parts,
             num_blocks=num_blocks,
             parts=parts,
@@ -139,6 +143,7 @@ class _Forward:
     def _pack(self) -> _Forward:
         hidden = with_unit_inner_stride(self.tokens.hidden)
         padded, stride = self.packed.shape
+        self.parts["lower"] = self.parts["state"].new_empty(padded)
         block = 16
         pack_kernel[(triton.cdiv(padded, block),)](
             hidden,
@@ -148,13 +153,15 @@ class _Forward:
             self.targets,
             self.count,
             self.packed,
-            self.parts["ref"],
+            self.parts["lower"],
             self.shape,
             len(self.tokens),
             self.weight.shape[1],
             padded,
             triton.cdiv(self.weight.shape[0], self.tiles.columns),
             num_programs(self.weight),
+            self.cached_blocks,
+            self.programs,
             hidden.stride(0),
             self.weight.stride(0),
             stride,
@@ -173,7 +180,14 @@ class _Forward:
         """A pointer for an argument that the kernel was compiled not to read."""
         return self.count if tensor is None else tensor
 
-    def launch(self, threshold: float, by_largest: bool, *, robust: bool) -> None:
+    def launch(
+        self,
+        threshold: float,
+        by_largest: bool,
+        launch: int,
+        *,
+        robust: bool = False,
+    ) -> None:
         head, tiles, parts = self.head, self.tiles, self.parts
         hidden: Any = self.packed
         weight: Any = self.weight
@@ -197,10 +211,9 @@ class _Forward:
             self._or_dummy(head.class_weight),
             self.count,
             self.shape,
-            *(
-                self._or_dummy(parts.get(name))
-                for name in ("ref", "sum", "dropped", "mass", "surplus", "extras")
-            ),
+            *(self._or_dummy(parts.get(name)) for name in ("lower", "state", "mass", "extras")),
+            launch,
+            self.programs * TOKEN_BLOCK,
             self.packed.shape[0],
             self.weight.shape[0],
             self.weight.shape[1],
@@ -214,6 +227,7 @@ class _Forward:
             BLOCK_D=tiles.dims,
             USE_TMA=use_tma,
             PRECISION="ieee",
+            WIDE=self.weight.dtype == torch.float32,
             HAS_BIAS=head.bias is not None,
             HAS_SOFTCAP=head.softcap is not None,
             HAS_SCORE=self.score,
@@ -231,18 +245,19 @@ class _Forward:
     def finish(self) -> tuple[Stats, Tensor | None]:
         """The splits merged: statistics [N], and the log of the dropped mass."""
         parts, num_tokens, padded = self.parts, len(self.tokens), self.packed.shape[0]
-        lse = parts["ref"].new_empty(padded)
+        lse = parts["state"].new_empty(padded)
         dropped = torch.empty_like(lse) if self.score else None
         entropy = torch.empty_like(lse) if self.wanted.entropy else None
         block = 128
         finish_kernel[(triton.cdiv(padded, block),)](
             self.count,
             self.shape,
-            *(self._or_dummy(parts.get(name)) for name in ("ref", "sum", "dropped", "surplus")),
+            parts["state"],
             lse,
             self._or_dummy(dropped),
             self._or_dummy(entropy),
             padded,
+            self.programs * TOKEN_BLOCK,
             TOKENS=TOKEN_BLOCK,
             BLOCK_N=block,
             HAS_SCORE=self.score,

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from cce_dist.kernels.spread import spread_kernel
-from cce_dist.kernels.tail import token_sums_kernel
+from cce_dist.kernels.tail import group_sums_kernel, token_sums_kernel
 from cce_dist.local_triton_inputs import (
     for_kernels,
     rows_of,
@@ -184,29 +184,40 @@ class Backward:
         # Where columns are drawn, no centroid biases the gradient: an estimate of it will do.
         estimates = self.lists is not None and self.lists.draws and not with_mean
         self.centroid, inverse = centroids(
-            self.head, self.weight, self.share, with_mean=with_mean, every=8 if estimates else 1
+            self.head, self.weight, self.share, with_mean=with_mean, every=16 if estimates else 1
         )
-        self.sums = torch.empty_like(self.centroid)
-        self.bias_sums = torch.empty_like(inverse)
-        dim, block_d = self.weight.shape[1], 32
-        token_sums_kernel[(GROUPS, triton.cdiv(dim, block_d))](
+        dim, block_d = self.weight.shape[1], 128
+        part = self.weight.new_empty(2, self.num_blocks, dim, dtype=torch.float32)
+        part_bias = part.new_empty(2, self.num_blocks)
+        token_sums_kernel[(self.num_blocks, triton.cdiv(dim, block_d))](
             self.hidden,
             self.rows,
             self.count,
             self.or_dummy(self.tail_mass),
             self.or_dummy(self.mean),
+            part,
+            part_bias,
+            dim,
+            self.hidden.stride(0),
+            TOKENS=TOKEN_BLOCK,
+            BLOCK_D=block_d,
+            HAS_TAIL=self.share is not None,
+            HAS_MEAN=with_mean,
+        )
+        self.sums = torch.empty_like(self.centroid)
+        self.bias_sums = torch.empty_like(inverse)
+        group_sums_kernel[(GROUPS, triton.cdiv(dim, block_d))](
+            part,
+            part_bias,
             inverse,
             self.sums,
             self.bias_sums,
             dim,
             self.groups,
-            self.tokens_per_group,
-            self.hidden.stride(0),
-            BLOCK_N=256,
+            self.num_blocks,
+            self.tokens_per_group // TOKEN_BLOCK,
             BLOCK_D=block_d,
-            HAS_TAIL=self.share is not None,
             HAS_MEAN=with_mean,
-            num_stages=3,
         )
 
     def finish_hidden(self, packed: Tensor, complete: bool) -> Tensor:

@@ -19,7 +19,7 @@ from cce_dist.kernels.plan import (
     tiles_kernel,
 )
 from cce_dist.local_triton_inputs import pad_tokens
-from cce_dist.local_triton_tail import TAIL_GROUPS
+from cce_dist.local_triton_tail import GROUPS, TAIL_GROUPS
 from cce_dist.local_triton_tiles import num_programs, takes_tma, tiles_for
 from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens
@@ -65,7 +65,7 @@ def marks_of(
     share = torch.empty(groups, num_columns, dtype=share_dtype, device=mass.device)
     seed = lse[:1].view(torch.int32)
     marks = Marks(bits[0], bits[1], share, log_dropped, seed, blocks_per_group)
-    block = 256
+    block = 64
     marks_kernel[(triton.cdiv(num_columns, block),)](
         mass,
         count,
@@ -80,6 +80,7 @@ def marks_of(
         threshold * DRAW_FACTOR,
         TOKENS=TOKEN_BLOCK,
         BLOCK_V=block,
+        GROUPS=GROUPS,
         HAS_DRAWN=draws,
     )
     return marks
@@ -119,6 +120,7 @@ class Layout:
     rows: Tensor  # [num_blocks * 128] int64; of a token that counts for those that don't
     straight: Tensor  # [words] int64: bit n: block n's tokens are rows one after the other
     blocks: Tensor  # [num_blocks] int32: those that count, the straight ones first
+    first_row: Tensor  # [num_blocks] int32: where each of them starts
     num_straight: Tensor  # [1] int32
     num_blocks: Tensor  # [1] int32
 
@@ -141,11 +143,13 @@ class Layout:
         number = (count + TOKEN_BLOCK - 1) // TOKEN_BLOCK
         before = straight.cumsum(0)
         at = torch.where(straight, before - 1, before[-1] + block - before)
+        blocks = torch.empty_like(block).scatter_(0, at, block)
         return cls(
             use_tma=use_tma,
             rows=rows,
             straight=(bits << torch.arange(64, device=device)).sum(1),
-            blocks=torch.empty_like(block).scatter_(0, at, block).int(),
+            blocks=blocks.int(),
+            first_row=ends[blocks, 0].int(),
             num_straight=before[-1:].int(),
             num_blocks=number.int(),
         )
@@ -283,9 +287,9 @@ def chunk_bounds(weight: Tensor, num_blocks: int, num_tiles: int, room: int) -> 
     At least what one tile and one window more take, at most what all of them do.
     """
     step = tiles_for(weight).backward_dims
-    pairs_share = 16
+    pairs_share = 32
     # Of each row: d_logits; an entry, twice; its part of a sum over drawn ones; of the pairs.
-    row = TOKEN_BLOCK * weight.element_size() + 2 * 4 + 4 + 2 * (TILE + 4) // pairs_share
+    row = TOKEN_BLOCK * weight.element_size() + 2 * 4 + 4 + 4 * (TILE + 1) // pairs_share
     one_tile = (TILE + step) * num_blocks
     rows = max(room // row, 2 * one_tile)
     rows = min(rows, num_tiles * TILE * num_blocks + 2 * one_tile)

@@ -77,13 +77,15 @@ def products(
     _listed(run, lists, {**common, **tail})
     if grad_weight is None and grad_bias is None:
         return
-    slice_dims = 64
-    unkept_kernel[(run.num_tiles,)](
+    # Whole rows, nearly: the memory is written in long runs.
+    slice_dims, columns = 256, 32
+    unkept_kernel[(run.num_tiles * (TILE // columns),)](
         **stored,
         **tail,
         num_slices=1 if grad_weight is None else triton.cdiv(weight.shape[1], slice_dims),
         PRECISION=tail_precision,
         SLICE=slice_dims,
+        COLUMNS=columns,
         num_warps=4,
     )
 
@@ -118,6 +120,7 @@ def _inputs(run: Backward) -> dict[str, Any]:
         "BLOCK_K": block_k,
         "EVEN_K": dim % block_k == 0,
         "STAGES": table.backward_stages,
+        "LIST_STAGES": 2 * table.backward_stages - 1,
         "PRECISION": "ieee",
         "USE_TMA": run.layout.use_tma,
         "IS_INTERPRETED": interpreted(),
@@ -153,6 +156,7 @@ def _every(run: Backward, common: dict[str, Any]) -> None:
     exact_kernel[(_programs(run),)](
         **common,
         blocks_ptr=run.layout.blocks,
+        first_row_ptr=run.layout.first_row,
         num_straight_ptr=run.layout.num_straight,
         num_blocks_ptr=run.layout.num_blocks,
         weight_tile=_rows_of(run, weight, table.pair * TILE, block_k),
@@ -178,7 +182,8 @@ def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> None:
     def int32(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=weight.device)
 
-    workspace = weight.new_empty(lists.max_rows, TOKEN_BLOCK)
+    workspace = weight.new_empty(lists.max_rows + TILE, TOKEN_BLOCK)
+    workspace[lists.max_rows :] = 0
     filtered_kernel[(_programs(run),)](
         **common,
         seed_ptr=marks.seed,
@@ -193,9 +198,10 @@ def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> None:
         num_chunks_ptr=lists.num_chunks,
         base_ptr=lists.base,
         segment_ptr=lists.segment,
-        entries_ptr=int32(2, lists.max_rows),
-        place_ptr=torch.empty(2, lists.max_pairs, TILE, dtype=torch.uint8, device=weight.device),
-        pair_row_ptr=int32(2, lists.max_pairs),
+        # Any column will do where a list ends before its last step.
+        entries_ptr=int32(2, lists.max_rows).zero_(),
+        pair_rows_ptr=int32(lists.max_pairs, TILE),
+        pair_token_ptr=int32(lists.max_pairs),
         workspace_ptr=workspace,
         workspace_rows=_rows_of(run, workspace, table.backward_dims, TOKEN_BLOCK),
         drawn_sum_ptr=weight.new_empty(max_tasks, TOKEN_BLOCK, dtype=torch.float32),
@@ -203,7 +209,6 @@ def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> None:
         queue_ptr=torch.zeros(2 * lists.max_chunks + 2, dtype=torch.int32, device=weight.device),
         max_chunks=lists.max_chunks,
         max_rows=lists.max_rows,
-        max_pairs=lists.max_pairs,
         words=marks.kept.shape[1],
         SEGMENT=segment,
         BLOCKS=lists.blocks_padded,

@@ -32,7 +32,7 @@ class Tiles:
     warps: int = 8
 
 
-# What is measured of it: docs/performance.md#tiles.
+# `cce-dist bench tiles` times candidates beside it: docs/performance.md#tiles.
 TABLE = {
     ("sm90", 2): Tiles(
         256,
@@ -56,10 +56,15 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def key_of(tensor: Tensor) -> tuple[str, int]:
+    """Of `TABLE`, for the tensor's device and dtype."""
+    newest = interpreted() or torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+    return "sm90" if newest else "sm80", tensor.dtype.itemsize
+
+
 def tiles_for(tensor: Tensor) -> Tiles:
     """The tiles for the tensor's device and dtype."""
-    newest = interpreted() or torch.cuda.get_device_capability(tensor.device) >= (9, 0)
-    return TABLE["sm90" if newest else "sm80", tensor.dtype.itemsize]
+    return TABLE[key_of(tensor)]
 
 
 def num_programs(tensor: Tensor) -> int:
@@ -67,6 +72,14 @@ def num_programs(tensor: Tensor) -> int:
     if interpreted():
         return 1
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+def cache_bytes(tensor: Tensor) -> int:
+    """What of the second-level cache hidden states may take, the weight's rows beside them."""
+    if interpreted():
+        return 2**40
+    # A part of it holds the other half's lines a second time.
+    return torch.cuda.get_device_properties(tensor.device).L2_cache_size * 2 // 5
 
 
 def takes_tma(matrix: Tensor) -> bool:

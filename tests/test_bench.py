@@ -27,6 +27,7 @@ from cce_dist.bench.methods import Method, choose_methods
 from cce_dist.bench.shapes import Shape, parse_shape
 from cce_dist.bench.table import Row, percentiles_ms, show
 from cce_dist.cli import app
+from cce_dist.local_triton_tiles import TABLE
 
 TINY = ["--shape", "64x500x16", "--repeats", "3"]
 OURS = ["filtered", "exact", "in_forward"]
@@ -71,7 +72,8 @@ def test_bench_loss_command(inputs: str, tmp_path: Path) -> None:
 
 def test_bench_loss_writes_all_files(tmp_path: Path) -> None:
     files = ["--csv", str(tmp_path / "a.csv"), "--json", str(tmp_path / "a.json")]
-    parts = ["--passes", "loss", "--passes", "gradient", "--passes", "loss+grad"]
+    all_parts = ["loss", "forward", "gradient", "loss+grad"]
+    parts = [f"--passes={part}" for part in all_parts]
     both = ["--inputs", "gaussian", "--inputs", "zipf", "--method", "dense", "--method", "filtered"]
     invoke("loss", *TINY, *files, *parts, *both, "--plots", str(tmp_path))
     found = json.loads((tmp_path / "a.json").read_text())["rows"]
@@ -82,8 +84,8 @@ def test_bench_loss_writes_all_files(tmp_path: Path) -> None:
         for method, parts in (
             ("one matmul", ["loss"]),
             ("three matmuls", ["loss+grad"]),
-            ("dense", ["loss", "gradient", "loss+grad"]),
-            ("filtered", ["loss", "gradient", "loss+grad"]),
+            ("dense", all_parts),
+            ("filtered", all_parts),
         )
         for part in parts
     ]
@@ -164,6 +166,31 @@ def test_bench_loss_keeps_to_its_budget() -> None:
     settings = Settings(repeats=50, budget_seconds=1e-9)
     rows = named(bench_loss(inputs, choose_methods(["dense"]), settings))
     assert rows["dense"].repeats == rows["one matmul"].repeats == 3
+
+
+@pytest.mark.interpreter
+def test_bench_tiles_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = ({"columns": columns, "dims": 32, "stages": 3} for columns in (128, 256))
+    backward = {"pair": 1, "slice_dims": 128, "backward_dims": 32, "backward_stages": 2}
+    monkeypatch.setattr("cce_dist.bench.tiles.FORWARD", {4: [small, large, {"columns": 100}]})
+    monkeypatch.setattr("cce_dist.bench.tiles.BACKWARD", {4: [backward]})
+    before = dict(TABLE)
+    path = tmp_path / "tiles.csv"
+    tiny = ["--shape", "64x300x16", "--device", "cpu", "--dtype", "float32", "--repeats", "3"]
+    invoke("tiles", *tiny, "--csv", str(path))
+    rows = read_csv(path)
+    assert [row["method"].split(":")[0] for row in rows] == ["loss"] * 3 + ["filtered", "exact"]
+    assert [row["in table"] for row in rows] == ["table", "", "", "table", "table"]
+    # 100 is no power of two: no kernel has such a tile.
+    assert [row["failed"] != "" for row in rows] == [False, False, True, False, False]
+    assert all(float(row["median_ms"]) > 0 for row in rows if not row["failed"])
+    assert before == TABLE
+
+
+def test_bench_tiles_needs_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    got = refuse("tiles", "--shape", "64x300x16", "--device", "cpu", "--dtype", "float64")
+    assert "the Triton kernels do not run here" in got
 
 
 def test_bench_filter_command(tmp_path: Path) -> None:

@@ -150,20 +150,27 @@ def test_triton_blocks_of_which_few_tokens_count(place: Place, keep: float, dtyp
     **grid(
         places=(TRITON_CPU,),
         ignored=(0.0, 0.6, 1.0),
-        stats={"plain": ("lse",), "merged_in_torch": ("lse", "correct", "logit_moments")},
+        cached={"all": 2**40, "two_blocks": 2 * 128 * 16 * 4, "none": 1},
+        stats={
+            "plain": ("lse",),
+            "merged_in_torch": ("lse", "entropy", "correct", "logit_moments"),
+        },
         way=WAYS,
     )
 )
 def test_triton_splits_follow_the_tokens_that_count(
     place: Place,
     ignored: float,
+    cached: int,
     stats: tuple[str, ...],
     way: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Seven programs over the blocks that count, as a device would have: two splits or more.
+    # Seven programs over the blocks that count, as a device would have: two splits or more, of
+    # three blocks or of as many at a time as the cache holds.
     monkeypatch.setattr("cce_dist.local_triton.num_programs", lambda tensor: 7)
-    inputs = gaussian_inputs(330, 2100, 16, generator=generator()).ignoring(generator(), ignored)
+    monkeypatch.setattr("cce_dist.local_triton.cache_bytes", lambda tensor: cached)
+    inputs = gaussian_inputs(330, 4400, 16, generator=generator()).ignoring(generator(), ignored)
     if "filter" in way:
         way = {"filter": Filter(keep=1e-7)}
     case = Case(inputs, {**way, "reduction": "sum", "stats": stats}).at(place)

@@ -92,7 +92,11 @@ def loss_command(
     repeats: Repeats = 30,
     budget_seconds: Budget = 0.0,
     passes: Annotated[
-        Names, typer.Option(help="loss, gradient or loss+grad; may be repeated. [loss+grad]")
+        Names,
+        typer.Option(
+            help="loss (alone), forward (for a backward), gradient or loss+grad; may be repeated. "
+            "[loss+grad]"
+        ),
     ] = None,
     method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
     peers: Peers = None,
@@ -181,6 +185,38 @@ def filter_command(
     for make in cases:
         made = make()
         report.add(made.description, bench_filter(made, shares, repeats=repeats, backend=chosen))
+        report.finish_case()
+
+
+@app.command("tiles")
+def tiles_command(
+    tokens: Tokens = None,
+    vocab: Size = 16384,
+    dim: Size = 256,
+    shape: Shapes = None,
+    inputs: Inputs = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cuda",
+    repeats: Repeats = 10,
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Tiles of the Triton kernels: candidates beside what the table holds, by time."""
+    from .report import Report
+    from .tiles import bench_tiles
+
+    with _refusals():
+        cases = [
+            _case(kind, found, dtype, device)
+            for kind in inputs or ["zipf"]
+            for found in _shapes(kind, shape, tokens, vocab, dim)
+        ]
+    report = Report(_machine(device, 0), csv_path, json_path, None)
+    for make in cases:
+        made = make()
+        with _refusals():
+            rows = bench_tiles(made, repeats=repeats)
+        report.add(made.description, rows)
         report.finish_case()
 
 

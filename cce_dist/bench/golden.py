@@ -14,6 +14,8 @@ from .inputs import IGNORE_INDEX, BenchInputs
 # hidden [N, D], weight [V, D], targets [N] -> mean loss over the tokens that are not ignored
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+# Of a mean over tokens: their gradients then lie well above fp16's smallest number.
+FP16_SCALE = 2.0**12
 # float64 numbers in a temporary: 1 GiB.
 CHUNK_ELEMENTS = 2**27
 
@@ -33,12 +35,18 @@ def dense_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def gradients(method: LossFunction, inputs: BenchInputs) -> Gradients:
+    """fp16: of FP16_SCALE times the loss, as a loss scaler has it, then divided in fp32."""
     hidden = inputs.hidden.detach().requires_grad_()
     weight = inputs.weight.detach().requires_grad_()
     loss = method(hidden, weight, inputs.targets)
-    loss.backward()
+    if hidden.dtype != torch.float16:
+        loss.backward()
+        assert hidden.grad is not None and weight.grad is not None
+        return Gradients(loss.detach(), hidden.grad, weight.grad)
+    (loss.float() * FP16_SCALE).backward()
     assert hidden.grad is not None and weight.grad is not None
-    return Gradients(loss.detach(), hidden.grad, weight.grad)
+    unscaled = (grad.float() / FP16_SCALE for grad in (hidden.grad, weight.grad))
+    return Gradients(loss.detach(), *unscaled)
 
 
 def golden_gradients(inputs: BenchInputs, chunk: int | None = None) -> Gradients:

@@ -88,7 +88,8 @@ def make_inputs(
         stored = torch.load(kind, weights_only=True, map_location=device)
         hidden, targets = (stored[name][: shape.num_tokens] for name in ("hidden", "targets"))
         weight = stored["weight"].to(dtype)
-        return BenchInputs(Path(kind).stem, hidden.to(dtype), weight, targets)
+        # They were saved as a view that starts one token into its storage: QuACK wants 32 bytes.
+        return BenchInputs(Path(kind).stem, hidden.to(dtype), weight, targets.clone())
     generator = torch.Generator(device).manual_seed(seed)
     num_tokens, vocab_size, dim = shape.num_tokens, shape.vocab_size, shape.dim
     if kind == "zipf":

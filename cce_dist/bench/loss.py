@@ -239,7 +239,7 @@ def _rows(inputs: BenchInputs, trials: Sequence[Trial]) -> list[Row]:
             median = medians[trial.name, part]
             dense = medians.get(("dense", part))
             peak = trial.peak_bytes.get(part)
-            over = None if peak is None or part == "loss" else peak - gradient_bytes
+            over = None if peak is None or part in ("loss", "forward") else peak - gradient_bytes
             rows.append(
                 Row(
                     method=trial.name,

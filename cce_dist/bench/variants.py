@@ -12,16 +12,16 @@ from .golden import LossFunction
 from .inputs import IGNORE_INDEX, BenchInputs
 from .machine import Variant
 
-Part = Literal["loss", "gradient", "loss+grad"]
+Part = Literal["loss", "forward", "gradient", "loss+grad"]
 # Matrix products of [N, V, D] that each part needs at least.
-NUM_PRODUCTS: dict[Part, int] = {"loss": 1, "gradient": 2, "loss+grad": 3}
+NUM_PRODUCTS: dict[Part, int] = {"loss": 1, "forward": 1, "gradient": 2, "loss+grad": 3}
 FLOORS: dict[str, Part] = {"one matmul": "loss", "three matmuls": "loss+grad"}
 
 
 def check_parts(names: Sequence[str]) -> tuple[Part, ...]:
     """
     Raises:
-        ValueError: a name is none of "loss", "gradient" and "loss+grad".
+        ValueError: a name is no part.
     """
     unknown = sorted(set(names) - set(get_args(Part)))
     if unknown:
@@ -40,7 +40,8 @@ def compacting(function: LossFunction) -> LossFunction:
 
 
 def variant_of(function: LossFunction, inputs: BenchInputs, part: Part) -> Variant:
-    """ "loss" runs without grad; "gradient" is the backward alone, after a forward."""
+    """ "loss" runs without grad, "forward" keeps what a backward needs; "gradient" is the backward
+    alone, after a forward."""
     hidden = inputs.hidden.detach().requires_grad_()
     weight = inputs.weight.detach().requires_grad_()
 
@@ -55,6 +56,9 @@ def variant_of(function: LossFunction, inputs: BenchInputs, part: Part) -> Varia
         with torch.no_grad():
             function(hidden, weight, inputs.targets)
 
+    def forward_only(_: object) -> None:
+        function(hidden, weight, inputs.targets)
+
     def backward(made: Tensor) -> None:
         made.backward()
 
@@ -63,6 +67,8 @@ def variant_of(function: LossFunction, inputs: BenchInputs, part: Part) -> Varia
 
     if part == "loss":
         return Variant(loss)
+    if part == "forward":
+        return Variant(forward_only)
     if part == "gradient":
         return Variant(backward, forward, reset)
     return Variant(both, reset, reset)

@@ -10,7 +10,7 @@ import triton.language as tl
 from cce_dist.kernels.dds import dds_kept_task, dds_task
 from cce_dist.kernels.dsd import dsd_kept_task, dsd_task
 from cce_dist.kernels.numbers import proxy_fence
-from cce_dist.kernels.plan import list_task
+from cce_dist.kernels.plan import list_task, pair_task
 from cce_dist.kernels.sdd import sdd_kept_task, sdd_task
 
 
@@ -36,6 +36,7 @@ def exact_kernel(
     rows_ptr,  # [num_blocks * TOKENS] int64, of a token that counts for those that don't
     straight_ptr,  # [words] int64: bit n: the block's tokens are rows one after the other
     blocks_ptr,  # [num_blocks] int32: those of tokens that count, the straight ones first
+    first_row_ptr,  # [num_blocks] int32: of each of them, the row of its first token
     num_straight_ptr,  # [1] int32
     num_blocks_ptr,  # [1] int32
     weight_ptr,  # [V, D], inner stride 1
@@ -74,6 +75,7 @@ def exact_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
+    LIST_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     TAIL_PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
@@ -103,8 +105,8 @@ def exact_kernel(
         task = tl.atomic_add(queue_ptr + 2 * chunk, 1)
         while task < num_tasks:
             sdd_task(
-                task, first_tile, hidden_ptr, hidden_rows, rows_ptr, straight_ptr, weight_ptr,
-                weight_tile, bias_ptr, class_weight_ptr, target_ptr, count, pull_ptr,
+                task, first_tile, tiles, hidden_ptr, hidden_rows, rows_ptr, straight_ptr,
+                weight_ptr, weight_tile, bias_ptr, class_weight_ptr, target_ptr, count, pull_ptr,
                 workspace_ptr, num_blocks, V, D, stride_hn, stride_wv, scale, softcap, TOKENS,
                 TILE, PAIR, BLOCK_K, EVEN_K, STAGES, PRECISION, USE_TMA, HAS_BIAS, HAS_SOFTCAP,
                 HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
@@ -119,12 +121,12 @@ def exact_kernel(
                 if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
                     dds_task(
                         task, first_tile, hidden_ptr, hidden_slices, rows_ptr, blocks_ptr,
-                        num_straight_ptr, num_blocks_ptr, class_weight_ptr, tail_ptr,
-                        tail_bias_ptr, workspace_ptr, workspace_columns, grad_weight_ptr,
-                        grad_bias_ptr, unit, num_blocks, V, D, dds_slices, stride_hn, stride_gv,
-                        TOKENS, TILE, SLICE, BLOCK_K, STAGES, PRECISION, TAIL_PRECISION, USE_TMA,
-                        GROUPS, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS,
-                        ACCUMULATE,
+                        first_row_ptr, num_straight_ptr, num_blocks_ptr, class_weight_ptr,
+                        tail_ptr, tail_bias_ptr, workspace_ptr, workspace_columns,
+                        grad_weight_ptr, grad_bias_ptr, unit, num_blocks, V, D, dds_slices,
+                        stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES,
+                        PRECISION, TAIL_PRECISION, USE_TMA, GROUPS, HAS_MEAN, HAS_CLASS_WEIGHT,
+                        HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
                     )  # fmt: skip
             else:
                 if HAS_GRAD_HIDDEN:
@@ -170,9 +172,9 @@ def filtered_kernel(
     tail_ptr,  # [GROUPS, D]
     tail_bias_ptr,  # [GROUPS]
     entries_ptr,  # [2, max_rows] int32: lists of this chunk and the next
-    place_ptr,  # [2, max_pairs, TILE] uint8
-    pair_row_ptr,  # [2, max_pairs] int32
-    workspace_ptr,  # [max_rows, TOKENS]
+    pair_rows_ptr,  # [max_pairs, TILE] int32
+    pair_token_ptr,  # [max_pairs] int32
+    workspace_ptr,  # [max_rows + TILE, TOKENS], the last rows 0
     workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
     drawn_sum_ptr,  # [max_tasks, TOKENS] fp32
     grad_hidden_ptr,  # [N_padded, D] fp32
@@ -186,7 +188,6 @@ def filtered_kernel(
     num_tiles,
     max_chunks,
     max_rows,
-    max_pairs,
     words,
     groups,
     stride_hn,
@@ -202,6 +203,7 @@ def filtered_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
+    LIST_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     TAIL_PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
@@ -220,7 +222,9 @@ def filtered_kernel(
 ):
     """The columns that each block keeps, and those drawn for it, by lists of columns.
 
-    The lists of a chunk are made beside the products of the one before.
+    The lists of a chunk are made beside the products of the one before. `LIST_STAGES` are those of
+    loops that load what they load by: one stage finds the rows, so that as many as elsewhere wait
+    for them.
     """
     count = tl.load(count_ptr)
     unit = tl.load(unit_ptr)
@@ -257,13 +261,13 @@ def filtered_kernel(
                 if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
                     dds_kept_task(
                         task, first, hidden_ptr, hidden_slices, rows_ptr, order_ptr, starts_ptr,
-                        blocks_ptr, num_straight_ptr, num_blocks_ptr,
-                        place_ptr + own * max_pairs * TILE, pair_row_ptr + own * max_pairs,
-                        share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, workspace_ptr,
-                        grad_weight_ptr, grad_bias_ptr, unit, num_tiles, num_blocks, V, D, groups,
-                        dds_slices, stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, STAGES,
-                        PRECISION, TAIL_PRECISION, USE_TMA, GROUPS, HAS_TAIL, HAS_MEAN,
-                        HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+                        blocks_ptr, num_straight_ptr, num_blocks_ptr, pair_rows_ptr,
+                        pair_token_ptr, share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr,
+                        workspace_ptr, grad_weight_ptr, grad_bias_ptr, unit, num_tiles, num_blocks,
+                        V, D, groups, dds_slices, stride_hn, stride_gv, TOKENS, TILE, SLICE,
+                        BLOCK_K, LIST_STAGES, PRECISION, TAIL_PRECISION, USE_TMA, GROUPS,
+                        HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS,
+                        ACCUMULATE,
                     )  # fmt: skip
             elif task < num_dds + num_dsd:
                 if HAS_GRAD_HIDDEN:
@@ -273,32 +277,36 @@ def filtered_kernel(
                         base_ptr + at, segment_ptr + at, entries_ptr + own * max_rows,
                         workspace_ptr, workspace_rows, drawn_sum_ptr, grad_hidden_ptr,
                         drawn_total_ptr, unit, num_tiles, D, stride_wv, TOKENS, SLICE, BLOCK_K,
-                        STAGES, PRECISION, USE_TMA, HAS_DRAWN,
+                        LIST_STAGES, PRECISION, USE_TMA, HAS_DRAWN,
                     )  # fmt: skip
             else:
-                other = chunk % 2
                 list_task(
-                    task - num_dds - num_dsd, last, num_active, kept_ptr, drawn_ptr, order_ptr,
-                    starts_ptr, base_ptr + chunk * (num_blocks + 1), position_ptr,
-                    entries_ptr + other * max_rows, place_ptr + other * max_pairs * TILE,
-                    pair_row_ptr + other * max_pairs, V, num_tiles, num_blocks, words, TILE,
-                    HAS_DRAWN,
+                    task - num_dds - num_dsd, last, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
+                    base_ptr + chunk * (num_blocks + 1), entries_ptr + chunk % 2 * max_rows, V,
+                    num_tiles, num_blocks, words, TILE, HAS_DRAWN,
                 )  # fmt: skip
             task = tl.atomic_add(queue_ptr + 2 * chunk, 1)
         if chunk < num_chunks:
             grid_barrier(arrived_ptr, 2 * chunk + 1, USE_TMA, IS_INTERPRETED)
             at = chunk * (num_blocks + 1)
-            other = chunk % 2
-            num_tasks = tl.load(segment_ptr + at + num_blocks)
+            num_sdd = tl.load(segment_ptr + at + num_blocks)
+            num_pairs = tl.maximum(tl.minimum(next_last, num_active) - last, 0) * words
             task = tl.atomic_add(queue_ptr + 2 * chunk + 1, 1)
-            while task < num_tasks:
-                sdd_kept_task(
-                    task, seed, last, next_last, hidden_ptr, hidden_rows, rows_ptr, straight_ptr,
-                    weight_ptr, bias_ptr, target_ptr, pull_ptr, starts_ptr, base_ptr + at,
-                    segment_ptr + at, entries_ptr + other * max_rows, workspace_ptr,
-                    drawn_sum_ptr, num_tiles, num_blocks, D, stride_hn, stride_wv, scale, softcap,
-                    TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, USE_TMA, HAS_BIAS,
-                    HAS_SOFTCAP, HAS_DRAWN,
-                )  # fmt: skip
+            while task < num_sdd + num_pairs:
+                if task < num_sdd:
+                    sdd_kept_task(
+                        task, seed, last, next_last, hidden_ptr, hidden_rows, rows_ptr,
+                        straight_ptr, weight_ptr, bias_ptr, target_ptr, pull_ptr, starts_ptr,
+                        base_ptr + at, segment_ptr + at, entries_ptr + chunk % 2 * max_rows,
+                        workspace_ptr, drawn_sum_ptr, num_tiles, num_blocks, D, stride_hn,
+                        stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K,
+                        STAGES, PRECISION, USE_TMA, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
+                    )  # fmt: skip
+                else:
+                    pair_task(
+                        task - num_sdd, last, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
+                        base_ptr + at, position_ptr, rows_ptr, pair_rows_ptr, pair_token_ptr,
+                        max_rows, V, num_tiles, num_blocks, words, TOKENS, TILE, HAS_DRAWN,
+                    )  # fmt: skip
                 task = tl.atomic_add(queue_ptr + 2 * chunk + 1, 1)
             grid_barrier(arrived_ptr, 2 * chunk + 2, USE_TMA, IS_INTERPRETED)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from cce_dist.kernels.numbers import add_product
+
 
 @triton.jit
 def store_columns(
@@ -71,6 +73,7 @@ def dds_task(
     hidden_slices,  # descriptor of the same, BLOCK_K x SLICE
     rows_ptr,  # [N] int64, of a token that counts for those that don't
     blocks_ptr,  # [num_blocks] int32, blocks of consecutive rows first
+    first_row_ptr,  # [num_blocks] int32: the row of each one's first token
     num_straight_ptr,  # [1] int32: how many of those
     num_blocks_ptr,  # [1] int32: how many in all
     class_weight_ptr,
@@ -119,9 +122,9 @@ def dds_task(
             block = tl.load(blocks_ptr + i // PARTS)
             part = (i % PARTS) * BLOCK_K
             p = workspace_columns.load([(first_place + block) * TILE, part])
-            row = tl.load(rows_ptr + block * TOKENS).to(tl.int32)
+            row = tl.load(first_row_ptr + i // PARTS)
             e = hidden_slices.load([row + part, first_dim])
-            acc = tl.dot(p, e, acc, input_precision=PRECISION)
+            acc = add_product(acc, p, e, unit - unit, PRECISION)
     if HAS_GRAD_WEIGHT:
         for i in tl.range(straight * PARTS, number * PARTS, num_stages=STAGES):
             block = tl.load(blocks_ptr + i // PARTS)
@@ -131,7 +134,7 @@ def dds_task(
             row = tl.load(rows_ptr + block * TOKENS + lanes)
             e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
             e = tl.load(e_ptrs, mask=inside, other=0.0)
-            acc = tl.dot(p, e, acc, input_precision=PRECISION)
+            acc = add_product(acc, p, e, unit - unit, PRECISION)
     if HAS_GRAD_BIAS:  # noqa: SIM102
         if task % num_slices == 0:
             # Apart from the products: their operand then stays where the tensor cores read it.
@@ -160,13 +163,13 @@ def dds_kept_task(
     blocks_ptr,  # [num_tiles, num_blocks] int32, blocks of consecutive rows first
     num_straight_ptr,  # [num_tiles] int32: how many of those
     num_blocks_ptr,  # [num_tiles] int32: how many in all
-    place_ptr,  # [pairs, TILE] uint8
-    pair_row_ptr,  # [pairs] int32
+    pair_rows_ptr,  # [pairs, TILE] int32
+    pair_token_ptr,  # [pairs] int32
     share_ptr,
     class_weight_ptr,
     tail_ptr,
     tail_bias_ptr,
-    workspace_ptr,  # [rows, TOKENS]
+    workspace_ptr,  # [rows + TILE, TOKENS], the last rows 0
     grad_weight_ptr,
     grad_bias_ptr,
     unit,
@@ -206,47 +209,34 @@ def dds_kept_task(
     list_ptr = blocks_ptr + tile.to(tl.int64) * num_blocks
     pairs_ptr = starts_ptr + (num_blocks + 1) * (num_tiles + 1)
     first_pair = tl.load(pairs_ptr + tile) - tl.load(pairs_ptr + first_tile)
-    place_ptr += first_pair * TILE
-    pair_row_ptr += first_pair
+    pair_rows_ptr += first_pair * TILE + local
+    pair_token_ptr += first_pair
     acc = tl.zeros((TILE, SLICE), tl.float32)
     bias = tl.zeros((TILE,), tl.float32)
     if USE_TMA and HAS_GRAD_WEIGHT:
         for i in tl.range(0, straight * PARTS, num_stages=STAGES):
             lanes = (i % PARTS) * BLOCK_K + tl.arange(0, BLOCK_K)
-            place = tl.load(place_ptr + i // PARTS * TILE + local).to(tl.int32)
-            at = (tl.load(pair_row_ptr + i // PARTS) + place).to(tl.int64)
-            p = tl.load(
-                workspace_ptr + at[:, None] * TOKENS + lanes[None, :],
-                mask=(place < 255)[:, None],
-                other=0.0,
-            )
-            block = tl.load(list_ptr + i // PARTS)
-            row = tl.load(rows_ptr + block * TOKENS).to(tl.int32)
+            at = tl.load(pair_rows_ptr + i // PARTS * TILE).to(tl.int64)
+            p = tl.load(workspace_ptr + at[:, None] * TOKENS + lanes[None, :])
+            row = tl.load(pair_token_ptr + i // PARTS)
             e = hidden_slices.load([row + (i % PARTS) * BLOCK_K, first_dim])
-            acc = tl.dot(p, e, acc, input_precision=PRECISION)
+            acc = add_product(acc, p, e, unit - unit, PRECISION)
     if HAS_GRAD_WEIGHT:
         for i in tl.range(straight * PARTS, number * PARTS, num_stages=STAGES):
             lanes = (i % PARTS) * BLOCK_K + tl.arange(0, BLOCK_K)
-            place = tl.load(place_ptr + i // PARTS * TILE + local).to(tl.int32)
-            at = (tl.load(pair_row_ptr + i // PARTS) + place).to(tl.int64)
-            p = tl.load(
-                workspace_ptr + at[:, None] * TOKENS + lanes[None, :],
-                mask=(place < 255)[:, None],
-                other=0.0,
-            )
+            at = tl.load(pair_rows_ptr + i // PARTS * TILE).to(tl.int64)
+            p = tl.load(workspace_ptr + at[:, None] * TOKENS + lanes[None, :])
             block = tl.load(list_ptr + i // PARTS)
             row = tl.load(rows_ptr + block * TOKENS + lanes)
             e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
             e = tl.load(e_ptrs, mask=inside, other=0.0)
-            acc = tl.dot(p, e, acc, input_precision=PRECISION)
+            acc = add_product(acc, p, e, unit - unit, PRECISION)
     if HAS_GRAD_BIAS:  # noqa: SIM102
         if task % num_slices == 0:
             for i in range(number):
-                place = tl.load(place_ptr + i * TILE + local).to(tl.int32)
-                at = (tl.load(pair_row_ptr + i) + place).to(tl.int64)
+                at = tl.load(pair_rows_ptr + i * TILE).to(tl.int64)
                 p_ptrs = workspace_ptr + at[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-                p = tl.load(p_ptrs, mask=(place < 255)[:, None], other=0.0)
-                bias += tl.sum(p.to(tl.float32), 1)
+                bias += tl.sum(tl.load(p_ptrs).to(tl.float32), 1)
     at = tile * TILE + local
     store_columns(
         acc * unit, bias * unit, tl.load(order_ptr + at), at < V, dims, task % num_slices == 0,
@@ -272,6 +262,7 @@ def unkept_kernel(
     num_slices,
     stride_gv,
     TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -282,16 +273,16 @@ def unkept_kernel(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """The tiles that no block keeps a column of: their tail, or zeros."""
-    tile = tl.program_id(0)
-    if tile >= tl.load(num_active_ptr):
-        at = tile * TILE + tl.arange(0, TILE)
+    """The tiles that no block keeps a column of: their tail, or zeros. One program: COLUMNS."""
+    first = tl.program_id(0) * COLUMNS
+    if first >= tl.load(num_active_ptr) * TILE:
+        at = first + tl.arange(0, COLUMNS)
         column = tl.load(order_ptr + at)
         for slice_ in range(num_slices):
             store_columns(
-                tl.zeros((TILE, SLICE), tl.float32), tl.zeros((TILE,), tl.float32), column, at < V,
-                slice_ * SLICE + tl.arange(0, SLICE), slice_ == 0, share_ptr, class_weight_ptr,
-                tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D, groups, stride_gv,
-                TILE, PRECISION, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT,
-                HAS_GRAD_BIAS, ACCUMULATE,
+                tl.zeros((COLUMNS, SLICE), tl.float32), tl.zeros((COLUMNS,), tl.float32), column,
+                at < V, slice_ * SLICE + tl.arange(0, SLICE), slice_ == 0, share_ptr,
+                class_weight_ptr, tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D,
+                groups, stride_gv, COLUMNS, PRECISION, GROUPS, HAS_TAIL, HAS_MEAN,
+                HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
             )  # fmt: skip

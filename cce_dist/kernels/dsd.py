@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from cce_dist.kernels.numbers import add_product
+
 
 @triton.jit
 def add_rows(
@@ -69,7 +71,7 @@ def dsd_task(
             column = tl.minimum(tile * TILE + part + tl.arange(0, BLOCK_K), V - 1)
             c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :]
             c = tl.load(c_ptrs, mask=inside, other=0.0)
-        acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
+        acc = add_product(acc, p.T, c, unit - unit, PRECISION)
     add_rows(acc * unit, block, dims, chunk == 0, grad_hidden_ptr, D, TOKENS)
 
 
@@ -112,8 +114,8 @@ def dsd_kept_task(
     lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros((TOKENS, SLICE), tl.float32)
     for k in tl.range(0, length, BLOCK_K, num_stages=STAGES):
-        entry = tl.load(entries_ptr + base + k + lane, mask=k + lane < length, other=0)
-        column = tl.where(entry < 0, -1 - entry, entry).to(tl.int64)
+        # Past the list's end stands some column: its d_logits are 0.
+        column = (tl.load(entries_ptr + base + k + lane) >> 1).to(tl.int64)
         if USE_TMA:
             p = workspace_rows.load([base + k, 0])
         else:
@@ -122,7 +124,7 @@ def dsd_kept_task(
         c = tl.load(
             weight_ptr + column[:, None] * stride_wv + dims[None, :], mask=inside, other=0.0
         )
-        acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
+        acc = add_product(acc, p.T, c, unit - unit, PRECISION)
     if (chunk == 0) | (length > 0):
         add_rows(acc * unit, block, dims, chunk == 0, grad_hidden_ptr, D, TOKENS)
     if HAS_DRAWN:  # noqa: SIM102

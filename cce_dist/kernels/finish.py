@@ -3,21 +3,19 @@
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.numbers import LOG2E, log2_of
+from cce_dist.kernels.numbers import LOG2E, exp2_of, log2_of
 
 
 @triton.jit
 def finish_kernel(
     count_ptr,  # [1] int32
-    shape_ptr,  # [2] int32: blocks and splits
-    ref_ptr,  # [splits, blocks * TOKENS]
-    sum_ptr,
-    dropped_sum_ptr,
-    surplus_ptr,
+    shape_ptr,  # [3] int32: blocks and splits
+    state_ptr,  # [4, size]: see `forward_kernel`
     lse_ptr,  # [N] natural log: out, 0 for tokens that don't count
     dropped_ptr,  # [N] log of the sum over dropped columns of exp(z) softcap'(z): out
     entropy_ptr,  # [N] nats: out
     N,
+    size,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_SCORE: tl.constexpr,
@@ -29,24 +27,25 @@ def finish_kernel(
     splits = tl.load(shape_ptr + 1)
     top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     for split in range(splits):
-        top = tl.maximum(top, tl.load(ref_ptr + split * stride + tokens, mask=counts, other=0.0))
+        top = tl.maximum(top, tl.load(state_ptr + split * stride + tokens, mask=counts, other=0.0))
     total = tl.zeros((BLOCK_N,), tl.float32)
     dropped = tl.zeros((BLOCK_N,), tl.float32)
     surplus = tl.zeros((BLOCK_N,), tl.float32)
     for split in range(splits):
-        at = split * stride + tokens
-        shift = tl.load(ref_ptr + at, mask=counts, other=0.0) - top
-        share = tl.exp2(shift)
-        part_sum = tl.load(sum_ptr + at, mask=counts, other=1.0)
+        at = state_ptr + split * stride + tokens
+        shift = tl.load(at, mask=counts, other=0.0) - top
+        share = exp2_of(shift)
+        part_sum = tl.load(at + size, mask=counts, other=1.0)
         if HAS_SURPLUS:
-            part = tl.load(surplus_ptr + at, mask=counts, other=0.0)
+            part = tl.load(at + 3 * size, mask=counts, other=0.0)
             # Nothing in this split: its reference, a bound of nothing, must not give 0 * inf.
             part = tl.where(part_sum > 0, part + shift * part_sum, 0.0)
             surplus += share * part
         total += share * part_sum
         if HAS_SCORE:
-            dropped += share * tl.load(dropped_sum_ptr + at, mask=counts, other=0.0)
-    lse = (top + log2_of(total)) / LOG2E
+            dropped += share * tl.load(at + 2 * size, mask=counts, other=0.0)
+    # Rounded to nearest: an error of lse is one of every probability.
+    lse = tl.div_rn(top + log2_of(total), tl.full((BLOCK_N,), LOG2E, tl.float32))
     tl.store(lse_ptr + tokens, tl.where(counts, lse, 0.0), mask=tokens < N)
     if HAS_SCORE:
         value = (top + tl.log2(dropped)) / LOG2E

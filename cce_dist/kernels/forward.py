@@ -8,43 +8,141 @@ from cce_dist.kernels.numbers import (
     HIGHEST,
     LOG2E,
     LOWEST,
+    exp2_of,
     load_tile,
     partial_sums,
+    probabilities,
     softcapped,
     whole_sum,
 )
 
 
 @triton.jit
-def raise_reference(total, dropped, ref, at, ref_ptr, surplus_ptr, HAS_SURPLUS: tl.constexpr):
-    """Sums relative to what `ref_ptr` holds -> relative to `ref`, which is not below it."""
-    gain = ref - tl.load(ref_ptr + at)
-    shrink = tl.exp2(-gain)
+def raise_reference(
+    total,
+    dropped,
+    ref,
+    state_ptrs,  # [BLOCK_N] in the first field of [4, size]: see `forward_kernel`
+    size,
+    HAS_SCORE: tl.constexpr,
+    HAS_SURPLUS: tl.constexpr,
+):
+    """Sums relative to the state's reference -> relative to `ref`, which is not below it."""
+    gain = ref - tl.load(state_ptrs)
+    shrink = exp2_of(-gain)
+    earlier = tl.load(state_ptrs + size)
+    earlier_dropped = 0.0
+    surplus = 0.0
+    if HAS_SCORE:
+        earlier_dropped = tl.load(state_ptrs + 2 * size)
     if HAS_SURPLUS:
         # Of nothing yet, the first time: the gain is then without end, and 0 times it is no number.
-        before = whole_sum(total)
-        surplus = tl.load(surplus_ptr + at) - tl.where(before > 0, gain * before, 0.0)
-        tl.store(surplus_ptr + at, shrink * surplus)
-    tl.store(ref_ptr + at, ref)
-    # The next tile reads it with other threads.
+        before = whole_sum(total) + earlier
+        surplus = tl.load(state_ptrs + 3 * size) - tl.where(before > 0, gain * before, 0.0)
+    # Two threads may hold a token: both have to read before one of them writes.
+    tl.debug_barrier()
+    tl.store(state_ptrs, ref)
+    tl.store(state_ptrs + size, shrink * earlier)
+    if HAS_SCORE:
+        tl.store(state_ptrs + 2 * size, shrink * earlier_dropped)
+    if HAS_SURPLUS:
+        tl.store(state_ptrs + 3 * size, shrink * surplus)
     tl.debug_barrier()
     return total * shrink[None, None, :], dropped * shrink[None, None, :]
 
 
 @triton.jit
+def first_turn(launch, num_turns):
+    """Where a launch begins: 0 and 1 with the first tile, 2 after a sixteenth of the tiles."""
+    return tl.where(launch == 2, tl.cdiv(num_turns, 16), 0)
+
+
+@triton.jit
+def end_turn(launch, num_turns):
+    """Where it ends; launch 0 looks at one tile."""
+    end = tl.where(launch == 0, tl.minimum(num_turns, 1), tl.cdiv(num_turns, 16))
+    return tl.where(launch == 2, num_turns, end)
+
+
+@triton.jit
+def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
+    """[BLOCK_N] log2 of what all splits have summed; LOWEST where that is nothing."""
+    top = tl.full((BLOCK_N,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for split in range(splits):
+        ref = tl.load(before_ptrs + split * stride)
+        part = tl.load(before_ptrs + split * stride + size)
+        # A sum that overflowed is repeated at the end; here it says nothing.
+        part = tl.where(part < float("inf"), part, 0.0)
+        ref = tl.where(part > 0, ref, LOWEST)
+        higher = tl.maximum(top, ref)
+        total = total * exp2_of(top - higher) + part * exp2_of(ref - higher)
+        top = higher
+    return tl.where(total > 0, top + tl.log2(total), LOWEST)
+
+
+@triton.jit
+def begin_state(
+    lower_ptrs,  # [BLOCK_N]
+    first_ptrs,  # [BLOCK_N] in the first field of the first split of the first half
+    own,  # of this split, from the first
+    splits,
+    stride,  # of two splits
+    size,
+    counts,  # [BLOCK_N]
+    launch,
+    BLOCK_N: tl.constexpr,
+    HAS_SCORE: tl.constexpr,
+    HAS_SURPLUS: tl.constexpr,
+    IS_ROBUST: tl.constexpr,
+):
+    """The state as the launch before left it, relative to what all splits have summed there."""
+    state_ptrs = first_ptrs + launch % 2 * 4 * size + own
+    before_ptrs = first_ptrs + (launch + 1) % 2 * 4 * size
+    ref = tl.load(lower_ptrs)
+    highest = ref
+    earlier = tl.zeros((BLOCK_N,), tl.float32)
+    earlier_dropped = earlier
+    surplus = earlier
+    if IS_ROBUST:
+        ref = tl.where(counts, LOWEST, HIGHEST)
+    elif launch > 0:
+        ref = tl.load(before_ptrs + own)
+        highest = tl.maximum(ref, merged_reference(before_ptrs, splits, stride, size, BLOCK_N))
+        # Launch 0 was for its references alone.
+        goes_on = (launch == 2) & counts
+        earlier = tl.load(before_ptrs + own + size, mask=goes_on, other=0.0)
+        if HAS_SCORE:
+            earlier_dropped = tl.load(before_ptrs + own + 2 * size, mask=goes_on, other=0.0)
+        if HAS_SURPLUS:
+            surplus = tl.load(before_ptrs + own + 3 * size, mask=goes_on, other=0.0)
+    tl.store(state_ptrs, ref)
+    tl.store(state_ptrs + size, earlier)
+    tl.store(state_ptrs + 2 * size, earlier_dropped)
+    tl.store(state_ptrs + 3 * size, surplus)
+    tl.debug_barrier()
+    if not IS_ROBUST:
+        nothing = tl.zeros((8, 8, BLOCK_N), tl.float32)
+        raise_reference(nothing, nothing, highest, state_ptrs, size, HAS_SCORE, HAS_SURPLUS)
+
+
+@triton.jit(do_not_specialize=["launch"])
 def forward_kernel(
     hidden,  # [N, D] packed: the tokens that count first; N a multiple of BLOCK_N below
     weight,  # [V, D]
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
     count_ptr,  # [1] int32: tokens that count
-    shape_ptr,  # [2] int32: blocks of them, and splits of the vocabulary
-    ref_ptr,  # [splits, blocks * BLOCK_N] a lower bound of the token's lse, log2: in and out
-    sum_ptr,  # sum of exp2(z - ref): out
-    dropped_ptr,  # over the columns not kept, exp2(z - ref) softcap'(z): out
+    shape_ptr,  # [3] int32: blocks of them, splits of the vocabulary, blocks at a time
+    lower_ptr,  # [N] a lower bound of the token's lse, log2
+    state_ptr,  # [2, 4, size], size not below splits * blocks * BLOCK_N. Of a split and a token: a
+    # reference `ref`, a lower bound of lse, log2; the sum of exp2(z - ref) over its columns; of
+    # exp2(z - ref) softcap'(z) over those not kept; of exp2(z - ref) (z - ref), log2. A launch
+    # reads the half that the one before wrote, and writes the other: out, the last in the first
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
-    surplus_ptr,  # sum of exp2(z - ref) (z - ref), log2: zeros in, out
-    extras_ptr,  # [7, programs * BLOCK_N]: see `add_extras`
+    extras_ptr,  # [7, size]: see `add_extras`
+    launch,  # 0, 1, 2
+    size,
     N,
     V,
     D,
@@ -58,6 +156,7 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,  # fp32 inputs
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCORE: tl.constexpr,
@@ -72,47 +171,59 @@ def forward_kernel(
     """One program: a block of tokens against every `splits`-th vocabulary tile. How many splits
     there are follows how many blocks count: ignored tokens leave no multiprocessor idle.
 
-    Tiles are strided over the programs: all blocks read the same few rows of the weight at a
-    time, and every split meets the frequent tokens early, so that its running sum is a tight
-    lower bound of lse. exp2(z - ref) with that bound is an upper bound of the probability; its
-    sum over the block's tokens decides whether the backward keeps the column.
-    docs/numerics.md#column-masses.
+    Tiles are strided over the programs: those that run at a time read the same few rows of the
+    weight, and no more token blocks than the cache holds beside them. docs/performance.md#forward.
 
-    `ref` follows the sum: after each of the first tiles, then ever more seldom. A logit 127 (log2)
-    above it overflows the sum; a program that finds its sum overflowed in a second launch, the
-    one with IS_ROBUST, starts again and raises `ref` to each tile's maximum first.
+    exp2(z - ref) is an upper bound of the probability; its sum over the block's tokens decides
+    whether the backward keeps the column. `ref` follows the program's sum: after each of its first
+    tiles, then ever more seldom. And it begins with what all splits have summed in the launch
+    before: 0 looks at one tile of each split, 1 makes a sixteenth of the vocabulary, where the
+    frequent tokens are, 2 the rest. docs/numerics.md#column-masses.
+
+    A logit 127 (log2) above `ref` overflows the sum; a program that finds its sum overflowed in a
+    last launch, the one with IS_ROBUST, starts again and raises `ref` to each tile's maximum first.
     """
     num_blocks = tl.load(shape_ptr)
     splits = tl.load(shape_ptr + 1)
     if tl.program_id(0) >= num_blocks * splits:
         return
-    block = tl.program_id(0) % num_blocks
-    split = tl.program_id(0) // num_blocks
+    at_once = tl.load(shape_ptr + 2)
+    first_block = tl.program_id(0) // (at_once * splits) * at_once
+    inner = tl.program_id(0) % (at_once * splits)
+    at_once = tl.minimum(at_once, num_blocks - first_block)
+    block = first_block + inner % at_once
+    split = inner // at_once
     count = tl.load(count_ptr)
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    at = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    stride = num_blocks * BLOCK_N
+    state_ptrs = state_ptr + launch % 2 * 4 * size + split * stride + rows
     num_turns = tl.cdiv(tl.cdiv(V, BLOCK_V) - split, splits)
     num_turns = tl.where(block * BLOCK_N < count, num_turns, 0)
+    turn = first_turn(launch, num_turns)
+    num_turns = end_turn(launch, num_turns)
+    total = tl.zeros((8, 8, BLOCK_N), tl.float32)
+    dropped = tl.zeros((8, 8, BLOCK_N), tl.float32)
     if IS_ROBUST:
-        before = tl.load(sum_ptr + at)
+        before = tl.load(state_ptrs + size)
         failed = (before != before) | (before == float("inf"))
+        turn = 0
         num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
         if num_turns == 0:
             return
-        tl.store(ref_ptr + at, tl.where(rows < count, LOWEST, HIGHEST))
-        if HAS_SURPLUS:
-            tl.store(surplus_ptr + at, tl.zeros((BLOCK_N,), tl.float32))
-        tl.debug_barrier()
+    begin_state(
+        lower_ptr + rows, state_ptr + rows, split * stride, splits, stride, size, rows < count,
+        launch, BLOCK_N, HAS_SCORE, HAS_SURPLUS, IS_ROBUST,
+    )  # fmt: skip
     threshold = keep
     if not BY_LARGEST:
         threshold = keep * (tl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
     unit = LOG2E * scale
-    total = tl.zeros((8, 8, BLOCK_N), tl.float32)
-    dropped = tl.zeros((8, 8, BLOCK_N), tl.float32)
-    turn = 0
+    begin = turn
     while turn < num_turns:
         first = turn
-        turn = tl.minimum(tl.where(turn < 8, turn + 1, 2 * turn), num_turns)
+        made = turn - begin
+        turn += tl.maximum(made, 1)
+        turn = tl.minimum(turn, num_turns)
         for tile in range(split + first * splits, split + turn * splits, splits):
             x = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
             for k in range(0, tl.cdiv(D, BLOCK_D)):
@@ -131,23 +242,23 @@ def forward_kernel(
                 x, slope = softcapped(x, softcap)
             if HAS_ARGMAX or HAS_MOMENTS or HAS_SMOOTH:
                 add_extras(
-                    x * scale, columns, tile == split, V, class_weight_ptr, extras_ptr + at,
-                    tl.num_programs(0) * BLOCK_N, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS, HAS_SMOOTH,
-                    HAS_CLASS_WEIGHT,
+                    x * scale, columns, tile == split, V, class_weight_ptr,
+                    extras_ptr + split * stride + rows, size, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS,
+                    HAS_SMOOTH, HAS_CLASS_WEIGHT,
                 )  # fmt: skip
             if tile * BLOCK_V + BLOCK_V > V:
                 x = tl.where((columns < V)[:, None], x, float("-inf") * unit)
-            ref = tl.load(ref_ptr + at)
+            ref = tl.load(state_ptrs)
             if IS_ROBUST:
                 ref = tl.maximum(tl.max(x * unit, 0), ref)
                 total, dropped = raise_reference(
-                    total, dropped, ref, at, ref_ptr, surplus_ptr, HAS_SURPLUS
+                    total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS
                 )
-            p = tl.exp2(x * unit - ref[None, :])
+            p = probabilities(x * unit - ref[None, :], WIDE)
             total += partial_sums(p, BLOCK_V, BLOCK_N)
             if HAS_SURPLUS:
                 excess = tl.sum(tl.where(p > 0, p * (x * unit - ref[None, :]), 0.0), 0)
-                tl.store(surplus_ptr + at, tl.load(surplus_ptr + at) + excess)
+                tl.store(state_ptrs + 3 * size, tl.load(state_ptrs + 3 * size) + excess)
                 tl.debug_barrier()
             if HAS_SCORE:
                 q = p * slope if HAS_SOFTCAP else p
@@ -158,8 +269,12 @@ def forward_kernel(
                 tl.store(mass_ptr + block.to(tl.int64) * V + columns, mark, mask=columns < V)
                 drops = tl.where(keeps, 0.0, 1.0)
                 dropped += partial_sums(q * drops[:, None], BLOCK_V, BLOCK_N)
-        ref = tl.load(ref_ptr + at) + tl.maximum(tl.log2(whole_sum(total)), 0.0)
-        total, dropped = raise_reference(total, dropped, ref, at, ref_ptr, surplus_ptr, HAS_SURPLUS)
-    tl.store(sum_ptr + at, whole_sum(total))
+        found = whole_sum(total) + tl.load(state_ptrs + size)
+        ref = tl.load(state_ptrs) + tl.maximum(tl.log2(found), 0.0)
+        total, dropped = raise_reference(
+            total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS
+        )
+    tl.store(state_ptrs + size, whole_sum(total) + tl.load(state_ptrs + size))
     if HAS_SCORE:
-        tl.store(dropped_ptr + at, whole_sum(dropped))
+        of_dropped = whole_sum(dropped) + tl.load(state_ptrs + 2 * size)
+        tl.store(state_ptrs + 2 * size, of_dropped)

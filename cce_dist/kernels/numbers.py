@@ -42,6 +42,25 @@ def log2_of(x):
 
 
 @triton.jit
+def exp2_of(x):
+    """2^x to fp32's last digits: the hardware's is off by up to 2^-22, and not by chance."""
+    whole = tl.floor(x + 0.5)
+    f = x - whole
+    odd = 0.0013333558 + f * (0.0001540353 + f * 0.0000152527)
+    odd = 0.2402265070 + f * (0.0555041087 + f * (0.0096181291 + f * odd))
+    near = 1.0 + (f * 0.6931471806 + f * f * odd)
+    inside = (x > -126.0) & (x < 127.0)
+    power = (tl.where(inside, whole, 0.0).to(tl.int32) + 127) << 23
+    return tl.where(inside, near * power.to(tl.float32, bitcast=True), tl.exp2(x))
+
+
+@triton.jit
+def probabilities(log_p, WIDE: tl.constexpr):
+    """2^log_p; WIDE: of fp32 inputs."""
+    return exp2_of(log_p) if WIDE else tl.exp2(log_p)
+
+
+@triton.jit
 def softcapped(x, softcap):
     """x = E . C + bias -> (z over logit_scale, its slope)."""
     t = tanh(x / softcap)
@@ -69,6 +88,17 @@ def load_tile(
         inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
         at = rows.to(tl.int64)[:, None] * stride + columns[None, :]
         return tl.load(source + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def add_product(acc, a, b, zero, PRECISION: tl.constexpr):
+    """acc + a b. The product of fp32 operands is summed by itself first: thousands of tokens or
+    columns added one after the other would lose digits that the inputs have."""
+    if a.dtype == tl.float32:
+        # `zero` is not known when compiling: a constant would be folded into acc.
+        return acc + tl.dot(a, b, tl.zeros_like(acc) + zero, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit

@@ -7,14 +7,18 @@ from cce_dist.kernels.numbers import HIGHEST, LOG2E, LOWEST, softcapped
 
 
 @triton.jit
-def splits_of(blocks, num_tiles, programs):
-    """Splits of the vocabulary so that blocks x splits fills whole waves of programs.
-
-    Few splits: each one's running sum is then a tighter bound of lse.
+def splits_of(blocks, num_tiles, programs, cached_blocks, grid):
+    """Splits of the vocabulary so that blocks x splits fills whole waves of programs, and no more
+    blocks than fit the cache are in a wave. Few splits: each one's sum is then a tighter bound of
+    lse.
     """
-    best = 1
+    least = tl.where(blocks <= cached_blocks, 1, tl.cdiv(programs, cached_blocks))
+    most = tl.maximum(tl.cdiv(3 * least, 2), 2 * programs // blocks)
+    most = tl.minimum(tl.minimum(most, grid // blocks), num_tiles)
+    least = tl.maximum(tl.minimum(least, most), 1)
+    best = least
     best_share = 0.0
-    for splits in range(1, tl.minimum(num_tiles, tl.maximum(2 * programs // blocks, 1)) + 1):
+    for splits in range(least, most + 1):
         work = blocks * splits
         share = work / (tl.cdiv(work, programs) * programs)
         better = share > best_share + 0.02
@@ -32,13 +36,15 @@ def pack_kernel(
     target_ptr,  # [N] int32, -1: none here
     count_ptr,  # [1] int32
     packed_ptr,  # [N_padded, stride_pn]: out, 0 for tokens that don't count
-    ref_ptr,  # [splits, blocks * TOKENS] lower bound of lse, log2: out
-    shape_ptr,  # [2] int32: blocks and splits of the forward: out
+    lower_ptr,  # [N_padded] lower bound of lse, log2: out
+    shape_ptr,  # [3] int32: blocks and splits of the forward, blocks at a time: out
     N,
     D,
     N_padded,
     num_tiles,
-    programs,
+    programs,  # at a time
+    cached_blocks,
+    grid,
     stride_hn,
     stride_wv,
     stride_pn,
@@ -97,10 +103,9 @@ def pack_kernel(
     blocks = tl.maximum(tl.cdiv(tl.load(count_ptr), TOKENS), 1)
     if EVERY_BLOCK:
         blocks = N_padded // TOKENS
-    splits = splits_of(blocks, num_tiles, programs)
-    for split in range(splits):
-        at = split * blocks * TOKENS + tokens
-        tl.store(ref_ptr + at, ref, mask=tokens < blocks * TOKENS)
+    tl.store(lower_ptr + tokens, ref, mask=tokens < N_padded)
     if tl.program_id(0) == 0:
+        splits = splits_of(blocks, num_tiles, programs, cached_blocks, grid)
         tl.store(shape_ptr, blocks)
         tl.store(shape_ptr + 1, splits)
+        tl.store(shape_ptr + 2, tl.minimum(tl.cdiv(programs, splits), blocks))

@@ -17,6 +17,15 @@ def level_of(column, seed):
 
 
 @triton.jit
+def word_of(bits, BLOCK_V: tl.constexpr):
+    """[64, BLOCK_V] of bool -> [BLOCK_V] int64, bit n from row n."""
+    lane = tl.arange(0, 32)
+    halves = tl.reshape(bits.to(tl.uint32), (2, 32, BLOCK_V)) << lane[None, :, None].to(tl.uint32)
+    halves = tl.sum(halves, 1).to(tl.int64)
+    return tl.sum(halves << (32 * tl.arange(0, 2)).to(tl.int64)[:, None], 0)
+
+
+@triton.jit
 def marks_kernel(
     mass_ptr,  # [num_blocks, V], negative where kept
     count_ptr,  # [1] int32: blocks of no token that counts have no masses
@@ -31,6 +40,7 @@ def marks_kernel(
     top,
     TOKENS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    GROUPS: tl.constexpr,  # a power of two, not below groups
     HAS_DRAWN: tl.constexpr,
 ):
     """One program: BLOCK_V columns, all token blocks.
@@ -42,33 +52,35 @@ def marks_kernel(
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
     count = tl.load(count_ptr)
-    level = level_of(columns, tl.load(seed_ptr))
-    share = tl.zeros((BLOCK_V,), tl.float32)
-    mass_ptrs = mass_ptr + columns
-    share_ptrs = share_ptr + columns
+    level = level_of(columns, tl.load(seed_ptr)).to(tl.float32)
+    group = tl.arange(0, GROUPS)
+    lane = tl.arange(0, 64)
+    share = tl.zeros((GROUPS, BLOCK_V), tl.float32)
     for word in range(words):
-        kept = tl.zeros((BLOCK_V,), tl.int64)
-        drawn = tl.zeros((BLOCK_V,), tl.int64)
-        for lane in range(tl.minimum(num_blocks - word * 64, 64)):
-            block = word * 64 + lane
-            num_tokens = tl.minimum(count - block * TOKENS, TOKENS)
-            mass = tl.load(mass_ptrs, mask=inside & (num_tokens > 0), other=0.0).to(tl.float32)
-            mass_ptrs += V
-            keeps = mass < 0
-            share += tl.where(keeps, 0.0, mass)
-            kept |= keeps.to(tl.int64) << lane
-            if HAS_DRAWN:
-                ratio = top * num_tokens / (TOKENS * tl.maximum(mass, 1e-37))
-                floor = (ratio.to(tl.int32, bitcast=True) >> 23) - 127
-                draws = (mass > 0) & (tl.maximum(floor, 0) + 1 == level)
-                drawn |= draws.to(tl.int64) << lane
-            if ((block + 1) % blocks_per_group == 0) | (block == num_blocks - 1):
-                tl.store(share_ptrs, share.to(share_ptr.dtype.element_ty), mask=inside)
-                share_ptrs += V
-                share = tl.zeros((BLOCK_V,), tl.float32)
+        block = word * 64 + lane
+        num_tokens = tl.minimum(count - block * TOKENS, TOKENS)
+        mass = tl.load(
+            mass_ptr + block.to(tl.int64)[:, None] * V + columns[None, :],
+            mask=((block < num_blocks) & (num_tokens > 0))[:, None] & inside[None, :],
+            other=0.0,
+        ).to(tl.float32)
         at = columns.to(tl.int64) * words + word
-        tl.store(kept_ptr + at, kept, mask=inside)
-        tl.store(drawn_ptr + at, drawn, mask=inside)
+        tl.store(kept_ptr + at, word_of(mass < 0, BLOCK_V), mask=inside)
+        if HAS_DRAWN:
+            # Of the column's level: at most `most`, all above `most` at level 1, not 0.
+            most = (top / TOKENS * num_tokens)[:, None] * tl.exp2(1.0 - level)[None, :]
+            draws = (mass > most * 0.5) & ((mass <= most) | (level == 1)[None, :])
+            tl.store(drawn_ptr + at, word_of(draws & (mass > 0), BLOCK_V), mask=inside)
+        # A bf16 mass has no more digits than tf32.
+        of_group = (block // blocks_per_group)[None, :] == group[:, None]
+        share = tl.dot(
+            of_group.to(tl.float32), tl.maximum(mass, 0.0), share, input_precision="tf32"
+        )
+    tl.store(
+        share_ptr + group.to(tl.int64)[:, None] * V + columns[None, :],
+        share.to(share_ptr.dtype.element_ty),
+        mask=(group * blocks_per_group < num_blocks)[:, None] & inside[None, :],
+    )
 
 
 @triton.jit
@@ -239,21 +251,55 @@ def segments_kernel(
 
 
 @triton.jit
+def columns_of_blocks(
+    column,  # [TILE]
+    valid,  # [TILE]
+    word,
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    words,
+    HAS_DRAWN: tl.constexpr,
+):
+    """[TILE, 64] of int32, twice: which of the word's blocks keep a column; list it at all."""
+    lane = tl.arange(0, 64).to(tl.int64)[None, :]
+    word_ptrs = column.to(tl.int64) * words + word
+    kept = tl.load(kept_ptr + word_ptrs, mask=valid, other=0)
+    listed = kept
+    if HAS_DRAWN:
+        listed |= tl.load(drawn_ptr + word_ptrs, mask=valid, other=0)
+    keeps = ((kept[:, None] >> lane) & 1).to(tl.int32)
+    return keeps, ((listed[:, None] >> lane) & 1).to(tl.int32)
+
+
+@triton.jit
+def list_rows(
+    tile,
+    first_tile,  # of the chunk
+    block,  # [64]
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    num_tiles,
+    num_blocks,
+):
+    """[64] int32: where each block's list has the tile's first entry."""
+    inside = block < num_blocks
+    of_block = starts_ptr + block * (num_tiles + 1)
+    row = tl.load(base_ptr + block, mask=inside, other=0)
+    row += tl.load(of_block + tile, mask=inside, other=0)
+    return row - tl.load(of_block + first_tile, mask=inside, other=0)
+
+
+@triton.jit
 def list_task(
     task,
     first_tile,  # of the chunk
-    num_active,
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
     order_ptr,  # [num_tiles * TILE] int32
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
-    position_ptr,  # [num_tiles, num_blocks] int16
-    entries_ptr,  # [rows] int32: each block's columns, one list after the other; -1 - column
-    # where it was drawn: out
-    place_ptr,  # [pairs, TILE] uint8: where a tile's column stands among the block's, 255: not
-    # kept: out
-    pair_row_ptr,  # [pairs] int32: where the block's list has the tile's first entry: out
+    entries_ptr,  # [rows] int32: each block's columns, one list after the other; twice the column,
+    # and 1 more where it was drawn: out
     V,
     num_tiles,
     num_blocks,
@@ -266,31 +312,58 @@ def list_task(
     word = task % words
     at = tile * TILE + tl.arange(0, TILE)
     column = tl.load(order_ptr + at)
-    word_ptrs = column.to(tl.int64) * words + word
-    lane = tl.arange(0, 64)
-    kept = tl.load(kept_ptr + word_ptrs, mask=at < V, other=0)
-    keeps = ((kept[:, None] >> lane.to(tl.int64)[None, :]) & 1).to(tl.int32)
-    listed = keeps
-    entry = tl.broadcast_to(column[:, None], (TILE, 64))
-    if HAS_DRAWN:
-        drawn = tl.load(drawn_ptr + word_ptrs, mask=at < V, other=0)
-        draws = ((drawn[:, None] >> lane.to(tl.int64)[None, :]) & 1).to(tl.int32)
-        listed += draws
-        entry = tl.where(draws > 0, -1 - entry, entry)
+    keeps, listed = columns_of_blocks(  # pyright: ignore[reportGeneralTypeIssues]
+        column, at < V, word, kept_ptr, drawn_ptr, words, HAS_DRAWN
+    )
+    block = word * 64 + tl.arange(0, 64)
+    row = list_rows(tile, first_tile, block, starts_ptr, base_ptr, num_tiles, num_blocks)
     before = tl.cumsum(listed, 0) - listed
-    block = word * 64 + lane
-    inside = block < num_blocks
-    stride = num_tiles + 1
-    row = tl.load(base_ptr + block, mask=inside, other=0)
-    row += tl.load(starts_ptr + block * stride + tile, mask=inside, other=0)
-    row -= tl.load(starts_ptr + block * stride + first_tile, mask=inside, other=0)
-    tl.store(entries_ptr + row[None, :] + before, entry, mask=listed > 0)
-    if tile < num_active:
-        pairs_ptr = starts_ptr + (num_blocks + 1) * stride
-        has = tl.max(keeps, 0) > 0
-        pair = tl.load(pairs_ptr + tile) - tl.load(pairs_ptr + first_tile)
-        at_position = position_ptr + tile.to(tl.int64) * num_blocks + block
-        pair += tl.load(at_position, mask=has, other=0).to(tl.int32)
-        out = place_ptr + pair[None, :] * TILE + tl.arange(0, TILE)[:, None]
-        tl.store(out, tl.where(keeps > 0, before, 255).to(tl.uint8), mask=has[None, :])
-        tl.store(pair_row_ptr + pair, row, mask=has)
+    tl.store(
+        entries_ptr + row[None, :] + before, 2 * column[:, None] + listed - keeps, mask=listed > 0
+    )
+
+
+@triton.jit
+def pair_task(
+    task,
+    first_tile,  # of the chunk
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    order_ptr,  # [num_tiles * TILE] int32
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    position_ptr,  # [num_tiles, num_blocks] int16
+    rows_ptr,  # [N] int64, of a token that counts for those that don't
+    pair_rows_ptr,  # [pairs, TILE] int32: the workspace's row of each of a tile's columns, one of
+    # the rows of zeros where the block doesn't keep it: out
+    pair_token_ptr,  # [pairs] int32: row of the block's first token in hidden: out
+    zeros_at,  # the first of TILE rows of zeros in the workspace
+    V,
+    num_tiles,
+    num_blocks,
+    words,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+):
+    """One tile that is kept somewhere and 64 token blocks: where DDS finds their d_logits."""
+    tile = first_tile + task // words
+    word = task % words
+    local = tl.arange(0, TILE)
+    at = tile * TILE + local
+    column = tl.load(order_ptr + at)
+    keeps, listed = columns_of_blocks(  # pyright: ignore[reportGeneralTypeIssues]
+        column, at < V, word, kept_ptr, drawn_ptr, words, HAS_DRAWN
+    )
+    block = word * 64 + tl.arange(0, 64)
+    row = list_rows(tile, first_tile, block, starts_ptr, base_ptr, num_tiles, num_blocks)
+    before = tl.cumsum(listed, 0) - listed
+    has = tl.max(keeps, 0) > 0
+    pairs_ptr = starts_ptr + (num_blocks + 1) * (num_tiles + 1)
+    pair = tl.load(pairs_ptr + tile) - tl.load(pairs_ptr + first_tile)
+    at_position = position_ptr + tile.to(tl.int64) * num_blocks + block
+    pair += tl.load(at_position, mask=has, other=0).to(tl.int32)
+    found = tl.where(keeps > 0, row[None, :] + before, zeros_at + local[:, None])
+    tl.store(pair_rows_ptr + pair[None, :] * TILE + local[:, None], found, mask=has[None, :])
+    token = tl.load(rows_ptr + block * TOKENS, mask=has, other=0)
+    tl.store(pair_token_ptr + pair, token.to(tl.int32), mask=has)

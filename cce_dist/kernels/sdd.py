@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.numbers import LOG2E, softcapped
+from cce_dist.kernels.numbers import LOG2E, probabilities, softcapped
 from cce_dist.kernels.plan import level_of
 
 
@@ -16,11 +16,12 @@ def d_logits(
     entropy,
     of_mean,
     class_weight,
+    WIDE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
 ):
     """Gradient of the loss by E . C + bias, but for the target's term."""
-    p = tl.exp2(log_p)
+    p = probabilities(log_p, WIDE)
     if HAS_ENTROPY:
         surprise = tl.where(p > 0, log_p / LOG2E, 0.0) + entropy
         grad = p * (probability - of_entropy * surprise)
@@ -87,10 +88,15 @@ def logits_of(
     return x
 
 
+# Token blocks whose hidden states and a chunk's columns stay in the L2 cache together.
+BLOCKS_AT_ONCE = tl.constexpr(16)
+
+
 @triton.jit
 def sdd_task(
     task,
     first_tile,  # of the chunk
+    num_tiles,  # of the chunk
     hidden_ptr,
     hidden_rows,
     rows_ptr,
@@ -124,12 +130,16 @@ def sdd_task(
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
-    """Every column: PAIR tiles x one token block."""
-    block = task % num_blocks
+    """Every column: PAIR tiles x one token block. Tasks near each other share both: of few blocks
+    and all tiles of the chunk."""
+    per_group = tl.cdiv(num_tiles, PAIR) * BLOCKS_AT_ONCE
+    first_block = task // per_group * BLOCKS_AT_ONCE
+    at_once = tl.minimum(num_blocks - first_block, BLOCKS_AT_ONCE)
+    block = first_block + task % per_group % at_once
+    local_tile = task % per_group // at_once * PAIR
     if block * TOKENS < count:
         COLUMNS: tl.constexpr = PAIR * TILE
         N = num_blocks * TOKENS
-        local_tile = task // num_blocks * PAIR
         tile = first_tile + local_tile
         at = tile * TILE + tl.arange(0, COLUMNS)
         column = tl.minimum(at, V - 1)
@@ -164,9 +174,10 @@ def sdd_task(
         if HAS_SOFTCAP:
             slope = tl.where(own, slope_at(z, scale, softcap), slope)
         log_p = tl.where(own, z, x * (scale * LOG2E)) - tl.load(pull_ptrs + 5 * N)[None, :]
+        WIDE: tl.constexpr = workspace_ptr.dtype.element_ty == tl.float32
         grad = d_logits(
             log_p, slope, tl.load(pull_ptrs)[None, :], of_entropy, entropy, of_mean, of_class,
-            HAS_ENTROPY, HAS_SMOOTH,
+            WIDE, HAS_ENTROPY, HAS_SMOOTH,
         )  # fmt: skip
         grad -= tl.where(own, tl.load(pull_ptrs + N)[None, :] * slope, 0.0)
         grad = tl.where((at < V)[:, None], grad, 0.0)
@@ -227,8 +238,8 @@ def sdd_kept_task(
     row = tl.load(base_ptr + block) + place
     listed = place < length
     entry = tl.load(entries_ptr + row, mask=listed, other=0)
-    drawn = entry < 0
-    column = tl.where(drawn, -1 - entry, entry)
+    drawn = (entry & 1) > 0
+    column = entry >> 1
     c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + tl.arange(0, BLOCK_K)[None, :]
     x = logits_of(
         c_ptrs, hidden_rows, 0, block, hidden_ptr, hidden_rows, rows_ptr, straight_ptr, D,
@@ -250,7 +261,8 @@ def sdd_kept_task(
     if HAS_DRAWN:
         # A drawn column stands for 2^level of its kind.
         log_p += tl.where(drawn, level_of(column, seed), 0).to(tl.float32)[:, None]
-    grad = tl.exp2(log_p) * tl.load(pull_ptrs)[None, :]
+    WIDE: tl.constexpr = workspace_ptr.dtype.element_ty == tl.float32
+    grad = probabilities(log_p, WIDE) * tl.load(pull_ptrs)[None, :]
     grad -= tl.where(own, tl.load(pull_ptrs + N)[None, :], 0.0)
     grad = tl.where(listed[:, None], grad * slope, 0.0)
     out = workspace_ptr + row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]

@@ -9,6 +9,37 @@ import triton.language as tl
 
 
 @triton.jit
+def shares_of(
+    share_ptr,  # [groups, V]
+    class_weight_ptr,  # [V]
+    column,  # [BLOCK_V]
+    V,
+    groups,
+    BLOCK_V: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+):
+    """[GROUPS, BLOCK_V] fp32: what each group gives each column, 0 beyond the vocabulary."""
+    group = tl.arange(0, GROUPS)
+    valid = column < V
+    share = tl.zeros((GROUPS, BLOCK_V), tl.float32)
+    if HAS_TAIL:
+        share = tl.load(
+            share_ptr + group.to(tl.int64)[:, None] * V + column[None, :],
+            mask=(group < groups)[:, None] & valid[None, :],
+            other=0.0,
+        ).to(tl.float32)
+    if HAS_MEAN:
+        weight = valid.to(tl.float32)
+        if HAS_CLASS_WEIGHT:
+            weight = tl.load(class_weight_ptr + column, mask=valid, other=0.0)
+        share = tl.where((group == groups)[:, None], weight[None, :], share)
+    return share
+
+
+@triton.jit
 def centroid_kernel(
     weight_ptr,  # [V, D]
     share_ptr,  # [groups, V]
@@ -37,40 +68,38 @@ def centroid_kernel(
     total = tl.zeros((GROUPS,), tl.float32)
     seen = tl.zeros((GROUPS,), tl.float32)
     step = tl.num_programs(1)
-    for tile in range(split, tl.cdiv(V, BLOCK_V), step):
+    num_tiles = tl.cdiv(V, BLOCK_V)
+    for tile in tl.range(split, num_tiles, step * every, num_stages=3):
         column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        valid = column < V
-        share = tl.zeros((GROUPS, BLOCK_V), tl.float32)
-        if HAS_TAIL:
-            share = tl.load(
-                share_ptr + group.to(tl.int64)[:, None] * V + column[None, :],
-                mask=(group < groups)[:, None] & valid[None, :],
-                other=0.0,
-            ).to(tl.float32)
-        if HAS_MEAN:
-            weight = valid.to(tl.float32)
-            if HAS_CLASS_WEIGHT:
-                weight = tl.load(class_weight_ptr + column, mask=valid, other=0.0)
-            share = tl.where((group == groups)[:, None], weight[None, :], share)
-        total += tl.sum(share, 1)
-        if tile // step % every == 0:
-            # The least of weights for every column: where none of a group's shares lies in these
-            # tiles, its centroid is their mean, and not 0.
-            share += tl.where(valid, 1e-20, 0.0)[None, :]
-            seen += tl.sum(share, 1)
-            c = tl.load(
-                weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :],
-                mask=valid[:, None] & (dims < D)[None, :],
-                other=0.0,
-            )
-            if HAS_CLASS_WEIGHT:
-                # tf32 has 10 bits: enough for the shares and the weight, which have no more. What
-                # it would lose of the class weights is added apart.
-                bits = share.to(tl.int32, bitcast=True) & -8192
-                high = bits.to(tl.float32, bitcast=True)
-                acc = tl.dot(share - high, c.to(tl.float32), acc, input_precision=PRECISION)
-                share = high
-            acc = tl.dot(share, c.to(tl.float32), acc, input_precision=PRECISION)
+        share = shares_of(
+            share_ptr, class_weight_ptr, column, V, groups, BLOCK_V, GROUPS, HAS_TAIL, HAS_MEAN,
+            HAS_CLASS_WEIGHT,
+        )  # fmt: skip
+        # The least of weights for every column: where none of a group's shares lies in these
+        # tiles, its centroid is their mean, and not 0.
+        share += tl.where(column < V, 1e-20, 0.0)[None, :]
+        seen += tl.sum(share, 1)
+        c = tl.load(
+            weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :],
+            mask=(column < V)[:, None] & (dims < D)[None, :],
+            other=0.0,
+        )
+        if HAS_CLASS_WEIGHT:
+            # tf32 has 10 bits: enough for the shares and the weight, which have no more. What
+            # it would lose of the class weights is added apart.
+            bits = share.to(tl.int32, bitcast=True) & -8192
+            high = bits.to(tl.float32, bitcast=True)
+            acc = tl.dot(share - high, c.to(tl.float32), acc, input_precision=PRECISION)
+            share = high
+        acc = tl.dot(share, c.to(tl.float32), acc, input_precision=PRECISION)
+    if tl.program_id(0) == 0:
+        for tile in tl.range(split, num_tiles, step, num_stages=3):
+            column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+            share = shares_of(
+                share_ptr, class_weight_ptr, column, V, groups, BLOCK_V, GROUPS, HAS_TAIL,
+                HAS_MEAN, HAS_CLASS_WEIGHT,
+            )  # fmt: skip
+            total += tl.sum(share, 1)
     out = part_ptr + (split * GROUPS + group)[:, None] * D + dims[None, :]
     tl.store(out, acc, mask=(dims < D)[None, :])
     if tl.program_id(0) == 0:
@@ -114,48 +143,64 @@ def token_sums_kernel(
     count_ptr,
     mass_ptr,  # [N] upstream times dropped mass
     mean_ptr,  # [N] upstream of the mean logit
+    part_ptr,  # [2, num_blocks, D] fp32 sum over a block's tokens of either times E_i: out
+    part_bias_ptr,  # [2, num_blocks] the same without E_i: out
+    D,
+    stride_hn,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+):
+    """One program: a token block x BLOCK_D dims."""
+    block = tl.program_id(0)
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    inside = token < tl.load(count_ptr)
+    row = tl.load(rows_ptr + token, mask=inside, other=0)
+    e = tl.load(
+        hidden_ptr + row[:, None] * stride_hn + dims[None, :],
+        mask=inside[:, None] & (dims < D)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    for kind in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
+        if HAS_TAIL if kind == 0 else HAS_MEAN:
+            weight_ptr = mass_ptr if kind == 0 else mean_ptr
+            weight = tl.load(weight_ptr + token, mask=inside, other=0.0)
+            at = kind * tl.num_programs(0) + block
+            tl.store(part_ptr + at * D + dims, tl.sum(e * weight[:, None], 0), mask=dims < D)
+            if tl.program_id(1) == 0:
+                tl.store(part_bias_ptr + at, tl.sum(weight, 0))
+
+
+@triton.jit
+def group_sums_kernel(
+    part_ptr,  # [2, num_blocks, D]
+    part_bias_ptr,  # [2, num_blocks]
     inverse_ptr,  # [GROUPS]
     tail_ptr,  # [GROUPS, D] fp32: out
     tail_bias_ptr,  # [GROUPS]: out
     D,
     groups,
-    tokens_per_group,
-    stride_hn,
-    BLOCK_N: tl.constexpr,
+    num_blocks,
+    blocks_per_group,
     BLOCK_D: tl.constexpr,
-    HAS_TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr,
 ):
     """Sum over a group's tokens of mass_i E_i, over the group's dropped mass; 0 for no group."""
     group = tl.program_id(0)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    count = tl.load(count_ptr)
-    start = group * tokens_per_group
-    stop = tl.minimum(start + tokens_per_group, count)
-    is_mean = group == groups
-    if is_mean:
-        start = 0
-        stop = count
-    if group > groups:
-        stop = 0
+    start = group * blocks_per_group
+    stop = tl.where(group < groups, tl.minimum(start + blocks_per_group, num_blocks), start)
+    if HAS_MEAN:
+        is_mean = group == groups
+        start = tl.where(is_mean, num_blocks, start)
+        stop = tl.where(is_mean, 2 * num_blocks, stop)
     acc = tl.zeros((BLOCK_D,), tl.float32)
     total = 0.0
-    for first in range(start, stop, BLOCK_N):
-        token = first + tl.arange(0, BLOCK_N)
-        inside = token < stop
-        mass = tl.zeros((BLOCK_N,), tl.float32)
-        if HAS_TAIL:
-            mass += tl.load(mass_ptr + token, mask=inside & (is_mean == 0), other=0.0)
-        if HAS_MEAN:
-            mass += tl.load(mean_ptr + token, mask=inside & is_mean, other=0.0)
-        row = tl.load(rows_ptr + token, mask=inside, other=0)
-        e = tl.load(
-            hidden_ptr + row[:, None] * stride_hn + dims[None, :],
-            mask=inside[:, None] & (dims < D)[None, :],
-            other=0.0,
-        )
-        acc += tl.sum(e.to(tl.float32) * mass[:, None], 0)
-        total += tl.sum(mass, 0)
+    for block in range(start, stop):
+        acc += tl.load(part_ptr + block * D + dims, mask=dims < D, other=0.0)
+        total += tl.load(part_bias_ptr + block)
     inverse = tl.load(inverse_ptr + group)
     tl.store(tail_ptr + group * D + dims, acc * inverse, mask=dims < D)
     if tl.program_id(1) == 0:
