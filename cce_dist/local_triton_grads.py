@@ -97,7 +97,7 @@ class Backward:
     has_smooth: bool
     num_blocks: int
     num_tiles: int
-    workspace_bytes: int
+    room: int  # bytes of the workspace for chunks
     drawn_total: Tensor  # [num_blocks * 128] sum of the drawn columns' d_logits
     lists: Lists | None
     centroid: Tensor | None = None  # [GROUPS, D] mean column of what a group drops
@@ -125,8 +125,10 @@ class Backward:
         hidden = with_unit_inner_stride(tokens.hidden)
         layout = Layout.of(hidden, weight, rows, count, num_blocks)
         lists = None
+        # Vectors of tokens, and the tail's sums.
+        room = workspace_bytes - 160 * num_blocks * TOKEN_BLOCK
         if kept is not None:
-            room = workspace_bytes - kept.marks.num_bytes
+            room -= kept.marks.num_bytes
             lists = Lists.of(kept.marks, layout, weight, room, draws=kept.draws and needs.hidden)
         mean = None
         if upstream.smooth_logit is not None and head.softcap is None:
@@ -153,7 +155,7 @@ class Backward:
             has_smooth=upstream.smooth_logit is not None and head.softcap is not None,
             num_blocks=num_blocks,
             num_tiles=num_tiles,
-            workspace_bytes=workspace_bytes,
+            room=room,
             drawn_total=lse.new_empty(num_blocks * TOKEN_BLOCK),
             lists=lists,
         )

@@ -186,7 +186,7 @@ class Lists:
         num_blocks = layout.blocks.shape[0]
         num_tiles = triton.cdiv(num_columns, TILE)
         step, segment = tiles_for(weight).backward_dims, tiles_for(weight).pair * TILE
-        # What is made below, and a few vectors of tokens.
+        # What is made below.
         tables = 8 * (num_blocks + 2) * (num_tiles + 1) + (6 * num_blocks + 4 * TILE) * num_tiles
         tables += 64 * num_blocks * TOKEN_BLOCK
         max_rows, max_pairs = chunk_bounds(weight, num_blocks, num_tiles, room - tables)

@@ -148,7 +148,7 @@ def _programs(run: Backward) -> int:
 
 def _every(run: Backward, common: dict[str, Any]) -> None:
     weight, table = run.weight, run.table
-    room = run.workspace_bytes
+    room = run.room
     per_chunk = choose_tiles_per_chunk(weight, run.num_blocks, run.num_tiles, room)
     num_chunks = triton.cdiv(run.num_tiles, per_chunk)
     workspace = weight.new_empty(per_chunk * TILE * run.num_blocks, TOKEN_BLOCK)

@@ -15,7 +15,7 @@ Stat = Literal["lse", "entropy", "correct", "tail_mass", "logit_moments"]
 # "auto" in 16 bits keeps a column of a block at this mass; in the wide dtypes at this share of the
 # uniform mass 128 / V, so that what is dropped is at most the dtype's rounding unit per token, on
 # average over a block. Measured: docs/numerics.md#the-default-filter.
-AUTO_KEEP = {"bfloat16": 2.0**-10, "float16": 2.0**-13}
+AUTO_KEEP = {"bfloat16": 2.0**-10.5, "float16": 2.0**-14}
 AUTO_KEEP_SHARE = {"float32": 2.0**-24, "float64": 2.0**-53}
 # Below this vocabulary "auto" keeps every column: there is no tail worth skipping.
 AUTO_KEEP_FROM_VOCAB = 4096

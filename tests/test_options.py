@@ -58,8 +58,8 @@ def test_filter_is_a_value(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("dtype", "mass"),
     [
-        pytest.param("bfloat16", 2**-10, id="bf16"),
-        pytest.param("float16", 2**-13, id="fp16"),
+        pytest.param("bfloat16", 2**-10.5, id="bf16"),
+        pytest.param("float16", 2**-14, id="fp16"),
         pytest.param("float32", 2**-24 * 128 / 8192, id="fp32"),
         pytest.param("float64", 2**-53 * 128 / 8192, id="float64"),
     ],

@@ -54,7 +54,10 @@ def store_columns(
             tail = tl.load(tail_ptr + group[:, None] * D + dims[None, :], mask=inside, other=0.0)
             acc = tl.dot(share, tail, acc, input_precision=PRECISION)
         if HAS_GRAD_BIAS:
-            bias += tl.sum(share * tl.load(tail_bias_ptr + group)[None, :], 1)
+            # Group by group, so that its last bit does not depend on the tile's shape.
+            for i in tl.static_range(GROUPS):  # pyright: ignore[reportGeneralTypeIssues]
+                own = tl.sum(tl.where((group == i)[None, :], share, 0.0), 1)
+                bias += own * tl.load(tail_bias_ptr + i)
     if HAS_GRAD_WEIGHT:
         out = grad_weight_ptr + column.to(tl.int64)[:, None] * stride_gv + dims[None, :]
         written = valid[:, None] & inside

@@ -58,9 +58,10 @@ def first_turn(launch, num_turns):
 
 
 @triton.jit
-def end_turn(launch, num_turns):
-    """Where it ends; launch 0 looks at one tile."""
-    end = tl.where(launch == 0, tl.minimum(num_turns, 1), tl.cdiv(num_turns, 16))
+def end_turn(launch, num_turns, splits):
+    """Where it ends. Launch 0 looks at one tile, or at none: one split knows all there is."""
+    end = tl.where(launch == 0, tl.minimum(num_turns, splits - 1), tl.cdiv(num_turns, 16))
+    end = tl.where(launch == 0, tl.minimum(end, 1), end)
     return tl.where(launch == 2, num_turns, end)
 
 
@@ -200,7 +201,7 @@ def forward_kernel(
     num_turns = tl.cdiv(tl.cdiv(V, BLOCK_V) - split, splits)
     num_turns = tl.where(block * BLOCK_N < count, num_turns, 0)
     turn = first_turn(launch, num_turns)
-    num_turns = end_turn(launch, num_turns)
+    num_turns = end_turn(launch, num_turns, splits)
     total = tl.zeros((8, 8, BLOCK_N), tl.float32)
     dropped = tl.zeros((8, 8, BLOCK_N), tl.float32)
     if IS_ROBUST:
