@@ -29,13 +29,18 @@ from cce_dist.local_triton_inputs import (
 )
 from cce_dist.local_triton_lists import Marks, marks_of
 from cce_dist.local_triton_tail import mean_column
-from cce_dist.local_triton_tiles import Tiles, cache_bytes, num_programs, takes_tma, tiles_for
+from cce_dist.local_triton_tiles import (
+    Tiles,
+    cache_bytes,
+    num_programs,
+    rounds_exp2,
+    takes_tma,
+    tiles_for,
+)
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, Stats, Tokens, Wanted, merge_moments
 
 NUM_EXTRAS = 7
-# Of the forward's kernel; each begins with what the splits of the one before have summed.
-LAUNCHES = 3
 
 
 def local_stats(
@@ -58,9 +63,9 @@ def local_stats(
     Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/performance.md#forward.
     """
     run = _Forward.of(tokens, head, wanted, score)
-    for launch in range(LAUNCHES):
+    for launch in run.launches:
         run.launch(threshold, score_largest, launch)
-    run.launch(threshold, score_largest, LAUNCHES - 1, robust=True)
+    run.launch(threshold, score_largest, run.launches[-1], robust=True)
     stats, log_dropped = run.finish()
     marks = None
     if score:
@@ -105,7 +110,8 @@ class _Forward:
         weight = head.weight
         tiles = tiles_for(weight)
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        cached_blocks = max(1, cache_bytes(weight) // (TOKEN_BLOCK * weight[0].nbytes))
+        row_bytes = weight.shape[1] * weight.element_size()
+        cached_blocks = max(1, cache_bytes(weight) // (TOKEN_BLOCK * row_bytes))
         programs = 2 * num_programs(weight)
         if num_blocks > cached_blocks:
             least = triton.cdiv(num_programs(weight), cached_blocks)
@@ -139,6 +145,12 @@ class _Forward:
             parts=parts,
             score=score,
         )._pack()
+
+    @property
+    def launches(self) -> tuple[int, ...]:
+        """Each begins with what the splits of the one before have summed."""
+        # One program at a time makes one split, which has no others to wait for.
+        return (4,) if num_programs(self.weight) == 1 else (0, 1, 2)
 
     def _pack(self) -> _Forward:
         hidden = with_unit_inner_stride(self.tokens.hidden)
@@ -227,7 +239,7 @@ class _Forward:
             BLOCK_D=tiles.dims,
             USE_TMA=use_tma,
             PRECISION="ieee",
-            WIDE=self.weight.dtype == torch.float32,
+            WIDE=rounds_exp2(self.weight),
             HAS_BIAS=head.bias is not None,
             HAS_SOFTCAP=head.softcap is not None,
             HAS_SCORE=self.score,

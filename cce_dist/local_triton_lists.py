@@ -20,7 +20,7 @@ from cce_dist.kernels.plan import (
 )
 from cce_dist.local_triton_inputs import pad_tokens
 from cce_dist.local_triton_tail import GROUPS, TAIL_GROUPS
-from cce_dist.local_triton_tiles import num_programs, takes_tma, tiles_for
+from cce_dist.local_triton_tiles import interpreted, num_programs, takes_tma, tiles_for
 from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens
 
@@ -65,7 +65,7 @@ def marks_of(
     share = torch.empty(groups, num_columns, dtype=share_dtype, device=mass.device)
     seed = lse[:1].view(torch.int32)
     marks = Marks(bits[0], bits[1], share, log_dropped, seed, blocks_per_group)
-    block = 64
+    block = 512 if interpreted() else 64
     marks_kernel[(triton.cdiv(num_columns, block),)](
         mass,
         count,

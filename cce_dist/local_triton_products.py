@@ -20,7 +20,7 @@ from cce_dist.kernels.dds import unkept_kernel
 from cce_dist.local_triton_inputs import pad_tokens
 from cce_dist.local_triton_lists import TILE, Lists, choose_tiles_per_chunk
 from cce_dist.local_triton_tail import GROUPS
-from cce_dist.local_triton_tiles import interpreted, num_programs
+from cce_dist.local_triton_tiles import interpreted, num_programs, rounds_exp2
 from cce_dist.options import TOKEN_BLOCK
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def products(
     if grad_weight is None and grad_bias is None:
         return
     # Whole rows, nearly: the memory is written in long runs.
-    slice_dims, columns = 256, 32
+    slice_dims, columns = 256, TILE if interpreted() else 32
     unkept_kernel[(run.num_tiles * (TILE // columns),)](
         **stored,
         **tail,
@@ -124,6 +124,7 @@ def _inputs(run: Backward) -> dict[str, Any]:
         "PRECISION": "ieee",
         "USE_TMA": run.layout.use_tma,
         "IS_INTERPRETED": interpreted(),
+        "WIDE": rounds_exp2(run.weight),
         "HAS_BIAS": head.bias is not None,
         "HAS_SOFTCAP": head.softcap is not None,
     }

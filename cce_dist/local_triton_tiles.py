@@ -74,6 +74,11 @@ def num_programs(tensor: Tensor) -> int:
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
+def rounds_exp2(tensor: Tensor) -> bool:
+    """Whether exponentials need more digits than the hardware's have; NumPy's have them."""
+    return tensor.dtype == torch.float32 and not interpreted()
+
+
 def cache_bytes(tensor: Tensor) -> int:
     """What of the second-level cache hidden states may take, the weight's rows beside them."""
     if interpreted():

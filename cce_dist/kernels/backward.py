@@ -80,6 +80,7 @@ def exact_kernel(
     TAIL_PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
+    WIDE: tl.constexpr,  # fp32 inputs
     GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -108,8 +109,8 @@ def exact_kernel(
                 task, first_tile, tiles, hidden_ptr, hidden_rows, rows_ptr, straight_ptr,
                 weight_ptr, weight_tile, bias_ptr, class_weight_ptr, target_ptr, count, pull_ptr,
                 workspace_ptr, num_blocks, V, D, stride_hn, stride_wv, scale, softcap, TOKENS,
-                TILE, PAIR, BLOCK_K, EVEN_K, STAGES, PRECISION, USE_TMA, HAS_BIAS, HAS_SOFTCAP,
-                HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
+                TILE, PAIR, BLOCK_K, EVEN_K, STAGES, PRECISION, USE_TMA, WIDE, HAS_BIAS,
+                HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
             )  # fmt: skip
             task = tl.atomic_add(queue_ptr + 2 * chunk, 1)
         grid_barrier(arrived_ptr, 2 * chunk + 1, USE_TMA, IS_INTERPRETED)
@@ -208,6 +209,7 @@ def filtered_kernel(
     TAIL_PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
+    WIDE: tl.constexpr,  # fp32 inputs
     GROUPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -223,8 +225,8 @@ def filtered_kernel(
     """The columns that each block keeps, and those drawn for it, by lists of columns.
 
     The lists of a chunk are made beside the products of the one before. `LIST_STAGES` are those of
-    loops that load what they load by: one stage finds the rows, so that as many as elsewhere wait
-    for them.
+    loops that load rows by a list: the first of them find the rows, so that as many as elsewhere
+    are left to wait for them.
     """
     count = tl.load(count_ptr)
     unit = tl.load(unit_ptr)
@@ -300,7 +302,7 @@ def filtered_kernel(
                         base_ptr + at, segment_ptr + at, entries_ptr + chunk % 2 * max_rows,
                         workspace_ptr, drawn_sum_ptr, num_tiles, num_blocks, D, stride_hn,
                         stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K,
-                        STAGES, PRECISION, USE_TMA, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
+                        STAGES, PRECISION, USE_TMA, WIDE, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
                     )  # fmt: skip
                 else:
                     pair_task(

@@ -53,16 +53,17 @@ def raise_reference(
 
 @triton.jit
 def first_turn(launch, num_turns):
-    """Where a launch begins: 0 and 1 with the first tile, 2 after a sixteenth of the tiles."""
+    """Where a launch begins: 2 after a sixteenth of the tiles, the others with the first."""
     return tl.where(launch == 2, tl.cdiv(num_turns, 16), 0)
 
 
 @triton.jit
 def end_turn(launch, num_turns, splits):
-    """Where it ends. Launch 0 looks at one tile, or at none: one split knows all there is."""
+    """Where it ends. Launch 0 looks at one tile, or at none: one split knows all there is. Launch 1
+    makes what 2 leaves, and 4 everything."""
     end = tl.where(launch == 0, tl.minimum(num_turns, splits - 1), tl.cdiv(num_turns, 16))
     end = tl.where(launch == 0, tl.minimum(end, 1), end)
-    return tl.where(launch == 2, num_turns, end)
+    return tl.where(launch >= 2, num_turns, end)
 
 
 @triton.jit
@@ -107,7 +108,7 @@ def begin_state(
     surplus = earlier
     if IS_ROBUST:
         ref = tl.where(counts, LOWEST, HIGHEST)
-    elif launch > 0:
+    elif (launch == 1) | (launch == 2):
         ref = tl.load(before_ptrs + own)
         highest = tl.maximum(ref, merged_reference(before_ptrs, splits, stride, size, BLOCK_N))
         # Launch 0 was for its references alone.
@@ -142,7 +143,7 @@ def forward_kernel(
     # reads the half that the one before wrote, and writes the other: out, the last in the first
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
     extras_ptr,  # [7, size]: see `add_extras`
-    launch,  # 0, 1, 2
+    launch,  # 0, 1, 2, or 4 alone
     size,
     N,
     V,

@@ -124,6 +124,7 @@ def sdd_task(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
@@ -174,7 +175,6 @@ def sdd_task(
         if HAS_SOFTCAP:
             slope = tl.where(own, slope_at(z, scale, softcap), slope)
         log_p = tl.where(own, z, x * (scale * LOG2E)) - tl.load(pull_ptrs + 5 * N)[None, :]
-        WIDE: tl.constexpr = workspace_ptr.dtype.element_ty == tl.float32
         grad = d_logits(
             log_p, slope, tl.load(pull_ptrs)[None, :], of_entropy, entropy, of_mean, of_class,
             WIDE, HAS_ENTROPY, HAS_SMOOTH,
@@ -223,6 +223,7 @@ def sdd_kept_task(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
@@ -261,7 +262,6 @@ def sdd_kept_task(
     if HAS_DRAWN:
         # A drawn column stands for 2^level of its kind.
         log_p += tl.where(drawn, level_of(column, seed), 0).to(tl.float32)[:, None]
-    WIDE: tl.constexpr = workspace_ptr.dtype.element_ty == tl.float32
     grad = probabilities(log_p, WIDE) * tl.load(pull_ptrs)[None, :]
     grad -= tl.where(own, tl.load(pull_ptrs + N)[None, :], 0.0)
     grad = tl.where(listed[:, None], grad * slope, 0.0)
