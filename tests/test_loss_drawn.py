@@ -146,7 +146,7 @@ def variance_bound(case: Case, tail_mass: Tensor) -> float:
 
 @pytest.mark.parametrize(**grid(problem=PROBLEMS))
 def test_drawn_hidden_gradient_is_right_on_average(place: Place, problem: Problem) -> None:
-    num_seeds, most_errors = (8, 10.0) if place.interprets else (24, 5.0)
+    num_seeds, most_errors = (16, 10.0) if place.interprets else (24, 5.0)
     base = problem.case(place)
     errors = []
     for seed in range(num_seeds):

@@ -126,8 +126,8 @@ def exact_kernel(
                         tail_ptr, tail_bias_ptr, workspace_ptr, workspace_columns,
                         grad_weight_ptr, grad_bias_ptr, unit, num_blocks, V, D, dds_slices,
                         stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES,
-                        PRECISION, TAIL_PRECISION, USE_TMA, GROUPS, HAS_MEAN, HAS_CLASS_WEIGHT,
-                        HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+                        PRECISION, TAIL_PRECISION, USE_TMA, WIDE, GROUPS, HAS_MEAN,
+                        HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
                     )  # fmt: skip
             else:
                 if HAS_GRAD_HIDDEN:
@@ -135,7 +135,7 @@ def exact_kernel(
                         task - num_dds, chunk, first_tile, weight_ptr, weight_rows, workspace_ptr,
                         workspace_rows, grad_hidden_ptr, unit, num_blocks, V, D, num_tiles,
                         tiles_per_chunk, stride_wv, TOKENS, TILE, SLICE, BLOCK_K, STAGES,
-                        PRECISION, USE_TMA,
+                        PRECISION, USE_TMA, WIDE,
                     )  # fmt: skip
             task = tl.atomic_add(queue_ptr + 2 * chunk + 1, 1)
         grid_barrier(arrived_ptr, 2 * chunk + 2, USE_TMA, IS_INTERPRETED)
@@ -267,7 +267,7 @@ def filtered_kernel(
                         pair_token_ptr, share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr,
                         workspace_ptr, grad_weight_ptr, grad_bias_ptr, unit, num_tiles, num_blocks,
                         V, D, groups, dds_slices, stride_hn, stride_gv, TOKENS, TILE, SLICE,
-                        BLOCK_K, LIST_STAGES, PRECISION, TAIL_PRECISION, USE_TMA, GROUPS,
+                        BLOCK_K, LIST_STAGES, PRECISION, TAIL_PRECISION, USE_TMA, WIDE, GROUPS,
                         HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS,
                         ACCUMULATE,
                     )  # fmt: skip
@@ -279,7 +279,7 @@ def filtered_kernel(
                         base_ptr + at, segment_ptr + at, entries_ptr + own * max_rows,
                         workspace_ptr, workspace_rows, drawn_sum_ptr, grad_hidden_ptr,
                         drawn_total_ptr, unit, num_tiles, D, stride_wv, TOKENS, SLICE, BLOCK_K,
-                        LIST_STAGES, PRECISION, USE_TMA, HAS_DRAWN,
+                        LIST_STAGES, PRECISION, USE_TMA, WIDE, HAS_DRAWN,
                     )  # fmt: skip
             else:
                 list_task(

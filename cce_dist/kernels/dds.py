@@ -101,6 +101,7 @@ def dds_task(
     PRECISION: tl.constexpr,
     TAIL_PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -127,7 +128,10 @@ def dds_task(
             p = workspace_columns.load([(first_place + block) * TILE, part])
             row = tl.load(first_row_ptr + i // PARTS)
             e = hidden_slices.load([row + part, first_dim])
-            acc = add_product(acc, p, e, unit - unit, PRECISION)
+            if WIDE:
+                acc = add_product(acc, p, e, unit - unit, PRECISION)
+            else:
+                acc = tl.dot(p, e, acc, input_precision=PRECISION)
     if HAS_GRAD_WEIGHT:
         for i in tl.range(straight * PARTS, number * PARTS, num_stages=STAGES):
             block = tl.load(blocks_ptr + i // PARTS)
@@ -137,7 +141,10 @@ def dds_task(
             row = tl.load(rows_ptr + block * TOKENS + lanes)
             e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
             e = tl.load(e_ptrs, mask=inside, other=0.0)
-            acc = add_product(acc, p, e, unit - unit, PRECISION)
+            if WIDE:
+                acc = add_product(acc, p, e, unit - unit, PRECISION)
+            else:
+                acc = tl.dot(p, e, acc, input_precision=PRECISION)
     if HAS_GRAD_BIAS:  # noqa: SIM102
         if task % num_slices == 0:
             # Apart from the products: their operand then stays where the tensor cores read it.
@@ -192,6 +199,7 @@ def dds_kept_task(
     PRECISION: tl.constexpr,
     TAIL_PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr,
@@ -223,7 +231,10 @@ def dds_kept_task(
             p = tl.load(workspace_ptr + at[:, None] * TOKENS + lanes[None, :])
             row = tl.load(pair_token_ptr + i // PARTS)
             e = hidden_slices.load([row + (i % PARTS) * BLOCK_K, first_dim])
-            acc = add_product(acc, p, e, unit - unit, PRECISION)
+            if WIDE:
+                acc = add_product(acc, p, e, unit - unit, PRECISION)
+            else:
+                acc = tl.dot(p, e, acc, input_precision=PRECISION)
     if HAS_GRAD_WEIGHT:
         for i in tl.range(straight * PARTS, number * PARTS, num_stages=STAGES):
             lanes = (i % PARTS) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -233,7 +244,10 @@ def dds_kept_task(
             row = tl.load(rows_ptr + block * TOKENS + lanes)
             e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
             e = tl.load(e_ptrs, mask=inside, other=0.0)
-            acc = add_product(acc, p, e, unit - unit, PRECISION)
+            if WIDE:
+                acc = add_product(acc, p, e, unit - unit, PRECISION)
+            else:
+                acc = tl.dot(p, e, acc, input_precision=PRECISION)
     if HAS_GRAD_BIAS:  # noqa: SIM102
         if task % num_slices == 0:
             for i in range(number):

@@ -48,6 +48,7 @@ def dsd_task(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Every column: one token block x SLICE dims, fp32 in registers over the chunk, one store."""
     num_slices = tl.cdiv(D, SLICE)
@@ -71,7 +72,10 @@ def dsd_task(
             column = tl.minimum(tile * TILE + part + tl.arange(0, BLOCK_K), V - 1)
             c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :]
             c = tl.load(c_ptrs, mask=inside, other=0.0)
-        acc = add_product(acc, p.T, c, unit - unit, PRECISION)
+        if WIDE:
+            acc = add_product(acc, p.T, c, unit - unit, PRECISION)
+        else:
+            acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
     add_rows(acc * unit, block, dims, chunk == 0, grad_hidden_ptr, D, TOKENS)
 
 
@@ -101,6 +105,7 @@ def dsd_kept_task(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
     """The entries of one token block x SLICE dims."""
@@ -124,7 +129,10 @@ def dsd_kept_task(
         c = tl.load(
             weight_ptr + column[:, None] * stride_wv + dims[None, :], mask=inside, other=0.0
         )
-        acc = add_product(acc, p.T, c, unit - unit, PRECISION)
+        if WIDE:
+            acc = add_product(acc, p.T, c, unit - unit, PRECISION)
+        else:
+            acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
     if (chunk == 0) | (length > 0):
         add_rows(acc * unit, block, dims, chunk == 0, grad_hidden_ptr, D, TOKENS)
     if HAS_DRAWN:  # noqa: SIM102

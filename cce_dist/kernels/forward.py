@@ -11,7 +11,6 @@ from cce_dist.kernels.numbers import (
     exp2_of,
     load_tile,
     partial_sums,
-    probabilities,
     softcapped,
     whole_sum,
 )
@@ -256,7 +255,8 @@ def forward_kernel(
                 total, dropped = raise_reference(
                     total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS
                 )
-            p = probabilities(x * unit - ref[None, :], WIDE)
+            log_p = x * unit - ref[None, :]
+            p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
             total += partial_sums(p, BLOCK_V, BLOCK_N)
             if HAS_SURPLUS:
                 excess = tl.sum(tl.where(p > 0, p * (x * unit - ref[None, :]), 0.0), 0)

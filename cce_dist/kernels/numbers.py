@@ -55,12 +55,6 @@ def exp2_of(x):
 
 
 @triton.jit
-def probabilities(log_p, WIDE: tl.constexpr):
-    """2^log_p; WIDE: of fp32 inputs."""
-    return exp2_of(log_p) if WIDE else tl.exp2(log_p)
-
-
-@triton.jit
 def softcapped(x, softcap):
     """x = E . C + bias -> (z over logit_scale, its slope)."""
     t = tanh(x / softcap)
@@ -92,13 +86,10 @@ def load_tile(
 
 @triton.jit
 def add_product(acc, a, b, zero, PRECISION: tl.constexpr):
-    """acc + a b. The product of fp32 operands is summed by itself first: thousands of tokens or
-    columns added one after the other would lose digits that the inputs have."""
-    if a.dtype == tl.float32:
-        # `zero` is not known when compiling: a constant would be folded into acc.
-        return acc + tl.dot(a, b, tl.zeros_like(acc) + zero, input_precision=PRECISION)
-    else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
+    """acc + a b of fp32, the product summed by itself first: thousands of tokens or columns added
+    one after the other would lose digits that the inputs have."""
+    # `zero` is not known when compiling: a constant would be folded into acc.
+    return acc + tl.dot(a, b, tl.zeros_like(acc) + zero, input_precision=PRECISION)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.numbers import LOG2E, probabilities, softcapped
+from cce_dist.kernels.numbers import LOG2E, exp2_of, softcapped
 from cce_dist.kernels.plan import level_of
 
 
@@ -21,7 +21,7 @@ def d_logits(
     HAS_SMOOTH: tl.constexpr,
 ):
     """Gradient of the loss by E . C + bias, but for the target's term."""
-    p = probabilities(log_p, WIDE)
+    p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
     if HAS_ENTROPY:
         surprise = tl.where(p > 0, log_p / LOG2E, 0.0) + entropy
         grad = p * (probability - of_entropy * surprise)
@@ -262,7 +262,8 @@ def sdd_kept_task(
     if HAS_DRAWN:
         # A drawn column stands for 2^level of its kind.
         log_p += tl.where(drawn, level_of(column, seed), 0).to(tl.float32)[:, None]
-    grad = probabilities(log_p, WIDE) * tl.load(pull_ptrs)[None, :]
+    p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
+    grad = p * tl.load(pull_ptrs)[None, :]
     grad -= tl.where(own, tl.load(pull_ptrs + N)[None, :], 0.0)
     grad = tl.where(listed[:, None], grad * slope, 0.0)
     out = workspace_ptr + row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
