@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist.kernels.finish import finish_kernel
-from cce_dist.kernels.forward import forward_kernel
+from cce_dist.kernels.forward import ALONE, FREQUENT, PROBE, REST, forward_kernel
 from cce_dist.kernels.pack import pack_kernel
 from cce_dist.kernels.targets import targets_kernel
 from cce_dist.local_triton_inputs import (
@@ -150,7 +150,9 @@ class _Forward:
     def launches(self) -> tuple[int, ...]:
         """Each begins with what the splits of the one before have summed."""
         # One program at a time makes one split, which has no others to wait for.
-        return (4,) if num_programs(self.weight) == 1 else (0, 1, 2)
+        if num_programs(self.weight) == 1:
+            return (ALONE.value,)
+        return PROBE.value, FREQUENT.value, REST.value
 
     def _pack(self) -> _Forward:
         hidden = with_unit_inner_stride(self.tokens.hidden)

@@ -58,25 +58,16 @@ def test_filtered_is_no_worse_than_dense_16_bit(place: Place, shape: str, dtype:
     tokens, num_classes, dim = SHAPES[shape]
     if place.interprets:
         tokens, num_classes, dim = INTERPRETED_SHAPES.get(shape, SHAPES[shape])
-    errors = {name: ([], []) for name in GRADIENTS}
-    # The rows of a few targets are nearly all of a small block's gradient: how two roundings of
-    # each fall is luck, unless there are several blocks of it.
-    made = generator()
-    for _ in range(8 if tokens < BLOCK and place.compiles else 1):
-        inputs = zipf_inputs(tokens, num_classes, dim, generator=made, dtype=DTYPES[dtype])
-        # Times 1024, as a loss scaler does: fp16's smallest number is no part of the comparison.
-        case = Case(inputs, {"stats": ("lse", "tail_mass")}, upstream={"loss": 1024.0}).at(place)
-        outputs, golden, dense = run_case(None, case), golden_outputs(case), dense_outputs(case)
-        if not errors[GRADIENTS[0]][0]:
-            check_outputs(case, outputs)
-        for name, (ours, theirs) in errors.items():
-            ours.append(outputs[name] - golden[name])
-            theirs.append(dense[name] - golden[name])
-        if dtype == "bf16":
-            assert float(outputs["tail_mass"].mean()) > 1e-6, "nothing was filtered"
-    for name, (ours, theirs) in errors.items():
-        got, bound = rms(torch.stack(ours)), rms(torch.stack(theirs))
-        assert got <= bound, f"{name}: rms error {got:.3e}, dense 16-bit {bound:.3e}"
+    inputs = zipf_inputs(tokens, num_classes, dim, generator=generator(), dtype=DTYPES[dtype])
+    # Times 1024, as a loss scaler does: fp16's smallest number is no part of the comparison.
+    case = Case(inputs, {"stats": ("lse", "tail_mass")}, upstream={"loss": 1024.0}).at(place)
+    outputs, golden, dense = run_case(None, case), golden_outputs(case), dense_outputs(case)
+    check_outputs(case, outputs)
+    for name in GRADIENTS:
+        ours, theirs = rms(outputs[name] - golden[name]), rms(dense[name] - golden[name])
+        assert ours <= theirs, f"{name}: rms error {ours:.3e}, dense 16-bit {theirs:.3e}"
+    if dtype == "bf16":
+        assert float(outputs["tail_mass"].mean()) > 1e-6, "nothing was filtered"
 
 
 MAKERS = {"zipf": zipf_inputs, "gaussian": gaussian_inputs}

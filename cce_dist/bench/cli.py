@@ -137,11 +137,7 @@ def loss_command(
         methods = choose_methods(
             method or (), peers, backend=parse_backend(backend), extra=extra or (), on_gpu=on_gpu
         )
-        cases = [
-            _case(kind, found, dtype, device, ignored_fraction)
-            for kind in inputs or ["zipf"]
-            for found in _shapes(kind, shape, tokens, vocab, dim)
-        ]
+        cases = _cases(inputs, shape, tokens, vocab, dim, dtype, device, ignored_fraction)
     report = Report(_machine(device, threads), csv_path, json_path, plots)
     try:
         measure_all(cases, methods, settings, report, _reasons(failed))
@@ -175,11 +171,7 @@ def filter_command(
 
     shares = share or [2.0**power for power in (3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -8)]
     with _refusals():
-        cases = [
-            _case(kind, found, dtype, device)
-            for kind in inputs or ["zipf"]
-            for found in _shapes(kind, shape, tokens, vocab, dim)
-        ]
+        cases = _cases(inputs, shape, tokens, vocab, dim, dtype, device)
         chosen = parse_backend(backend)
     report = Report(_machine(device, threads), csv_path, json_path, None)
     for make in cases:
@@ -206,11 +198,7 @@ def tiles_command(
     from .tiles import bench_tiles
 
     with _refusals():
-        cases = [
-            _case(kind, found, dtype, device)
-            for kind in inputs or ["zipf"]
-            for found in _shapes(kind, shape, tokens, vocab, dim)
-        ]
+        cases = _cases(inputs, shape, tokens, vocab, dim, dtype, device)
     report = Report(_machine(device, 0), csv_path, json_path, None)
     for make in cases:
         made = make()
@@ -352,6 +340,23 @@ def _shapes(kind: str, texts: Names, tokens: int | None, vocab: int, dim: int) -
     if texts:
         return [parse_shape(text, tokens) for text in texts]
     return [Shape(tokens or 2048, vocab, dim)]
+
+
+def _cases(
+    inputs: Names,
+    shape: Names,
+    tokens: int | None,
+    vocab: int,
+    dim: int,
+    dtype: str,
+    device: str,
+    ignored_fraction: float = 0.0,
+) -> list[Callable[[], BenchInputs]]:
+    return [
+        _case(kind, found, dtype, device, ignored_fraction)
+        for kind in inputs or ["zipf"]
+        for found in _shapes(kind, shape, tokens, vocab, dim)
+    ]
 
 
 def _case(

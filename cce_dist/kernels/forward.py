@@ -15,6 +15,13 @@ from cce_dist.kernels.numbers import (
     whole_sum,
 )
 
+# The launches of `forward_kernel`, one after the other; ALONE does the work of all three. A launch
+# writes the half of the state that its parity names, the last one the first half.
+PROBE = tl.constexpr(0)
+FREQUENT = tl.constexpr(1)
+REST = tl.constexpr(2)
+ALONE = tl.constexpr(4)
+
 
 @triton.jit
 def raise_reference(
@@ -52,17 +59,16 @@ def raise_reference(
 
 @triton.jit
 def first_turn(launch, num_turns):
-    """Where a launch begins: 2 after a sixteenth of the tiles, the others with the first."""
-    return tl.where(launch == 2, tl.cdiv(num_turns, 16), 0)
+    """Where a launch begins: REST after a sixteenth of the tiles, the others with the first."""
+    return tl.where(launch == REST, tl.cdiv(num_turns, 16), 0)
 
 
 @triton.jit
 def end_turn(launch, num_turns, splits):
-    """Where it ends. Launch 0 looks at one tile, or at none: one split knows all there is. Launch 1
-    makes what 2 leaves, and 4 everything."""
-    end = tl.where(launch == 0, tl.minimum(num_turns, splits - 1), tl.cdiv(num_turns, 16))
-    end = tl.where(launch == 0, tl.minimum(end, 1), end)
-    return tl.where(launch >= 2, num_turns, end)
+    """Where it ends. PROBE looks at one tile, or at none: one split knows all there is."""
+    probed = tl.minimum(tl.minimum(num_turns, splits - 1), 1)
+    end = tl.where(launch == PROBE, probed, tl.cdiv(num_turns, 16))
+    return tl.where(launch >= REST, num_turns, end)
 
 
 @triton.jit
@@ -107,11 +113,11 @@ def begin_state(
     surplus = earlier
     if IS_ROBUST:
         ref = tl.where(counts, LOWEST, HIGHEST)
-    elif (launch == 1) | (launch == 2):
+    elif (launch == FREQUENT) | (launch == REST):
         ref = tl.load(before_ptrs + own)
         highest = tl.maximum(ref, merged_reference(before_ptrs, splits, stride, size, BLOCK_N))
-        # Launch 0 was for its references alone.
-        goes_on = (launch == 2) & counts
+        # PROBE was for its references alone.
+        goes_on = (launch == REST) & counts
         earlier = tl.load(before_ptrs + own + size, mask=goes_on, other=0.0)
         if HAS_SCORE:
             earlier_dropped = tl.load(before_ptrs + own + 2 * size, mask=goes_on, other=0.0)
@@ -142,7 +148,7 @@ def forward_kernel(
     # reads the half that the one before wrote, and writes the other: out, the last in the first
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
     extras_ptr,  # [7, size]: see `add_extras`
-    launch,  # 0, 1, 2, or 4 alone
+    launch,  # PROBE, FREQUENT, REST or ALONE
     size,
     N,
     V,
@@ -178,8 +184,8 @@ def forward_kernel(
     exp2(z - ref) is an upper bound of the probability; its sum over the block's tokens decides
     whether the backward keeps the column. `ref` follows the program's sum: after each of its first
     tiles, then ever more seldom. And it begins with what all splits have summed in the launch
-    before: 0 looks at one tile of each split, 1 makes a sixteenth of the vocabulary, where the
-    frequent tokens are, 2 the rest. docs/numerics.md#column-masses.
+    before: PROBE looks at one tile of each split, FREQUENT makes a sixteenth of the vocabulary,
+    where a tokenizer's frequent tokens are, REST the rest. docs/numerics.md#column-masses.
 
     A logit 127 (log2) above `ref` overflows the sum; a program that finds its sum overflowed in a
     last launch, the one with IS_ROBUST, starts again and raises `ref` to each tile's maximum first.

@@ -251,42 +251,42 @@ def segments_kernel(
 
 
 @triton.jit
-def columns_of_blocks(
-    column,  # [TILE]
-    valid,  # [TILE]
+def listed_columns(
+    tile,
     word,
+    first_tile,  # of the chunk
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
-    words,
-    HAS_DRAWN: tl.constexpr,
-):
-    """[TILE, 64] of int32, twice: which of the word's blocks keep a column; list it at all."""
-    lane = tl.arange(0, 64).to(tl.int64)[None, :]
-    word_ptrs = column.to(tl.int64) * words + word
-    kept = tl.load(kept_ptr + word_ptrs, mask=valid, other=0)
-    listed = kept
-    if HAS_DRAWN:
-        listed |= tl.load(drawn_ptr + word_ptrs, mask=valid, other=0)
-    keeps = ((kept[:, None] >> lane) & 1).to(tl.int32)
-    return keeps, ((listed[:, None] >> lane) & 1).to(tl.int32)
-
-
-@triton.jit
-def list_rows(
-    tile,
-    first_tile,  # of the chunk
-    block,  # [64]
+    order_ptr,  # [num_tiles * TILE] int32
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
+    V,
     num_tiles,
     num_blocks,
+    words,
+    TILE: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
 ):
-    """[64] int32: where each block's list has the tile's first entry."""
+    """The tile's columns [TILE]; which of the word's blocks keep one, which list it at all, and
+    where its entry is if they do, each [TILE, 64] int32."""
+    at = tile * TILE + tl.arange(0, TILE)
+    column = tl.load(order_ptr + at)
+    word_ptrs = column.to(tl.int64) * words + word
+    kept = tl.load(kept_ptr + word_ptrs, mask=at < V, other=0)
+    either = kept
+    if HAS_DRAWN:
+        either |= tl.load(drawn_ptr + word_ptrs, mask=at < V, other=0)
+    lane = tl.arange(0, 64)
+    bit = lane.to(tl.int64)[None, :]
+    keeps = ((kept[:, None] >> bit) & 1).to(tl.int32)
+    listed = ((either[:, None] >> bit) & 1).to(tl.int32)
+    block = word * 64 + lane
     inside = block < num_blocks
     of_block = starts_ptr + block * (num_tiles + 1)
     row = tl.load(base_ptr + block, mask=inside, other=0)
     row += tl.load(of_block + tile, mask=inside, other=0)
-    return row - tl.load(of_block + first_tile, mask=inside, other=0)
+    row -= tl.load(of_block + first_tile, mask=inside, other=0)
+    return column, keeps, listed, row[None, :] + tl.cumsum(listed, 0) - listed
 
 
 @triton.jit
@@ -310,17 +310,11 @@ def list_task(
     """One tile and 64 token blocks: the tile's entries in the blocks' lists of columns."""
     tile = first_tile + task // words
     word = task % words
-    at = tile * TILE + tl.arange(0, TILE)
-    column = tl.load(order_ptr + at)
-    keeps, listed = columns_of_blocks(  # pyright: ignore[reportGeneralTypeIssues]
-        column, at < V, word, kept_ptr, drawn_ptr, words, HAS_DRAWN
-    )
-    block = word * 64 + tl.arange(0, 64)
-    row = list_rows(tile, first_tile, block, starts_ptr, base_ptr, num_tiles, num_blocks)
-    before = tl.cumsum(listed, 0) - listed
-    tl.store(
-        entries_ptr + row[None, :] + before, 2 * column[:, None] + listed - keeps, mask=listed > 0
-    )
+    column, keeps, listed, row = listed_columns(  # pyright: ignore[reportGeneralTypeIssues]
+        tile, word, first_tile, kept_ptr, drawn_ptr, order_ptr, starts_ptr, base_ptr, V, num_tiles,
+        num_blocks, words, TILE, HAS_DRAWN,
+    )  # fmt: skip
+    tl.store(entries_ptr + row, 2 * column[:, None] + listed - keeps, mask=listed > 0)
 
 
 @triton.jit
@@ -349,21 +343,18 @@ def pair_task(
     """One tile that is kept somewhere and 64 token blocks: where DDS finds their d_logits."""
     tile = first_tile + task // words
     word = task % words
-    local = tl.arange(0, TILE)
-    at = tile * TILE + local
-    column = tl.load(order_ptr + at)
-    keeps, listed = columns_of_blocks(  # pyright: ignore[reportGeneralTypeIssues]
-        column, at < V, word, kept_ptr, drawn_ptr, words, HAS_DRAWN
-    )
+    _, keeps, _, row = listed_columns(  # pyright: ignore[reportGeneralTypeIssues]
+        tile, word, first_tile, kept_ptr, drawn_ptr, order_ptr, starts_ptr, base_ptr, V, num_tiles,
+        num_blocks, words, TILE, HAS_DRAWN,
+    )  # fmt: skip
     block = word * 64 + tl.arange(0, 64)
-    row = list_rows(tile, first_tile, block, starts_ptr, base_ptr, num_tiles, num_blocks)
-    before = tl.cumsum(listed, 0) - listed
     has = tl.max(keeps, 0) > 0
     pairs_ptr = starts_ptr + (num_blocks + 1) * (num_tiles + 1)
     pair = tl.load(pairs_ptr + tile) - tl.load(pairs_ptr + first_tile)
     at_position = position_ptr + tile.to(tl.int64) * num_blocks + block
     pair += tl.load(at_position, mask=has, other=0).to(tl.int32)
-    found = tl.where(keeps > 0, row[None, :] + before, zeros_at + local[:, None])
-    tl.store(pair_rows_ptr + pair[None, :] * TILE + local[:, None], found, mask=has[None, :])
+    local = tl.arange(0, TILE)[:, None]
+    found = tl.where(keeps > 0, row, zeros_at + local)
+    tl.store(pair_rows_ptr + pair[None, :] * TILE + local, found, mask=has[None, :])
     token = tl.load(rows_ptr + block * TOKENS, mask=has, other=0)
     tl.store(pair_token_ptr + pair, token.to(tl.int32), mask=has)
