@@ -92,11 +92,7 @@ def loss_command(
     repeats: Repeats = 30,
     budget_seconds: Budget = 0.0,
     passes: Annotated[
-        Names,
-        typer.Option(
-            help="loss (alone), forward (for a backward), gradient or loss+grad; may be repeated. "
-            "[loss+grad]"
-        ),
+        Names, typer.Option(help="loss, forward, gradient or loss+grad; may be repeated.")
     ] = None,
     method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
     peers: Peers = None,
