@@ -28,8 +28,8 @@ class Call:
     """What one call of the loss needs besides hidden, weight and bias."""
 
     plan: Plan
-    rows: Tensor | None  # [N] int64; None: every token
-    local_targets: Tensor  # [N]
+    rows: Tensor | None  # [N]; None: every token
+    local_targets: Tensor  # [N]; both int32 where that holds them: they stay until the backward
     count: Tensor | None  # [1] int32; None: all N tokens count
     device_type: str
     class_weight: Tensor | None  # [V_local] of this shard
@@ -50,9 +50,9 @@ class Call:
         )
 
     def tokens(self, hidden: Tensor) -> Tokens:
-        return Tokens(
-            sharded.gather_hidden(hidden, self.plan), self.rows, self.local_targets, self.count
-        )
+        rows = None if self.rows is None else self.rows.long()
+        hidden = sharded.gather_hidden(hidden, self.plan)
+        return Tokens(hidden, rows, self.local_targets.long(), self.count)
 
 
 @dataclass(frozen=True)

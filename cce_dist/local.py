@@ -29,6 +29,8 @@ class LocalBackend:
     counts_on_device: bool
     # Whether `grads` takes complete=True: the hidden gradient as autograd wants it.
     completes: bool = False
+    # Whether its blocks hold similar tokens, of which the default filter then keeps less.
+    orders_tokens: bool = False
     # Whether `stats` hands its logits on to `grads` (gradient="in_forward").
     keeps_logits: bool = False
 
@@ -51,6 +53,7 @@ def _triton() -> LocalBackend:
         grads=local_triton_grads.local_grads,
         counts_on_device=True,
         completes=True,
+        orders_tokens=True,
     )
 
 

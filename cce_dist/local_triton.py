@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist.kernels.finish import finish_kernel
-from cce_dist.kernels.forward import ALONE, FREQUENT, PROBE, REST, forward_kernel
+from cce_dist.kernels.forward import ALONE, LAST, forward_kernel
 from cce_dist.kernels.pack import pack_kernel
 from cce_dist.kernels.targets import targets_kernel
 from cce_dist.local_triton_inputs import (
@@ -25,6 +25,7 @@ from cce_dist.local_triton_inputs import (
     pad_tokens,
     padded_dim,
     rows_of,
+    similar_order,
     with_unit_inner_stride,
 )
 from cce_dist.local_triton_lists import Marks, marks_of
@@ -62,6 +63,10 @@ def local_stats(
         Marks if `score`, else None.
     Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/performance.md#forward.
     """
+    order = None
+    if score and len(tokens) > TOKEN_BLOCK:
+        order = similar_order(tokens)
+        tokens = tokens.reordered(order)
     run = _Forward.of(tokens, head, wanted, score)
     for launch in run.launches:
         run.launch(threshold, score_largest, launch)
@@ -70,6 +75,10 @@ def local_stats(
     marks = None
     if score:
         assert log_dropped is not None
+        if order is not None:
+            packed = torch.stack([*stats.pack(), log_dropped])
+            packed = torch.empty_like(packed).index_copy_(1, order, packed)
+            stats, log_dropped = stats.unpack(packed[:-1]), packed[-1]
         marks = marks_of(
             run.parts["mass"],
             run.count,
@@ -79,6 +88,7 @@ def local_stats(
             threshold=threshold,
             # Columns are drawn by mass, which a threshold of the largest probability is not.
             draws=not score_largest,
+            order=order,
         )
     return stats, marks
 
@@ -152,7 +162,7 @@ class _Forward:
         # One program at a time makes one split, which has no others to wait for.
         if num_programs(self.weight) == 1:
             return (ALONE.value,)
-        return PROBE.value, FREQUENT.value, REST.value
+        return tuple(range(LAST.value + 1))
 
     def _pack(self) -> _Forward:
         hidden = with_unit_inner_stride(self.tokens.hidden)

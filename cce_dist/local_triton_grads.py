@@ -18,17 +18,18 @@ from cce_dist.kernels.spread import spread_kernel
 from cce_dist.kernels.tail import group_sums_kernel, token_sums_kernel
 from cce_dist.local_triton_inputs import (
     for_kernels,
+    pad_tokens,
     rows_of,
     with_unit_inner_stride,
 )
-from cce_dist.local_triton_lists import TILE, KeptColumns, Layout, Lists
+from cce_dist.local_triton_lists import TILE, KeptColumns, Lists
 from cce_dist.local_triton_products import products
 from cce_dist.local_triton_tail import GROUPS, centroids
 from cce_dist.local_triton_tiles import (
     Tiles,
     tiles_for,
 )
-from cce_dist.local_triton_upstream import choose_unit, probability_pull, token_pull
+from cce_dist.local_triton_upstream import choose_unit, in_order, probability_pull, token_pull
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, LocalGrads, Needs, Tokens, Upstream
 
@@ -62,8 +63,7 @@ def local_grads(
     if needs.bias:
         grad_bias = weight.new_empty(weight.shape[0], dtype=torch.float32)
     if needs.hidden:
-        rows = run.num_blocks * TOKEN_BLOCK
-        grad_hidden = weight.new_empty(rows, weight.shape[1], dtype=torch.float32)
+        grad_hidden = weight.new_empty(len(tokens), weight.shape[1], dtype=torch.float32)
     if grad_weight is not None and grad_weight.stride(1) != 1 and grad_weight.shape[1] != 1:
         # A buffer whose rows are not contiguous: through a copy, rather than a slower kernel.
         rows = grad_weight.contiguous()
@@ -86,9 +86,11 @@ class Backward:
     table: Tiles
     weight: Tensor
     hidden: Tensor  # [num_rows, D]
-    rows: Tensor
+    rows: Tensor  # [N] int64
+    # [num_blocks * 128] int64: the same, of a token that counts for those that don't.
+    read_rows: Tensor
     count: Tensor
-    layout: Layout
+    place: Tensor | None  # [N] int16 or int32: where the caller has each token; None: every column
     pull: Tensor  # [7, num_blocks * 128]: see `sdd_task`
     unit: Tensor  # [1] power of two that the upstream gradients in `pull` were divided by
     tail_mass: Tensor | None  # [N] upstream times dropped mass
@@ -119,21 +121,26 @@ class Backward:
     ) -> Backward:
         head = for_kernels(head)
         weight = head.weight
-        rows, count = rows_of(tokens)
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
+        order = None
+        if kept is not None and kept.marks.order is not None:
+            order = kept.marks.order.int()
+        tokens = tokens if order is None else tokens.reordered(order)
+        rows, count = rows_of(tokens)
         num_tiles = triton.cdiv(weight.shape[0], TILE)
         hidden = with_unit_inner_stride(tokens.hidden)
-        layout = Layout.of(hidden, weight, rows, count, num_blocks)
         lists = None
         # Vectors of tokens, and the tail's sums.
         room = workspace_bytes - 160 * num_blocks * TOKEN_BLOCK
         if kept is not None:
             room -= kept.marks.num_bytes
-            lists = Lists.of(kept.marks, layout, weight, room, draws=kept.draws and needs.hidden)
+            draws = kept.draws and needs.hidden
+            lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
         mean = None
         if upstream.smooth_logit is not None and head.softcap is None:
             mean = upstream.smooth_logit * (head.logit_scale / head.vocab_size)
         probability = probability_pull(upstream, lse) * head.logit_scale
+        tail_mass = None if kept is None or not kept.tail else probability * kept.dropped_mass
         unit = choose_unit(upstream, head, weight, lse)
         run = cls(
             tokens=tokens,
@@ -143,14 +150,15 @@ class Backward:
             weight=weight,
             hidden=hidden,
             rows=rows,
+            read_rows=_rows_for_all(rows, count, num_blocks),
             count=count,
-            layout=layout,
+            place=_place_of(tokens, kept),
             pull=token_pull(
-                tokens, head, lse, target_logit, upstream, entropy, unit, count, num_blocks
+                tokens, head, lse, target_logit, upstream, entropy, unit, count, order, num_blocks
             ),
             unit=unit,
-            tail_mass=None if kept is None or not kept.tail else probability * kept.dropped_mass,
-            mean=mean,
+            tail_mass=None if tail_mass is None else in_order(tail_mass, order),
+            mean=None if mean is None else in_order(mean, order),
             has_entropy=upstream.entropy is not None,
             has_smooth=upstream.smooth_logit is not None and head.softcap is not None,
             num_blocks=num_blocks,
@@ -233,6 +241,7 @@ class Backward:
             packed,
             self.or_dummy(self.centroid),
             self.rows,
+            self.or_dummy(self.place),
             self.count,
             self.or_dummy(None if self.lists is None else self.lists.num_chunks),
             self.or_dummy(self.tail_mass),
@@ -250,6 +259,23 @@ class Backward:
             HAS_DRAWN=self.lists is not None and self.lists.draws,
             HAS_MEAN=self.mean is not None,
             EVERY=self.lists is None,
+            HAS_PLACE=self.place is not None,
             PERMUTE=complete,
         )
         return out
+
+
+def _rows_for_all(rows: Tensor, count: Tensor, num_blocks: int) -> Tensor:
+    """[num_blocks * 128]: a token that doesn't count stands at the first row of one that does: its
+    d_logits are 0, and 0 times what an ignored row holds might be NaN."""
+    padded = num_blocks * TOKEN_BLOCK
+    counts = torch.arange(padded, device=rows.device) < count
+    return torch.where(counts, pad_tokens(rows, padded, 0), rows[0])
+
+
+def _place_of(tokens: Tokens, kept: KeptColumns | None) -> Tensor | None:
+    if kept is None:
+        return None
+    if kept.marks.order is not None:
+        return kept.marks.order
+    return torch.arange(len(tokens), dtype=torch.int32, device=tokens.hidden.device)

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from cce_dist.kernels.similar import similar_kernel
 from cce_dist.partials import Head, Tokens
 
 
@@ -51,3 +52,25 @@ def rows_of(tokens: Tokens) -> tuple[Tensor, Tensor]:
     if count is None:
         count = torch.full((1,), len(tokens), dtype=torch.int32, device=device)
     return rows, count
+
+
+def similar_order(tokens: Tokens) -> Tensor:
+    """An order in which tokens of similar hidden states stand side by side, those that count
+    before those that don't, [N] int64. docs/performance.md#the-order-of-tokens."""
+    hidden = with_unit_inner_stride(tokens.hidden)
+    rows, count = rows_of(tokens)
+    num_tokens, block = len(tokens), 32
+    key = torch.empty(num_tokens, dtype=torch.uint8, device=hidden.device)
+    similar_kernel[(triton.cdiv(num_tokens, block),)](
+        hidden,
+        rows,
+        count,
+        key,
+        num_tokens,
+        hidden.shape[1],
+        hidden.stride(0),
+        BLOCK_N=block,
+        BLOCK_D=128,
+        PRECISION="ieee",
+    )
+    return torch.sort(key, stable=True).indices

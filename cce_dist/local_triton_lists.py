@@ -18,9 +18,8 @@ from cce_dist.kernels.plan import (
     segments_kernel,
     tiles_kernel,
 )
-from cce_dist.local_triton_inputs import pad_tokens
 from cce_dist.local_triton_tail import GROUPS, TAIL_GROUPS
-from cce_dist.local_triton_tiles import interpreted, num_programs, takes_tma, tiles_for
+from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
 from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens
 
@@ -35,14 +34,17 @@ class Marks:
     kept: Tensor  # [V_local, ceil(num_blocks / 64)] int64: bit n: block n keeps the column
     drawn: Tensor  # the same: the column stands for others in block n's hidden gradient
     share: Tensor  # [groups, V_local] mass of the column where it is not kept
-    log_dropped: Tensor  # [N] log of the sum over columns not kept of exp(z) softcap'(z)
+    # [N], in the caller's order: log of the sum over columns not kept of exp(z) softcap'(z).
+    log_dropped: Tensor
+    # [N] int16 or int32: the blocks' i-th token is the caller's order[i]-th; None: the i-th.
+    order: Tensor | None
     seed: Tensor  # [1] int32, of the data: the same for the same inputs, not for the next step's
     blocks_per_group: int
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.kept, self.drawn, self.share, self.log_dropped)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        tensors = (self.kept, self.drawn, self.share, self.log_dropped, self.order)
+        return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
 def marks_of(
@@ -54,6 +56,7 @@ def marks_of(
     *,
     threshold: float,
     draws: bool,
+    order: Tensor | None = None,
 ) -> Marks:
     """Column masses -> which blocks keep which columns; the masses are not needed afterwards."""
     num_blocks, num_columns = mass.shape
@@ -64,7 +67,9 @@ def marks_of(
     bits = torch.zeros(2, num_columns, words, dtype=torch.int64, device=mass.device)
     share = torch.empty(groups, num_columns, dtype=share_dtype, device=mass.device)
     seed = lse[:1].view(torch.int32)
-    marks = Marks(bits[0], bits[1], share, log_dropped, seed, blocks_per_group)
+    if order is not None:
+        order = order.short() if len(order) <= 2**15 else order.int()
+    marks = Marks(bits[0], bits[1], share, log_dropped, order, seed, blocks_per_group)
     block = 512 if interpreted() else 64
     marks_kernel[(triton.cdiv(num_columns, block),)](
         mass,
@@ -113,49 +118,6 @@ def local_kept(
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the tokens of each block stand in hidden: side by side, or anywhere."""
-
-    use_tma: bool
-    rows: Tensor  # [num_blocks * 128] int64; of a token that counts for those that don't
-    straight: Tensor  # [words] int64: bit n: block n's tokens are rows one after the other
-    blocks: Tensor  # [num_blocks] int32: those that count, the straight ones first
-    first_row: Tensor  # [num_blocks] int32: where each of them starts
-    num_straight: Tensor  # [1] int32
-    num_blocks: Tensor  # [1] int32
-
-    @classmethod
-    def of(
-        cls, hidden: Tensor, weight: Tensor, rows: Tensor, count: Tensor, num_blocks: int
-    ) -> Layout:
-        device, padded = hidden.device, num_blocks * TOKEN_BLOCK
-        use_tma = takes_tma(hidden) and takes_tma(weight)
-        place = torch.arange(padded, device=device)
-        # A token that doesn't count stands at the first row of one that does: its d_logits are 0,
-        # and 0 times what an ignored row holds might be NaN.
-        rows = torch.where(place < count, pad_tokens(rows, padded, 0), rows[0])
-        ends = rows.view(num_blocks, TOKEN_BLOCK)[:, :: TOKEN_BLOCK - 1]
-        block = place[:num_blocks]
-        full = (block + 1) * TOKEN_BLOCK <= count
-        # Rows ascend: 128 of them that span 128 are side by side.
-        straight = full & (ends[:, 1] - ends[:, 0] == TOKEN_BLOCK - 1) & use_tma
-        bits = pad_tokens(straight.long(), triton.cdiv(num_blocks, 64) * 64, 0).view(-1, 64)
-        number = (count + TOKEN_BLOCK - 1) // TOKEN_BLOCK
-        before = straight.cumsum(0)
-        at = torch.where(straight, before - 1, before[-1] + block - before)
-        blocks = torch.empty_like(block).scatter_(0, at, block)
-        return cls(
-            use_tma=use_tma,
-            rows=rows,
-            straight=(bits << torch.arange(64, device=device)).sum(1),
-            blocks=blocks.int(),
-            first_row=ends[blocks, 0].int(),
-            num_straight=before[-1:].int(),
-            num_blocks=number.int(),
-        )
-
-
-@dataclass(frozen=True)
 class Lists:
     """Which columns which token blocks compute, chunk by chunk of an order of the columns.
 
@@ -166,9 +128,8 @@ class Lists:
     draws: bool
     order: Tensor  # [num_tiles * TILE] int32
     starts: Tensor  # [num_blocks + 2, num_tiles + 1] int32: entries before a tile, see tiles_kernel
-    blocks: Tensor  # [num_tiles, num_blocks] int32: those that keep, the straight ones first
+    blocks: Tensor  # [num_tiles, num_blocks] int32: those that keep a column
     position: Tensor  # [num_tiles, num_blocks] int16: its inverse
-    num_straight: Tensor  # [num_tiles] int32
     num_blocks: Tensor  # [num_tiles] int32
     num_active: Tensor  # [1] int32: tiles that a block keeps a column of
     first: Tensor  # [max_chunks + 1] int32: the first tile of a chunk
@@ -180,10 +141,9 @@ class Lists:
     max_pairs: int
 
     @classmethod
-    def of(cls, marks: Marks, layout: Layout, weight: Tensor, room: int, *, draws: bool) -> Lists:
+    def of(cls, marks: Marks, weight: Tensor, num_blocks: int, room: int, *, draws: bool) -> Lists:
         """Args: room: bytes for a chunk's d_logits and lists."""
         num_columns, words = marks.kept.shape
-        num_blocks = layout.blocks.shape[0]
         num_tiles = triton.cdiv(num_columns, TILE)
         step, segment = tiles_for(weight).backward_dims, tiles_for(weight).pair * TILE
         # What is made below.
@@ -205,7 +165,6 @@ class Lists:
             starts=counts,
             blocks=int32(num_tiles, num_blocks),
             position=torch.empty(num_tiles, num_blocks, dtype=torch.int16, device=weight.device),
-            num_straight=int32(num_tiles),
             num_blocks=int32(num_tiles),
             num_active=torch.zeros(1, dtype=torch.int32, device=weight.device),
             first=int32(max_chunks + 1),
@@ -221,11 +180,9 @@ class Lists:
             marks.drawn,
             order,
             lists.order,
-            layout.straight,
             counts,
             lists.blocks,
             lists.position,
-            lists.num_straight,
             lists.num_blocks,
             lists.num_active,
             num_columns,

@@ -16,11 +16,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist.kernels.backward import exact_kernel, filtered_kernel
-from cce_dist.kernels.dds import unkept_kernel
 from cce_dist.local_triton_inputs import pad_tokens
+from cce_dist.local_triton_layout import Layout
 from cce_dist.local_triton_lists import TILE, Lists, choose_tiles_per_chunk
 from cce_dist.local_triton_tail import GROUPS
-from cce_dist.local_triton_tiles import interpreted, num_programs, rounds_exp2
+from cce_dist.local_triton_tiles import interpreted, num_programs, rounds_exp2, takes_tma
 from cce_dist.options import TOKEN_BLOCK
 
 if TYPE_CHECKING:
@@ -75,19 +75,6 @@ def products(
         "HAS_TAIL": run.share is not None,
     }
     _listed(run, lists, {**common, **tail})
-    if grad_weight is None and grad_bias is None:
-        return
-    # Whole rows, nearly: the memory is written in long runs.
-    slice_dims, columns = 256, TILE if interpreted() else 32
-    unkept_kernel[(run.num_tiles * (TILE // columns),)](
-        **stored,
-        **tail,
-        num_slices=1 if grad_weight is None else triton.cdiv(weight.shape[1], slice_dims),
-        PRECISION=tail_precision,
-        SLICE=slice_dims,
-        COLUMNS=columns,
-        num_warps=4,
-    )
 
 
 def _inputs(run: Backward) -> dict[str, Any]:
@@ -95,14 +82,10 @@ def _inputs(run: Backward) -> dict[str, Any]:
     head, table = run.head, run.table
     dim = run.weight.shape[1]
     targets = run.tokens.local_targets.int()
-    shape = list(run.hidden.shape), [run.hidden.stride(0), 1]
     block_k = table.backward_dims
     return {
         "hidden_ptr": run.hidden,
-        "hidden_rows": _described(run, run.hidden, *shape, TOKEN_BLOCK, block_k),
-        "hidden_slices": _described(run, run.hidden, *shape, block_k, table.slice_dims),
-        "rows_ptr": run.layout.rows,
-        "straight_ptr": run.layout.straight,
+        "rows_ptr": run.read_rows,
         "weight_ptr": run.weight,
         "bias_ptr": run.or_dummy(head.bias),
         "target_ptr": pad_tokens(targets, run.num_blocks * TOKEN_BLOCK, -1),
@@ -122,7 +105,7 @@ def _inputs(run: Backward) -> dict[str, Any]:
         "STAGES": table.backward_stages,
         "LIST_STAGES": 2 * table.backward_stages - 1,
         "PRECISION": "ieee",
-        "USE_TMA": run.layout.use_tma,
+        "USE_TMA": _takes_tma(run),
         "IS_INTERPRETED": interpreted(),
         "WIDE": rounds_exp2(run.weight),
         "HAS_BIAS": head.bias is not None,
@@ -130,17 +113,16 @@ def _inputs(run: Backward) -> dict[str, Any]:
     }
 
 
-def _described(
-    run: Backward, matrix: Tensor, shape: list[int], strides: list[int], rows: int, columns: int
-) -> Any:
+def _takes_tma(run: Backward) -> bool:
+    return takes_tma(run.hidden) and takes_tma(run.weight)
+
+
+def _tiles_of(run: Backward, matrix: Tensor, rows: int, columns: int) -> Any:
     """A descriptor of tiles of the matrix, or a pointer where nothing is read through one."""
-    if not run.layout.use_tma:
+    if not _takes_tma(run):
         return matrix
-    return TensorDescriptor(matrix, shape, strides, [rows, columns])
-
-
-def _rows_of(run: Backward, matrix: Tensor, rows: int, columns: int) -> Any:
-    return _described(run, matrix, list(matrix.shape), [matrix.stride(0), 1], rows, columns)
+    strides = [matrix.stride(0), 1]
+    return TensorDescriptor(matrix, list(matrix.shape), strides, [rows, columns])
 
 
 def _programs(run: Backward) -> int:
@@ -154,17 +136,21 @@ def _every(run: Backward, common: dict[str, Any]) -> None:
     num_chunks = triton.cdiv(run.num_tiles, per_chunk)
     workspace = weight.new_empty(per_chunk * TILE * run.num_blocks, TOKEN_BLOCK)
     block_k = table.backward_dims
+    layout = Layout.of(run.read_rows, run.count, run.num_blocks, use_tma=_takes_tma(run))
     exact_kernel[(_programs(run),)](
         **common,
-        blocks_ptr=run.layout.blocks,
-        first_row_ptr=run.layout.first_row,
-        num_straight_ptr=run.layout.num_straight,
-        num_blocks_ptr=run.layout.num_blocks,
-        weight_tile=_rows_of(run, weight, table.pair * TILE, block_k),
-        weight_rows=_rows_of(run, weight, block_k, table.slice_dims),
+        hidden_rows=_tiles_of(run, run.hidden, TOKEN_BLOCK, block_k),
+        hidden_slices=_tiles_of(run, run.hidden, block_k, table.slice_dims),
+        straight_ptr=layout.straight,
+        blocks_ptr=layout.blocks,
+        first_row_ptr=layout.first_row,
+        num_straight_ptr=layout.num_straight,
+        num_blocks_ptr=layout.num_blocks,
+        weight_tile=_tiles_of(run, weight, table.pair * TILE, block_k),
+        weight_rows=_tiles_of(run, weight, block_k, table.slice_dims),
         workspace_ptr=workspace,
-        workspace_rows=_rows_of(run, workspace, block_k, TOKEN_BLOCK),
-        workspace_columns=_rows_of(run, workspace, TILE, block_k),
+        workspace_rows=_tiles_of(run, workspace, block_k, TOKEN_BLOCK),
+        workspace_columns=_tiles_of(run, workspace, TILE, block_k),
         queue_ptr=torch.zeros(2 * num_chunks + 1, dtype=torch.int32, device=weight.device),
         num_chunks=num_chunks,
         tiles_per_chunk=per_chunk,
@@ -187,13 +173,13 @@ def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> None:
     workspace[lists.max_rows :] = 0
     filtered_kernel[(_programs(run),)](
         **common,
+        place_ptr=run.place,
         seed_ptr=marks.seed,
         kept_ptr=marks.kept,
         drawn_ptr=marks.drawn,
         starts_ptr=lists.starts,
         blocks_ptr=lists.blocks,
         position_ptr=lists.position,
-        num_straight_ptr=lists.num_straight,
         num_blocks_ptr=lists.num_blocks,
         first_ptr=lists.first,
         num_chunks_ptr=lists.num_chunks,
@@ -202,16 +188,17 @@ def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> None:
         # Any column will do where a list ends before its last step.
         entries_ptr=int32(2, lists.max_rows).zero_(),
         pair_rows_ptr=int32(lists.max_pairs, TILE),
-        pair_token_ptr=int32(lists.max_pairs),
         workspace_ptr=workspace,
-        workspace_rows=_rows_of(run, workspace, table.backward_dims, TOKEN_BLOCK),
+        workspace_rows=_tiles_of(run, workspace, table.backward_dims, TOKEN_BLOCK),
         drawn_sum_ptr=weight.new_empty(max_tasks, TOKEN_BLOCK, dtype=torch.float32),
         drawn_total_ptr=run.drawn_total,
-        queue_ptr=torch.zeros(2 * lists.max_chunks + 2, dtype=torch.int32, device=weight.device),
+        queue_ptr=torch.zeros(2 * lists.max_chunks + 3, dtype=torch.int32, device=weight.device),
         max_chunks=lists.max_chunks,
         max_rows=lists.max_rows,
         words=marks.kept.shape[1],
         SEGMENT=segment,
         BLOCKS=lists.blocks_padded,
         HAS_DRAWN=lists.draws,
+        UNKEPT=TILE if interpreted() else 32,
+        UNKEPT_SLICE=256,
     )

@@ -35,13 +35,15 @@ def centroids(
     slices = triton.cdiv(dim, block_d)
     splits = max(1, min(triton.cdiv(num_columns, block_v), 2 * num_programs(weight) // slices))
     part = weight.new_empty(splits, GROUPS, dim, dtype=torch.float32)
-    total = weight.new_empty(2, splits, GROUPS, dtype=torch.float32)
+    seen = weight.new_empty(splits, GROUPS, dtype=torch.float32)
+    total = weight.new_empty(slices * splits, GROUPS, dtype=torch.float32)
     has_class_weight = with_mean and head.class_weight is not None
     centroid_kernel[(slices, splits)](
         weight,
         total if share is None else share,
         head.class_weight if has_class_weight else total,
         part,
+        seen,
         total,
         num_columns,
         dim,
@@ -59,7 +61,17 @@ def centroids(
     centroid = weight.new_empty(GROUPS, dim, dtype=torch.float32)
     inverse = weight.new_empty(GROUPS, dtype=torch.float32)
     merge_kernel[(GROUPS, slices)](
-        part, total, centroid, inverse, dim, groups, splits, BLOCK_D=block_d, GROUPS=GROUPS
+        part,
+        seen,
+        total,
+        centroid,
+        inverse,
+        dim,
+        groups,
+        splits,
+        BLOCK_D=block_d,
+        GROUPS=GROUPS,
+        LANES=256,
     )
     return centroid, inverse
 

@@ -34,6 +34,11 @@ def choose_unit(upstream: Upstream, head: Head, weight: Tensor, lse: Tensor) -> 
     return largest.clamp_min(2.0**-100).log2().floor().exp2().view(1)
 
 
+def in_order(values: Tensor, order: Tensor | None) -> Tensor:
+    """[..., N] of the caller's tokens -> of the blocks'."""
+    return values if order is None else values.index_select(-1, order)
+
+
 def token_pull(
     tokens: Tokens,
     head: Head,
@@ -43,6 +48,7 @@ def token_pull(
     entropy: Tensor | None,
     unit: Tensor,
     count: Tensor,
+    order: Tensor | None,  # [N] of the blocks' tokens
     num_blocks: int,
 ) -> Tensor:
     """What d_logits needs of each token, [7, num_blocks * 128]: see `sdd_task`.
@@ -62,7 +68,7 @@ def token_pull(
     ]
     stacked = torch.stack([*rows, lse * LOG2E, target_logit * LOG2E]).where(counts, 0)
     stacked[5].masked_fill_(~counts, HIGHEST)
-    stacked = pad_tokens(stacked, num_blocks * TOKEN_BLOCK, 0)
+    stacked = pad_tokens(in_order(stacked, order), num_blocks * TOKEN_BLOCK, 0)
     if stacked.shape[1] > len(tokens):
         stacked[5, len(tokens) :] = HIGHEST
     return stacked.contiguous()

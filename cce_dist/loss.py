@@ -186,11 +186,13 @@ def _compute(
             backend=backend,
             wanted=_wanted(options),
             threshold=options.filter.threshold(
-                str(hidden.dtype).removeprefix("torch."), shard.vocab_size
+                str(hidden.dtype).removeprefix("torch."),
+                shard.vocab_size,
+                ordered_tokens=targets.numel() if backend.orders_tokens else None,
             ),
         ),
-        rows=picked.rows,
-        local_targets=_local_targets(picked, shard),
+        rows=None if picked.rows is None else _narrow(picked.rows, targets.numel()),
+        local_targets=_narrow(_local_targets(picked, shard), shard.vocab_size),
         count=picked.count,
         device_type=hidden.device.type,
         class_weight=_slice_of(class_weight, shard),
@@ -238,6 +240,11 @@ def _local_targets(picked: PickedTokens, shard: VocabShard) -> Tensor:
     local = shard.local_targets(picked.targets)
     counts = picked.counts
     return local if counts is None else local.masked_fill(~counts, -1)
+
+
+def _narrow(indices: Tensor, size: int) -> Tensor:
+    """int64 -> int32 where that holds `size`."""
+    return indices.int() if size < 2**31 else indices
 
 
 def _slice_of(class_weight: Tensor | None, shard: VocabShard) -> Tensor | None:

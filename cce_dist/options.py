@@ -16,6 +16,10 @@ Stat = Literal["lse", "entropy", "correct", "tail_mass", "logit_moments"]
 # uniform mass 128 / V, so that what is dropped is at most the dtype's rounding unit per token, on
 # average over a block. Measured: docs/numerics.md#the-default-filter.
 AUTO_KEEP = {"bfloat16": 2.0**-10.5, "float16": 2.0**-14}
+# The same where similar tokens stand side by side (backend "triton"): a column then matters to
+# fewer blocks, and what a block drops is alike. Below FULL_ORDER tokens in proportion less.
+AUTO_KEEP_ORDERED = {"bfloat16": 2.0**-9.5, "float16": 2.0**-13.5}
+FULL_ORDER = 1024
 AUTO_KEEP_SHARE = {"float32": 2.0**-24, "float64": 2.0**-53}
 # Below this vocabulary "auto" keeps every column: there is no tail worth skipping.
 AUTO_KEEP_FROM_VOCAB = 4096
@@ -91,14 +95,21 @@ class Filter:
                     f"eps={self.eps!r}: leave one of them out"
                 )
 
-    def threshold(self, dtype_name: str, vocab_size: int) -> float:
-        """The score at which a column is kept, for hidden's dtype; 0 keeps every column."""
+    def threshold(
+        self, dtype_name: str, vocab_size: int, *, ordered_tokens: int | None = None
+    ) -> float:
+        """The score at which a column is kept, for hidden's dtype; 0 keeps every column.
+
+        Args: ordered_tokens: how many there are, where similar ones stand side by side.
+        """
         if self.eps is not None:
             return self.eps
         if self.keep != "auto":
             return float(self.keep)
         if vocab_size < AUTO_KEEP_FROM_VOCAB:
             return 0.0
+        if dtype_name in AUTO_KEEP and ordered_tokens is not None:
+            return AUTO_KEEP_ORDERED[dtype_name] * min(1.0, ordered_tokens / FULL_ORDER)
         if dtype_name in AUTO_KEEP:
             return AUTO_KEEP[dtype_name]
         return AUTO_KEEP_SHARE[dtype_name] * TOKEN_BLOCK / vocab_size

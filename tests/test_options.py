@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cce_dist import Filter, LossOptions
+from cce_dist.options import AUTO_KEEP_ORDERED
 
 
 @pytest.mark.parametrize(
@@ -56,18 +57,23 @@ def test_filter_is_a_value(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mass"),
+    ("dtype", "mass", "ordered"),
     [
-        pytest.param("bfloat16", 2**-10.5, id="bf16"),
-        pytest.param("float16", 2**-14, id="fp16"),
-        pytest.param("float32", 2**-24 * 128 / 8192, id="fp32"),
-        pytest.param("float64", 2**-53 * 128 / 8192, id="float64"),
+        pytest.param("bfloat16", 2**-10.5, 2**-9.5, id="bf16"),
+        pytest.param("float16", 2**-14, 2**-13.5, id="fp16"),
+        pytest.param("float32", 2**-24 * 128 / 8192, 2**-24 * 128 / 8192, id="fp32"),
+        pytest.param("float64", 2**-53 * 128 / 8192, 2**-53 * 128 / 8192, id="float64"),
     ],
 )
-def test_filter_threshold(dtype: str, mass: float) -> None:
+def test_filter_threshold(dtype: str, mass: float, ordered: float) -> None:
     assert Filter().threshold(dtype, 8192) == mass
+    assert Filter().threshold(dtype, 8192, ordered_tokens=1024) == ordered
+    assert Filter().threshold(dtype, 8192, ordered_tokens=65536) == ordered
+    if dtype in AUTO_KEEP_ORDERED:
+        # One block of tokens has no order.
+        assert Filter().threshold(dtype, 8192, ordered_tokens=128) == ordered / 8
     assert Filter().threshold(dtype, 4095) == 0 and Filter().threshold(dtype, 4096) > 0
-    assert Filter(keep=0.25).threshold(dtype, 5) == 0.25
+    assert Filter(keep=0.25).threshold(dtype, 5, ordered_tokens=1) == 0.25
     assert Filter(eps=2**-12).threshold(dtype, 5) == 2**-12
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from cce_dist import Filter, LinearCrossEntropy
+from cce_dist.local_triton_tiles import why_not
 from cce_dist.options import TOKEN_BLOCK, Backend
+from cce_dist.partials import Tokens
 
 from .golden import LossFunction, dense_loss, errors, golden_gradients, gradients
 from .inputs import BenchInputs
@@ -77,9 +80,14 @@ def shares_kept(inputs: BenchInputs, keeps: Sequence[float]) -> list[float]:
     """For each of `keeps`: the share of all blocks' columns whose true mass reaches it.
 
     Targets' columns count as kept. The filter keeps a few more: its forward knows an upper bound
-    of the mass.
+    of the mass. Blocks are those of backend "triton" where it runs, else of the tokens as they are.
     """
     valid = inputs.without_ignored()
+    if why_not(valid.hidden) is None and len(valid.targets) > TOKEN_BLOCK:
+        from cce_dist.local_triton_inputs import similar_order
+
+        order = similar_order(Tokens(valid.hidden, None, valid.targets))
+        valid = replace(valid, hidden=valid.hidden[order], targets=valid.targets[order])
     kept, total = [0] * len(keeps), 0
     weight = valid.weight.float()
     blocks = zip(valid.hidden.split(TOKEN_BLOCK), valid.targets.split(TOKEN_BLOCK), strict=True)

@@ -7,7 +7,7 @@ itself, with a barrier between the phases, and the host never waits.
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.dds import dds_kept_task, dds_task
+from cce_dist.kernels.dds import dds_kept_task, dds_task, unkept_task
 from cce_dist.kernels.dsd import dsd_kept_task, dsd_task
 from cce_dist.kernels.numbers import proxy_fence
 from cce_dist.kernels.plan import list_task, pair_task
@@ -15,17 +15,27 @@ from cce_dist.kernels.sdd import sdd_kept_task, sdd_task
 
 
 @triton.jit
-def grid_barrier(arrived_ptr, number, USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """Waits until all programs have come here `number` times; all of them are resident."""
+def arrive(arrived_ptr, USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     if USE_TMA:
         proxy_fence(IS_INTERPRETED)
     tl.debug_barrier()
     tl.atomic_add(arrived_ptr, 1, sem="release")
-    while tl.atomic_add(arrived_ptr, 0, sem="acquire") < number * tl.num_programs(0):
-        pass
+
+
+@triton.jit
+def go_on(USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     tl.debug_barrier()
     if USE_TMA:
         proxy_fence(IS_INTERPRETED)
+
+
+@triton.jit
+def grid_barrier(arrived_ptr, number, USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Waits until all programs have come here `number` times; all of them are resident."""
+    arrive(arrived_ptr, USE_TMA, IS_INTERPRETED)
+    while tl.atomic_add(arrived_ptr, 0, sem="acquire") < number * tl.num_programs(0):
+        pass
+    go_on(USE_TMA, IS_INTERPRETED)
 
 
 @triton.jit
@@ -53,7 +63,7 @@ def exact_kernel(
     workspace_ptr,  # [tiles_per_chunk, num_blocks, TILE, TOKENS]
     workspace_rows,  # descriptors of the same as rows of TOKENS: BLOCK_K x TOKENS
     workspace_columns,  # TILE x BLOCK_K
-    grad_hidden_ptr,  # [N_padded, D] fp32
+    grad_hidden_ptr,  # [N, D] fp32
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
     queue_ptr,  # [2 * num_chunks + 1] int32, zeros: the next task of each phase; then arrivals
@@ -133,7 +143,7 @@ def exact_kernel(
                 if HAS_GRAD_HIDDEN:
                     dsd_task(
                         task - num_dds, chunk, first_tile, weight_ptr, weight_rows, workspace_ptr,
-                        workspace_rows, grad_hidden_ptr, unit, num_blocks, V, D, num_tiles,
+                        workspace_rows, grad_hidden_ptr, count, unit, num_blocks, V, D, num_tiles,
                         tiles_per_chunk, stride_wv, TOKENS, TILE, SLICE, BLOCK_K, STAGES,
                         PRECISION, USE_TMA, WIDE,
                     )  # fmt: skip
@@ -144,10 +154,8 @@ def exact_kernel(
 @triton.jit
 def filtered_kernel(
     hidden_ptr,  # as in `exact_kernel`
-    hidden_rows,
-    hidden_slices,
     rows_ptr,
-    straight_ptr,
+    place_ptr,  # [N] int16 or int32: row of each token in the hidden gradient
     weight_ptr,
     bias_ptr,
     class_weight_ptr,
@@ -162,7 +170,6 @@ def filtered_kernel(
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     blocks_ptr,  # [num_tiles, num_blocks] int32
     position_ptr,  # [num_tiles, num_blocks] int16
-    num_straight_ptr,  # [num_tiles] int32
     num_blocks_ptr,  # [num_tiles] int32
     num_active_ptr,  # [1] int32
     first_ptr,  # [max_chunks + 1] int32
@@ -174,15 +181,15 @@ def filtered_kernel(
     tail_bias_ptr,  # [GROUPS]
     entries_ptr,  # [2, max_rows] int32: lists of this chunk and the next
     pair_rows_ptr,  # [max_pairs, TILE] int32
-    pair_token_ptr,  # [max_pairs] int32
     workspace_ptr,  # [max_rows + TILE, TOKENS], the last rows 0
     workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
     drawn_sum_ptr,  # [max_tasks, TOKENS] fp32
-    grad_hidden_ptr,  # [N_padded, D] fp32
+    grad_hidden_ptr,  # [N, D] fp32
     drawn_total_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
-    queue_ptr,  # [2 * max_chunks + 2] int32, zeros: the next task of each phase; then arrivals
+    queue_ptr,  # [2 * max_chunks + 3] int32, zeros: the next task of each phase; arrivals; the next
+    # columns that no block keeps
     num_blocks,
     V,
     D,
@@ -221,12 +228,15 @@ def filtered_kernel(
     HAS_GRAD_WEIGHT: tl.constexpr,
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    UNKEPT: tl.constexpr,  # columns of `unkept_task`
+    UNKEPT_SLICE: tl.constexpr,
 ):
     """The columns that each block keeps, and those drawn for it, by lists of columns.
 
-    The lists of a chunk are made beside the products of the one before. `LIST_STAGES` are those of
-    loops that load rows by a list: the first of them find the rows, so that as many as elsewhere
-    are left to wait for them.
+    The lists of a chunk are made beside the products of the one before. Who waits for the others
+    stores gradients of columns that no block keeps. `LIST_STAGES` are those of loops that load rows
+    by a list: the first of them find the rows, so that as many as elsewhere are left to wait for
+    them.
     """
     count = tl.load(count_ptr)
     unit = tl.load(unit_ptr)
@@ -236,79 +246,104 @@ def filtered_kernel(
     num_slices = tl.cdiv(D, SLICE)
     dds_slices = num_slices if HAS_GRAD_WEIGHT else 1
     arrived_ptr = queue_ptr + 2 * max_chunks + 1
+    unkept_slices = tl.cdiv(D, UNKEPT_SLICE) if HAS_GRAD_WEIGHT else 1
+    num_unkept = 0
+    if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
+        num_unkept = (num_tiles - num_active) * (TILE // UNKEPT)
     # Phase 2 chunk: lists of `chunk`, products of the one before; phase 2 chunk + 1: its SDD.
-    for chunk in range(num_chunks + 1):
-        num_dds = 0
-        num_dsd = 0
-        num_lists = 0
+    for phase in range(2 * num_chunks + 1):
+        chunk = phase // 2
+        at = chunk * (num_blocks + 1)
+        own = (chunk + 1) % 2 * max_rows
+        other = chunk % 2 * max_rows
         first = 0
         last = 0
         next_last = 0
         if chunk > 0:
             first = tl.load(first_ptr + chunk - 1)
             last = tl.load(first_ptr + chunk)
-            if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
-                num_dds = tl.maximum(tl.minimum(last, num_active) - first, 0) * dds_slices
-            if HAS_GRAD_HIDDEN:
-                num_dsd = tl.cdiv(count, TOKENS) * num_slices
         if chunk < num_chunks:
-            next_first = tl.load(first_ptr + chunk)
+            # The first chunk begins with the first tile.
             next_last = tl.load(first_ptr + chunk + 1)
-            num_lists = (next_last - next_first) * words
-        own = (chunk + 1) % 2
-        task = tl.atomic_add(queue_ptr + 2 * chunk, 1)
-        while task < num_dds + num_dsd + num_lists:
-            # The longest tasks first: tiles of columns that most token blocks keep.
-            if task < num_dds:
+        if phase % 2 == 0:
+            num_dds = 0
+            num_dsd = 0
+            if chunk > 0:
                 if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
-                    dds_kept_task(
-                        task, first, hidden_ptr, hidden_slices, rows_ptr, order_ptr, starts_ptr,
-                        blocks_ptr, num_straight_ptr, num_blocks_ptr, pair_rows_ptr,
-                        pair_token_ptr, share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr,
-                        workspace_ptr, grad_weight_ptr, grad_bias_ptr, unit, num_tiles, num_blocks,
-                        V, D, groups, dds_slices, stride_hn, stride_gv, TOKENS, TILE, SLICE,
-                        BLOCK_K, LIST_STAGES, PRECISION, TAIL_PRECISION, USE_TMA, WIDE, GROUPS,
-                        HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS,
-                        ACCUMULATE,
-                    )  # fmt: skip
-            elif task < num_dds + num_dsd:
+                    num_dds = tl.maximum(tl.minimum(last, num_active) - first, 0) * dds_slices
                 if HAS_GRAD_HIDDEN:
-                    at = (chunk - 1) * (num_blocks + 1)
-                    dsd_kept_task(
-                        task - num_dds, chunk - 1, first, last, weight_ptr, starts_ptr,
-                        base_ptr + at, segment_ptr + at, entries_ptr + own * max_rows,
-                        workspace_ptr, workspace_rows, drawn_sum_ptr, grad_hidden_ptr,
-                        drawn_total_ptr, unit, num_tiles, D, stride_wv, TOKENS, SLICE, BLOCK_K,
-                        LIST_STAGES, PRECISION, USE_TMA, WIDE, HAS_DRAWN,
+                    num_dsd = tl.cdiv(count, TOKENS) * num_slices
+            num_lists = tl.maximum(next_last - last, 0) * words
+            task = tl.atomic_add(queue_ptr + phase, 1)
+            while task < num_dds + num_dsd + num_lists:
+                # The longest tasks first: tiles of columns that most token blocks keep.
+                if task < num_dds:
+                    if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
+                        dds_kept_task(
+                            task, first, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr,
+                            num_blocks_ptr, pair_rows_ptr, share_ptr, class_weight_ptr, tail_ptr,
+                            tail_bias_ptr, workspace_ptr, grad_weight_ptr, grad_bias_ptr, unit,
+                            num_tiles, num_blocks, V, D, groups, dds_slices, stride_hn, stride_gv,
+                            TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES, PRECISION, TAIL_PRECISION,
+                            WIDE, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT,
+                            HAS_GRAD_BIAS, ACCUMULATE,
+                        )  # fmt: skip
+                elif task < num_dds + num_dsd:
+                    if HAS_GRAD_HIDDEN:
+                        before = at - num_blocks - 1
+                        dsd_kept_task(
+                            task - num_dds, chunk - 1, first, last, weight_ptr, starts_ptr,
+                            base_ptr + before, segment_ptr + before, entries_ptr + own,
+                            workspace_ptr, workspace_rows, drawn_sum_ptr, place_ptr,
+                            grad_hidden_ptr, drawn_total_ptr, count, unit, num_tiles, D, stride_wv,
+                            TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION, USE_TMA, WIDE,
+                            HAS_DRAWN,
+                        )  # fmt: skip
+                else:
+                    list_task(
+                        task - num_dds - num_dsd, last, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
+                        base_ptr + at, entries_ptr + other, V, num_tiles, num_blocks, words, TILE,
+                        HAS_DRAWN,
                     )  # fmt: skip
-            else:
-                list_task(
-                    task - num_dds - num_dsd, last, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
-                    base_ptr + chunk * (num_blocks + 1), entries_ptr + chunk % 2 * max_rows, V,
-                    num_tiles, num_blocks, words, TILE, HAS_DRAWN,
-                )  # fmt: skip
-            task = tl.atomic_add(queue_ptr + 2 * chunk, 1)
-        if chunk < num_chunks:
-            grid_barrier(arrived_ptr, 2 * chunk + 1, USE_TMA, IS_INTERPRETED)
-            at = chunk * (num_blocks + 1)
+                task = tl.atomic_add(queue_ptr + phase, 1)
+        else:
             num_sdd = tl.load(segment_ptr + at + num_blocks)
             num_pairs = tl.maximum(tl.minimum(next_last, num_active) - last, 0) * words
-            task = tl.atomic_add(queue_ptr + 2 * chunk + 1, 1)
+            task = tl.atomic_add(queue_ptr + phase, 1)
             while task < num_sdd + num_pairs:
                 if task < num_sdd:
                     sdd_kept_task(
-                        task, seed, last, next_last, hidden_ptr, hidden_rows, rows_ptr,
-                        straight_ptr, weight_ptr, bias_ptr, target_ptr, pull_ptr, starts_ptr,
-                        base_ptr + at, segment_ptr + at, entries_ptr + chunk % 2 * max_rows,
-                        workspace_ptr, drawn_sum_ptr, num_tiles, num_blocks, D, stride_hn,
-                        stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K,
-                        STAGES, PRECISION, USE_TMA, WIDE, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
+                        task, seed, last, next_last, hidden_ptr, rows_ptr, weight_ptr, bias_ptr,
+                        target_ptr, pull_ptr, starts_ptr, base_ptr + at, segment_ptr + at,
+                        entries_ptr + other, workspace_ptr, drawn_sum_ptr, num_tiles, num_blocks, D,
+                        stride_hn, stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K,
+                        EVEN_K, STAGES, PRECISION, WIDE, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
                     )  # fmt: skip
                 else:
                     pair_task(
                         task - num_sdd, last, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
-                        base_ptr + at, position_ptr, rows_ptr, pair_rows_ptr, pair_token_ptr,
-                        max_rows, V, num_tiles, num_blocks, words, TOKENS, TILE, HAS_DRAWN,
+                        base_ptr + at, position_ptr, pair_rows_ptr, max_rows, V, num_tiles,
+                        num_blocks, words, TILE, HAS_DRAWN,
                     )  # fmt: skip
-                task = tl.atomic_add(queue_ptr + 2 * chunk + 1, 1)
-            grid_barrier(arrived_ptr, 2 * chunk + 2, USE_TMA, IS_INTERPRETED)
+                task = tl.atomic_add(queue_ptr + phase, 1)
+        arrive(arrived_ptr, USE_TMA, IS_INTERPRETED)
+        is_last = phase == 2 * num_chunks
+        waits = True
+        while waits:
+            arrived = tl.atomic_add(arrived_ptr, 0, sem="acquire")
+            waits = arrived < (phase + 1) * tl.num_programs(0)
+            if (num_unkept > 0) & (waits | is_last):
+                task = tl.atomic_add(arrived_ptr + 1, 1)
+                if task < num_unkept:
+                    unkept_task(
+                        task, num_active * TILE, order_ptr, share_ptr, class_weight_ptr,
+                        tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D, groups,
+                        unkept_slices, stride_gv, UNKEPT, UNKEPT_SLICE, TAIL_PRECISION, GROUPS,
+                        HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS,
+                        ACCUMULATE,
+                    )  # fmt: skip
+                else:
+                    num_unkept = 0
+            # Nobody waits at the end, but for what is left to store.
+            waits = tl.where(is_last, num_unkept > 0, waits)
+        go_on(USE_TMA, IS_INTERPRETED)

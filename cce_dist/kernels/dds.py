@@ -166,15 +166,12 @@ def dds_kept_task(
     task,
     first_tile,  # of the chunk
     hidden_ptr,
-    hidden_slices,
     rows_ptr,
     order_ptr,  # [num_tiles * TILE] int32
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
-    blocks_ptr,  # [num_tiles, num_blocks] int32, blocks of consecutive rows first
-    num_straight_ptr,  # [num_tiles] int32: how many of those
-    num_blocks_ptr,  # [num_tiles] int32: how many in all
+    blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep a column
+    num_blocks_ptr,  # [num_tiles] int32: how many of those
     pair_rows_ptr,  # [pairs, TILE] int32
-    pair_token_ptr,  # [pairs] int32
     share_ptr,
     class_weight_ptr,
     tail_ptr,
@@ -198,7 +195,6 @@ def dds_kept_task(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     TAIL_PRECISION: tl.constexpr,
-    USE_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_TAIL: tl.constexpr,
@@ -215,28 +211,15 @@ def dds_kept_task(
     inside = (dims < D)[None, :]
     PARTS: tl.constexpr = TOKENS // BLOCK_K
     local = tl.arange(0, TILE)
-    straight = tl.load(num_straight_ptr + tile)
     number = tl.load(num_blocks_ptr + tile)
     list_ptr = blocks_ptr + tile.to(tl.int64) * num_blocks
     pairs_ptr = starts_ptr + (num_blocks + 1) * (num_tiles + 1)
     first_pair = tl.load(pairs_ptr + tile) - tl.load(pairs_ptr + first_tile)
     pair_rows_ptr += first_pair * TILE + local
-    pair_token_ptr += first_pair
     acc = tl.zeros((TILE, SLICE), tl.float32)
     bias = tl.zeros((TILE,), tl.float32)
-    if USE_TMA and HAS_GRAD_WEIGHT:
-        for i in tl.range(0, straight * PARTS, num_stages=STAGES):
-            lanes = (i % PARTS) * BLOCK_K + tl.arange(0, BLOCK_K)
-            at = tl.load(pair_rows_ptr + i // PARTS * TILE).to(tl.int64)
-            p = tl.load(workspace_ptr + at[:, None] * TOKENS + lanes[None, :])
-            row = tl.load(pair_token_ptr + i // PARTS)
-            e = hidden_slices.load([row + (i % PARTS) * BLOCK_K, first_dim])
-            if WIDE:
-                acc = add_product(acc, p, e, unit - unit, PRECISION)
-            else:
-                acc = tl.dot(p, e, acc, input_precision=PRECISION)
     if HAS_GRAD_WEIGHT:
-        for i in tl.range(straight * PARTS, number * PARTS, num_stages=STAGES):
+        for i in tl.range(0, number * PARTS, num_stages=STAGES):
             lanes = (i % PARTS) * BLOCK_K + tl.arange(0, BLOCK_K)
             at = tl.load(pair_rows_ptr + i // PARTS * TILE).to(tl.int64)
             p = tl.load(workspace_ptr + at[:, None] * TOKENS + lanes[None, :])
@@ -264,9 +247,10 @@ def dds_kept_task(
 
 
 @triton.jit
-def unkept_kernel(
+def unkept_task(
+    task,
+    first,  # in the order of columns, the first that no block keeps
     order_ptr,
-    num_active_ptr,
     share_ptr,
     class_weight_ptr,
     tail_ptr,
@@ -278,7 +262,6 @@ def unkept_kernel(
     groups,
     num_slices,
     stride_gv,
-    TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -290,16 +273,14 @@ def unkept_kernel(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """The tiles that no block keeps a column of: their tail, or zeros. One program: COLUMNS."""
-    first = tl.program_id(0) * COLUMNS
-    if first >= tl.load(num_active_ptr) * TILE:
-        at = first + tl.arange(0, COLUMNS)
-        column = tl.load(order_ptr + at)
-        for slice_ in range(num_slices):
-            store_columns(
-                tl.zeros((COLUMNS, SLICE), tl.float32), tl.zeros((COLUMNS,), tl.float32), column,
-                at < V, slice_ * SLICE + tl.arange(0, SLICE), slice_ == 0, share_ptr,
-                class_weight_ptr, tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D,
-                groups, stride_gv, COLUMNS, PRECISION, GROUPS, HAS_TAIL, HAS_MEAN,
-                HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
-            )  # fmt: skip
+    """COLUMNS columns that no block keeps, whole rows: the tail, or zeros."""
+    at = first + task * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.load(order_ptr + at)
+    for slice_ in range(num_slices):
+        store_columns(
+            tl.zeros((COLUMNS, SLICE), tl.float32), tl.zeros((COLUMNS,), tl.float32), column,
+            at < V, slice_ * SLICE + tl.arange(0, SLICE), slice_ == 0, share_ptr,
+            class_weight_ptr, tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D,
+            groups, stride_gv, COLUMNS, PRECISION, GROUPS, HAS_TAIL, HAS_MEAN,
+            HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+        )  # fmt: skip

@@ -9,16 +9,15 @@ from cce_dist.kernels.numbers import add_product
 @triton.jit
 def add_rows(
     acc,  # [TOKENS, SLICE]
-    block,
+    row,  # [TOKENS] int32
+    written,  # [TOKENS]
     dims,  # [SLICE]
     is_first,  # stores where the others add
-    grad_hidden_ptr,  # [N_padded, D] fp32
+    grad_hidden_ptr,  # [N, D] fp32
     D,
-    TOKENS: tl.constexpr,
 ):
-    inside = (dims < D)[None, :]
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    out = grad_hidden_ptr + token.to(tl.int64)[:, None] * D + dims[None, :]
+    inside = written[:, None] & (dims < D)[None, :]
+    out = grad_hidden_ptr + row.to(tl.int64)[:, None] * D + dims[None, :]
     if is_first == 0:
         acc += tl.load(out, mask=inside, other=0.0)
     tl.store(out, acc, mask=inside)
@@ -33,7 +32,8 @@ def dsd_task(
     weight_rows,  # descriptor of the same, BLOCK_K x SLICE
     workspace_ptr,  # [tiles_per_chunk, num_blocks, TILE, TOKENS]
     workspace_rows,  # descriptor of the same as a matrix of rows of TOKENS, BLOCK_K x TOKENS
-    grad_hidden_ptr,  # [N_padded, D] fp32
+    grad_hidden_ptr,  # [N, D] fp32
+    count,
     unit,  # power of two by which the workspace was divided
     num_blocks,
     V,
@@ -76,7 +76,8 @@ def dsd_task(
             acc = add_product(acc, p.T, c, unit - unit, PRECISION)
         else:
             acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
-    add_rows(acc * unit, block, dims, chunk == 0, grad_hidden_ptr, D, TOKENS)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    add_rows(acc * unit, token, token < count, dims, chunk == 0, grad_hidden_ptr, D)
 
 
 @triton.jit
@@ -93,8 +94,10 @@ def dsd_kept_task(
     workspace_ptr,  # [rows, TOKENS]
     workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
     drawn_sum_ptr,  # [tasks, TOKENS] fp32
-    grad_hidden_ptr,  # [N_padded, D] fp32
+    place_ptr,  # [N] int16 or int32: row of each token in it
+    grad_hidden_ptr,  # [N, D] fp32
     drawn_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out, over the chunks
+    count,
     unit,
     num_tiles,
     D,
@@ -134,7 +137,9 @@ def dsd_kept_task(
         else:
             acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
     if (chunk == 0) | (length > 0):
-        add_rows(acc * unit, block, dims, chunk == 0, grad_hidden_ptr, D, TOKENS)
+        token = block * TOKENS + tl.arange(0, TOKENS)
+        row = tl.load(place_ptr + token, mask=token < count, other=0)
+        add_rows(acc * unit, row, token < count, dims, chunk == 0, grad_hidden_ptr, D)
     if HAS_DRAWN:  # noqa: SIM102
         if task % num_slices == 0:
             token = tl.arange(0, TOKENS)

@@ -15,12 +15,12 @@ from cce_dist.kernels.numbers import (
     whole_sum,
 )
 
-# The launches of `forward_kernel`, one after the other; ALONE does the work of all three. A launch
-# writes the half of the state that its parity names, the last one the first half.
+# The launches of `forward_kernel`, one after the other: PROBE, FIRST to LAST; ALONE does the work
+# of them all. One writes the half of the state that its parity names, the last the first half.
 PROBE = tl.constexpr(0)
-FREQUENT = tl.constexpr(1)
-REST = tl.constexpr(2)
-ALONE = tl.constexpr(4)
+FIRST = tl.constexpr(1)
+LAST = tl.constexpr(4)
+ALONE = tl.constexpr(6)
 
 
 @triton.jit
@@ -58,17 +58,24 @@ def raise_reference(
 
 
 @triton.jit
+def turns_until(launch, num_turns):
+    """FIRST to LAST end at four times as many tiles each."""
+    shift = tl.minimum(launch - LAST, 0) * -2
+    return (num_turns + (1 << shift) - 1) >> shift
+
+
+@triton.jit
 def first_turn(launch, num_turns):
-    """Where a launch begins: REST after a sixteenth of the tiles, the others with the first."""
-    return tl.where(launch == REST, tl.cdiv(num_turns, 16), 0)
+    """Where a launch begins: where the one before ended."""
+    goes_on = (launch > FIRST) & (launch <= LAST)
+    return tl.where(goes_on, turns_until(launch - 1, num_turns), 0)
 
 
 @triton.jit
 def end_turn(launch, num_turns, splits):
     """Where it ends. PROBE looks at one tile, or at none: one split knows all there is."""
     probed = tl.minimum(tl.minimum(num_turns, splits - 1), 1)
-    end = tl.where(launch == PROBE, probed, tl.cdiv(num_turns, 16))
-    return tl.where(launch >= REST, num_turns, end)
+    return tl.where(launch == PROBE, probed, turns_until(launch, num_turns))
 
 
 @triton.jit
@@ -113,11 +120,11 @@ def begin_state(
     surplus = earlier
     if IS_ROBUST:
         ref = tl.where(counts, LOWEST, HIGHEST)
-    elif (launch == FREQUENT) | (launch == REST):
+    elif (launch >= FIRST) & (launch <= LAST):
         ref = tl.load(before_ptrs + own)
         highest = tl.maximum(ref, merged_reference(before_ptrs, splits, stride, size, BLOCK_N))
         # PROBE was for its references alone.
-        goes_on = (launch == REST) & counts
+        goes_on = (launch > FIRST) & counts
         earlier = tl.load(before_ptrs + own + size, mask=goes_on, other=0.0)
         if HAS_SCORE:
             earlier_dropped = tl.load(before_ptrs + own + 2 * size, mask=goes_on, other=0.0)
@@ -148,7 +155,7 @@ def forward_kernel(
     # reads the half that the one before wrote, and writes the other: out, the last in the first
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
     extras_ptr,  # [7, size]: see `add_extras`
-    launch,  # PROBE, FREQUENT, REST or ALONE
+    launch,  # PROBE, FIRST to LAST, or ALONE
     size,
     N,
     V,
@@ -184,8 +191,9 @@ def forward_kernel(
     exp2(z - ref) is an upper bound of the probability; its sum over the block's tokens decides
     whether the backward keeps the column. `ref` follows the program's sum: after each of its first
     tiles, then ever more seldom. And it begins with what all splits have summed in the launch
-    before: PROBE looks at one tile of each split, FREQUENT makes a sixteenth of the vocabulary,
-    where a tokenizer's frequent tokens are, REST the rest. docs/numerics.md#column-masses.
+    before: PROBE looks at one tile of each split; FIRST makes a 64th of the vocabulary, where a
+    tokenizer's frequent tokens are, and the others go on to four times as much each, LAST to its
+    end. docs/numerics.md#column-masses.
 
     A logit 127 (log2) above `ref` overflows the sum; a program that finds its sum overflowed in a
     last launch, the one with IS_ROBUST, starts again and raises `ref` to each tile's maximum first.

@@ -84,6 +84,15 @@ def marks_kernel(
 
 
 @triton.jit
+def place_in_gray_code(bits):
+    """Of up to 16 bits."""
+    bits ^= bits >> 1
+    bits ^= bits >> 2
+    bits ^= bits >> 4
+    return bits ^ (bits >> 8)
+
+
+@triton.jit
 def key_kernel(
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
@@ -94,13 +103,13 @@ def key_kernel(
     BLOCK_V: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """(kept by how many blocks, to the power of two; the first four of them), then columns that
-    are drawn only, then the rest. Columns of a tile of the backward then share token blocks.
-    docs/performance.md#the-order-of-columns."""
+    """Columns of a tile of the backward should share token blocks. With 8, and with 16, runs of
+    blocks: first by how many of the 8 have one that keeps the column, then which, then which of the
+    16, as places in a Gray code, whose neighbours differ in one; then columns that are drawn only,
+    then the rest. docs/performance.md#the-order-of-columns."""
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
-    number = tl.zeros((BLOCK_V,), tl.int32)
-    pattern = tl.zeros((BLOCK_V,), tl.int32)
+    of16 = tl.zeros((BLOCK_V,), tl.int32)
     any_drawn = tl.zeros((BLOCK_V,), tl.int64)
     for word in range(words):
         at = columns.to(tl.int64) * words + word
@@ -108,17 +117,18 @@ def key_kernel(
         if HAS_DRAWN:
             any_drawn |= tl.load(drawn_ptr + at, mask=inside, other=0)
         for lane in range(tl.minimum(num_blocks - word * 64, 64)):
-            keeps = ((kept >> lane) & 1).to(tl.int32)
-            block = word * 64 + lane
-            coarse = block if num_blocks <= 64 else block * 64 // num_blocks
-            pattern = tl.where((keeps > 0) & (number < 4), pattern * 64 + coarse, pattern)
-            number += keeps
-    for place in range(1, 4):
-        pattern = tl.where(number > place, pattern, pattern * 64)
-    bucket = tl.ceil(tl.log2(tl.maximum(number, 1).to(tl.float32))).to(tl.int32)
-    key = tl.where(any_drawn != 0, 31 * (1 << 24), 32 * (1 << 24))
-    key = tl.where(number > 0, (30 - bucket) * (1 << 24) + pattern, key)
-    tl.store(key_ptr + columns, key, mask=inside)
+            place = 15 - (word * 64 + lane) * 16 // num_blocks
+            of16 |= ((kept >> lane) & 1).to(tl.int32) << place
+    pairs = (of16 | (of16 >> 1)) & 0x5555
+    of8 = tl.zeros((BLOCK_V,), tl.int32)
+    number = tl.zeros((BLOCK_V,), tl.int32)
+    for place in tl.static_range(8):  # pyright: ignore[reportGeneralTypeIssues]
+        has = (pairs >> (2 * place)) & 1
+        of8 |= has << place
+        number += has
+    key = ((8 - number) << 24) | (place_in_gray_code(of8) << 16) | place_in_gray_code(of16)
+    rest = tl.where(any_drawn != 0, 9, 10) << 24
+    tl.store(key_ptr + columns, tl.where(number > 0, key, rest), mask=inside)
 
 
 @triton.jit
@@ -127,13 +137,11 @@ def tiles_kernel(
     drawn_ptr,  # [V, words] int64
     order_ptr,  # [V] int32: columns, most kept first
     order_padded_ptr,  # [num_tiles * TILE] int32: order, 0 beyond V: out
-    straight_ptr,  # [words] int64: bit n: the block's tokens are rows one after the other
     counts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: entries of each block's list, of all
     # blocks', and of blocks that keep a column, in column tile + 1: out
-    blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep, the straight ones first: out
+    blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep a column: out
     position_ptr,  # [num_tiles, num_blocks] int16: its inverse: out
-    num_straight_ptr,  # [num_tiles] int32: how many of those: out
-    num_blocks_ptr,  # [num_tiles] int32: how many in all: out
+    num_blocks_ptr,  # [num_tiles] int32: how many of those: out
     num_active_ptr,  # [1] int32, 0: tiles up to the last one that a block keeps: out
     V,
     num_tiles,
@@ -155,26 +163,20 @@ def tiles_kernel(
     lane = tl.arange(0, 64)
     found = 0
     total = 0
-    for turn in range(2):
-        for word in range(words):
-            kept = tl.load(kept_ptr + word_ptrs + word, mask=at < V, other=0)
-            straight = (tl.load(straight_ptr + word) >> lane.to(tl.int64)) & 1
-            keeps = (kept[:, None] >> lane.to(tl.int64)[None, :]) & 1
-            has = (tl.max(keeps, 0) * tl.where(turn == 0, straight, 1 - straight)).to(tl.int32)
-            place = found + tl.cumsum(has, 0) - has
-            tl.store(list_ptr + place, word * 64 + lane, mask=has > 0)
-            tl.store(inverse_ptr + word * 64 + lane, place.to(tl.int16), mask=has > 0)
-            found += tl.sum(has, 0)
-            if turn == 0:
-                if HAS_DRAWN:
-                    kept |= tl.load(drawn_ptr + word_ptrs + word, mask=at < V, other=0)
-                listed = (kept[:, None] >> lane.to(tl.int64)[None, :]) & 1
-                number = tl.sum(listed.to(tl.int32), 0)
-                block = word * 64 + lane
-                tl.store(column_of_counts + block * stride, number, mask=block < num_blocks)
-                total += tl.sum(number, 0)
-        if turn == 0:
-            tl.store(num_straight_ptr + tile, found)
+    for word in range(words):
+        kept = tl.load(kept_ptr + word_ptrs + word, mask=at < V, other=0)
+        has = tl.max((kept[:, None] >> lane.to(tl.int64)[None, :]) & 1, 0).to(tl.int32)
+        place = found + tl.cumsum(has, 0) - has
+        tl.store(list_ptr + place, word * 64 + lane, mask=has > 0)
+        tl.store(inverse_ptr + word * 64 + lane, place.to(tl.int16), mask=has > 0)
+        found += tl.sum(has, 0)
+        if HAS_DRAWN:
+            kept |= tl.load(drawn_ptr + word_ptrs + word, mask=at < V, other=0)
+        listed = (kept[:, None] >> lane.to(tl.int64)[None, :]) & 1
+        number = tl.sum(listed.to(tl.int32), 0)
+        block = word * 64 + lane
+        tl.store(column_of_counts + block * stride, number, mask=block < num_blocks)
+        total += tl.sum(number, 0)
     tl.store(num_blocks_ptr + tile, found)
     tl.store(column_of_counts + num_blocks * stride, total)
     tl.store(column_of_counts + (num_blocks + 1) * stride, found)
@@ -327,16 +329,13 @@ def pair_task(
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     position_ptr,  # [num_tiles, num_blocks] int16
-    rows_ptr,  # [N] int64, of a token that counts for those that don't
     pair_rows_ptr,  # [pairs, TILE] int32: the workspace's row of each of a tile's columns, one of
     # the rows of zeros where the block doesn't keep it: out
-    pair_token_ptr,  # [pairs] int32: row of the block's first token in hidden: out
     zeros_at,  # the first of TILE rows of zeros in the workspace
     V,
     num_tiles,
     num_blocks,
     words,
-    TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
@@ -356,5 +355,3 @@ def pair_task(
     local = tl.arange(0, TILE)[:, None]
     found = tl.where(keeps > 0, row, zeros_at + local)
     tl.store(pair_rows_ptr + pair[None, :] * TILE + local, found, mask=has[None, :])
-    token = tl.load(rows_ptr + block * TOKENS, mask=has, other=0)
-    tl.store(pair_token_ptr + pair, token.to(tl.int32), mask=has)

@@ -57,8 +57,7 @@ def logits_of(
     EVEN_K: tl.constexpr,  # D is a multiple of it
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    GATHERS: tl.constexpr,  # whether columns are read by c_ptrs
+    USE_TMA: tl.constexpr,  # through the descriptors where the block's tokens are side by side
 ):
     """[COLUMNS, TOKENS] fp32."""
     dims = tl.arange(0, BLOCK_K)
@@ -70,20 +69,19 @@ def logits_of(
         by_pointer = (straight & 1) == 0
         if (straight & 1) == 1:
             for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-                if not GATHERS:
-                    c = weight_tile.load([first_column, k])
-                elif EVEN_K:
-                    c = tl.load(c_ptrs + k)
-                else:
-                    c = tl.load(c_ptrs + k, mask=(k + dims < D)[None, :], other=0.0)
+                c = weight_tile.load([first_column, k])
                 x = tl.dot(c, hidden_rows.load([first_row, k]).T, x, input_precision=PRECISION)
     if by_pointer:
         row = tl.load(rows_ptr + block * TOKENS + tl.arange(0, TOKENS))
         e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
         for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-            inside = (k + dims < D)[None, :]
-            c = tl.load(c_ptrs + k, mask=inside, other=0.0)
-            e = tl.load(e_ptrs + k, mask=inside, other=0.0)
+            if EVEN_K:
+                c = tl.load(c_ptrs + k)
+                e = tl.load(e_ptrs + k)
+            else:
+                inside = (k + dims < D)[None, :]
+                c = tl.load(c_ptrs + k, mask=inside, other=0.0)
+                e = tl.load(e_ptrs + k, mask=inside, other=0.0)
             x = tl.dot(c, e.T, x, input_precision=PRECISION)
     return x
 
@@ -149,7 +147,7 @@ def sdd_task(
         x = logits_of(
             c_ptrs, weight_tile, tile * TILE, block, hidden_ptr, hidden_rows, rows_ptr,
             straight_ptr, D, stride_hn, COLUMNS, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION,
-            USE_TMA, False,
+            USE_TMA,
         )  # fmt: skip
         if HAS_BIAS:
             x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
@@ -195,9 +193,7 @@ def sdd_kept_task(
     first_tile,  # of the chunk
     last_tile,
     hidden_ptr,
-    hidden_rows,
     rows_ptr,
-    straight_ptr,
     weight_ptr,  # [V, D]
     bias_ptr,
     target_ptr,  # [N] int32, -1: none here
@@ -222,7 +218,6 @@ def sdd_kept_task(
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    USE_TMA: tl.constexpr,
     WIDE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -243,8 +238,8 @@ def sdd_kept_task(
     column = entry >> 1
     c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + tl.arange(0, BLOCK_K)[None, :]
     x = logits_of(
-        c_ptrs, hidden_rows, 0, block, hidden_ptr, hidden_rows, rows_ptr, straight_ptr, D,
-        stride_hn, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, USE_TMA, True,
+        c_ptrs, hidden_ptr, 0, block, hidden_ptr, hidden_ptr, rows_ptr, rows_ptr, D, stride_hn,
+        SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, False,
     )  # fmt: skip
     if HAS_BIAS:
         x += tl.load(bias_ptr + column).to(tl.float32)[:, None]

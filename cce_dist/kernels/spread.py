@@ -6,16 +6,17 @@ import triton.language as tl
 
 @triton.jit
 def spread_kernel(
-    packed_ptr,  # [N_padded, D] fp32
+    packed_ptr,  # [N, D] fp32
     centroid_ptr,  # [GROUPS, D]
     rows_ptr,  # [N] int64: a permutation
+    place_ptr,  # [N] int16 or int32: where `packed_ptr` has each token
     count_ptr,  # [1] int32
     num_chunks_ptr,  # [1] int32: 0 where no product was made
     mass_ptr,  # [N] upstream times dropped mass
     drawn_ptr,  # [N] sum of the drawn columns' d_logits, which `packed_ptr` has in
     unit_ptr,  # [1] power of two that these were divided by
     mean_ptr,  # [N] upstream of the mean logit
-    out_ptr,  # [N, D]: out, 0 for tokens that don't count
+    out_ptr,  # [N, D]: out, 0 for tokens that don't count; may be `packed_ptr`
     N,
     D,
     groups,
@@ -26,6 +27,7 @@ def spread_kernel(
     HAS_DRAWN: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     EVERY: tl.constexpr,
+    HAS_PLACE: tl.constexpr,
     PERMUTE: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -35,8 +37,13 @@ def spread_kernel(
     made = counts
     if not EVERY:
         made = counts & (tl.load(num_chunks_ptr) > 0)
-    at = token.to(tl.int64)[:, None] * D + dims[None, :]
-    value = tl.load(packed_ptr + at, mask=made[:, None] & inside, other=0.0)
+    place = token
+    if HAS_PLACE:
+        place = tl.load(place_ptr + token, mask=token < N, other=0)
+    place = place.to(tl.int64)
+    value = tl.load(
+        packed_ptr + place[:, None] * D + dims[None, :], mask=made[:, None] & inside, other=0.0
+    )
     if HAS_TAIL:
         group = tl.program_id(0) * BLOCK_N // tokens_per_group
         mass = tl.load(mass_ptr + token, mask=counts, other=0.0)
@@ -48,7 +55,7 @@ def spread_kernel(
         mean = tl.load(mean_ptr + token, mask=counts, other=0.0)
         row = tl.load(centroid_ptr + groups * D + dims, mask=dims < D, other=0.0)
         value += mean[:, None] * row[None, :]
-    row = token.to(tl.int64)
+    row = place
     if PERMUTE:
         row = tl.load(rows_ptr + token, mask=token < N, other=0)
     out = out_ptr + row[:, None] * D + dims[None, :]

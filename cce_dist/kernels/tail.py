@@ -45,7 +45,8 @@ def centroid_kernel(
     share_ptr,  # [groups, V]
     class_weight_ptr,  # [V]
     part_ptr,  # [splits, GROUPS, D] fp32: out
-    total_ptr,  # [2, splits, GROUPS] fp32 share of the columns in it, and of all: out
+    seen_ptr,  # [splits, GROUPS] fp32 share of the columns in it: out
+    total_ptr,  # [slices * splits, GROUPS] fp32 share of all columns: out
     V,
     D,
     groups,
@@ -92,25 +93,27 @@ def centroid_kernel(
             acc = tl.dot(share - high, c.to(tl.float32), acc, input_precision=PRECISION)
             share = high
         acc = tl.dot(share, c.to(tl.float32), acc, input_precision=PRECISION)
-    if tl.program_id(0) == 0:
-        for tile in tl.range(split, num_tiles, step, num_stages=3):
-            column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-            share = shares_of(
-                share_ptr, class_weight_ptr, column, V, groups, BLOCK_V, GROUPS, HAS_TAIL,
-                HAS_MEAN, HAS_CLASS_WEIGHT,
-            )  # fmt: skip
-            total += tl.sum(share, 1)
+    # All programs share the work of the totals, which no slice of dims is nearer to.
+    program = tl.program_id(0) * step + split
+    for tile in tl.range(program, num_tiles, step * tl.num_programs(0), num_stages=3):
+        column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        share = shares_of(
+            share_ptr, class_weight_ptr, column, V, groups, BLOCK_V, GROUPS, HAS_TAIL,
+            HAS_MEAN, HAS_CLASS_WEIGHT,
+        )  # fmt: skip
+        total += tl.sum(share, 1)
     out = part_ptr + (split * GROUPS + group)[:, None] * D + dims[None, :]
     tl.store(out, acc, mask=(dims < D)[None, :])
+    tl.store(total_ptr + program * GROUPS + group, total)
     if tl.program_id(0) == 0:
-        tl.store(total_ptr + split * GROUPS + group, seen)
-        tl.store(total_ptr + (step + split) * GROUPS + group, total)
+        tl.store(seen_ptr + split * GROUPS + group, seen)
 
 
 @triton.jit
 def merge_kernel(
     part_ptr,  # [splits, GROUPS, D]
-    total_ptr,  # [2, splits, GROUPS]
+    seen_ptr,  # [splits, GROUPS]
+    total_ptr,  # [slices * splits, GROUPS]
     centroid_ptr,  # [GROUPS, D]: out, normalised for the tail's groups
     inverse_ptr,  # [GROUPS]: out, 1 over the group's dropped mass
     D,
@@ -118,16 +121,21 @@ def merge_kernel(
     splits,
     BLOCK_D: tl.constexpr,
     GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     group = tl.program_id(0)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = 0.0
     seen = 0.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
+    parts = tl.zeros((LANES,), tl.float32)
+    for start in range(0, splits * tl.num_programs(1), LANES):
+        lane = start + tl.arange(0, LANES)
+        inside = lane < splits * tl.num_programs(1)
+        parts += tl.load(total_ptr + lane * GROUPS + group, mask=inside, other=0.0)
+    total = tl.sum(parts, 0)
     for split in range(splits):
         at = split * GROUPS + group
-        seen += tl.load(total_ptr + at)
-        total += tl.load(total_ptr + splits * GROUPS + at)
+        seen += tl.load(seen_ptr + at)
         acc += tl.load(part_ptr + at * D + dims, mask=dims < D, other=0.0)
     # Nothing dropped: no tail. The mean's group is a sum, not an average.
     inverse = tl.where(group < groups, tl.where(total > 0, 1.0 / total, 0.0), 1.0)
