@@ -52,5 +52,6 @@ def finish_kernel(
         tl.store(dropped_ptr + tokens, tl.where(counts, value, float("-inf")), mask=tokens < N)
     if HAS_SURPLUS:
         entropy = (log2_of(total) - surplus / total) / LOG2E
-        entropy = tl.where(counts & (total > 0), entropy, 0.0)
+        # A difference of two numbers near each other where one column holds everything.
+        entropy = tl.where(counts & (total > 0), tl.where(entropy < 0, 0.0, entropy), 0.0)
         tl.store(entropy_ptr + tokens, entropy, mask=tokens < N)
