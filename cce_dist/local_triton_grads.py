@@ -18,7 +18,6 @@ from cce_dist.kernels.spread import spread_kernel
 from cce_dist.kernels.tail import group_sums_kernel, token_sums_kernel
 from cce_dist.local_triton_inputs import (
     for_kernels,
-    pad_tokens,
     rows_of,
     with_unit_inner_stride,
 )
@@ -29,7 +28,7 @@ from cce_dist.local_triton_tiles import (
     Tiles,
     tiles_for,
 )
-from cce_dist.local_triton_upstream import choose_unit, in_order, probability_pull, token_pull
+from cce_dist.local_triton_upstream import Pull
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, LocalGrads, Needs, Tokens, Upstream
 
@@ -80,21 +79,15 @@ def local_grads(
 class Backward:
     """One backward: its inputs as the kernels read them, and the tail's sums."""
 
-    tokens: Tokens
+    num_tokens: int
     head: Head
     kept: KeptColumns | None
     table: Tiles
     weight: Tensor
     hidden: Tensor  # [num_rows, D]
-    rows: Tensor  # [N] int64
-    # [num_blocks * 128] int64: the same, of a token that counts for those that don't.
-    read_rows: Tensor
     count: Tensor
     place: Tensor | None  # [N] int16 or int32: where the caller has each token; None: every column
-    pull: Tensor  # [7, num_blocks * 128]: see `sdd_task`
-    unit: Tensor  # [1] power of two that the upstream gradients in `pull` were divided by
-    tail_mass: Tensor | None  # [N] upstream times dropped mass
-    mean: Tensor | None  # [N] upstream of the mean logit, where it is linear
+    of_tokens: Pull
     has_entropy: bool
     has_smooth: bool
     num_blocks: int
@@ -122,13 +115,7 @@ class Backward:
         head = for_kernels(head)
         weight = head.weight
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        order = None
-        if kept is not None and kept.marks.order is not None:
-            order = kept.marks.order.int()
-        tokens = tokens if order is None else tokens.reordered(order)
-        rows, count = rows_of(tokens)
         num_tiles = triton.cdiv(weight.shape[0], TILE)
-        hidden = with_unit_inner_stride(tokens.hidden)
         lists = None
         # Vectors of tokens, and the tail's sums.
         room = workspace_bytes - 160 * num_blocks * TOKEN_BLOCK
@@ -136,29 +123,28 @@ class Backward:
             room -= kept.marks.num_bytes
             draws = kept.draws and needs.hidden
             lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
-        mean = None
-        if upstream.smooth_logit is not None and head.softcap is None:
-            mean = upstream.smooth_logit * (head.logit_scale / head.vocab_size)
-        probability = probability_pull(upstream, lse) * head.logit_scale
-        tail_mass = None if kept is None or not kept.tail else probability * kept.dropped_mass
-        unit = choose_unit(upstream, head, weight, lse)
+        has_tail = kept is not None and kept.tail
+        of_tokens = Pull.of(
+            tokens,
+            head,
+            lse,
+            target_logit,
+            upstream,
+            entropy,
+            kept.dropped_mass if kept is not None and has_tail else None,
+            None if kept is None else kept.marks.order,
+            num_blocks,
+        )
         run = cls(
-            tokens=tokens,
+            num_tokens=len(tokens),
             head=head,
             kept=kept,
             table=tiles_for(weight),
             weight=weight,
-            hidden=hidden,
-            rows=rows,
-            read_rows=_rows_for_all(rows, count, num_blocks),
-            count=count,
+            hidden=with_unit_inner_stride(tokens.hidden),
+            count=rows_of(tokens)[1],
             place=_place_of(tokens, kept),
-            pull=token_pull(
-                tokens, head, lse, target_logit, upstream, entropy, unit, count, order, num_blocks
-            ),
-            unit=unit,
-            tail_mass=None if tail_mass is None else in_order(tail_mass, order),
-            mean=None if mean is None else in_order(mean, order),
+            of_tokens=of_tokens,
             has_entropy=upstream.entropy is not None,
             has_smooth=upstream.smooth_logit is not None and head.softcap is not None,
             num_blocks=num_blocks,
@@ -169,6 +155,14 @@ class Backward:
         )
         run._sum_tail()
         return run
+
+    @property
+    def tail_mass(self) -> Tensor | None:
+        return self.of_tokens.tail_mass
+
+    @property
+    def mean(self) -> Tensor | None:
+        return self.of_tokens.mean
 
     @property
     def share(self) -> Tensor | None:
@@ -201,7 +195,7 @@ class Backward:
         part_bias = part.new_empty(2, self.num_blocks)
         token_sums_kernel[(self.num_blocks, triton.cdiv(dim, block_d))](
             self.hidden,
-            self.rows,
+            self.of_tokens.rows,
             self.count,
             self.or_dummy(self.tail_mass),
             self.or_dummy(self.mean),
@@ -232,21 +226,21 @@ class Backward:
 
     def finish_hidden(self, packed: Tensor, complete: bool) -> Tensor:
         """Adds the tail; `complete`: as hidden's rows and dtype, else packed [N, D] fp32."""
-        num_tokens, dim = len(self.tokens), self.weight.shape[1]
-        out = packed[:num_tokens]
+        num_tokens, dim = self.num_tokens, self.weight.shape[1]
+        out = packed
         if complete:
             out = self.weight.new_empty(num_tokens, dim)
         block_d = 128
         spread_kernel[(self.num_blocks, triton.cdiv(dim, block_d))](
             packed,
             self.or_dummy(self.centroid),
-            self.rows,
+            self.of_tokens.rows,
             self.or_dummy(self.place),
             self.count,
             self.or_dummy(None if self.lists is None else self.lists.num_chunks),
             self.or_dummy(self.tail_mass),
             self.drawn_total,
-            self.unit,
+            self.of_tokens.unit,
             self.or_dummy(self.mean),
             out,
             num_tokens,
@@ -263,14 +257,6 @@ class Backward:
             PERMUTE=complete,
         )
         return out
-
-
-def _rows_for_all(rows: Tensor, count: Tensor, num_blocks: int) -> Tensor:
-    """[num_blocks * 128]: a token that doesn't count stands at the first row of one that does: its
-    d_logits are 0, and 0 times what an ignored row holds might be NaN."""
-    padded = num_blocks * TOKEN_BLOCK
-    counts = torch.arange(padded, device=rows.device) < count
-    return torch.where(counts, pad_tokens(rows, padded, 0), rows[0])
 
 
 def _place_of(tokens: Tokens, kept: KeptColumns | None) -> Tensor | None:

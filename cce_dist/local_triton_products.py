@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist.kernels.backward import exact_kernel, filtered_kernel
-from cce_dist.local_triton_inputs import pad_tokens
 from cce_dist.local_triton_layout import Layout
 from cce_dist.local_triton_lists import TILE, Lists, choose_tiles_per_chunk
 from cce_dist.local_triton_tail import GROUPS
@@ -79,19 +78,18 @@ def products(
 
 def _inputs(run: Backward) -> dict[str, Any]:
     """Arguments of both backward kernels that are there before they run."""
-    head, table = run.head, run.table
+    head, table, of_tokens = run.head, run.table, run.of_tokens
     dim = run.weight.shape[1]
-    targets = run.tokens.local_targets.int()
     block_k = table.backward_dims
     return {
         "hidden_ptr": run.hidden,
-        "rows_ptr": run.read_rows,
+        "rows_ptr": of_tokens.read_rows,
         "weight_ptr": run.weight,
         "bias_ptr": run.or_dummy(head.bias),
-        "target_ptr": pad_tokens(targets, run.num_blocks * TOKEN_BLOCK, -1),
+        "target_ptr": of_tokens.targets,
         "count_ptr": run.count,
-        "pull_ptr": run.pull,
-        "unit_ptr": run.unit,
+        "pull_ptr": of_tokens.pull,
+        "unit_ptr": of_tokens.unit,
         "num_blocks": run.num_blocks,
         "num_tiles": run.num_tiles,
         "stride_hn": run.hidden.stride(0),
@@ -136,7 +134,7 @@ def _every(run: Backward, common: dict[str, Any]) -> None:
     num_chunks = triton.cdiv(run.num_tiles, per_chunk)
     workspace = weight.new_empty(per_chunk * TILE * run.num_blocks, TOKEN_BLOCK)
     block_k = table.backward_dims
-    layout = Layout.of(run.read_rows, run.count, run.num_blocks, use_tma=_takes_tma(run))
+    layout = Layout.of(run.of_tokens.read_rows, run.count, run.num_blocks, use_tma=_takes_tma(run))
     exact_kernel[(_programs(run),)](
         **common,
         hidden_rows=_tiles_of(run, run.hidden, TOKEN_BLOCK, block_k),

@@ -1,74 +1,109 @@
-"""The upstream gradients as the backward's kernels read them, one value a token."""
+"""What the backward's kernels read of each token: a few numbers, in the order of the blocks."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cce_dist.local_triton_inputs import pad_tokens
+from cce_dist.kernels.upstream import pull_kernel, unit_kernel
+from cce_dist.local_triton_inputs import rows_of
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens, Upstream
 
-LOG2E = math.log2(math.e)
-# Above any logit: every exp2(logit - HIGHEST) is 0.
-HIGHEST = 1e30
+
+@dataclass(frozen=True)
+class Pull:
+    """What each token of the blocks is pulled by; P = num_blocks * 128."""
+
+    pull: Tensor  # [7, P] fp32: see `sdd_task`
+    unit: Tensor  # [1] power of two that the upstream gradients in `pull` were divided by
+    rows: Tensor  # [P] int64: a permutation of the first N
+    read_rows: Tensor  # [P] int64: the same, of a token that counts for those that don't
+    targets: Tensor  # [P] int32, -1: none here
+    tail_mass: Tensor | None  # [P] upstream times dropped mass
+    mean: Tensor | None  # [P] upstream of the mean logit, where it is linear
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Tokens,
+        head: Head,
+        lse: Tensor,  # [N] over all ranks, as all below
+        target_logit: Tensor,
+        upstream: Upstream,
+        entropy: Tensor | None,
+        dropped_mass: Tensor | None,  # None: no tail
+        order: Tensor | None,  # [N] of the blocks' tokens; None: the caller's
+        num_blocks: int,
+    ) -> Pull:
+        rows, count = rows_of(tokens)
+        size = num_blocks * TOKEN_BLOCK
+        given = [upstream.nll, upstream.lse, upstream.entropy, upstream.smooth_logit]
+        # An expanded scalar, as the gradient of a sum is, has no memory of its own.
+        given = [None if g is None else g.to(lse.dtype).contiguous() for g in given]
+        linear = given[3] is not None and head.softcap is None
+        of_elements = given[3] is not None and head.softcap is not None
+        unit = _unit_of(given if of_elements else [*given[:3], None], head, lse, count)
+
+        def new(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device=lse.device)
+
+        fp32, int64 = torch.float32, torch.int64
+        made = cls(
+            pull=new(7, size, dtype=fp32),
+            unit=unit,
+            rows=new(size, dtype=int64),
+            read_rows=new(size, dtype=int64),
+            targets=new(size, dtype=torch.int32),
+            tail_mass=None if dropped_mass is None else new(size, dtype=fp32),
+            mean=new(size, dtype=fp32) if linear else None,
+        )
+        vectors = (lse, target_logit, *given, entropy, dropped_mass)
+        contiguous = (None if x is None else x.contiguous() for x in vectors)
+        inputs = (order, count, *contiguous, unit)
+        pull_kernel[(num_blocks,)](
+            rows,
+            tokens.local_targets,
+            *(count if x is None else x for x in inputs),
+            made.pull,
+            made.rows,
+            made.read_rows,
+            made.targets,
+            count if made.tail_mass is None else made.tail_mass,
+            count if made.mean is None else made.mean,
+            len(tokens),
+            head.logit_scale,
+            head.logit_scale / head.vocab_size,
+            TOKENS=TOKEN_BLOCK,
+            HAS_ORDER=order is not None,
+            **_has(given[:3]),
+            HAS_SMOOTH=of_elements,
+            HAS_MEAN=linear,
+            HAS_TAIL=dropped_mass is not None,
+        )
+        return made
 
 
-def probability_pull(upstream: Upstream, lse: Tensor) -> Tensor:
-    """The upstream gradient of each token's probabilities, [N]."""
-    parts = [g for g in (upstream.nll, upstream.lse) if g is not None]
-    return sum(parts[1:], parts[0]) if parts else torch.zeros_like(lse)
+def _has(given: list[Tensor | None]) -> dict[str, bool]:
+    names = ("HAS_NLL", "HAS_LSE", "HAS_ENTROPY", "HAS_SMOOTH")
+    return {name: g is not None for name, g in zip(names, given, strict=False)}
 
 
-def choose_unit(upstream: Upstream, head: Head, weight: Tensor, lse: Tensor) -> Tensor:
-    """A power of two near the largest upstream gradient, [1]: a mean over tokens puts d_logits
-    below fp16's smallest number."""
-    given = [g for g in (upstream.nll, upstream.lse, upstream.entropy) if g is not None]
-    if upstream.smooth_logit is not None and head.softcap is not None:
-        given.append(upstream.smooth_logit)
-    if weight.element_size() > 2 or not given:
+def _unit_of(given: list[Tensor | None], head: Head, lse: Tensor, count: Tensor) -> Tensor:
+    if head.weight.element_size() > 2 or all(g is None for g in given):
         return lse.new_ones(1)
-    largest = torch.stack([g.abs().amax() for g in given]).amax() * abs(head.logit_scale)
-    return largest.clamp_min(2.0**-100).log2().floor().exp2().view(1)
-
-
-def in_order(values: Tensor, order: Tensor | None) -> Tensor:
-    """[..., N] of the caller's tokens -> of the blocks'."""
-    return values if order is None else values.index_select(-1, order)
-
-
-def token_pull(
-    tokens: Tokens,
-    head: Head,
-    lse: Tensor,
-    target_logit: Tensor,
-    upstream: Upstream,
-    entropy: Tensor | None,
-    unit: Tensor,
-    count: Tensor,
-    order: Tensor | None,  # [N] of the blocks' tokens
-    num_blocks: int,
-) -> Tensor:
-    """What d_logits needs of each token, [7, num_blocks * 128]: see `sdd_task`.
-
-    A token that doesn't count has upstream gradients 0 and an lse above any logit.
-    """
-    zero = torch.zeros_like(lse)
-    squashed = upstream.smooth_logit if head.softcap is not None else None
-    factor = head.logit_scale / unit
-    counts = torch.arange(len(tokens), device=lse.device) < count
-    rows = [
-        probability_pull(upstream, lse) * factor,
-        zero if upstream.nll is None else upstream.nll * factor,
-        zero if upstream.entropy is None else upstream.entropy * factor,
-        zero if entropy is None else entropy,
-        zero if squashed is None else squashed * (factor / head.vocab_size),
-    ]
-    stacked = torch.stack([*rows, lse * LOG2E, target_logit * LOG2E]).where(counts, 0)
-    stacked[5].masked_fill_(~counts, HIGHEST)
-    stacked = pad_tokens(in_order(stacked, order), num_blocks * TOKEN_BLOCK, 0)
-    if stacked.shape[1] > len(tokens):
-        stacked[5, len(tokens) :] = HIGHEST
-    return stacked.contiguous()
+    unit = lse.new_empty(1)
+    unit_kernel[(1,)](
+        *(count if g is None else g for g in given),
+        unit,
+        len(lse),
+        abs(head.logit_scale),
+        BLOCK=1024,
+        **_has(given),
+    )
+    return unit
