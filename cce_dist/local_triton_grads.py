@@ -18,7 +18,6 @@ from cce_dist.kernels.spread import spread_kernel
 from cce_dist.kernels.tail import group_sums_kernel, token_sums_kernel
 from cce_dist.local_triton_inputs import (
     for_kernels,
-    rows_of,
     with_unit_inner_stride,
 )
 from cce_dist.local_triton_lists import TILE, KeptColumns, Lists
@@ -142,7 +141,7 @@ class Backward:
             table=tiles_for(weight),
             weight=weight,
             hidden=with_unit_inner_stride(tokens.hidden),
-            count=rows_of(tokens)[1],
+            count=of_tokens.count,
             place=_place_of(tokens, kept),
             of_tokens=of_tokens,
             has_entropy=upstream.entropy is not None,

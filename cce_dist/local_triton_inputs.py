@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from cce_dist.kernels.similar import similar_kernel
+from cce_dist.local_triton_tiles import interpreted
 from cce_dist.partials import Head, Tokens
 
 
@@ -59,7 +60,7 @@ def similar_order(tokens: Tokens) -> Tensor:
     before those that don't, [N] int64. docs/performance.md#the-order-of-tokens."""
     hidden = with_unit_inner_stride(tokens.hidden)
     rows, count = rows_of(tokens)
-    num_tokens, block = len(tokens), 32
+    num_tokens, block = len(tokens), 512 if interpreted() else 32
     key = torch.empty(num_tokens, dtype=torch.uint8, device=hidden.device)
     similar_kernel[(triton.cdiv(num_tokens, block),)](
         hidden,

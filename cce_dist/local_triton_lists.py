@@ -221,7 +221,7 @@ class Lists:
 
 
 def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
-    """Columns, those of many blocks first, [V_local] int32."""
+    """Columns, those kept in many runs of blocks first, [V_local] int32."""
     num_columns, words = marks.kept.shape
     key = torch.empty(num_columns, dtype=torch.int32, device=marks.kept.device)
     block = 256
@@ -246,7 +246,7 @@ def chunk_bounds(weight: Tensor, num_blocks: int, num_tiles: int, room: int) -> 
     step = tiles_for(weight).backward_dims
     pairs_share = 32
     # Of each row: d_logits; an entry, twice; its part of a sum over drawn ones; of the pairs.
-    row = TOKEN_BLOCK * weight.element_size() + 2 * 4 + 4 + 4 * (TILE + 1) // pairs_share
+    row = TOKEN_BLOCK * weight.element_size() + 2 * 4 + 4 + 4 * TILE // pairs_share
     one_tile = (TILE + step) * num_blocks
     rows = max(room // row, 2 * one_tile)
     rows = min(rows, num_tiles * TILE * num_blocks + 2 * one_tile)

@@ -21,6 +21,7 @@ class Pull:
     """What each token of the blocks is pulled by; P = num_blocks * 128."""
 
     pull: Tensor  # [7, P] fp32: see `sdd_task`
+    count: Tensor  # [1] int32: tokens that count
     unit: Tensor  # [1] power of two that the upstream gradients in `pull` were divided by
     rows: Tensor  # [P] int64: a permutation of the first N
     read_rows: Tensor  # [P] int64: the same, of a token that counts for those that don't
@@ -56,6 +57,7 @@ class Pull:
         fp32, int64 = torch.float32, torch.int64
         made = cls(
             pull=new(7, size, dtype=fp32),
+            count=count,
             unit=unit,
             rows=new(size, dtype=int64),
             read_rows=new(size, dtype=int64),

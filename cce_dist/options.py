@@ -54,8 +54,8 @@ class Filter:
 
     Args:
         keep: mass in [0, 128] at which a column is kept (in proportion less in a last block of
-            fewer tokens); 0 keeps every column. "auto" follows dtype, vocabulary and backend: see
-            `threshold`.
+            fewer tokens); 0 keeps every column. "auto" follows dtype, vocabulary,
+            backend and number of tokens: see `threshold`.
         tail: replace what is dropped by the product of its marginals; False drops it, as
             Apple's Cut Cross-Entropy does, and starves rare tokens of gradient.
         draw: with `tail` and `keep`: some dropped columns, drawn in proportion to their mass, stand

@@ -49,8 +49,8 @@ class Tokens:
         return self.hidden.index_select(0, self.rows[start:stop])
 
     def reordered(self, order: Tensor) -> Tokens:
-        """The same tokens, the order[i]-th of them i-th; order [N] int64 or int32."""
-        rows = order.long() if self.rows is None else self.rows.index_select(0, order)
+        """The same tokens, the order[i]-th of them i-th; order [N] int64."""
+        rows = order if self.rows is None else self.rows.index_select(0, order)
         return Tokens(self.hidden, rows, self.local_targets.index_select(0, order), self.count)
 
     def slice(self, start: int, stop: int) -> Tokens:

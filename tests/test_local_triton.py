@@ -323,3 +323,29 @@ def test_triton_refuses_float64_on_a_gpu() -> None:
     inputs = gaussian_inputs(3, 5, 4, generator=generator(), dtype=torch.float64)
     with pytest.raises(ValueError, match=r'"triton" cannot run.*float64'):
         run_case(None, Case(inputs).at(TRITON_CUDA))
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp16", "fp32")))
+def test_triton_an_upstream_of_nan_stays_with_its_token(
+    place: Place, way: dict[str, Any], dtype: str
+) -> None:
+    from cce_dist import linear_cross_entropy
+
+    if way.get("gradient") == "in_forward":
+        pytest.skip("one scalar for all tokens")
+    inputs = bitwise_case(place, dtype, way).inputs
+    found = {}
+    for bad in (1.0, float("nan")):
+        hidden = inputs.hidden.to(place.device, copy=True).requires_grad_()
+        weight, targets = inputs.weight.to(place.device), inputs.targets.to(place.device)
+        loss = linear_cross_entropy(
+            hidden, weight, targets, reduction="none", **place.options, **way
+        )
+        upstream = torch.ones_like(loss)
+        upstream.view(-1)[7] = bad
+        loss.backward(upstream)
+        assert hidden.grad is not None
+        found[bad == bad] = hidden.grad.reshape(-1, hidden.shape[-1]).cpu()
+    others = torch.arange(len(found[True])) != 7
+    assert bool(found[False][7].isnan().all())
+    torch.testing.assert_close(found[False][others], found[True][others])

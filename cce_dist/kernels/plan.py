@@ -135,7 +135,7 @@ def key_kernel(
 def tiles_kernel(
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
-    order_ptr,  # [V] int32: columns, most kept first
+    order_ptr,  # [V] int32: columns by `key_kernel`
     order_padded_ptr,  # [num_tiles * TILE] int32: order, 0 beyond V: out
     counts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: entries of each block's list, of all
     # blocks', and of blocks that keep a column, in column tile + 1: out

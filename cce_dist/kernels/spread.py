@@ -8,14 +8,14 @@ import triton.language as tl
 def spread_kernel(
     packed_ptr,  # [N, D] fp32
     centroid_ptr,  # [GROUPS, D]
-    rows_ptr,  # [N] int64: a permutation
+    rows_ptr,  # [N_padded] int64: a permutation of the first N
     place_ptr,  # [N] int16 or int32: where `packed_ptr` has each token
     count_ptr,  # [1] int32
     num_chunks_ptr,  # [1] int32: 0 where no product was made
-    mass_ptr,  # [N] upstream times dropped mass
+    mass_ptr,  # [N_padded] upstream times dropped mass
     drawn_ptr,  # [N] sum of the drawn columns' d_logits, which `packed_ptr` has in
     unit_ptr,  # [1] power of two that these were divided by
-    mean_ptr,  # [N] upstream of the mean logit
+    mean_ptr,  # [N_padded] upstream of the mean logit
     out_ptr,  # [N, D]: out, 0 for tokens that don't count; may be `packed_ptr`
     N,
     D,

@@ -149,8 +149,8 @@ def token_sums_kernel(
     hidden_ptr,
     rows_ptr,
     count_ptr,
-    mass_ptr,  # [N] upstream times dropped mass
-    mean_ptr,  # [N] upstream of the mean logit
+    mass_ptr,  # [N_padded] upstream times dropped mass
+    mean_ptr,  # [N_padded] upstream of the mean logit
     part_ptr,  # [2, num_blocks, D] fp32 sum over a block's tokens of either times E_i: out
     part_bias_ptr,  # [2, num_blocks] the same without E_i: out
     D,

@@ -28,7 +28,7 @@ def unit_kernel(
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
 ):
-    """One program: a power of two not above the largest upstream gradient times `scale`: a mean
+    """One program: a power of two near the largest finite upstream gradient times `scale`: a mean
     over tokens puts d_logits below fp16's smallest number."""
     largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
@@ -111,13 +111,14 @@ def pull_kernel(
         of_mean = tl.load(smooth_grad_ptr + place, mask=counts, other=0.0) * mean_scale
     lse = tl.load(lse_ptr + place, mask=counts, other=0.0)
     logit = tl.load(target_logit_ptr + place, mask=counts, other=0.0)
-    factor = scale / unit
+    # Exact by a power of two, which the hardware's reciprocal does not promise.
+    factor = tl.div_rn(zero + scale, zero + unit)
     out = pull_ptr + token
     tl.store(out, probability * factor)
     tl.store(out + size, of_target * factor)
     tl.store(out + 2 * size, of_entropy * factor)
     tl.store(out + 3 * size, entropy)
-    tl.store(out + 4 * size, of_mean / unit if HAS_SMOOTH else zero)
+    tl.store(out + 4 * size, tl.div_rn(of_mean, zero + unit) if HAS_SMOOTH else zero)
     tl.store(out + 5 * size, tl.where(counts, lse * LOG2E, HIGHEST))
     tl.store(out + 6 * size, logit * LOG2E)
     row = tl.load(rows_ptr + place, mask=inside, other=0).to(tl.int64)
