@@ -116,8 +116,17 @@ class TwoPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call):
         tokens, head = call.tokens(hidden), call.head(weight, bias)
+        ctx.logits = ctx.target = None
+        if call.record and call.plan.options.keep_logits:
+            ctx.target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
+            spare = None if ctx.target.accumulate else ctx.target.rows
+            ctx.logits = sharded.room_for_logits(head, len(tokens), call.plan, spare)
         stats, scores = sharded.forward(
-            tokens, head, call.plan, score=call.record or call.tail_mass
+            tokens,
+            head,
+            call.plan,
+            score=call.record or call.tail_mass,
+            keep_logits=ctx.logits,
         )
         kept = tail = None
         if call.tail_mass:
@@ -149,7 +158,10 @@ class TwoPass(torch.autograd.Function):
         kept = ctx.kept
         if ctx.scores is not None and upstream.entropy is None:
             kept = sharded.find_kept(tokens, head, call.plan, ctx.scores, lse)
-        target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
+        # Both are used up: another backward over a retained graph does without.
+        target, logits, ctx.target, ctx.logits = ctx.target, ctx.logits, None, None
+        if target is None:
+            target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
         out = sharded.backward(
             tokens,
             head,
@@ -160,6 +172,7 @@ class TwoPass(torch.autograd.Function):
             needs=Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),
             grad_weight=target.rows,
             accumulate=target.accumulate,
+            logits=logits,
         )
         grad_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
         return grad_hidden, target.returned, pad_bias(out.bias, bias), None

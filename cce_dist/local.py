@@ -33,6 +33,12 @@ class LocalBackend:
     orders_tokens: bool = False
     # Whether `stats` hands its logits on to `grads` (gradient="in_forward").
     keeps_logits: bool = False
+    # Room for the logits that `stats` keeps for `grads` (keep_logits); None: it cannot.
+    room_for_logits: Callable[..., Any] | None = None
+
+    def keeps_or_has_none(self, num_tokens: int, columns: int) -> bool:
+        """Whether it takes keep_logits, or has no logits at all."""
+        return self.room_for_logits is not None or num_tokens == 0 or columns == 0
 
 
 TORCH = LocalBackend(
@@ -45,7 +51,12 @@ TORCH = LocalBackend(
 
 
 def _triton() -> LocalBackend:
-    from cce_dist import local_triton, local_triton_grads, local_triton_lists
+    from cce_dist import (
+        local_triton,
+        local_triton_exact,
+        local_triton_grads,
+        local_triton_lists,
+    )
 
     return LocalBackend(
         stats=local_triton.local_stats,
@@ -54,6 +65,7 @@ def _triton() -> LocalBackend:
         counts_on_device=True,
         completes=True,
         orders_tokens=True,
+        room_for_logits=local_triton_exact.KeptLogits.make,
     )
 
 

@@ -9,30 +9,30 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist.kernels.finish import finish_kernel
 from cce_dist.kernels.forward import ALONE, LAST, forward_kernel
 from cce_dist.kernels.pack import pack_kernel
 from cce_dist.kernels.targets import targets_kernel
+from cce_dist.local_triton_exact import KeptLogits, Region
 from cce_dist.local_triton_inputs import (
     for_kernels,
     pad_tokens,
     padded_dim,
     rows_of,
     similar_order,
+    tiles_of,
     with_unit_inner_stride,
 )
 from cce_dist.local_triton_lists import Marks, marks_of
 from cce_dist.local_triton_tail import mean_column
 from cce_dist.local_triton_tiles import (
     Tiles,
-    cache_bytes,
+    cached_blocks,
     num_programs,
     rounds_exp2,
     takes_tma,
@@ -53,11 +53,11 @@ def local_stats(
     score_largest: bool,
     threshold: float,
     workspace_bytes: int,
-    keep_logits: Tensor | None = None,
+    keep_logits: KeptLogits | None = None,
 ) -> tuple[Stats, Marks | None]:
     """Statistics of every token over this rank's shard (no communication). Deterministic.
 
-    Args: those of `local_torch.local_stats`.
+    Args: those of `local_torch.local_stats`; `keep_logits`: filled; without `score`.
     Returns:
         Stats with fields [N] fp32, 0 for tokens that don't count.
         Marks if `score`, else None.
@@ -67,10 +67,12 @@ def local_stats(
     if score and len(tokens) > TOKEN_BLOCK:
         order = similar_order(tokens)
         tokens = tokens.reordered(order)
-    run = _Forward.of(tokens, head, wanted, score)
-    for launch in run.launches:
+    run = _Forward.of(tokens, head, wanted, score, keep_logits)
+    launches = run.launches
+    for launch in launches:
         run.launch(threshold, score_largest, launch)
-    run.launch(threshold, score_largest, run.launches[-1], robust=True)
+    last = _Launch(launches[-1].number, 0, run.num_tiles, robust=True)
+    run.launch(threshold, score_largest, last)
     stats, log_dropped = run.finish()
     marks = None
     if score:
@@ -93,6 +95,17 @@ def local_stats(
     return stats, marks
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """One of the forward kernel's launches, and the tiles of columns it makes, or its share of."""
+
+    number: int
+    begin_tile: int
+    end_tile: int
+    region: Region | None = None  # whose logits it keeps
+    robust: bool = False
+
+
 @dataclass
 class _Forward:
     """One forward: its inputs, packed, and the partial results of the splits."""
@@ -113,18 +126,25 @@ class _Forward:
     num_blocks: int
     parts: dict[str, Tensor]  # by the kernel's name of the pointer
     score: bool
+    keep_logits: KeptLogits | None
 
     @classmethod
-    def of(cls, tokens: Tokens, head: Head, wanted: Wanted, score: bool) -> _Forward:
+    def of(
+        cls,
+        tokens: Tokens,
+        head: Head,
+        wanted: Wanted,
+        score: bool,
+        keep_logits: KeptLogits | None,
+    ) -> _Forward:
         head = for_kernels(head)
         weight = head.weight
         tiles = tiles_for(weight)
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        row_bytes = weight.shape[1] * weight.element_size()
-        cached_blocks = max(1, cache_bytes(weight) // (TOKEN_BLOCK * row_bytes))
+        cached = cached_blocks(weight)
         programs = 2 * num_programs(weight)
-        if num_blocks > cached_blocks:
-            least = triton.cdiv(num_programs(weight), cached_blocks)
+        if num_blocks > cached:
+            least = triton.cdiv(num_programs(weight), cached)
             programs = max(programs, num_blocks * triton.cdiv(3 * least, 2))
         programs = max(programs, num_blocks)
         padded = num_blocks * TOKEN_BLOCK
@@ -149,20 +169,35 @@ class _Forward:
             packed=new(padded, padded_dim(weight)),
             shape=torch.empty(3, dtype=torch.int32, device=weight.device),
             programs=programs,
-            cached_blocks=cached_blocks,
+            cached_blocks=cached,
             every_block="extras" in parts,
             num_blocks=num_blocks,
             parts=parts,
             score=score,
+            keep_logits=keep_logits,
         )._pack()
 
     @property
-    def launches(self) -> tuple[int, ...]:
+    def num_tiles(self) -> int:
+        return triton.cdiv(self.weight.shape[0], self.tiles.columns)
+
+    @property
+    def launches(self) -> tuple[_Launch, ...]:
         """Each begins with what the splits of the one before have summed."""
-        # One program at a time makes one split, which has no others to wait for.
-        if num_programs(self.weight) == 1:
-            return (ALONE.value,)
-        return tuple(range(LAST.value + 1))
+        kept, columns = self.keep_logits, self.tiles.columns
+        if kept is None:
+            # One program at a time makes one split, which has no others to wait for.
+            alone = num_programs(self.weight) == 1
+            numbers = (ALONE.value,) if alone else range(LAST.value + 1)
+            return tuple(_Launch(number, 0, self.num_tiles) for number in numbers)
+        end = kept.first_column // columns
+        launches = [_Launch(number, 0, end) for number in range(LAST.value + 1)]
+        for number, region in enumerate(kept.ascending, LAST.value + 1):
+            begin = end
+            if region is not None:
+                end = triton.cdiv(region.last_column, columns)
+            launches.append(_Launch(number, begin, end, region))
+        return tuple(launches)
 
     def _pack(self) -> _Forward:
         hidden = with_unit_inner_stride(self.tokens.hidden)
@@ -182,7 +217,7 @@ class _Forward:
             len(self.tokens),
             self.weight.shape[1],
             padded,
-            triton.cdiv(self.weight.shape[0], self.tiles.columns),
+            self.num_tiles,
             num_programs(self.weight),
             self.cached_blocks,
             self.programs,
@@ -204,43 +239,31 @@ class _Forward:
         """A pointer for an argument that the kernel was compiled not to read."""
         return self.count if tensor is None else tensor
 
-    def launch(
-        self,
-        threshold: float,
-        by_largest: bool,
-        launch: int,
-        *,
-        robust: bool = False,
-    ) -> None:
+    def launch(self, threshold: float, by_largest: bool, launch: _Launch) -> None:
         head, tiles, parts = self.head, self.tiles, self.parts
-        hidden: Any = self.packed
-        weight: Any = self.weight
-        use_tma = takes_tma(self.weight)
-        if use_tma:
-            (num_rows, dim), tile = self.packed.shape, tiles.dims
-            dim = self.weight.shape[1]
-            hidden = TensorDescriptor(
-                self.packed, [num_rows, dim], [self.packed.stride(0), 1], [TOKEN_BLOCK, tile]
-            )
-            weight = TensorDescriptor(
-                self.weight,
-                list(self.weight.shape),
-                [self.weight.stride(0), 1],
-                [tiles.columns, tile],
-            )
+        use_tma, region = takes_tma(self.weight), launch.region
+        logits = self.count
+        if region is not None:
+            logits = region.as_logits()
+        dim = self.weight.shape[1]
         forward_kernel[(self.programs,)](
-            hidden,
-            weight,
+            tiles_of(self.packed[:, :dim], TOKEN_BLOCK, tiles.dims, use_tma),
+            tiles_of(self.weight, tiles.columns, tiles.dims, use_tma),
             self._or_dummy(head.bias),
             self._or_dummy(head.class_weight),
             self.count,
             self.shape,
             *(self._or_dummy(parts.get(name)) for name in ("lower", "state", "mass", "extras")),
-            launch,
+            tiles_of(logits, tiles.columns, TOKEN_BLOCK, use_tma and region is not None),
+            logits,
+            self._or_dummy(None if region is None else region.ref),
+            launch.number,
+            launch.begin_tile,
+            launch.end_tile,
             self.programs * TOKEN_BLOCK,
             self.packed.shape[0],
             self.weight.shape[0],
-            self.weight.shape[1],
+            dim,
             self.packed.stride(0),
             self.weight.stride(0),
             head.logit_scale,
@@ -261,9 +284,11 @@ class _Forward:
             HAS_MOMENTS=self.wanted.moments,
             HAS_SMOOTH=_sums_softcapped(self.wanted, head),
             HAS_CLASS_WEIGHT=head.class_weight is not None,
-            IS_ROBUST=robust,
+            HAS_LOGITS=region is not None,
+            IS_ROBUST=launch.robust,
             num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            # The tile that is stored through a descriptor needs room of its own.
+            num_stages=tiles.stages if region is None else max(2, tiles.stages - 1),
         )
 
     def finish(self) -> tuple[Stats, Tensor | None]:

@@ -16,17 +16,12 @@ from torch import Tensor
 
 from cce_dist.kernels.spread import spread_kernel
 from cce_dist.kernels.tail import group_sums_kernel, token_sums_kernel
-from cce_dist.local_triton_inputs import (
-    for_kernels,
-    with_unit_inner_stride,
-)
+from cce_dist.local_triton_exact import KeptLogits
+from cce_dist.local_triton_inputs import for_kernels, with_unit_inner_stride
 from cce_dist.local_triton_lists import TILE, KeptColumns, Lists
 from cce_dist.local_triton_products import products
 from cce_dist.local_triton_tail import GROUPS, centroids
-from cce_dist.local_triton_tiles import (
-    Tiles,
-    tiles_for,
-)
+from cce_dist.local_triton_tiles import Tiles, tiles_for
 from cce_dist.local_triton_upstream import Pull
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, LocalGrads, Needs, Tokens, Upstream
@@ -45,7 +40,7 @@ def local_grads(
     grad_weight: Tensor | None,  # [V_local, D], written; None: not needed
     accumulate: bool,  # add to grad_weight (fp32) instead of overwriting it
     workspace_bytes: int,
-    logits: Tensor | None = None,
+    logits: KeptLogits | None = None,
     complete: bool = False,
 ) -> LocalGrads:
     """Gradients of this rank's shard (no communication). Deterministic.
@@ -55,7 +50,7 @@ def local_grads(
     Source: block-sparse products as in MegaBlocks, arXiv:2211.15841; docs/numerics.md#the-tail.
     """
     run = Backward.of(
-        tokens, head, lse, target_logit, upstream, entropy, kept, needs, workspace_bytes
+        tokens, head, lse, target_logit, upstream, entropy, kept, needs, workspace_bytes, logits
     )
     weight, grad_hidden, grad_bias = run.weight, None, None
     if needs.bias:
@@ -94,6 +89,7 @@ class Backward:
     room: int  # bytes of the workspace for chunks
     drawn_total: Tensor  # [num_blocks * 128] sum of the drawn columns' d_logits
     lists: Lists | None
+    logits: KeptLogits | None  # None: none; else of the last columns, used up
     centroid: Tensor | None = None  # [GROUPS, D] mean column of what a group drops
     sums: Tensor | None = None  # [GROUPS, D] what a unit of a group's share adds to a column
     bias_sums: Tensor | None = None  # [GROUPS]
@@ -110,6 +106,7 @@ class Backward:
         kept: KeptColumns | None,
         needs: Needs,
         workspace_bytes: int,
+        logits: KeptLogits | None,
     ) -> Backward:
         head = for_kernels(head)
         weight = head.weight
@@ -151,6 +148,7 @@ class Backward:
             room=room,
             drawn_total=lse.new_empty(num_blocks * TOKEN_BLOCK),
             lists=lists,
+            logits=logits,
         )
         run._sum_tail()
         return run

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist.kernels.similar import similar_kernel
 from cce_dist.local_triton_tiles import interpreted
@@ -75,3 +77,10 @@ def similar_order(tokens: Tokens) -> Tensor:
         PRECISION="ieee",
     )
     return torch.sort(key, stable=True).indices
+
+
+def tiles_of(matrix: Tensor, rows: int, columns: int, use_tma: bool) -> Any:
+    """A descriptor of such tiles of the matrix, or the matrix for a pointer."""
+    if not use_tma:
+        return matrix
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns])

@@ -19,7 +19,7 @@ from cce_dist.kernels.plan import (
     tiles_kernel,
 )
 from cce_dist.local_triton_tail import GROUPS, TAIL_GROUPS
-from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
+from cce_dist.local_triton_tiles import interpreted, tiles_for
 from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens
 
@@ -252,23 +252,3 @@ def chunk_bounds(weight: Tensor, num_blocks: int, num_tiles: int, room: int) -> 
     rows = min(rows, num_tiles * TILE * num_blocks + 2 * one_tile)
     rows = triton.cdiv(rows, step) * step
     return rows, max(rows // pairs_share, 2 * num_blocks)
-
-
-def choose_tiles_per_chunk(weight: Tensor, num_blocks: int, num_tiles: int, room: int) -> int:
-    """Tiles whose d_logits of every token fit into `room` bytes; a multiple of `pair`.
-
-    Of the larger half of what fits, the number whose SDD tasks fill whole waves best.
-    """
-    table, programs = tiles_for(weight), num_programs(weight)
-    row = num_blocks * TOKEN_BLOCK
-    most = max(1, room // (TILE * row * weight.element_size()) // table.pair)
-    whole = triton.cdiv(num_tiles, table.pair)
-    if most >= whole:
-        return whole * table.pair
-
-    def waste(pairs: int) -> float:
-        tasks = pairs * num_blocks
-        return triton.cdiv(tasks, programs) * programs / tasks
-
-    best = min(range(most, max(1, most // 2) - 1, -1), key=waste)
-    return best * table.pair

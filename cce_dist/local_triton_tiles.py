@@ -9,15 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cce_dist.options import TOKEN_BLOCK
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of the forward (tokens x columns x dims) and of the backward's products.
+    """Tiles of the forward and of `exact` (128 tokens x columns, 128 tokens or columns x as many
+    dims; `dims` at a time along the sum), and of the filtered backward's products.
 
-    A backward task takes `pair` tiles of 128 columns, or 128 tokens or columns x `slice_dims`,
-    `backward_dims` at a time along the sum.
+    A task of the latter takes `pair` tiles of 128 columns, or 128 tokens or columns x
+    `slice_dims`, `backward_dims` at a time along the sum.
     """
 
     columns: int
@@ -79,12 +82,14 @@ def rounds_exp2(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and not interpreted()
 
 
-def cache_bytes(tensor: Tensor) -> int:
-    """What of the second-level cache hidden states may take, the weight's rows beside them."""
+def cached_blocks(weight: Tensor) -> int:
+    """Token blocks whose hidden states the second-level cache holds, the weight's rows beside
+    them."""
     if interpreted():
-        return 2**40
+        return 2**20
     # A part of it holds the other half's lines a second time.
-    return torch.cuda.get_device_properties(tensor.device).L2_cache_size * 2 // 5
+    room = torch.cuda.get_device_properties(weight.device).L2_cache_size * 2 // 5
+    return max(1, room // (TOKEN_BLOCK * weight.shape[1] * weight.element_size()))
 
 
 def takes_tma(matrix: Tensor) -> bool:

@@ -20,7 +20,7 @@ from cce_dist.partials import Head, Tokens, Upstream
 class Pull:
     """What each token of the blocks is pulled by; P = num_blocks * 128."""
 
-    pull: Tensor  # [7, P] fp32: see `sdd_task`
+    pull: Tensor  # [7, P] fp32: see `exact_logits_kernel`
     count: Tensor  # [1] int32: tokens that count
     unit: Tensor  # [1] power of two that the upstream gradients in `pull` were divided by
     rows: Tensor  # [P] int64: a permutation of the first N

@@ -72,6 +72,7 @@ def linear_cross_entropy(
     stats: tuple[Stat, ...] = (),
     backend: Backend = "auto",
     workspace_bytes: int = 64 * 2**20,
+    keep_logits: bool = False,
 ) -> Tensor | LossOutput:
     """Cross-entropy of hidden @ weight.T against targets; logits [N, V] never exist in memory.
 
@@ -103,6 +104,10 @@ def linear_cross_entropy(
             is kept once more, and gathers [N] numbers.
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
             one tile of 128 tokens.
+        keep_logits: with gradient="exact" on a GPU, what memory there is from the forward to the
+            backward saves time: logits of as many columns as fit the workspace, and the weight's
+            gradient, which the forward then allocates, are kept in 16 bits (fp32 for fp32
+            inputs) and not computed again. A second backward over a retained graph computes them.
     Returns:
         The loss in fp32 (float64 for float64 inputs): [], or targets' (shifted) shape with 0 at
         ignored tokens for reduction "none"; LossOutput if `stats` is not empty.
@@ -135,6 +140,7 @@ def linear_cross_entropy(
         stats=stats,
         backend=backend,
         workspace_bytes=workspace_bytes,
+        keep_logits=keep_logits,
     )
     return _compute(
         hidden,
@@ -175,6 +181,11 @@ def _compute(
     validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
 
     backend = choose_backend(options.backend, hidden, targets.numel(), shard.num_classes)
+    if options.keep_logits and not backend.keeps_or_has_none(targets.numel(), shard.num_classes):
+        raise ValueError(
+            'keep_logits=True needs the kernels of backend="triton", and '
+            f'backend={options.backend!r} took "torch" here; leave keep_logits out'
+        )
     picked = pick_tokens(targets, options, count_on_device=backend.counts_on_device)
     validation.check_target_range(picked.targets, shard.vocab_size, options.ignore_index)
     terms = TokenLoss.of(picked, options, shape, token_weight, class_weight, hidden)

@@ -25,7 +25,7 @@ AUTO_KEEP_SHARE = {"float32": 2.0**-24, "float64": 2.0**-53}
 AUTO_KEEP_FROM_VOCAB = 4096
 
 # A column of mass m below `keep` is drawn with a probability of about m over this times `keep`.
-DRAW_FACTOR = 4
+DRAW_FACTOR = 3
 
 # One score per column and block of this many tokens; the kernels' token tile has the same size.
 TOKEN_BLOCK = 128
@@ -139,6 +139,7 @@ class LossOptions:
     stats: tuple[Stat, ...] = ()
     backend: Backend = "auto"
     workspace_bytes: int = 64 * 2**20
+    keep_logits: bool = False
 
     def __post_init__(self) -> None:
         require_choice("reduction", self.reduction, get_args(Reduction))
@@ -155,6 +156,8 @@ class LossOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} must be an int, got {value!r}")
+        if not isinstance(self.keep_logits, bool):
+            raise ValueError(f"keep_logits must be True or False, got {self.keep_logits!r}")
         require_finite("shift", self.shift, minimum=0)
         require_finite("workspace_bytes", self.workspace_bytes, minimum=2**16)
         require_finite("logit_scale", self.logit_scale)
@@ -180,6 +183,11 @@ class LossOptions:
             raise ValueError(
                 f"filter={self.filter!r} has no effect with gradient={self.gradient!r}, which "
                 'keeps every column; use gradient="filtered", or leave filter out'
+            )
+        if self.keep_logits and self.gradient != "exact":
+            raise ValueError(
+                f"keep_logits=True has no effect with gradient={self.gradient!r}, which computes "
+                'few logits again or none; use gradient="exact", or leave keep_logits out'
             )
         if self.gradient == "in_forward" and self.reduction == "none":
             raise ValueError(

@@ -70,8 +70,10 @@ def gather_hidden(hidden: Tensor, plan: Plan) -> Tensor:
     return gather_tokens(hidden, plan.group) if plan.options.sequence_parallel else hidden
 
 
-def forward(tokens: Tokens, head: Head, plan: Plan, *, score: bool) -> tuple[Stats, Any]:
-    """Steps 1 and 2. Scores stay on this rank, for the filter of the backward."""
+def forward(
+    tokens: Tokens, head: Head, plan: Plan, *, score: bool, keep_logits: Any = None
+) -> tuple[Stats, Any]:
+    """Steps 1 and 2. Scores stay on this rank, for the filter of the backward; so do logits."""
     local, scores = plan.backend.stats(
         tokens,
         head,
@@ -80,6 +82,7 @@ def forward(tokens: Tokens, head: Head, plan: Plan, *, score: bool) -> tuple[Sta
         score_largest=plan.options.filter.eps is not None,
         threshold=plan.threshold,
         workspace_bytes=plan.options.workspace_bytes,
+        keep_logits=keep_logits,
     )
     return _merge(local, tokens, plan), scores
 
@@ -89,6 +92,15 @@ def _merge(local: Stats, tokens: Tokens, plan: Plan) -> Stats:
     if tokens.count is None or plan.group is None:
         return merged
     return zero_beyond(merged, tokens.count)
+
+
+def room_for_logits(head: Head, num_tokens: int, plan: Plan, grad_weight: Tensor | None) -> Any:
+    """Where the forward keeps logits for the backward: in the workspace, and in `grad_weight` as
+    long as nothing else is there; None: nowhere."""
+    make = plan.backend.room_for_logits
+    if make is None or not plan.options.keep_logits:
+        return None
+    return make(head.weight, num_tokens, plan.options.workspace_bytes, grad_weight)
 
 
 def find_kept(tokens: Tokens, head: Head, plan: Plan, scores: Any, lse: Tensor) -> Any:
@@ -128,6 +140,7 @@ def backward(
     needs: Needs,
     grad_weight: Tensor | None,  # [V_local, D], written
     accumulate: bool,
+    logits: Any = None,  # what the forward kept
     in_fp32: bool = False,  # the hidden gradient, rather than in hidden's dtype or in fp32
 ) -> LocalGrads:
     """Steps 3 and 4; the hidden gradient has the rows of this rank's hidden."""
@@ -146,6 +159,7 @@ def backward(
         grad_weight=grad_weight,
         accumulate=accumulate,
         workspace_bytes=plan.options.workspace_bytes,
+        logits=logits,
         **({"complete": True} if complete else {}),
     )
     if grads.hidden is None or complete:

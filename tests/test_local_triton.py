@@ -150,7 +150,7 @@ def test_triton_blocks_of_which_few_tokens_count(place: Place, keep: float, dtyp
     **grid(
         places=(TRITON_CPU,),
         ignored=(0.0, 0.6, 1.0),
-        cached={"all": 2**40, "two_blocks": 2 * 128 * 16 * 4, "none": 1},
+        cached={"all": 2**20, "two_blocks": 2, "one_block": 1},
         stats={
             "plain": ("lse",),
             "merged_in_torch": ("lse", "entropy", "correct", "logit_moments"),
@@ -169,7 +169,8 @@ def test_triton_splits_follow_the_tokens_that_count(
     # Seven programs over the blocks that count, as a device would have: two splits or more, of
     # three blocks or of as many at a time as the cache holds.
     monkeypatch.setattr("cce_dist.local_triton.num_programs", lambda tensor: 7)
-    monkeypatch.setattr("cce_dist.local_triton.cache_bytes", lambda tensor: cached)
+    monkeypatch.setattr("cce_dist.local_triton.cached_blocks", lambda tensor: cached)
+    monkeypatch.setattr("cce_dist.local_triton_exact.cached_blocks", lambda tensor: cached)
     inputs = gaussian_inputs(330, 4400, 16, generator=generator()).ignoring(generator(), ignored)
     if "filter" in way:
         way = {"filter": Filter(keep=1e-7)}

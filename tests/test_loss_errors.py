@@ -169,6 +169,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "z_loss_nan": ({"z_loss": float("nan")}, r"z_loss must be a finite number"),
     "workspace_small": ({"workspace_bytes": 100}, r"workspace_bytes must be >= 65536.*100"),
     "workspace_float": ({"workspace_bytes": 1e8}, r"workspace_bytes must be an int"),
+    "keep_logits_filtered": (
+        {"keep_logits": True},
+        r"keep_logits=True has no effect with gradient='filtered'.*exact",
+    ),
+    "keep_logits_int": ({"keep_logits": 1}, r"keep_logits must be True or False.*1"),
     "in_forward_none": (
         {"gradient": "in_forward", "reduction": "none"},
         r"gradient=\"in_forward\".*reduction=\"none\".*(filtered|exact)",

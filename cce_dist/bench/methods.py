@@ -6,7 +6,7 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from cce_dist import LinearCrossEntropy
 from cce_dist.options import Backend, GradientMode
@@ -15,6 +15,9 @@ from .golden import LossFunction, dense_loss
 from .peers import PEERS
 
 OURS: tuple[GradientMode, ...] = ("filtered", "exact", "in_forward")
+# A name of ours that is no mode by itself, with its options: `exact` in a GiB of memory.
+WITH_MEMORY = "exact-kept"
+MEMORY: dict[str, Any] = {"keep_logits": True, "workspace_bytes": 900 * 2**20}
 # What a GPU is not needed for, and needs no compiler.
 CPU_PEERS = ("torch-chunked",)
 
@@ -61,6 +64,8 @@ def choose_methods(
     for mode in OURS:
         build = functools.partial(LinearCrossEntropy, gradient=mode, backend=backend)
         known[mode] = Method(mode, "ours", build)
+    build = functools.partial(LinearCrossEntropy, gradient="exact", backend=backend, **MEMORY)
+    known[WITH_MEMORY] = Method(WITH_MEMORY, "ours", build)
     for name, builder in PEERS.items():
         known[name] = Method(name, "peer", builder)
     added = [_parse_extra(text) for text in extra]

@@ -8,7 +8,7 @@ from pathlib import Path
 from .table import Cells
 
 CASE = ("inputs", "N", "ignored", "V", "D", "dtype")
-OURS = ("filtered", "exact", "in_forward")
+OURS = ("filtered", "exact", "in_forward", "exact-kept")
 OURS_COLOUR, PEER_COLOUR = "#c23b22", "#4a6fa5"
 
 

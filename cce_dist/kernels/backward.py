@@ -7,11 +7,11 @@ itself, with a barrier between the phases, and the host never waits.
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.dds import dds_kept_task, dds_task, unkept_task
-from cce_dist.kernels.dsd import dsd_kept_task, dsd_task
+from cce_dist.kernels.dds import dds_kept_task, unkept_task
+from cce_dist.kernels.dsd import dsd_kept_task
 from cce_dist.kernels.numbers import proxy_fence
 from cce_dist.kernels.plan import list_task, pair_task
-from cce_dist.kernels.sdd import sdd_kept_task, sdd_task
+from cce_dist.kernels.sdd import sdd_kept_task
 
 
 @triton.jit
@@ -30,139 +30,17 @@ def go_on(USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def grid_barrier(arrived_ptr, number, USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """Waits until all programs have come here `number` times; all of them are resident."""
-    arrive(arrived_ptr, USE_TMA, IS_INTERPRETED)
-    while tl.atomic_add(arrived_ptr, 0, sem="acquire") < number * tl.num_programs(0):
-        pass
-    go_on(USE_TMA, IS_INTERPRETED)
-
-
-@triton.jit
-def exact_kernel(
+def filtered_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
-    hidden_rows,  # descriptors of the same: TOKENS x BLOCK_K
-    hidden_slices,  # BLOCK_K x SLICE
     rows_ptr,  # [num_blocks * TOKENS] int64, of a token that counts for those that don't
-    straight_ptr,  # [words] int64: bit n: the block's tokens are rows one after the other
-    blocks_ptr,  # [num_blocks] int32: those of tokens that count, the straight ones first
-    first_row_ptr,  # [num_blocks] int32: of each of them, the row of its first token
-    num_straight_ptr,  # [1] int32
-    num_blocks_ptr,  # [1] int32
+    place_ptr,  # [N] int16 or int32: row of each token in the hidden gradient
     weight_ptr,  # [V, D], inner stride 1
-    weight_tile,  # descriptors of the same: PAIR * TILE x BLOCK_K
-    weight_rows,  # BLOCK_K x SLICE
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
     target_ptr,  # [num_blocks * TOKENS] int32, -1: none here
     count_ptr,  # [1] int32
-    pull_ptr,  # [7, num_blocks * TOKENS]: see `sdd_task`
+    pull_ptr,  # [7, num_blocks * TOKENS]: see `exact_logits_kernel`
     unit_ptr,  # [1] fp32: power of two by which `pull_ptr` was divided
-    tail_ptr,  # [GROUPS, D]: of the mean logit
-    tail_bias_ptr,  # [GROUPS]
-    workspace_ptr,  # [tiles_per_chunk, num_blocks, TILE, TOKENS]
-    workspace_rows,  # descriptors of the same as rows of TOKENS: BLOCK_K x TOKENS
-    workspace_columns,  # TILE x BLOCK_K
-    grad_hidden_ptr,  # [N, D] fp32
-    grad_weight_ptr,  # [V, D]
-    grad_bias_ptr,  # [V] fp32
-    queue_ptr,  # [2 * num_chunks + 1] int32, zeros: the next task of each phase; then arrivals
-    num_blocks,
-    V,
-    D,
-    num_tiles,
-    num_chunks,
-    tiles_per_chunk,
-    stride_hn,
-    stride_wv,
-    stride_gv,
-    scale,
-    softcap,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    PAIR: tl.constexpr,
-    SLICE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    LIST_STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TAIL_PRECISION: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
-    WIDE: tl.constexpr,  # fp32 inputs
-    GROUPS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_SMOOTH: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_GRAD_HIDDEN: tl.constexpr,
-    HAS_GRAD_WEIGHT: tl.constexpr,
-    HAS_GRAD_BIAS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-):
-    """Every column. Tasks of a phase are taken from a queue; who computes one changes no bit."""
-    count = tl.load(count_ptr)
-    unit = tl.load(unit_ptr)
-    num_slices = tl.cdiv(D, SLICE)
-    dds_slices = num_slices if HAS_GRAD_WEIGHT else 1
-    arrived_ptr = queue_ptr + 2 * num_chunks
-    for chunk in range(num_chunks):
-        first_tile = chunk * tiles_per_chunk
-        tiles = tl.minimum(tiles_per_chunk, num_tiles - first_tile)
-        num_tasks = tl.cdiv(tiles, PAIR) * num_blocks
-        task = tl.atomic_add(queue_ptr + 2 * chunk, 1)
-        while task < num_tasks:
-            sdd_task(
-                task, first_tile, tiles, hidden_ptr, hidden_rows, rows_ptr, straight_ptr,
-                weight_ptr, weight_tile, bias_ptr, class_weight_ptr, target_ptr, count, pull_ptr,
-                workspace_ptr, num_blocks, V, D, stride_hn, stride_wv, scale, softcap, TOKENS,
-                TILE, PAIR, BLOCK_K, EVEN_K, STAGES, PRECISION, USE_TMA, WIDE, HAS_BIAS,
-                HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
-            )  # fmt: skip
-            task = tl.atomic_add(queue_ptr + 2 * chunk, 1)
-        grid_barrier(arrived_ptr, 2 * chunk + 1, USE_TMA, IS_INTERPRETED)
-        num_dsd = tl.cdiv(count, TOKENS) * num_slices if HAS_GRAD_HIDDEN else 0
-        num_dds = tiles * dds_slices if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS else 0
-        task = tl.atomic_add(queue_ptr + 2 * chunk + 1, 1)
-        while task < num_dds + num_dsd:
-            if task < num_dds:
-                if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
-                    dds_task(
-                        task, first_tile, hidden_ptr, hidden_slices, rows_ptr, blocks_ptr,
-                        first_row_ptr, num_straight_ptr, num_blocks_ptr, class_weight_ptr,
-                        tail_ptr, tail_bias_ptr, workspace_ptr, workspace_columns,
-                        grad_weight_ptr, grad_bias_ptr, unit, num_blocks, V, D, dds_slices,
-                        stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES,
-                        PRECISION, TAIL_PRECISION, USE_TMA, WIDE, GROUPS, HAS_MEAN,
-                        HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
-                    )  # fmt: skip
-            else:
-                if HAS_GRAD_HIDDEN:
-                    dsd_task(
-                        task - num_dds, chunk, first_tile, weight_ptr, weight_rows, workspace_ptr,
-                        workspace_rows, grad_hidden_ptr, count, unit, num_blocks, V, D, num_tiles,
-                        tiles_per_chunk, stride_wv, TOKENS, TILE, SLICE, BLOCK_K, STAGES,
-                        PRECISION, USE_TMA, WIDE,
-                    )  # fmt: skip
-            task = tl.atomic_add(queue_ptr + 2 * chunk + 1, 1)
-        grid_barrier(arrived_ptr, 2 * chunk + 2, USE_TMA, IS_INTERPRETED)
-
-
-@triton.jit
-def filtered_kernel(
-    hidden_ptr,  # as in `exact_kernel`
-    rows_ptr,
-    place_ptr,  # [N] int16 or int32: row of each token in the hidden gradient
-    weight_ptr,
-    bias_ptr,
-    class_weight_ptr,
-    target_ptr,
-    count_ptr,
-    pull_ptr,
-    unit_ptr,
     seed_ptr,  # [1] int32
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64

@@ -24,63 +24,6 @@ def add_rows(
 
 
 @triton.jit
-def dsd_task(
-    task,
-    chunk,
-    first_tile,
-    weight_ptr,  # [V, D]
-    weight_rows,  # descriptor of the same, BLOCK_K x SLICE
-    workspace_ptr,  # [tiles_per_chunk, num_blocks, TILE, TOKENS]
-    workspace_rows,  # descriptor of the same as a matrix of rows of TOKENS, BLOCK_K x TOKENS
-    grad_hidden_ptr,  # [N, D] fp32
-    count,
-    unit,  # power of two by which the workspace was divided
-    num_blocks,
-    V,
-    D,
-    num_tiles,
-    tiles_per_chunk,
-    stride_wv,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    SLICE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Every column: one token block x SLICE dims, fp32 in registers over the chunk, one store."""
-    num_slices = tl.cdiv(D, SLICE)
-    block = task // num_slices
-    first_dim = (task % num_slices) * SLICE
-    dims = first_dim + tl.arange(0, SLICE)
-    inside = (dims < D)[None, :]
-    PARTS: tl.constexpr = TILE // BLOCK_K
-    end = tl.minimum(first_tile + tiles_per_chunk, num_tiles)
-    acc = tl.zeros((TOKENS, SLICE), tl.float32)
-    for i in tl.range(first_tile * PARTS, end * PARTS, num_stages=STAGES):
-        tile = i // PARTS
-        part = (i % PARTS) * BLOCK_K
-        place = ((tile - first_tile) * num_blocks + block) * TILE + part
-        if USE_TMA:
-            p = workspace_rows.load([place, 0])
-            c = weight_rows.load([tile * TILE + part, first_dim])
-        else:
-            at = place.to(tl.int64) + tl.arange(0, BLOCK_K)
-            p = tl.load(workspace_ptr + at[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :])
-            column = tl.minimum(tile * TILE + part + tl.arange(0, BLOCK_K), V - 1)
-            c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :]
-            c = tl.load(c_ptrs, mask=inside, other=0.0)
-        if WIDE:
-            acc = add_product(acc, p.T, c, unit - unit, PRECISION)
-        else:
-            acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    add_rows(acc * unit, token, token < count, dims, chunk == 0, grad_hidden_ptr, D)
-
-
-@triton.jit
 def dsd_kept_task(
     task,
     chunk,

@@ -15,12 +15,13 @@ from cce_dist.kernels.numbers import (
     whole_sum,
 )
 
-# The launches of `forward_kernel`, one after the other: PROBE, FIRST to LAST; ALONE does the work
-# of them all. One writes the half of the state that its parity names, the last the first half.
+# The launches of `forward_kernel`, one after the other: PROBE, FIRST to LAST, and two that keep
+# their logits, if any are to be kept; ALONE does the work of them all. One writes the half of the
+# state that its parity names, the last the first half.
 PROBE = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 LAST = tl.constexpr(4)
-ALONE = tl.constexpr(6)
+ALONE = tl.constexpr(8)
 
 
 @triton.jit
@@ -55,6 +56,12 @@ def raise_reference(
         tl.store(state_ptrs + 3 * size, shrink * surplus)
     tl.debug_barrier()
     return total * shrink[None, None, :], dropped * shrink[None, None, :]
+
+
+@triton.jit
+def turns_before(tile, split, splits):
+    """A split's tiles before that one."""
+    return tl.maximum(tl.cdiv(tile - split, splits), 0)
 
 
 @triton.jit
@@ -120,7 +127,7 @@ def begin_state(
     surplus = earlier
     if IS_ROBUST:
         ref = tl.where(counts, LOWEST, HIGHEST)
-    elif (launch >= FIRST) & (launch <= LAST):
+    elif (launch >= FIRST) & (launch < ALONE):
         ref = tl.load(before_ptrs + own)
         highest = tl.maximum(ref, merged_reference(before_ptrs, splits, stride, size, BLOCK_N))
         # PROBE was for its references alone.
@@ -155,7 +162,13 @@ def forward_kernel(
     # reads the half that the one before wrote, and writes the other: out, the last in the first
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
     extras_ptr,  # [7, size]: see `add_extras`
-    launch,  # PROBE, FIRST to LAST, or ALONE
+    logits,  # [columns, N] z - ref, log2, of tiles from `begin_tile`, if HAS_LOGITS: out;
+    # descriptor of BLOCK_V x BLOCK_N. Of such a launch all splits have the same `ref`
+    logit_ptr,  # the same
+    kept_ref_ptr,  # [N] that: out
+    launch,  # PROBE, FIRST to LAST, ...; or ALONE
+    begin_tile,  # of the launches that keep logits
+    end_tile,  # of those before them together, or of one of them
     size,
     N,
     V,
@@ -180,6 +193,7 @@ def forward_kernel(
     HAS_MOMENTS: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
     IS_ROBUST: tl.constexpr,
 ):
     """One program: a block of tokens against every `splits`-th vocabulary tile. How many splits
@@ -212,10 +226,12 @@ def forward_kernel(
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     stride = num_blocks * BLOCK_N
     state_ptrs = state_ptr + launch % 2 * 4 * size + split * stride + rows
-    num_turns = tl.cdiv(tl.cdiv(V, BLOCK_V) - split, splits)
+    num_turns = turns_before(end_tile, split, splits)
     num_turns = tl.where(block * BLOCK_N < count, num_turns, 0)
     turn = first_turn(launch, num_turns)
     num_turns = end_turn(launch, num_turns, splits)
+    keeps_logits = (launch > LAST) & (launch < ALONE)
+    turn = tl.where(keeps_logits, turns_before(begin_tile, split, splits), turn)
     total = tl.zeros((8, 8, BLOCK_N), tl.float32)
     dropped = tl.zeros((8, 8, BLOCK_N), tl.float32)
     if IS_ROBUST:
@@ -234,11 +250,15 @@ def forward_kernel(
         threshold = keep * (tl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
     unit = LOG2E * scale
     begin = turn
+    if HAS_LOGITS:
+        tl.store(kept_ref_ptr + rows, tl.load(state_ptrs), mask=(split == 0) & (rows < N))
     while turn < num_turns:
         first = turn
         made = turn - begin
         turn += tl.maximum(made, 1)
         turn = tl.minimum(turn, num_turns)
+        if HAS_LOGITS:
+            turn = num_turns
         for tile in range(split + first * splits, split + turn * splits, splits):
             x = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
             for k in range(0, tl.cdiv(D, BLOCK_D)):
@@ -270,6 +290,14 @@ def forward_kernel(
                     total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS
                 )
             log_p = x * unit - ref[None, :]
+            if HAS_LOGITS:
+                local = (tile - begin_tile) * BLOCK_V
+                if USE_TMA:
+                    logits.store([local, block * BLOCK_N], log_p.to(logit_ptr.dtype.element_ty))
+                else:
+                    at = local.to(tl.int64) + tl.arange(0, BLOCK_V)
+                    at = logit_ptr + at[:, None] * N + rows[None, :]
+                    tl.store(at, log_p.to(logit_ptr.dtype.element_ty))
             p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
             total += partial_sums(p, BLOCK_V, BLOCK_N)
             if HAS_SURPLUS:

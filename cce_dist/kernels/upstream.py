@@ -62,7 +62,7 @@ def pull_kernel(
     entropy_ptr,  # [N] nats
     dropped_ptr,  # [N] mass
     unit_ptr,  # [1]
-    pull_ptr,  # [7, N_padded]: see `sdd_task`: out
+    pull_ptr,  # [7, N_padded]: see `exact_logits_kernel`: out
     row_ptr,  # [N_padded] int64: row of each token: out
     read_row_ptr,  # [N_padded] int64: the same, of a token that counts for those that don't: out
     target_ptr,  # [N_padded] int32: out

@@ -1,0 +1,230 @@
+"""`exact`: the three products of every column, chunk by chunk of the vocabulary.
+
+Chunks, allocations, grids, launches; and the logits that the forward may keep for it.
+"""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.kernels.exact import (
+    exact_logits_kernel,
+    exact_products_kernel,
+    exact_targets_kernel,
+)
+from cce_dist.local_triton_inputs import padded_dim, tiles_of
+from cce_dist.local_triton_tiles import (
+    cached_blocks,
+    num_programs,
+    rounds_exp2,
+    takes_tma,
+    tiles_for,
+)
+from cce_dist.options import TOKEN_BLOCK
+
+if TYPE_CHECKING:
+    from cce_dist.local_triton_grads import Backward
+
+
+@dataclass(frozen=True)
+class Region:
+    """Consecutive columns and where their logits, then their d_logits, lie."""
+
+    first_column: int
+    num_columns: int
+    memory: Tensor  # [rows, N_padded] in the weight's dtype, whole tiles of columns
+    ref: Tensor | None = None  # [N_padded] fp32, log2: what the logits are kept relative to
+
+    @property
+    def last_column(self) -> int:
+        return self.first_column + self.num_columns
+
+    def as_logits(self) -> Tensor:
+        """fp16 has the digits that a logit near lse needs, where bf16 has not."""
+        wide = self.memory.element_size() > 2
+        return self.memory if wide else self.memory.view(torch.float16)
+
+
+MOST_REGIONS = 2
+
+
+@dataclass(frozen=True)
+class KeptLogits:
+    """The last columns' logits, log2, over a lower bound of each token's lse, `Region.ref`: from
+    the forward to the backward, which computes the others again."""
+
+    regions: tuple[Region, ...]  # the last columns first
+    workspace: Tensor | None  # the memory of one of them, which then serves the others
+
+    @property
+    def first_column(self) -> int:
+        return self.regions[-1].first_column
+
+    @property
+    def ascending(self) -> tuple[Region | None, ...]:
+        """MOST_REGIONS, in the order in which the forward makes them; None: none."""
+        none = (None,) * (MOST_REGIONS - len(self.regions))
+        return (*self.regions[::-1], *none)
+
+    @classmethod
+    def make(
+        cls, weight: Tensor, num_tokens: int, workspace_bytes: int, grad_weight: Tensor | None
+    ) -> KeptLogits | None:
+        """Room for as many as fit the workspace, and before them in the weight's gradient, whose
+        own values come later; None: for none.
+
+        Args: grad_weight: [V_local, D] contiguous, in the weight's dtype, to be written.
+        """
+        columns = tiles_for(weight).columns
+        padded = triton.cdiv(num_tokens, TOKEN_BLOCK) * TOKEN_BLOCK
+        num_tiles = triton.cdiv(weight.shape[0], columns)
+        regions: list[Region] = []
+        refs = weight.new_empty(MOST_REGIONS, padded, dtype=torch.float32)
+        if grad_weight is not None:
+            dim = weight.shape[1]
+            # The first rows of the gradient, as many as the columns before these will not need.
+            tiles = num_tiles * dim // (padded + dim)
+            if tiles > 0:
+                memory = grad_weight.view(-1)[: tiles * columns * padded].view(-1, padded)
+                first = (num_tiles - tiles) * columns
+                regions.append(Region(first, weight.shape[0] - first, memory, refs[0]))
+                num_tiles -= tiles
+        tiles = min(num_tiles, _tiles_in(workspace_bytes, weight, padded))
+        workspace = None
+        if tiles > 0:
+            workspace = weight.new_empty(tiles * columns, padded)
+            first = (num_tiles - tiles) * columns
+            stop = regions[0].first_column if regions else weight.shape[0]
+            regions.append(Region(first, stop - first, workspace, refs[1]))
+        return cls(tuple(regions), workspace) if regions else None
+
+
+def _tiles_in(num_bytes: int, weight: Tensor, padded: int) -> int:
+    return num_bytes // (tiles_for(weight).columns * padded * weight.element_size())
+
+
+def products_of_every_column(run: Backward, common: dict[str, Any]) -> None:
+    """SDD, then DDS and DSD, of one chunk after the other."""
+    weight, table, of_tokens = run.weight, run.table, run.of_tokens
+    padded = run.num_blocks * TOKEN_BLOCK
+    hidden = weight.new_empty(padded, padded_dim(weight))[:, : weight.shape[1]]
+    # In the order of the blocks. Those that don't count have d_logits of 0.
+    torch.index_select(run.hidden, 0, of_tokens.read_rows, out=hidden)
+    regions = list(_chunks(run))
+    queue = torch.zeros(len(regions), dtype=torch.int32, device=weight.device)
+    for index, region in enumerate(regions):
+        _d_logits(run, hidden, region)
+        use_tma, block_k = takes_tma(weight), table.dims
+        exact_products_kernel[(num_programs(weight),)](
+            **common,
+            hidden=tiles_of(hidden, block_k, table.columns, use_tma),
+            weight=tiles_of(weight, block_k, table.columns, use_tma),
+            workspace_columns=tiles_of(region.memory, common["TILE"], block_k, use_tma),
+            workspace_tokens=tiles_of(region.memory, block_k, TOKEN_BLOCK, use_tma),
+            workspace_ptr=region.memory,
+            queue_ptr=queue[index:],
+            first_column=region.first_column,
+            num_columns=region.num_columns,
+            rows=region.memory.shape[0],
+            N=padded,
+            stride_hn=hidden.stride(0),
+            SLICE=table.columns,
+            BLOCK_K=block_k,
+            USE_TMA=use_tma,
+            IS_FIRST=index == 0,
+            num_warps=table.warps,
+            num_stages=table.stages,
+        )
+
+
+def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
+    weight, head, table, of_tokens = run.weight, run.head, run.table, run.of_tokens
+    has_logits = region.ref is not None
+    # Logits that are there already take no product, and a smaller tile.
+    columns = table.dims if has_logits else table.columns
+    use_tma = takes_tma(weight)
+    common = {
+        "workspace_ptr": region.memory,
+        "class_weight_ptr": run.or_dummy(head.class_weight),
+        "pull_ptr": of_tokens.pull,
+        "first_column": region.first_column,
+        "num_columns": region.num_columns,
+        "N": region.memory.shape[1],
+        "scale": head.logit_scale,
+        "softcap": head.softcap or 1.0,
+        "BLOCK_N": TOKEN_BLOCK,
+        "WIDE": rounds_exp2(weight),
+        "HAS_SOFTCAP": head.softcap is not None,
+        "HAS_ENTROPY": run.has_entropy,
+        "HAS_SMOOTH": run.has_smooth,
+        "HAS_CLASS_WEIGHT": head.class_weight is not None,
+    }
+    exact_logits_kernel[(num_programs(weight) * (4 if has_logits else 1),)](
+        hidden=tiles_of(hidden, TOKEN_BLOCK, table.dims, use_tma),
+        weight=tiles_of(weight, columns, table.dims, use_tma),
+        workspace=tiles_of(region.memory, columns, TOKEN_BLOCK, use_tma),
+        **common,
+        logit_ptr=region.as_logits(),
+        ref_ptr=run.or_dummy(region.ref),
+        bias_ptr=run.or_dummy(head.bias),
+        count_ptr=run.count,
+        cached_blocks=cached_blocks(weight),
+        V=weight.shape[0],
+        D=weight.shape[1],
+        stride_hn=hidden.stride(0),
+        stride_wv=weight.stride(0),
+        BLOCK_V=columns,
+        BLOCK_D=table.dims,
+        USE_TMA=use_tma,
+        PRECISION="ieee",
+        HAS_LOGITS=has_logits,
+        HAS_BIAS=head.bias is not None,
+        num_warps=table.warps,
+        # The tile that is stored through a descriptor needs room of its own.
+        num_stages=max(2, table.stages - 1),
+    )
+    exact_targets_kernel[(run.num_blocks,)](**common, target_ptr=of_tokens.targets)
+
+
+def _chunks(run: Backward) -> Iterator[Region]:
+    """What the forward kept, then the other columns in chunks that fit the workspace."""
+    weight, kept = run.weight, run.logits
+    columns, padded = run.table.columns, run.num_blocks * TOKEN_BLOCK
+    left, memory = weight.shape[0], None
+    if kept is not None:
+        yield from kept.regions
+        left, memory = kept.first_column, kept.workspace
+    num_tiles = triton.cdiv(left, columns)
+    if num_tiles == 0:
+        return
+    room = max(1, _tiles_in(run.room, weight, padded))
+    if memory is not None:
+        room = memory.shape[0] // columns
+    per_chunk = choose_tiles_per_chunk(num_tiles, room, run.num_blocks, num_programs(weight))
+    if memory is None:
+        memory = weight.new_empty(per_chunk * columns, padded)
+    for tile in range(0, num_tiles, per_chunk):
+        first = tile * columns
+        yield Region(first, min(per_chunk * columns, left - first), memory)
+
+
+def choose_tiles_per_chunk(num_tiles: int, room: int, num_blocks: int, programs: int) -> int:
+    """Tiles of columns a chunk: of the larger half of what fits, the number whose SDD tasks fill
+    whole waves best."""
+    if room >= num_tiles:
+        return num_tiles
+
+    def waste(tiles: int) -> float:
+        tasks = tiles * num_blocks
+        return triton.cdiv(tasks, programs) * programs / tasks
+
+    return min(range(room, max(1, room // 2) - 1, -1), key=waste)
