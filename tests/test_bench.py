@@ -173,16 +173,17 @@ def test_bench_tiles_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     small, large = ({"columns": columns, "dims": 32, "stages": 3} for columns in (128, 256))
     backward = {"pair": 1, "slice_dims": 128, "backward_dims": 32, "backward_stages": 2}
     monkeypatch.setattr("cce_dist.bench.tiles.FORWARD", {4: [small, large, {"columns": 100}]})
-    monkeypatch.setattr("cce_dist.bench.tiles.BACKWARD", {4: [backward]})
+    monkeypatch.setattr("cce_dist.bench.tiles.FILTERED", {4: [backward]})
     before = dict(TABLE)
     path = tmp_path / "tiles.csv"
     tiny = ["--shape", "64x300x16", "--device", "cpu", "--dtype", "float32", "--repeats", "3"]
     invoke("tiles", *tiny, "--csv", str(path))
     rows = read_csv(path)
-    assert [row["method"].split(":")[0] for row in rows] == ["loss"] * 3 + ["filtered", "exact"]
-    assert [row["in table"] for row in rows] == ["table", "", "", "table", "table"]
+    names = [row["method"].split(":")[0] for row in rows]
+    assert names == ["loss"] * 3 + ["exact"] * 3 + ["filtered"]
+    assert [row["in table"] for row in rows] == ["table", "", ""] * 2 + ["table"]
     # 100 is no power of two: no kernel has such a tile.
-    assert [row["failed"] != "" for row in rows] == [False, False, True, False, False]
+    assert [row["failed"] != "" for row in rows] == [False, False, True] * 2 + [False]
     assert all(float(row["median_ms"]) > 0 for row in rows if not row["failed"])
     assert before == TABLE
 
