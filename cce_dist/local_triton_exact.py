@@ -120,7 +120,8 @@ def products_of_every_column(run: Backward, common: dict[str, Any]) -> None:
     # In the order of the blocks. Those that don't count have d_logits of 0.
     torch.index_select(run.hidden, 0, of_tokens.read_rows, out=hidden)
     regions = list(_chunks(run))
-    queue = torch.zeros(len(regions), dtype=torch.int32, device=weight.device)
+    # A pointer for each chunk that is aligned as the first one's: one binary for all.
+    queue = torch.zeros(len(regions), 4, dtype=torch.int32, device=weight.device)
     for index, region in enumerate(regions):
         _d_logits(run, hidden, region)
         use_tma, block_k = takes_tma(weight), table.dims
@@ -131,7 +132,7 @@ def products_of_every_column(run: Backward, common: dict[str, Any]) -> None:
             workspace_columns=tiles_of(region.memory, common["TILE"], block_k, use_tma),
             workspace_tokens=tiles_of(region.memory, block_k, TOKEN_BLOCK, use_tma),
             workspace_ptr=region.memory,
-            queue_ptr=queue[index:],
+            queue_ptr=queue[index],
             first_column=region.first_column,
             num_columns=region.num_columns,
             rows=region.memory.shape[0],

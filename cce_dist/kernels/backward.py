@@ -1,4 +1,4 @@
-"""The backward's three products, chunk by chunk of the vocabulary, in one persistent kernel.
+"""The filtered backward's three products, chunk by chunk, in one persistent kernel.
 
 How many chunks hold a kept column is known on the device only. So the kernel loops over them
 itself, with a barrier between the phases, and the host never waits.

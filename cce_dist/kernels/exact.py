@@ -37,7 +37,8 @@ def d_logits(
     return grad * slope
 
 
-@triton.jit
+# One binary for every chunk.
+@triton.jit(do_not_specialize=["first_column", "num_columns"])
 def exact_logits_kernel(
     hidden,  # [N, D] packed, a descriptor of BLOCK_N x BLOCK_D or a pointer
     weight,  # [V, D], of BLOCK_V x BLOCK_D
@@ -137,7 +138,7 @@ def exact_logits_kernel(
             tl.store(workspace_ptr + place, grad)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_column", "num_columns"])
 def exact_targets_kernel(
     workspace_ptr,  # [columns, N]: out
     class_weight_ptr,  # [V]
@@ -291,7 +292,7 @@ def exact_dsd_task(
     add_rows(acc * unit, token, token < count, dims, IS_FIRST, grad_hidden_ptr, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_column", "num_columns"])
 def exact_products_kernel(
     hidden,  # [N, D] packed, a descriptor of BLOCK_K x SLICE or a pointer
     weight,  # [V, D], of BLOCK_K x SLICE

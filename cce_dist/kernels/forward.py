@@ -147,7 +147,7 @@ def begin_state(
         raise_reference(nothing, nothing, highest, state_ptrs, size, HAS_SCORE, HAS_SURPLUS)
 
 
-@triton.jit(do_not_specialize=["launch"])
+@triton.jit(do_not_specialize=["launch", "begin_tile", "end_tile"])
 def forward_kernel(
     hidden,  # [N, D] packed: the tokens that count first; N a multiple of BLOCK_N below
     weight,  # [V, D]
