@@ -5,6 +5,7 @@ ranks merge by log-add-exp. Start with `linear_cross_entropy`.
 """
 
 from cce_dist.collectives import all_reduce_logaddexp
+from cce_dist.logprobs import TokenLogprobs, token_logprobs
 from cce_dist.loss import LinearCrossEntropy, LogitMoments, LossOutput, linear_cross_entropy
 from cce_dist.options import Filter, LossOptions
 from cce_dist.vocab_shard import VocabShard
@@ -15,7 +16,9 @@ __all__ = [
     "LogitMoments",
     "LossOptions",
     "LossOutput",
+    "TokenLogprobs",
     "VocabShard",
     "all_reduce_logaddexp",
     "linear_cross_entropy",
+    "token_logprobs",
 ]

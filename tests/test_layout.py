@@ -34,6 +34,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"sharded": {"torch"}},
     {"autograd": {"torch"}, "reduction": {"torch"}, "validation": {"torch"}},
     {"loss": {"torch"}},
+    {"logprobs": {"torch"}},
     {PUBLIC: set()},
     {"adapters": {"torch", "mpi4py", "numpy"}, "planner": set()},
     {"train": ANY},
@@ -55,7 +56,7 @@ ONLY = {
 # ... and all that import these.
 ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench"}}
 TORCH_DISTRIBUTED_IN = {"collectives", "adapters", "train", "testing", "bench", "cli"}
-TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "loss"}  # under `if TYPE_CHECKING`
+TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "loss", "logprobs"}  # under `if TYPE_CHECKING`
 
 MAX_FILE_LINES = 400  # aim at 300
 MAX_FUNCTION_LINES = 60  # after the docstring

@@ -1,0 +1,112 @@
+"""Per-token log-probabilities for reinforcement learning: the loss, read as what a policy says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from cce_dist.loss import LossOutput, linear_cross_entropy
+from cce_dist.options import Backend, Filter, require_choice, require_finite
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+IGNORED = -100
+GradientOfEach = Literal["filtered", "exact"]
+
+
+class TokenLogprobs(NamedTuple):
+    """Each has targets' (shifted) shape, fp32 (float64 for float64 inputs), differentiable."""
+
+    logprobs: Tensor  # natural log of the target's probability; 0 where a token is left out
+    entropy: Tensor | None  # of the softmax, nats; 0 where a token is left out; None: not asked for
+
+
+def token_logprobs(
+    hidden: Tensor,  # [..., D]
+    weight: Tensor,  # [V_local, D]
+    targets: Tensor,  # [...] int64
+    *,
+    mask: Tensor | None = None,  # [...] bool
+    temperature: float = 1.0,
+    entropy: bool = False,
+    bias: Tensor | None = None,  # [V_local]
+    group: ProcessGroup | DeviceMesh | None = None,
+    vocab_shard: VocabShard | None = None,
+    sequence_parallel: bool = False,
+    shift: int = 0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    gradient: GradientOfEach = "filtered",
+    filter: Filter = Filter(),  # noqa: B008 - frozen
+    backend: Backend = "auto",
+    workspace_bytes: int = 64 * 2**20,
+) -> TokenLogprobs:
+    """log softmax(z / temperature)[target] of every token; logits [N, V] never exist in memory.
+
+    z is that of `linear_cross_entropy`, and so is every argument that is not listed here. What PPO,
+    GRPO and the like make of the result (ratios, clipping, advantages, a KL term) is ordinary
+    autograd on [N]: each token's upstream gradient may be anything, negative or 0.
+
+    Args:
+        mask: the tokens to compute, the response's; the others cost nothing, and their hidden
+            states are not read. It goes with targets: with `shift` it is shifted as they are.
+            None: every token. Tokens of target -100 are left out either way.
+        temperature: that of the sampling; > 0. For one of each token divide hidden by it.
+        entropy: compute it. Where a loss depends on it, the backward computes every column;
+            as a metric it costs little more than nothing.
+        gradient: "filtered" or "exact".
+    Raises:
+        ValueError: an argument is not supported; the message says which.
+    Collectives, determinism: as `linear_cross_entropy` with reduction "none".
+    """
+    require_finite("temperature", temperature)
+    if temperature <= 0:
+        raise ValueError(f"temperature must be > 0, got {temperature!r}")
+    if not isinstance(entropy, bool):
+        raise ValueError(f"entropy must be True or False, got {entropy!r}")
+    require_choice("gradient", gradient, get_args(GradientOfEach))
+    require_finite("logit_scale", logit_scale)
+    if mask is not None:
+        targets = _masked(targets, mask)
+    result = linear_cross_entropy(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        group=group,
+        vocab_shard=vocab_shard,
+        sequence_parallel=sequence_parallel,
+        ignore_index=IGNORED,
+        reduction="none",
+        shift=shift,
+        softcap=softcap,
+        logit_scale=logit_scale / temperature,
+        gradient=gradient,
+        filter=filter,
+        stats=("entropy",) if entropy else (),
+        backend=backend,
+        workspace_bytes=workspace_bytes,
+    )
+    if isinstance(result, LossOutput):
+        return TokenLogprobs(0.0 - result.loss, result.entropy)
+    return TokenLogprobs(0.0 - result, None)
+
+
+def _masked(targets: Tensor, mask: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask)
+        raise ValueError(f"mask must be a bool tensor, got {got}")
+    if not isinstance(targets, Tensor):
+        return targets  # which the loss refuses by its name
+    if mask.shape != targets.shape:
+        raise ValueError(
+            f"mask must have targets' shape {list(targets.shape)}, got {list(mask.shape)}"
+        )
+    if mask.device != targets.device:
+        raise ValueError(f"mask must be on targets' device {targets.device}, got {mask.device}")
+    return targets.masked_fill(~mask, IGNORED)
