@@ -161,6 +161,13 @@ def require(condition: Tensor, message: Callable[[], str], async_message: str) -
         torch._assert_async(condition, async_message)
 
 
+def gather_numbers(
+    numbers: list[int], device: torch.device, group: ProcessGroup | None
+) -> list[list[int]]:
+    """[W] lists in rank order; the host waits. Collectives: one all-gather of int64."""
+    return _all_gather(torch.tensor(numbers, device=device), group).tolist()
+
+
 def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum in rank order, the same bits on every rank. Collectives: one all-gather of `tensor`."""
     return _all_gather(tensor, group).sum(0)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from cce_dist import local_torch, local_torch_filter, local_torch_grads
-from cce_dist.options import Backend
+from cce_dist.options import Backend, LossOptions
 from cce_dist.partials import LocalGrads, Stats
 
 
@@ -35,10 +35,6 @@ class LocalBackend:
     keeps_logits: bool = False
     # Room for the logits that `stats` keeps for `grads` (keep_logits); None: it cannot.
     room_for_logits: Callable[..., Any] | None = None
-
-    def keeps_or_has_none(self, num_tokens: int, columns: int) -> bool:
-        """Whether it takes keep_logits, or has no logits at all."""
-        return self.room_for_logits is not None or num_tokens == 0 or columns == 0
 
 
 TORCH = LocalBackend(
@@ -69,12 +65,26 @@ def _triton() -> LocalBackend:
     )
 
 
-def choose_backend(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> LocalBackend:
+def choose_backend(
+    options: LossOptions, hidden: Tensor, num_tokens: int, columns: int
+) -> LocalBackend:
     """The backend for "auto", "torch" or "triton".
 
     Raises:
-        ValueError: the one asked for by name cannot run; an explicit choice never falls back.
+        ValueError: the one asked for by name cannot run, an explicit choice never falls back; or
+            the one that can run has not what the options ask for.
     """
+    chosen = _choose(options.backend, hidden, num_tokens, columns)
+    # Where there is nothing to compute, there are no logits to keep.
+    if options.keep_logits and chosen.room_for_logits is None and num_tokens and columns:
+        raise ValueError(
+            'keep_logits=True needs the kernels of backend="triton", and '
+            f'backend={options.backend!r} took "torch" here; leave keep_logits out'
+        )
+    return chosen
+
+
+def _choose(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> LocalBackend:
     if backend == "torch":
         return TORCH
     from cce_dist.local_triton_tiles import interpreted, why_not

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cce_dist import validation
+from cce_dist import agreement, validation
 from cce_dist.autograd import Call, InForward, TwoPass
 from cce_dist.collectives import group_rank, group_size, resolve_group
 from cce_dist.local import choose_backend
@@ -73,6 +73,7 @@ def linear_cross_entropy(
     backend: Backend = "auto",
     workspace_bytes: int = 64 * 2**20,
     keep_logits: bool = False,
+    check_ranks: bool = False,
 ) -> Tensor | LossOutput:
     """Cross-entropy of hidden @ weight.T against targets; logits [N, V] never exist in memory.
 
@@ -108,6 +109,8 @@ def linear_cross_entropy(
             backward saves time: logits of as many columns as fit the workspace, and the weight's
             gradient, which the forward then allocates, are kept in 16 bits (fp32 for fp32
             inputs) and not computed again. A second backward over a retained graph computes them.
+        check_ranks: first compare, bit by bit, what all ranks of the group must share; for
+            debugging, on every rank or on none: the host waits. So does CCE_DIST_CHECK_RANKS=1.
     Returns:
         The loss in fp32 (float64 for float64 inputs): [], or targets' (shifted) shape with 0 at
         ignored tokens for reduction "none"; LossOutput if `stats` is not empty.
@@ -141,6 +144,7 @@ def linear_cross_entropy(
         backend=backend,
         workspace_bytes=workspace_bytes,
         keep_logits=keep_logits,
+        check_ranks=check_ranks,
     )
     return _compute(
         hidden,
@@ -171,8 +175,12 @@ def _compute(
 ) -> Tensor | LossOutput:
     """Validate, compute per-token vectors, reduce."""
     hidden, weight = _autocast(hidden, weight)
-    validation.check_hidden_and_weight(hidden, weight)
     process_group = resolve_group(group)
+    # Before any check that one rank alone may fail, while the others wait for it.
+    if agreement.is_wanted(options):
+        weights = {"token_weight": token_weight, "class_weight": class_weight}
+        agreement.check_ranks(process_group, hidden, weight, targets, options, bias, weights)
+    validation.check_hidden_and_weight(hidden, weight)
     rank, world_size = group_rank(process_group), group_size(process_group)
     shape = validation.check_targets(targets, hidden, options, world_size)
     shard = validation.check_shard(vocab_shard, weight, rank, world_size)
@@ -180,12 +188,7 @@ def _compute(
     validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
     validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
 
-    backend = choose_backend(options.backend, hidden, targets.numel(), shard.num_classes)
-    if options.keep_logits and not backend.keeps_or_has_none(targets.numel(), shard.num_classes):
-        raise ValueError(
-            'keep_logits=True needs the kernels of backend="triton", and '
-            f'backend={options.backend!r} took "torch" here; leave keep_logits out'
-        )
+    backend = choose_backend(options, hidden, targets.numel(), shard.num_classes)
     picked = pick_tokens(targets, options, count_on_device=backend.counts_on_device)
     validation.check_target_range(picked.targets, shard.vocab_size, options.ignore_index)
     terms = TokenLoss.of(picked, options, shape, token_weight, class_weight, hidden)

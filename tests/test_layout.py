@@ -32,7 +32,12 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"local": {"torch"}},
     {"collectives": {"torch"}},
     {"sharded": {"torch"}},
-    {"autograd": {"torch"}, "reduction": {"torch"}, "validation": {"torch"}},
+    {
+        "agreement": {"torch"},
+        "autograd": {"torch"},
+        "reduction": {"torch"},
+        "validation": {"torch"},
+    },
     {"loss": {"torch"}},
     {"logprobs": {"torch"}},
     {PUBLIC: set()},
@@ -56,7 +61,8 @@ ONLY = {
 # ... and all that import these.
 ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench"}}
 TORCH_DISTRIBUTED_IN = {"collectives", "adapters", "train", "testing", "bench", "cli"}
-TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "loss", "logprobs"}  # under `if TYPE_CHECKING`
+# Under `if TYPE_CHECKING`.
+TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "agreement", "loss", "logprobs"}
 
 MAX_FILE_LINES = 400  # aim at 300
 MAX_FUNCTION_LINES = 60  # after the docstring

@@ -1,0 +1,136 @@
+"""A debug switch: whether the ranks of a group were called alike, and which one was not.
+
+Ranks that disagree on how many tokens there are wait for each other until a timeout; ranks that
+disagree on values train on nonsense. Off by default, since it makes the host wait for the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cce_dist.collectives import gather_numbers, group_rank, group_size
+from cce_dist.options import LossOptions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SWITCH = "CCE_DIST_CHECK_RANKS"
+# What a rank may choose for itself. The workspace decides how many chunks of tokens, and so how
+# many collectives, in_forward makes.
+_OWN = {"check_ranks", "keep_logits", "workspace_bytes"}
+_CHUNK = 2**20
+_VALUES = "values of "
+
+
+def is_wanted(options: LossOptions) -> bool:
+    """By the option, or by the environment.
+
+    Raises:
+        ValueError: the environment variable is neither 0 nor 1.
+    """
+    given = os.environ.get(SWITCH, "0") or "0"
+    if given not in ("0", "1"):
+        raise ValueError(f"environment variable {SWITCH} must be 0 or 1, got {given!r}")
+    return options.check_ranks or given == "1"
+
+
+def check_ranks(
+    group: ProcessGroup | None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    options: LossOptions,
+    bias: Tensor | None,
+    weights: Mapping[str, Tensor | None],
+) -> None:
+    """That the arguments which all ranks share are the same on all of them, to the last bit.
+
+    Args: weights: others that every rank passes alike, by name.
+    Raises:
+        ValueError: on every rank; names what differs, and the ranks.
+    Collectives: one all-gather of about 30 int64 over `group`; none for one rank.
+    """
+    if group_size(group) == 1:
+        return
+    mine = _described(hidden, weight, options, bias)
+    shared: dict[str, Tensor | None] = {"targets": targets, **weights}
+    if not options.sequence_parallel:
+        shared["hidden"] = hidden
+    for name, tensor in shared.items():
+        mine[name] = _outline(tensor)
+    numbers = {name: _hash_of(text) for name, text in mine.items()}
+    numbers |= {_VALUES + name: _hash_of_values(tensor) for name, tensor in shared.items()}
+    device = hidden.device if isinstance(hidden, Tensor) else torch.device("cpu")
+    columns = zip(*gather_numbers(list(numbers.values()), device, group), strict=True)
+    by_name = dict(zip(numbers, columns, strict=True))
+    differ = [name for name, row in by_name.items() if len(set(row)) > 1]
+    # Values of another shape are other values.
+    differ = [name for name in differ if name.removeprefix(_VALUES) not in differ or name in mine]
+    if not differ:
+        return
+    has = [f"{name} {mine[name]}" for name in differ if name in mine]
+    raise ValueError(
+        "every rank of the group must be called alike, got different "
+        + "; ".join(f"{name} by rank: {_grouped(by_name[name])}" for name in differ)
+        + f". This is rank {group_rank(group)}"
+        + ("" if not has else ", with " + ", ".join(has))
+    )
+
+
+def _described(
+    hidden: Tensor, weight: Tensor, options: LossOptions, bias: Tensor | None
+) -> dict[str, str]:
+    own = _OWN - ({"workspace_bytes"} if options.gradient == "in_forward" else set())
+    texts = {
+        field.name: repr(getattr(options, field.name))
+        for field in fields(options)
+        if field.name not in own
+    }
+    texts["hidden"] = _outline(hidden)
+    texts["weight's dtype"] = str(getattr(weight, "dtype", type(weight)))
+    texts["bias"] = "None" if bias is None else "given"
+    # Whether there is a backward, with a reduction of the hidden gradient in it.
+    texts["grad mode"] = str(torch.is_grad_enabled())
+    texts["hidden.requires_grad"] = str(getattr(hidden, "requires_grad", None))
+    return texts
+
+
+def _outline(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"{value.dtype} {list(value.shape)}"
+
+
+def _hash_of(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _hash_of_values(tensor: Tensor | None) -> int:
+    """Of the bits, and where they stand; sums that wrap, so that their order does not matter."""
+    if not isinstance(tensor, Tensor) or tensor.numel() == 0:
+        return 0
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().contiguous().view(-1).view(sizes[tensor.element_size()])
+    total = 0
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].long()
+        place = torch.arange(start, start + part.numel(), device=part.device)
+        total += int(((part + 1) * (place * 0x9E3779B97F4A7C1 + 0x5851F42D4C957F2D)).sum())
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def _grouped(row: Sequence[int]) -> str:
+    """Ranks with the same number together, the most of them first."""
+    ranks: dict[int, list[int]] = defaultdict(list)
+    for rank, number in enumerate(row):
+        ranks[number].append(rank)
+    return " | ".join(str(same) for same in sorted(ranks.values(), key=len, reverse=True))
