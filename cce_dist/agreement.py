@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SWITCH = "CCE_DIST_CHECK_RANKS"
-# What a rank may choose for itself. The workspace decides how many chunks of tokens, and so how
-# many collectives, in_forward makes.
-_OWN = {"check_ranks", "keep_logits", "workspace_bytes"}
+# What a rank may choose for itself; and the workspace, but with in_forward, where that decides how
+# many chunks of tokens, and so how many collectives, there are.
+_OWN = ("check_ranks", "keep_logits")
 _CHUNK = 2**20
 _VALUES = "values of "
 
@@ -61,15 +61,14 @@ def check_ranks(
     if group_size(group) == 1:
         return
     mine = _described(hidden, weight, options, bias)
-    shared: dict[str, Tensor | None] = {"targets": targets, **weights}
-    if not options.sequence_parallel:
-        shared["hidden"] = hidden
-    for name, tensor in shared.items():
-        mine[name] = _outline(tensor)
+    # Under sequence parallel each rank has tokens of its own.
+    alike = None if options.sequence_parallel else hidden
+    shared: dict[str, Tensor | None] = {"targets": targets, **weights, "hidden": alike}
+    mine |= {name: _outline(tensor) for name, tensor in shared.items() if name != "hidden"}
+    # As many numbers on every rank, whatever it was called with.
     numbers = {name: _hash_of(text) for name, text in mine.items()}
     numbers |= {_VALUES + name: _hash_of_values(tensor) for name, tensor in shared.items()}
-    device = hidden.device if isinstance(hidden, Tensor) else torch.device("cpu")
-    columns = zip(*gather_numbers(list(numbers.values()), device, group), strict=True)
+    columns = zip(*gather_numbers(list(numbers.values()), group), strict=True)
     by_name = dict(zip(numbers, columns, strict=True))
     differ = [name for name, row in by_name.items() if len(set(row)) > 1]
     # Values of another shape are other values.
@@ -88,19 +87,27 @@ def check_ranks(
 def _described(
     hidden: Tensor, weight: Tensor, options: LossOptions, bias: Tensor | None
 ) -> dict[str, str]:
-    own = _OWN - ({"workspace_bytes"} if options.gradient == "in_forward" else set())
-    texts = {
-        field.name: repr(getattr(options, field.name))
-        for field in fields(options)
-        if field.name not in own
-    }
+    texts = {field.name: _text_of(getattr(options, field.name)) for field in fields(options)}
+    for name in _OWN:
+        del texts[name]
+    if options.gradient != "in_forward":
+        texts["workspace_bytes"] = "any"
     texts["hidden"] = _outline(hidden)
     texts["weight's dtype"] = str(getattr(weight, "dtype", type(weight)))
     texts["bias"] = "None" if bias is None else "given"
-    # Whether there is a backward, with a reduction of the hidden gradient in it.
+    # Whether there is a backward, and what it says to other ranks.
     texts["grad mode"] = str(torch.is_grad_enabled())
     texts["hidden.requires_grad"] = str(getattr(hidden, "requires_grad", None))
+    needing = [getattr(x, "requires_grad", False) for x in (hidden, weight, bias)]
+    texts["whether any input requires grad"] = str(any(needing))
     return texts
+
+
+def _text_of(value: object) -> str:
+    """30 and 30.0 are the same option."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return repr(float(value))
+    return repr(value)
 
 
 def _outline(value: object) -> str:
@@ -124,8 +131,17 @@ def _hash_of_values(tensor: Tensor | None) -> int:
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].long()
         place = torch.arange(start, start + part.numel(), device=part.device)
-        total += int(((part + 1) * (place * 0x9E3779B97F4A7C1 + 0x5851F42D4C957F2D)).sum())
+        total += int(_mixed(part + _mixed(place)).sum())
     return (total + 2**63) % 2**64 - 2**63
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """As splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014), of int64, which wraps, and
+    with odd factors that it holds."""
+    for shift, factor in ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB), (31, 1)):
+        # A logical shift: the sign's copies are masked off.
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return x
 
 
 def _grouped(row: Sequence[int]) -> str:

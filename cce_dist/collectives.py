@@ -161,10 +161,11 @@ def require(condition: Tensor, message: Callable[[], str], async_message: str) -
         torch._assert_async(condition, async_message)
 
 
-def gather_numbers(
-    numbers: list[int], device: torch.device, group: ProcessGroup | None
-) -> list[list[int]]:
+def gather_numbers(numbers: list[int], group: ProcessGroup | None) -> list[list[int]]:
     """[W] lists in rank order; the host waits. Collectives: one all-gather of int64."""
+    # On a device that every rank knows, whatever tensors it was called with.
+    on_cpu = group is None or "gloo" in dist.get_backend(group)
+    device = torch.device("cpu" if on_cpu else "cuda")
     return _all_gather(torch.tensor(numbers, device=device), group).tolist()
 
 

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from cce_dist.kernels.finish import finish_kernel
-from cce_dist.kernels.forward import ALONE, LAST, forward_kernel
+from cce_dist.kernels.forward import ALONE, FIRST, LAST, PROBE, forward_kernel
 from cce_dist.kernels.pack import pack_kernel
 from cce_dist.kernels.targets import targets_kernel
 from cce_dist.local_triton_exact import KeptLogits, Region
@@ -191,7 +191,9 @@ class _Forward:
             numbers = (ALONE.value,) if alone else range(LAST.value + 1)
             return tuple(_Launch(number, 0, self.num_tiles) for number in numbers)
         end = kept.first_column // columns
-        launches = [_Launch(number, 0, end) for number in range(LAST.value + 1)]
+        # PROBE's sums are for the references alone: of whatever columns come first.
+        launches = [_Launch(PROBE.value, 0, self.num_tiles)]
+        launches += [_Launch(number, 0, end) for number in range(FIRST.value, LAST.value + 1)]
         for number, region in enumerate(kept.ascending, LAST.value + 1):
             begin = end
             if region is not None:
@@ -242,9 +244,7 @@ class _Forward:
     def launch(self, threshold: float, by_largest: bool, launch: _Launch) -> None:
         head, tiles, parts = self.head, self.tiles, self.parts
         use_tma, region = takes_tma(self.weight), launch.region
-        logits = self.count
-        if region is not None:
-            logits = region.as_logits()
+        logits = self.count if region is None else region.as_logits()
         dim = self.weight.shape[1]
         forward_kernel[(self.programs,)](
             tiles_of(self.packed[:, :dim], TOKEN_BLOCK, tiles.dims, use_tma),

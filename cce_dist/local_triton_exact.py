@@ -16,11 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.kernels.exact import (
-    exact_logits_kernel,
-    exact_products_kernel,
-    exact_targets_kernel,
-)
+from cce_dist.kernels.exact import exact_logits_kernel, exact_targets_kernel
+from cce_dist.kernels.exact_products import exact_products_kernel
 from cce_dist.local_triton_inputs import padded_dim, tiles_of
 from cce_dist.local_triton_tiles import (
     cached_blocks,
@@ -147,12 +144,23 @@ def products_of_every_column(run: Backward, common: dict[str, Any]) -> None:
         )
 
 
+# fp16 holds the difference to a reference that is not further below lse (log2) with an error of
+# 2^-8 at most where p is large, as bf16 holds p; and no such difference overflows.
+FURTHEST = 16.0
+
+
+def _poor_blocks(run: Backward, ref: Tensor) -> Tensor:
+    """[num_blocks + 1] int32: 1 for blocks with a token whose reference was a poor bound of lse (a
+    sum had overflowed, or nothing was seen yet), then whether there is any."""
+    lse = run.of_tokens.pull[5]
+    counts = torch.arange(len(lse), device=lse.device) < run.count
+    poor = counts & ~((lse - ref).abs() <= FURTHEST)
+    poor = poor.view(-1, TOKEN_BLOCK).any(1)
+    return torch.cat([poor, poor.any(0, keepdim=True)]).int()
+
+
 def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
-    weight, head, table, of_tokens = run.weight, run.head, run.table, run.of_tokens
-    has_logits = region.ref is not None
-    # Logits that are there already take no product, and a smaller tile.
-    columns = table.dims if has_logits else table.columns
-    use_tma = takes_tma(weight)
+    weight, head, of_tokens = run.weight, run.head, run.of_tokens
     common = {
         "workspace_ptr": region.memory,
         "class_weight_ptr": run.or_dummy(head.class_weight),
@@ -169,11 +177,33 @@ def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
         "HAS_SMOOTH": run.has_smooth,
         "HAS_CLASS_WEIGHT": head.class_weight is not None,
     }
+    poor = None if region.ref is None else _poor_blocks(run, region.ref)
+    if poor is not None:
+        _launch_logits(run, hidden, region, poor, common, has_logits=True)
+    _launch_logits(run, hidden, region, poor, common)
+    exact_targets_kernel[(run.num_blocks,)](**common, target_ptr=of_tokens.targets)
+
+
+def _launch_logits(
+    run: Backward,
+    hidden: Tensor,
+    region: Region,
+    poor: Tensor | None,
+    common: dict[str, Any],
+    *,
+    has_logits: bool = False,
+) -> None:
+    weight, head, table = run.weight, run.head, run.table
+    # Logits that are there already take no product, and a smaller tile.
+    columns = table.dims if has_logits else table.columns
+    use_tma = takes_tma(weight)
     exact_logits_kernel[(num_programs(weight) * (4 if has_logits else 1),)](
         hidden=tiles_of(hidden, TOKEN_BLOCK, table.dims, use_tma),
         weight=tiles_of(weight, columns, table.dims, use_tma),
         workspace=tiles_of(region.memory, columns, TOKEN_BLOCK, use_tma),
         **common,
+        poor_ptr=run.or_dummy(poor),
+        ONLY_POOR=poor is not None and not has_logits,
         logit_ptr=region.as_logits(),
         ref_ptr=run.or_dummy(region.ref),
         bias_ptr=run.or_dummy(head.bias),
@@ -193,7 +223,6 @@ def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
         # The tile that is stored through a descriptor needs room of its own.
         num_stages=max(2, table.stages - 1),
     )
-    exact_targets_kernel[(run.num_blocks,)](**common, target_ptr=of_tokens.targets)
 
 
 def _chunks(run: Backward) -> Iterator[Region]:

@@ -46,6 +46,11 @@ def arguments(rank: int, kind: str) -> dict[str, Any]:
         "token_weight": {"token_weight": torch.ones(12).index_fill(0, torch.tensor([0]), 2)},
         "class_weight": {},
         "bias": {"bias": torch.zeros(10)},
+        "mode": {"gradient": "in_forward"},
+        "parallel": {"hidden": hidden[:4], "sequence_parallel": True},
+        "swapped": {"targets": targets.index_copy(0, torch.arange(4), targets[[3, 2, 1, 0]])},
+        "not_a_tensor": {"hidden": None},
+        "number": {"z_loss": 0},
     }
     changed = {**given, **changes[kind]}
     if kind == "class_weight":
@@ -80,6 +85,10 @@ DIFFERENT = {
     "token_weight": "values of token_weight",
     "class_weight": "class_weight",
     "bias": "bias",
+    "mode": "gradient",
+    "parallel": "sequence_parallel",
+    "swapped": "values of targets",
+    "not_a_tensor": "hidden",
 }
 
 
@@ -104,7 +113,7 @@ def test_check_ranks_names_everything_that_differs() -> None:
         assert "softcap" not in message
 
 
-@pytest.mark.parametrize("kind", ["alike", "slices", "workspace"])
+@pytest.mark.parametrize("kind", ["alike", "slices", "workspace", "number"])
 def test_check_ranks_lets_ranks_that_agree_pass(kind: str) -> None:
     # One collective more than without it; each rank may have a slice, and a workspace, of its own.
     checked = shared_pool().run(WORLD_SIZE, outcome, kind)

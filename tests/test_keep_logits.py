@@ -17,6 +17,7 @@ from cce_dist.testing import (
     Place,
     check_outputs,
     gaussian_inputs,
+    golden_outputs,
     grid,
     run_case,
     zipf_inputs,
@@ -89,6 +90,50 @@ def test_keep_logits_backward_again_over_a_retained_graph(place: Place, dtype: s
         for other in (two, three):
             difference = float((one.double() - other.double()).norm())
             assert difference <= 4 * torch.finfo(one.dtype).eps * float(three.double().norm())
+
+
+HARD = {
+    # The logits of some tokens are tiny in the columns that come first and huge in others.
+    "in_kept_columns": (1100, 1e4),
+    "in_columns_before": (300, 1e4),
+    "in_the_last_column": (1299, 1e4),
+    "falling": (1100, -1e4),
+    # Nothing is known of lse until late: the first class is impossible, and so are most targets.
+    "first_class_impossible": (0, 0.0),
+}
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, hard=HARD, dtype=("fp16", "bf16")))
+def test_keep_logits_over_a_poor_reference(
+    place: Place, hard: tuple[int, float], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place.interprets:
+        # More than one split of the vocabulary, as a device has.
+        monkeypatch.setattr("cce_dist.local_triton.num_programs", lambda tensor: 4)
+    first, last = hard
+    inputs = gaussian_inputs(150, 1300, 32, generator=generator(), dtype=DTYPES[dtype])
+    hidden, weight = inputs.hidden.clone(), inputs.weight.clone()
+    weight[:, 0] = 0
+    weight[first:, 0] = 1
+    hidden[:, 0] = 0
+    hidden[5:9, 0] = last
+    bias = torch.zeros(1300, dtype=DTYPES[dtype])
+    if first == 0:
+        bias[0] = -torch.inf
+        hidden[::3] *= 8
+    targets = inputs.targets.where(inputs.targets > 0, 1)
+    inputs = replace(inputs, hidden=hidden, weight=weight, bias=bias, targets=targets)
+    options = {"gradient": "exact", "reduction": "sum", "stats": ("lse",)}
+    case = Case(inputs, {**options, "workspace_bytes": WORKSPACES["some"]}).at(place)
+    expected = run_case(None, case)
+    found = run_case(None, replace(case, options={**case.options, "keep_logits": True}))
+    golden = golden_outputs(case)
+    for name, value in found.items():
+        assert bool(value.isfinite().all()), name
+        # Logits of 1e4 are rounded to 1e-3, and so are probabilities; with and without.
+        size = float(golden[name].norm())
+        error, plain = (float((x.double() - golden[name]).norm()) for x in (value, expected[name]))
+        assert error <= 2 * plain + 1e-6 * size, f"{name}: {error / size:.1e}, {plain / size:.1e}"
 
 
 def test_keep_logits_without_a_gradient_keeps_nothing() -> None:

@@ -115,6 +115,7 @@ def begin_state(
     BLOCK_N: tl.constexpr,
     HAS_SCORE: tl.constexpr,
     HAS_SURPLUS: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
     IS_ROBUST: tl.constexpr,
 ):
     """The state as the launch before left it, relative to what all splits have summed there."""
@@ -129,7 +130,10 @@ def begin_state(
         ref = tl.where(counts, LOWEST, HIGHEST)
     elif (launch >= FIRST) & (launch < ALONE):
         ref = tl.load(before_ptrs + own)
-        highest = tl.maximum(ref, merged_reference(before_ptrs, splits, stride, size, BLOCK_N))
+        merged = merged_reference(before_ptrs, splits, stride, size, BLOCK_N)
+        # Logits are kept over a reference that all splits have: the split's own, which is not above
+        # these two, may be infinite where its sum overflowed.
+        highest = tl.maximum(tl.load(lower_ptrs) if HAS_LOGITS else ref, merged)
         # PROBE was for its references alone.
         goes_on = (launch > FIRST) & counts
         earlier = tl.load(before_ptrs + own + size, mask=goes_on, other=0.0)
@@ -243,7 +247,7 @@ def forward_kernel(
             return
     begin_state(
         lower_ptr + rows, state_ptr + rows, split * stride, splits, stride, size, rows < count,
-        launch, BLOCK_N, HAS_SCORE, HAS_SURPLUS, IS_ROBUST,
+        launch, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_LOGITS, IS_ROBUST,
     )  # fmt: skip
     threshold = keep
     if not BY_LARGEST:
