@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from cce_dist.testing import (
 )
 
 TOKENS, CLASSES, DIM = 150, 600, 24
-# With one chunk of 128 columns at a time, or all of them.
+# Room for a few columns at a time: several chunks.
 WORKSPACE = 2**16
 
 
@@ -325,6 +324,5 @@ def test_token_logprobs_refuses(case: str) -> None:
     changed, message = REFUSED[case]
     inputs = gaussian_inputs(8, 50, 4, generator=generator())
     given = {"hidden": inputs.hidden, "weight": inputs.weight, "targets": inputs.targets}
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         token_logprobs(**{**given, **TORCH_CPU.options, **changed})
-    assert re.search(message, str(caught.value))
