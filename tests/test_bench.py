@@ -353,8 +353,23 @@ def test_interleaved_times_drops_what_fails() -> None:
     timer = Timer(torch.device("cpu"))
     times = interleaved_times(variants, {"a": 3, "b": 3}, timer, failures.__setitem__)
     assert [len(times["a"]), len(times["b"])] == [3, 0]
-    assert "".join(calls) == "ababaa"
+    turns = "".join(calls)
+    assert [sorted(turns[:2]), sorted(turns[2:4]), turns[4:]] == [["a", "b"], ["a", "b"], "aa"]
     assert describe_failure(failures["b"]) == "RuntimeError: later"
+
+
+def test_interleaved_times_changes_the_order_and_repeats_it() -> None:
+    def turns() -> str:
+        calls: list[str] = []
+        variants = {name: Variant(lambda _, name=name: calls.append(name)) for name in "abc"}
+        timer = Timer(torch.device("cpu"))
+        interleaved_times(variants, dict.fromkeys("abc", 9), timer, lambda *_: None)
+        return "".join(calls)
+
+    found = turns()
+    assert found == turns()
+    followed = {found[at : at + 2] for at in range(0, len(found), 3)}
+    assert len(followed) > 2, f"one order: {found}"
 
 
 def test_time_limit() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import platform
+import random
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -126,13 +127,15 @@ def interleaved_times(
 ) -> dict[Key, list[float]]:
     """Seconds of each variant, `repeats` times, taken in turns so that drift hits all alike.
 
-    The first round warms up and is thrown away. One that raises is handed to `failed` and left
-    out from then on.
+    Each turn has another order: a device that the variant before has made hot is a fifth slower,
+    and no variant may have the same one before it every time. The first turn warms up and is
+    thrown away. One that raises is handed to `failed` and left out from then on.
     """
     times: dict[Key, list[float]] = {key: [] for key in variants}
     live = dict(variants)
+    order = random.Random(0)
     for turn in range(max(repeats.values(), default=0) + 1):
-        for key, variant in list(live.items()):
+        for key, variant in order.sample(list(live.items()), len(live)):
             if turn > repeats[key]:
                 continue
             try:
