@@ -19,6 +19,13 @@ from cce_dist.kernels.forward import ALONE, FIRST, LAST, PROBE, forward_kernel
 from cce_dist.kernels.pack import pack_kernel
 from cce_dist.kernels.targets import targets_kernel
 from cce_dist.local_triton_exact import KeptLogits, Region
+from cce_dist.local_triton_extras import (
+    NUM_EXTRAS,
+    mean_logit_by_linearity,
+    merge_extras,
+    sums_softcapped,
+)
+from cce_dist.local_triton_hopper import Groups, launch_forward, num_groups
 from cce_dist.local_triton_inputs import (
     for_kernels,
     pad_tokens,
@@ -29,7 +36,6 @@ from cce_dist.local_triton_inputs import (
     with_unit_inner_stride,
 )
 from cce_dist.local_triton_lists import Marks, marks_of
-from cce_dist.local_triton_tail import mean_column
 from cce_dist.local_triton_tiles import (
     Tiles,
     cached_blocks,
@@ -39,9 +45,7 @@ from cce_dist.local_triton_tiles import (
     tiles_for,
 )
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import Head, Stats, Tokens, Wanted, merge_moments
-
-NUM_EXTRAS = 7
+from cce_dist.partials import Head, Stats, Tokens, Wanted
 
 
 def local_stats(
@@ -120,7 +124,9 @@ class _Forward:
     weight: Tensor
     packed: Tensor
     shape: Tensor  # [3] int32: blocks that count, splits of the vocabulary, blocks at a time
-    programs: int  # at least as many as blocks x splits
+    programs: int  # at least as many as blocks x splits / groups
+    groups: int  # splits that a program makes side by side
+    grid: int  # programs x groups
     cached_blocks: int  # so many blocks' hidden states fit the cache
     every_block: bool  # the shape is that of all blocks, whatever counts
     num_blocks: int
@@ -151,11 +157,14 @@ class _Forward:
         rows, count = rows_of(tokens)
         new = weight.new_empty
         fp32 = torch.float32
-        parts = {"state": new(2, 4, programs * TOKEN_BLOCK, dtype=fp32)}
+        has_extras = wanted.correct or wanted.moments or sums_softcapped(wanted, head)
+        portable = has_extras or wanted.entropy or keep_logits is not None
+        groups = 1 if portable else num_groups(weight, tiles)
+        size = programs * groups * TOKEN_BLOCK
+        parts = {"state": new(2, 4, size, dtype=fp32)}
         if score:
             parts["mass"] = new(num_blocks, weight.shape[0], dtype=torch.bfloat16)
-        if wanted.correct or wanted.moments or _sums_softcapped(wanted, head):
-            size = programs * TOKEN_BLOCK
+        if has_extras:
             parts["extras"] = weight.new_zeros(NUM_EXTRAS, size, dtype=fp32)
         return cls(
             tokens=tokens,
@@ -169,6 +178,8 @@ class _Forward:
             packed=new(padded, padded_dim(weight)),
             shape=torch.empty(3, dtype=torch.int32, device=weight.device),
             programs=programs,
+            groups=groups,
+            grid=programs * groups,
             cached_blocks=cached,
             every_block="extras" in parts,
             num_blocks=num_blocks,
@@ -178,8 +189,18 @@ class _Forward:
         )._pack()
 
     @property
+    def columns(self) -> int:
+        """Of one tile of one split."""
+        return self.tiles.columns // self.groups
+
+    @property
     def num_tiles(self) -> int:
-        return triton.cdiv(self.weight.shape[0], self.tiles.columns)
+        return triton.cdiv(self.weight.shape[0], self.columns)
+
+    @property
+    def counts(self) -> Tensor:
+        """[N] which tokens count, in the order of the packed ones."""
+        return torch.arange(len(self.tokens), device=self.weight.device) < self.count
 
     @property
     def launches(self) -> tuple[_Launch, ...]:
@@ -219,7 +240,7 @@ class _Forward:
             len(self.tokens),
             self.weight.shape[1],
             padded,
-            self.num_tiles,
+            triton.cdiv(self.weight.shape[0], self.tiles.columns),
             num_programs(self.weight),
             self.cached_blocks,
             self.programs,
@@ -234,6 +255,7 @@ class _Forward:
             HAS_SOFTCAP=self.head.softcap is not None,
             TOKENS=TOKEN_BLOCK,
             EVERY_BLOCK=self.every_block,
+            GROUPS=self.groups,
         )
         return self
 
@@ -243,24 +265,29 @@ class _Forward:
 
     def launch(self, threshold: float, by_largest: bool, launch: _Launch) -> None:
         head, tiles, parts = self.head, self.tiles, self.parts
+        dim = self.weight.shape[1]
+        if self.groups > 1 and not launch.robust:
+            packed = self.packed[:, :dim]
+            how = Groups(self.programs, self.groups, tiles, threshold, by_largest)
+            launch_forward(packed, head, parts, self.count, self.shape, launch.number, how)
+            return
         use_tma, region = takes_tma(self.weight), launch.region
         logits = self.count if region is None else region.as_logits()
-        dim = self.weight.shape[1]
-        forward_kernel[(self.programs,)](
+        forward_kernel[(self.grid,)](
             tiles_of(self.packed[:, :dim], TOKEN_BLOCK, tiles.dims, use_tma),
-            tiles_of(self.weight, tiles.columns, tiles.dims, use_tma),
+            tiles_of(self.weight, self.columns, tiles.dims, use_tma),
             self._or_dummy(head.bias),
             self._or_dummy(head.class_weight),
             self.count,
             self.shape,
             *(self._or_dummy(parts.get(name)) for name in ("lower", "state", "mass", "extras")),
-            tiles_of(logits, tiles.columns, TOKEN_BLOCK, use_tma and region is not None),
+            tiles_of(logits, self.columns, TOKEN_BLOCK, use_tma and region is not None),
             logits,
             self._or_dummy(None if region is None else region.ref),
             launch.number,
             launch.begin_tile,
             launch.end_tile,
-            self.programs * TOKEN_BLOCK,
+            self.grid * TOKEN_BLOCK,
             self.packed.shape[0],
             self.weight.shape[0],
             dim,
@@ -270,7 +297,7 @@ class _Forward:
             head.softcap or 1.0,
             threshold,
             BLOCK_N=TOKEN_BLOCK,
-            BLOCK_V=tiles.columns,
+            BLOCK_V=self.columns,
             BLOCK_D=tiles.dims,
             USE_TMA=use_tma,
             PRECISION="ieee",
@@ -282,7 +309,7 @@ class _Forward:
             HAS_SURPLUS=self.wanted.entropy,
             HAS_ARGMAX=self.wanted.correct or self.wanted.moments,
             HAS_MOMENTS=self.wanted.moments,
-            HAS_SMOOTH=_sums_softcapped(self.wanted, head),
+            HAS_SMOOTH=sums_softcapped(self.wanted, head),
             HAS_CLASS_WEIGHT=head.class_weight is not None,
             HAS_LOGITS=region is not None,
             IS_ROBUST=launch.robust,
@@ -293,7 +320,8 @@ class _Forward:
 
     def finish(self) -> tuple[Stats, Tensor | None]:
         """The splits merged: statistics [N], and the log of the dropped mass."""
-        parts, num_tokens, padded = self.parts, len(self.tokens), self.packed.shape[0]
+        parts, head = self.parts, self.head
+        num_tokens, padded = len(self.tokens), self.packed.shape[0]
         lse = parts["state"].new_empty(padded)
         dropped = torch.empty_like(lse) if self.score else None
         entropy = torch.empty_like(lse) if self.wanted.entropy else None
@@ -306,16 +334,21 @@ class _Forward:
             self._or_dummy(dropped),
             self._or_dummy(entropy),
             padded,
-            self.programs * TOKEN_BLOCK,
+            self.grid * TOKEN_BLOCK,
             TOKENS=TOKEN_BLOCK,
             BLOCK_N=block,
             HAS_SCORE=self.score,
             HAS_SURPLUS=self.wanted.entropy,
         )
         logit = self._targets(lse, dropped)
-        extras = {} if "extras" not in parts else self._merge_extras()
+        extras = {}
+        if "extras" in parts:
+            extras = merge_extras(
+                parts["extras"], padded, self.shape[1], self.targets, self.counts, self.wanted, head
+            )
         if self.wanted.smooth_logit and "smooth_logit" not in extras:
-            extras["smooth_logit"] = self._mean_logit_by_linearity()
+            hidden = self.packed[:num_tokens, : self.weight.shape[1]]
+            extras["smooth_logit"] = mean_logit_by_linearity(hidden, self.counts, head)
         stats = Stats(
             lse=lse[:num_tokens],
             target_logit=logit[:num_tokens],
@@ -346,6 +379,7 @@ class _Forward:
             BLOCK=TOKEN_BLOCK,
             BLOCK_D=self.tiles.dims,
             PRECISION="ieee",
+            WIDE=rounds_exp2(self.weight),
             HAS_BIAS=self.head.bias is not None,
             HAS_SOFTCAP=self.head.softcap is not None,
             HAS_SCORE=dropped is not None,
@@ -353,47 +387,3 @@ class _Forward:
             num_stages=self.tiles.stages,
         )
         return logit
-
-    def _merge_extras(self) -> dict[str, Tensor]:
-        """What few callers ask for is merged in plain torch."""
-        num_tokens, padded = len(self.tokens), self.packed.shape[0]
-        counts = torch.arange(num_tokens, device=self.weight.device) < self.count
-        # Programs x 128 is more than splits x blocks x 128, of which the rest is no split.
-        splits = self.programs * TOKEN_BLOCK // padded
-        extras = self.parts["extras"][:, : splits * padded].view(NUM_EXTRAS, splits, padded)
-        top, index, origin, mean, m2, weighted, seen = extras[..., :num_tokens]
-        used = torch.arange(splits, device=counts.device)[:, None] < self.shape[1]
-        top = torch.where(used, top, -torch.inf)
-        merged = {}
-        if self.wanted.correct or self.wanted.moments:
-            largest = top.amax(0)
-            column = torch.where(top == largest, index, torch.inf).amin(0)
-            hit = (column == self.targets[:num_tokens]) & counts & (largest > -torch.inf)
-            merged["max_logit"] = torch.where(counts, largest, 0)
-            if self.wanted.correct:
-                merged["target_is_argmax"] = hit.to(top.dtype)
-        if self.wanted.moments:
-            # The number of columns a split saw is the same for every token that counts.
-            parts = Stats(top, top, origin_logit=origin, mean_logit=mean, m2_logit=m2)
-            moments = merge_moments(parts, seen[:, 0])
-            merged |= {name: torch.where(counts, value, 0) for name, value in moments.items()}
-        if _sums_softcapped(self.wanted, self.head):
-            smooth = weighted.sum(0) / self.head.vocab_size
-            merged["smooth_logit"] = torch.where(counts, smooth, 0)
-        return merged
-
-    def _mean_logit_by_linearity(self) -> Tensor:
-        """sum_v class_weight_v z_v / V over this shard: E . (sum_v class_weight_v C_v) / V, [N]."""
-        centroid, _ = mean_column(self.head, self.weight)
-        mean = torch.mv(self.packed[: len(self.tokens), : self.weight.shape[1]].float(), centroid)
-        if self.head.bias is not None:
-            bias = self.head.bias.float()
-            weights = self.head.class_weight
-            mean = mean + (bias if weights is None else bias * weights).sum()
-        counts = torch.arange(len(self.tokens), device=mean.device) < self.count
-        return torch.where(counts, mean * (self.head.logit_scale / self.head.vocab_size), 0)
-
-
-def _sums_softcapped(wanted: Wanted, head: Head) -> bool:
-    """A softcapped mean logit is not linear in hidden: the forward has to sum it."""
-    return wanted.smooth_logit and head.softcap is not None

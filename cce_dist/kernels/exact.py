@@ -98,7 +98,7 @@ def logits_task(
             bias = tl.load(bias_ptr + column, mask=column < V, other=0.0)
             x += bias.to(tl.float32)[:, None]
         if HAS_SOFTCAP:
-            x, slope = softcapped(x, softcap)
+            x, slope = softcapped(x, softcap, WIDE)
         x *= scale * LOG2E
     of_class = 1.0
     if HAS_CLASS_WEIGHT:

@@ -278,7 +278,7 @@ def forward_kernel(
                 bias = tl.load(bias_ptr + columns, mask=columns < V, other=0.0)
                 x += bias.to(tl.float32)[:, None]
             if HAS_SOFTCAP:
-                x, slope = softcapped(x, softcap)
+                x, slope = softcapped(x, softcap, WIDE)
             if HAS_ARGMAX or HAS_MOMENTS or HAS_SMOOTH:
                 add_extras(
                     x * scale, columns, tile == split, V, class_weight_ptr,

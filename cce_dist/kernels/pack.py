@@ -56,6 +56,7 @@ def pack_kernel(
     HAS_SOFTCAP: tl.constexpr,
     TOKENS: tl.constexpr,
     EVERY_BLOCK: tl.constexpr,  # as if every token counted
+    GROUPS: tl.constexpr,  # splits that one program of the forward makes side by side
 ):
     """One program: BLOCK_N tokens. Two of the logits, the target's and the first column's, bound
     lse before any tile is made."""
@@ -91,8 +92,8 @@ def pack_kernel(
         of_target += tl.load(bias_ptr + target, mask=here, other=0.0).to(tl.float32)
         of_first += tl.load(bias_ptr).to(tl.float32)
     if HAS_SOFTCAP:
-        of_target, _ = softcapped(of_target, softcap)
-        of_first, _ = softcapped(of_first, softcap)
+        of_target, _ = softcapped(of_target, softcap, False)
+        of_first, _ = softcapped(of_first, softcap, False)
     ref = tl.full((BLOCK_N,), LOWEST, tl.float32)
     # An infinite logit, or NaN, is no bound.
     of_first *= scale * LOG2E
@@ -107,5 +108,5 @@ def pack_kernel(
     if tl.program_id(0) == 0:
         splits = splits_of(blocks, num_tiles, programs, cached_blocks, grid)
         tl.store(shape_ptr, blocks)
-        tl.store(shape_ptr + 1, splits)
+        tl.store(shape_ptr + 1, GROUPS * splits)
         tl.store(shape_ptr + 2, tl.minimum(tl.cdiv(programs, splits), blocks))

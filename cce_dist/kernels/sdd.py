@@ -105,7 +105,7 @@ def sdd_kept_task(
         x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
     slope = 1.0
     if HAS_SOFTCAP:
-        x, slope = softcapped(x, softcap)
+        x, slope = softcapped(x, softcap, WIDE)
     token = block * TOKENS + tl.arange(0, TOKENS)
     pull_ptrs = pull_ptr + token
     # The target's element is the forward's own logit; it is kept, wherever it is.

@@ -26,6 +26,7 @@ def targets_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,  # fp32 inputs
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCORE: tl.constexpr,
@@ -56,7 +57,7 @@ def targets_kernel(
     if HAS_BIAS:
         x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
     if HAS_SOFTCAP:
-        x, slope = softcapped(x, softcap)
+        x, slope = softcapped(x, softcap, WIDE)
     own = lane[:, None] == lane[None, :]
     logit = tl.sum(tl.where(own, x, 0.0), 0) * scale
     tl.store(logit_ptr + token, tl.where(here, logit, 0.0))

@@ -22,7 +22,13 @@ from cce_dist.testing.places import (
     Place,
     grid,
 )
-from cce_dist.testing.ranks import CollectiveCounter, RankError, RankPool, shared_pool
+from cce_dist.testing.ranks import (
+    CollectiveCounter,
+    RankError,
+    RankPool,
+    nccl_pool,
+    shared_pool,
+)
 from cce_dist.testing.tolerance import (
     band,
     check_close64,
@@ -58,6 +64,7 @@ __all__ = [
     "grid",
     "join_ranks",
     "large_logit_inputs",
+    "nccl_pool",
     "pairwise",
     "run_case",
     "sample_targets",

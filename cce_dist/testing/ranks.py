@@ -1,4 +1,4 @@
-"""A pool of worker processes over gloo, and a counter of the collectives they issue."""
+"""Pools of worker processes over gloo or NCCL, and a counter of the collectives they issue."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ class RankError(RuntimeError):
 
 
 class RankPool:
-    """`size` spawned processes joined in one gloo group; calls run on any contiguous part of them.
+    """`size` spawned processes joined in one group; calls run on any contiguous part of them.
 
+    Over "nccl" each has the CUDA device of its rank.
     Processes start at the first call and again after a call that timed out or killed a rank.
     Tensors travel as pickled bytes. A function must be importable by its module's name.
     """
 
-    def __init__(self, size: int = 4, *, timeout: float = 50.0) -> None:
+    def __init__(self, size: int = 4, *, timeout: float = 50.0, backend: str = "gloo") -> None:
         self.size = size
+        self.backend = backend
         self.timeout = timeout
         self._workers: list[Any] = []
         self._connections: list[Connection] = []
@@ -105,7 +107,8 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.size, str(Path(self._folder, "store")), theirs)
+            store = str(Path(self._folder, "store"))
+            arguments = (rank, self.size, store, theirs, self.backend)
             worker = context.Process(target=_serve, args=arguments, daemon=True)
             worker.start()
             theirs.close()
@@ -157,14 +160,25 @@ def shared_pool() -> RankPool:
     return pool
 
 
-def _serve(rank: int, size: int, store_path: str, connection: Connection) -> None:
+@functools.cache
+def nccl_pool() -> RankPool:
+    """One process a CUDA device, two or four of them, ended at exit. Kernels compile in the first
+    calls."""
+    pool = RankPool(4 if torch.cuda.device_count() >= 4 else 2, timeout=250, backend="nccl")
+    atexit.register(pool.close)
+    return pool
+
+
+def _serve(rank: int, size: int, store_path: str, connection: Connection, backend: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     groups = {}
     failure = None
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store_path, size), rank=rank, world_size=size
+            backend, store=dist.FileStore(store_path, size), rank=rank, world_size=size
         )
         # Every process must create every group, member or not, in the same order.
         for first in range(size):

@@ -1,0 +1,341 @@
+"""The forward for Hopper in 16 bits: one warp loads, two groups of four multiply and exponentiate.
+
+A group has half of the program's columns, and is a split of the vocabulary of its own. While one
+takes exponentials the other has the tensor cores, and the loads of the next tile go on beside both.
+What it computes is what `forward_kernel` says; that one is for all else, and for tests without a
+GPU, as Triton interprets no kernel whose layouts are written out.
+"""
+
+# Gluon types what a kernel sees, not Python's values; and these helpers are Triton's, whose
+# source is compiled a second time.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from cce_dist.kernels import forward, numbers
+
+GROUPS = gl.constexpr(2)
+
+# Of the warps that run it; Triton 3.7 calls it by another name.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+exp2_of = gluon.jit(numbers.exp2_of.fn)
+near_tanh = gluon.jit(numbers.near_tanh.fn)
+turns_until = gluon.jit(forward.turns_until.fn)
+turns_before = gluon.jit(forward.turns_before.fn)
+first_turn = gluon.jit(forward.first_turn.fn)
+end_turn = gluon.jit(forward.end_turn.fn)
+
+
+@gluon.jit
+def partial_sums(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """[ROWS, COLUMNS] -> [4, 8, COLUMNS]: adds the rows that one thread of four warps holds."""
+    split = gl.reshape(x, (ROWS // 64, 4, 2, 8, COLUMNS))
+    return gl.sum(gl.sum(split, 2), 0)
+
+
+@gluon.jit
+def whole_sum(x, layout: gl.constexpr):
+    """[4, 8, COLUMNS] -> [COLUMNS], over the lanes first: what is left fits little memory."""
+    return gl.convert_layout(gl.sum(gl.sum(x, 1), 0), layout)
+
+
+@gluon.jit
+def begin_state(
+    lower_ptrs,  # [BLOCK_N], a token a thread
+    state_ptrs,  # of this split
+    before_ptrs,  # of the first split, as the launch before left it
+    own,  # this split's place from there
+    splits,
+    stride,
+    size,
+    counts,
+    launch,
+    HAS_SCORE: gl.constexpr,
+):
+    """`forward.begin_state`: what all splits have summed is the reference -> it, [BLOCK_N]."""
+    ref = gl.load(lower_ptrs)
+    total = ref * 0.0
+    dropped = total
+    if (launch >= forward.FIRST) & (launch < forward.ALONE):
+        top = total + numbers.LOWEST
+        for split in range(splits):
+            other = gl.load(before_ptrs + split * stride)
+            part = gl.load(before_ptrs + split * stride + size)
+            # A sum that overflowed is repeated at the end; here it says nothing.
+            part = gl.where(part < float("inf"), part, 0.0)
+            other = gl.where(part > 0, other, numbers.LOWEST)
+            higher = gl.maximum(top, other)
+            total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
+            top = higher
+        before = gl.load(before_ptrs + own)
+        ref = gl.maximum(before, gl.where(total > 0, top + gl.log2(total), numbers.LOWEST))
+        shrink = exp2_of(before - ref)
+        # PROBE was for its references alone.
+        goes_on = (launch > forward.FIRST) & counts
+        total = shrink * gl.load(before_ptrs + own + size, mask=goes_on, other=0.0)
+        if HAS_SCORE:
+            dropped = shrink * gl.load(before_ptrs + own + 2 * size, mask=goes_on, other=0.0)
+    gl.store(state_ptrs, ref)
+    gl.store(state_ptrs + size, total)
+    if HAS_SCORE:
+        gl.store(state_ptrs + 2 * size, dropped)
+    return ref
+
+
+@gluon.jit
+def load_tiles(
+    hidden,
+    weight,
+    e_tiles,
+    c_tiles,
+    full,
+    empty,
+    block,
+    split,
+    splits,
+    begin,
+    end,
+    D,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """What `sum_tiles` reads, in its order, as soon as both groups have released a stage."""
+    num_bytes: gl.constexpr = (BLOCK_N + GROUPS * ROWS) * BLOCK_D * hidden.dtype.primitive_bitwidth
+    step = 0
+    for turn in range(begin, end):
+        column = (split + turn * splits) * (GROUPS * ROWS)
+        for k in range(0, D, BLOCK_D):
+            stage = step % STAGES
+            loaded = full.index(stage)
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(loaded, num_bytes // 8)
+            tma.async_copy_global_to_shared(
+                hidden, [block * BLOCK_N, k], loaded, e_tiles.index(stage)
+            )
+            for group in gl.static_range(GROUPS):
+                tma.async_copy_global_to_shared(
+                    weight,
+                    [column + group * ROWS, k],
+                    loaded,
+                    c_tiles.index(GROUPS * stage + group),
+                )
+            step += 1
+
+
+@gluon.jit
+def sum_tiles(
+    group,
+    bias_ptr,
+    lower_ptr,
+    state_ptr,  # [2, 4, size]
+    mass_ptr,  # [V] of the block
+    ref_tile,  # [BLOCK_N] in shared memory
+    e_tiles,
+    c_tiles,
+    full,
+    empty,
+    block,
+    split,
+    splits,
+    begin,
+    end,
+    launch,
+    num_blocks,
+    count,
+    size,
+    V,
+    D,
+    scale,
+    softcap,
+    threshold,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_SCORE: gl.constexpr,
+    BY_LARGEST: gl.constexpr,
+):
+    """The group's columns of every tile, [ROWS, BLOCK_N] at a time in four warps' registers."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    of_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    unit = numbers.LOG2E * scale
+    token = block * BLOCK_N + gl.arange(0, BLOCK_N, of_token)
+    stride = num_blocks * BLOCK_N
+    own = (GROUPS * split + group) * stride
+    state_ptrs = state_ptr + launch % 2 * 4 * size + own + token
+    first_ref = begin_state(
+        lower_ptr + token, state_ptrs, state_ptr + (launch + 1) % 2 * 4 * size + token, own,
+        GROUPS * splits, stride, size, token < count, launch, HAS_SCORE,
+    )  # fmt: skip
+    ref_tile.store(first_ref)
+    step = 0
+    turn = begin
+    while turn < end:
+        first = turn
+        turn = gl.minimum(turn + gl.maximum(turn - begin, 1), end)
+        total = partial_sums(gl.zeros((ROWS, BLOCK_N), gl.float32, layout), ROWS, BLOCK_N)
+        dropped = total
+        for at in range(first, turn):
+            x = gl.zeros((ROWS, BLOCK_N), gl.float32, layout)
+            for k in range(0, D, BLOCK_D):
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), step // STAGES & 1)
+                c = c_tiles.index(GROUPS * stage + group)
+                e = e_tiles.index(stage).permute((1, 0))
+                x = warpgroup_mma(c, e, x, use_acc=k > 0, is_async=True)
+                x = warpgroup_mma_wait(1, deps=(x,))
+                # All four warps have done the product before: one of them says so.
+                thread_barrier()
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+                step += 1
+            x = warpgroup_mma_wait(0, deps=(x,))
+            thread_barrier()
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+            first_column = ((split + at * splits) * GROUPS + group) * ROWS
+            columns = first_column + rows
+            if HAS_BIAS:
+                bias = gl.load(bias_ptr + columns, mask=columns < V, other=0.0)
+                x += bias.to(gl.float32)[:, None]
+            slope = 1.0
+            if HAS_SOFTCAP:
+                t = near_tanh(x * (1.0 / softcap))
+                x = t * softcap
+                slope = 1.0 - t * t
+            if first_column + ROWS > V:
+                x = gl.where((columns < V)[:, None], x, float("-inf") * unit)
+            ref = ref_tile.load(gl.SliceLayout(0, layout))
+            p = gl.exp2(x * unit - ref[None, :])
+            total += partial_sums(p, ROWS, BLOCK_N)
+            if HAS_SCORE:
+                q = p
+                if HAS_SOFTCAP:
+                    q = p * slope
+                mass = gl.sum(q, 1)
+                score = mass
+                if BY_LARGEST:
+                    score = gl.max(p, 1)
+                keeps = score >= threshold
+                mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
+                mark = mark.to(mass_ptr.dtype.element_ty)
+                gl.store(mass_ptr + columns, mark, mask=columns < V)
+                drops = gl.where(keeps, 0.0, 1.0)
+                dropped += partial_sums(q * drops[:, None], ROWS, BLOCK_N)
+        found = gl.load(state_ptrs + size) + whole_sum(total, of_token)
+        gain = gl.maximum(gl.log2(found), 0.0)
+        shrink = exp2_of(-gain)
+        next_ref = gl.load(state_ptrs) + gain
+        gl.store(state_ptrs, next_ref)
+        gl.store(state_ptrs + size, found * shrink)
+        if HAS_SCORE:
+            found = gl.load(state_ptrs + 2 * size) + whole_sum(dropped, of_token)
+            gl.store(state_ptrs + 2 * size, found * shrink)
+        ref_tile.store(next_ref)
+
+
+@gluon.jit(do_not_specialize=["launch"])
+def hopper_forward_kernel(
+    hidden,  # [N, D] packed, a descriptor of BLOCK_N x BLOCK_D
+    weight,  # [V, D], of ROWS x BLOCK_D
+    bias_ptr,  # [V]
+    count_ptr,  # [1] int32: tokens that count
+    shape_ptr,  # [3] int32: blocks, GROUPS x splits, blocks at a time
+    lower_ptr,  # [N]
+    state_ptr,  # [2, 4, size]: see `forward_kernel`; out
+    mass_ptr,  # [num_blocks, V]: out
+    launch,
+    size,
+    V,
+    D,
+    scale,
+    softcap,
+    keep,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,  # columns of a tile that one group has
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_SCORE: gl.constexpr,
+    BY_LARGEST: gl.constexpr,
+):
+    """One program: a block of tokens against every `splits`-th tile of GROUPS x ROWS columns.
+
+    The arguments, the order of programs and tiles, and the launches are `forward_kernel`'s.
+    """
+    num_blocks = gl.load(shape_ptr)
+    splits = gl.load(shape_ptr + 1) // GROUPS
+    if gl.program_id(0) >= num_blocks * splits:
+        return
+    at_once = gl.load(shape_ptr + 2)
+    count = gl.load(count_ptr)
+    first_block = gl.program_id(0) // (at_once * splits) * at_once
+    inner = gl.program_id(0) % (at_once * splits)
+    at_once = gl.minimum(at_once, num_blocks - first_block)
+    block = first_block + inner % at_once
+    split = inner // at_once
+    num_turns = turns_before(gl.cdiv(V, GROUPS * ROWS), split, splits)
+    num_turns = gl.where(block * BLOCK_N < count, num_turns, 0)
+    begin = first_turn(launch, num_turns)
+    end = end_turn(launch, num_turns, GROUPS * splits)
+    threshold = keep
+    if not BY_LARGEST:
+        threshold = keep * (gl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
+    mass_ptr += block.to(gl.int64) * V
+
+    e_tiles = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_N, BLOCK_D], hidden.layout)
+    c_tiles = gl.allocate_shared_memory(
+        weight.dtype, [STAGES * GROUPS, ROWS, BLOCK_D], weight.layout
+    )
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    refs = gl.allocate_shared_memory(gl.float32, [GROUPS, BLOCK_N], plain)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    gl.warp_specialize(
+        [
+            (
+                sum_tiles,
+                (
+                    0, bias_ptr, lower_ptr, state_ptr, mass_ptr, refs.index(0), e_tiles, c_tiles,
+                    full, empty, block, split, splits, begin, end, launch, num_blocks, count, size,
+                    V, D, scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS,
+                    HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
+                ),
+            ),
+            (
+                sum_tiles,
+                (
+                    1, bias_ptr, lower_ptr, state_ptr, mass_ptr, refs.index(1), e_tiles, c_tiles,
+                    full, empty, block, split, splits, begin, end, launch, num_blocks, count, size,
+                    V, D, scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS,
+                    HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
+                ),
+            ),
+            (
+                load_tiles,
+                (
+                    hidden, weight, e_tiles, c_tiles, full, empty, block, split, splits, begin, end,
+                    D, BLOCK_N, ROWS, BLOCK_D, STAGES,
+                ),
+            ),
+        ],
+        # Warps and registers of the second group and of the loads; the first group has the rest.
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""Statistics that few callers ask for, merged over the splits of the forward in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cce_dist.local_triton_tail import mean_column
+from cce_dist.partials import Head, Stats, Wanted, merge_moments
+
+NUM_EXTRAS = 7
+
+
+def sums_softcapped(wanted: Wanted, head: Head) -> bool:
+    """A softcapped mean logit is not linear in hidden: the forward has to sum it."""
+    return wanted.smooth_logit and head.softcap is not None
+
+
+def merge_extras(
+    extras: Tensor,
+    stride: int,
+    num_splits: Tensor,
+    targets: Tensor,
+    counts: Tensor,
+    wanted: Wanted,
+    head: Head,
+) -> dict[str, Tensor]:
+    """Fields of `Stats`, [N], from those of each split.
+
+    Args:
+        extras: [NUM_EXTRAS, at least splits x stride]; what comes after the splits is no split.
+        stride: of two splits, N_padded.
+        num_splits: [] how many there are.
+        targets: [N_padded].
+        counts: [N] bool.
+    """
+    splits = extras.shape[1] // stride
+    of_splits = extras[:, : splits * stride].view(NUM_EXTRAS, splits, stride)
+    top, index, origin, mean, m2, weighted, seen = of_splits[..., : len(counts)]
+    used = torch.arange(splits, device=counts.device)[:, None] < num_splits
+    top = torch.where(used, top, -torch.inf)
+    merged = {}
+    if wanted.correct or wanted.moments:
+        largest = top.amax(0)
+        column = torch.where(top == largest, index, torch.inf).amin(0)
+        hit = (column == targets[: len(counts)]) & counts & (largest > -torch.inf)
+        merged["max_logit"] = torch.where(counts, largest, 0)
+        if wanted.correct:
+            merged["target_is_argmax"] = hit.to(top.dtype)
+    if wanted.moments:
+        # The number of columns a split saw is the same for every token that counts.
+        parts = Stats(top, top, origin_logit=origin, mean_logit=mean, m2_logit=m2)
+        moments = merge_moments(parts, seen[:, 0])
+        merged |= {name: torch.where(counts, value, 0) for name, value in moments.items()}
+    if sums_softcapped(wanted, head):
+        smooth = weighted.sum(0) / head.vocab_size
+        merged["smooth_logit"] = torch.where(counts, smooth, 0)
+    return merged
+
+
+def mean_logit_by_linearity(hidden: Tensor, counts: Tensor, head: Head) -> Tensor:
+    """sum_v class_weight_v z_v / V over this shard: E . (sum_v class_weight_v C_v) / V, [N]."""
+    centroid, _ = mean_column(head, head.weight)
+    mean = torch.mv(hidden.float(), centroid)
+    if head.bias is not None:
+        bias = head.bias.float()
+        weights = head.class_weight
+        mean = mean + (bias if weights is None else bias * weights).sum()
+    return torch.where(counts, mean * (head.logit_scale / head.vocab_size), 0)

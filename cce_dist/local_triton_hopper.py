@@ -1,0 +1,133 @@
+"""Whether the forward runs as groups of warps with tasks of their own (Hopper), and its launch."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.local_triton_tiles import Tiles, interpreted, takes_tma
+from cce_dist.options import TOKEN_BLOCK
+from cce_dist.partials import Head
+
+# What the kernel calls, and what it hands over by position: Gluon is Triton's, and not yet stable.
+GLUON = {
+    "warp_specialize": ("functions_and_args", "worker_num_warps", "worker_num_regs"),
+    "allocate_shared_memory": ("element_ty", "shape", "layout"),
+    "hopper.warpgroup_mma": ("a", "b", "acc"),
+    "hopper.mbarrier.wait": ("mbarrier", "phase"),
+    "hopper.mbarrier.expect": ("mbarrier",),
+    "hopper.tma.async_copy_global_to_shared": ("tensor_desc", "coord", "barrier", "result"),
+}
+
+
+@functools.cache
+def why_no_gluon() -> str | None:
+    """Why this Triton cannot compile the kernel; None if it can."""
+    found = f"triton {triton.__version__}"
+    try:
+        from triton.experimental.gluon import language
+        from triton.experimental.gluon.language.nvidia import hopper
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    except ImportError as error:
+        return f"{found} has no Gluon: {error}"
+    del TensorDescriptor
+    for name, expected in GLUON.items():
+        root = hopper if name.startswith("hopper.") else language
+        try:
+            function = operator.attrgetter(name.removeprefix("hopper."))(root)
+        except AttributeError:
+            return f"{found} has no {name} in Gluon"
+        taken = tuple(inspect.signature(function).parameters)
+        if taken[: len(expected)] != expected:
+            return f"{found}: {name} takes {taken}, and {expected} was expected"
+    if not (hasattr(language, "thread_barrier") or hasattr(language, "barrier")):
+        return f"{found} has no thread_barrier in Gluon"
+    return None
+
+
+def num_groups(weight: Tensor, tiles: Tiles) -> int:
+    """Splits of the vocabulary that a program makes side by side: 1 without such a kernel."""
+    if interpreted() or weight.element_size() != 2 or tiles.columns < 256:
+        return 1
+    # Later architectures have other tensor cores.
+    if torch.cuda.get_device_capability(weight.device)[0] != 9 or not takes_tma(weight):
+        return 1
+    return 1 if why_no_gluon() else 2
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How many programs, how many splits of the vocabulary each makes, what keeps a column."""
+
+    programs: int
+    groups: int
+    tiles: Tiles
+    threshold: float
+    by_largest: bool
+
+
+def launch_forward(
+    packed: Tensor,
+    head: Head,
+    parts: dict[str, Tensor],
+    count: Tensor,
+    shape: Tensor,
+    number: int,
+    how: Groups,
+) -> None:
+    """One launch of those that `forward_kernel` numbers.
+
+    packed [N_padded, D]; parts: state, lower, and mass where columns are scored; count [1] and
+    shape [3] as the kernels have them.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from cce_dist.kernels.hopper import hopper_forward_kernel
+
+    weight, mass, tiles = head.weight, parts.get("mass"), how.tiles
+    size = how.programs * how.groups * TOKEN_BLOCK
+    rows = tiles.columns // how.groups
+    hidden_tile, weight_tile = [TOKEN_BLOCK, tiles.dims], [rows, tiles.dims]
+    hopper_forward_kernel[(how.programs,)](
+        TensorDescriptor.from_tensor(packed, hidden_tile, _layout(*hidden_tile, weight.dtype)),
+        TensorDescriptor.from_tensor(weight, weight_tile, _layout(*weight_tile, weight.dtype)),
+        count if head.bias is None else head.bias,
+        count,
+        shape,
+        parts["lower"],
+        parts["state"],
+        count if mass is None else mass,
+        number,
+        size,
+        weight.shape[0],
+        weight.shape[1],
+        head.logit_scale,
+        head.softcap or 1.0,
+        how.threshold,
+        BLOCK_N=TOKEN_BLOCK,
+        ROWS=rows,
+        BLOCK_D=tiles.dims,
+        STAGES=tiles.stages,
+        HAS_BIAS=head.bias is not None,
+        HAS_SOFTCAP=head.softcap is not None,
+        HAS_SCORE=mass is not None,
+        BY_LARGEST=how.by_largest,
+        num_warps=4,
+    )
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> object:
+    from triton.experimental.gluon import language as gl
+
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
