@@ -251,7 +251,9 @@ def _wanted(options: LossOptions) -> Wanted:
 
 
 def _local_targets(picked: PickedTokens, shard: VocabShard) -> Tensor:
-    local = shard.local_targets(picked.targets)
+    # A shard that is the whole vocabulary holds every target: those are checked.
+    whole = shard.num_classes == shard.vocab_size
+    local = picked.targets if whole else shard.local_targets(picked.targets)
     counts = picked.counts
     return local if counts is None else local.masked_fill(~counts, -1)
 

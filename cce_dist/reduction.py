@@ -5,6 +5,7 @@ Plain torch on [N] vectors. Autograd hands what it makes of them to the steps of
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ class PickedTokens:
     # others come after them, with target 0.
     count: Tensor | None = None
 
-    @property
+    @functools.cached_property
     def counts(self) -> Tensor | None:
         """[N] bool: which tokens count; None: all."""
         if self.count is None:
