@@ -14,7 +14,7 @@ The group may be tensor-parallel ranks, pipeline ranks, or their product.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,6 +144,9 @@ def backward(
     in_fp32: bool = False,  # the hidden gradient, rather than in hidden's dtype or in fp32
 ) -> LocalGrads:
     """Steps 3 and 4; the hidden gradient has the rows of this rank's hidden."""
+    if plan.shard.vocab_size == 1 and upstream.nll is not None:
+        # One class has probability 1: a difference of two roundings is no gradient.
+        upstream = replace(upstream, nll=0 * upstream.nll)
     # One rank has all of it: the backend may store it where and as it is wanted.
     complete = plan.backend.completes and group_size(plan.group) == 1 and not in_fp32
     grads = plan.backend.grads(
