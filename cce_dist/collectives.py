@@ -5,6 +5,7 @@ A group of one rank has no second code path: its collectives return their input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,11 @@ def all_reduce_logaddexp(
     parts = _all_gather(tensor.reshape(-1), resolve_group(group))
     wide = parts if parts.dtype == torch.float64 else parts.float()
     return logaddexp_parts(wide).to(tensor.dtype).view(tensor.shape)
+
+
+def merge_bounds(bound: Tensor, group: ProcessGroup | None) -> Tensor:
+    """log2 of the sum over ranks of 2^bound, [N] fp32. Collectives: one all-gather of [N]."""
+    return logaddexp_parts(_all_gather(bound, group) * math.log(2)) / math.log(2)
 
 
 def merge_stats(local: Stats, shard: VocabShard, group: ProcessGroup | None) -> Stats:

@@ -6,16 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cce_dist import local_torch, local_torch_filter, local_torch_grads
 from cce_dist.options import Backend, LossOptions
-from cce_dist.partials import LocalGrads, Stats
+from cce_dist.partials import Head, LocalGrads, Stats, Tokens
 
 
 @dataclass(frozen=True)
 class LocalBackend:
-    """What a backend is: three functions on one rank's shard, without communication.
+    """What a backend is: three functions on one rank's shard, which leave communication to others.
 
     Their arguments are those of `local_torch.local_stats`, `local_torch_filter.local_kept` and
     `local_torch_grads.local_grads`. What `stats` records for `kept`, and `kept` for `grads`, is
@@ -33,6 +34,8 @@ class LocalBackend:
     orders_tokens: bool = False
     # Whether `stats` hands its logits on to `grads` (gradient="in_forward").
     keeps_logits: bool = False
+    # Whether `stats`, where it scores columns, takes `agree` and calls it as often on every rank.
+    agrees: bool = False
     # Room for the logits that `stats` keeps for `grads` (keep_logits); None: it cannot.
     room_for_logits: Callable[..., Any] | None = None
 
@@ -61,8 +64,26 @@ def _triton() -> LocalBackend:
         counts_on_device=True,
         completes=True,
         orders_tokens=True,
+        agrees=True,
         room_for_logits=local_triton_exact.KeptLogits.make,
     )
+
+
+def _stats_of_nothing(
+    tokens: Tokens,
+    head: Head,
+    *,
+    agree: Callable[[Tensor], Tensor] | None = None,
+    **how: Any,
+) -> tuple[Stats, Any]:
+    """Of an empty shard, where the other ranks run the Triton backend."""
+    if agree is not None:
+        from cce_dist.local_triton_bounds import ROUNDS
+
+        nothing = head.weight.new_full((len(tokens),), -torch.inf, dtype=torch.float32)
+        for _ in range(ROUNDS):
+            agree(nothing)
+    return local_torch.local_stats(tokens, head, **how)
 
 
 def choose_backend(
@@ -102,5 +123,7 @@ def _choose(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> 
         return TORCH
     if columns == 0:
         # Nothing for a kernel to do; but all ranks must count tokens and chunks of them alike.
-        return replace(TORCH, counts_on_device=True, keeps_logits=False)
+        return replace(
+            TORCH, counts_on_device=True, keeps_logits=False, agrees=True, stats=_stats_of_nothing
+        )
     return _triton()

@@ -18,6 +18,7 @@ from cce_dist.kernels.finish import finish_kernel
 from cce_dist.kernels.forward import ALONE, FIRST, LAST, PROBE, forward_kernel
 from cce_dist.kernels.pack import pack_kernel
 from cce_dist.kernels.targets import targets_kernel
+from cce_dist.local_triton_bounds import Agree, raise_lower
 from cce_dist.local_triton_exact import KeptLogits, Region
 from cce_dist.local_triton_extras import (
     NUM_EXTRAS,
@@ -58,10 +59,12 @@ def local_stats(
     threshold: float,
     workspace_bytes: int,
     keep_logits: KeptLogits | None = None,
+    agree: Agree | None = None,
 ) -> tuple[Stats, Marks | None]:
-    """Statistics of every token over this rank's shard (no communication). Deterministic.
+    """Statistics of every token over this rank's shard. Deterministic.
 
-    Args: those of `local_torch.local_stats`; `keep_logits`: filled; without `score`.
+    Args: those of `local_torch.local_stats`; `keep_logits`: filled; without `score`; `agree`:
+        called `ROUNDS` times.
     Returns:
         Stats with fields [N] fp32, 0 for tokens that don't count.
         Marks if `score`, else None.
@@ -72,8 +75,11 @@ def local_stats(
         order = similar_order(tokens)
         tokens = tokens.reordered(order)
     run = _Forward.of(tokens, head, wanted, score, keep_logits)
-    launches = run.launches
-    for launch in launches:
+    launches = run.launches(agree is not None)
+    for at, launch in enumerate(launches):
+        if agree is not None and at:
+            after = launches[at - 1].number
+            raise_lower(agree, run.parts, run.shape, len(tokens), after, order)
         run.launch(threshold, score_largest, launch)
     last = _Launch(launches[-1].number, 0, run.num_tiles, robust=True)
     run.launch(threshold, score_largest, last)
@@ -202,13 +208,12 @@ class _Forward:
         """[N] which tokens count, in the order of the packed ones."""
         return torch.arange(len(self.tokens), device=self.weight.device) < self.count
 
-    @property
-    def launches(self) -> tuple[_Launch, ...]:
+    def launches(self, ranks_agree: bool) -> tuple[_Launch, ...]:
         """Each begins with what the splits of the one before have summed."""
         kept, columns = self.keep_logits, self.tiles.columns
         if kept is None:
             # One program at a time makes one split, which has no others to wait for.
-            alone = num_programs(self.weight) == 1
+            alone = num_programs(self.weight) == 1 and not ranks_agree
             numbers = (ALONE.value,) if alone else range(LAST.value + 1)
             return tuple(_Launch(number, 0, self.num_tiles) for number in numbers)
         end = kept.first_column // columns

@@ -119,7 +119,8 @@ def linear_cross_entropy(
         RuntimeError: a backward through lse or entropy with gradient="in_forward".
     Collectives on `group`, bytes a rank: forward one all-gather of 8 N + 24 ("in_forward": one a
         chunk of tokens), and 4 N more for label smoothing, 4 N for entropy, 8 N for correct, 16 N
-        for moments; one more of 4 N for tail_mass. Backward one all-reduce of [N, D] fp32,
+        for moments; one more of 4 N for tail_mass; four of 4 N before it where the Triton
+        backend filters. Backward one all-reduce of [N, D] fp32,
         which "in_forward" makes in the forward.
         sequence_parallel: an all-gather of hidden in each, and a reduce-scatter instead of the
         all-reduce.

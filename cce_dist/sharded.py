@@ -1,7 +1,8 @@
 """The algorithm. Read this first.
 
 Every rank holds some rows of the LM head and computes four steps, of which the second and the
-last talk to the other ranks, once each:
+last talk to the other ranks, once each. (Where the first one is to tell which columns matter, ranks
+also tell each other what each token's lse is at least, four times while it goes on.)
 
     local_stats          log-sum-exp and target logit of this rank's columns, tile by tile
     merge_stats          log-add-exp over the ranks: every rank gets the same lse
@@ -13,6 +14,7 @@ The group may be tensor-parallel ranks, pipeline ranks, or their product.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from torch import Tensor
 from cce_dist.collectives import (
     gather_tokens,
     group_size,
+    merge_bounds,
     merge_stats,
     reduce_grad_hidden,
     sum_over_ranks,
@@ -74,15 +77,20 @@ def forward(
     tokens: Tokens, head: Head, plan: Plan, *, score: bool, keep_logits: Any = None
 ) -> tuple[Stats, Any]:
     """Steps 1 and 2. Scores stay on this rank, for the filter of the backward; so do logits."""
+    score = score and plan.filters
+    how: dict[str, Any] = {}
+    if score and plan.backend.agrees and group_size(plan.group) > 1:
+        how["agree"] = functools.partial(merge_bounds, group=plan.group)
     local, scores = plan.backend.stats(
         tokens,
         head,
         wanted=plan.wanted,
-        score=score and plan.filters,
+        score=score,
         score_largest=plan.options.filter.eps is not None,
         threshold=plan.threshold,
         workspace_bytes=plan.options.workspace_bytes,
         keep_logits=keep_logits,
+        **how,
     )
     return _merge(local, tokens, plan), scores
 

@@ -523,6 +523,58 @@ def test_linear_cross_entropy_talks_once_each_way_by_triton(gradient: str) -> No
         assert kinds(found["backward"]) == backward
 
 
+def count_kept(group: dist.ProcessGroup | None, case: Case) -> tuple[dict[str, Tensor], int]:
+    """The outputs, and how many pairs of a column and a block this rank has kept."""
+    from cce_dist import local_triton
+
+    counts: list[int] = []
+    made = local_triton.marks_of
+
+    def counted(*args: Any, **options: Any) -> Any:
+        marks = made(*args, **options)
+        counts.append(sum(word.bit_count() for word in marks.kept.flatten().tolist()))
+        return marks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_triton, "marks_of", counted)
+        outputs = run_case(group, case)
+    return outputs, sum(counts)
+
+
+def rare_tokens_on_the_second_rank(num_classes: int = 4608) -> Case:
+    """A third of the vocabulary, of a thousandth of each token's mass, and no target."""
+    inputs = gaussian_inputs(256, num_classes, 16, generator=generator())
+    bias = torch.zeros(num_classes)
+    bias[2 * num_classes // 3 :] = -6
+    inputs = replace(inputs, bias=bias, targets=inputs.targets % (2 * num_classes // 3))
+    return Case(inputs, {"filter": Filter(keep=0.05), "stats": ("lse", "tail_mass")})
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "bounds", [((0, 3072), (3072, 4608)), ((0, 3072), (3072, 3072), (3072, 4608))]
+)
+def test_a_rank_of_rare_tokens_keeps_what_one_rank_keeps_there(bounds: Bounds) -> None:
+    case = rare_tokens_on_the_second_rank()
+    found = shared_pool().run(len(bounds), count_kept, replace(case, bounds=bounds).at(TRITON_CPU))
+    joined = join_ranks(replace(case, bounds=bounds), [outputs for outputs, _ in found])
+    check_outputs(
+        case.at(TRITON_CPU), joined, but=("grad_hidden", "grad_weight", "grad_bias", "tail_mass")
+    )
+    # By their true mass none of their 1536 columns reaches the threshold in either block; by their
+    # own lse all would. One tile comes before the ranks first agree.
+    assert found[0][1] > 0
+    assert found[-1][1] <= 2 * 128
+
+
+@pytest.mark.interpreter
+def test_ranks_that_filter_by_triton_agree_four_times_on_a_bound() -> None:
+    case = replace(rare_tokens_on_the_second_rank(), options={"filter": Filter(keep=0.05)})
+    for found in shared_pool().run(2, count_calls, case.at(TRITON_CPU)):
+        assert kinds(found["forward"]) == ["all_gather"] * 5
+        assert [size for _, size in found["forward"][:4]] == [2 * 256] * 4
+
+
 # -- kinds of groups ----------------------------------------------------------------------------
 
 

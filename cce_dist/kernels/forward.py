@@ -131,9 +131,12 @@ def begin_state(
     elif (launch >= FIRST) & (launch < ALONE):
         ref = tl.load(before_ptrs + own)
         merged = merged_reference(before_ptrs, splits, stride, size, BLOCK_N)
+        # What other ranks have summed may have raised it.
+        highest = tl.maximum(highest, merged)
         # Logits are kept over a reference that all splits have: the split's own, which is not above
         # these two, may be infinite where its sum overflowed.
-        highest = tl.maximum(tl.load(lower_ptrs) if HAS_LOGITS else ref, merged)
+        if not HAS_LOGITS:
+            highest = tl.maximum(highest, ref)
         # PROBE was for its references alone.
         goes_on = (launch > FIRST) & counts
         earlier = tl.load(before_ptrs + own + size, mask=goes_on, other=0.0)
@@ -159,7 +162,7 @@ def forward_kernel(
     class_weight_ptr,  # [V]
     count_ptr,  # [1] int32: tokens that count
     shape_ptr,  # [3] int32: blocks of them, splits of the vocabulary, blocks at a time
-    lower_ptr,  # [N] a lower bound of the token's lse, log2
+    lower_ptr,  # [N] a lower bound of the token's lse over all ranks, log2
     state_ptr,  # [2, 4, size], size not below splits * blocks * BLOCK_N. Of a split and a token: a
     # reference `ref`, a lower bound of lse, log2; the sum of exp2(z - ref) over its columns; of
     # exp2(z - ref) softcap'(z) over those not kept; of exp2(z - ref) (z - ref), log2. A launch
@@ -326,3 +329,25 @@ def forward_kernel(
     if HAS_SCORE:
         of_dropped = whole_sum(dropped) + tl.load(state_ptrs + 2 * size)
         tl.store(state_ptrs + 2 * size, of_dropped)
+
+
+@triton.jit(do_not_specialize=["launch"])
+def bound_kernel(
+    shape_ptr,  # [3] int32
+    lower_ptr,  # [N]
+    state_ptr,  # [2, 4, size]
+    bound_ptr,  # [N] what `launch` knows: a lower bound of this shard's lse, log2: out
+    launch,
+    size,
+    BLOCK_N: tl.constexpr,
+):
+    """One program a block of tokens, for the other ranks."""
+    num_blocks = tl.load(shape_ptr)
+    splits = tl.load(shape_ptr + 1)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    bound = tl.load(lower_ptr + rows)
+    if tl.program_id(0) < num_blocks:
+        state_ptrs = state_ptr + launch % 2 * 4 * size + rows
+        merged = merged_reference(state_ptrs, splits, num_blocks * BLOCK_N, size, BLOCK_N)
+        bound = tl.maximum(bound, merged)
+    tl.store(bound_ptr + rows, bound)

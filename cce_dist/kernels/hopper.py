@@ -77,7 +77,9 @@ def begin_state(
             total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
             top = higher
         before = gl.load(before_ptrs + own)
-        ref = gl.maximum(before, gl.where(total > 0, top + gl.log2(total), numbers.LOWEST))
+        # What other ranks have summed may have raised the lower bound.
+        ref = gl.maximum(ref, before)
+        ref = gl.maximum(ref, gl.where(total > 0, top + gl.log2(total), numbers.LOWEST))
         shrink = exp2_of(before - ref)
         # PROBE was for its references alone.
         goes_on = (launch > forward.FIRST) & counts
