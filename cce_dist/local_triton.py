@@ -76,10 +76,11 @@ def local_stats(
         tokens = tokens.reordered(order)
     run = _Forward.of(tokens, head, wanted, score, keep_logits)
     launches = run.launches(agree is not None)
+    own = run.parts["lower"] if agree is None else run.parts["lower"].clone()
     for at, launch in enumerate(launches):
         if agree is not None and at:
             after = launches[at - 1].number
-            raise_lower(agree, run.parts, run.shape, len(tokens), after, order)
+            raise_lower(agree, own, run.parts, run.shape, len(tokens), after, order)
         run.launch(threshold, score_largest, launch)
     last = _Launch(launches[-1].number, 0, run.num_tiles, robust=True)
     run.launch(threshold, score_largest, last)

@@ -25,6 +25,7 @@ Agree = Callable[[Tensor], Tensor]
 
 def raise_lower(
     agree: Agree,
+    own: Tensor,
     parts: dict[str, Tensor],
     shape: Tensor,
     num_tokens: int,
@@ -34,6 +35,8 @@ def raise_lower(
     """Where the next launch begins: parts["lower"] [N_padded], in place, as all ranks know it.
 
     Args:
+        own: [N_padded] what it was before the first exchange, of this shard's columns alone: what
+            other ranks have counted must not be counted once more by each.
         shape: [3] of the forward.
         after: the launch that this shard's bound comes from.
         order: [N] the packed tokens' places in the caller's order, if it is another one.
@@ -41,7 +44,7 @@ def raise_lower(
     lower, state = parts["lower"], parts["state"]
     bound = torch.empty_like(lower)
     bound_kernel[(len(lower) // TOKEN_BLOCK,)](
-        shape, lower, state, bound, after, state.shape[2], BLOCK_N=TOKEN_BLOCK
+        shape, own, state, bound, after, state.shape[2], BLOCK_N=TOKEN_BLOCK
     )
     mine = bound[:num_tokens]
     if order is None:

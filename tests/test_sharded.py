@@ -389,10 +389,9 @@ def test_filtered_on_a_group_is_bounded_by_its_tail_mass(
     dropped = torch.where(kept, 0, p).sum(-1)
     assert float(dropped.mean()) > 0.05
     # Recorded masses are upper bounds: never more is dropped than by the definition. Triton's
-    # are those of a rank alone, which keeps more the more ranks there are.
+    # are those that the ranks know of when a tile is made.
     assert bool((outputs["tail_mass"] <= dropped + rounding).all())
-    least = 0.02 if place.backend == "triton" else 0.1
-    assert float(outputs["tail_mass"].mean()) > least * float(dropped.mean())
+    assert float(outputs["tail_mass"].mean()) > 0.1 * float(dropped.mean())
     mass = (2 if tail else 1) * outputs["tail_mass"].double()
     error = (outputs["grad_hidden"] - golden["grad_hidden"]).norm(dim=-1)
     longest = inputs.weight.double().norm(dim=-1).max()
