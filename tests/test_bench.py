@@ -194,6 +194,20 @@ def test_bench_tiles_needs_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert "the Triton kernels do not run here" in got
 
 
+def test_bench_first_call_command(tmp_path: Path) -> None:
+    path = tmp_path / "first.csv"
+    tiny = ["--shape", "64x300x16", "--device", "cpu", "--dtype", "float32"]
+    invoke("first-call", *tiny, "--gradient", "exact", "--csv", str(path))
+    rows = read_csv(path)
+    assert [row["kernel_cache"] for row in rows] == ["empty", "filled"]
+    assert all(row["method"] == "exact" for row in rows)
+    assert all(0 <= float(row["seconds_to_loss"]) <= float(row["seconds"]) for row in rows)
+    assert "gradient must be one of" in refuse("first-call", *tiny, "--gradient", "approximate")
+    assert "dtype must name a torch dtype" in refuse(
+        "first-call", "--device", "cpu", "--dtype", "float33"
+    )
+
+
 def test_bench_filter_command(tmp_path: Path) -> None:
     path = tmp_path / "filter.csv"
     arguments = ["--tokens", "64", "--vocab", "500", "--dim", "16"]

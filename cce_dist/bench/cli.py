@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -11,68 +12,36 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .arguments import (
+    BackendName,
+    Budget,
+    CsvPath,
+    Device,
+    Dtype,
+    Extra,
+    Failed,
+    Ignored,
+    Inputs,
+    JsonPath,
+    Names,
+    PeerPath,
+    Peers,
+    Repeats,
+    Shapes,
+    Size,
+    Threads,
+    Timeout,
+    Tokens,
+    WorstRatio,
+)
+
 if TYPE_CHECKING:
-    from .guard import DeviceLostError
     from .inputs import BenchInputs
     from .shapes import Shape
 
 app = typer.Typer(
     help="Measure time, memory and error; correctness is checked first.", no_args_is_help=True
 )
-
-Size = Annotated[int, typer.Option(min=1)]
-Names = list[str] | None
-CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows here as well.")]
-JsonPath = Annotated[Path | None, typer.Option("--json", help="The same, numbers unrounded.")]
-Inputs = Annotated[
-    Names,
-    typer.Option(help="gaussian, zipf, or a file of `bench capture`; may be repeated. [zipf]"),
-]
-Shapes = Annotated[
-    Names,
-    typer.Option(
-        "--shape",
-        help="A model's head, such as gemma2-2b, or TOKENSxVOCABxDIM; may be repeated. In place "
-        "of --vocab and --dim.",
-    ),
-]
-Tokens = Annotated[int | None, typer.Option(min=1, help="[2048; of a model's head 8192]")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
-Device = Annotated[str, typer.Option(help='"cpu", "cuda", ...')]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")]
-Ignored = Annotated[
-    float, typer.Option(min=0, max=0.99, help="Share of the targets that are ignored.")
-]
-BackendName = Annotated[str, typer.Option(help="Of our own methods: auto, triton or torch.")]
-Peers = Annotated[
-    str | None,
-    typer.Option(
-        help="all, none, or names with commas. By default all on a GPU, on a CPU those that need "
-        "no compiler; none beside --method."
-    ),
-]
-PeerPath = Annotated[
-    list[Path] | None,
-    typer.Option(help="A folder that Python may import peers from; may be repeated."),
-]
-Extra = Annotated[
-    Names,
-    typer.Option(help="One more peer: NAME=MODULE:FUNCTION, of (hidden, weight, targets)."),
-]
-Failed = Annotated[Names, typer.Option(hidden=True, help="NAME=REASON of a peer not to be run.")]
-Repeats = Annotated[int, typer.Option(min=3, help="Launches of each method.")]
-Budget = Annotated[
-    float,
-    typer.Option(min=0, help="Seconds a method is timed for at most, if 3 launches fit; 0: any."),
-]
-Timeout = Annotated[
-    float, typer.Option(min=0, help="Seconds for a peer to import, compile and run; 0: any.")
-]
-
-WorstRatio = Annotated[
-    float,
-    typer.Option(help="Our gradients' errors over dense torch's; more, and nothing is timed."),
-]
 
 
 @app.command("loss")
@@ -112,7 +81,7 @@ def loss_command(
 
     Files are written anew after every method, so that nothing measured is lost.
     """
-    from .guard import DeviceLostError
+    from .guard import DeviceLostError, restart_without
     from .loss import Settings
     from .methods import choose_methods, parse_backend
     from .report import Report
@@ -138,7 +107,7 @@ def loss_command(
     try:
         measure_all(cases, methods, settings, report, _reasons(failed))
     except DeviceLostError as error:
-        _restart_without(error)
+        restart_without(error)
 
 
 @app.command("filter")
@@ -204,6 +173,33 @@ def tiles_command(
         report.finish_case()
 
 
+@app.command("first-call")
+def first_call_command(
+    tokens: Tokens = None,
+    vocab: Size = 16384,
+    dim: Size = 256,
+    shape: Shapes = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cuda",
+    gradient: Annotated[Names, typer.Option(help="May be repeated. [all three]")] = None,
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Seconds of a process's first loss and gradients, with and without compiled kernels."""
+    from .first_call import bench_first_calls
+    from .report import Report
+
+    with _refusals():
+        shapes = _shapes("zipf", shape, tokens, vocab, dim)
+    ways = gradient or ["filtered", "exact", "in_forward"]
+    report = Report(_machine(device, 0), csv_path, json_path, None)
+    for found in shapes:
+        with _refusals():
+            rows = bench_first_calls(found, dtype=dtype, device=device, gradients=ways)
+        report.add({**dataclasses.asdict(found), "dtype": dtype}, rows)
+        report.finish_case()
+
+
 @app.command()
 def paper(
     table: Annotated[Names, typer.Option(help="1, A1 or A2; may be repeated. [all]")] = None,
@@ -229,7 +225,7 @@ def paper(
 
     --shape takes one of a table's shapes, so that a run can be split, or another in its place.
     """
-    from .guard import DeviceLostError
+    from .guard import DeviceLostError, restart_without
     from .loss import Settings
     from .methods import choose_methods, parse_backend
     from .paper import TABLES, PaperCase, bench_paper
@@ -266,7 +262,7 @@ def paper(
         for path in bench_paper(cases, methods, settings, machine, out, failed=_reasons(failed)):
             typer.echo(path)
     except DeviceLostError as error:
-        _restart_without(error)
+        restart_without(error)
 
 
 @app.command()
@@ -388,12 +384,3 @@ def _machine(device: str, threads: int) -> dict[str, str]:
 
 def _reasons(failed: Names) -> dict[str, str]:
     return dict(text.split("=", 1) for text in failed or ())
-
-
-def _restart_without(error: DeviceLostError) -> None:
-    """Begins anew in a fresh process: this one's CUDA context is gone."""
-    import os
-
-    typer.echo(f"the device was lost in {error}; starting again without it", err=True)
-    again = [*sys.argv[1:], "--failed", f"{error.name}={error.reason}"]
-    os.execv(sys.executable, [sys.executable, "-m", "cce_dist", *again])

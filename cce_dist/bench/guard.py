@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -60,3 +62,10 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+
+
+def restart_without(error: DeviceLostError) -> None:
+    """Begins anew in a fresh process: this one's CUDA context is gone."""
+    print(f"the device was lost in {error}; starting again without it", file=sys.stderr)
+    again = [*sys.argv[1:], "--failed", f"{error.name}={error.reason}"]
+    os.execv(sys.executable, [sys.executable, "-m", "cce_dist", *again])

@@ -56,6 +56,8 @@ FORMATS = {
     "of_roofline": ".2f",
     "peak_extra_mib": ".0f",
     "over_gradients_mib": ".0f",
+    "seconds": ".1f",
+    "seconds_to_loss": ".1f",
 }
 
 
