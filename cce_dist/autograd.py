@@ -52,7 +52,20 @@ class Call:
     def tokens(self, hidden: Tensor) -> Tokens:
         rows = None if self.rows is None else self.rows.long()
         hidden = sharded.gather_hidden(hidden, self.plan)
-        return Tokens(hidden, rows, self.local_targets.long(), self.count)
+        targets = self.local_targets
+        if not self.plan.backend.takes_int32:
+            targets = targets.long()
+        return Tokens(hidden, rows, targets, self.count)
+
+    def rehearse(
+        self, tokens: Tokens, head: Head, dtype: torch.dtype, needed: tuple[bool, ...]
+    ) -> None:
+        """Args: dtype: of the weight. needed: whether hidden, weight, bias need a gradient."""
+        into, needs = self.grad_weight_into, Needs(needed[0], needed[2])
+        written = dtype if into is None else into.dtype
+        if not needed[1]:
+            into = written = None
+        sharded.rehearse(tokens, head, self.plan, needs, written, accumulate=into is not None)
 
 
 @dataclass(frozen=True)
@@ -121,6 +134,8 @@ class TwoPass(torch.autograd.Function):
             ctx.target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
             spare = None if ctx.target.accumulate else ctx.target.rows
             ctx.logits = sharded.room_for_logits(head, len(tokens), call.plan, spare)
+        if call.record:
+            call.rehearse(tokens, head, weight.dtype, ctx.needs_input_grad)
         stats, scores = sharded.forward(
             tokens,
             head,

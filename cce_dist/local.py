@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cce_dist import local_torch, local_torch_filter, local_torch_grads
 from cce_dist.options import Backend, LossOptions
-from cce_dist.partials import Head, LocalGrads, Stats, Tokens
+from cce_dist.partials import Head, LocalGrads, Stats, StepKind, Tokens
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class LocalBackend:
     grads: Callable[..., LocalGrads]
     # Whether it takes Tokens.count: the host then never asks how many tokens count.
     counts_on_device: bool
+    # Whether Tokens.local_targets may be int32.
+    takes_int32: bool = False
     # Whether `grads` takes complete=True: the hidden gradient as autograd wants it.
     completes: bool = False
     # Whether its blocks hold similar tokens, of which the default filter then keeps less.
@@ -38,6 +40,8 @@ class LocalBackend:
     agrees: bool = False
     # Room for the logits that `stats` keeps for `grads` (keep_logits); None: it cannot.
     room_for_logits: Callable[..., Any] | None = None
+    # (tokens, head, StepKind): compiles what the others will run; None: nothing to compile.
+    rehearse: Callable[[Tokens, Head, StepKind], None] | None = None
 
 
 TORCH = LocalBackend(
@@ -55,6 +59,7 @@ def _triton() -> LocalBackend:
         local_triton_exact,
         local_triton_grads,
         local_triton_lists,
+        local_triton_rehearsal,
     )
 
     return LocalBackend(
@@ -62,10 +67,12 @@ def _triton() -> LocalBackend:
         kept=local_triton_lists.local_kept,
         grads=local_triton_grads.local_grads,
         counts_on_device=True,
+        takes_int32=True,
         completes=True,
         orders_tokens=True,
         agrees=True,
         room_for_logits=local_triton_exact.KeptLogits.make,
+        rehearse=local_triton_rehearsal.rehearse,
     )
 
 

@@ -36,6 +36,7 @@ from cce_dist.local_triton_inputs import (
     tiles_of,
     with_unit_inner_stride,
 )
+from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import Marks, marks_of
 from cce_dist.local_triton_tiles import (
     Tiles,
@@ -233,7 +234,7 @@ class _Forward:
         padded, stride = self.packed.shape
         self.parts["lower"] = self.parts["state"].new_empty(padded)
         block = 16
-        pack_kernel[(triton.cdiv(padded, block),)](
+        start(pack_kernel, (triton.cdiv(padded, block),))(
             hidden,
             self.weight,
             self._or_dummy(self.head.bias),
@@ -279,7 +280,7 @@ class _Forward:
             return
         use_tma, region = takes_tma(self.weight), launch.region
         logits = self.count if region is None else region.as_logits()
-        forward_kernel[(self.grid,)](
+        start(forward_kernel, (self.grid,))(
             tiles_of(self.packed[:, :dim], TOKEN_BLOCK, tiles.dims, use_tma),
             tiles_of(self.weight, self.columns, tiles.dims, use_tma),
             self._or_dummy(head.bias),
@@ -332,7 +333,7 @@ class _Forward:
         dropped = torch.empty_like(lse) if self.score else None
         entropy = torch.empty_like(lse) if self.wanted.entropy else None
         block = 128
-        finish_kernel[(triton.cdiv(padded, block),)](
+        start(finish_kernel, (triton.cdiv(padded, block),))(
             self.count,
             self.shape,
             parts["state"],
@@ -366,7 +367,7 @@ class _Forward:
     def _targets(self, lse: Tensor, dropped: Tensor | None) -> Tensor:
         """The targets' logits [N_padded]; marks their columns as kept."""
         logit = torch.empty_like(lse)
-        targets_kernel[(self.num_blocks,)](
+        start(targets_kernel, (self.num_blocks,))(
             self.packed,
             self.weight,
             self._or_dummy(self.head.bias),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels.forward import LAST, bound_kernel
+from cce_dist.local_triton_launch import start
 from cce_dist.options import TOKEN_BLOCK
 
 # How often the forward asks: before each launch but PROBE.
@@ -43,7 +44,7 @@ def raise_lower(
     """
     lower, state = parts["lower"], parts["state"]
     bound = torch.empty_like(lower)
-    bound_kernel[(len(lower) // TOKEN_BLOCK,)](
+    start(bound_kernel, (len(lower) // TOKEN_BLOCK,))(
         shape, own, state, bound, after, state.shape[2], BLOCK_N=TOKEN_BLOCK
     )
     mine = bound[:num_tokens]

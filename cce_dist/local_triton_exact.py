@@ -19,6 +19,7 @@ from torch import Tensor
 from cce_dist.kernels.exact import exact_logits_kernel, exact_targets_kernel
 from cce_dist.kernels.exact_products import exact_products_kernel
 from cce_dist.local_triton_inputs import padded_dim, tiles_of
+from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_tiles import (
     cached_blocks,
     num_programs,
@@ -122,7 +123,7 @@ def products_of_every_column(run: Backward, common: dict[str, Any]) -> None:
     for index, region in enumerate(regions):
         _d_logits(run, hidden, region)
         use_tma, block_k = takes_tma(weight), table.dims
-        exact_products_kernel[(num_programs(weight),)](
+        start(exact_products_kernel, (num_programs(weight),))(
             **common,
             hidden=tiles_of(hidden, block_k, table.columns, use_tma),
             weight=tiles_of(weight, block_k, table.columns, use_tma),
@@ -181,7 +182,7 @@ def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
     if poor is not None:
         _launch_logits(run, hidden, region, poor, common, has_logits=True)
     _launch_logits(run, hidden, region, poor, common)
-    exact_targets_kernel[(run.num_blocks,)](**common, target_ptr=of_tokens.targets)
+    start(exact_targets_kernel, (run.num_blocks,))(**common, target_ptr=of_tokens.targets)
 
 
 def _launch_logits(
@@ -197,7 +198,7 @@ def _launch_logits(
     # Logits that are there already take no product, and a smaller tile.
     columns = table.dims if has_logits else table.columns
     use_tma = takes_tma(weight)
-    exact_logits_kernel[(num_programs(weight) * (4 if has_logits else 1),)](
+    start(exact_logits_kernel, (num_programs(weight) * (4 if has_logits else 1),))(
         hidden=tiles_of(hidden, TOKEN_BLOCK, table.dims, use_tma),
         weight=tiles_of(weight, columns, table.dims, use_tma),
         workspace=tiles_of(region.memory, columns, TOKEN_BLOCK, use_tma),

@@ -18,6 +18,7 @@ from cce_dist.kernels.spread import spread_kernel
 from cce_dist.kernels.tail import group_sums_kernel, token_sums_kernel
 from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_inputs import for_kernels, with_unit_inner_stride
+from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, KeptColumns, Lists
 from cce_dist.local_triton_products import products
 from cce_dist.local_triton_tail import GROUPS, centroids
@@ -190,7 +191,7 @@ class Backward:
         dim, block_d = self.weight.shape[1], 128
         part = self.weight.new_empty(2, self.num_blocks, dim, dtype=torch.float32)
         part_bias = part.new_empty(2, self.num_blocks)
-        token_sums_kernel[(self.num_blocks, triton.cdiv(dim, block_d))](
+        start(token_sums_kernel, (self.num_blocks, triton.cdiv(dim, block_d)))(
             self.hidden,
             self.of_tokens.rows,
             self.count,
@@ -207,7 +208,7 @@ class Backward:
         )
         self.sums = torch.empty_like(self.centroid)
         self.bias_sums = torch.empty_like(inverse)
-        group_sums_kernel[(GROUPS, triton.cdiv(dim, block_d))](
+        start(group_sums_kernel, (GROUPS, triton.cdiv(dim, block_d)))(
             part,
             part_bias,
             inverse,
@@ -228,7 +229,7 @@ class Backward:
         if complete:
             out = self.weight.new_empty(num_tokens, dim)
         block_d = 128
-        spread_kernel[(self.num_blocks, triton.cdiv(dim, block_d))](
+        start(spread_kernel, (self.num_blocks, triton.cdiv(dim, block_d)))(
             packed,
             self.or_dummy(self.centroid),
             self.of_tokens.rows,

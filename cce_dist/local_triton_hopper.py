@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_tiles import Tiles, interpreted, takes_tma
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head
@@ -97,7 +98,7 @@ def launch_forward(
     size = how.programs * how.groups * TOKEN_BLOCK
     rows = tiles.columns // how.groups
     hidden_tile, weight_tile = [TOKEN_BLOCK, tiles.dims], [rows, tiles.dims]
-    hopper_forward_kernel[(how.programs,)](
+    start(hopper_forward_kernel, (how.programs,))(
         TensorDescriptor.from_tensor(packed, hidden_tile, _layout(*hidden_tile, weight.dtype)),
         TensorDescriptor.from_tensor(weight, weight_tile, _layout(*weight_tile, weight.dtype)),
         count if head.bias is None else head.bias,

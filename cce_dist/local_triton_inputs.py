@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist.kernels.similar import similar_kernel
+from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_tiles import interpreted
 from cce_dist.partials import Head, Tokens
 
@@ -64,7 +65,7 @@ def similar_order(tokens: Tokens) -> Tensor:
     rows, count = rows_of(tokens)
     num_tokens, block = len(tokens), 512 if interpreted() else 32
     key = torch.empty(num_tokens, dtype=torch.uint8, device=hidden.device)
-    similar_kernel[(triton.cdiv(num_tokens, block),)](
+    start(similar_kernel, (triton.cdiv(num_tokens, block),))(
         hidden,
         rows,
         count,

@@ -18,6 +18,7 @@ from cce_dist.kernels.plan import (
     segments_kernel,
     tiles_kernel,
 )
+from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_tail import GROUPS, TAIL_GROUPS
 from cce_dist.local_triton_tiles import interpreted, tiles_for
 from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
@@ -40,6 +41,7 @@ class Marks:
     order: Tensor | None
     seed: Tensor  # [1] int32, of the data: the same for the same inputs, not for the next step's
     blocks_per_group: int
+    blocks_padded: int  # a power of two above num_blocks
 
     @property
     def num_bytes(self) -> int:
@@ -68,10 +70,11 @@ def marks_of(
     share = torch.empty(groups, num_columns, dtype=share_dtype, device=mass.device)
     seed = lse[:1].view(torch.int32)
     if order is not None:
-        order = order.short() if len(order) <= 2**15 else order.int()
-    marks = Marks(bits[0], bits[1], share, log_dropped, order, seed, blocks_per_group)
+        order = order.to(order_dtype(len(order)))
+    padded = blocks_padded(num_blocks)
+    marks = Marks(bits[0], bits[1], share, log_dropped, order, seed, blocks_per_group, padded)
     block = 512 if interpreted() else 64
-    marks_kernel[(triton.cdiv(num_columns, block),)](
+    start(marks_kernel, (triton.cdiv(num_columns, block),))(
         mass,
         count,
         marks.seed,
@@ -89,6 +92,15 @@ def marks_of(
         HAS_DRAWN=draws,
     )
     return marks
+
+
+def order_dtype(num_tokens: int) -> torch.dtype:
+    return torch.int16 if num_tokens <= 2**15 else torch.int32
+
+
+def blocks_padded(num_blocks: int) -> int:
+    """A power of two above it, the same for up to 32,512 tokens: kernels are compiled for it."""
+    return max(256, triton.next_power_of_2(num_blocks + 1))
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,7 @@ class Lists:
             max_rows=max_rows,
             max_pairs=max_pairs,
         )
-        tiles_kernel[(num_tiles,)](
+        start(tiles_kernel, (num_tiles,))(
             marks.kept,
             marks.drawn,
             order,
@@ -193,16 +205,16 @@ class Lists:
             HAS_DRAWN=draws,
         )
         lists = replace(lists, starts=torch.cumsum(counts, 1, dtype=torch.int32))
-        lists._cut(windows, step, segment)
+        lists._cut(windows, step, segment, marks.blocks_padded)
         return lists
 
-    def _cut(self, windows: tuple[int, int], step: int, segment: int) -> None:
+    def _cut(self, windows: tuple[int, int], step: int, segment: int, padded: int) -> None:
         """Where chunks end, and where blocks' lists stand in them."""
         num_tiles, num_blocks = self.blocks.shape
-        chunks_kernel[(1,)](
+        start(chunks_kernel, (1,))(
             self.starts, self.first, self.num_chunks, num_tiles, num_blocks, *windows, BLOCK=1024
         )
-        segments_kernel[(self.max_chunks,)](
+        start(segments_kernel, (self.max_chunks,))(
             self.starts,
             self.first,
             self.num_chunks,
@@ -210,14 +222,10 @@ class Lists:
             self.segment,
             num_tiles,
             num_blocks,
-            BLOCKS=self.blocks_padded,
+            BLOCKS=padded,
             ROWS=step,
             SEGMENT=segment,
         )
-
-    @property
-    def blocks_padded(self) -> int:
-        return triton.next_power_of_2(self.blocks.shape[1] + 1)
 
 
 def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
@@ -225,7 +233,7 @@ def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
     num_columns, words = marks.kept.shape
     key = torch.empty(num_columns, dtype=torch.int32, device=marks.kept.device)
     block = 256
-    key_kernel[(triton.cdiv(num_columns, block),)](
+    start(key_kernel, (triton.cdiv(num_columns, block),))(
         marks.kept,
         marks.drawn,
         key,

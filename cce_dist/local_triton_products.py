@@ -17,6 +17,7 @@ from torch import Tensor
 from cce_dist.kernels.backward import filtered_kernel
 from cce_dist.local_triton_exact import products_of_every_column
 from cce_dist.local_triton_inputs import tiles_of
+from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, Lists
 from cce_dist.local_triton_tail import GROUPS
 from cce_dist.local_triton_tiles import interpreted, num_programs, rounds_exp2, takes_tma
@@ -109,7 +110,7 @@ def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> None:
     workspace = weight.new_empty(lists.max_rows + TILE, TOKEN_BLOCK)
     workspace[lists.max_rows :] = 0
     programs = num_programs(weight) * (1 if interpreted() else table.residents)
-    filtered_kernel[(programs,)](
+    start(filtered_kernel, (programs,))(
         **common,
         place_ptr=run.place,
         seed_ptr=marks.seed,
@@ -139,7 +140,7 @@ def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> None:
         words=marks.kept.shape[1],
         groups=run.groups,
         SEGMENT=segment,
-        BLOCKS=lists.blocks_padded,
+        BLOCKS=marks.blocks_padded,
         HAS_DRAWN=lists.draws,
         HAS_TAIL=run.share is not None,
         UNKEPT=TILE if interpreted() else 32,

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from cce_dist.kernels.tail import centroid_kernel, merge_kernel
+from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_tiles import num_programs
 from cce_dist.partials import Head
 
@@ -38,7 +39,7 @@ def centroids(
     seen = weight.new_empty(splits, GROUPS, dtype=torch.float32)
     total = weight.new_empty(slices * splits, GROUPS, dtype=torch.float32)
     has_class_weight = with_mean and head.class_weight is not None
-    centroid_kernel[(slices, splits)](
+    start(centroid_kernel, (slices, splits))(
         weight,
         total if share is None else share,
         head.class_weight if has_class_weight else total,
@@ -60,7 +61,7 @@ def centroids(
     )
     centroid = weight.new_empty(GROUPS, dim, dtype=torch.float32)
     inverse = weight.new_empty(GROUPS, dtype=torch.float32)
-    merge_kernel[(GROUPS, slices)](
+    start(merge_kernel, (GROUPS, slices))(
         part,
         seen,
         total,

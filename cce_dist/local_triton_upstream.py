@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cce_dist.kernels.upstream import pull_kernel, unit_kernel
 from cce_dist.local_triton_inputs import rows_of
+from cce_dist.local_triton_launch import start
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens, Upstream
 
@@ -68,7 +69,7 @@ class Pull:
         vectors = (lse, target_logit, *given, entropy, dropped_mass)
         contiguous = (None if x is None else x.contiguous() for x in vectors)
         inputs = (order, count, *contiguous, unit)
-        pull_kernel[(num_blocks,)](
+        start(pull_kernel, (num_blocks,))(
             rows,
             tokens.local_targets,
             *(count if x is None else x for x in inputs),
@@ -100,7 +101,7 @@ def _unit_of(given: list[Tensor | None], head: Head, lse: Tensor, count: Tensor)
     if head.weight.element_size() > 2 or all(g is None for g in given):
         return lse.new_ones(1)
     unit = lse.new_empty(1)
-    unit_kernel[(1,)](
+    start(unit_kernel, (1,))(
         *(count if g is None else g for g in given),
         unit,
         len(lse),

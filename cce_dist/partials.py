@@ -35,7 +35,8 @@ class Tokens:
 
     hidden: Tensor  # [N_all, D]
     rows: Tensor | None  # [N] int64, rows of hidden; None: all of them
-    local_targets: Tensor  # [N] int64; -1 = not in this shard
+    # [N] int64, or int32 for a backend that takes it; -1 = not in this shard
+    local_targets: Tensor
     # [1] int32: only the first `count` tokens are computed, and the host doesn't know how many.
     count: Tensor | None = None
 
@@ -206,6 +207,21 @@ class Needs:
 
     hidden: bool
     bias: bool
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What a filtered loss and its gradients ask of a backend that compiles for it."""
+
+    wanted: Wanted
+    by_largest: bool  # columns are scored by their largest probability
+    tail: bool
+    draws: bool
+    needs: Needs
+    grad_weight: torch.dtype | None  # None: not needed
+    accumulate: bool
+    complete: bool
+    of_lse: bool  # the loss is one of lse too, beside nll
 
 
 @dataclass(frozen=True)

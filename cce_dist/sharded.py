@@ -37,6 +37,7 @@ from cce_dist.partials import (
     LocalGrads,
     Needs,
     Stats,
+    StepKind,
     Tokens,
     Upstream,
     Wanted,
@@ -71,6 +72,42 @@ class Plan:
 def gather_hidden(hidden: Tensor, plan: Plan) -> Tensor:
     """Under sequence parallel the tokens of all ranks, else hidden itself."""
     return gather_tokens(hidden, plan.group) if plan.options.sequence_parallel else hidden
+
+
+def rehearse(
+    tokens: Tokens,
+    head: Head,
+    plan: Plan,
+    needs: Needs,
+    grad_weight: torch.dtype | None,  # None: not needed
+    *,
+    accumulate: bool,
+    in_fp32: bool = False,
+) -> None:
+    """Before the first step: a backend that compiles its kernels compiles all of them at once.
+
+    Other arguments as those of `backward`. No collectives.
+    """
+    if plan.backend.rehearse is None or not plan.filters:
+        return
+    options = plan.options
+    kind = StepKind(
+        wanted=plan.wanted,
+        by_largest=options.filter.eps is not None,
+        tail=options.filter.tail,
+        draws=options.draws,
+        needs=needs,
+        grad_weight=grad_weight,
+        accumulate=accumulate,
+        complete=_complete(plan, in_fp32),
+        of_lse=options.z_loss != 0 or plan.wanted.smooth_logit,
+    )
+    plan.backend.rehearse(tokens, head, kind)
+
+
+def _complete(plan: Plan, in_fp32: bool) -> bool:
+    """One rank has all of the hidden gradient: the backend may store it where and as wanted."""
+    return plan.backend.completes and group_size(plan.group) == 1 and not in_fp32
 
 
 def forward(
@@ -155,8 +192,7 @@ def backward(
     if plan.shard.vocab_size == 1 and upstream.nll is not None:
         # One class has probability 1: a difference of two roundings is no gradient.
         upstream = replace(upstream, nll=0 * upstream.nll)
-    # One rank has all of it: the backend may store it where and as it is wanted.
-    complete = plan.backend.completes and group_size(plan.group) == 1 and not in_fp32
+    complete = _complete(plan, in_fp32)
     grads = plan.backend.grads(
         tokens,
         head,
@@ -228,6 +264,9 @@ def forward_with_grads(
         dtype = accumulate_dtype(head.weight.dtype)
         nothing = head.weight.new_zeros(len(tokens), dtype=dtype)
         return grads, nothing if tail_mass_wanted else None
+    in_fp32 = not scales_by_any(head.weight.dtype)
+    dtype = None if grad_weight is None else grad_weight.dtype
+    rehearse(tokens, head, plan, needs, dtype, accumulate=False, in_fp32=in_fp32)
     stats, scores = forward(tokens, head, plan, score=True)
     kept = find_kept(tokens, head, plan, scores, stats.lse)
     tail = tail_mass(kept, stats.lse, plan) if tail_mass_wanted else None
@@ -241,7 +280,7 @@ def forward_with_grads(
         needs=needs,
         grad_weight=grad_weight,
         accumulate=False,
-        in_fp32=not scales_by_any(head.weight.dtype),
+        in_fp32=in_fp32,
     )
     return grads, tail
 

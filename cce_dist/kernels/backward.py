@@ -29,7 +29,7 @@ def go_on(USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
         proxy_fence(IS_INTERPRETED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "max_chunks", "words", "groups"])
 def filtered_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
     rows_ptr,  # [num_blocks * TOKENS] int64, of a token that counts for those that don't

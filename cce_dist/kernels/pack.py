@@ -27,7 +27,7 @@ def splits_of(blocks, num_tiles, programs, cached_blocks, grid):
     return best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "grid"])
 def pack_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
     weight_ptr,  # [V, D], inner stride 1

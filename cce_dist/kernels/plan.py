@@ -25,7 +25,7 @@ def word_of(bits, BLOCK_V: tl.constexpr):
     return tl.sum(halves << (32 * tl.arange(0, 2)).to(tl.int64)[:, None], 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "blocks_per_group"])
 def marks_kernel(
     mass_ptr,  # [num_blocks, V], negative where kept
     count_ptr,  # [1] int32: blocks of no token that counts have no masses
@@ -92,7 +92,7 @@ def place_in_gray_code(bits):
     return bits ^ (bits >> 8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "words"])
 def key_kernel(
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
@@ -131,7 +131,7 @@ def key_kernel(
     tl.store(key_ptr + columns, tl.where(number > 0, key, rest), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "words"])
 def tiles_kernel(
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
@@ -184,7 +184,7 @@ def tiles_kernel(
         tl.atomic_max(num_active_ptr, tile + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "rows_window", "pairs_window"])
 def chunks_kernel(
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: `counts_ptr`'s running sums
     first_ptr,  # [max_chunks + 1] int32: the first tile of each chunk, and where the last ends: out
@@ -222,7 +222,7 @@ def chunks_kernel(
     tl.store(first_ptr + number, stop)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def segments_kernel(
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     first_ptr,  # [max_chunks + 1] int32

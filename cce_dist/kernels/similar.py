@@ -54,7 +54,7 @@ def places_in_line(gram):
     return tl.sum(before.to(tl.int32), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def similar_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
     rows_ptr,  # [N] int64: row of each token, those that count first

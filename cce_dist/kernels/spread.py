@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "groups", "tokens_per_group"])
 def spread_kernel(
     packed_ptr,  # [N, D] fp32
     centroid_ptr,  # [GROUPS, D]

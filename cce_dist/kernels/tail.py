@@ -39,7 +39,7 @@ def shares_of(
     return share
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def centroid_kernel(
     weight_ptr,  # [V, D]
     share_ptr,  # [groups, V]
@@ -109,7 +109,7 @@ def centroid_kernel(
         tl.store(seen_ptr + split * GROUPS + group, seen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def merge_kernel(
     part_ptr,  # [splits, GROUPS, D]
     seen_ptr,  # [splits, GROUPS]
@@ -181,7 +181,7 @@ def token_sums_kernel(
                 tl.store(part_bias_ptr + at, tl.sum(weight, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "num_blocks", "blocks_per_group"])
 def group_sums_kernel(
     part_ptr,  # [2, num_blocks, D]
     part_bias_ptr,  # [2, num_blocks]

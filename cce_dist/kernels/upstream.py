@@ -13,7 +13,20 @@ def largest_of(so_far, g_ptr, at, N):
     return tl.maximum(so_far, tl.where(size < float("inf"), size, 0.0))
 
 
-@triton.jit
+# Vectors of other numbers of tokens lie elsewhere.
+VECTORS = [
+    "lse_ptr",
+    "target_logit_ptr",
+    "nll_grad_ptr",
+    "lse_grad_ptr",
+    "entropy_grad_ptr",
+    "smooth_grad_ptr",
+    "entropy_ptr",
+    "dropped_ptr",
+]
+
+
+@triton.jit(do_not_specialize=["N"])
 def unit_kernel(
     nll_ptr,  # [N] upstream gradients
     lse_ptr,
@@ -47,7 +60,7 @@ def unit_kernel(
     tl.store(unit_ptr, power.to(tl.float32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=VECTORS)
 def pull_kernel(
     rows_ptr,  # [N] int64: row of each token in hidden
     local_target_ptr,  # [N] int32 or int64, -1: none here
