@@ -1,4 +1,4 @@
-"""Everything that ranks say to each other. torch.distributed is used in this file only.
+"""Everything that ranks say to each other: no other file calls a collective.
 
 A group of one rank has no second code path: its collectives return their input.
 """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from cce_dist.dtensor import is_dtensor
 from cce_dist.loss import LossOutput, linear_cross_entropy
 from cce_dist.options import Backend, Filter, require_choice, require_finite
 from cce_dist.vocab_shard import VocabShard
@@ -103,6 +104,11 @@ def _masked(targets: Tensor, mask: Tensor) -> Tensor:
         raise ValueError(f"mask must be a bool tensor, got {got}")
     if not isinstance(targets, Tensor):
         return targets  # which the loss refuses by its name
+    if is_dtensor(mask) != is_dtensor(targets):
+        raise ValueError(
+            f"mask must be a DTensor if targets is one, and plain if not, got {type(mask)} and "
+            f"{type(targets)}"
+        )
     if mask.shape != targets.shape:
         raise ValueError(
             f"mask must have targets' shape {list(targets.shape)}, got {list(mask.shape)}"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from cce_dist import agreement, validation
 from cce_dist.autograd import Call, InForward, TwoPass
 from cce_dist.collectives import group_rank, group_size, resolve_group
+from cce_dist.dtensor import arrived, is_dtensor, local_parts
 from cce_dist.local import choose_backend
 from cce_dist.options import Backend, Filter, GradientMode, LogitsMode, LossOptions, Reduction, Stat
 from cce_dist.partials import Wanted
@@ -83,6 +84,8 @@ def linear_cross_entropy(
         token_weight * ((1 - s) w_y nll + s mean_v w_v (lse - z_v) + z_loss lse^2)
 
     Args:
+        weight: or a DTensor placed Shard(0), whose mesh is the group; then hidden, bias and others
+            may be DTensors, and so are results and gradients: docs/parallelism.md#dtensor.
         group: the ranks that share the vocabulary; None for one rank. Every rank passes all
             targets of the group and gets the same loss.
         vocab_shard: which token ids this rank's rows are; None splits evenly by rank (Megatron's
@@ -169,13 +172,34 @@ def _compute(
     *,
     group: ProcessGroup | DeviceMesh | None,
     vocab_shard: VocabShard | None,
+    **more: Tensor | None,
+) -> Tensor | LossOutput:
+    """DTensors' local parts go through the plain loss, and its results come back as DTensors."""
+    tensors = {"hidden": hidden, "weight": weight, "targets": targets, **more}
+    if not any(map(is_dtensor, tensors.values())):
+        return _compute_local(**tensors, options=options, group=group, vocab_shard=vocab_shard)
+    parts = local_parts(tensors, options, group, vocab_shard)
+    result = _compute_local(
+        **parts.tensors, options=parts.options, group=parts.group, vocab_shard=parts.vocab_shard
+    )
+    return parts.wrap(result)
+
+
+def _compute_local(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    options: LossOptions,
+    *,
+    group: ProcessGroup | DeviceMesh | None,
+    vocab_shard: VocabShard | None,
     bias: Tensor | None,
     token_weight: Tensor | None,
     class_weight: Tensor | None,
     grad_weight_into: Tensor | None,
 ) -> Tensor | LossOutput:
     """Validate, compute per-token vectors, reduce."""
-    hidden, weight = _autocast(hidden, weight)
+    hidden, weight = _autocast(arrived(hidden), arrived(weight))
     process_group = resolve_group(group)
     # Before any check that one rank alone may fail, while the others wait for it.
     if agreement.is_wanted(options):

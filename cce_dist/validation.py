@@ -19,12 +19,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def require_tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(value)}")
-    if type(value).__module__.startswith("torch.distributed.tensor"):
-        raise ValueError(
-            f"{name} must be a plain tensor, got a DTensor: pass {name}.to_local() with the group "
-            "of its mesh dim, and vocab_shard=VocabShard.chunked(...) for a weight sharded by "
-            "Shard(0)"
-        )
     return value
 
 

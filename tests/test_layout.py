@@ -35,6 +35,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {
         "agreement": {"torch"},
         "autograd": {"torch"},
+        "dtensor": {"torch"},
         "reduction": {"torch"},
         "validation": {"torch"},
     },
@@ -60,7 +61,7 @@ ONLY = {
 }
 # ... and all that import these.
 ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench"}}
-TORCH_DISTRIBUTED_IN = {"collectives", "adapters", "train", "testing", "bench", "cli"}
+TORCH_DISTRIBUTED_IN = {"collectives", "dtensor", "adapters", "train", "testing", "bench", "cli"}
 # Under `if TYPE_CHECKING`.
 TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "agreement", "loss", "logprobs"}
 

@@ -261,13 +261,16 @@ def one_rank_group(path: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["hidden", "weight", "targets", "bias", "token_weight"])
-def test_linear_cross_entropy_refuses_dtensor(name: str, tmp_path: Any) -> None:
+def test_linear_cross_entropy_refuses_one_dtensor_alone(name: str, tmp_path: Any) -> None:
     with one_rank_group(tmp_path / "store"):
         mesh = init_device_mesh("cpu", (1,))
         made = arguments(bias=torch.ones(V), token_weight=torch.ones(N))
         made[name] = DTensor.from_local(made[name].detach(), mesh, [Replicate()])
         positional = [made.pop(place) for place in ("hidden", "weight", "targets")]
-        with pytest.raises(ValueError, match=rf"{name} must .*DTensor.*to_local"):
+        expected = rf"weight must be a DTensor too.*{name} is one.*pass {name}.to_local\(\)"
+        if name == "weight":
+            expected = "group must be given where weight is a DTensor and hidden is not"
+        with pytest.raises(ValueError, match=expected):
             linear_cross_entropy(*positional, **made)
 
 
