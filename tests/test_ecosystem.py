@@ -1,0 +1,171 @@
+"""What people train with, around the loss: autocast, checkpointing, DDP with no_sync."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from cce_dist import linear_cross_entropy
+from cce_dist.testing import shared_pool
+
+TOKENS, CLASSES, DIM = 96, 600, 16
+MODES = ("filtered", "exact", "in_forward")
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def targets_of(seed: int, tokens: int = TOKENS) -> Tensor:
+    return torch.randint(CLASSES, (tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+# -- autocast -----------------------------------------------------------------------------------
+
+
+def under_autocast(group: Any, mode: str, sequence_parallel: bool) -> None:
+    """Each result of fp32 leaves under autocast, against the same call of bf16 ones."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rows = slice(rank * CLASSES // size, (rank + 1) * CLASSES // size)
+    tokens = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size)
+    fp32 = torch.float32
+    hidden, weight = randn(0, TOKENS, DIM, dtype=fp32), randn(1, CLASSES, DIM, dtype=fp32)[rows]
+    if sequence_parallel:
+        hidden = hidden[tokens]
+    got = []
+    for casts in (True, False):
+        leaves = [x.clone() if casts else x.bfloat16() for x in (hidden, weight)]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            loss = linear_cross_entropy(
+                *leaves,
+                targets_of(2),
+                group=group,
+                sequence_parallel=sequence_parallel,
+                gradient=mode,  # pyright: ignore[reportArgumentType]
+            )
+            assert isinstance(loss, Tensor) and loss.dtype == fp32
+            # A backward within the region must not cast its fp32 sums.
+            loss.backward()
+        assert all(leaf.grad is not None and leaf.grad.dtype == leaf.dtype for leaf in leaves)
+        got.append((loss.detach(), *(leaf.grad.float() for leaf in leaves)))
+    for with_casts, without in zip(*got, strict=True):
+        assert torch.equal(with_casts, without)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast_is_a_cast_of_the_inputs(mode: str, sequence_parallel: bool) -> None:
+    shared_pool().run(2, under_autocast, mode, sequence_parallel)
+
+
+# -- activation checkpointing -------------------------------------------------------------------
+
+
+def checkpointed(group: Any, mode: str, reentrant: bool) -> None:
+    """The loss in a checkpointed region: its collectives run again, on every rank alike."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rows = slice(rank * CLASSES // size, (rank + 1) * CLASSES // size)
+    got = []
+    for again in (False, True):
+        hidden = randn(0, TOKENS, DIM).requires_grad_()
+        weight = randn(1, CLASSES, DIM)[rows].clone().requires_grad_()
+
+        def head(hidden: Tensor, weight: Tensor) -> Any:
+            return linear_cross_entropy(
+                hidden.tanh(),
+                weight,
+                targets_of(2),
+                group=group,
+                gradient=mode,  # pyright: ignore[reportArgumentType]
+            )
+
+        run: Any = head
+        loss = (
+            checkpoint(run, hidden, weight, use_reentrant=reentrant)
+            if again
+            else run(hidden, weight)
+        )
+        loss.backward()
+        got.append((loss.detach(), hidden.grad, weight.grad))
+    for plain, recomputed in zip(*got, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_activation_checkpointing(mode: str, reentrant: bool) -> None:
+    shared_pool().run(2, checkpointed, mode, reentrant)
+
+
+# -- data parallel ------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """A trunk that every rank has, and some rows of a head."""
+
+    def __init__(self, rows: slice, group: Any) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(DIM, DIM).double()
+        self.weight = nn.Parameter(randn(1, CLASSES, DIM)[rows].clone())
+        self.group = group
+        with torch.no_grad():
+            self.trunk.weight.copy_(randn(3, DIM, DIM) / 4)
+            self.trunk.bias.zero_()
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Any:
+        hidden = self.trunk(inputs)
+        return linear_cross_entropy(
+            hidden, self.weight, targets, group=self.group, gradient="exact", reduction="sum"
+        )
+
+
+def accumulated(_: Any) -> None:
+    """tp=2 x dp=2: three microbatches, of which the last one synchronises."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tp, dp = mesh["tp"], mesh["dp"]
+    part, replica = tp.get_local_rank(), dp.get_local_rank()
+    rows = slice(part * CLASSES // 2, (part + 1) * CLASSES // 2)
+    model = DistributedDataParallel(Model(rows, tp), process_group=dp.get_group())
+    whole = Model(slice(None), None)
+    for step in range(3):
+        last = step == 2
+        with contextlib.nullcontext() if last else model.no_sync():
+            seed = 10 + 2 * step + replica
+            model(randn(seed, 40, DIM), targets_of(seed, 40)).backward()
+        for seed in (10 + 2 * step, 11 + 2 * step):
+            (whole(randn(seed, 40, DIM), targets_of(seed, 40)) / 2).backward()
+    inner = model.module
+    pairs = [
+        (inner.trunk.weight.grad, whole.trunk.weight.grad),
+        (inner.trunk.bias.grad, whole.trunk.bias.grad),
+        (inner.weight.grad, whole.weight.grad[rows]),  # pyright: ignore[reportOptionalSubscript]
+    ]
+    for got, wanted in pairs:
+        torch.testing.assert_close(got, wanted)
+
+
+def test_gradient_accumulation_with_no_sync() -> None:
+    shared_pool().run(4, accumulated)
+
+
+# -- second derivatives -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_derivative_is_refused(mode: Any) -> None:
+    hidden, weight = randn(0, 8, DIM).requires_grad_(), randn(1, 50, DIM).requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, targets_of(2, 8) % 50, gradient=mode)
+    assert isinstance(loss, Tensor)
+    (first,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        torch.autograd.grad(first.sum(), hidden)
