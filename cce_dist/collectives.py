@@ -131,8 +131,13 @@ _DIGIT = 2**20
 
 
 def _encode_shard(shard: VocabShard, like: Tensor) -> Tensor:
+    """[6] as `like`."""
     values = (shard.start, shard.stop, shard.vocab_size)
-    return like.new_tensor([digit for value in values for digit in divmod(value, _DIGIT)])
+    digits = [digit for value in values for digit in divmod(value, _DIGIT)]
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        # A replay would read the host's memory again, which is gone.
+        return torch.cat([like.new_full((1,), digit) for digit in digits])
+    return like.new_tensor(digits)
 
 
 def _decode_shards(digits: Tensor) -> Tensor:
