@@ -5,8 +5,9 @@ ranks merge by log-add-exp. Start with `linear_cross_entropy`.
 """
 
 from cce_dist.collectives import all_reduce_logaddexp
+from cce_dist.compute import LogitMoments, LossOutput
 from cce_dist.logprobs import TokenLogprobs, token_logprobs
-from cce_dist.loss import LinearCrossEntropy, LogitMoments, LossOutput, linear_cross_entropy
+from cce_dist.loss import LinearCrossEntropy, linear_cross_entropy
 from cce_dist.options import Filter, LossOptions
 from cce_dist.vocab_shard import VocabShard
 

@@ -165,7 +165,7 @@ def _require_tiling(bounds: Tensor) -> None:
 
 def require(condition: Tensor, message: Callable[[], str], async_message: str) -> None:
     """Raise ValueError unless `condition` [] holds; on a GPU assert without stopping the stream."""
-    if condition.device.type == "cpu":
+    if condition.device.type == "cpu" and not torch.compiler.is_compiling():
         if not bool(condition):
             raise ValueError(message())
     else:

@@ -40,6 +40,9 @@ class LocalBackend:
     agrees: bool = False
     # Room for the logits that `stats` keeps for `grads` (keep_logits); None: it cannot.
     room_for_logits: Callable[..., Any] | None = None
+    # (num_tokens, num_columns, weight) -> what `stats` records for `kept`, by shapes alone, with
+    # `tensors` and `with_tensors`; None: it cannot know.
+    scores_like: Callable[[int, int, Tensor], Any] | None = None
     # (tokens, head, StepKind): compiles what the others will run; None: nothing to compile.
     rehearse: Callable[[Tokens, Head, StepKind], None] | None = None
 
@@ -72,6 +75,7 @@ def _triton() -> LocalBackend:
         orders_tokens=True,
         agrees=True,
         room_for_logits=local_triton_exact.KeptLogits.make,
+        scores_like=local_triton_lists.Marks.like,
         rehearse=local_triton_rehearsal.rehearse,
     )
 

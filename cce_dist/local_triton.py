@@ -41,6 +41,7 @@ from cce_dist.local_triton_lists import Marks, marks_of
 from cce_dist.local_triton_tiles import (
     Tiles,
     cached_blocks,
+    interpreted,
     num_programs,
     rounds_exp2,
     takes_tma,
@@ -233,7 +234,7 @@ class _Forward:
         hidden = with_unit_inner_stride(self.tokens.hidden)
         padded, stride = self.packed.shape
         self.parts["lower"] = self.parts["state"].new_empty(padded)
-        block = 16
+        block = TOKEN_BLOCK if interpreted() else 16
         start(pack_kernel, (triton.cdiv(padded, block),))(
             hidden,
             self.weight,

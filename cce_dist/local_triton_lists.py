@@ -48,6 +48,36 @@ class Marks:
         tensors = (self.kept, self.drawn, self.share, self.log_dropped, self.order)
         return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
+    @classmethod
+    def like(cls, num_tokens: int, num_columns: int, weight: Tensor) -> Marks:
+        """Of the shapes that a forward's have, uninitialised, on the weight's device."""
+        num_blocks = triton.cdiv(num_tokens, TOKEN_BLOCK)
+        per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
+        bits = (num_columns, triton.cdiv(num_blocks, 64))
+        share = (triton.cdiv(num_blocks, per_group), num_columns)
+        share_dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
+        order = None
+        if num_tokens > TOKEN_BLOCK:
+            order = weight.new_empty(num_tokens, dtype=order_dtype(num_tokens))
+        return cls(
+            weight.new_empty(bits, dtype=torch.int64),
+            weight.new_empty(bits, dtype=torch.int64),
+            weight.new_empty(share, dtype=share_dtype),
+            weight.new_empty(num_tokens, dtype=torch.float32),
+            order,
+            weight.new_empty(1, dtype=torch.int32),
+            per_group,
+            blocks_padded(num_blocks),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in vars(self).values() if isinstance(x, Tensor)]
+
+    def with_tensors(self, tensors: list[Tensor]) -> Marks:
+        """The same numbers, and other tensors: as `tensors` has them."""
+        names = [name for name, x in vars(self).items() if isinstance(x, Tensor)]
+        return replace(self, **dict(zip(names, tensors, strict=True)))
+
 
 def marks_of(
     mass: Tensor,  # [num_blocks, V_local], negative where kept

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from cce_dist.compute import LossOutput
 from cce_dist.dtensor import is_dtensor
-from cce_dist.loss import LossOutput, linear_cross_entropy
+from cce_dist.loss import linear_cross_entropy
 from cce_dist.options import Backend, Filter, require_choice, require_finite
 from cce_dist.vocab_shard import VocabShard
 

@@ -1,51 +1,20 @@
-"""The public function: validation, reductions and weights around the four steps of `sharded`."""
+"""The public function and its module; the work is in `compute`, or `compiled` for torch.compile."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from cce_dist import agreement, validation
-from cce_dist.autograd import Call, InForward, TwoPass
-from cce_dist.collectives import group_rank, group_size, resolve_group
+from cce_dist.compute import LossOutput, cast_by_autocast, compute
 from cce_dist.dtensor import arrived, is_dtensor, local_parts
-from cce_dist.local import choose_backend
 from cce_dist.options import Backend, Filter, GradientMode, LogitsMode, LossOptions, Reduction, Stat
-from cce_dist.partials import Wanted
-from cce_dist.reduction import PickedTokens, TokenLoss, pick_tokens
-from cce_dist.sharded import Plan
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class LogitMoments(NamedTuple):
-    """Each token's logits z over the whole vocabulary; not differentiable.
-
-    Fields have targets' (shifted) shape, fp32 (float64 for float64 inputs), 0 at ignored tokens.
-    """
-
-    max: Tensor
-    mean: Tensor
-    variance: Tensor  # population variance: divided by V
-
-
-class LossOutput(NamedTuple):
-    """The loss and the statistics asked for by `stats`; None where not asked for.
-
-    Statistics have targets' (shifted) shape, 0 or False at ignored tokens.
-    """
-
-    loss: Tensor
-    lse: Tensor | None = None  # natural log-sum-exp of the logits; differentiable
-    entropy: Tensor | None = None  # of the softmax, nats; differentiable
-    correct: Tensor | None = None  # bool: the largest logit is the target's
-    tail_mass: Tensor | None = None  # probability mass whose gradient is approximated
-    logit_moments: LogitMoments | None = None
 
 
 def linear_cross_entropy(
@@ -177,151 +146,28 @@ def _compute(
     """DTensors' local parts go through the plain loss, and its results come back as DTensors."""
     tensors = {"hidden": hidden, "weight": weight, "targets": targets, **more}
     if not any(map(is_dtensor, tensors.values())):
-        return _compute_local(**tensors, options=options, group=group, vocab_shard=vocab_shard)
+        return _compute_local(options, group, vocab_shard, **tensors)
     parts = local_parts(tensors, options, group, vocab_shard)
-    result = _compute_local(
-        **parts.tensors, options=parts.options, group=parts.group, vocab_shard=parts.vocab_shard
+    return parts.wrap(
+        _compute_local(parts.options, parts.group, parts.vocab_shard, **parts.tensors)
     )
-    return parts.wrap(result)
 
 
 def _compute_local(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
     options: LossOptions,
-    *,
     group: ProcessGroup | DeviceMesh | None,
     vocab_shard: VocabShard | None,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    class_weight: Tensor | None,
-    grad_weight_into: Tensor | None,
+    *,
+    hidden: Tensor,
+    weight: Tensor,
+    **more: Any,
 ) -> Tensor | LossOutput:
-    """Validate, compute per-token vectors, reduce."""
-    hidden, weight = _autocast(arrived(hidden), arrived(weight))
-    process_group = resolve_group(group)
-    # Before any check that one rank alone may fail, while the others wait for it.
-    if agreement.is_wanted(options):
-        weights = {"token_weight": token_weight, "class_weight": class_weight}
-        agreement.check_ranks(process_group, hidden, weight, targets, options, bias, weights)
-    validation.check_hidden_and_weight(hidden, weight)
-    rank, world_size = group_rank(process_group), group_size(process_group)
-    shape = validation.check_targets(targets, hidden, options, world_size)
-    shard = validation.check_shard(vocab_shard, weight, rank, world_size)
-    validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
-    validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
-    validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
-
-    backend = choose_backend(options, hidden, targets.numel(), shard.num_classes)
-    picked = pick_tokens(targets, options, count_on_device=backend.counts_on_device)
-    validation.check_target_range(picked.targets, shard.vocab_size, options.ignore_index)
-    terms = TokenLoss.of(picked, options, shape, token_weight, class_weight, hidden)
-    call = Call(
-        plan=Plan(
-            options=options,
-            shard=shard,
-            group=process_group,
-            backend=backend,
-            wanted=_wanted(options),
-            threshold=options.filter.threshold(
-                str(hidden.dtype).removeprefix("torch."),
-                shard.vocab_size,
-                ordered_tokens=targets.numel() if backend.orders_tokens else None,
-            ),
-        ),
-        rows=None if picked.rows is None else _narrow(picked.rows, targets.numel()),
-        local_targets=_narrow(_local_targets(picked, shard), shard.vocab_size),
-        count=picked.count,
-        device_type=hidden.device.type,
-        class_weight=_slice_of(class_weight, shard),
-        grad_weight_into=grad_weight_into,
-        tail_mass="tail_mass" in options.stats,
-        record=torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (hidden, weight, bias)),
-    )
-    with torch.autocast(hidden.device.type, enabled=False):
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        if options.gradient == "in_forward" and call.record:
-            loss, lse, entropy, *plain = InForward.apply(flat, weight, bias, call, terms.total)
-        else:
-            nll, lse, smooth, entropy, *plain = TwoPass.apply(flat, weight, bias, call)
-            loss = terms.per_token(nll, lse, smooth, slice(None))
-            if options.reduction == "none":
-                loss = picked.spread(loss, shape, options.shift)
-            else:
-                loss = loss.sum()
-        if not options.stats:
-            return loss
-        return _output(loss, lse, entropy, plain, picked, shape, shard, options)
-
-
-def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Under autocast hidden and weight in its dtype; float64 is left alone, as autocast does."""
-    if not isinstance(hidden, Tensor) or not isinstance(weight, Tensor):
-        return hidden, weight
-    if not torch.is_autocast_enabled(hidden.device.type) or hidden.dtype == torch.float64:
-        return hidden, weight
-    dtype = torch.get_autocast_dtype(hidden.device.type)
-    return hidden.to(dtype), weight.to(dtype)
-
-
-def _wanted(options: LossOptions) -> Wanted:
-    return Wanted(
-        smooth_logit=options.label_smoothing > 0,
-        entropy="entropy" in options.stats,
-        correct="correct" in options.stats,
-        moments="logit_moments" in options.stats,
-    )
-
-
-def _local_targets(picked: PickedTokens, shard: VocabShard) -> Tensor:
-    # A shard that is the whole vocabulary holds every target: those are checked.
-    whole = shard.num_classes == shard.vocab_size
-    local = picked.targets if whole else shard.local_targets(picked.targets)
-    counts = picked.counts
-    return local if counts is None else local.masked_fill(~counts, -1)
-
-
-def _narrow(indices: Tensor, size: int) -> Tensor:
-    """int64 -> int32 where that holds `size`."""
-    return indices.int() if size < 2**31 else indices
-
-
-def _slice_of(class_weight: Tensor | None, shard: VocabShard) -> Tensor | None:
-    if class_weight is None:
-        return None
-    return class_weight[shard.start : shard.start + shard.num_classes]
-
-
-def _output(
-    loss: Tensor,
-    lse: Tensor,
-    entropy: Tensor | None,
-    plain: list[Tensor | None],
-    picked: PickedTokens,
-    shape: torch.Size,
-    shard: VocabShard,
-    options: LossOptions,
-) -> LossOutput:
-    def spread(values: Tensor | None) -> Tensor | None:
-        return None if values is None else picked.spread(values, shape, options.shift)
-
-    max_logit, is_argmax, mean, m2, tail = plain
-    moments = correct = None
-    if max_logit is not None and mean is not None and m2 is not None:
-        spread_moments = (spread(x) for x in (max_logit, mean, m2 / shard.vocab_size))
-        moments = LogitMoments(*spread_moments)  # pyright: ignore[reportArgumentType]
-    if is_argmax is not None:
-        correct = spread(is_argmax.bool())
-    return LossOutput(
-        loss=loss,
-        lse=spread(lse) if "lse" in options.stats else None,
-        entropy=spread(entropy),
-        correct=correct,
-        tail_mass=spread(tail),
-        logit_moments=moments,
-    )
+    hidden, weight = cast_by_autocast(arrived(hidden), arrived(weight))
+    run = compute
+    if torch.compiler.is_compiling():
+        # Imports the compiler, which the caller has.
+        from cce_dist.compiled import compute as run
+    return run(hidden, weight, options=options, group=group, vocab_shard=vocab_shard, **more)
 
 
 class LinearCrossEntropy(nn.Module):

@@ -5,7 +5,6 @@ Plain torch on [N] vectors. Autograd hands what it makes of them to the steps of
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -24,13 +23,7 @@ class PickedTokens:
     # Counted on the device: [1] int32, and only the first `count` of all tokens count; the
     # others come after them, with target 0.
     count: Tensor | None = None
-
-    @functools.cached_property
-    def counts(self) -> Tensor | None:
-        """[N] bool: which tokens count; None: all."""
-        if self.count is None:
-            return None
-        return torch.arange(self.targets.shape[0], device=self.targets.device) < self.count
+    counts: Tensor | None = None  # [N] bool: which tokens count; None: all
 
     def number(self) -> Tensor | float:
         """How many tokens count, at least 1."""
@@ -76,7 +69,7 @@ def pick_tokens(
         at = torch.where(valid, seen - 1, count + place - seen)
         rows = torch.empty_like(place).scatter_(0, at, place)
         ids = torch.empty_like(ids).scatter_(0, at, ids.masked_fill(~valid, 0))
-        return PickedTokens(ids, rows, count.int())
+        return PickedTokens(ids, rows, count.int(), place < count)
     rows = valid.nonzero()[:, 0]
     if rows.shape[0] == ids.shape[0]:
         return PickedTokens(ids, None)

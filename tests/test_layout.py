@@ -39,6 +39,8 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
         "reduction": {"torch"},
         "validation": {"torch"},
     },
+    {"compute": {"torch"}},
+    {"compiled": {"torch"}},
     {"loss": {"torch"}},
     {"logprobs": {"torch"}},
     {PUBLIC: set()},
@@ -63,7 +65,7 @@ ONLY = {
 ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench"}}
 TORCH_DISTRIBUTED_IN = {"collectives", "dtensor", "adapters", "train", "testing", "bench", "cli"}
 # Under `if TYPE_CHECKING`.
-TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "agreement", "loss", "logprobs"}
+TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "agreement", "compute", "compiled", "loss", "logprobs"}
 
 MAX_FILE_LINES = 400  # aim at 300
 MAX_FUNCTION_LINES = 60  # after the docstring

@@ -171,7 +171,7 @@ def test_triton_splits_follow_the_tokens_that_count(
     monkeypatch.setattr("cce_dist.local_triton.num_programs", lambda tensor: 7)
     monkeypatch.setattr("cce_dist.local_triton.cached_blocks", lambda tensor: cached)
     monkeypatch.setattr("cce_dist.local_triton_exact.cached_blocks", lambda tensor: cached)
-    inputs = gaussian_inputs(330, 4400, 16, generator=generator()).ignoring(generator(), ignored)
+    inputs = gaussian_inputs(330, 2200, 16, generator=generator()).ignoring(generator(), ignored)
     if "filter" in way:
         way = {"filter": Filter(keep=1e-7)}
     case = Case(inputs, {**way, "reduction": "sum", "stats": stats}).at(place)

@@ -1,0 +1,225 @@
+"""From arguments to results: validation, the autograd functions, reductions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist import agreement, validation
+from cce_dist.autograd import Call, InForward, TwoPass
+from cce_dist.collectives import group_rank, group_size, resolve_group
+from cce_dist.local import choose_backend
+from cce_dist.options import LossOptions
+from cce_dist.partials import Wanted
+from cce_dist.reduction import PickedTokens, TokenLoss, pick_tokens
+from cce_dist.sharded import Plan
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class LogitMoments(NamedTuple):
+    """Each token's logits z over the whole vocabulary; not differentiable.
+
+    Fields have targets' (shifted) shape, fp32 (float64 for float64 inputs), 0 at ignored tokens.
+    """
+
+    max: Tensor
+    mean: Tensor
+    variance: Tensor  # population variance: divided by V
+
+
+class LossOutput(NamedTuple):
+    """The loss and the statistics asked for by `stats`; None where not asked for.
+
+    Statistics have targets' (shifted) shape, 0 or False at ignored tokens.
+    """
+
+    loss: Tensor
+    lse: Tensor | None = None  # natural log-sum-exp of the logits; differentiable
+    entropy: Tensor | None = None  # of the softmax, nats; differentiable
+    correct: Tensor | None = None  # bool: the largest logit is the target's
+    tail_mass: Tensor | None = None  # probability mass whose gradient is approximated
+    logit_moments: LogitMoments | None = None
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What becomes of the vectors that the autograd functions return."""
+
+    terms: TokenLoss
+    picked: PickedTokens
+    shape: torch.Size  # of targets
+    options: LossOptions
+    vocab_size: int
+
+    def result(
+        self,
+        nll: Tensor,
+        lse: Tensor,
+        smooth: Tensor | None,
+        entropy: Tensor | None,
+        plain: list[Tensor | None],
+    ) -> Tensor | LossOutput:
+        """What `TwoPass` returns -> what the loss does."""
+        loss = self.terms.per_token(nll, lse, smooth, slice(None))
+        loss = self._spread(loss) if self.options.reduction == "none" else loss.sum()
+        return self.with_stats(loss, lse, entropy, plain)
+
+    def with_stats(
+        self, loss: Tensor, lse: Tensor, entropy: Tensor | None, plain: list[Tensor | None]
+    ) -> Tensor | LossOutput:
+        """The loss itself, or beside the statistics that were asked for."""
+        if not self.options.stats:
+            return loss
+        max_logit, is_argmax, mean, m2, tail = plain
+        moments = None
+        if max_logit is not None and mean is not None and m2 is not None:
+            variance = m2 / self.vocab_size
+            moments = LogitMoments(*(self._spread(x) for x in (max_logit, mean, variance)))
+        return LossOutput(
+            loss=loss,
+            lse=self._spread(lse) if "lse" in self.options.stats else None,
+            entropy=None if entropy is None else self._spread(entropy),
+            correct=None if is_argmax is None else self._spread(is_argmax.bool()),
+            tail_mass=None if tail is None else self._spread(tail),
+            logit_moments=moments,
+        )
+
+    def _spread(self, values: Tensor) -> Tensor:
+        return self.picked.spread(values, self.shape, self.options.shift)
+
+
+def prepare(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    options: LossOptions,
+    *,
+    group: ProcessGroup | DeviceMesh | None,
+    vocab_shard: VocabShard | None,
+    bias: Tensor | None,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+    grad_weight_into: Tensor | None,
+    record: bool,  # a backward may follow
+) -> tuple[Call, Finish]:
+    """Validate, pick tokens and a backend. Arguments are those of the public function.
+
+    Raises:
+        ValueError: as there.
+    """
+    process_group = resolve_group(group)
+    # Before any check that one rank alone may fail, while the others wait for it.
+    if agreement.is_wanted(options):
+        weights = {"token_weight": token_weight, "class_weight": class_weight}
+        agreement.check_ranks(process_group, hidden, weight, targets, options, bias, weights)
+    validation.check_hidden_and_weight(hidden, weight)
+    rank, world_size = group_rank(process_group), group_size(process_group)
+    shape = validation.check_targets(targets, hidden, options, world_size)
+    shard = validation.check_shard(vocab_shard, weight, rank, world_size)
+    validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
+    validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
+    validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
+
+    plan = plan_of(hidden, targets.numel(), options, process_group, shard)
+    picked = pick_tokens(targets, options, count_on_device=plan.backend.counts_on_device)
+    validation.check_target_range(picked.targets, shard.vocab_size, options.ignore_index)
+    terms = TokenLoss.of(picked, options, shape, token_weight, class_weight, hidden)
+    call = Call(
+        plan=plan,
+        rows=None if picked.rows is None else narrow(picked.rows, targets.numel()),
+        local_targets=narrow(local_targets_of(picked, shard), shard.vocab_size),
+        count=picked.count,
+        device_type=hidden.device.type,
+        class_weight=slice_of(class_weight, shard),
+        grad_weight_into=grad_weight_into,
+        tail_mass="tail_mass" in options.stats,
+        record=record,
+    )
+    return call, Finish(terms, picked, shape, options, shard.vocab_size)
+
+
+def plan_of(
+    hidden: Tensor,
+    num_tokens: int,
+    options: LossOptions,
+    group: ProcessGroup | None,
+    shard: VocabShard,
+) -> Plan:
+    """Args: num_tokens: of all ranks, ignored ones included."""
+    backend = choose_backend(options, hidden, num_tokens, shard.num_classes)
+    threshold = options.filter.threshold(
+        str(hidden.dtype).removeprefix("torch."),
+        shard.vocab_size,
+        ordered_tokens=num_tokens if backend.orders_tokens else None,
+    )
+    return Plan(options, shard, group, backend, wanted_of(options), threshold)
+
+
+def compute(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    options: LossOptions,
+    *,
+    bias: Tensor | None,
+    **more: Any,
+) -> Tensor | LossOutput:
+    """The loss of plain tensors, eagerly. Arguments are those of `prepare`."""
+    inputs = (hidden, weight, bias)
+    record = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in inputs
+    )
+    call, finish = prepare(hidden, weight, targets, options, bias=bias, record=record, **more)
+    with torch.autocast(hidden.device.type, enabled=False):
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if options.gradient == "in_forward" and record:
+            total = finish.terms.total
+            loss, lse, entropy, *plain = InForward.apply(flat, weight, bias, call, total)
+            return finish.with_stats(loss, lse, entropy, plain)
+        nll, lse, smooth, entropy, *plain = TwoPass.apply(flat, weight, bias, call)
+        return finish.result(nll, lse, smooth, entropy, plain)
+
+
+def cast_by_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Under autocast hidden and weight in its dtype; float64 is left alone, as autocast does."""
+    if not isinstance(hidden, Tensor) or not isinstance(weight, Tensor):
+        return hidden, weight
+    if not torch.is_autocast_enabled(hidden.device.type) or hidden.dtype == torch.float64:
+        return hidden, weight
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    return hidden.to(dtype), weight.to(dtype)
+
+
+def wanted_of(options: LossOptions) -> Wanted:
+    return Wanted(
+        smooth_logit=options.label_smoothing > 0,
+        entropy="entropy" in options.stats,
+        correct="correct" in options.stats,
+        moments="logit_moments" in options.stats,
+    )
+
+
+def local_targets_of(picked: PickedTokens, shard: VocabShard) -> Tensor:
+    # A shard that is the whole vocabulary holds every target: those are checked.
+    whole = shard.num_classes == shard.vocab_size
+    local = picked.targets if whole else shard.local_targets(picked.targets)
+    counts = picked.counts
+    return local if counts is None else local.masked_fill(~counts, -1)
+
+
+def narrow(indices: Tensor, size: int) -> Tensor:
+    """int64 -> int32 where that holds `size`."""
+    return indices.int() if size < 2**31 else indices
+
+
+def slice_of(class_weight: Tensor | None, shard: VocabShard) -> Tensor | None:
+    if class_weight is None:
+        return None
+    return class_weight[shard.start : shard.start + shard.num_classes]

@@ -1,0 +1,250 @@
+"""Within torch.compile(fullgraph=True): one graph, the numbers of an eager call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from cce_dist import Filter, LinearCrossEntropy, LossOutput, VocabShard, linear_cross_entropy
+from cce_dist.testing import CPU_PLACES, DTYPES, PLACES, Place, grid, shared_pool
+
+BATCH, LENGTH, CLASSES, DIM = 4, 50, 600, 16
+EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
+SOME = Filter(keep=0.01)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "filtered": {"filter": SOME},
+    "none": {"gradient": "exact", "reduction": "none", "shift": 2, "label_smoothing": 0.1},
+    "stats": {"filter": SOME, "stats": EVERY_STAT, "z_loss": 0.1},
+    "tail_mass": {"filter": SOME, "stats": ("tail_mass",)},
+    "in_forward": {"gradient": "in_forward", "label_smoothing": 0.1, "softcap": 5.0},
+}
+LEAVES = ("hidden", "weight", "bias", "token_weight")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def made(dtype: torch.dtype, device: str = "cpu", ignored: float = 0.2) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+    targets = torch.randint(CLASSES, (BATCH, LENGTH), generator=generator)
+    targets[torch.rand(BATCH, LENGTH, generator=generator) < ignored] = -100
+    token_weight = torch.rand(BATCH, LENGTH, generator=generator).to(device).requires_grad_()
+    return {
+        "hidden": randn(BATCH, LENGTH, DIM),
+        "weight": randn(CLASSES, DIM),
+        "bias": randn(CLASSES),
+        "targets": targets.to(device),
+        "token_weight": token_weight,
+    }
+
+
+def scalar_of(result: Tensor | LossOutput) -> Tensor:
+    """A number that depends on whatever can be differentiated."""
+    if isinstance(result, Tensor):
+        return result.sum()
+    total = result.loss.sum()
+    if result.lse is not None:
+        total = total + 0.01 * result.lse.square().sum()
+    return total if result.entropy is None else total + result.entropy.sum()
+
+
+def step(run: Callable[..., Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Results and gradients."""
+    for tensor in tensors.values():
+        tensor.grad = None
+    result = run(**tensors)
+    scalar_of(result).backward()
+    found: dict[str, Any] = {"loss": result}
+    if not isinstance(result, Tensor):
+        found = result._asdict()
+        moments = found.pop("logit_moments")
+        found |= {} if moments is None else moments._asdict()
+    found |= {f"grad_{name}": x.grad for name, x in tensors.items() if x.requires_grad}
+    return {name: x.detach().clone() for name, x in found.items() if x is not None}
+
+
+@pytest.mark.parametrize(**grid(places=PLACES, option=OPTIONS, dtype=("fp32", "bf16")))
+def test_compiled_as_eager(place: Place, option: dict[str, Any], dtype: str) -> None:
+    tensors = made(DTYPES[dtype], place.device)
+    if option.get("gradient") == "in_forward":
+        # It makes the gradients of hidden, weight and bias alone.
+        tensors["token_weight"] = tensors["token_weight"].detach()
+
+    def run(hidden: Tensor, **more: Tensor) -> Any:
+        return linear_cross_entropy(2 * hidden, **more, backend=place.backend, **option)  # pyright: ignore
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    eager, found = step(run, tensors), step(compiled, tensors)
+    assert found.keys() == eager.keys()
+    for name, expected in eager.items():
+        # What a graph adds up may be in another order.
+        torch.testing.assert_close(found[name], expected, msg=name)
+
+
+def test_compiled_without_gradients() -> None:
+    tensors = made(torch.float32)
+    module = LinearCrossEntropy(stats=("lse", "correct"))
+
+    def run() -> Any:
+        return module(tensors["hidden"], tensors["weight"], tensors["targets"])
+
+    with torch.no_grad():
+        eager, found = run(), torch.compile(run, fullgraph=True, backend="aot_eager")()
+    assert torch.equal(found.lse, eager.lse) and torch.equal(found.correct, eager.correct)
+    assert not found.lse.requires_grad
+
+
+@pytest.mark.parametrize("trainable", ["hidden", "weight"])
+def test_compiled_with_frozen_inputs(trainable: str) -> None:
+    tensors = {n: made(torch.float32)[n].detach() for n in ("hidden", "weight", "targets")}
+    tensors[trainable].requires_grad_()
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    eager, found = step(linear_cross_entropy, tensors), step(compiled, tensors)
+    torch.testing.assert_close(found, eager)
+
+
+def test_other_numbers_of_tokens_take_one_more_graph() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    how: dict[str, Any] = {"filter": SOME}
+
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
+        return linear_cross_entropy(hidden, weight, targets, **how)
+
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(CLASSES, DIM, generator=generator))
+    for tokens in (200, 333, 512, 190):
+        hidden = torch.randn(tokens, DIM, generator=generator).requires_grad_()
+        targets = torch.randint(CLASSES, (tokens,), generator=generator)
+        loss = compiled(hidden, weight, targets)
+        loss.backward()
+        torch.testing.assert_close(loss, run(hidden, weight, targets))
+    # One for the first number, one for all others.
+    assert counter.frame_count == 2
+
+
+class Model(nn.Module):
+    """A trunk whose layer is computed again in the backward, and the loss."""
+
+    def __init__(self, group: Any = None, shard: VocabShard | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        rows = slice(None) if shard is None else slice(shard.start, shard.stop)
+        self.layer = nn.Linear(DIM, DIM, bias=False)
+        self.weight = nn.Parameter(torch.randn(CLASSES, DIM, generator=generator)[rows].clone())
+        self.how = {"group": group, "vocab_shard": shard, "filter": SOME}
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.randn(DIM, DIM, generator=generator) / 4)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Any:
+        hidden = checkpoint(self.layer, inputs, use_reentrant=False)
+        return linear_cross_entropy(hidden, self.weight, targets, **self.how)  # pyright: ignore
+
+
+def by_the_default_compiler(_: Any) -> None:
+    # The compiler's own imports.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    tensors = made(torch.float32)
+    inputs, targets = tensors["hidden"].detach(), tensors["targets"]
+    got = []
+    for compiles in (False, True):
+        model = Model()
+        run: Any = torch.compile(model, fullgraph=True) if compiles else model
+        loss = run(inputs, targets)
+        loss.backward()
+        got.append([loss.detach(), *(x.grad for x in model.parameters())])
+    torch.testing.assert_close(got[1], got[0])
+
+
+def test_a_model_by_the_default_compiler() -> None:
+    # In a process whose torch.empty is torch's own: a compiler traces what replaces it.
+    shared_pool().run(1, by_the_default_compiler, timeout=200)
+
+
+# -- on a group ---------------------------------------------------------------------------------
+
+
+def on_a_group(group: Any, backend: str) -> None:
+    """Tensor parallel over uneven shards, sequence parallel, and DTensors."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    tensors = made(torch.float32)
+    hidden, weight, targets = (tensors[name].detach() for name in ("hidden", "weight", "targets"))
+    shard = VocabShard.chunked(CLASSES - 1, rank, size)
+    rows = weight[shard.start : shard.stop]
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    part = hidden.chunk(size)[rank]
+    how: dict[str, Any] = {"group": group, "vocab_shard": shard}
+
+    def place(tensor: Tensor, placement: Any) -> Tensor:
+        return distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
+
+    cases: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = {
+        "tensor parallel": (hidden, rows, how),
+        "sequence parallel": (part, rows, {**how, "sequence_parallel": True}),
+        "mesh": (hidden, rows, {**how, "group": mesh}),
+        "dtensor": (place(hidden, Replicate()), place(weight[:-1], Shard(0)), {}),
+        "dtensor, split": (place(hidden, Shard(0)), place(weight[:-1], Shard(0)), {}),
+    }
+    targets = torch.where(targets == CLASSES - 1, 0, targets)
+    for name, (given, rows_of, options) in cases.items():
+        torch._dynamo.reset()
+
+        def run(hidden: Tensor, weight: Tensor, options: dict[str, Any] = options) -> Any:
+            return linear_cross_entropy(
+                2 * hidden, weight, targets, filter=SOME, backend=backend, **options
+            )
+
+        got = []
+        for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+            leaves = [x.clone().detach().requires_grad_() for x in (given, rows_of)]
+            loss = function(*leaves)
+            assert isinstance(loss, DTensor) == name.startswith("dtensor"), name
+            loss.backward()
+            values = [loss.detach(), *(leaf.grad for leaf in leaves)]
+            got.append([x.to_local() if isinstance(x, DTensor) else x for x in values])
+        torch.testing.assert_close(got[1], got[0], msg=name)
+
+
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_compiled_on_a_group(place: Place) -> None:
+    shared_pool().run(2, on_a_group, place.backend, timeout=200)
+
+
+# -- refusals, the operator's own promises ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient": "exact", "keep_logits": True}, "keep_logits must be False within torch"),
+        ({"check_ranks": True}, "check_ranks must be False within torch.compile"),
+        ({"grad_weight_into": torch.zeros(CLASSES, DIM)}, "grad_weight_into must be None within"),
+        ({"label_smoothing": 2.0}, r"label_smoothing must lie in \[0, 1\], got 2.0"),
+    ],
+)
+def test_compiled_refusals(options: dict[str, Any], message: str) -> None:
+    tensors = made(torch.float32)
+    inputs = [tensors[name] for name in ("hidden", "weight", "targets")]
+
+    def run() -> Any:
+        return linear_cross_entropy(*inputs, **options)
+
+    with pytest.raises(Exception, match=message):
+        torch.compile(run, fullgraph=True, backend="aot_eager")()
