@@ -50,6 +50,7 @@ class Bound:
 
 
 OPTIONS = tuple(LossOptions.__dataclass_fields__)
+FILTER = tuple(Filter.__dataclass_fields__)
 _bound: dict[str, Bound] = {}
 
 
@@ -60,6 +61,8 @@ def _bind(group: Any, shard: Any, num_rows: int, **fields: Any) -> tuple[str, in
     Returns:
         The key; start, stop and vocab_size of the shard; the number of ranks.
     """
+    if isinstance(fields["filter"], tuple):
+        fields["filter"] = Filter(*fields["filter"])
     options = LossOptions(**fields)
     # torch 2.12 and later trace with a stand-in for the group.
     group = resolve_group(getattr(group, "real_obj", group))
@@ -105,6 +108,8 @@ def compute(
         )
     validation.check_hidden_and_weight(hidden, weight)
     fields = {name: getattr(options, name) for name in OPTIONS}
+    if isinstance(options.filter, Filter):
+        fields["filter"] = tuple(getattr(options.filter, name) for name in FILTER)
     bounds: Any = vocab_shard
     if isinstance(vocab_shard, VocabShard):
         bounds = (vocab_shard.start, vocab_shard.stop, vocab_shard.vocab_size)
@@ -202,7 +207,13 @@ def _padded(values: Tensor, size: int) -> Tensor:
     return values if short == 0 else torch.cat([values, values.new_zeros(short)])
 
 
-@torch.library.custom_op("cce_dist::two_pass", mutates_args=())
+@torch.library.custom_op(
+    "cce_dist::two_pass",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor? class_weight, Tensor rows, "
+    "Tensor local_targets, Tensor count, bool[] needs, str key) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor[], Tensor[])",
+)
 def two_pass(
     hidden: Tensor,
     weight: Tensor,
@@ -282,7 +293,14 @@ def _state_like(hidden: Tensor, weight: Tensor, size: int, bound: Bound) -> list
     return state
 
 
-@torch.library.custom_op("cce_dist::two_pass_backward", mutates_args=())
+@torch.library.custom_op(
+    "cce_dist::two_pass_backward",
+    mutates_args=(),
+    schema="(Tensor? grad_nll, Tensor? grad_lse, Tensor? grad_smooth, Tensor? grad_entropy, "
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? class_weight, Tensor rows, "
+    "Tensor local_targets, Tensor count, Tensor lse, Tensor entropy, Tensor[] state, "
+    "bool[] needs, str key) -> Tensor[]",
+)
 def two_pass_backward(
     grad_nll: Tensor | None,
     grad_lse: Tensor | None,

@@ -98,6 +98,17 @@ def test_compiled_as_eager(place: Place, option: dict[str, Any], dtype: str) -> 
         torch.testing.assert_close(found[name], expected, msg=name)
 
 
+def test_compiled_with_dataclasses_made_in_the_graph() -> None:
+    tensors = {name: made(torch.float32)[name] for name in ("hidden", "weight", "targets")}
+
+    def run(**tensors: Tensor) -> Any:
+        shard = VocabShard(0, CLASSES, CLASSES)
+        return linear_cross_entropy(**tensors, filter=Filter(keep=0.02), vocab_shard=shard)  # pyright: ignore
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(step(compiled, tensors), step(run, tensors))
+
+
 def test_compiled_without_gradients() -> None:
     tensors = made(torch.float32)
     module = LinearCrossEntropy(stats=("lse", "correct"))
