@@ -64,7 +64,7 @@ def _bind(group: Any, shard: Any, num_rows: int, **fields: Any) -> tuple[str, in
     if isinstance(fields["filter"], tuple):
         fields["filter"] = Filter(*fields["filter"])
     options = LossOptions(**fields)
-    # torch 2.12 and later trace with a stand-in for the group.
+    # torch 2.13 traces with a stand-in for the group.
     group = resolve_group(getattr(group, "real_obj", group))
     for name, instead in {
         "keep_logits": "the compiler decides what stays in memory from the forward to the backward",
@@ -238,9 +238,12 @@ def two_pass(
     others = [_padded(x, size) for x in plain if x is not None]
     state: list[Tensor] = []
     if call.record and plan.backend.counts_on_device:
-        scores = ctx.scores if ctx.kept is None else ctx.kept.marks
         *_, target_logit, _ = ctx.saved_tensors
-        state = [target_logit, *([] if scores is None else scores.tensors())]
+        state = [target_logit]
+        # An empty shard has nothing to keep, whatever it has recorded.
+        if plan.filters and plan.backend.scores_like is not None:
+            scores = ctx.scores if ctx.kept is None else ctx.kept.marks
+            state += scores.tensors()
     apart = _apart([*outputs, *others, *state])
     end = 4 + len(others)
     return (*apart[:4], apart[4:end], apart[end:])  # pyright: ignore[reportReturnType]

@@ -202,6 +202,8 @@ def on_a_group(group: Any, backend: str) -> None:
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     part = hidden.chunk(size)[rank]
     how: dict[str, Any] = {"group": group, "vocab_shard": shard}
+    first = 0 if rank == 0 else CLASSES - 1
+    everything = VocabShard(first, CLASSES - 1, CLASSES - 1)
 
     def place(tensor: Tensor, placement: Any) -> Tensor:
         return distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
@@ -210,6 +212,7 @@ def on_a_group(group: Any, backend: str) -> None:
         "tensor parallel": (hidden, rows, how),
         "sequence parallel": (part, rows, {**how, "sequence_parallel": True}),
         "mesh": (hidden, rows, {**how, "group": mesh}),
+        "empty shard": (hidden, weight[first:-1], {**how, "vocab_shard": everything}),
         "dtensor": (place(hidden, Replicate()), place(weight[:-1], Shard(0)), {}),
         "dtensor, split": (place(hidden, Shard(0)), place(weight[:-1], Shard(0)), {}),
     }
