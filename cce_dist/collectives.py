@@ -5,7 +5,7 @@ A group of one rank has no second code path: its collectives return their input.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -99,9 +99,9 @@ def all_reduce_logaddexp(
     return logaddexp_parts(wide).to(tensor.dtype).view(tensor.shape)
 
 
-def merge_bounds(bound: Tensor, group: ProcessGroup | None) -> Tensor:
-    """log2 of the sum over ranks of 2^bound, [N] fp32. Collectives: one all-gather of [N]."""
-    return logaddexp_parts(_all_gather(bound, group) * math.log(2)) / math.log(2)
+def gather_bounds(bound: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[N] of every rank -> [W, N] in rank order. Collectives: one all-gather of `bound`."""
+    return _all_gather(bound, group)
 
 
 def merge_stats(local: Stats, shard: VocabShard, group: ProcessGroup | None) -> Stats:
@@ -132,12 +132,21 @@ _DIGIT = 2**20
 
 def _encode_shard(shard: VocabShard, like: Tensor) -> Tensor:
     """[6] as `like`."""
-    values = (shard.start, shard.stop, shard.vocab_size)
-    digits = [digit for value in values for digit in divmod(value, _DIGIT)]
     if like.is_cuda and torch.cuda.is_current_stream_capturing():
         # A replay would read the host's memory again, which is gone.
-        return torch.cat([like.new_full((1,), digit) for digit in digits])
-    return like.new_tensor(digits)
+        return torch.cat([like.new_full((1,), digit) for digit in _digits_of(shard)])
+    return _encoded(shard, like.dtype, like.device)
+
+
+def _digits_of(shard: VocabShard) -> list[int]:
+    values = (shard.start, shard.stop, shard.vocab_size)
+    return [digit for value in values for digit in divmod(value, _DIGIT)]
+
+
+@functools.lru_cache(maxsize=256)
+def _encoded(shard: VocabShard, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Kept, because a copy from the host waits for all that the device has still to do."""
+    return torch.tensor(_digits_of(shard), dtype=dtype, device=device)
 
 
 def _decode_shards(digits: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ class LocalBackend:
     orders_tokens: bool = False
     # Whether `stats` hands its logits on to `grads` (gradient="in_forward").
     keeps_logits: bool = False
-    # Whether `stats`, where it scores columns, takes `agree` and calls it as often on every rank.
-    agrees: bool = False
+    # Whether `stats`, where it scores columns, takes `gather` and calls it as often on every rank.
+    exchanges: bool = False
     # Room for the logits that `stats` keeps for `grads` (keep_logits); None: it cannot.
     room_for_logits: Callable[..., Any] | None = None
     # (num_tokens, num_columns, weight) -> what `stats` records for `kept`, by shapes alone, with
@@ -73,7 +73,7 @@ def _triton() -> LocalBackend:
         takes_int32=True,
         completes=True,
         orders_tokens=True,
-        agrees=True,
+        exchanges=True,
         room_for_logits=local_triton_exact.KeptLogits.make,
         scores_like=local_triton_lists.Marks.like,
         rehearse=local_triton_rehearsal.rehearse,
@@ -84,16 +84,16 @@ def _stats_of_nothing(
     tokens: Tokens,
     head: Head,
     *,
-    agree: Callable[[Tensor], Tensor] | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
     **how: Any,
 ) -> tuple[Stats, Any]:
     """Of an empty shard, where the other ranks run the Triton backend."""
-    if agree is not None:
-        from cce_dist.local_triton_bounds import ROUNDS
+    if gather is not None:
+        from cce_dist.local_triton_bounds import EXCHANGES
 
         nothing = head.weight.new_full((len(tokens),), -torch.inf, dtype=torch.float32)
-        for _ in range(ROUNDS):
-            agree(nothing)
+        for _ in EXCHANGES:
+            gather(nothing)
     return local_torch.local_stats(tokens, head, **how)
 
 
@@ -135,6 +135,10 @@ def _choose(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> 
     if columns == 0:
         # Nothing for a kernel to do; but all ranks must count tokens and chunks of them alike.
         return replace(
-            TORCH, counts_on_device=True, keeps_logits=False, agrees=True, stats=_stats_of_nothing
+            TORCH,
+            counts_on_device=True,
+            keeps_logits=False,
+            exchanges=True,
+            stats=_stats_of_nothing,
         )
     return _triton()

@@ -18,7 +18,7 @@ from cce_dist.kernels.finish import finish_kernel
 from cce_dist.kernels.forward import ALONE, FIRST, LAST, PROBE, forward_kernel
 from cce_dist.kernels.pack import pack_kernel
 from cce_dist.kernels.targets import targets_kernel
-from cce_dist.local_triton_bounds import Agree, raise_lower
+from cce_dist.local_triton_bounds import EXCHANGES, Gather, raise_lower
 from cce_dist.local_triton_exact import KeptLogits, Region
 from cce_dist.local_triton_extras import (
     NUM_EXTRAS,
@@ -61,12 +61,12 @@ def local_stats(
     threshold: float,
     workspace_bytes: int,
     keep_logits: KeptLogits | None = None,
-    agree: Agree | None = None,
+    gather: Gather | None = None,
 ) -> tuple[Stats, Marks | None]:
     """Statistics of every token over this rank's shard. Deterministic.
 
-    Args: those of `local_torch.local_stats`; `keep_logits`: filled; without `score`; `agree`:
-        called `ROUNDS` times.
+    Args: those of `local_torch.local_stats`; `keep_logits`: filled; without `score`; `gather`:
+        called once for each of `EXCHANGES`.
     Returns:
         Stats with fields [N] fp32, 0 for tokens that don't count.
         Marks if `score`, else None.
@@ -77,13 +77,14 @@ def local_stats(
         order = similar_order(tokens)
         tokens = tokens.reordered(order)
     run = _Forward.of(tokens, head, wanted, score, keep_logits)
-    launches = run.launches(agree is not None)
-    own = run.parts["lower"] if agree is None else run.parts["lower"].clone()
-    for at, launch in enumerate(launches):
-        if agree is not None and at:
-            after = launches[at - 1].number
-            raise_lower(agree, own, run.parts, run.shape, len(tokens), after, order)
+    launches = run.launches(gather is not None)
+    own = run.parts["lower"]
+    if gather is not None and len(EXCHANGES) > 1:
+        own = own.clone()
+    for launch in launches:
         run.launch(threshold, score_largest, launch)
+        if gather is not None and launch.number in EXCHANGES:
+            raise_lower(gather, own, run.parts, run.shape, len(tokens), launch.number, order)
     last = _Launch(launches[-1].number, 0, run.num_tiles, robust=True)
     run.launch(threshold, score_largest, last)
     stats, log_dropped = run.finish()
@@ -211,12 +212,12 @@ class _Forward:
         """[N] which tokens count, in the order of the packed ones."""
         return torch.arange(len(self.tokens), device=self.weight.device) < self.count
 
-    def launches(self, ranks_agree: bool) -> tuple[_Launch, ...]:
+    def launches(self, ranks_exchange: bool) -> tuple[_Launch, ...]:
         """Each begins with what the splits of the one before have summed."""
         kept, columns = self.keep_logits, self.tiles.columns
         if kept is None:
             # One program at a time makes one split, which has no others to wait for.
-            alone = num_programs(self.weight) == 1 and not ranks_agree
+            alone = num_programs(self.weight) == 1 and not ranks_exchange
             numbers = (ALONE.value,) if alone else range(LAST.value + 1)
             return tuple(_Launch(number, 0, self.num_tiles) for number in numbers)
         end = kept.first_column // columns

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from cce_dist.kernels.forward import LAST, bound_kernel
+from cce_dist.kernels.forward import PROBE, bound_kernel, lower_kernel
 from cce_dist.local_triton_launch import start
 from cce_dist.options import TOKEN_BLOCK
 
-# How often the forward asks: before each launch but PROBE.
-ROUNDS = LAST.value
-# A lower bound of this shard's lse -> one of all ranks', log2, [N] fp32.
-Agree = Callable[[Tensor], Tensor]
+# The launches of the forward after which ranks exchange bounds. docs/performance.md#ranks.
+EXCHANGES = (PROBE.value,)
+# A lower bound of this shard's lse, log2, [N] fp32 -> those of all shards, [W, N].
+Gather = Callable[[Tensor], Tensor]
 
 
 def raise_lower(
-    agree: Agree,
+    gather: Gather,
     own: Tensor,
     parts: dict[str, Tensor],
     shape: Tensor,
@@ -40,16 +39,26 @@ def raise_lower(
             other ranks have counted must not be counted once more by each.
         shape: [3] of the forward.
         after: the launch that this shard's bound comes from.
-        order: [N] the packed tokens' places in the caller's order, if it is another one.
+        order: [N] the packed tokens' places in the caller's order, if it is another one: ranks
+            need not have put the tokens in the same order.
     """
     lower, state = parts["lower"], parts["state"]
-    bound = torch.empty_like(lower)
-    start(bound_kernel, (len(lower) // TOKEN_BLOCK,))(
-        shape, own, state, bound, after, state.shape[2], BLOCK_N=TOKEN_BLOCK
+    grid = (len(lower) // TOKEN_BLOCK,)
+    places, how = (shape, False) if order is None else (order, True)
+    bound = lower.new_empty(num_tokens)
+    start(bound_kernel, grid)(
+        shape,
+        own,
+        state,
+        places,
+        bound,
+        after,
+        state.shape[2],
+        num_tokens,
+        BLOCK_N=TOKEN_BLOCK,
+        HAS_ORDER=how,
     )
-    mine = bound[:num_tokens]
-    if order is None:
-        lower[:num_tokens] = agree(mine)
-    else:
-        # Ranks need not have put the tokens in the same order.
-        lower[:num_tokens] = agree(torch.empty_like(mine).index_copy_(0, order, mine))[order]
+    bounds = gather(bound)
+    start(lower_kernel, grid)(
+        bounds, places, lower, len(bounds), num_tokens, BLOCK_N=TOKEN_BLOCK, HAS_ORDER=how
+    )

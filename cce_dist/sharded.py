@@ -2,7 +2,7 @@
 
 Every rank holds some rows of the LM head and computes four steps, of which the second and the
 last talk to the other ranks, once each. (Where the first one is to tell which columns matter, ranks
-also tell each other what each token's lse is at least, four times while it goes on.)
+also tell each other what each token's lse is at least, once it has seen its first columns.)
 
     local_stats          log-sum-exp and target logit of this rank's columns, tile by tile
     merge_stats          log-add-exp over the ranks: every rank gets the same lse
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from cce_dist.collectives import (
+    gather_bounds,
     gather_tokens,
     group_size,
-    merge_bounds,
     merge_stats,
     reduce_grad_hidden,
     sum_over_ranks,
@@ -116,8 +116,8 @@ def forward(
     """Steps 1 and 2. Scores stay on this rank, for the filter of the backward; so do logits."""
     score = score and plan.filters
     how: dict[str, Any] = {}
-    if score and plan.backend.agrees and group_size(plan.group) > 1:
-        how["agree"] = functools.partial(merge_bounds, group=plan.group)
+    if score and plan.backend.exchanges and group_size(plan.group) > 1:
+        how["gather"] = functools.partial(gather_bounds, group=plan.group)
     local, scores = plan.backend.stats(
         tokens,
         head,
