@@ -102,6 +102,9 @@ def local_parts(
     _require_placement("weight", weight, mesh, "Shard(0)")
     local = {name: value for name, value in tensors.items() if not is_dtensor(value)}
     local["weight"] = weight.to_local()
+    if tensors["grad_weight_into"] is not None and weight.requires_grad:
+        # Through to_local the gradient that autograd does not get would come back as zeros.
+        local["weight"] = weight.detach().to_local().requires_grad_()
     for name, wanted in {
         "bias": "Shard(0)",
         "grad_weight_into": "Shard(0)",

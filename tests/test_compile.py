@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from cce_dist import Filter, LinearCrossEntropy, LossOutput, VocabShard, linear_cross_entropy
 from cce_dist.testing import CPU_PLACES, DTYPES, PLACES, Place, grid, shared_pool
 
+# What torch 2.11's compiler imports.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 BATCH, LENGTH, CLASSES, DIM = 4, 50, 600, 16
 EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
 SOME = Filter(keep=0.01)
