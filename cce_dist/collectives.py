@@ -6,6 +6,7 @@ A group of one rank has no second code path: its collectives return their input.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist.partials import Stats, logaddexp_parts, merge_parts
+from cce_dist.partials import Stats, logaddexp_parts, merge_parts, zero_beyond
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -104,9 +105,15 @@ def gather_bounds(bound: Tensor, group: ProcessGroup | None) -> Tensor:
     return _all_gather(bound, group)
 
 
-def merge_stats(local: Stats, shard: VocabShard, group: ProcessGroup | None) -> Stats:
+def merge_stats(
+    local: Stats,
+    shard: VocabShard,
+    group: ProcessGroup | None,
+    count: Tensor | None = None,
+) -> Stats:
     """Merge every rank's statistics; all ranks get the same bits.
 
+    Args: count: [1] int32: only the first tokens count, the others get 0.
     Collectives: one all-gather over `group` of the fields of `local` that are present, packed:
     4 (K N + 6) bytes a rank, K = 2 for the loss alone (8 (K N + 6) for float64).
     Raises:
@@ -118,12 +125,29 @@ def merge_stats(local: Stats, shard: VocabShard, group: ProcessGroup | None) -> 
     packed = local.pack()
     payload = torch.cat([packed.flatten(), _encode_shard(shard, packed)])
     parts = _all_gather(payload, group)
+    if _has_merge_kernel(parts) and len(packed) == 2:
+        from cce_dist.local_triton_merge import merge_lse_and_target
+
+        merged, tiles = merge_lse_and_target(parts, count, _DIGIT)
+        require(tiles, lambda: "", _TILES)
+        return local.unpack(merged)
     bounds = _decode_shards(parts[:, packed.numel() :])
     _require_tiling(bounds)
     rows = parts[:, : packed.numel()].view(len(parts), *packed.shape).transpose(0, 1)
     first = bounds[:, 0].to(packed.dtype)
     num_classes = (bounds[:, 1].minimum(bounds[:, 2]) - bounds[:, 0]).clamp_min(0)
-    return merge_parts(local.unpack(rows), num_classes.to(packed.dtype), first)
+    merged = merge_parts(local.unpack(rows), num_classes.to(packed.dtype), first)
+    return merged if count is None else zero_beyond(merged, count)
+
+
+def _has_merge_kernel(parts: Tensor) -> bool:
+    """The same on every rank, whatever runs its shard: lse must have the same bits on all."""
+    return parts.is_cuda and parts.dtype == torch.float32 and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 # Shard bounds travel as two numbers below 2^20 each: fp32 holds integers exactly up to 2^24.
@@ -155,6 +179,9 @@ def _decode_shards(digits: Tensor) -> Tensor:
     return high_low[..., 0] * _DIGIT + high_low[..., 1]
 
 
+_TILES = "vocab_shard of the ranks must tile [0, vocab_size)"
+
+
 def _require_tiling(bounds: Tensor) -> None:
     start, stop, vocab_size = bounds.unbind(1)
     stop = stop.minimum(vocab_size).maximum(start)
@@ -168,7 +195,7 @@ def _require_tiling(bounds: Tensor) -> None:
             "vocab_shard of the ranks must tile [0, vocab_size) without gap or overlap, got "
             "(start, stop, vocab_size) by rank: " + str([tuple(row) for row in bounds.tolist()])
         ),
-        "vocab_shard of the ranks must tile [0, vocab_size)",
+        _TILES,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cce_dist import local_torch, local_torch_filter, local_torch_grads
 from cce_dist.options import Backend, LossOptions
-from cce_dist.partials import Head, LocalGrads, Stats, StepKind, Tokens
+from cce_dist.partials import Head, LocalGrads, Needs, Stats, StepKind, Tokens, Upstream
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class LocalBackend:
     counts_on_device: bool
     # Whether Tokens.local_targets may be int32.
     takes_int32: bool = False
-    # Whether `grads` takes complete=True: the hidden gradient as autograd wants it.
-    completes: bool = False
+    # Whether `grads` takes `store_as`, a dtype: the hidden gradient is then [num_rows, D] of that
+    # dtype, as hidden's rows are, and 0 where no token counts.
+    stores_rows: bool = False
     # Whether its blocks hold similar tokens, of which the default filter then keeps less.
     orders_tokens: bool = False
     # Whether `stats` hands its logits on to `grads` (gradient="in_forward").
@@ -71,7 +72,7 @@ def _triton() -> LocalBackend:
         grads=local_triton_grads.local_grads,
         counts_on_device=True,
         takes_int32=True,
-        completes=True,
+        stores_rows=True,
         orders_tokens=True,
         exchanges=True,
         room_for_logits=local_triton_exact.KeptLogits.make,
@@ -95,6 +96,24 @@ def _stats_of_nothing(
         for _ in EXCHANGES:
             gather(nothing)
     return local_torch.local_stats(tokens, head, **how)
+
+
+def _grads_of_nothing(
+    tokens: Tokens,
+    head: Head,
+    lse: Tensor,
+    upstream: Upstream,
+    *,
+    store_as: torch.dtype,
+    needs: Needs,
+    **how: Any,
+) -> LocalGrads:
+    """Of the same shard: no column pulls at any token."""
+    new = head.weight.new_zeros
+    return LocalGrads(
+        new(tokens.hidden.shape, dtype=store_as) if needs.hidden else None,
+        new(0, dtype=torch.float32) if needs.bias else None,
+    )
 
 
 def choose_backend(
@@ -139,6 +158,8 @@ def _choose(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> 
             counts_on_device=True,
             keeps_logits=False,
             exchanges=True,
+            stores_rows=True,
             stats=_stats_of_nothing,
+            grads=_grads_of_nothing,
         )
     return _triton()

@@ -78,9 +78,7 @@ def local_stats(
         tokens = tokens.reordered(order)
     run = _Forward.of(tokens, head, wanted, score, keep_logits)
     launches = run.launches(gather is not None)
-    own = run.parts["lower"]
-    if gather is not None and len(EXCHANGES) > 1:
-        own = own.clone()
+    own = run.parts["lower"] if gather is None else run.parts["lower"].clone()
     for launch in launches:
         run.launch(threshold, score_largest, launch)
         if gather is not None and launch.number in EXCHANGES:

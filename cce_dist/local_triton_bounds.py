@@ -13,12 +13,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from cce_dist.kernels.forward import PROBE, bound_kernel, lower_kernel
+from cce_dist.kernels.forward import LAST, PROBE, bound_kernel, lower_kernel
 from cce_dist.local_triton_launch import start
 from cce_dist.options import TOKEN_BLOCK
 
-# The launches of the forward after which ranks exchange bounds. docs/performance.md#ranks.
-EXCHANGES = (PROBE.value,)
+# The launches of the forward after which ranks exchange bounds. One does where frequent tokens come
+# first in the vocabulary; where they lie anywhere, each bound is better: docs/performance.md#ranks.
+EXCHANGES = tuple(range(PROBE.value, LAST.value))
 # A lower bound of this shard's lse, log2, [N] fp32 -> those of all shards, [W, N].
 Gather = Callable[[Tensor], Tensor]
 

@@ -42,12 +42,12 @@ def local_grads(
     accumulate: bool,  # add to grad_weight (fp32) instead of overwriting it
     workspace_bytes: int,
     logits: KeptLogits | None = None,
-    complete: bool = False,
+    store_as: torch.dtype | None = None,
 ) -> LocalGrads:
     """Gradients of this rank's shard (no communication). Deterministic.
 
-    Args, returns: those of `local_torch_grads.local_grads`. With `complete`, no rank has a part
-    to add: hidden is then [num_rows, D] in hidden's dtype, 0 for tokens that don't count.
+    Args, returns: those of `local_torch_grads.local_grads`. With `store_as` hidden is
+    [num_rows, D] in that dtype, as the caller's hidden, 0 for tokens that don't count.
     Source: block-sparse products as in MegaBlocks, arXiv:2211.15841; docs/numerics.md#the-tail.
     """
     run = Backward.of(
@@ -66,7 +66,7 @@ def local_grads(
     else:
         products(run, grad_hidden, grad_weight, grad_bias, accumulate)
     if grad_hidden is not None:
-        grad_hidden = run.finish_hidden(grad_hidden, complete)
+        grad_hidden = run.finish_hidden(grad_hidden, store_as)
     return LocalGrads(grad_hidden, grad_bias)
 
 
@@ -222,12 +222,12 @@ class Backward:
             HAS_MEAN=with_mean,
         )
 
-    def finish_hidden(self, packed: Tensor, complete: bool) -> Tensor:
-        """Adds the tail; `complete`: as hidden's rows and dtype, else packed [N, D] fp32."""
+    def finish_hidden(self, packed: Tensor, store_as: torch.dtype | None) -> Tensor:
+        """Adds the tail; as hidden's rows in that dtype, or packed [N, D] fp32, in place."""
         num_tokens, dim = self.num_tokens, self.weight.shape[1]
         out = packed
-        if complete:
-            out = self.weight.new_empty(num_tokens, dim)
+        if store_as is not None:
+            out = self.weight.new_empty(num_tokens, dim, dtype=store_as)
         block_d = 128
         start(spread_kernel, (self.num_blocks, triton.cdiv(dim, block_d)))(
             packed,
@@ -252,7 +252,7 @@ class Backward:
             HAS_MEAN=self.mean is not None,
             EVERY=self.lists is None,
             HAS_PLACE=self.place is not None,
-            PERMUTE=complete,
+            PERMUTE=store_as is not None,
         )
         return out
 

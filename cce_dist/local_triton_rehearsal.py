@@ -88,5 +88,5 @@ def _go_through(tokens: Tokens, head: Head, kind: StepKind) -> None:
         grad_weight=grad_weight,
         accumulate=kind.accumulate,
         workspace_bytes=least,
-        complete=kind.complete,
+        store_as=kind.store_as,
     )

@@ -220,7 +220,7 @@ class StepKind:
     needs: Needs
     grad_weight: torch.dtype | None  # None: not needed
     accumulate: bool
-    complete: bool
+    store_as: torch.dtype | None  # the hidden gradient, in hidden's rows; None: packed, in fp32
     of_lse: bool  # the loss is one of lse too, beside nll
 
 

@@ -2,7 +2,7 @@
 
 Every rank holds some rows of the LM head and computes four steps, of which the second and the
 last talk to the other ranks, once each. (Where the first one is to tell which columns matter, ranks
-also tell each other what each token's lse is at least, once it has seen its first columns.)
+also tell each other what each token's lse is at least, four times while it goes on.)
 
     local_stats          log-sum-exp and target logit of this rank's columns, tile by tile
     merge_stats          log-add-exp over the ranks: every rank gets the same lse
@@ -42,7 +42,6 @@ from cce_dist.partials import (
     Upstream,
     Wanted,
     accumulate_dtype,
-    zero_beyond,
 )
 from cce_dist.vocab_shard import VocabShard
 
@@ -99,15 +98,17 @@ def rehearse(
         needs=needs,
         grad_weight=grad_weight,
         accumulate=accumulate,
-        complete=_complete(plan, in_fp32),
+        store_as=_store_as(head.weight.dtype, plan, in_fp32),
         of_lse=options.z_loss != 0 or plan.wanted.smooth_logit,
     )
     plan.backend.rehearse(tokens, head, kind)
 
 
-def _complete(plan: Plan, in_fp32: bool) -> bool:
-    """One rank has all of the hidden gradient: the backend may store it where and as wanted."""
-    return plan.backend.completes and group_size(plan.group) == 1 and not in_fp32
+def _store_as(dtype: torch.dtype, plan: Plan, in_fp32: bool) -> torch.dtype | None:
+    """What a backend that writes hidden's rows writes: a part is summed over ranks in fp32."""
+    if not plan.backend.stores_rows:
+        return None
+    return torch.float32 if in_fp32 or group_size(plan.group) > 1 else dtype
 
 
 def forward(
@@ -133,10 +134,7 @@ def forward(
 
 
 def _merge(local: Stats, tokens: Tokens, plan: Plan) -> Stats:
-    merged = merge_stats(local, plan.shard, plan.group)
-    if tokens.count is None or plan.group is None:
-        return merged
-    return zero_beyond(merged, tokens.count)
+    return merge_stats(local, plan.shard, plan.group, tokens.count)
 
 
 def room_for_logits(head: Head, num_tokens: int, plan: Plan, grad_weight: Tensor | None) -> Any:
@@ -192,7 +190,7 @@ def backward(
     if plan.shard.vocab_size == 1 and upstream.nll is not None:
         # One class has probability 1: a difference of two roundings is no gradient.
         upstream = replace(upstream, nll=0 * upstream.nll)
-    complete = _complete(plan, in_fp32)
+    store_as = _store_as(head.weight.dtype, plan, in_fp32)
     grads = plan.backend.grads(
         tokens,
         head,
@@ -207,12 +205,13 @@ def backward(
         accumulate=accumulate,
         workspace_bytes=plan.options.workspace_bytes,
         logits=logits,
-        **({"complete": True} if complete else {}),
+        **({} if store_as is None else {"store_as": store_as}),
     )
-    if grads.hidden is None or complete:
+    if grads.hidden is None:
         return grads
+    rows = None if store_as is not None else tokens.rows
     num_rows = tokens.hidden.shape[0]
-    return LocalGrads(finish_grad_hidden(grads.hidden, tokens.rows, num_rows, plan), grads.bias)
+    return LocalGrads(finish_grad_hidden(grads.hidden, rows, num_rows, plan), grads.bias)
 
 
 def finish_grad_hidden(
@@ -229,6 +228,8 @@ def finish_grad_hidden(
             return grad
         return grad.new_zeros(num_rows, grad.shape[1]).index_copy_(0, rows, grad)
 
+    if group_size(plan.group) == 1:
+        return spread(grad)
     if plan.options.sequence_parallel:
         return reduce_grad_hidden(spread(grad), plan.group, scatter=True)
     return spread(reduce_grad_hidden(grad, plan.group, scatter=False))

@@ -1,0 +1,71 @@
+"""The kernel that merges ranks on a GPU: what torch's merge gives, and which shards it accepts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cce_dist.partials import Stats, merge_parts
+from cce_dist.testing import TRITON_PLACES, Place, grid
+
+pytest.importorskip("triton")
+from cce_dist.local_triton_merge import merge_lse_and_target
+
+DIGIT = 2**20
+Bounds = tuple[tuple[int, int, int], ...]  # start, stop, vocab_size by rank
+
+
+def gathered(stats: Tensor, bounds: Bounds) -> Tensor:
+    """[W, 2, N] and the shards -> [W, 2 N + 6]"""
+    digits = [[d for value in rank for d in divmod(value, DIGIT)] for rank in bounds]
+    return torch.cat([stats.flatten(1), torch.tensor(digits, dtype=stats.dtype)], 1)
+
+
+def even(ranks: int, rows: int = 10) -> Bounds:
+    return tuple((rank * rows, (rank + 1) * rows, ranks * rows) for rank in range(ranks))
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, ranks=[1, 2, 3, 8, 33]))
+def test_merged_as_torch_merges(place: Place, ranks: int) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    stats = 30 * torch.randn(ranks, 2, 700, generator=generator)
+    stats[:, 1] *= torch.arange(ranks)[:, None] == torch.arange(700) % ranks
+    # An empty shard, a token of no column at all, one whose logits overflowed.
+    stats[-1, 0, :300] = -torch.inf
+    stats[:, 0, 5] = -torch.inf
+    stats[0, 0, 6] = torch.nan
+    zeros = torch.zeros(ranks, dtype=torch.float64)
+    expected = merge_parts(Stats(*stats.double().unbind(1)), zeros, zeros)
+    count = torch.tensor([650], dtype=torch.int32)
+    for counted, number in ((None, 700), (count.to(place.device), 650)):
+        parts = gathered(stats, even(ranks)).to(place.device)
+        (lse, target), tiles = merge_lse_and_target(parts, counted, DIGIT)
+        assert tiles.item() == 1
+        for found, wanted in ((lse, expected.lse), (target, expected.target_logit)):
+            wanted = torch.where(torch.arange(700) < number, wanted, 0)
+            torch.testing.assert_close(
+                found.cpu().double(), wanted, rtol=3e-7, atol=3e-7, equal_nan=True
+            )
+
+
+SHARDS: dict[str, tuple[bool, Bounds]] = {
+    "one rank": (True, ((0, 7, 7),)),
+    "uneven, in any order": (True, ((40, 41, 41), (0, 30, 41), (30, 40, 41))),
+    "empty ones": (True, ((0, 41, 41), (41, 41, 41), (20, 20, 41))),
+    "padded rows": (True, ((0, 32, 41), (32, 64, 41), (64, 96, 41))),
+    "more than fp32 holds": (True, ((0, 2**33 + 1, 2**34), (2**33 + 1, 2**34, 2**34))),
+    "gap": (False, ((0, 10, 30), (10, 19, 30), (20, 30, 30))),
+    "overlap": (False, ((0, 11, 30), (10, 20, 30), (20, 30, 30))),
+    "overlap and gap": (False, ((0, 10, 30), (5, 15, 30), (20, 30, 30))),
+    "twice": (False, ((0, 10, 20), (0, 10, 20))),
+    "one vocabulary is smaller": (False, ((0, 10, 20), (10, 20, 19))),
+    "short": (False, ((0, 10, 25), (10, 20, 25))),
+}
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, shards=SHARDS))
+def test_which_shards_tile(place: Place, shards: tuple[bool, Bounds]) -> None:
+    fine, bounds = shards
+    parts = gathered(torch.zeros(len(bounds), 2, 5), bounds).to(place.device)
+    assert merge_lse_and_target(parts, None, DIGIT)[1].item() == fine
