@@ -13,7 +13,9 @@ CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows here
 JsonPath = Annotated[Path | None, typer.Option("--json", help="The same, numbers unrounded.")]
 Inputs = Annotated[
     Names,
-    typer.Option(help="gaussian, zipf, or a file of `bench capture`; may be repeated. [zipf]"),
+    typer.Option(
+        help="gaussian, zipf, zipf-shuffled, or a file of `bench capture`; may be repeated. [zipf]"
+    ),
 ]
 Shapes = Annotated[
     Names,

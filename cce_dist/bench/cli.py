@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,7 +34,9 @@ from .arguments import (
 
 if TYPE_CHECKING:
     from .inputs import BenchInputs
-    from .shapes import Shape
+    from .table import Cells
+
+from .cases import case_of, cases_of, machine_of, reasons_of, refusals, shapes_of
 
 app = typer.Typer(
     help="Measure time, memory and error; correctness is checked first.", no_args_is_help=True
@@ -89,7 +88,7 @@ def loss_command(
     from .variants import check_parts
 
     sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
-    with _refusals():
+    with refusals():
         settings = Settings(
             repeats=repeats,
             parts=check_parts(passes or ["loss+grad"]),
@@ -102,10 +101,10 @@ def loss_command(
         methods = choose_methods(
             method or (), peers, backend=parse_backend(backend), extra=extra or (), on_gpu=on_gpu
         )
-        cases = _cases(inputs, shape, tokens, vocab, dim, dtype, device, ignored_fraction)
-    report = Report(_machine(device, threads), csv_path, json_path, plots)
+        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device, ignored_fraction)
+    report = Report(machine_of(device, threads), csv_path, json_path, plots)
     try:
-        measure_all(cases, methods, settings, report, _reasons(failed))
+        measure_all(cases, methods, settings, report, reasons_of(failed))
     except DeviceLostError as error:
         restart_without(error)
 
@@ -135,10 +134,10 @@ def filter_command(
     from .report import Report
 
     shares = share or [2.0**power for power in (3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -8)]
-    with _refusals():
-        cases = _cases(inputs, shape, tokens, vocab, dim, dtype, device)
+    with refusals():
+        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
         chosen = parse_backend(backend)
-    report = Report(_machine(device, threads), csv_path, json_path, None)
+    report = Report(machine_of(device, threads), csv_path, json_path, None)
     for make in cases:
         made = make()
         report.add(made.description, bench_filter(made, shares, repeats=repeats, backend=chosen))
@@ -162,12 +161,12 @@ def tiles_command(
     from .report import Report
     from .tiles import bench_tiles
 
-    with _refusals():
-        cases = _cases(inputs, shape, tokens, vocab, dim, dtype, device)
-    report = Report(_machine(device, 0), csv_path, json_path, None)
+    with refusals():
+        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
+    report = Report(machine_of(device, 0), csv_path, json_path, None)
     for make in cases:
         made = make()
-        with _refusals():
+        with refusals():
             rows = bench_tiles(made, repeats=repeats)
         report.add(made.description, rows)
         report.finish_case()
@@ -189,15 +188,68 @@ def first_call_command(
     from .first_call import bench_first_calls
     from .report import Report
 
-    with _refusals():
-        shapes = _shapes("zipf", shape, tokens, vocab, dim)
+    with refusals():
+        shapes = shapes_of("zipf", shape, tokens, vocab, dim)
     ways = gradient or ["filtered", "exact", "in_forward"]
-    report = Report(_machine(device, 0), csv_path, json_path, None)
+    report = Report(machine_of(device, 0), csv_path, json_path, None)
     for found in shapes:
-        with _refusals():
+        with refusals():
             rows = bench_first_calls(found, dtype=dtype, device=device, gradients=ways)
         report.add({**dataclasses.asdict(found), "dtype": dtype}, rows)
         report.finish_case()
+
+
+@app.command("ranks")
+def ranks_command(
+    size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Ranks of a group; may be repeated. [1 2 4 ...]")
+    ] = None,
+    sequence_parallel: Annotated[
+        bool, typer.Option(help="Ours under sequence parallel as well.")
+    ] = True,
+    tokens: Tokens = None,
+    vocab: Size = 32768,
+    dim: Size = 512,
+    shape: Shapes = None,
+    inputs: Inputs = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cuda",
+    repeats: Repeats = 10,
+    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "none",
+    peer_path: PeerPath = None,
+    backend: BackendName = "auto",
+    timeout_seconds: Annotated[float, typer.Option(min=1, help="Of a collective.")] = 120.0,
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Loss and gradients where ranks share the vocabulary; start it with torchrun.
+
+    torchrun --nproc-per-node 4 -m cce_dist bench ranks --shape gemma2-2b
+    """
+    from .methods import parse_backend
+    from .rank_methods import choose_rank_methods
+    from .ranks import bench_ranks, joined, make_places
+    from .report import Report
+
+    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
+    with refusals():
+        methods = choose_rank_methods(method or (), peers, backend=parse_backend(backend))
+        context = joined(device, timeout_seconds)
+    with refusals(), context as job:
+        sizes = size or [2**power for power in range(job.size.bit_length()) if 2**power <= job.size]
+        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, str(job.device))
+        report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path, None)
+        for make in cases:
+            made = make()
+            places = make_places(job, sizes, len(made.weight), sequence_parallel)
+
+            def save(rows: list[Cells], made: BenchInputs = made) -> None:
+                if job.is_main:
+                    report.add(made.description, rows)
+
+            save(bench_ranks(job, made, methods, places, repeats=repeats, save=save))
+            report.finish_case()
 
 
 @app.command()
@@ -237,7 +289,7 @@ def paper(
         timeout_seconds=peer_timeout_seconds,
         worst_error_ratio=worst_error_ratio,
     )
-    with _refusals():
+    with refusals():
         unknown = sorted(set(table or ()) - set(TABLES))
         if unknown:
             raise ValueError(f"table must be among {list(TABLES)}, got {unknown}")
@@ -250,16 +302,16 @@ def paper(
             PaperCase(
                 name,
                 f"table-{name}-{text}-{Path(kind).stem}",
-                _case(kind, found, dtype, device, TABLES[name].ignored_fraction),
+                case_of(kind, found, dtype, device, TABLES[name].ignored_fraction),
             )
             for name in table or TABLES
             for text in shape or TABLES[name].shapes
             for kind in inputs or ["zipf"]
-            for found in _shapes(kind, [text], tokens, 1, 1)
+            for found in shapes_of(kind, [text], tokens, 1, 1)
         ]
     try:
-        machine = _machine(device, threads)
-        for path in bench_paper(cases, methods, settings, machine, out, failed=_reasons(failed)):
+        machine = machine_of(device, threads)
+        for path in bench_paper(cases, methods, settings, machine, out, failed=reasons_of(failed)):
             typer.echo(path)
     except DeviceLostError as error:
         restart_without(error)
@@ -295,7 +347,7 @@ def capture(
 
     steps = step or ([] if seconds is not None else [0, 10, 100, 300])
     num_steps = max([*steps, 1])
-    with _refusals():
+    with refusals():
         if config is not None:
             chosen = load_capture_config(config, num_steps)
         else:
@@ -311,76 +363,3 @@ def capture(
             )
     for path in capture_inputs(chosen, steps, tokens, out, seconds=seconds):
         typer.echo(path)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """A ValueError about an argument becomes the command line's own kind of error."""
-    try:
-        yield
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _shapes(kind: str, texts: Names, tokens: int | None, vocab: int, dim: int) -> list[Shape]:
-    from .inputs import KINDS
-    from .shapes import Shape, parse_shape
-
-    if kind not in KINDS:
-        # A file has its own vocabulary and hidden size; without a number, all of its tokens.
-        return [Shape(tokens or sys.maxsize, 0, 0)]
-    if texts:
-        return [parse_shape(text, tokens) for text in texts]
-    return [Shape(tokens or 2048, vocab, dim)]
-
-
-def _cases(
-    inputs: Names,
-    shape: Names,
-    tokens: int | None,
-    vocab: int,
-    dim: int,
-    dtype: str,
-    device: str,
-    ignored_fraction: float = 0.0,
-) -> list[Callable[[], BenchInputs]]:
-    return [
-        _case(kind, found, dtype, device, ignored_fraction)
-        for kind in inputs or ["zipf"]
-        for found in _shapes(kind, shape, tokens, vocab, dim)
-    ]
-
-
-def _case(
-    kind: str, shape: Shape, dtype: str, device: str, ignored_fraction: float = 0.0
-) -> Callable[[], BenchInputs]:
-    """What makes the inputs; the arguments are checked now."""
-    import torch
-
-    from .inputs import KINDS, make_inputs
-
-    wanted = getattr(torch, dtype, None)
-    if not isinstance(wanted, torch.dtype):
-        raise ValueError(f"dtype must name a torch dtype, got {dtype!r}")
-    try:
-        where = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device must name a torch device, got {device!r}: {error}") from None
-    if kind not in KINDS and not Path(kind).is_file():
-        raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
-    return lambda: make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)
-
-
-def _machine(device: str, threads: int) -> dict[str, str]:
-    import torch
-
-    from .machine import describe_machine
-
-    if threads:
-        torch.set_num_threads(threads)
-    command = shlex.join(["cce-dist", *sys.argv[1:]])
-    return {**describe_machine(torch.device(device)), "command": command}
-
-
-def _reasons(failed: Names) -> dict[str, str]:
-    return dict(text.split("=", 1) for text in failed or ())

@@ -12,7 +12,7 @@ from torch import Tensor
 from .shapes import Shape
 from .zipf import zipf_tensors
 
-KINDS = ("gaussian", "zipf")
+KINDS = ("gaussian", "zipf", "zipf-shuffled")
 IGNORE_INDEX = -100
 
 
@@ -73,7 +73,8 @@ def make_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> BenchInputs:
-    """`kind` is "gaussian", "zipf", or a file that `cce-dist bench capture` wrote.
+    """`kind` is "gaussian", "zipf", "zipf-shuffled" (frequent tokens anywhere in the vocabulary,
+    rather than first), or a file that `cce-dist bench capture` wrote.
 
     Of a file the first shape.num_tokens tokens are taken, or as many as it has; vocabulary and
     hidden size are its own.
@@ -92,10 +93,20 @@ def make_inputs(
         return BenchInputs(Path(kind).stem, hidden.to(dtype), weight, targets.clone())
     generator = torch.Generator(device).manual_seed(seed)
     num_tokens, vocab_size, dim = shape.num_tokens, shape.vocab_size, shape.dim
-    if kind == "zipf":
+    if kind.startswith("zipf"):
         made = zipf_tensors(num_tokens, vocab_size, dim, generator=generator, dtype=dtype)
-        return BenchInputs(kind, *made)
+        inputs = BenchInputs(kind, *made)
+        return inputs if kind == "zipf" else _shuffled(inputs, generator)
     hidden = torch.randn(num_tokens, dim, generator=generator, device=device)
     weight = torch.randn(vocab_size, dim, generator=generator, device=device)
     targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator, device=device)
     return BenchInputs(kind, hidden.to(dtype), weight.div_(math.sqrt(dim)).to(dtype), targets)
+
+
+def _shuffled(inputs: BenchInputs, generator: torch.Generator) -> BenchInputs:
+    """The same tokens under other ids."""
+    targets = inputs.targets
+    order = torch.randperm(len(inputs.weight), generator=generator, device=targets.device)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return replace(inputs, weight=inputs.weight[order], targets=place[targets])

@@ -90,8 +90,9 @@ class Variant:
 class Timer:
     """Times one launch; a buffer is overwritten before it, so that no cache holds its inputs."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, head_start_cycles: int = HEAD_START_CYCLES) -> None:
         self.device = device
+        self.head_start_cycles = head_start_cycles
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def seconds(self, variant: Variant) -> float:
@@ -110,7 +111,7 @@ class Timer:
         synchronize(self.device)
         self.flush.zero_()
         # As in a training step, the host is ahead: the device is busy while it launches.
-        torch.cuda._sleep(HEAD_START_CYCLES)
+        torch.cuda._sleep(self.head_start_cycles)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         variant.run(prepared)

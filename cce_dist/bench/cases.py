@@ -1,0 +1,94 @@
+"""From a command line's arguments to inputs, and what every report of one says."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from .arguments import Names
+
+if TYPE_CHECKING:
+    from .inputs import BenchInputs
+    from .shapes import Shape
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """A ValueError about an argument becomes the command line's own kind of error."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def shapes_of(kind: str, texts: Names, tokens: int | None, vocab: int, dim: int) -> list[Shape]:
+    from .inputs import KINDS
+    from .shapes import Shape, parse_shape
+
+    if kind not in KINDS:
+        # A file has its own vocabulary and hidden size; without a number, all of its tokens.
+        return [Shape(tokens or sys.maxsize, 0, 0)]
+    if texts:
+        return [parse_shape(text, tokens) for text in texts]
+    return [Shape(tokens or 2048, vocab, dim)]
+
+
+def cases_of(
+    inputs: Names,
+    shape: Names,
+    tokens: int | None,
+    vocab: int,
+    dim: int,
+    dtype: str,
+    device: str,
+    ignored_fraction: float = 0.0,
+) -> list[Callable[[], BenchInputs]]:
+    return [
+        case_of(kind, found, dtype, device, ignored_fraction)
+        for kind in inputs or ["zipf"]
+        for found in shapes_of(kind, shape, tokens, vocab, dim)
+    ]
+
+
+def case_of(
+    kind: str, shape: Shape, dtype: str, device: str, ignored_fraction: float = 0.0
+) -> Callable[[], BenchInputs]:
+    """What makes the inputs; the arguments are checked now."""
+    import torch
+
+    from .inputs import KINDS, make_inputs
+
+    wanted = getattr(torch, dtype, None)
+    if not isinstance(wanted, torch.dtype):
+        raise ValueError(f"dtype must name a torch dtype, got {dtype!r}")
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must name a torch device, got {device!r}: {error}") from None
+    if kind not in KINDS and not Path(kind).is_file():
+        raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
+    return lambda: make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)
+
+
+def machine_of(device: str, threads: int, ranks: int = 1) -> dict[str, str]:
+    import torch
+
+    from .machine import describe_machine
+
+    if threads:
+        torch.set_num_threads(threads)
+    launcher = ["cce-dist"]
+    if ranks > 1:
+        launcher = ["torchrun", "--nproc-per-node", str(ranks), "-m", "cce_dist"]
+    command = shlex.join([*launcher, *sys.argv[1:]])
+    return {**describe_machine(torch.device(device)), "command": command}
+
+
+def reasons_of(failed: Names) -> dict[str, str]:
+    return dict(text.split("=", 1) for text in failed or ())

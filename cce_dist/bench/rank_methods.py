@@ -1,0 +1,232 @@
+"""Losses over a vocabulary that ranks share, each behind one signature:
+(hidden [n, D], rows of weight [V / W, D], targets [N]) -> mean loss of all N tokens."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import LinearCrossEntropy
+from cce_dist.options import Backend
+
+from .golden import LossFunction
+from .inputs import IGNORE_INDEX
+from .methods import OURS
+from .recipes import mean_of
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands: in a group that shares the vocabulary evenly, and maybe tokens."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    vocab_size: int
+    sequence_parallel: bool = False
+
+    @property
+    def rows(self) -> slice:
+        """Of the vocabulary."""
+        each = self.vocab_size // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+
+class _SumGrad(torch.autograd.Function):
+    """The input of a column-parallel product: its gradient is summed over the ranks, in its dtype,
+    as Megatron's layer does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, place: Place) -> Tensor:
+    """This rank's columns of the logits [N, V / W], in the inputs' dtype."""
+    return _SumGrad.apply(hidden, place.group) @ weight.T
+
+
+def ours(mode: str, backend: Backend, place: Place) -> LossFunction:
+    loss = LinearCrossEntropy(
+        gradient=mode,  # pyright: ignore[reportArgumentType]
+        backend=backend,
+        group=place.group,
+        sequence_parallel=place.sequence_parallel,
+    )
+    return loss  # pyright: ignore[reportReturnType]
+
+
+class _DenseNll(torch.autograd.Function):
+    """-log p of each target from a rank's columns of the logits; its gradient takes their memory.
+
+    Collectives: all-reduces of [N] (maximum) and of [2, N] (sum of exponentials, target logit).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, place: Place) -> Tensor:
+        wide = logits.float() if logits.dtype != torch.float64 else logits.clone()
+        top = wide.amax(-1)
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=place.group)
+        wide -= top[:, None]
+        local = targets - place.rows.start
+        mine = (local >= 0) & (local < wide.shape[1])
+        local = local.clamp(0, wide.shape[1] - 1)
+        logit = wide.gather(1, local[:, None])[:, 0].masked_fill(~mine, 0)
+        sums = torch.stack([wide.exp_().sum(-1), logit])
+        dist.all_reduce(sums, group=place.group)
+        wide /= sums[0][:, None]
+        ctx.save_for_backward(wide, local, mine)
+        ctx.dtype = logits.dtype
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        p, local, mine = ctx.saved_tensors
+        p[torch.arange(len(p), device=p.device), local] -= mine.to(p.dtype)
+        return p.mul_(grads[0][:, None]).to(ctx.dtype), None, None
+
+
+def dense(place: Place) -> LossFunction:
+    """The dense recipe over ranks: logits in the inputs' dtype, softmax in fp32."""
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        nll = _DenseNll.apply(_logits(hidden, weight, place), targets, place)
+        return mean_of(nll, targets)  # pyright: ignore[reportArgumentType]
+
+    return loss
+
+
+def apple(impl: str, place: Place) -> LossFunction:
+    """Apple's Cut Cross-Entropy, vocab-parallel."""
+    module = importlib.import_module("cut_cross_entropy")
+    options = importlib.import_module("cut_cross_entropy.vocab_parallel").VocabParallelOptions
+    split = options(place.rows.start, place.rows.stop, place.group)
+    return functools.partial(
+        module.linear_cross_entropy,
+        ignore_index=IGNORE_INDEX,
+        impl=impl,
+        vocab_parallel_options=split,
+    )
+
+
+def verl(place: Place) -> LossFunction:
+    """verl's Triton kernel; the sum of the hidden gradient over ranks it leaves to its caller."""
+    function = importlib.import_module(
+        "verl.utils.kernel.linear_cross_entropy"
+    ).linear_cross_entropy
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        hidden = _SumGrad.apply(hidden, place.group)  # pyright: ignore
+        log_p, _ = function(hidden, weight, targets.clamp(min=0), 1.0, "none", place.group)
+        return mean_of(-log_p, targets)
+
+    return loss
+
+
+def liger(place: Place) -> LossFunction:
+    """Liger's tensor-parallel loss where its native kernels are not installed."""
+    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    function = module.LigerFusedLinearScaledCrossEntropyTPFunction
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return mean_of(function.apply(hidden, weight, targets, place.group), targets)
+
+    return loss
+
+
+def liger_logits(place: Place) -> LossFunction:
+    """Liger's vocab-parallel kernel on a rank's logits."""
+    module = importlib.import_module("liger_kernel.transformers.vocab_parallel_cross_entropy")
+    made = module.LigerVocabParallelCrossEntropy(ignore_index=IGNORE_INDEX, reduction="none")
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = _logits(hidden, weight, place)[:, None]
+        return mean_of(made(logits, targets[:, None], place.group).flatten(), targets)
+
+    return loss
+
+
+def megatron(fused: bool, place: Place) -> LossFunction:
+    """Megatron-core's native losses on a rank's logits."""
+    if fused:
+        module = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
+        function = module.fused_vocab_parallel_cross_entropy
+    else:
+        module = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
+        function = functools.partial(module.vocab_parallel_cross_entropy, label_smoothing=0.0)
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = _logits(hidden, weight, place)[:, None]
+        nll = function(logits, targets.clamp(min=0)[:, None], tp_group=place.group)
+        return mean_of(nll.flatten(), targets)
+
+    return loss
+
+
+def transformer_engine(place: Place) -> LossFunction:
+    module = importlib.import_module("transformer_engine.pytorch.cross_entropy")
+    function = module.parallel_cross_entropy
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = _logits(hidden, weight, place)[None]
+        nll = function(logits, targets[None], 0.0, False, place.group, IGNORE_INDEX)
+        return mean_of(nll.flatten(), targets)
+
+    return loss
+
+
+@dataclass(frozen=True)
+class RankMethod:
+    """`build` makes the loss of one place, and may import a peer."""
+
+    name: str
+    is_ours: bool
+    build: Callable[[Place], LossFunction]
+
+
+PEERS: dict[str, Callable[[Place], LossFunction]] = {
+    "cce": functools.partial(apple, "cce"),
+    "cce-exact": functools.partial(apple, "cce_exact"),
+    "verl": verl,
+    "liger-tp": liger,
+    "liger-logits": liger_logits,
+    "megatron-fused": functools.partial(megatron, True),
+    "megatron": functools.partial(megatron, False),
+    "transformer-engine": transformer_engine,
+}
+
+
+def choose_rank_methods(
+    names: Sequence[str], peers: str, *, backend: Backend = "auto"
+) -> list[RankMethod]:
+    """The methods to measure, ours first.
+
+    Args:
+        names: only these, peers included; empty for the dense recipe and ours.
+        peers: "all", "none", or names with commas.
+    Raises:
+        ValueError: an unknown name.
+    """
+    known = {mode: RankMethod(mode, True, functools.partial(ours, mode, backend)) for mode in OURS}
+    known["dense"] = RankMethod("dense", False, dense)
+    known |= {name: RankMethod(name, False, build) for name, build in PEERS.items()}
+    asked = list(PEERS) if peers == "all" else [] if peers == "none" else peers.split(",")
+    wanted = {*(names or (*OURS, "dense")), *asked}
+    unknown = sorted(wanted - set(known))
+    if unknown:
+        raise ValueError(f"methods and peers must be among {sorted(known)}, got {unknown}")
+    return [method for name, method in known.items() if name in wanted]

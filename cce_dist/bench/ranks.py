@@ -1,0 +1,317 @@
+"""Loss and gradients where ranks share the vocabulary: time, communication, memory, errors.
+
+Every rank of the job runs this. Groups of fewer ranks than there are stand side by side and do
+the same.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .golden import Gradients, LossFunction, errors, golden_gradients, gradients
+from .guard import describe_failure, recover
+from .inputs import BenchInputs
+from .machine import Timer, Variant, interleaved_times, peak_extra_bytes, synchronize
+from .rank_methods import Place, RankMethod
+from .table import Cells, percentiles_ms
+from .variants import variant_of
+
+# What a method of ours may be off by, over the dense recipe's error on one rank.
+WORST_ERROR_RATIO = 1.5
+# About 13 ms: a quarter of a head takes the device less time than the host, which a training step
+# lets run ahead by the whole model's kernels.
+HEAD_START_CYCLES = 24_000_000
+GRADIENTS = ("grad_hidden_error", "grad_weight_error")
+
+
+@dataclass(frozen=True)
+class Job:
+    """This process among those of the job."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def joined(device: str, timeout_seconds: float) -> Iterator[Job]:
+    """The ranks that torchrun started, NCCL with a GPU each or gloo; one rank without it.
+
+    Raises:
+        ValueError: more ranks on this host than GPUs.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= found:
+            raise ValueError(f"each rank needs a GPU of its own, got {found} GPUs on this host")
+        chosen = torch.device("cuda", local)
+        torch.cuda.set_device(chosen)
+    store = None if size > 1 else dist.HashStore()
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        yield Job(rank, size, chosen)
+    finally:
+        dist.destroy_process_group()
+
+
+def make_places(job: Job, sizes: Sequence[int], vocab_size: int, parallel: bool) -> list[Place]:
+    """Groups of each size, all made; with `parallel` each but the first under sequence parallel
+    too.
+
+    Raises:
+        ValueError: a size does not divide the number of ranks, or the vocabulary.
+    """
+    places = []
+    for size in sorted(set(sizes)):
+        if job.size % size or vocab_size % size:
+            raise ValueError(
+                f"size must divide the number of ranks, {job.size}, and of classes, {vocab_size}, "
+                f"got {size}"
+            )
+        groups = [
+            dist.new_group(list(range(start, start + size))) for start in range(0, job.size, size)
+        ]
+        group = groups[job.rank // size]
+        assert isinstance(group, dist.ProcessGroup)
+        place = Place(group, job.rank % size, size, vocab_size)
+        places.append(place)
+        if parallel and size > 1:
+            places.append(replace(place, sequence_parallel=True))
+    return places
+
+
+@dataclass
+class Trial:
+    """One method in one place."""
+
+    method: RankMethod
+    place: Place
+    inputs: BenchInputs  # this rank's part
+    function: LossFunction | None = None
+    cells: dict[str, Any] = field(default_factory=dict)
+    failed: str = ""
+
+
+def bench_ranks(
+    job: Job,
+    inputs: BenchInputs,
+    methods: Sequence[RankMethod],
+    places: Sequence[Place],
+    *,
+    repeats: int,
+    save: Callable[[list[Cells]], None] = lambda rows: None,
+) -> list[Cells]:
+    """A row for every method and place; the times are those of the slowest rank.
+
+    Args:
+        inputs: of all tokens and the whole vocabulary, the same on every rank.
+        save: called with all rows so far after every method.
+    Raises:
+        RuntimeError: a gradient of ours is further from float64 than WORST_ERROR_RATIO times that
+            of the dense recipe.
+    """
+    # Peers compile for every shape and group.
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        return _bench(job, inputs, methods, places, repeats, save)
+
+
+def _bench(
+    job: Job,
+    inputs: BenchInputs,
+    methods: Sequence[RankMethod],
+    places: Sequence[Place],
+    repeats: int,
+    save: Callable[[list[Cells]], None],
+) -> list[Cells]:
+    timer = Timer(job.device, HEAD_START_CYCLES)
+    golden = golden_gradients(inputs)
+    trials: list[Trial] = []
+    for method in methods:
+        for place in places:
+            if place.sequence_parallel and not method.is_ours:
+                continue
+            trial = Trial(method, place, _part_of(inputs, place))
+            trials.append(trial)
+            _try(job, trial, golden)
+        save(_rows(trials))
+    del golden
+    _require_correct(trials)
+    _time(job, trials, timer, repeats)
+    if job.device.type == "cuda":
+        for trial in _alive(trials):
+            trial.cells |= _communication(job, trial)
+    return _rows(trials)
+
+
+def _part_of(inputs: BenchInputs, place: Place) -> BenchInputs:
+    hidden = inputs.hidden
+    if place.sequence_parallel:
+        hidden = hidden.chunk(place.size)[place.rank]
+    return replace(inputs, hidden=hidden, weight=inputs.weight[place.rows])
+
+
+def _try(job: Job, trial: Trial, golden: Gradients) -> None:
+    """Errors over all ranks, the largest peak; what fails on one rank counts as failed on all."""
+    place = trial.place
+    tokens = slice(None)
+    if place.sequence_parallel:
+        each = len(golden.hidden) // place.size
+        tokens = slice(place.rank * each, (place.rank + 1) * each)
+    mine = Gradients(golden.loss, golden.hidden[tokens], golden.weight[place.rows])
+    found: dict[str, Any] = {}
+    try:
+        function = trial.method.build(place)
+        found = errors(gradients(function, trial.inputs), mine)
+        variant = variant_of(function, trial.inputs, "loss+grad")
+        found["peak"] = peak_extra_bytes(variant, job.device) / 2**20
+        trial.function = function
+    except Exception as error:
+        found["failed"] = describe_failure(error)
+    norms = {"grad_hidden_error": mine.hidden, "grad_weight_error": mine.weight}
+    found["norms"] = {name: float(x.double().norm()) for name, x in norms.items()}
+    everywhere: list[Any] = [None] * job.size
+    dist.all_gather_object(everywhere, found)
+    failures = [f"rank {rank}: {x['failed']}" for rank, x in enumerate(everywhere) if "failed" in x]
+    if failures:
+        trial.failed, trial.function = failures[0], None
+        recover(trial.method.name, trial.failed, job.device)
+        return
+    trial.cells["loss_error"] = max(x["loss_error"] for x in everywhere)
+    for name in GRADIENTS:
+        off = sum((x[name] * x["norms"][name]) ** 2 for x in everywhere)
+        trial.cells[name] = math.sqrt(off / sum(x["norms"][name] ** 2 for x in everywhere))
+    trial.cells["peak_extra_mib"] = max(x["peak"] for x in everywhere)
+
+
+def _alive(trials: Sequence[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.function is not None]
+
+
+def _require_correct(trials: Sequence[Trial]) -> None:
+    right = [trial for trial in _alive(trials) if trial.method.name == "dense"]
+    if not right:
+        return
+    for trial in _alive(trials):
+        for name in GRADIENTS if trial.method.is_ours else ():
+            got, limit = trial.cells[name], WORST_ERROR_RATIO * right[0].cells[name] + 1e-6
+            # Not `got > limit`: a NaN must not pass.
+            if not got <= limit:
+                raise RuntimeError(
+                    f"{trial.method.name} on {trial.place.size} ranks: {name} is {got:.2e}, more "
+                    f"than {limit:.2e}; nothing was timed"
+                )
+
+
+def _variant(job: Job, trial: Trial) -> Variant:
+    """Begins on all ranks at a time."""
+    assert trial.function is not None
+    made = variant_of(trial.function, trial.inputs, "loss+grad")
+
+    def prepare() -> Any:
+        prepared = made.prepare()
+        synchronize(job.device)
+        dist.barrier()
+        return prepared
+
+    return replace(made, prepare=prepare)
+
+
+def _time(job: Job, trials: Sequence[Trial], timer: Timer, repeats: int) -> None:
+    def fail(key: int, error: Exception) -> None:
+        raise error
+
+    alive = dict(enumerate(_alive(trials)))
+    variants = {key: _variant(job, trial) for key, trial in alive.items()}
+    times = interleaved_times(variants, dict.fromkeys(alive, repeats), timer, fail)
+    everywhere: list[Any] = [None] * job.size
+    dist.all_gather_object(everywhere, times)
+    for key, trial in alive.items():
+        slowest = [max(ranks) for ranks in zip(*(x[key] for x in everywhere), strict=True)]
+        trial.cells |= percentiles_ms(slowest)
+
+
+def _communication(job: Job, trial: Trial) -> dict[str, float]:
+    """Of one call, from a profile: what the collectives take a rank that nobody has to wait for,
+    and the least and the most that a rank's own kernels take. Milliseconds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    variant = _variant(job, trial)
+    collectives: list[float] = []
+    own = 0.0
+    # The first profile starts the profiler.
+    for _ in range(2):
+        prepared = variant.prepare()
+        with profile(activities=[ProfilerActivity.CUDA]) as run:
+            variant.run(prepared)
+            synchronize(job.device)
+        variant.finish()
+        events = [x for x in run.events() or [] if x.device_type.name == "CUDA"]
+        events.sort(key=lambda x: x.time_range.start)
+        kernels = [x for x in events if not x.name.startswith("nccl:")]
+        nccl = [x for x in kernels if x.name.startswith("ncclDev")]
+        collectives = [x.time_range.elapsed_us() / 1e3 for x in nccl]
+        own = sum(x.time_range.elapsed_us() for x in kernels) / 1e3 - sum(collectives)
+    everywhere: list[Any] = [None] * job.size
+    dist.all_gather_object(everywhere, (collectives, own))
+    # A collective lasts from its rank's arrival: the last one to arrive waits for nobody.
+    last = [min(times) for times in zip(*(x[0] for x in everywhere), strict=True)]
+    return {
+        "communication_ms": sum(last),
+        "least_busy_ms": min(x[1] for x in everywhere),
+        "most_busy_ms": max(x[1] for x in everywhere),
+    }
+
+
+def _rows(trials: Sequence[Trial]) -> list[Cells]:
+    alone = {
+        trial.method.name: trial.cells.get("median_ms")
+        for trial in trials
+        if trial.place.size == 1 and not trial.failed
+    }
+    rows: list[Cells] = []
+    for trial in trials:
+        median, first = trial.cells.get("median_ms"), alone.get(trial.method.name)
+        faster = None if median is None or first is None else first / median
+        cells = {
+            name: trial.cells.get(name)
+            for name in (
+                "median_ms",
+                "p10_ms",
+                "p90_ms",
+                "communication_ms",
+                "least_busy_ms",
+                "most_busy_ms",
+                "peak_extra_mib",
+                "loss_error",
+                *GRADIENTS,
+            )
+        }
+        rows.append(
+            {
+                "method": trial.method.name,
+                "ranks": trial.place.size,
+                "sequence_parallel": "yes" if trial.place.sequence_parallel else "",
+                "times_faster": faster,
+                **cells,
+                "failed": trial.failed,
+            }
+        )
+    return rows
