@@ -287,6 +287,13 @@ def test_bench_refuses(arguments: list[str], message: str) -> None:
     assert message in refuse(*arguments)
 
 
+def test_a_compiled_method_needs_a_gpu() -> None:
+    (method,) = choose_methods(["filtered-compiled"], on_gpu=True)
+    assert method.origin == "ours"
+    with pytest.raises(ValueError, match="filtered-compiled needs a GPU"):
+        choose_methods(["filtered-compiled"])
+
+
 def test_choose_methods() -> None:
     def names(*args: object, **kwargs: object) -> list[str]:
         return [method.name for method in choose_methods(*args, **kwargs)]  # pyright: ignore

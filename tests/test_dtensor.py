@@ -298,10 +298,15 @@ class Head(nn.Linear):
     """The loss where the weight is whole: in the forward of the module that holds it."""
 
     group: Any = None
+    sequence_parallel = False
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Any:  # pyright: ignore
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        if self.sequence_parallel:
+            hidden = hidden.chunk(self.group.size())[self.group.get_local_rank()]
+        how: dict[str, Any] = {"group": self.group, "sequence_parallel": self.sequence_parallel}
         return linear_cross_entropy(
-            hidden, self.weight, targets, group=self.group, gradient="exact", reduction="sum"
+            hidden, self.weight, targets, gradient="exact", reduction="sum", **how
         )
 
 
@@ -316,7 +321,7 @@ class LossModel(nn.Module):
         return self.head(self.norm(self.embedding(ids)), targets)
 
 
-def under_fsdp(_: Any, tp: int, own_group: bool) -> None:
+def under_fsdp(_: Any, tp: int, own_group: bool, sequence_parallel: bool) -> None:
     """Two steps of gradient accumulation, against the whole batch on one rank."""
     mesh = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
     data = mesh["dp"]
@@ -326,6 +331,7 @@ def under_fsdp(_: Any, tp: int, own_group: bool) -> None:
     if tp > 1:
         parallelize_module(model.head, mesh["tp"], _split_rows())
         model.head.group = mesh["tp"]
+        model.head.sequence_parallel = sequence_parallel
     if own_group:
         fully_shard(model.head, mesh=data)
     fully_shard(model, mesh=data)
@@ -346,8 +352,12 @@ def under_fsdp(_: Any, tp: int, own_group: bool) -> None:
     for (name, got), wanted in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert isinstance(got.grad, DTensor) and got.grad.placements == got.placements, name
         assert wanted.grad is not None
+        grad = got.grad.full_tensor()
+        if sequence_parallel and "head" not in name:
+            # Of this rank's tokens: whoever splits them sums it.
+            dist.all_reduce(grad, group=mesh["tp"].get_group())
         # FSDP averages over data-parallel ranks.
-        torch.testing.assert_close(got.grad.full_tensor() * data.size(), wanted.grad, msg=name)
+        torch.testing.assert_close(grad * data.size(), wanted.grad, msg=name)
 
 
 def _split_rows() -> ColwiseParallel:
@@ -365,9 +375,11 @@ def _split_rows() -> ColwiseParallel:
 
 
 @pytest.mark.parametrize("own_group", [False, True], ids=["root_group", "own_group"])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_fsdp(tp: int, own_group: bool) -> None:
-    shared_pool().run(4, under_fsdp, tp, own_group)
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["dp", "tp", "sp"]
+)
+def test_fsdp(tp: int, sequence_parallel: bool, own_group: bool) -> None:
+    shared_pool().run(4, under_fsdp, tp, own_group, sequence_parallel)
 
 
 # -- refusals -----------------------------------------------------------------------------------

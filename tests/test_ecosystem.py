@@ -71,13 +71,16 @@ def test_autocast_is_a_cast_of_the_inputs(mode: str, sequence_parallel: bool) ->
 # -- activation checkpointing -------------------------------------------------------------------
 
 
-def checkpointed(group: Any, mode: str, reentrant: bool) -> None:
+def checkpointed(group: Any, mode: str, reentrant: bool, sequence_parallel: bool) -> None:
     """The loss in a checkpointed region: its collectives run again, on every rank alike."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rows = slice(rank * CLASSES // size, (rank + 1) * CLASSES // size)
+    hidden = randn(0, TOKENS, DIM)
+    if sequence_parallel:
+        hidden = hidden.chunk(size)[rank]
     got = []
     for again in (False, True):
-        hidden = randn(0, TOKENS, DIM).requires_grad_()
+        hidden = hidden.detach().clone().requires_grad_()
         weight = randn(1, CLASSES, DIM)[rows].clone().requires_grad_()
 
         def head(hidden: Tensor, weight: Tensor) -> Any:
@@ -86,6 +89,7 @@ def checkpointed(group: Any, mode: str, reentrant: bool) -> None:
                 weight,
                 targets_of(2),
                 group=group,
+                sequence_parallel=sequence_parallel,
                 gradient=mode,  # pyright: ignore[reportArgumentType]
             )
 
@@ -101,10 +105,11 @@ def checkpointed(group: Any, mode: str, reentrant: bool) -> None:
         assert torch.equal(plain, recomputed)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_activation_checkpointing(mode: str, reentrant: bool) -> None:
-    shared_pool().run(2, checkpointed, mode, reentrant)
+def test_activation_checkpointing(mode: str, reentrant: bool, sequence_parallel: bool) -> None:
+    shared_pool().run(2, checkpointed, mode, reentrant, sequence_parallel)
 
 
 # -- data parallel ------------------------------------------------------------------------------
@@ -113,29 +118,34 @@ def test_activation_checkpointing(mode: str, reentrant: bool) -> None:
 class Model(nn.Module):
     """A trunk that every rank has, and some rows of a head."""
 
-    def __init__(self, rows: slice, group: Any) -> None:
+    def __init__(self, rows: slice, group: Any, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.trunk = nn.Linear(DIM, DIM).double()
         self.weight = nn.Parameter(randn(1, CLASSES, DIM)[rows].clone())
         self.group = group
+        self.sequence_parallel = sequence_parallel
         with torch.no_grad():
             self.trunk.weight.copy_(randn(3, DIM, DIM) / 4)
             self.trunk.bias.zero_()
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Any:
         hidden = self.trunk(inputs)
+        if self.sequence_parallel:
+            hidden = hidden.chunk(self.group.size())[self.group.get_local_rank()]
+        how: dict[str, Any] = {"group": self.group, "sequence_parallel": self.sequence_parallel}
         return linear_cross_entropy(
-            hidden, self.weight, targets, group=self.group, gradient="exact", reduction="sum"
+            hidden, self.weight, targets, gradient="exact", reduction="sum", **how
         )
 
 
-def accumulated(_: Any) -> None:
+def accumulated(_: Any, sequence_parallel: bool) -> None:
     """tp=2 x dp=2: three microbatches, of which the last one synchronises."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp, dp = mesh["tp"], mesh["dp"]
     part, replica = tp.get_local_rank(), dp.get_local_rank()
     rows = slice(part * CLASSES // 2, (part + 1) * CLASSES // 2)
-    model = DistributedDataParallel(Model(rows, tp), process_group=dp.get_group())
+    part_of = Model(rows, tp, sequence_parallel)
+    model = DistributedDataParallel(part_of, process_group=dp.get_group())
     whole = Model(slice(None), None)
     for step in range(3):
         last = step == 2
@@ -145,6 +155,10 @@ def accumulated(_: Any) -> None:
         for seed in (10 + 2 * step, 11 + 2 * step):
             (whole(randn(seed, 40, DIM), targets_of(seed, 40)) / 2).backward()
     inner = model.module
+    if sequence_parallel:
+        # Of this rank's tokens: whoever splits them sums it.
+        for trunk in inner.trunk.parameters():
+            dist.all_reduce(trunk.grad, group=tp.get_group())
     pairs = [
         (inner.trunk.weight.grad, whole.trunk.weight.grad),
         (inner.trunk.bias.grad, whole.trunk.bias.grad),
@@ -154,8 +168,9 @@ def accumulated(_: Any) -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def test_gradient_accumulation_with_no_sync() -> None:
-    shared_pool().run(4, accumulated)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gradient_accumulation_with_no_sync(sequence_parallel: bool) -> None:
+    shared_pool().run(4, accumulated, sequence_parallel)
 
 
 # -- second derivatives -------------------------------------------------------------------------

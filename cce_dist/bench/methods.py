@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
+
 from cce_dist import LinearCrossEntropy
 from cce_dist.options import Backend, GradientMode
 
@@ -18,6 +20,8 @@ OURS: tuple[GradientMode, ...] = ("filtered", "exact", "in_forward")
 # A name of ours that is no mode by itself, with its options: `exact` in a GiB of memory.
 WITH_MEMORY = "exact-kept"
 MEMORY: dict[str, Any] = {"keep_logits": True, "workspace_bytes": 900 * 2**20}
+# `filtered` within torch.compile(fullgraph=True).
+COMPILED = "filtered-compiled"
 # What a GPU is not needed for, and needs no compiler.
 CPU_PEERS = ("torch-chunked",)
 
@@ -58,7 +62,7 @@ def choose_methods(
             without one elsewhere, or for "none" beside `names`.
         extra: "NAME=MODULE:FUNCTION" for one more peer each, FUNCTION as a LossFunction.
     Raises:
-        ValueError: an unknown name, or `extra` is malformed.
+        ValueError: an unknown name, one that cannot run here, or `extra` is malformed.
     """
     known = {"dense": Method("dense", "dense", lambda: dense_loss)}
     for mode in OURS:
@@ -66,6 +70,8 @@ def choose_methods(
         known[mode] = Method(mode, "ours", build)
     build = functools.partial(LinearCrossEntropy, gradient="exact", backend=backend, **MEMORY)
     known[WITH_MEMORY] = Method(WITH_MEMORY, "ours", build)
+    build = functools.partial(compiled, gradient="filtered", backend=backend)
+    known[COMPILED] = Method(COMPILED, "ours", build)
     for name, builder in PEERS.items():
         known[name] = Method(name, "peer", builder)
     added = [_parse_extra(text) for text in extra]
@@ -82,7 +88,16 @@ def choose_methods(
     unknown = sorted(wanted - set(known))
     if unknown:
         raise ValueError(f"methods and peers must be among {sorted(known)}, got {unknown}")
+    if COMPILED in wanted and not on_gpu:
+        raise ValueError(
+            f"method {COMPILED} needs a GPU: on a CPU memory is counted by what no compiler traces"
+        )
     return [method for name, method in known.items() if name in wanted]
+
+
+def compiled(**options: Any) -> LossFunction:
+    """The loss as a model that is compiled in one graph calls it."""
+    return torch.compile(LinearCrossEntropy(**options), fullgraph=True)
 
 
 def _parse_extra(text: str) -> Method:

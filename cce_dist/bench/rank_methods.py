@@ -18,7 +18,7 @@ from cce_dist.options import Backend
 
 from .golden import LossFunction
 from .inputs import IGNORE_INDEX
-from .methods import OURS
+from .methods import COMPILED, OURS
 from .recipes import mean_of
 
 
@@ -68,6 +68,10 @@ def ours(mode: str, backend: Backend, place: Place) -> LossFunction:
         sequence_parallel=place.sequence_parallel,
     )
     return loss  # pyright: ignore[reportReturnType]
+
+
+def compiled_over_ranks(backend: Backend, place: Place) -> LossFunction:
+    return torch.compile(ours("filtered", backend, place), fullgraph=True)
 
 
 class _DenseNll(torch.autograd.Function):
@@ -222,6 +226,8 @@ def choose_rank_methods(
         ValueError: an unknown name.
     """
     known = {mode: RankMethod(mode, True, functools.partial(ours, mode, backend)) for mode in OURS}
+    for_all = functools.partial(compiled_over_ranks, backend)
+    known[COMPILED] = RankMethod(COMPILED, True, for_all)
     known["dense"] = RankMethod("dense", False, dense)
     known |= {name: RankMethod(name, False, build) for name, build in PEERS.items()}
     asked = list(PEERS) if peers == "all" else [] if peers == "none" else peers.split(",")
