@@ -1,4 +1,4 @@
-"""Checkpoints that do not depend on tp, and of which the last is always whole."""
+"""Checkpoints that do not depend on tp or FSDP, and of which the last is always whole."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from .collectives import wait_for_all
 from .config import TrainConfig
 from .errors import ConfigError
+from .fsdp import local_part
 from .model import Decoder
 from .ranks import Ranks
 
@@ -27,6 +28,7 @@ FREE_KEYS = (
     "data.cache",
     "parallel.tp",
     "parallel.sequence_parallel",
+    "parallel.fsdp",
     "parallel.timeout_s",
     "loss.workspace_mib",
     "loss.backend",
@@ -144,22 +146,24 @@ def _state(model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks) -> di
         vocab_size = model.shard.vocab_size if is_sharded else None
         weights[name] = _as_saved(parameter.detach(), vocab_size, ranks)
         for key, value in optimizer.state[parameter].items():
-            value_size = vocab_size if value.dim() else None
-            moments[f"{name}.{key}"] = _as_saved(value, value_size, ranks)
+            moments[f"{name}.{key}"] = _as_saved(value, vocab_size, ranks)
     return {"model": weights, "optimizer": moments, "rng": torch.get_rng_state()}
 
 
 def _as_saved(tensor: Tensor, vocab_size: int | None, ranks: Ranks) -> Tensor:
-    if vocab_size is None:
+    over_dp = isinstance(tensor, DTensor)
+    # AdamW counts its steps in a scalar.
+    if tensor.dim() == 0 or (vocab_size is None and not over_dp):
         return tensor
-    shape = torch.Size((vocab_size, *tensor.shape[1:]))
+    num_rows = tensor.shape[0] if vocab_size is None else vocab_size
+    shape = torch.Size((num_rows, *tensor.shape[1:]))
     return DTensor.from_local(
-        tensor,
+        local_part(tensor),
         ranks.mesh,
-        [Replicate(), Shard(0)],
+        [Replicate() if vocab_size is None else Shard(0), Shard(0) if over_dp else Replicate()],
         run_check=False,
         shape=shape,
-        stride=(shape[1], 1),
+        stride=(*shape[1:], 1),
     )
 
 

@@ -87,11 +87,10 @@ class GatherRows(torch.autograd.Function):
         return grad[start:stop], None, None, None
 
 
-def sum_gradients(
-    parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup, scale: float
-) -> None:
+def sum_gradients(grads: Sequence[Tensor], group: dist.ProcessGroup, scale: float) -> None:
     """Replace each gradient by scale * its sum over the group. One all-reduce a bucket."""
-    grads = [p.grad for p in parameters if p.grad is not None]
+    if group.size() == 1 and scale == 1:
+        return
     for bucket in _buckets(grads):
         flat = _flatten_dense_tensors(bucket)
         if group.size() > 1:
@@ -117,9 +116,12 @@ def _buckets(grads: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def sum_over_world(values: Sequence[Tensor | float], device: torch.device) -> list[float]:
-    """Sum a few scalars over all ranks in float64: one all-reduce, the same floats everywhere."""
-    packed = torch.stack(
-        [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
+    """Sum a few numbers over all ranks in float64: one all-reduce, the same floats everywhere.
+
+    Scalars and vectors, which come back one after the other.
+    """
+    packed = torch.cat(
+        [torch.as_tensor(value, dtype=torch.float64).to(device).flatten() for value in values]
     )
     dist.all_reduce(packed)
     return packed.tolist()

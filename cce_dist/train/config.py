@@ -56,6 +56,7 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     tp: Count = 1
     sequence_parallel: Flag = False
+    fsdp: Flag = False
     timeout_s: Annotated[Float, Field(ge=2)] = 60.0
 
 

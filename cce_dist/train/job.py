@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -117,14 +118,17 @@ def _train_and_report(
     evaluation = evaluate(job, run)
     dense = None
     if compare_dense:
-        dense = _trained(job, config.run_dir / "dense", "dense", resume)
-        if dense is None:
+        # The peak of the second run must not count what the first one holds.
+        del run
+        gc.collect()
+        dense = config.run_dir / "dense"
+        if _trained(job, dense, "dense", resume) is None:
             return
     heartbeat.phase = "writing the report"
     if ranks.is_main:
-        report = write_report(job, run, evaluation, dense)
+        report = write_report(job, config.run_dir, evaluation, dense)
         display.show_report(report)
-        display.say(f"written: {run.folder}/report.md, loss.png, metrics.jsonl, checkpoints/")
+        display.say(f"written: {config.run_dir}/report.md, loss.png, metrics.jsonl, checkpoints/")
 
 
 def _trained(job: Job, folder: Path, head: str, resume: bool) -> Run | None:
@@ -143,7 +147,8 @@ def _announce(job: Job, run: Run) -> None:
     job.display.say(
         f"{run.folder}: head {run.head}, {size.total / 1e6:.2f} M parameters "
         f"({size.vocabulary / 1e6:.2f} M in the vocabulary), {ranks.world_size} ranks on "
-        f"{ranks.device.type}, dp {ranks.dp} x tp {ranks.tp}, {tokens} tokens a step"
+        f"{ranks.device.type}, dp {ranks.dp}{' (fsdp)' if config.parallel.fsdp else ''} x tp "
+        f"{ranks.tp}, {tokens} tokens a step"
     )
 
 

@@ -1,6 +1,6 @@
 """The training loop: one run from its first, or its resumed, step to its last.
 
-    ids -> Decoder (embedding sharded, body replicated) -> hidden -> head loss (sharded)
+    ids -> Decoder (embedding sharded, body replicated or FSDP) -> hidden -> head loss (sharded)
         -> backward -> sync_gradients -> agree (norm, loss, stop) -> clip -> AdamW
 
 Read this first.
@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from cce_dist import LossOutput
 
 from .batches import Batches
 from .checkpoint import (
@@ -24,9 +28,10 @@ from .checkpoint import (
 )
 from .config import TrainConfig
 from .errors import JobError
+from .fsdp import place
 from .head import HeadLoss, Stat, make_head_loss
 from .heartbeat import Heartbeat
-from .metrics import append_metrics, peak_memory_bytes, truncate_metrics
+from .metrics import append_metrics, peak_memory_bytes, reset_peak_memory, truncate_metrics
 from .model import Decoder, initialize
 from .optimizer import agree, clip_gradients, learning_rate, make_optimizer, sync_gradients
 from .progress import Display
@@ -66,7 +71,7 @@ def start_run(job: Job, folder: Path, head: str) -> Run:
     config, device = job.config, job.ranks.device
     model = Decoder(config, job.ranks)
     initialize(model, config.run.seed)
-    model.to(device)
+    place(model, config, job.ranks)
     torch.manual_seed(config.run.seed)
     optimizer = make_optimizer(model, config.optimizer, device)
     return Run(folder, head, model, optimizer, make_head_loss(config, job.ranks, head))
@@ -89,6 +94,7 @@ def resume_run(job: Job, run: Run) -> int:
 def train(job: Job, run: Run, start: int) -> bool:
     """Train from the step after `start`; True when done, False when stopped by a signal."""
     config = job.config
+    reset_peak_memory(job.ranks.device)
     title = f"{config.run.name} ({run.head})"
     with job.stop.listening(), job.display.training(title, start, config.steps):
         for step in range(start + 1, config.steps + 1):
@@ -115,11 +121,11 @@ def train_step(job: Job, run: Run, step: int) -> bool:
     stats: tuple[Stat, ...] = ("tail_mass",) if is_log_step and filters else ()
     ids, targets = job.batches.step(step, ranks.dp_rank, ranks.dp)
     ids, targets = ids.to(ranks.device), targets.to(ranks.device).flatten()
-    hidden = forward_body(run.model, ids, config)
-    out = run.head_loss(hidden, run.model.head_weight, targets, stats)
+    out = forward_loss(run, ids, targets, config, stats)
     out.loss.backward()
     sync_gradients(run.model, ranks, sequence_parallel=config.parallel.sequence_parallel)
-    totals = agree(run.model, ranks, out.loss, bool(job.stop))
+    peak_memory = peak_memory_bytes(ranks.device)
+    totals = agree(run.model, ranks, out.loss, bool(job.stop), peak_memory)
     if not math.isfinite(totals.loss) or not math.isfinite(totals.grad_norm):
         raise JobError(
             f"step {step} gave loss={totals.loss} and gradient norm={totals.grad_norm}: lower "
@@ -138,7 +144,7 @@ def train_step(job: Job, run: Run, step: int) -> bool:
             "step": step,
             "loss": totals.loss,
             "tokens_per_s": ranks.dp * targets.numel() / seconds,
-            "peak_memory": peak_memory_bytes(ranks.device),
+            "peak_memory": totals.peak_memory,
             "lr": lr,
             "grad_norm": totals.grad_norm,
         }
@@ -149,10 +155,21 @@ def train_step(job: Job, run: Run, step: int) -> bool:
     return totals.stop
 
 
-def forward_body(model: Decoder, ids: torch.Tensor, config: TrainConfig) -> torch.Tensor:
-    uses_autocast = config.dtype == "bfloat16"
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=uses_autocast):
+def forward_loss(
+    run: Run, ids: Tensor, targets: Tensor, config: TrainConfig, stats: Sequence[Stat]
+) -> LossOutput:
+    with _autocast(ids.device, config):
+        return run.model(ids, lambda hidden, weight: run.head_loss(hidden, weight, targets, stats))
+
+
+def forward_body(model: Decoder, ids: Tensor, config: TrainConfig) -> Tensor:
+    """The hidden states that the head would get."""
+    with _autocast(ids.device, config):
         return model(ids)
+
+
+def _autocast(device: torch.device, config: TrainConfig) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
 def save(job: Job, run: Run, step: int) -> None:

@@ -35,8 +35,14 @@ def append_metrics(run_dir: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """On a GPU; what a process on the CPU held at most cannot be forgotten."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
-    """On a GPU the most that tensors held; on the CPU the most this process held in all."""
+    """On a GPU the most that tensors held since the reset; on the CPU the process, ever."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

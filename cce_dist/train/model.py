@@ -6,6 +6,7 @@ The body is the same on every rank; embedding and head hold this rank's rows of 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cce_dist import VocabShard
+from cce_dist import LossOutput, VocabShard
 
 from .collectives import SumPartials, SumPartialsToSlices
 from .config import TrainConfig
@@ -45,6 +46,10 @@ class Block(nn.Module):
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
+    def linears(self) -> list[nn.Module]:
+        """In the order of the forward."""
+        return [self.qkv, self.attention_out, self.gate_up, self.down]
+
 
 class Decoder(nn.Module):
     """ids [batch, sequence] of the whole dp rank -> hidden [tokens of this rank, dim].
@@ -71,13 +76,20 @@ class Decoder(nn.Module):
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", sin, persistent=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(
+        self, ids: Tensor, head: Callable[[Tensor, Tensor], LossOutput] | None = None
+    ) -> Tensor | LossOutput:
+        """hidden, or what `head` makes of hidden and the head's weight.
+
+        Under FSDP the weight is whole in here only, so a training step passes its loss.
+        """
         # Scaled, not normed: a norm would divide gradients by that of rows that decay shrinks.
         x = self.embed(ids.flatten()) * math.sqrt(self.embedding.shape[1])
         x = x.unflatten(0, (-1, ids.shape[1]))
         for block in self.blocks:
             x = block(x, (self.rotary_cos, self.rotary_sin))
-        return self.final_norm(x).flatten(0, 1)
+        hidden = self.final_norm(x).flatten(0, 1)
+        return hidden if head is None else head(hidden, self.head_weight)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] int64 -> [N, dim], or [N / tp, dim] with sequence parallelism."""

@@ -12,8 +12,12 @@ from torch import Tensor
 
 from .collectives import sum_gradients, sum_over_world
 from .config import OptimizerConfig, TrainConfig
+from .fsdp import is_fully_sharded, local_part
 from .model import Decoder
 from .ranks import Ranks
+
+# Numbers whose fp64 copy exists at a time: the whole head's would be larger than the head.
+NORM_CHUNK = 2**24
 
 
 def make_optimizer(
@@ -55,13 +59,19 @@ def sync_gradients(model: Decoder, ranks: Ranks, *, sequence_parallel: bool) -> 
 
     Each tp rank's loss is the mean over its dp rank's tokens, so dp ranks average. The shards
     of the vocabulary are complete after that. The body's gradients are, too, unless the tp
-    ranks saw different sequences: then each holds a part, and the parts add up.
+    ranks saw different sequences: then each holds a part, and the parts add up. FSDP has
+    averaged over dp in the backward.
     """
+    body = _local_grads(model.body_parameters().values())
+    if is_fully_sharded(model):
+        if sequence_parallel:
+            sum_gradients(body, ranks.tp_group, 1.0)
+        return
     average = 1.0 / ranks.dp
-    sum_gradients(model.sharded_parameters().values(), ranks.dp_group, average)
+    sum_gradients(_local_grads(model.sharded_parameters().values()), ranks.dp_group, average)
     body_group = dist.group.WORLD if sequence_parallel else ranks.dp_group
     assert body_group is not None
-    sum_gradients(model.body_parameters().values(), body_group, average)
+    sum_gradients(body, body_group, average)
 
 
 @dataclass(frozen=True)
@@ -71,34 +81,46 @@ class StepTotals:
     loss: float
     grad_norm: float
     stop: bool
+    peak_memory: int  # bytes, of the rank with the most
 
 
-def agree(model: Decoder, ranks: Ranks, loss: Tensor, stop: bool) -> StepTotals:
-    """Loss, gradient norm and the wish to stop, in the step's one small all-reduce.
+def agree(model: Decoder, ranks: Ranks, loss: Tensor, stop: bool, peak_memory: int) -> StepTotals:
+    """Loss, gradient norm, the wish to stop and memory, in the step's one small all-reduce.
 
-    Shards are summed over tp (and counted once: each of dp copies adds 1/dp); replicated
-    gradients are the same on every rank and need no sum.
+    Every number of the gradient counts once in its norm. Rows of the vocabulary are summed over
+    tp, and each of dp copies adds 1/dp; FSDP leaves no copies over dp, but tp of the body.
+    Without it the body's gradients are the same on every rank and need no sum.
     """
-    sharded = _squared_norm(model.sharded_parameters().values())
-    total_loss, sharded_total, num_stops = sum_over_world(
-        [loss.detach() / ranks.world_size, sharded / ranks.dp, float(stop)], ranks.device
+    vocabulary = _squared_norm(model.sharded_parameters().values())
+    body = _squared_norm(model.body_parameters().values())
+    is_split = is_fully_sharded(model)
+    part = vocabulary + body / ranks.tp if is_split else vocabulary / ranks.dp
+    # A maximum within a sum: each rank adds to a place of its own.
+    peaks = torch.zeros(ranks.world_size, dtype=torch.float64)
+    peaks[ranks.rank] = peak_memory
+    total_loss, squared_norm, num_stops, *all_peaks = sum_over_world(
+        [loss.detach() / ranks.world_size, part, float(stop), peaks], ranks.device
     )
-    replicated = float(_squared_norm(model.body_parameters().values()))
-    return StepTotals(total_loss, math.sqrt(sharded_total + replicated), num_stops > 0)
+    if not is_split:
+        squared_norm += float(body)
+    return StepTotals(total_loss, math.sqrt(squared_norm), num_stops > 0, int(max(all_peaks)))
 
 
 def clip_gradients(model: Decoder, grad_norm: float, limit: float | None) -> None:
     if limit is None or grad_norm <= limit:
         return
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(limit / grad_norm)
+    for grad in _local_grads(model.parameters()):
+        grad.mul_(limit / grad_norm)
+
+
+def _local_grads(parameters: Iterable[torch.nn.Parameter]) -> list[Tensor]:
+    return [local_part(p.grad) for p in parameters if p.grad is not None]
 
 
 def _squared_norm(parameters: Iterable[torch.nn.Parameter]) -> Tensor:
     squares = [
-        torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
-        for p in parameters
-        if p.grad is not None
+        torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
+        for grad in _local_grads(parameters)
+        for chunk in grad.flatten().split(NORM_CHUNK)
     ]
     return torch.stack(squares).sum()

@@ -25,7 +25,8 @@ class Ranks:
         store: of the rendezvous; a launcher's agent hosts it, so it outlives any worker.
         dp_group: ranks with the same vocabulary shard and other sequences.
         tp_group: ranks that share the vocabulary and see the same sequences.
-        mesh: axes "dp" and "tp" over the same groups, for checkpoints.
+        mesh: axes "tp" and "dp" over the same groups, for FSDP and checkpoints. In this order
+            nested Shard(0) says who holds which rows: tp splits them first, FSDP each part.
     """
 
     rank: int
@@ -91,7 +92,7 @@ def connect(config: ParallelConfig) -> Ranks:
     dp_group = _own_group(rank, grid.T.tolist(), timeout)
     tp_group = _own_group(rank, grid.tolist(), timeout)
     mesh = DeviceMesh.from_group(
-        [dp_group, tp_group], device.type, mesh=grid, mesh_dim_names=("dp", "tp")
+        [tp_group, dp_group], device.type, mesh=grid.T, mesh_dim_names=("tp", "dp")
     )
     return Ranks(rank, world_size, dp, tp, device, store, dp_group, tp_group, mesh)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cce_dist.allocations import track_allocations
 
+from .fsdp import whole_head
 from .head import HeadLoss, golden_loss, make_head_loss
 from .loop import Job, Run, forward_body
 from .metrics import read_metrics
@@ -56,16 +57,17 @@ def evaluate(job: Job, run: Run) -> Evaluation:
     ids, targets = ids.to(ranks.device), targets.to(ranks.device).flatten()
     with torch.no_grad():
         hidden = forward_body(run.model, ids, config)
-    weight = run.model.head_weight
-    loss, memory = _measure(run.head_loss, hidden, weight, targets)
     dense_bytes = hidden.shape[0] * config.data.vocab_size * 4
     dense_memory = None
-    if run.head == "cce" and dense_bytes <= MEASURE_DENSE_BYTES:
-        dense_head = make_head_loss(config, ranks, "dense")
-        dense_memory = _measure(dense_head, hidden, weight, targets)[1]
+    with whole_head(run.model) as weight:
+        loss, memory = _measure(run.head_loss, hidden, weight, targets)
+        if run.head == "cce" and dense_bytes <= MEASURE_DENSE_BYTES:
+            dense_head = make_head_loss(config, ranks, "dense")
+            dense_memory = _measure(dense_head, hidden, weight, targets)[1]
+        dense_loss = golden_loss(hidden, weight.detach(), targets, config, ranks)
     return Evaluation(
         loss=loss,
-        dense_loss=golden_loss(hidden, weight.detach(), targets, config, ranks),
+        dense_loss=dense_loss,
         memory=memory,
         dense_memory=dense_memory,
         num_tokens=targets.numel(),
@@ -93,11 +95,15 @@ def _measure(
     return loss.item(), Memory(allocations.peak_bytes, allocations.largest_numel)
 
 
-def write_report(job: Job, run: Run, evaluation: Evaluation, dense: Run | None) -> str:
-    """report.md and loss.png in the run's folder; returns the report's text."""
-    records = read_metrics(run.folder)
-    dense_records = read_metrics(dense.folder) if dense is not None else []
-    plot_losses(run.folder / "loss.png", job.config.run.name, records, dense_records)
+def write_report(job: Job, folder: Path, evaluation: Evaluation, dense: Path | None) -> str:
+    """report.md and loss.png in the run's folder; returns the report's text.
+
+    Args:
+        dense: the folder of the run it is compared with.
+    """
+    records = read_metrics(folder)
+    dense_records = read_metrics(dense) if dense is not None else []
+    plot_losses(folder / "loss.png", job.config.run.name, records, dense_records)
     lines = [f"# {job.config.run.name}", ""]
     lines += _table(_rows(job, records, evaluation))
     if dense_records:
@@ -105,23 +111,22 @@ def write_report(job: Job, run: Run, evaluation: Evaluation, dense: Run | None) 
         lines += _table(_comparison_rows(records, dense_records))
     lines += ["", f"Curve: loss.png. Every step: metrics.jsonl ({len(records)} lines).", ""]
     text = "\n".join(lines)
-    (run.folder / "report.md").write_text(text)
+    (folder / "report.md").write_text(text)
     return text
 
 
 def _rows(job: Job, records: list[dict[str, Any]], evaluation: Evaluation) -> list[tuple[str, str]]:
     config, ranks = job.config, job.ranks
     first, last = records[0]["loss"], records[-1]["loss"]
-    # The first steps also pay for warming up.
-    rates = sorted(record["tokens_per_s"] for record in records)
+    layout = f"dp {ranks.dp}, tp {ranks.tp}{', fsdp' if config.parallel.fsdp else ''}"
     rows = [
-        ("ranks", f"{ranks.world_size} x {ranks.device.type}, dp {ranks.dp}, tp {ranks.tp}"),
+        ("ranks", f"{ranks.world_size} x {ranks.device.type}, {layout}"),
         ("first loss", f"{first:.4f} nats"),
         (f"final loss (step {len(records)})", f"{last:.4f} nats, {first - last:.2f} lower"),
         ("held-out loss", f"{evaluation.loss:.6f} nats over {evaluation.num_tokens} tokens"),
         ("dense loss of the same batch", f"{evaluation.dense_loss:.6f} nats (float64 logits)"),
         ("difference", f"{evaluation.loss - evaluation.dense_loss:+.2e} nats"),
-        ("tokens/s, median step", f"{rates[len(rates) // 2]:,.0f}"),
+        *_speed_and_memory(records),
         ("memory of the head, forward and backward", _describe_memory(evaluation.memory)),
         ("the same with dense logits", _describe_dense_memory(evaluation, config)),
     ]
@@ -154,11 +159,20 @@ def _comparison_rows(
     pairs = list(zip(records, dense_records, strict=False))
     worst = max(pairs, key=lambda pair: abs(pair[0]["loss"] - pair[1]["loss"]))
     difference = abs(worst[0]["loss"] - worst[1]["loss"])
-    dense_rates = sorted(record["tokens_per_s"] for record in dense_records)
     return [
         ("dense final loss", f"{dense_records[-1]['loss']:.4f} nats"),
         ("largest difference of the curves", f"{difference:.2e} nats in step {worst[0]['step']}"),
-        ("dense tokens/s, median step", f"{dense_rates[len(dense_rates) // 2]:,.0f}"),
+        *((f"dense {name}", value) for name, value in _speed_and_memory(dense_records)),
+    ]
+
+
+def _speed_and_memory(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    # The median, since the first steps also pay for warming up.
+    rates = sorted(record["tokens_per_s"] for record in records)
+    peak = max(record["peak_memory"] for record in records)
+    return [
+        ("tokens/s, median step", f"{rates[len(rates) // 2]:,.0f}"),
+        ("peak memory of training", f"{format_bytes(peak)} on the rank with the most"),
     ]
 
 
