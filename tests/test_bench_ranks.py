@@ -16,13 +16,12 @@ from cce_dist.cli import app
 from cce_dist.testing.torchrun import ROOT
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launch, "-m", "cce_dist", "bench", "ranks", "--device", "cpu"]
     environment = dict(os.environ, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
     environment["OMP_NUM_THREADS"] = "1"
     return subprocess.run(
-        [*command, "--dtype", "float32", *arguments],
+        [sys.executable, *launch, "-m", "cce_dist", "bench", command, *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -35,8 +34,19 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(180)
 def test_ranks_are_measured_beside_one(tmp_path: Path) -> None:
     path = tmp_path / "ranks.csv"
-    arguments = ("--shape", "64x512x16", "--repeats", "3", "--peers", "cce", "--csv", str(path))
-    done = bench("--inputs", "zipf-shuffled", *arguments)
+    where = ("--device", "cpu", "--dtype", "float32")
+    arguments = (
+        *where,
+        "--shape",
+        "64x512x16",
+        "--repeats",
+        "3",
+        "--peers",
+        "cce",
+        "--csv",
+        str(path),
+    )
+    done = bench("ranks", "--inputs", "zipf-shuffled", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     with path.open() as file:
         rows = list(csv.DictReader(file))
@@ -50,6 +60,30 @@ def test_ranks_are_measured_beside_one(tmp_path: Path) -> None:
     # Not installed here: said, rather than left out.
     assert {row["method"]: row["failed"][:7] for row in rows if row["failed"]} == {"cce": "rank 0:"}
     assert done.stdout.count("zipf-shuffled, N 64") == 1
+
+
+TINY = """data: {megabytes: 1, vocab_size: 2000, sequence_length: 32}
+model: {dim: 32, layers: 2, heads: 2, tied: false}
+parallel: {tp: 2, sequence_parallel: true}
+batch: 4
+"""
+
+
+@pytest.mark.timeout(180)
+def test_training_steps_are_measured_with_either_loss(tmp_path: Path) -> None:
+    config, path = tmp_path / "tiny.yaml", tmp_path / "train.csv"
+    config.write_text(TINY)
+    files = ("--out", str(tmp_path), "--csv", str(path), "--data.cache", str(tmp_path / "cache"))
+    done = bench("train", str(config), "--warmup-steps", "2", "--timed-steps", "2", *files)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["loss"] for row in rows] == ["cce", "dense"]
+    # The same model, text and seed; dense here is the recipe over ranks.
+    assert rows[0]["last_loss"] == rows[1]["last_loss"]
+    for row in rows:
+        assert (row["dp"], row["tp"], row["tokens_a_step"]) == ("1", "2", "128")
+        assert float(row["tokens_per_s"]) > 0 and float(row["peak_gib"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -31,12 +31,8 @@ from .arguments import (
     Tokens,
     WorstRatio,
 )
-
-if TYPE_CHECKING:
-    from .inputs import BenchInputs
-    from .table import Cells
-
 from .cases import case_of, cases_of, machine_of, reasons_of, refusals, shapes_of
+from .cli_ranks import ranks_command, train_command
 
 app = typer.Typer(
     help="Measure time, memory and error; correctness is checked first.", no_args_is_help=True
@@ -199,57 +195,10 @@ def first_call_command(
         report.finish_case()
 
 
-@app.command("ranks")
-def ranks_command(
-    size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Ranks of a group; may be repeated. [1 2 4 ...]")
-    ] = None,
-    sequence_parallel: Annotated[
-        bool, typer.Option(help="Ours under sequence parallel as well.")
-    ] = True,
-    tokens: Tokens = None,
-    vocab: Size = 32768,
-    dim: Size = 512,
-    shape: Shapes = None,
-    inputs: Inputs = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    repeats: Repeats = 10,
-    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
-    peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "none",
-    peer_path: PeerPath = None,
-    backend: BackendName = "auto",
-    timeout_seconds: Annotated[float, typer.Option(min=1, help="Of a collective.")] = 120.0,
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
-) -> None:
-    """Loss and gradients where ranks share the vocabulary; start it with torchrun.
-
-    torchrun --nproc-per-node 4 -m cce_dist bench ranks --shape gemma2-2b
-    """
-    from .methods import parse_backend
-    from .rank_methods import choose_rank_methods
-    from .ranks import bench_ranks, joined, make_places
-    from .report import Report
-
-    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
-    with refusals():
-        methods = choose_rank_methods(method or (), peers, backend=parse_backend(backend))
-        context = joined(device, timeout_seconds)
-    with refusals(), context as job:
-        sizes = size or [2**power for power in range(job.size.bit_length()) if 2**power <= job.size]
-        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, str(job.device))
-        report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path, None)
-        for make in cases:
-            made = make()
-            places = make_places(job, sizes, len(made.weight), sequence_parallel)
-
-            def save(rows: list[Cells], made: BenchInputs = made) -> None:
-                if job.is_main:
-                    report.add(made.description, rows)
-
-            save(bench_ranks(job, made, methods, places, repeats=repeats, save=save))
-            report.finish_case()
+app.command("ranks")(ranks_command)
+app.command("train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    train_command
+)
 
 
 @app.command()

@@ -39,25 +39,29 @@ class Place:
         return slice(self.rank * each, (self.rank + 1) * each)
 
 
-class _SumGrad(torch.autograd.Function):
-    """The input of a column-parallel product: its gradient is summed over the ranks, in its dtype,
-    as Megatron's layer does."""
+class _Whole(torch.autograd.Function):
+    """The input of a column-parallel product: all tokens; its gradient is summed over the ranks, in
+    its dtype, as Megatron's layer does."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return hidden.view_as(hidden)
+    def forward(ctx: Any, hidden: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        if not place.sequence_parallel:
+            return hidden.view_as(hidden)
+        parts = [torch.empty_like(hidden) for _ in range(place.size)]
+        dist.all_gather(parts, hidden.contiguous(), group=place.group)
+        return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        grad, place = grads[0].contiguous(), ctx.place
+        dist.all_reduce(grad, group=place.group)
+        return (grad.chunk(place.size)[place.rank] if place.sequence_parallel else grad), None
 
 
 def _logits(hidden: Tensor, weight: Tensor, place: Place) -> Tensor:
     """This rank's columns of the logits [N, V / W], in the inputs' dtype."""
-    return _SumGrad.apply(hidden, place.group) @ weight.T
+    return _Whole.apply(hidden, place) @ weight.T
 
 
 def ours(mode: str, backend: Backend, place: Place) -> LossFunction:
@@ -134,7 +138,7 @@ def verl(place: Place) -> LossFunction:
     ).linear_cross_entropy
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        hidden = _SumGrad.apply(hidden, place.group)  # pyright: ignore
+        hidden = _Whole.apply(hidden, place)  # pyright: ignore
         log_p, _ = function(hidden, weight, targets.clamp(min=0), 1.0, "none", place.group)
         return mean_of(-log_p, targets)
 

@@ -60,6 +60,8 @@ FORMATS = {
     "of_roofline": ".2f",
     "peak_extra_mib": ".0f",
     "over_gradients_mib": ".0f",
+    "tokens_per_s": ".0f",
+    "peak_gib": ".2f",
     "seconds": ".1f",
     "seconds_to_loss": ".1f",
 }

@@ -1,0 +1,123 @@
+"""The benchmark's commands that torchrun starts on every rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .arguments import (
+    BackendName,
+    CsvPath,
+    Device,
+    Dtype,
+    Inputs,
+    JsonPath,
+    Names,
+    PeerPath,
+    Repeats,
+    Shapes,
+    Size,
+    Tokens,
+)
+from .cases import cases_of, machine_of, refusals
+
+if TYPE_CHECKING:
+    from .inputs import BenchInputs
+    from .table import Cells
+
+
+def ranks_command(
+    size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Ranks of a group; may be repeated. [1 2 4 ...]")
+    ] = None,
+    sequence_parallel: Annotated[
+        bool, typer.Option(help="Ours under sequence parallel as well.")
+    ] = True,
+    tokens: Tokens = None,
+    vocab: Size = 32768,
+    dim: Size = 512,
+    shape: Shapes = None,
+    inputs: Inputs = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cuda",
+    repeats: Repeats = 10,
+    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "none",
+    peer_path: PeerPath = None,
+    backend: BackendName = "auto",
+    timeout_seconds: Annotated[float, typer.Option(min=1, help="Of a collective.")] = 120.0,
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Loss and gradients where ranks share the vocabulary; start it with torchrun.
+
+    torchrun --nproc-per-node 4 -m cce_dist bench ranks --shape gemma2-2b
+    """
+    from .methods import parse_backend
+    from .rank_methods import choose_rank_methods
+    from .ranks import bench_ranks, joined, make_places
+    from .report import Report
+
+    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
+    with refusals():
+        methods = choose_rank_methods(method or (), peers, backend=parse_backend(backend))
+        context = joined(device, timeout_seconds)
+    with refusals(), context as job:
+        sizes = size or [2**power for power in range(job.size.bit_length()) if 2**power <= job.size]
+        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, str(job.device))
+        report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path, None)
+        for make in cases:
+            made = make()
+            places = make_places(job, sizes, len(made.weight), sequence_parallel)
+
+            def save(rows: list[Cells], made: BenchInputs = made) -> None:
+                if job.is_main:
+                    report.add(made.description, rows)
+
+            save(bench_ranks(job, made, methods, places, repeats=repeats, save=save))
+            report.finish_case()
+
+
+def train_command(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="Of `cce-dist train`; keys are overridden alike.")],
+    loss: Annotated[Names, typer.Option(help="cce or dense; may be repeated. [both]")] = None,
+    warmup_steps: Size = 10,
+    timed_steps: Size = 10,
+    largest: Annotated[bool, typer.Option(help="Also the largest batch that fits.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/bench-train"),
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Tokens a second and memory of whole training steps, with our loss and the dense one.
+
+    torchrun --nproc-per-node 4 -m cce_dist bench train launch/configs/gpus.yaml --parallel.tp 4
+    """
+    import torch
+
+    from cce_dist.train.config_file import load_config, parse_overrides
+    from cce_dist.train.errors import ConfigError
+
+    from .report import Report
+    from .training import LOSSES, bench_training
+
+    with refusals():
+        try:
+            chosen = load_config(config, parse_overrides(context.args))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        rows, reports = bench_training(
+            chosen, loss or LOSSES, out, warmup=warmup_steps, steps=timed_steps, largest=largest
+        )
+    if reports:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        report = Report(machine_of(device, 0, ranks), csv_path, json_path, None)
+        model = chosen.model
+        sizes = {"V": chosen.data.vocab_size, "D": model.dim, "layers": model.layers}
+        report.add({**sizes, "dtype": chosen.dtype}, rows)
+        report.finish_case()

@@ -1,0 +1,151 @@
+"""Whole training steps: tokens a second and memory with this library's loss and the dense one.
+
+Every rank of the job runs this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import LossOutput
+from cce_dist.train.batches import split_tokens
+from cce_dist.train.config import TrainConfig
+from cce_dist.train.heartbeat import Heartbeat
+from cce_dist.train.loop import Job, Run, start_run, train_step
+from cce_dist.train.metrics import read_metrics, reset_peak_memory
+from cce_dist.train.progress import Display
+from cce_dist.train.ranks import Ranks, connect
+from cce_dist.train.stop import StopRequest
+from cce_dist.train.tokens import prepare_tokens
+
+from .rank_methods import Place, dense
+from .table import Cells
+
+LOSSES = ("cce", "dense")
+# Of the device's memory: what the allocator cannot make use of, and NCCL's buffers.
+USABLE = 0.9
+GIB = 2**30
+
+
+def bench_training(
+    config: TrainConfig,
+    losses: Sequence[str],
+    folder: Path,
+    *,
+    warmup: int,
+    steps: int,
+    largest: bool,
+) -> tuple[list[Cells], bool]:
+    """A row for each loss and batch: the config's, and with `largest` about the most that the
+    device holds, by how much more memory twice the batch takes; and whether this rank reports.
+
+    Raises:
+        ValueError: a loss is none.
+    """
+    unknown = sorted(set(losses) - set(LOSSES))
+    if unknown:
+        raise ValueError(f"loss must be among {list(LOSSES)}, got {unknown}")
+    ranks = connect(config.parallel)
+    display, stop = Display(False), StopRequest()
+    heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
+    if ranks.is_main:
+        prepare_tokens(config.data, print)
+        ranks.store.set("text", "ready")
+    # A waiting store would time out while a large vocabulary is trained.
+    while not ranks.store.check(["text"]):
+        time.sleep(0.1)
+    cache = prepare_tokens(config.data, print)
+    rows: list[Cells] = []
+    for name in losses:
+        batches = split_tokens(cache.tokens(), config)
+        job = Job(config, ranks, batches, cache.key, display, heartbeat, stop)
+        part = folder / f"{name}-dp{ranks.dp}-tp{ranks.tp}"
+        part.mkdir(parents=True, exist_ok=True)
+        run = start_run(job, part, "cce")
+        if name == "dense":
+            run = dataclasses.replace(run, head="dense", head_loss=_dense_head(config, ranks))
+        meter = Meter(job, run, name, cache.tokens())
+        rows += meter.rows(warmup, steps, largest and ranks.device.type == "cuda")
+        del run, meter
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+    return rows, ranks.is_main
+
+
+def _dense_head(config: TrainConfig, ranks: Ranks):  # HeadLoss of cce_dist.train.head
+    """The dense recipe over ranks that share the vocabulary, which is how Megatron trains."""
+    place = Place(
+        ranks.tp_group,
+        ranks.tp_rank,
+        ranks.tp,
+        config.data.vocab_size,
+        config.parallel.sequence_parallel,
+    )
+    loss, dtype = dense(place), getattr(torch, config.dtype)
+
+    def head_loss(
+        hidden: Tensor, weight: Tensor, targets: Tensor, stats: Sequence[str] = ()
+    ) -> LossOutput:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return LossOutput(loss=loss(hidden.to(dtype), weight.to(dtype), targets))
+
+    return head_loss
+
+
+class Meter:
+    """One model in training, its batch varied."""
+
+    def __init__(self, job: Job, run: Run, name: str, tokens: np.ndarray) -> None:
+        self.job, self.run, self.name, self.tokens = job, run, name, tokens
+        self.step = 0
+
+    def rows(self, warmup: int, steps: int, largest: bool) -> list[Cells]:
+        batch = self.job.config.batch
+        self.measure(batch, warmup, warmup)
+        rows = [self.measure(batch, 1, steps)]
+        if not largest:
+            return rows
+        twice = self.measure(2 * batch, 1, 2)
+        each = (twice["peak_gib"] - rows[0]["peak_gib"]) / batch
+        room = USABLE * torch.cuda.get_device_properties(self.job.ranks.device).total_memory / GIB
+        unit = self.job.config.parallel.tp
+        most = batch + (room - rows[0]["peak_gib"]) / each
+        rows.append(self.measure(int(most) // unit * unit, 1, max(2, steps // 4)))
+        return rows
+
+    def measure(self, batch: int, warmup: int, steps: int) -> Cells:
+        config = self.job.config.model_copy(update={"batch": batch, "steps": 10**6})
+        batches = split_tokens(self.tokens, config)
+        job = dataclasses.replace(self.job, config=config, batches=batches)
+        torch.cuda.empty_cache()
+        reset_peak_memory(job.ranks.device)
+        for _ in range(warmup + steps):
+            self.step += 1
+            train_step(job, self.run, self.step)
+        # The main rank writes them, for all ranks.
+        found = [read_metrics(self.run.folder)[-steps:] if job.ranks.is_main else None]
+        dist.broadcast_object_list(found)
+        records = found[0]
+        assert records is not None
+        ranks, parallel = job.ranks, config.parallel
+        return {
+            "loss": self.name,
+            "dp": ranks.dp,
+            "tp": ranks.tp,
+            "fsdp": "yes" if parallel.fsdp else "",
+            "sequence_parallel": "yes" if parallel.sequence_parallel else "",
+            "batch": batch,
+            "tokens_a_step": ranks.dp * batch * config.data.sequence_length,
+            "tokens_per_s": statistics.median(x["tokens_per_s"] for x in records),
+            "last_loss": f"{records[-1]['loss']:.4f}",
+            "peak_gib": max(x["peak_memory"] for x in records) / GIB,
+        }
