@@ -227,23 +227,30 @@ def gather_tokens(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def reduce_grad_hidden(
-    grad_hidden: Tensor,  # [N, D] this rank's part
+    grad_hidden: Tensor,  # [N, D] this rank's part, in the accumulation dtype
     group: ProcessGroup | None,
     *,
     scatter: bool,
+    dtype: torch.dtype,  # of the sum
 ) -> Tensor:
     """Sum the hidden gradients of all ranks; grad_hidden is overwritten.
 
     Returns:
-        [N, D], or with `scatter` (sequence parallel) this rank's rows [N / W, D].
-    Collectives: one all-reduce, or one reduce-scatter, of grad_hidden over `group`.
+        [N, D], or with `scatter` (sequence parallel) this rank's rows [N / W, D]; in `dtype`, if
+        ranks had anything to sum.
+    Collectives: one reduce-scatter of grad_hidden over `group`; without `scatter` an all-gather of
+        the sum in `dtype` as well, or one all-reduce where that is no narrower, or N no multiple
+        of W.
     """
     if group is None:
         return grad_hidden
-    if not scatter:
-        dist.all_reduce(grad_hidden, group=group)
-        return grad_hidden
     size = dist.get_world_size(group)
+    even = grad_hidden.shape[0] % size == 0
+    if not scatter and not (even and dtype.itemsize < grad_hidden.element_size()):
+        dist.all_reduce(grad_hidden, group=group)
+        return grad_hidden.to(dtype)
     out = grad_hidden.new_empty(grad_hidden.shape[0] // size, *grad_hidden.shape[1:])
     _single("reduce_scatter_single", "reduce_scatter_tensor")(out, grad_hidden, group=group)
-    return out
+    # An all-reduce is this and a gathering of sums, which would be rounded afterwards.
+    out = out.to(dtype)
+    return out if scatter else _all_gather(out, group).flatten(0, 1)

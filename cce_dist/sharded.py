@@ -210,8 +210,9 @@ def backward(
     if grads.hidden is None:
         return grads
     rows = None if store_as is not None else tokens.rows
+    dtype = torch.float32 if in_fp32 else tokens.hidden.dtype
     num_rows = tokens.hidden.shape[0]
-    return LocalGrads(finish_grad_hidden(grads.hidden, rows, num_rows, plan), grads.bias)
+    return LocalGrads(finish_grad_hidden(grads.hidden, rows, num_rows, plan, dtype), grads.bias)
 
 
 def finish_grad_hidden(
@@ -219,6 +220,7 @@ def finish_grad_hidden(
     rows: Tensor | None,  # [N] their rows among the num_rows tokens; None: all of them
     num_rows: int,
     plan: Plan,
+    dtype: torch.dtype,  # of a sum
 ) -> Tensor:
     """Step 4: sum over ranks, zero at tokens that were left out: [num_rows, D], or this rank's
     slice of it under sequence parallel."""
@@ -231,8 +233,8 @@ def finish_grad_hidden(
     if group_size(plan.group) == 1:
         return spread(grad)
     if plan.options.sequence_parallel:
-        return reduce_grad_hidden(spread(grad), plan.group, scatter=True)
-    return spread(reduce_grad_hidden(grad, plan.group, scatter=False))
+        return reduce_grad_hidden(spread(grad), plan.group, scatter=True, dtype=dtype)
+    return spread(reduce_grad_hidden(grad, plan.group, scatter=False, dtype=dtype))
 
 
 def forward_with_grads(
@@ -260,7 +262,8 @@ def forward_with_grads(
         grads = _grads_by_chunks(tokens, head, plan, upstream_of, needs, grad_weight)
         if grads.hidden is not None:
             num_rows = tokens.hidden.shape[0]
-            hidden = finish_grad_hidden(grads.hidden, tokens.rows, num_rows, plan)
+            wide = grads.hidden.dtype
+            hidden = finish_grad_hidden(grads.hidden, tokens.rows, num_rows, plan, wide)
             grads = LocalGrads(hidden, grads.bias)
         dtype = accumulate_dtype(head.weight.dtype)
         nothing = head.weight.new_zeros(len(tokens), dtype=dtype)

@@ -471,6 +471,16 @@ def test_linear_cross_entropy_talks_once_each_way_sequence_parallel(gradient: st
         assert backward == ["reduce_scatter"]  # hidden may be gathered again: it is not saved
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_sums_of_16_bit_gradients_are_rounded_before_they_are_gathered(dtype: str) -> None:
+    for num_tokens, kind in ((60, ["reduce_scatter", "all_gather"]), (61, ["all_reduce"])):
+        inputs = zipf_inputs(num_tokens, 600, 13, generator=generator(), dtype=DTYPES[dtype])
+        for found in shared_pool().run(3, count_calls, Case(inputs, {"gradient": "exact"})):
+            assert kinds(found["backward"]) == kind
+            # Each number once in fp32, and a rank's share of them once more.
+            assert found["backward"][0][1] == num_tokens * 13
+
+
 def test_linear_cross_entropy_frozen_hidden_reduces_nothing() -> None:
     inputs = gaussian_inputs(60, 600, 13, generator=generator())
     for found in shared_pool().run(3, count_calls, Case(inputs, trainable=("weight",))):
