@@ -113,7 +113,9 @@ def compute(
     bounds: Any = vocab_shard
     if isinstance(vocab_shard, VocabShard):
         bounds = (vocab_shard.start, vocab_shard.stop, vocab_shard.vocab_size)
-    key, start, stop, vocab_size, size = _bind(group, bounds, weight.shape[0], **fields)
+    # A range makes a number of what is a symbol where heads of several sizes have been compiled.
+    num_rows = len(range(weight.shape[0]))
+    key, start, stop, vocab_size, size = _bind(group, bounds, num_rows, **fields)
     shard = VocabShard(start, stop, vocab_size)
     shape = validation.check_targets(targets, hidden, options, size)
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)

@@ -110,14 +110,17 @@ def train_command(
             chosen = load_config(config, parse_overrides(context.args))
         except ConfigError as error:
             raise ValueError(str(error)) from None
-        rows, reports = bench_training(
-            chosen, loss or LOSSES, out, warmup=warmup_steps, steps=timed_steps, largest=largest
-        )
-    if reports:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        report = Report(machine_of(device, 0, ranks), csv_path, json_path, None)
-        model = chosen.model
-        sizes = {"V": chosen.data.vocab_size, "D": model.dim, "layers": model.layers}
-        report.add({**sizes, "dtype": chosen.dtype}, rows)
-        report.finish_case()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    report = Report(machine_of(device, 0, ranks), csv_path, json_path, None)
+    model = chosen.model
+    sizes = {"V": chosen.data.vocab_size, "D": model.dim, "layers": model.layers}
+
+    def save(rows: list[Cells], is_main: bool) -> None:
+        if is_main:
+            report.add({**sizes, "dtype": chosen.dtype}, rows)
+
+    how = {"warmup": warmup_steps, "steps": timed_steps, "largest": largest}
+    with refusals():
+        bench_training(chosen, loss or LOSSES, out, **how, save=save)
+    report.finish_case()

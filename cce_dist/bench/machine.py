@@ -88,11 +88,21 @@ class Variant:
 
 
 class Timer:
-    """Times one launch; a buffer is overwritten before it, so that no cache holds its inputs."""
+    """Times one launch; a buffer is overwritten before it, so that no cache holds its inputs.
 
-    def __init__(self, device: torch.device, head_start_cycles: int = HEAD_START_CYCLES) -> None:
+    Args:
+        align: called just before, on the device's own time: so that ranks begin together.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        head_start_cycles: int = HEAD_START_CYCLES,
+        align: Callable[[], object] = lambda: None,
+    ) -> None:
         self.device = device
         self.head_start_cycles = head_start_cycles
+        self.align = align
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def seconds(self, variant: Variant) -> float:
@@ -101,6 +111,7 @@ class Timer:
             if self.device.type == "cuda":
                 return self._seconds_on_device(variant, prepared)
             self.flush.zero_()
+            self.align()
             start = time.perf_counter()
             variant.run(prepared)
             return time.perf_counter() - start
@@ -112,6 +123,7 @@ class Timer:
         self.flush.zero_()
         # As in a training step, the host is ahead: the device is busy while it launches.
         torch.cuda._sleep(self.head_start_cycles)
+        self.align()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         variant.run(prepared)

@@ -141,7 +141,8 @@ def _bench(
     repeats: int,
     save: Callable[[list[Cells]], None],
 ) -> list[Cells]:
-    timer = Timer(job.device, HEAD_START_CYCLES)
+    one = torch.zeros(1, device=job.device)
+    timer = Timer(job.device, HEAD_START_CYCLES, align=lambda: dist.all_reduce(one))
     golden = golden_gradients(inputs)
     trials: list[Trial] = []
     for method in methods:
@@ -220,18 +221,9 @@ def _require_correct(trials: Sequence[Trial]) -> None:
                 )
 
 
-def _variant(job: Job, trial: Trial) -> Variant:
-    """Begins on all ranks at a time."""
+def _variant(trial: Trial) -> Variant:
     assert trial.function is not None
-    made = variant_of(trial.function, trial.inputs, "loss+grad")
-
-    def prepare() -> Any:
-        prepared = made.prepare()
-        synchronize(job.device)
-        dist.barrier()
-        return prepared
-
-    return replace(made, prepare=prepare)
+    return variant_of(trial.function, trial.inputs, "loss+grad")
 
 
 def _time(job: Job, trials: Sequence[Trial], timer: Timer, repeats: int) -> None:
@@ -239,7 +231,7 @@ def _time(job: Job, trials: Sequence[Trial], timer: Timer, repeats: int) -> None
         raise error
 
     alive = dict(enumerate(_alive(trials)))
-    variants = {key: _variant(job, trial) for key, trial in alive.items()}
+    variants = {key: _variant(trial) for key, trial in alive.items()}
     times = interleaved_times(variants, dict.fromkeys(alive, repeats), timer, fail)
     everywhere: list[Any] = [None] * job.size
     dist.all_gather_object(everywhere, times)
@@ -253,12 +245,13 @@ def _communication(job: Job, trial: Trial) -> dict[str, float]:
     and the least and the most that a rank's own kernels take. Milliseconds."""
     from torch.profiler import ProfilerActivity, profile
 
-    variant = _variant(job, trial)
+    variant = _variant(trial)
     collectives: list[float] = []
     own = 0.0
     # The first profile starts the profiler.
     for _ in range(2):
         prepared = variant.prepare()
+        dist.barrier()
         with profile(activities=[ProfilerActivity.CUDA]) as run:
             variant.run(prepared)
             synchronize(job.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +31,8 @@ from .rank_methods import Place, dense
 from .table import Cells
 
 LOSSES = ("cce", "dense")
-# Of the device's memory: what the allocator cannot make use of, and NCCL's buffers.
-USABLE = 0.9
+# Of the device's memory: the rest is for NCCL's buffers, and what the allocator cannot make use of.
+USABLE = 0.88
 GIB = 2**30
 
 
@@ -44,9 +44,13 @@ def bench_training(
     warmup: int,
     steps: int,
     largest: bool,
-) -> tuple[list[Cells], bool]:
-    """A row for each loss and batch: the config's, and with `largest` about the most that the
-    device holds, by how much more memory twice the batch takes; and whether this rank reports.
+    save: Callable[[list[Cells], bool], None],
+) -> None:
+    """A row for each loss and batch: the config's and twice it, and with `largest` about the most
+    that the device holds, by how much more memory the second took; and whether this rank reports.
+
+    Args:
+        save: called with all rows so far.
 
     Raises:
         ValueError: a loss is none.
@@ -74,11 +78,12 @@ def bench_training(
         if name == "dense":
             run = dataclasses.replace(run, head="dense", head_loss=_dense_head(config, ranks))
         meter = Meter(job, run, name, cache.tokens())
-        rows += meter.rows(warmup, steps, largest and ranks.device.type == "cuda")
+        for row in meter.rows(warmup, steps, largest and ranks.device.type == "cuda"):
+            rows.append(row)
+            save(rows, ranks.is_main)
         del run, meter
         torch.cuda.empty_cache()
     dist.destroy_process_group()
-    return rows, ranks.is_main
 
 
 def _dense_head(config: TrainConfig, ranks: Ranks):  # HeadLoss of cce_dist.train.head
@@ -108,19 +113,19 @@ class Meter:
         self.job, self.run, self.name, self.tokens = job, run, name, tokens
         self.step = 0
 
-    def rows(self, warmup: int, steps: int, largest: bool) -> list[Cells]:
+    def rows(self, warmup: int, steps: int, largest: bool) -> Iterator[Cells]:
         batch = self.job.config.batch
-        self.measure(batch, warmup, warmup)
-        rows = [self.measure(batch, 1, steps)]
+        once = self.measure(batch, warmup, steps)
+        yield once
         if not largest:
-            return rows
+            return
         twice = self.measure(2 * batch, 1, 2)
-        each = (twice["peak_gib"] - rows[0]["peak_gib"]) / batch
+        yield twice
+        each = (twice["peak_gib"] - once["peak_gib"]) / batch
         room = USABLE * torch.cuda.get_device_properties(self.job.ranks.device).total_memory / GIB
         unit = self.job.config.parallel.tp
-        most = batch + (room - rows[0]["peak_gib"]) / each
-        rows.append(self.measure(int(most) // unit * unit, 1, max(2, steps // 4)))
-        return rows
+        most = batch + (room - once["peak_gib"]) / each
+        yield self.measure(int(most) // unit * unit, 1, 2)
 
     def measure(self, batch: int, warmup: int, steps: int) -> Cells:
         config = self.job.config.model_copy(update={"batch": batch, "steps": 10**6})
