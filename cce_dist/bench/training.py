@@ -119,13 +119,13 @@ class Meter:
         yield once
         if not largest:
             return
-        twice = self.measure(2 * batch, 1, 2)
+        twice = self.measure(2 * batch, 2, 3)
         yield twice
         each = (twice["peak_gib"] - once["peak_gib"]) / batch
         room = USABLE * torch.cuda.get_device_properties(self.job.ranks.device).total_memory / GIB
         unit = self.job.config.parallel.tp
         most = batch + (room - once["peak_gib"]) / each
-        yield self.measure(int(most) // unit * unit, 1, 2)
+        yield self.measure(int(most) // unit * unit, 2, 3)
 
     def measure(self, batch: int, warmup: int, steps: int) -> Cells:
         config = self.job.config.model_copy(update={"batch": batch, "steps": 10**6})
