@@ -5,8 +5,6 @@ A group of one rank has no second code path: its collectives return their input.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist.partials import Stats, logaddexp_parts, merge_parts, zero_beyond
+from cce_dist.partials import MergeKernels, Stats, logaddexp_parts, merge_parts, zero_beyond
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -110,10 +108,13 @@ def merge_stats(
     shard: VocabShard,
     group: ProcessGroup | None,
     count: Tensor | None = None,
+    kernels: MergeKernels | None = None,
 ) -> Stats:
     """Merge every rank's statistics; all ranks get the same bits.
 
-    Args: count: [1] int32: only the first tokens count, the others get 0.
+    Args:
+        count: [1] int32: only the first tokens count, the others get 0.
+        kernels: for lse and target logit alone; all ranks have them, or none.
     Collectives: one all-gather over `group` of the fields of `local` that are present, packed:
     4 (K N + 6) bytes a rank, K = 2 for the loss alone (8 (K N + 6) for float64).
     Raises:
@@ -122,17 +123,16 @@ def merge_stats(
     """
     if group is None:
         return local
+    if kernels is not None and local.is_plain:
+        parts = _all_gather(kernels.pack(local.lse, local.target_logit, _digits_of(shard)), group)
+        merged, tiles = kernels.merge(parts, count, _DIGIT)
+        _require_that(tiles, parts[:, -_NUM_DIGITS:])
+        return local.unpack(merged)
     packed = local.pack()
     payload = torch.cat([packed.flatten(), _encode_shard(shard, packed)])
     parts = _all_gather(payload, group)
-    if _has_merge_kernel(parts) and len(packed) == 2:
-        from cce_dist.local_triton_merge import merge_lse_and_target
-
-        merged, tiles = merge_lse_and_target(parts, count, _DIGIT)
-        require(tiles, lambda: "", _TILES)
-        return local.unpack(merged)
-    bounds = _decode_shards(parts[:, packed.numel() :])
-    _require_tiling(bounds)
+    bounds = _decode_shards(parts[:, -_NUM_DIGITS:])
+    _require_that(_tiles(bounds), parts[:, -_NUM_DIGITS:])
     rows = parts[:, : packed.numel()].view(len(parts), *packed.shape).transpose(0, 1)
     first = bounds[:, 0].to(packed.dtype)
     num_classes = (bounds[:, 1].minimum(bounds[:, 2]) - bounds[:, 0]).clamp_min(0)
@@ -140,37 +140,23 @@ def merge_stats(
     return merged if count is None else zero_beyond(merged, count)
 
 
-def _has_merge_kernel(parts: Tensor) -> bool:
-    """The same on every rank, whatever runs its shard: lse must have the same bits on all."""
-    return parts.is_cuda and parts.dtype == torch.float32 and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 # Shard bounds travel as two numbers below 2^20 each: fp32 holds integers exactly up to 2^24.
 _DIGIT = 2**20
+_NUM_DIGITS = 6
 
 
 def _encode_shard(shard: VocabShard, like: Tensor) -> Tensor:
     """[6] as `like`."""
-    if like.is_cuda and torch.cuda.is_current_stream_capturing():
-        # A replay would read the host's memory again, which is gone.
-        return torch.cat([like.new_full((1,), digit) for digit in _digits_of(shard)])
-    return _encoded(shard, like.dtype, like.device)
+    digits = _digits_of(shard)
+    if like.is_cuda:
+        # A copy from the host would wait for all that the device has still to do.
+        return torch.cat([like.new_full((1,), digit) for digit in digits])
+    return like.new_tensor(digits)
 
 
 def _digits_of(shard: VocabShard) -> list[int]:
     values = (shard.start, shard.stop, shard.vocab_size)
     return [digit for value in values for digit in divmod(value, _DIGIT)]
-
-
-@functools.lru_cache(maxsize=256)
-def _encoded(shard: VocabShard, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Kept, because a copy from the host waits for all that the device has still to do."""
-    return torch.tensor(_digits_of(shard), dtype=dtype, device=device)
 
 
 def _decode_shards(digits: Tensor) -> Tensor:
@@ -179,24 +165,24 @@ def _decode_shards(digits: Tensor) -> Tensor:
     return high_low[..., 0] * _DIGIT + high_low[..., 1]
 
 
-_TILES = "vocab_shard of the ranks must tile [0, vocab_size)"
-
-
-def _require_tiling(bounds: Tensor) -> None:
+def _tiles(bounds: Tensor) -> Tensor:
+    """Whether [W, 3] int64 shards tile their vocabulary, []."""
     start, stop, vocab_size = bounds.unbind(1)
     stop = stop.minimum(vocab_size).maximum(start)
     overlap = torch.minimum(stop[:, None], stop) - torch.maximum(start[:, None], start)
     overlap = overlap.fill_diagonal_(0).clamp_min(0).sum()
     covered = (stop - start).sum() == vocab_size[0]
-    tiles = covered & (overlap == 0) & (vocab_size == vocab_size[0]).all()
-    require(
-        tiles,
-        lambda: (
-            "vocab_shard of the ranks must tile [0, vocab_size) without gap or overlap, got "
-            "(start, stop, vocab_size) by rank: " + str([tuple(row) for row in bounds.tolist()])
-        ),
-        _TILES,
-    )
+    return covered & (overlap == 0) & (vocab_size == vocab_size[0]).all()
+
+
+def _require_that(tiles: Tensor, digits: Tensor) -> None:
+    rule = "vocab_shard of the ranks must tile [0, vocab_size)"
+
+    def message() -> str:
+        bounds = [tuple(row) for row in _decode_shards(digits).tolist()]
+        return f"{rule} without gap or overlap, got (start, stop, vocab_size) by rank: {bounds}"
+
+    require(tiles, message, rule)
 
 
 def require(condition: Tensor, message: Callable[[], str], async_message: str) -> None:

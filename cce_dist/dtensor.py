@@ -42,6 +42,19 @@ class _Arrived(torch.autograd.Function):
         return grads[0]
 
 
+class _LocalWithoutGrad(torch.autograd.Function):
+    """to_local of a weight whose gradient goes elsewhere: that of torch would return zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return weight.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> None:  # pyright: ignore[reportIncompatible]
+        return None
+
+
 def arrived(tensor: T) -> T:
     """The tensor itself, but for one that a collective still writes (parallelize_module starts them
     so), of which kernels cannot take the address before it has arrived."""
@@ -102,9 +115,8 @@ def local_parts(
     _require_placement("weight", weight, mesh, "Shard(0)")
     local = {name: value for name, value in tensors.items() if not is_dtensor(value)}
     local["weight"] = weight.to_local()
-    if tensors["grad_weight_into"] is not None and weight.requires_grad:
-        # Through to_local the gradient that autograd does not get would come back as zeros.
-        local["weight"] = weight.detach().to_local().requires_grad_()
+    if tensors["grad_weight_into"] is not None:
+        local["weight"] = _LocalWithoutGrad.apply(weight)
     for name, wanted in {
         "bias": "Shard(0)",
         "grad_weight_into": "Shard(0)",

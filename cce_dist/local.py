@@ -11,7 +11,16 @@ from torch import Tensor
 
 from cce_dist import local_torch, local_torch_filter, local_torch_grads
 from cce_dist.options import Backend, LossOptions
-from cce_dist.partials import Head, LocalGrads, Needs, Stats, StepKind, Tokens, Upstream
+from cce_dist.partials import (
+    Head,
+    LocalGrads,
+    MergeKernels,
+    Needs,
+    Stats,
+    StepKind,
+    Tokens,
+    Upstream,
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,8 @@ class LocalBackend:
     keeps_logits: bool = False
     # Whether `stats`, where it scores columns, takes `gather` and calls it as often on every rank.
     exchanges: bool = False
+    # For ranks' lse and target logits; None: torch merges them. As on every other rank.
+    merge_kernels: MergeKernels | None = None
     # Room for the logits that `stats` keeps for `grads` (keep_logits); None: it cannot.
     room_for_logits: Callable[..., Any] | None = None
     # (num_tokens, num_columns, weight) -> what `stats` records for `kept`, by shapes alone, with
@@ -63,6 +74,7 @@ def _triton() -> LocalBackend:
         local_triton_exact,
         local_triton_grads,
         local_triton_lists,
+        local_triton_merge,
         local_triton_rehearsal,
     )
 
@@ -75,6 +87,7 @@ def _triton() -> LocalBackend:
         stores_rows=True,
         orders_tokens=True,
         exchanges=True,
+        merge_kernels=local_triton_merge.KERNELS,
         room_for_logits=local_triton_exact.KeptLogits.make,
         scores_like=local_triton_lists.Marks.like,
         rehearse=local_triton_rehearsal.rehearse,
@@ -159,6 +172,7 @@ def _choose(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> 
             keeps_logits=False,
             exchanges=True,
             stores_rows=True,
+            merge_kernels=_triton().merge_kernels,
             stats=_stats_of_nothing,
             grads=_grads_of_nothing,
         )

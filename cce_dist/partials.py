@@ -6,7 +6,9 @@ pipeline ranks all merge by log-add-exp. Derivations: docs/numerics.md#online-me
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,6 +91,11 @@ class Stats:
     mean_logit: Tensor | None = None  # minus origin_logit
     m2_logit: Tensor | None = None  # sum of squared deviations from the mean (Welford)
 
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but lse and target logit."""
+        return all(getattr(self, field.name) is None for field in fields(self)[2:])
+
     def pack(self) -> Tensor:
         """The fields that are present, stacked [K, N], in declaration order."""
         values = (getattr(self, field.name) for field in fields(self))
@@ -99,6 +106,16 @@ class Stats:
         rows = iter(packed.unbind(0))
         present = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         return Stats(**{name: next(rows) for name in present})
+
+
+class MergeKernels(NamedTuple):
+    """What a backend merges lse and target logit of ranks with, in place of `merge_parts`."""
+
+    # lse [N], target logit [N], numbers of a shard's bounds -> what a rank sends, [2 N + 6]
+    pack: Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+    # What all ranks sent [W, 2 N + 6], how many tokens count, what the first of two numbers of a
+    # bound is multiplied by -> lse and target logit [2, N], whether the shards tile, [1]
+    merge: Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
 
 
 def zero_beyond(stats: Stats, count: Tensor) -> Stats:

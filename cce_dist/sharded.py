@@ -134,7 +134,7 @@ def forward(
 
 
 def _merge(local: Stats, tokens: Tokens, plan: Plan) -> Stats:
-    return merge_stats(local, plan.shard, plan.group, tokens.count)
+    return merge_stats(local, plan.shard, plan.group, tokens.count, plan.backend.merge_kernels)
 
 
 def room_for_logits(head: Head, num_tokens: int, plan: Plan, grad_weight: Tensor | None) -> Any:

@@ -10,7 +10,7 @@ from cce_dist.partials import Stats, merge_parts
 from cce_dist.testing import TRITON_PLACES, Place, grid
 
 pytest.importorskip("triton")
-from cce_dist.local_triton_merge import merge_lse_and_target
+from cce_dist.local_triton_merge import merge_lse_and_target, pack_lse_and_target
 
 DIGIT = 2**20
 Bounds = tuple[tuple[int, int, int], ...]  # start, stop, vocab_size by rank
@@ -69,3 +69,13 @@ def test_which_shards_tile(place: Place, shards: tuple[bool, Bounds]) -> None:
     fine, bounds = shards
     parts = gathered(torch.zeros(len(bounds), 2, 5), bounds).to(place.device)
     assert merge_lse_and_target(parts, None, DIGIT)[1].item() == fine
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, num_tokens=[0, 1, 700]))
+def test_what_a_rank_sends(place: Place, num_tokens: int) -> None:
+    stats = torch.randn(2, num_tokens, generator=torch.Generator().manual_seed(0))
+    bounds = ((2**23 + 7, 2**33 + 1, 2**34 - 1),)
+    lse, logit = stats.to(place.device)
+    numbers = [digit for value in bounds[0] for digit in divmod(value, DIGIT)]
+    found = pack_lse_and_target(lse, logit, numbers)
+    assert torch.equal(found.cpu(), gathered(stats[None], bounds)[0])

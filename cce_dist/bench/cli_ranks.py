@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 def ranks_command(
     size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Ranks of a group; may be repeated. [1 2 4 ...]")
+        list[int] | None,
+        typer.Option(min=1, help="Ranks of a group; may be repeated. [every divisor]"),
     ] = None,
     sequence_parallel: Annotated[
         bool, typer.Option(help="Ours under sequence parallel as well.")
@@ -67,7 +68,7 @@ def ranks_command(
         methods = choose_rank_methods(method or (), peers, backend=parse_backend(backend))
         context = joined(device, timeout_seconds)
     with refusals(), context as job:
-        sizes = size or [2**power for power in range(job.size.bit_length()) if 2**power <= job.size]
+        sizes = size or [n for n in range(1, job.size + 1) if job.size % n == 0]
         cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, str(job.device))
         report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path, None)
         for make in cases:
@@ -122,5 +123,8 @@ def train_command(
 
     how = {"warmup": warmup_steps, "steps": timed_steps, "largest": largest}
     with refusals():
-        bench_training(chosen, loss or LOSSES, out, **how, save=save)
+        try:
+            bench_training(chosen, loss or LOSSES, out, **how, save=save)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
     report.finish_case()

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import LinearCrossEntropy
+from cce_dist import LinearCrossEntropy, VocabShard
+from cce_dist.collectives import gather_tokens, reduce_grad_hidden
 from cce_dist.options import Backend
 
 from .golden import LossFunction
@@ -24,19 +25,24 @@ from .recipes import mean_of
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands: in a group that shares the vocabulary evenly, and maybe tokens."""
+    """Where this rank stands: in a group that shares the vocabulary, and maybe tokens."""
 
     group: dist.ProcessGroup
-    rank: int
-    size: int
-    vocab_size: int
+    shard: VocabShard
     sequence_parallel: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
 
     @property
     def rows(self) -> slice:
         """Of the vocabulary."""
-        each = self.vocab_size // self.size
-        return slice(self.rank * each, (self.rank + 1) * each)
+        return slice(self.shard.start, self.shard.stop)
 
 
 class _Whole(torch.autograd.Function):
@@ -46,17 +52,17 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, place: Place) -> Tensor:
         ctx.place = place
-        if not place.sequence_parallel:
-            return hidden.view_as(hidden)
-        parts = [torch.empty_like(hidden) for _ in range(place.size)]
-        dist.all_gather(parts, hidden.contiguous(), group=place.group)
-        return torch.cat(parts)
+        return (
+            gather_tokens(hidden, place.group)
+            if place.sequence_parallel
+            else hidden.view_as(hidden)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         grad, place = grads[0].contiguous(), ctx.place
-        dist.all_reduce(grad, group=place.group)
-        return (grad.chunk(place.size)[place.rank] if place.sequence_parallel else grad), None
+        scatter, dtype = place.sequence_parallel, grad.dtype
+        return reduce_grad_hidden(grad, place.group, scatter=scatter, dtype=dtype), None
 
 
 def _logits(hidden: Tensor, weight: Tensor, place: Place) -> Tensor:

@@ -6,6 +6,7 @@ Every rank of the job runs this.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import LossOutput
+from cce_dist import LossOutput, VocabShard
 from cce_dist.train.batches import split_tokens
-from cce_dist.train.config import TrainConfig
+from cce_dist.train.config import LossConfig, TrainConfig
 from cce_dist.train.heartbeat import Heartbeat
 from cce_dist.train.loop import Job, Run, start_run, train_step
 from cce_dist.train.metrics import read_metrics, reset_peak_memory
@@ -31,6 +32,8 @@ from .rank_methods import Place, dense
 from .table import Cells
 
 LOSSES = ("cce", "dense")
+# Keys of a config's `loss` that make it another loss.
+OBJECTIVE = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 # Of the device's memory: the rest is for NCCL's buffers, and what the allocator cannot make use of.
 USABLE = 0.88
 GIB = 2**30
@@ -53,11 +56,14 @@ def bench_training(
         save: called with all rows so far.
 
     Raises:
-        ValueError: a loss is none.
+        ValueError: a loss is none, or the dense one lacks what the config asks for.
     """
     unknown = sorted(set(losses) - set(LOSSES))
     if unknown:
         raise ValueError(f"loss must be among {list(LOSSES)}, got {unknown}")
+    given = config.loss.model_dump(include=set(OBJECTIVE))
+    if "dense" in losses and given != LossConfig().model_dump(include=set(OBJECTIVE)):
+        raise ValueError(f"loss dense has none of {list(OBJECTIVE)}: leave them out, got {given}")
     ranks = connect(config.parallel)
     display, stop = Display(False), StopRequest()
     heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
@@ -76,25 +82,22 @@ def bench_training(
         part.mkdir(parents=True, exist_ok=True)
         run = start_run(job, part, "cce")
         if name == "dense":
-            run = dataclasses.replace(run, head="dense", head_loss=_dense_head(config, ranks))
+            dense_head = _dense_head(config, ranks, run.model.shard)
+            run = dataclasses.replace(run, head="dense", head_loss=dense_head)
         meter = Meter(job, run, name, cache.tokens())
         for row in meter.rows(warmup, steps, largest and ranks.device.type == "cuda"):
             rows.append(row)
             save(rows, ranks.is_main)
         del run, meter
+        # What FSDP has wrapped holds itself.
+        gc.collect()
         torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 
-def _dense_head(config: TrainConfig, ranks: Ranks):  # HeadLoss of cce_dist.train.head
+def _dense_head(config: TrainConfig, ranks: Ranks, shard: VocabShard):  # a HeadLoss
     """The dense recipe over ranks that share the vocabulary, which is how Megatron trains."""
-    place = Place(
-        ranks.tp_group,
-        ranks.tp_rank,
-        ranks.tp,
-        config.data.vocab_size,
-        config.parallel.sequence_parallel,
-    )
+    place = Place(ranks.tp_group, shard, config.parallel.sequence_parallel)
     loss, dtype = dense(place), getattr(torch, config.dtype)
 
     def head_loss(
@@ -122,13 +125,17 @@ class Meter:
         twice = self.measure(2 * batch, 2, 3)
         yield twice
         each = (twice["peak_gib"] - once["peak_gib"]) / batch
+        if each <= 0:
+            return
         room = USABLE * torch.cuda.get_device_properties(self.job.ranks.device).total_memory / GIB
         unit = self.job.config.parallel.tp
         most = batch + (room - once["peak_gib"]) / each
         yield self.measure(int(most) // unit * unit, 2, 3)
 
     def measure(self, batch: int, warmup: int, steps: int) -> Cells:
-        config = self.job.config.model_copy(update={"batch": batch, "steps": 10**6})
+        # A step that is logged asks for statistics.
+        update = {"batch": batch, "steps": 10**6, "log_every": 10**6}
+        config = self.job.config.model_copy(update=update)
         batches = split_tokens(self.tokens, config)
         job = dataclasses.replace(self.job, config=config, batches=batches)
         torch.cuda.empty_cache()
@@ -143,7 +150,7 @@ class Meter:
         assert records is not None
         ranks, parallel = job.ranks, config.parallel
         return {
-            "loss": self.name,
+            "loss": self.name if self.name == "dense" else config.loss.gradient,
             "dp": ranks.dp,
             "tp": ranks.tp,
             "fsdp": "yes" if parallel.fsdp else "",

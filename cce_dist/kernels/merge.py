@@ -21,6 +21,35 @@ def bounds_of(shard_ptr, DIGIT: tl.constexpr):
     return start, tl.maximum(tl.minimum(stop, size), start), size
 
 
+@triton.jit(do_not_specialize=["N"])
+def pack_stats_kernel(
+    lse_ptr,  # [N]
+    logit_ptr,  # [N]
+    out_ptr,  # [2 N + 6]: both, and the numbers: out
+    N,
+    start_high,  # fp32, as all of these
+    start_low,
+    stop_high,
+    stop_low,
+    size_high,
+    size_low,
+    BLOCK_N: tl.constexpr,
+):
+    """What a rank sends. The numbers come with the launch: a copy of them would have to wait."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = rows < N
+    tl.store(out_ptr + rows, tl.load(lse_ptr + rows, mask=inside), mask=inside)
+    tl.store(out_ptr + N + rows, tl.load(logit_ptr + rows, mask=inside), mask=inside)
+    if tl.program_id(0) == 0:
+        shard_ptr = out_ptr + 2 * N
+        tl.store(shard_ptr, start_high)
+        tl.store(shard_ptr + 1, start_low)
+        tl.store(shard_ptr + 2, stop_high)
+        tl.store(shard_ptr + 3, stop_low)
+        tl.store(shard_ptr + 4, size_high)
+        tl.store(shard_ptr + 5, size_low)
+
+
 @triton.jit(do_not_specialize=["ranks", "N", "stride"])
 def merge_kernel(
     parts_ptr,  # [ranks, stride] fp32: lse [N], target logit [N], and a shard's bounds [6], of each
