@@ -17,6 +17,7 @@ from cce_dist.testing.torchrun import read_losses, run_training
 pytestmark = pytest.mark.timeout(180)
 
 STEPS = 8
+MODEL = {"dim": 16, "layers": 2, "heads": 2, "tied": True}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def train(out: Path, num_ranks: int, name: str, *arguments: str, **changes: Any)
             "sequence_length": 16,
             "cache": str(out / "cache"),
         },
-        "model": {"dim": 16, "layers": 2, "heads": 2, "tied": True},
+        "model": MODEL,
         "parallel": parallel,
         "optimizer": {"lr": 0.01, "warmup": 3, "schedule": "constant", "clip": 0.5},
         "checkpoint": {"every": 6},
@@ -101,30 +102,20 @@ def test_fsdp_resumes_bitwise_and_in_another_layout(out: Path, split: list[float
 
 
 # Sequence parallelism sums the body's gradients over tp as well.
-@pytest.mark.parametrize(
-    ("tied", "sequence_parallel"),
-    [
-        pytest.param(True, True, id="tied-sequence_parallel"),
-        pytest.param(False, False, id="untied"),
-    ],
-)
-def test_fsdp_beside_tensor_parallelism(
-    out: Path, split: list[float], tied: bool, sequence_parallel: bool
-) -> None:
-    model = {"dim": 16, "layers": 2, "heads": 2, "tied": tied}
-    parallel = {"tp": 2, "sequence_parallel": sequence_parallel, "fsdp": True}
-    losses = train(out, 4, "mesh", model=model, parallel=parallel)
+def test_fsdp_beside_tensor_parallelism(out: Path, split: list[float]) -> None:
+    parallel = {"tp": 2, "sequence_parallel": True, "fsdp": True}
+    losses = train(out, 4, "mesh", parallel=parallel)
     # fp32 sums in another order, amplified by a few optimiser steps.
-    expected = split if tied else train(out, 0, "alone", model=model)
-    assert losses == pytest.approx(expected, abs=1e-5)
+    assert losses == pytest.approx(split, abs=1e-5)
     # 151 and 150 over tp, each over dp.
-    name = "embedding" if tied else "head"
-    assert rows_by_rank(out / "mesh", f"optimizer.{name}.exp_avg") == [76, 75, 75, 75]
+    assert rows_by_rank(out / "mesh", "optimizer.embedding.exp_avg") == [76, 75, 75, 75]
 
 
-def test_fsdp_in_bfloat16_and_beside_dense(out: Path) -> None:
-    replicated = train(out, 2, "replicated-bf16", dtype="bfloat16")
-    losses = train(out, 2, "bf16", "--compare", "dense", parallel={"fsdp": True}, dtype="bfloat16")
+def test_fsdp_untied_in_bfloat16_and_beside_dense(out: Path) -> None:
+    how: dict[str, Any] = {"dtype": "bfloat16", "model": {**MODEL, "tied": False}}
+    replicated = train(out, 2, "replicated-bf16", **how)
+    losses = train(out, 2, "bf16", "--compare", "dense", parallel={"fsdp": True}, **how)
+    assert rows_by_rank(out / "bf16", "optimizer.head.exp_avg") == [151, 150]
     assert losses == pytest.approx(replicated, rel=1e-6)
     assert losses == pytest.approx(read_losses(out / "bf16" / "dense"), abs=0.05)
     report = (out / "bf16" / "report.md").read_text()
