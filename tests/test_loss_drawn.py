@@ -167,8 +167,6 @@ def variance_bound(case: Case, tail_mass: Tensor) -> float:
 
 @pytest.mark.parametrize(**grid(problem=PROBLEMS))
 def test_drawn_hidden_gradient_is_right_on_average(place: Place, problem: Problem) -> None:
-    if place.interprets and problem in (PROBLEMS["nearly_all_dropped"], PROBLEMS["weights_z_loss"]):
-        pytest.skip("16 interpreted calls of three kinds will do; GPUs make all of them")
     num_seeds, most_errors = (16, 10.0) if place.interprets else (24, 5.0)
     # Which gradients are asked for changes no bit of another: test_local_triton.
     base = replace(problem.case(place), trainable=("hidden",))

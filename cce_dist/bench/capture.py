@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from cce_dist import LossOutput
 from cce_dist.train.batches import split_tokens
 from cce_dist.train.config import TrainConfig
 from cce_dist.train.config_file import load_config
+from cce_dist.train.head import HeadLoss, head_loss_of
 from cce_dist.train.heartbeat import Heartbeat
 from cce_dist.train.loop import Job, Run, forward_body, start_run, train_step
 from cce_dist.train.progress import Display
@@ -107,18 +106,10 @@ def capture_inputs(
             train_step(job, run, step)
 
 
-def _head_loss(config: TrainConfig):  # HeadLoss of cce_dist.train.head
-    dtype = getattr(torch, config.dtype)
+def _head_loss(config: TrainConfig) -> HeadLoss:
     # Eager, the fp32 copies of the logits alone would be three quarters of the time.
     function = torch.compile(dense_loss) if torch.cuda.is_available() else dense_loss
-
-    def head_loss(
-        hidden: Tensor, weight: Tensor, targets: Tensor, stats: Sequence[str] = ()
-    ) -> LossOutput:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return LossOutput(loss=function(hidden.to(dtype), weight.to(dtype), targets))
-
-    return head_loss
+    return head_loss_of(function, getattr(torch, config.dtype))
 
 
 @torch.no_grad()

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from cce_dist import LossOutput, VocabShard
+from cce_dist import VocabShard
 from cce_dist.train.batches import split_tokens
 from cce_dist.train.config import LossConfig, TrainConfig
+from cce_dist.train.head import HeadLoss, head_loss_of
 from cce_dist.train.heartbeat import Heartbeat
 from cce_dist.train.loop import Job, Run, start_run, train_step
 from cce_dist.train.metrics import read_metrics, reset_peak_memory
@@ -95,18 +95,10 @@ def bench_training(
     dist.destroy_process_group()
 
 
-def _dense_head(config: TrainConfig, ranks: Ranks, shard: VocabShard):  # a HeadLoss
+def _dense_head(config: TrainConfig, ranks: Ranks, shard: VocabShard) -> HeadLoss:
     """The dense recipe over ranks that share the vocabulary, which is how Megatron trains."""
     place = Place(ranks.tp_group, shard, config.parallel.sequence_parallel)
-    loss, dtype = dense(place), getattr(torch, config.dtype)
-
-    def head_loss(
-        hidden: Tensor, weight: Tensor, targets: Tensor, stats: Sequence[str] = ()
-    ) -> LossOutput:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return LossOutput(loss=loss(hidden.to(dtype), weight.to(dtype), targets))
-
-    return head_loss
+    return head_loss_of(dense(place), getattr(torch, config.dtype))
 
 
 class Meter:

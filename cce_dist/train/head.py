@@ -62,6 +62,18 @@ def make_head_loss(config: TrainConfig, ranks: Ranks, kind: str) -> HeadLoss:
     return head_loss
 
 
+def head_loss_of(loss: Callable[[Tensor, Tensor, Tensor], Tensor], dtype: torch.dtype) -> HeadLoss:
+    """Another loss of hidden, weight and targets in a training run; it has no statistics."""
+
+    def head_loss(
+        hidden: Tensor, weight: Tensor, targets: Tensor, stats: Sequence[Stat] = ()
+    ) -> LossOutput:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return LossOutput(loss=loss(hidden.to(dtype), weight.to(dtype), targets))
+
+    return head_loss
+
+
 def _cce_loss(
     hidden: Tensor,
     weight: Tensor,
