@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cce_dist.testing import Place
+from cce_dist.testing import Place, speed_up_interpreter
 
 # Triton reads it when a kernel is decorated, so it must stand here before any is imported. The
 # processes of a RankPool inherit it.
 if torch.cuda.device_count() == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+speed_up_interpreter()
 # A test may be the first to need half a dozen kernels, while as many tests as there are cores do.
 COMPILING_SECONDS = 300
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"

@@ -46,7 +46,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {PUBLIC: set()},
     {"adapters": {"torch", "mpi4py", "numpy"}, "planner": set()},
     {"train": ANY},
-    {"testing": {"torch", "numpy"}},
+    {"testing": {"torch", "triton", "numpy"}},
     {"bench": ANY},
     {"cli": ANY},
     {"__main__": ANY},

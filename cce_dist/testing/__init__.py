@@ -10,6 +10,7 @@ from cce_dist.testing.inputs import (
     sample_targets,
     zipf_inputs,
 )
+from cce_dist.testing.interpreter import speed_up_interpreter
 from cce_dist.testing.places import (
     CPU_PLACES,
     DTYPES,
@@ -69,5 +70,6 @@ __all__ = [
     "run_case",
     "sample_targets",
     "shared_pool",
+    "speed_up_interpreter",
     "zipf_inputs",
 ]

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cce_dist.testing.interpreter import speed_up_interpreter
+
 # After one rank failed, the others get this long to fail or finish on their own.
 GRACE_SECONDS = 5.0
 START_SECONDS = 120.0
@@ -172,6 +174,7 @@ def nccl_pool() -> RankPool:
 def _serve(rank: int, size: int, store_path: str, connection: Connection, backend: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    speed_up_interpreter()
     groups = {}
     failure = None
     try:
