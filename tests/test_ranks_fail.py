@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import multiprocessing
 import os
 import pickle
 import signal
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import collectives, linear_cross_entropy
+from cce_dist.testing import fork_context
 
 TIMEOUT = 2.0
 # Beside the timeout: two processes on a busy core.
@@ -118,7 +118,7 @@ class Ranks:
     """Five processes, and the groups that each scenario uses up."""
 
     def __init__(self, folder: Path, groups: list[Members]) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self.workers: list[Any] = []
         self.connections: list[Connection] = []
         for rank in range(SIZE):

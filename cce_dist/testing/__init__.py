@@ -1,6 +1,7 @@
 """Inputs, the tolerance rule and running ranks: for tests and benchmarks."""
 
 from cce_dist.testing.cases import Case, dense_outputs, golden_outputs, join_ranks, run_case
+from cce_dist.testing.forks import fork_context
 from cce_dist.testing.inputs import (
     Inputs,
     each_choice,
@@ -60,6 +61,7 @@ __all__ = [
     "check_promise",
     "dense_outputs",
     "each_choice",
+    "fork_context",
     "gaussian_inputs",
     "golden_outputs",
     "grid",

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cce_dist.testing.forks import fork_context
 from cce_dist.testing.interpreter import speed_up_interpreter
 
 # After one rank failed, the others get this long to fail or finish on their own.
@@ -42,7 +43,7 @@ class RankError(RuntimeError):
 
 
 class RankPool:
-    """`size` spawned processes joined in one group; calls run on any contiguous part of them.
+    """`size` processes joined in one group; calls run on any contiguous part of them.
 
     Over "nccl" each has the CUDA device of its rank.
     Processes start at the first call and again after a call that timed out or killed a rank.
@@ -106,7 +107,9 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="cce_dist_ranks_")
-        context = multiprocessing.get_context("spawn")
+        # An import may have touched CUDA, which no fork can then use.
+        spawned = multiprocessing.get_context("spawn")
+        context: Any = spawned if self.backend == "nccl" else fork_context()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             store = str(Path(self._folder, "store"))
