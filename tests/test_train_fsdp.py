@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from cce_dist.testing.torchrun import read_losses, run_training
+from cce_dist.testing.torchrun import read_losses, run_forked_training, run_training
 
 # A job starts processes that import torch; see tests/test_train_job.py.
 pytestmark = pytest.mark.timeout(180)
@@ -28,10 +29,20 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(out: Path, num_ranks: int, name: str, *arguments: str, **changes: Any) -> list[float]:
+def train(
+    out: Path,
+    num_ranks: int,
+    name: str,
+    *arguments: str,
+    by: Callable[..., tuple[int, str]] = run_forked_training,
+    **changes: Any,
+) -> list[float]:
     """Losses of a job of 8 sequences a step, whose gradient is clipped in every one.
 
     301 rows: neither tp nor dp divides them, nor what the other one leaves.
+
+    Args:
+        by: FSDP asks nothing of the launcher, so that one of these jobs has torchrun.
     """
     parallel = {"timeout_s": 30, **changes.pop("parallel", {})}
     config = {
@@ -53,7 +64,7 @@ def train(out: Path, num_ranks: int, name: str, *arguments: str, **changes: Any)
     }
     path = out / f"{name}.json"
     path.write_text(json.dumps(config))
-    code, output = run_training(num_ranks, path, *arguments)
+    code, output = by(num_ranks, path, *arguments)
     assert code == 0, output
     assert "Warning" not in output
     return read_losses(out / name)
@@ -74,7 +85,7 @@ def grad_norms(folder: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def split(out: Path) -> list[float]:
     """Tied, over two data-parallel ranks."""
-    return train(out, 2, "split", parallel={"fsdp": True})
+    return train(out, 2, "split", by=run_training, parallel={"fsdp": True})
 
 
 def test_fsdp_trains_as_replicated_data_parallel_ranks_do(out: Path, split: list[float]) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cce_dist.testing.torchrun import (
     is_running,
     kill,
     read_losses,
+    run_forked_training,
     run_training,
     started_training,
 )
@@ -82,8 +84,10 @@ def write_config(shared: Path, out: Path, name: str, **changes: Any) -> Path:
     return path
 
 
-def run(num_ranks: int, config: Path, *arguments: str) -> tuple[list[float], str]:
-    code, output = run_training(num_ranks, config, *arguments)
+def run(
+    num_ranks: int, config: Path, *arguments: str, by: Callable[..., tuple[int, str]] = run_training
+) -> tuple[list[float], str]:
+    code, output = by(num_ranks, config, *arguments)
     assert code == 0, output
     written = json.loads(config.read_text())["run"]
     return read_losses(Path(written["out"]) / written["name"]), output
@@ -96,7 +100,7 @@ def alone(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, 
     losses = {}
     for tied in (False, True):
         config = write_config(shared, out, f"tied-{tied}", model={"tied": tied})
-        losses[tied] = run(0, config)[0]
+        losses[tied] = run(0, config, by=run_forked_training)[0]
     assert losses[False] != losses[True]
     assert losses[False][-1] < losses[False][0] - 0.3
     return losses
@@ -128,7 +132,8 @@ def test_train_layout_does_not_change_the_loss(
         parallel={"tp": tp, "sequence_parallel": sequence_parallel},
         batch=8 * tp // num_ranks,
     )
-    losses, _ = run(num_ranks, config)
+    # Ranks know their places from the environment alone; further down torchrun gives them.
+    losses, _ = run(num_ranks, config, by=run_forked_training)
     # fp32 sums in another order, amplified by a few optimiser steps.
     assert losses == pytest.approx(alone[tied], abs=1e-4)
 
@@ -145,7 +150,7 @@ def test_train_resume_after_kill_is_bitwise_the_same(shared: Path, tmp_path: Pat
             checkpoint={"every": 3},
         )
 
-    whole, _ = run(2, make_config("whole"))
+    whole, _ = run(2, make_config("whole"), by=run_forked_training)
     config = make_config("killed")
     with started_training(2, config) as job:
         job.wait_for_step(40)
@@ -179,7 +184,7 @@ def test_train_resume_with_another_tp(
 
 def test_train_resume_refuses_another_run(shared: Path, tmp_path: Path) -> None:
     config = write_config(shared, tmp_path, "changed", steps=2)
-    run(0, config)
+    run(0, config, by=run_forked_training)
     code, output = run_training(
         0, config, "--resume", "--optimizer.lr", "0.5", "--batch", "4", "--log_every", "1"
     )

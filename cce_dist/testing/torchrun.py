@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,6 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+
+from cce_dist.testing.forks import fork_context
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -86,6 +91,60 @@ def run_training(
     """Exit code and output of a job that runs to its end."""
     with started_training(num_ranks, config, *arguments) as job:
         return job.finish(timeout)
+
+
+def run_forked_training(
+    num_ranks: int, config: Path, *arguments: str, timeout: float = 100.0
+) -> tuple[int, str]:
+    """As run_training, in a tenth of its time: ranks are forked from a process with all imports.
+
+    For what does not depend on who starts the ranks. This process gives them what torchrun would:
+    their places, and the store. The exit code is of the last rank that failed.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places: list[dict[str, Any]] = [
+        {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": num_ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        for rank in range(num_ranks)
+    ]
+    arguments = ("train", str(config), *arguments)
+    output = config.with_suffix(".out")
+    output.write_text("")
+    ranks = [
+        fork_context().Process(target=_run_command, args=(place, output, arguments))
+        for place in places or [{}]
+    ]
+    deadline = time.monotonic() + timeout
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(deadline - time.monotonic())
+        codes = [process.exitcode for process in ranks]
+        if None in codes:
+            raise TimeoutError(f"not done within {timeout} s:\n{output.read_text()}")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return next((code for code in reversed(codes) if code), 0), output.read_text()
+
+
+def _run_command(place: dict[str, Any], output: Path, arguments: tuple[str, ...]) -> None:
+    """As `python -m cce_dist` does."""
+    os.environ.update({name: str(value) for name, value in place.items()}, CUDA_VISIBLE_DEVICES="")
+    with output.open("a") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    sys.argv[1:] = arguments
+    runpy.run_module("cce_dist", run_name="__main__", alter_sys=True)
 
 
 def read_losses(run_dir: Path) -> list[float]:
