@@ -15,7 +15,16 @@ from torch import Tensor
 from cce_dist.local_torch import weighted_column_sum
 from cce_dist.local_torch_filter import gathered_logits
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import Head, Kept, LocalGrads, Needs, Tokens, Upstream, accumulate_dtype
+from cce_dist.partials import (
+    Head,
+    Kept,
+    LocalGrads,
+    Needs,
+    Tokens,
+    Upstream,
+    accumulate_dtype,
+    largest_operand,
+)
 from cce_dist.torch_tiles import (
     TileSize,
     add_product,
@@ -56,7 +65,7 @@ def local_grads(
         hidden: [N, D] in the accumulation dtype, this shard's part of a sum over ranks.
         bias: [V_local] in the accumulation dtype, complete, as grad_weight is.
     """
-    pull = _Pull.of(upstream, lse)
+    pull = _Pull.of(upstream, lse, head)
     sums = _Sums.of(tokens, head, needs, grad_weight, accumulate)
     task = _Task(tokens, head, lse, entropy, pull, sums)
     size = TileSize.choose(head.weight, workspace_bytes)
@@ -101,16 +110,17 @@ class _Pull:
     target: Tensor | None  # g_nll
     smooth: Tensor | None
     entropy: Tensor | None
-    unit: Tensor  # power of two near the largest pull
+    unit: Tensor  # power of two: d_logits over it are at most near `largest_operand`
 
     @classmethod
-    def of(cls, upstream: Upstream, lse: Tensor) -> _Pull:
+    def of(cls, upstream: Upstream, lse: Tensor, head: Head) -> _Pull:
         parts = [g for g in (upstream.nll, upstream.lse) if g is not None]
         probability = sum(parts[1:], parts[0]) if parts else torch.zeros_like(lse)
         pulls = (probability, upstream.nll, upstream.smooth_logit, upstream.entropy)
         unit = torch.ones((), dtype=lse.dtype, device=lse.device)
         if lse.shape[0]:
             largest = torch.stack([g.abs().amax() for g in pulls if g is not None]).amax()
+            largest *= abs(head.logit_scale) / largest_operand(head.weight.dtype)
             exponent = largest.clamp_min(torch.finfo(lse.dtype).tiny).log2().floor()
             unit = exponent.exp2()
         return cls(probability, upstream.nll, upstream.smooth_logit, upstream.entropy, unit)

@@ -14,7 +14,7 @@ from cce_dist.kernels.upstream import pull_kernel, unit_kernel
 from cce_dist.local_triton_inputs import rows_of
 from cce_dist.local_triton_launch import start
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import Head, Tokens, Upstream
+from cce_dist.partials import Head, Tokens, Upstream, largest_operand
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _unit_of(given: list[Tensor | None], head: Head, lse: Tensor, count: Tensor)
         *(count if g is None else g for g in given),
         unit,
         len(lse),
-        abs(head.logit_scale),
+        abs(head.logit_scale) / largest_operand(head.weight.dtype),
         BLOCK=1024,
         **_has(given),
     )

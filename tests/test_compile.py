@@ -19,8 +19,13 @@ from torch.utils.checkpoint import checkpoint
 from cce_dist import Filter, LinearCrossEntropy, LossOutput, VocabShard, linear_cross_entropy
 from cce_dist.testing import CPU_PLACES, DTYPES, PLACES, Place, grid, shared_pool
 
-# What torch 2.11's compiler imports.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+WARNING = ".torch.jit.script_method"
+pytestmark = [
+    # What torch 2.11's compiler imports.
+    pytest.mark.filterwarnings(f"ignore:{WARNING}:DeprecationWarning"),
+    # The default compiler starts with torch's headers: a minute of C++ on a loaded machine.
+    pytest.mark.timeout(200),
+]
 BATCH, LENGTH, CLASSES, DIM = 4, 50, 600, 16
 EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
 SOME = Filter(keep=0.01)
@@ -193,8 +198,7 @@ class Model(nn.Module):
 
 
 def by_the_default_compiler(_: Any) -> None:
-    # The compiler's own imports.
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("ignore", WARNING, DeprecationWarning)
     tensors = made(torch.float32)
     inputs, targets = tensors["hidden"].detach(), tensors["targets"]
     got = []
@@ -217,6 +221,7 @@ def test_a_model_by_the_default_compiler() -> None:
 
 def on_a_group(group: Any, backend: str) -> None:
     """Tensor parallel over uneven shards, sequence parallel, and DTensors."""
+    warnings.filterwarnings("ignore", WARNING, DeprecationWarning)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     tensors = made(torch.float32)
     if backend == "triton":  # a block of tokens: interpreted, each of twelve calls takes seconds
