@@ -5,6 +5,7 @@ A group of one rank has no second code path: its collectives return their input.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -230,13 +231,66 @@ def reduce_grad_hidden(
     """
     if group is None:
         return grad_hidden
-    size = dist.get_world_size(group)
-    even = grad_hidden.shape[0] % size == 0
-    if not scatter and not (even and dtype.itemsize < grad_hidden.element_size()):
-        dist.all_reduce(grad_hidden, group=group)
-        return grad_hidden.to(dtype)
-    out = grad_hidden.new_empty(grad_hidden.shape[0] // size, *grad_hidden.shape[1:])
-    _single("reduce_scatter_single", "reduce_scatter_tensor")(out, grad_hidden, group=group)
-    # An all-reduce is this and a gathering of sums, which would be rounded afterwards.
-    out = out.to(dtype)
-    return out if scatter else _all_gather(out, group).flatten(0, 1)
+    run, result = _reduction(grad_hidden, group, scatter, dtype)
+    run()
+    return result
+
+
+def start_reduce_grad_hidden(
+    grad_hidden: Tensor, group: ProcessGroup, *, scatter: bool, dtype: torch.dtype
+) -> Callable[[], Tensor]:
+    """`reduce_grad_hidden`, on a GPU beside what the current stream is given next.
+
+    Returns: what makes the stream wait, and returns the sum. Until then the memory of grad_hidden,
+    and of what the stream has been given, has to stay.
+    """
+    run, result = _reduction(grad_hidden, group, scatter, dtype)
+    if not grad_hidden.is_cuda:
+        run()
+        return lambda: result
+    caller, aside = torch.cuda.current_stream(grad_hidden.device), _aside(grad_hidden.device)
+    aside.wait_stream(caller)
+    with torch.cuda.stream(aside):
+        run()
+
+    def wait() -> Tensor:
+        caller.wait_stream(aside)
+        return result
+
+    return wait
+
+
+@functools.cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _reduction(
+    grad: Tensor, group: ProcessGroup, scatter: bool, dtype: torch.dtype
+) -> tuple[Callable[[], None], Tensor]:
+    """The collectives of `reduce_grad_hidden`, and the sum, which they will write. All memory is
+    the caller's stream's, whichever stream they run on."""
+    size, num_tokens = dist.get_world_size(group), grad.shape[0]
+    narrows = dtype.itemsize < grad.element_size()
+    if not scatter and not (num_tokens % size == 0 and narrows):
+        total = torch.empty_like(grad, dtype=dtype) if dtype != grad.dtype else grad
+
+        def sum_up() -> None:
+            dist.all_reduce(grad, group=group)
+            if total is not grad:
+                total.copy_(grad)
+
+        return sum_up, total
+    part = grad.new_empty(num_tokens // size, *grad.shape[1:])
+    own = torch.empty_like(part, dtype=dtype) if dtype != grad.dtype else part
+    whole = own if scatter else torch.empty_like(grad, dtype=dtype)
+
+    def sum_up_rows() -> None:
+        _single("reduce_scatter_single", "reduce_scatter_tensor")(part, grad, group=group)
+        if own is not part:
+            own.copy_(part)
+        # An all-reduce is this and a gathering of sums, which would be rounded afterwards.
+        if whole is not own:
+            _single("all_gather_single", "all_gather_into_tensor")(whole, own, group=group)
+
+    return sum_up_rows, whole

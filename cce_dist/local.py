@@ -40,7 +40,8 @@ class LocalBackend:
     # Whether Tokens.local_targets may be int32.
     takes_int32: bool = False
     # Whether `grads` takes `store_as`, a dtype: the hidden gradient is then [num_rows, D] of that
-    # dtype, as hidden's rows are, and 0 where no token counts.
+    # dtype, as hidden's rows are, and 0 where no token counts; and `start_sum` or None. That takes
+    # this gradient as early as it can be, and returns what is called last for the one to return.
     stores_rows: bool = False
     # Whether its blocks hold similar tokens, of which the default filter then keeps less.
     orders_tokens: bool = False
@@ -118,15 +119,16 @@ def _grads_of_nothing(
     upstream: Upstream,
     *,
     store_as: torch.dtype,
+    start_sum: Callable[[Tensor], Callable[[], Tensor]] | None = None,
     needs: Needs,
     **how: Any,
 ) -> LocalGrads:
     """Of the same shard: no column pulls at any token."""
     new = head.weight.new_zeros
-    return LocalGrads(
-        new(tokens.hidden.shape, dtype=store_as) if needs.hidden else None,
-        new(0, dtype=torch.float32) if needs.bias else None,
-    )
+    hidden = new(tokens.hidden.shape, dtype=store_as) if needs.hidden else None
+    if hidden is not None and start_sum is not None:
+        hidden = start_sum(hidden)()
+    return LocalGrads(hidden, new(0, dtype=torch.float32) if needs.bias else None)
 
 
 def choose_backend(

@@ -8,7 +8,7 @@ Chunks, allocations, grids, launches; and the logits that the forward may keep f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,11 @@ from cce_dist.kernels.exact_products import exact_products_kernel
 from cce_dist.local_triton_inputs import padded_dim, tiles_of
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_tiles import (
+    REST,
+    WHOLE,
     cached_blocks,
     num_programs,
+    programs_of,
     rounds_exp2,
     takes_tma,
     tiles_for,
@@ -110,27 +113,32 @@ def _tiles_in(num_bytes: int, weight: Tensor, padded: int) -> int:
     return num_bytes // (tiles_for(weight).columns * padded * weight.element_size())
 
 
-def products_of_every_column(run: Backward, common: dict[str, Any]) -> None:
-    """SDD, then DDS and DSD, of one chunk after the other."""
+def products_of_every_column(run: Backward, common: dict[str, Any]) -> Callable[[int], None]:
+    """SDD, then DDS and DSD, of one chunk after the other.
+
+    Returns: what launches them, or a part: `REST` is the last chunk's DDS.
+    """
     weight, table, of_tokens = run.weight, run.table, run.of_tokens
     padded = run.num_blocks * TOKEN_BLOCK
     hidden = weight.new_empty(padded, padded_dim(weight))[:, : weight.shape[1]]
     # In the order of the blocks. Those that don't count have d_logits of 0.
     torch.index_select(run.hidden, 0, of_tokens.read_rows, out=hidden)
     regions = list(_chunks(run))
-    # A pointer for each chunk that is aligned as the first one's: one binary for all.
-    queue = torch.zeros(len(regions), 4, dtype=torch.int32, device=weight.device)
-    for index, region in enumerate(regions):
-        _d_logits(run, hidden, region)
-        use_tma, block_k = takes_tma(weight), table.dims
-        start(exact_products_kernel, (num_programs(weight),))(
+    # A pointer for each launch that is aligned as the first one's: one binary for all.
+    queue = torch.zeros(len(regions) + 1, 4, dtype=torch.int32, device=weight.device)
+    use_tma, block_k = takes_tma(weight), table.dims
+
+    def dds_and_dsd(index: int, region: Region, part: int) -> None:
+        start(exact_products_kernel, (programs_of(part, weight),))(
             **common,
             hidden=tiles_of(hidden, block_k, table.columns, use_tma),
             weight=tiles_of(weight, block_k, table.columns, use_tma),
             workspace_columns=tiles_of(region.memory, common["TILE"], block_k, use_tma),
             workspace_tokens=tiles_of(region.memory, block_k, TOKEN_BLOCK, use_tma),
             workspace_ptr=region.memory,
-            queue_ptr=queue[index],
+            row_ptr=of_tokens.rows,
+            queue_ptr=queue[index + 1 if part == REST else index],
+            part=part,
             first_column=region.first_column,
             num_columns=region.num_columns,
             rows=region.memory.shape[0],
@@ -143,6 +151,17 @@ def products_of_every_column(run: Backward, common: dict[str, Any]) -> None:
             num_warps=table.warps,
             num_stages=table.stages,
         )
+
+    def launch(part: int) -> None:
+        last = len(regions) - 1
+        if part == REST:
+            dds_and_dsd(last, regions[last], part)
+            return
+        for index, region in enumerate(regions):
+            _d_logits(run, hidden, region)
+            dds_and_dsd(index, region, part if index == last else WHOLE)
+
+    return launch
 
 
 # fp16 holds the difference to a reference that is not further below lse (log2) with an error of

@@ -8,6 +8,7 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, KeptColumns, Lists
 from cce_dist.local_triton_products import products
 from cce_dist.local_triton_tail import GROUPS, centroids
-from cce_dist.local_triton_tiles import Tiles, tiles_for
+from cce_dist.local_triton_tiles import REST, UNTIL_HIDDEN, WHOLE, Tiles, tiles_for
 from cce_dist.local_triton_upstream import Pull
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, LocalGrads, Needs, Tokens, Upstream
@@ -42,18 +43,22 @@ def local_grads(
     accumulate: bool,  # add to grad_weight (fp32) instead of overwriting it
     workspace_bytes: int,
     logits: KeptLogits | None = None,
-    store_as: torch.dtype | None = None,
+    store_as: torch.dtype,
+    start_sum: Callable[[Tensor], Callable[[], Tensor]] | None = None,
 ) -> LocalGrads:
-    """Gradients of this rank's shard (no communication). Deterministic.
+    """Gradients of this rank's shard (no communication of its own). Deterministic.
 
-    Args, returns: those of `local_torch_grads.local_grads`. With `store_as` hidden is
-    [num_rows, D] in that dtype, as the caller's hidden, 0 for tokens that don't count.
+    Args, returns: those of `local_torch_grads.local_grads`, but
+        store_as: hidden's gradient is [num_rows, D] in that dtype, as the caller's hidden, 0 for
+            tokens that don't count.
+        start_sum: takes it when nothing but the weight's gradient is left to do, and returns what
+            is called in the end, and returns the gradient; None: nothing.
     Source: block-sparse products as in MegaBlocks, arXiv:2211.15841; docs/numerics.md#the-tail.
     """
     run = Backward.of(
         tokens, head, lse, target_logit, upstream, entropy, kept, needs, workspace_bytes, logits
     )
-    weight, grad_hidden, grad_bias = run.weight, None, None
+    weight, grad_hidden, grad_bias, rows = run.weight, None, None, grad_weight
     if needs.bias:
         grad_bias = weight.new_empty(weight.shape[0], dtype=torch.float32)
     if needs.hidden:
@@ -61,13 +66,19 @@ def local_grads(
     if grad_weight is not None and grad_weight.stride(1) != 1 and grad_weight.shape[1] != 1:
         # A buffer whose rows are not contiguous: through a copy, rather than a slower kernel.
         rows = grad_weight.contiguous()
-        products(run, grad_hidden, rows, grad_bias, accumulate)
-        grad_weight.copy_(rows)
-    else:
-        products(run, grad_hidden, grad_weight, grad_bias, accumulate)
+    launch = products(run, grad_hidden, rows, grad_bias, accumulate)
+    has_rest = needs.bias or grad_weight is not None
+    launch(UNTIL_HIDDEN if start_sum is not None and needs.hidden and has_rest else WHOLE)
+    wait = None
     if grad_hidden is not None:
         grad_hidden = run.finish_hidden(grad_hidden, store_as)
-    return LocalGrads(grad_hidden, grad_bias)
+        if start_sum is not None:
+            wait = start_sum(grad_hidden)
+            if has_rest:
+                launch(REST)
+    if grad_weight is not None and rows is not grad_weight:
+        grad_weight.copy_(rows)
+    return LocalGrads(grad_hidden if wait is None else wait(), grad_bias)
 
 
 @dataclass
@@ -81,7 +92,6 @@ class Backward:
     weight: Tensor
     hidden: Tensor  # [num_rows, D]
     count: Tensor
-    place: Tensor | None  # [N] int16 or int32: where the caller has each token; None: every column
     of_tokens: Pull
     has_entropy: bool
     has_smooth: bool
@@ -140,7 +150,6 @@ class Backward:
             weight=weight,
             hidden=with_unit_inner_stride(tokens.hidden),
             count=of_tokens.count,
-            place=_place_of(tokens, kept),
             of_tokens=of_tokens,
             has_entropy=upstream.entropy is not None,
             has_smooth=upstream.smooth_logit is not None and head.softcap is not None,
@@ -222,18 +231,16 @@ class Backward:
             HAS_MEAN=with_mean,
         )
 
-    def finish_hidden(self, packed: Tensor, store_as: torch.dtype | None) -> Tensor:
-        """Adds the tail; as hidden's rows in that dtype, or packed [N, D] fp32, in place."""
-        num_tokens, dim = self.num_tokens, self.weight.shape[1]
-        out = packed
-        if store_as is not None:
-            out = self.weight.new_empty(num_tokens, dim, dtype=store_as)
+    def finish_hidden(self, made: Tensor, store_as: torch.dtype) -> Tensor:
+        """Adds the tail to [num_rows, D] fp32; in that dtype, in place if it is fp32."""
+        dim, out = self.weight.shape[1], made
+        if store_as != made.dtype:
+            out = torch.empty_like(made, dtype=store_as)
         block_d = 128
         start(spread_kernel, (self.num_blocks, triton.cdiv(dim, block_d)))(
-            packed,
+            made,
             self.or_dummy(self.centroid),
             self.of_tokens.rows,
-            self.or_dummy(self.place),
             self.count,
             self.or_dummy(None if self.lists is None else self.lists.num_chunks),
             self.or_dummy(self.tail_mass),
@@ -241,7 +248,7 @@ class Backward:
             self.of_tokens.unit,
             self.or_dummy(self.mean),
             out,
-            num_tokens,
+            self.num_tokens,
             dim,
             self.groups,
             self.tokens_per_group,
@@ -251,15 +258,5 @@ class Backward:
             HAS_DRAWN=self.lists is not None and self.lists.draws,
             HAS_MEAN=self.mean is not None,
             EVERY=self.lists is None,
-            HAS_PLACE=self.place is not None,
-            PERMUTE=store_as is not None,
         )
         return out
-
-
-def _place_of(tokens: Tokens, kept: KeptColumns | None) -> Tensor | None:
-    if kept is None:
-        return None
-    if kept.marks.order is not None:
-        return kept.marks.order
-    return torch.arange(len(tokens), dtype=torch.int32, device=tokens.hidden.device)

@@ -8,6 +8,7 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +16,13 @@ import triton
 from torch import Tensor
 
 from cce_dist.kernels.backward import filtered_kernel
+from cce_dist.kernels.rest import last_dds_kernel, unkept_kernel
 from cce_dist.local_triton_exact import products_of_every_column
 from cce_dist.local_triton_inputs import tiles_of
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, Lists
 from cce_dist.local_triton_tail import GROUPS
-from cce_dist.local_triton_tiles import interpreted, num_programs, rounds_exp2, takes_tma
+from cce_dist.local_triton_tiles import REST, interpreted, num_programs, rounds_exp2, takes_tma
 from cce_dist.options import TOKEN_BLOCK
 
 if TYPE_CHECKING:
@@ -33,8 +35,11 @@ def products(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
     accumulate: bool,
-) -> None:
-    """SDD, DSD, DDS: of every column, or of what is kept, and the tail of what is not."""
+) -> Callable[[int], None]:
+    """SDD, DSD, DDS: of every column, or of what is kept, and the tail of what is not.
+
+    Returns: what launches a part of them: `WHOLE`, or first `UNTIL_HIDDEN` and later `REST`.
+    """
     weight, head, lists = run.weight, run.head, run.lists
     # The tail's shares and sums are fp32; tf32 keeps more digits than the 16-bit inputs have.
     tail_precision = "tf32" if weight.element_size() == 2 else "ieee"
@@ -65,9 +70,8 @@ def products(
         "ACCUMULATE": accumulate,
     }
     if lists is None:
-        products_of_every_column(run, common)
-        return
-    _listed(run, lists, {**common, **_inputs(run)})
+        return products_of_every_column(run, common)
+    return _listed(run, lists, {**common, **_inputs(run)})
 
 
 def _inputs(run: Backward) -> dict[str, Any]:
@@ -98,7 +102,36 @@ def _inputs(run: Backward) -> dict[str, Any]:
     }
 
 
-def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> None:
+def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> Callable[[int], None]:
+    weight, table = run.weight, run.table
+    queue = torch.zeros(2 * lists.max_chunks + 4, dtype=torch.int32, device=weight.device)
+    arguments = {**common, **_of_lists(run, lists), "queue_ptr": queue}
+    programs = num_programs(weight) * (1 if interpreted() else table.residents)
+    # Programs wait for each other: all of them must be there.
+    together = {} if interpreted() else {"launch_cooperative_grid": True}
+
+    def launch_rest(kernel: Any, grid: int, **how: Any) -> None:
+        taken = {name: arguments[name] for name in kernel.arg_names if name in arguments}
+        start(kernel, (grid,))(**taken, **how)
+
+    def launch(part: int) -> None:
+        if part != REST:
+            how = {"part": part, "num_warps": table.backward_warps, **together}
+            start(filtered_kernel, (programs,))(**arguments, **how)
+            return
+        # Small programs first: between them the collectives' kernels find multiprocessors, which
+        # those of DDS hold to the end.
+        launch_rest(unkept_kernel, run.num_tiles * (TILE // arguments["UNKEPT"]), num_warps=4)
+        next_task = queue[2 * lists.max_chunks + 3 :]
+        launch_rest(
+            last_dds_kernel, programs, rest_queue_ptr=next_task, num_warps=table.backward_warps
+        )
+
+    return launch
+
+
+def _of_lists(run: Backward, lists: Lists) -> dict[str, Any]:
+    """What says which columns are kept, and the workspace."""
     assert run.kept is not None
     weight, table, marks = run.weight, run.table, run.kept.marks
     segment = table.pair * TILE
@@ -109,43 +142,36 @@ def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> None:
 
     workspace = weight.new_empty(lists.max_rows + TILE, TOKEN_BLOCK)
     workspace[lists.max_rows :] = 0
-    programs = num_programs(weight) * (1 if interpreted() else table.residents)
-    start(filtered_kernel, (programs,))(
-        **common,
-        place_ptr=run.place,
-        seed_ptr=marks.seed,
-        kept_ptr=marks.kept,
-        drawn_ptr=marks.drawn,
-        order_ptr=lists.order,
-        starts_ptr=lists.starts,
-        blocks_ptr=lists.blocks,
-        position_ptr=lists.position,
-        num_blocks_ptr=lists.num_blocks,
-        num_active_ptr=lists.num_active,
-        first_ptr=lists.first,
-        num_chunks_ptr=lists.num_chunks,
-        base_ptr=lists.base,
-        segment_ptr=lists.segment,
-        share_ptr=run.or_dummy(run.share),
+    return {
+        "seed_ptr": marks.seed,
+        "kept_ptr": marks.kept,
+        "drawn_ptr": marks.drawn,
+        "order_ptr": lists.order,
+        "starts_ptr": lists.starts,
+        "blocks_ptr": lists.blocks,
+        "position_ptr": lists.position,
+        "num_blocks_ptr": lists.num_blocks,
+        "num_active_ptr": lists.num_active,
+        "first_ptr": lists.first,
+        "num_chunks_ptr": lists.num_chunks,
+        "base_ptr": lists.base,
+        "segment_ptr": lists.segment,
+        "share_ptr": run.or_dummy(run.share),
         # Any column will do where a list ends before its last step.
-        entries_ptr=int32(2, lists.max_rows).zero_(),
-        pair_rows_ptr=int32(lists.max_pairs, TILE),
-        workspace_ptr=workspace,
-        workspace_rows=tiles_of(workspace, table.backward_dims, TOKEN_BLOCK, takes_tma(weight)),
-        drawn_sum_ptr=weight.new_empty(max_tasks, TOKEN_BLOCK, dtype=torch.float32),
-        drawn_total_ptr=run.drawn_total,
-        queue_ptr=torch.zeros(2 * lists.max_chunks + 3, dtype=torch.int32, device=weight.device),
-        max_chunks=lists.max_chunks,
-        max_rows=lists.max_rows,
-        words=marks.kept.shape[1],
-        groups=run.groups,
-        SEGMENT=segment,
-        BLOCKS=marks.blocks_padded,
-        HAS_DRAWN=lists.draws,
-        HAS_TAIL=run.share is not None,
-        UNKEPT=TILE if interpreted() else 32,
-        UNKEPT_SLICE=256,
-        num_warps=table.backward_warps,
-        # Programs wait for each other: all of them must be there.
-        **({} if interpreted() else {"launch_cooperative_grid": True}),
-    )
+        "entries_ptr": int32(2, lists.max_rows).zero_(),
+        "pair_rows_ptr": int32(lists.max_pairs, TILE),
+        "workspace_ptr": workspace,
+        "workspace_rows": tiles_of(workspace, table.backward_dims, TOKEN_BLOCK, takes_tma(weight)),
+        "drawn_sum_ptr": weight.new_empty(max_tasks, TOKEN_BLOCK, dtype=torch.float32),
+        "drawn_total_ptr": run.drawn_total,
+        "max_chunks": lists.max_chunks,
+        "max_rows": lists.max_rows,
+        "words": marks.kept.shape[1],
+        "groups": run.groups,
+        "SEGMENT": segment,
+        "BLOCKS": marks.blocks_padded,
+        "HAS_DRAWN": lists.draws,
+        "HAS_TAIL": run.share is not None,
+        "UNKEPT": TILE if interpreted() else 32,
+        "UNKEPT_SLICE": 256,
+    }

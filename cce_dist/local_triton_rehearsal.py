@@ -89,4 +89,5 @@ def _go_through(tokens: Tokens, head: Head, kind: StepKind) -> None:
         accumulate=kind.accumulate,
         workspace_bytes=least,
         store_as=kind.store_as,
+        start_sum=(lambda grad: lambda: grad) if kind.in_parts else None,
     )

@@ -77,6 +77,19 @@ def num_programs(tensor: Tensor) -> int:
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
+# Parts of the backward's products: all of them; what the hidden gradient waits for; and the rest.
+# Apart where ranks sum the hidden gradient beside the rest.
+WHOLE, UNTIL_HIDDEN, REST = 0, 1, 2
+# Multiprocessors for NCCL's kernels, which start after it.
+LEFT_TO_COLLECTIVES = 32
+
+
+def programs_of(part: int, tensor: Tensor) -> int:
+    """Programs, one per multiprocessor, of a kernel that makes this part of the products."""
+    programs = num_programs(tensor)
+    return max(1, programs - LEFT_TO_COLLECTIVES) if part == REST else programs
+
+
 def rounds_exp2(tensor: Tensor) -> bool:
     """Whether exponentials need more digits than the hardware's have; NumPy's have them."""
     return tensor.dtype == torch.float32 and not interpreted()

@@ -247,7 +247,8 @@ class StepKind:
     needs: Needs
     grad_weight: torch.dtype | None  # None: not needed
     accumulate: bool
-    store_as: torch.dtype | None  # the hidden gradient, in hidden's rows; None: packed, in fp32
+    store_as: torch.dtype  # the hidden gradient, in hidden's rows
+    in_parts: bool  # ranks sum that while the rest of the weight's is made
     of_lse: bool  # the loss is one of lse too, beside nll
 
 

@@ -28,6 +28,7 @@ from cce_dist.collectives import (
     group_size,
     merge_stats,
     reduce_grad_hidden,
+    start_reduce_grad_hidden,
     sum_over_ranks,
 )
 from cce_dist.local import LocalBackend
@@ -99,15 +100,14 @@ def rehearse(
         grad_weight=grad_weight,
         accumulate=accumulate,
         store_as=_store_as(head.weight.dtype, plan, in_fp32),
+        in_parts=group_size(plan.group) > 1,
         of_lse=options.z_loss != 0 or plan.wanted.smooth_logit,
     )
     plan.backend.rehearse(tokens, head, kind)
 
 
-def _store_as(dtype: torch.dtype, plan: Plan, in_fp32: bool) -> torch.dtype | None:
+def _store_as(dtype: torch.dtype, plan: Plan, in_fp32: bool) -> torch.dtype:
     """What a backend that writes hidden's rows writes: a part is summed over ranks in fp32."""
-    if not plan.backend.stores_rows:
-        return None
     return torch.float32 if in_fp32 or group_size(plan.group) > 1 else dtype
 
 
@@ -190,7 +190,13 @@ def backward(
     if plan.shard.vocab_size == 1 and upstream.nll is not None:
         # One class has probability 1: a difference of two roundings is no gradient.
         upstream = replace(upstream, nll=0 * upstream.nll)
-    store_as = _store_as(head.weight.dtype, plan, in_fp32)
+    dtype = torch.float32 if in_fp32 else tokens.hidden.dtype
+    how: dict[str, Any] = {}
+    if plan.backend.stores_rows:
+        how = {
+            "store_as": _store_as(head.weight.dtype, plan, in_fp32),
+            "start_sum": _start_sum(plan, dtype),
+        }
     grads = plan.backend.grads(
         tokens,
         head,
@@ -205,14 +211,26 @@ def backward(
         accumulate=accumulate,
         workspace_bytes=plan.options.workspace_bytes,
         logits=logits,
-        **({} if store_as is None else {"store_as": store_as}),
+        **how,
     )
-    if grads.hidden is None:
+    if grads.hidden is None or plan.backend.stores_rows:
         return grads
-    rows = None if store_as is not None else tokens.rows
-    dtype = torch.float32 if in_fp32 else tokens.hidden.dtype
     num_rows = tokens.hidden.shape[0]
-    return LocalGrads(finish_grad_hidden(grads.hidden, rows, num_rows, plan, dtype), grads.bias)
+    hidden = finish_grad_hidden(grads.hidden, tokens.rows, num_rows, plan, dtype)
+    return LocalGrads(hidden, grads.bias)
+
+
+def _start_sum(plan: Plan, dtype: torch.dtype) -> Callable[[Tensor], Callable[[], Tensor]] | None:
+    """Step 4 where step 3 stores hidden's rows: begun as soon as nothing but the weight's gradient
+    is left to do, which hides it."""
+    if plan.group is None or group_size(plan.group) == 1:
+        return None
+    return functools.partial(
+        start_reduce_grad_hidden,
+        group=plan.group,
+        scatter=plan.options.sequence_parallel,
+        dtype=dtype,
+    )
 
 
 def finish_grad_hidden(

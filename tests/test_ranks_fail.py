@@ -66,26 +66,23 @@ FAULTS: dict[str, Callable[[], None]] = {"dies": die, "stops": stop, "skips": sk
 @contextlib.contextmanager
 def fault_at(phase: str, fault: Callable[[], None]) -> Iterator[None]:
     """Just before this rank's part of a collective."""
-    name = {"forward": "_all_gather", "backward": "reduce_grad_hidden"}.get(phase)
+    name = {"forward": "_all_gather", "backward": "_reduction"}.get(phase)
     if phase == "before":
         fault()
     if name is None:
         yield
         return
-    from cce_dist import sharded
-
-    module: Any = collectives if phase == "forward" else sharded
-    original = getattr(module, name)
+    original = getattr(collectives, name)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         fault()
         return original(*args, **kwargs)
 
-    setattr(module, name, failing)
+    setattr(collectives, name, failing)
     try:
         yield
     finally:
-        setattr(module, name, original)
+        setattr(collectives, name, original)
 
 
 def serve(rank: int, store: str, groups: list[Members], connection: Connection) -> None:

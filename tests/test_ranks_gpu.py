@@ -205,7 +205,7 @@ PHASES = ("", "before", "forward", "backward")
 
 def die_at(phase: str) -> None:
     """SIGKILL just before this process's part of a collective."""
-    from cce_dist import collectives, sharded
+    from cce_dist import collectives
 
     def die(*_: Any, **__: Any) -> Any:
         torch.cuda.synchronize()
@@ -213,8 +213,7 @@ def die_at(phase: str) -> None:
 
     if phase == "before":
         die()
-    module: Any = collectives if phase == "forward" else sharded
-    setattr(module, "_all_gather" if phase == "forward" else "reduce_grad_hidden", die)
+    setattr(collectives, "_all_gather" if phase == "forward" else "_reduction", die)
 
 
 def train(rank: int, folder: Path, phase: str) -> None:

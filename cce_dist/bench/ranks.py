@@ -247,11 +247,12 @@ def _time(job: Job, trials: Sequence[Trial], timer: Timer, repeats: int) -> None
 
 def _communication(job: Job, trial: Trial) -> dict[str, float]:
     """Of one call, from a profile: what the collectives take a rank that nobody has to wait for,
-    and the least and the most that a rank's own kernels take. Milliseconds."""
+    how much of that while no other kernel of it runs, and the least and the most that a rank's own
+    kernels take. Milliseconds."""
     from torch.profiler import ProfilerActivity, profile
 
     variant = _variant(trial)
-    collectives: list[float] = []
+    collectives: list[tuple[float, float]] = []
     own = 0.0
     # The first profile starts the profiler.
     for _ in range(2):
@@ -265,21 +266,33 @@ def _communication(job: Job, trial: Trial) -> dict[str, float]:
         events.sort(key=lambda x: x.time_range.start)
         kernels = [x for x in events if not x.name.startswith("nccl:")]
         nccl = [x for x in kernels if x.name.startswith("ncclDev")]
-        collectives = [x.time_range.elapsed_us() / 1e3 for x in nccl]
-        own = sum(x.time_range.elapsed_us() for x in kernels) / 1e3 - sum(collectives)
+        others = [(x.time_range.start, x.time_range.end) for x in kernels if x not in nccl]
+        collectives = [
+            (end - start, uncovered(start, end, others))
+            for start, end in ((x.time_range.start, x.time_range.end) for x in nccl)
+        ]
+        own = sum(end - start for start, end in others)
     everywhere: list[Any] = [None] * job.size
     dist.all_gather_object(everywhere, (collectives, own))
     # A collective lasts from its rank's arrival: a group's last one to arrive waits for nobody.
     size = trial.place.size
     groups = [everywhere[first : first + size] for first in range(0, job.size, size)]
-    last = [
-        sum(min(times) for times in zip(*(x[0] for x in group), strict=True)) for group in groups
-    ]
+    last = [[min(ranks) for ranks in zip(*(x[0] for x in group), strict=True)] for group in groups]
     return {
-        "communication_ms": max(last),
-        "least_busy_ms": min(x[1] for x in everywhere),
-        "most_busy_ms": max(x[1] for x in everywhere),
+        "communication_ms": max(sum(x[0] for x in group) for group in last) / 1e3,
+        "exposed_ms": max(sum(x[1] for x in group) for group in last) / 1e3,
+        "least_busy_ms": min(x[1] for x in everywhere) / 1e3,
+        "most_busy_ms": max(x[1] for x in everywhere) / 1e3,
     }
+
+
+def uncovered(start: float, end: float, others: Sequence[tuple[float, float]]) -> float:
+    """How much of [start, end] none of the others, sorted by their starts, covers."""
+    total, at = 0.0, start
+    for first, last in others:
+        total += max(min(first, end) - at, 0.0)
+        at = max(at, min(last, end))
+    return total + max(end - at, 0.0)
 
 
 def _rows(trials: Sequence[Trial]) -> list[Cells]:
@@ -299,6 +312,7 @@ def _rows(trials: Sequence[Trial]) -> list[Cells]:
                 "p10_ms",
                 "p90_ms",
                 "communication_ms",
+                "exposed_ms",
                 "least_busy_ms",
                 "most_busy_ms",
                 "peak_extra_mib",

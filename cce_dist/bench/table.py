@@ -54,6 +54,7 @@ FORMATS = {
     "of_dense": ".2f",
     "times_faster": ".2f",
     "communication_ms": ".2f",
+    "exposed_ms": ".2f",
     "least_busy_ms": ".2f",
     "most_busy_ms": ".2f",
     "tflop_per_s": ".3g",

@@ -29,11 +29,10 @@ def go_on(USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
         proxy_fence(IS_INTERPRETED)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "max_chunks", "words", "groups"])
+@triton.jit(do_not_specialize=["part", "num_blocks", "max_chunks", "words", "groups"])
 def filtered_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
     rows_ptr,  # [num_blocks * TOKENS] int64, of a token that counts for those that don't
-    place_ptr,  # [N] int16 or int32: row of each token in the hidden gradient
     weight_ptr,  # [V, D], inner stride 1
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
@@ -62,12 +61,13 @@ def filtered_kernel(
     workspace_ptr,  # [max_rows + TILE, TOKENS], the last rows 0
     workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
     drawn_sum_ptr,  # [max_tasks, TOKENS] fp32
-    grad_hidden_ptr,  # [N, D] fp32
+    grad_hidden_ptr,  # [num_rows, D] fp32
     drawn_total_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
     queue_ptr,  # [2 * max_chunks + 3] int32, zeros: the next task of each phase; arrivals; the next
     # columns that no block keeps
+    part,  # 0: all; 1: without what the kernels of kernels/rest.py make
     num_blocks,
     V,
     D,
@@ -127,10 +127,11 @@ def filtered_kernel(
     unkept_slices = tl.cdiv(D, UNKEPT_SLICE) if HAS_GRAD_WEIGHT else 1
     num_unkept = 0
     if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
-        num_unkept = (num_tiles - num_active) * (TILE // UNKEPT)
+        num_unkept = tl.where(part == 1, 0, (num_tiles - num_active) * (TILE // UNKEPT))
     # Phase 2 chunk: lists of `chunk`, products of the one before; phase 2 chunk + 1: its SDD.
     for phase in range(2 * num_chunks + 1):
         chunk = phase // 2
+        is_last = phase == 2 * num_chunks
         at = chunk * (num_blocks + 1)
         own = (chunk + 1) % 2 * max_rows
         other = chunk % 2 * max_rows
@@ -149,6 +150,7 @@ def filtered_kernel(
             if chunk > 0:
                 if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
                     num_dds = tl.maximum(tl.minimum(last, num_active) - first, 0) * dds_slices
+                    num_dds = tl.where(is_last & (part == 1), 0, num_dds)
                 if HAS_GRAD_HIDDEN:
                     num_dsd = tl.cdiv(count, TOKENS) * num_slices
             num_lists = tl.maximum(next_last - last, 0) * words
@@ -172,7 +174,7 @@ def filtered_kernel(
                         dsd_kept_task(
                             task - num_dds, chunk - 1, first, last, weight_ptr, starts_ptr,
                             base_ptr + before, segment_ptr + before, entries_ptr + own,
-                            workspace_ptr, workspace_rows, drawn_sum_ptr, place_ptr,
+                            workspace_ptr, workspace_rows, drawn_sum_ptr, rows_ptr,
                             grad_hidden_ptr, drawn_total_ptr, count, unit, num_tiles, D, stride_wv,
                             TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION, USE_TMA, WIDE,
                             HAS_DRAWN,
@@ -205,7 +207,6 @@ def filtered_kernel(
                     )  # fmt: skip
                 task = tl.atomic_add(queue_ptr + phase, 1)
         arrive(arrived_ptr, USE_TMA, IS_INTERPRETED)
-        is_last = phase == 2 * num_chunks
         waits = True
         while waits:
             arrived = tl.atomic_add(arrived_ptr, 0, sem="acquire")

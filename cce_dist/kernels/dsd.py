@@ -9,15 +9,15 @@ from cce_dist.kernels.numbers import add_product
 @triton.jit
 def add_rows(
     acc,  # [TOKENS, SLICE]
-    row,  # [TOKENS] int32
+    row,  # [TOKENS] int64
     written,  # [TOKENS]
     dims,  # [SLICE]
     is_first,  # stores where the others add
-    grad_hidden_ptr,  # [N, D] fp32
+    grad_hidden_ptr,  # [num_rows, D] fp32
     D,
 ):
     inside = written[:, None] & (dims < D)[None, :]
-    out = grad_hidden_ptr + row.to(tl.int64)[:, None] * D + dims[None, :]
+    out = grad_hidden_ptr + row[:, None] * D + dims[None, :]
     if is_first == 0:
         acc += tl.load(out, mask=inside, other=0.0)
     tl.store(out, acc, mask=inside)
@@ -37,8 +37,8 @@ def dsd_kept_task(
     workspace_ptr,  # [rows, TOKENS]
     workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
     drawn_sum_ptr,  # [tasks, TOKENS] fp32
-    place_ptr,  # [N] int16 or int32: row of each token in it
-    grad_hidden_ptr,  # [N, D] fp32
+    rows_ptr,  # [N_padded] int64: row of each token in it
+    grad_hidden_ptr,  # [num_rows, D] fp32
     drawn_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out, over the chunks
     count,
     unit,
@@ -81,7 +81,7 @@ def dsd_kept_task(
             acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
     if (chunk == 0) | (length > 0):
         token = block * TOKENS + tl.arange(0, TOKENS)
-        row = tl.load(place_ptr + token, mask=token < count, other=0)
+        row = tl.load(rows_ptr + token)
         add_rows(acc * unit, row, token < count, dims, chunk == 0, grad_hidden_ptr, D)
     if HAS_DRAWN:  # noqa: SIM102
         if task % num_slices == 0:

@@ -84,6 +84,7 @@ def exact_dsd_task(
     num_columns,
     weight,
     workspace_tokens,
+    row_ptr,
     grad_hidden_ptr,
     count,
     unit,
@@ -117,11 +118,12 @@ def exact_dsd_task(
         else:
             acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
     token = first_token + tl.arange(0, TOKENS)
+    row = tl.load(row_ptr + token)
     dims = first_dim + tl.arange(0, SLICE)
-    add_rows(acc * unit, token, token < count, dims, IS_FIRST, grad_hidden_ptr, D)
+    add_rows(acc * unit, row, token < count, dims, IS_FIRST, grad_hidden_ptr, D)
 
 
-@triton.jit(do_not_specialize=["first_column", "num_columns"])
+@triton.jit(do_not_specialize=["part", "first_column", "num_columns"])
 def exact_products_kernel(
     hidden,  # [N, D] packed, a descriptor of BLOCK_K x SLICE or a pointer
     weight,  # [V, D], of BLOCK_K x SLICE
@@ -131,12 +133,14 @@ def exact_products_kernel(
     class_weight_ptr,  # [V]
     tail_ptr,  # [GROUPS, D]: of the mean logit
     tail_bias_ptr,  # [GROUPS]
-    grad_hidden_ptr,  # [N, D] fp32
+    row_ptr,  # [N] int64: row of each token in the hidden gradient
+    grad_hidden_ptr,  # [num_rows, D] fp32
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
     count_ptr,  # [1] int32
     unit_ptr,  # [1] fp32: power of two by which the workspace was divided
     queue_ptr,  # [1] int32: the next task
+    part,  # 0: DDS and DSD; 1: DSD alone; 2: DDS alone
     first_column,
     num_columns,
     rows,
@@ -172,9 +176,9 @@ def exact_products_kernel(
     num_dds = 0
     num_dsd = 0
     if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
-        num_dds = tl.cdiv(num_columns, TILE) * dds_slices
+        num_dds = tl.where(part == 1, 0, tl.cdiv(num_columns, TILE) * dds_slices)
     if HAS_GRAD_HIDDEN:
-        num_dsd = tl.cdiv(count, TOKENS) * num_slices
+        num_dsd = tl.where(part == 2, 0, tl.cdiv(count, TOKENS) * num_slices)
     # The first task of each kind: a DSD sums over columns, a DDS over tokens.
     first_dsd = tl.where(num_columns > count, 0, num_dds)
     first_dds = tl.where(num_columns > count, num_dsd, 0)
@@ -192,7 +196,7 @@ def exact_products_kernel(
         else:
             if HAS_GRAD_HIDDEN:
                 exact_dsd_task(
-                    task - first_dsd, first_column, num_columns, weight, workspace_tokens,
+                    task - first_dsd, first_column, num_columns, weight, workspace_tokens, row_ptr,
                     grad_hidden_ptr, count, unit, rows, N, V, D, num_slices, stride_wv, TOKENS,
                     SLICE, BLOCK_K, PRECISION, USE_TMA, WIDE, IS_FIRST,
                 )  # fmt: skip

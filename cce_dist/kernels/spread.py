@@ -1,4 +1,4 @@
-"""After the products: what all columns that were dropped add, and tokens back to their rows."""
+"""After the products: what all columns that were dropped add to the hidden gradient."""
 
 import triton
 import triton.language as tl
@@ -6,17 +6,16 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["N", "groups", "tokens_per_group"])
 def spread_kernel(
-    packed_ptr,  # [N, D] fp32
+    made_ptr,  # [num_rows, D] fp32: what the products made, of tokens that count
     centroid_ptr,  # [GROUPS, D]
     rows_ptr,  # [N_padded] int64: a permutation of the first N
-    place_ptr,  # [N] int16 or int32: where `packed_ptr` has each token
     count_ptr,  # [1] int32
     num_chunks_ptr,  # [1] int32: 0 where no product was made
     mass_ptr,  # [N_padded] upstream times dropped mass
-    drawn_ptr,  # [N] sum of the drawn columns' d_logits, which `packed_ptr` has in
+    drawn_ptr,  # [N] sum of the drawn columns' d_logits, which `made_ptr` has in
     unit_ptr,  # [1] power of two that these were divided by
     mean_ptr,  # [N_padded] upstream of the mean logit
-    out_ptr,  # [N, D]: out, 0 for tokens that don't count; may be `packed_ptr`
+    out_ptr,  # [num_rows, D]: out, 0 for tokens that don't count; may be `made_ptr`
     N,
     D,
     groups,
@@ -27,8 +26,6 @@ def spread_kernel(
     HAS_DRAWN: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     EVERY: tl.constexpr,
-    HAS_PLACE: tl.constexpr,
-    PERMUTE: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -37,26 +34,18 @@ def spread_kernel(
     made = counts
     if not EVERY:
         made = counts & (tl.load(num_chunks_ptr) > 0)
-    place = token
-    if HAS_PLACE:
-        place = tl.load(place_ptr + token, mask=token < N, other=0)
-    place = place.to(tl.int64)
-    value = tl.load(
-        packed_ptr + place[:, None] * D + dims[None, :], mask=made[:, None] & inside, other=0.0
-    )
+    row = tl.load(rows_ptr + token, mask=token < N, other=0)
+    at = row[:, None] * D + dims[None, :]
+    value = tl.load(made_ptr + at, mask=made[:, None] & inside, other=0.0)
     if HAS_TAIL:
         group = tl.program_id(0) * BLOCK_N // tokens_per_group
         mass = tl.load(mass_ptr + token, mask=counts, other=0.0)
         if HAS_DRAWN:
             mass -= tl.load(drawn_ptr + token, mask=made, other=0.0) * tl.load(unit_ptr)
-        row = tl.load(centroid_ptr + group * D + dims, mask=dims < D, other=0.0)
-        value += mass[:, None] * row[None, :]
+        centroid = tl.load(centroid_ptr + group * D + dims, mask=dims < D, other=0.0)
+        value += mass[:, None] * centroid[None, :]
     if HAS_MEAN:
         mean = tl.load(mean_ptr + token, mask=counts, other=0.0)
-        row = tl.load(centroid_ptr + groups * D + dims, mask=dims < D, other=0.0)
-        value += mean[:, None] * row[None, :]
-    row = place
-    if PERMUTE:
-        row = tl.load(rows_ptr + token, mask=token < N, other=0)
-    out = out_ptr + row[:, None] * D + dims[None, :]
-    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=(token < N)[:, None] & inside)
+        centroid = tl.load(centroid_ptr + groups * D + dims, mask=dims < D, other=0.0)
+        value += mean[:, None] * centroid[None, :]
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=(token < N)[:, None] & inside)

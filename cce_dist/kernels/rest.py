@@ -1,0 +1,115 @@
+"""What is left of the weight's gradient once the hidden one is done, for ranks that sum that one
+meanwhile: kernels of their own, which wait for nobody and leave room for the collectives'."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.kernels.dds import dds_kept_task, unkept_task
+
+
+@triton.jit(
+    do_not_specialize=["num_blocks", "groups"], do_not_specialize_on_alignment=["rest_queue_ptr"]
+)
+def last_dds_kernel(
+    hidden_ptr,  # arguments as those of `filtered_kernel`, and what that has left in memory
+    rows_ptr,
+    class_weight_ptr,
+    unit_ptr,
+    order_ptr,
+    starts_ptr,
+    blocks_ptr,
+    num_blocks_ptr,
+    num_active_ptr,
+    first_ptr,
+    num_chunks_ptr,
+    share_ptr,
+    tail_ptr,
+    tail_bias_ptr,
+    pair_rows_ptr,
+    workspace_ptr,
+    grad_weight_ptr,
+    grad_bias_ptr,
+    rest_queue_ptr,  # [1] int32, 0: the next task
+    num_blocks,
+    V,
+    D,
+    num_tiles,
+    groups,
+    stride_hn,
+    stride_gv,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LIST_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TAIL_PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_GRAD_WEIGHT: tl.constexpr,
+    HAS_GRAD_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """DDS of the last chunk."""
+    unit = tl.load(unit_ptr)
+    num_chunks = tl.load(num_chunks_ptr)
+    dds_slices = tl.cdiv(D, SLICE) if HAS_GRAD_WEIGHT else 1
+    first = 0
+    num_dds = 0
+    if num_chunks > 0:
+        first = tl.load(first_ptr + num_chunks - 1)
+        last = tl.minimum(tl.load(first_ptr + num_chunks), tl.load(num_active_ptr))
+        num_dds = tl.maximum(last - first, 0) * dds_slices
+    task = tl.atomic_add(rest_queue_ptr, 1)
+    while task < num_dds:
+        dds_kept_task(
+            task, first, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr, num_blocks_ptr,
+            pair_rows_ptr, share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, workspace_ptr,
+            grad_weight_ptr, grad_bias_ptr, unit, num_tiles, num_blocks, V, D, groups, dds_slices,
+            stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES, PRECISION,
+            TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT,
+            HAS_GRAD_BIAS, ACCUMULATE,
+        )  # fmt: skip
+        task = tl.atomic_add(rest_queue_ptr, 1)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def unkept_kernel(
+    class_weight_ptr,
+    order_ptr,
+    num_active_ptr,
+    share_ptr,
+    tail_ptr,
+    tail_bias_ptr,
+    grad_weight_ptr,
+    grad_bias_ptr,
+    V,
+    D,
+    num_tiles,
+    groups,
+    stride_gv,
+    TILE: tl.constexpr,
+    TAIL_PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_GRAD_WEIGHT: tl.constexpr,
+    HAS_GRAD_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    UNKEPT: tl.constexpr,
+    UNKEPT_SLICE: tl.constexpr,
+):
+    """One program: UNKEPT columns that no block keeps, if there are as many."""
+    first = tl.load(num_active_ptr) * TILE
+    slices = tl.cdiv(D, UNKEPT_SLICE) if HAS_GRAD_WEIGHT else 1
+    if first + tl.program_id(0) * UNKEPT < num_tiles * TILE:
+        unkept_task(
+            tl.program_id(0), first, order_ptr, share_ptr, class_weight_ptr, tail_ptr,
+            tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D, groups, slices, stride_gv, UNKEPT,
+            UNKEPT_SLICE, TAIL_PRECISION, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT,
+            HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+        )  # fmt: skip

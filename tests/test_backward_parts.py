@@ -1,0 +1,63 @@
+"""The hidden gradient is whole before the last of the weight's: ranks sum it meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cce_dist import Filter, sharded
+from cce_dist.testing import TRITON_PLACES, Case, Place, grid, run_case, zipf_inputs
+
+SMALL = {"workspace_bytes": 2**16}
+ALL = ("hidden", "weight", "bias")
+# Of one chunk, of several, of none where nothing is kept; and what the forward kept.
+WAYS: dict[str, dict[str, Any]] = {
+    "filtered": {"filter": Filter(keep=0.01)},
+    "filtered_chunks": {"filter": Filter(keep=0.002), **SMALL},
+    "nothing_kept": {"filter": Filter(keep=128, draw=False)},
+    "exact": {"gradient": "exact"},
+    "exact_chunks": {"gradient": "exact", **SMALL},
+    "keep_logits": {"gradient": "exact", "keep_logits": True, **SMALL},
+    "in_forward": {"gradient": "in_forward", "filter": Filter(keep=0.01)},
+}
+# Rows of the weight's gradient are added to, or not wanted.
+KINDS: dict[str, dict[str, Any]] = {
+    **{name: {"options": way} for name, way in WAYS.items()},
+    "main_grad": {"options": WAYS["filtered_chunks"], "main_grad": True},
+    "frozen_head": {"options": WAYS["filtered_chunks"], "trainable": ("hidden",)},
+    "exact_main_grad": {"options": WAYS["exact_chunks"], "main_grad": True},
+    "exact_bias_alone": {"options": WAYS["exact_chunks"], "trainable": ("hidden", "bias")},
+}
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, kind=KINDS))
+def test_hidden_is_done_before_the_rest(
+    place: Place, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if place.compiles else torch.float32
+    inputs = zipf_inputs(130, 700, 16, generator=generator, dtype=dtype)
+    inputs = inputs.with_options(generator, "bias").ignoring(generator, 0.1)
+    options = {**kind["options"], "reduction": "sum"}
+    case = Case(inputs, **{"trainable": ALL, **kind, "options": options}).at(place)
+    expected = run_case(None, case)
+    taken: list[Tensor] = []
+
+    def start_sum(*_: Any) -> Callable[[Tensor], Callable[[], Tensor]]:
+        def start(grad: Tensor) -> Callable[[], Tensor]:
+            taken.append(grad.cpu().clone())
+            return lambda: grad.mul_(2)
+
+        return start
+
+    monkeypatch.setattr(sharded, "_start_sum", start_sum)
+    found = run_case(None, case)
+    assert len(taken) == 1
+    assert torch.equal(taken[0].view_as(expected["grad_hidden"]), expected["grad_hidden"])
+    for name, value in expected.items():
+        wanted = 2 * value if name == "grad_hidden" else value
+        assert torch.equal(found[name], wanted), name
