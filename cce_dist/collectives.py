@@ -281,7 +281,10 @@ def _reduction(
                 total.copy_(grad)
 
         return sum_up, total
-    part = grad.new_empty(num_tokens // size, *grad.shape[1:])
+    part = grad.view(size, num_tokens // size, *grad.shape[1:])[dist.get_rank(group)]
+    # NCCL's sum may take the place of what it was made of, where it does not stay there.
+    if not grad.is_cuda or dtype == grad.dtype:
+        part = torch.empty_like(part)
     own = torch.empty_like(part, dtype=dtype) if dtype != grad.dtype else part
     whole = own if scatter else torch.empty_like(grad, dtype=dtype)
 

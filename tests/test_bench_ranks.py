@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cce_dist.bench.rank_methods import choose_rank_methods
+from cce_dist.bench.ranks import uncovered
 from cce_dist.cli import app
 from cce_dist.testing.torchrun import ROOT
 
@@ -50,6 +51,13 @@ def test_ranks_are_measured_beside_one(tmp_path: Path) -> None:
     # Not installed here: said, rather than left out.
     assert {row["method"]: row["failed"][:7] for row in rows if row["failed"]} == {"cce": "rank 0:"}
     assert done.stdout.count("zipf-shuffled, N 64") == 1
+
+
+def test_exposed_communication_is_what_no_kernel_covers() -> None:
+    assert uncovered(0, 10, []) == 10
+    assert uncovered(0, 10, [(-5, 2), (1, 3), (8, 20), (20, 30)]) == 5
+    assert uncovered(5, 10, [(0, 1), (6, 7)]) == 4
+    assert uncovered(5, 10, [(0, 100), (6, 7)]) == 0
 
 
 TINY = """data: {megabytes: 1, vocab_size: 2001, sequence_length: 32}

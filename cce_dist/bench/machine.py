@@ -118,12 +118,15 @@ class Timer:
         finally:
             variant.finish()
 
+    def start_ahead(self) -> None:
+        """As in a training step, the host is ahead: the device is busy while it launches."""
+        torch.cuda._sleep(self.head_start_cycles)
+        self.align()
+
     def _seconds_on_device(self, variant: Variant, prepared: Any) -> float:
         synchronize(self.device)
         self.flush.zero_()
-        # As in a training step, the host is ahead: the device is busy while it launches.
-        torch.cuda._sleep(self.head_start_cycles)
-        self.align()
+        self.start_ahead()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         variant.run(prepared)

@@ -163,7 +163,7 @@ def _bench(
     _time(job, trials, timer, repeats)
     if job.device.type == "cuda":
         for trial in _alive(trials):
-            trial.cells |= _communication(job, trial)
+            trial.cells |= _communication(job, trial, timer)
     return _rows(trials)
 
 
@@ -245,7 +245,7 @@ def _time(job: Job, trials: Sequence[Trial], timer: Timer, repeats: int) -> None
         trial.cells |= percentiles_ms(slowest)
 
 
-def _communication(job: Job, trial: Trial) -> dict[str, float]:
+def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
     """Of one call, from a profile: what the collectives take a rank that nobody has to wait for,
     how much of that while no other kernel of it runs, and the least and the most that a rank's own
     kernels take. Milliseconds."""
@@ -259,12 +259,16 @@ def _communication(job: Job, trial: Trial) -> dict[str, float]:
         prepared = variant.prepare()
         dist.barrier()
         with profile(activities=[ProfilerActivity.CUDA]) as run:
+            timer.start_ahead()
             variant.run(prepared)
             synchronize(job.device)
         variant.finish()
         events = [x for x in run.events() or [] if x.device_type.name == "CUDA"]
         events.sort(key=lambda x: x.time_range.start)
         kernels = [x for x in events if not x.name.startswith("nccl:")]
+        # The first collective is where ranks began together.
+        aligned = next(i for i, x in enumerate(kernels) if x.name.startswith("ncclDev"))
+        kernels = kernels[aligned + 1 :]
         nccl = [x for x in kernels if x.name.startswith("ncclDev")]
         others = [(x.time_range.start, x.time_range.end) for x in kernels if x not in nccl]
         collectives = [
