@@ -1,0 +1,13 @@
+"""Megatron's language-model loss without its logits: one line switches it on, one switches it off.
+
+    torchrun --nproc-per-node 8 -m megatron_patch pretrain_gpt.py <Megatron's own arguments>
+
+or, in a script of your own, `megatron_patch.apply()` before the model is built, or
+`megatron_patch.apply(model)` after it. docs/megatron.md.
+"""
+
+from megatron_patch.errors import PatchError
+from megatron_patch.options import PatchOptions
+from megatron_patch.patch import Status, apply, patched, remove, status
+
+__all__ = ["PatchError", "PatchOptions", "Status", "apply", "patched", "remove", "status"]

@@ -1,0 +1,53 @@
+"""python -m megatron_patch [option ...] pretrain_gpt.py [Megatron's argument ...]"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from importlib import metadata, util
+from pathlib import Path
+
+from megatron_patch.errors import PatchError
+from megatron_patch.options import PatchOptions, parse
+from megatron_patch.patch import Status, apply, remove
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options, checks, script = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        found = apply(options=options)
+    except PatchError as error:
+        print(f"megatron_patch: cannot run: {error}", file=sys.stderr)
+        return 1
+    if checks or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print(describe(found, options), flush=True)
+    if checks:
+        remove()
+        return 0
+    sys.argv = script
+    # As Python does where it is started with the script itself.
+    sys.path[0] = str(Path(script[0]).resolve().parent)
+    runpy.run_path(script[0], run_name="__main__")
+    return 0
+
+
+def describe(found: Status, options: PatchOptions) -> str:
+    versions = {name: _version(name) for name in ("cce-dist", "torch", "triton")}
+    libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return (
+        f"megatron_patch: {libraries}, megatron.core {found.version} ({found.file}): the losses of "
+        f"language models are computed without logits, gradient={options.gradient}, "
+        f"backend={options.backend}"
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown" if util.find_spec(name.replace("-", "_")) else "not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

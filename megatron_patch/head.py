@@ -1,0 +1,94 @@
+"""The loss from a head's input, in Megatron's conventions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cce_dist import VocabShard, linear_cross_entropy
+from megatron_patch.options import PatchOptions
+
+IGNORED = -100
+
+
+def head_loss(
+    layer: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scale: float,
+    options: PatchOptions,
+) -> Tensor:
+    """Cross-entropy of each token; [s, b] fp32, contiguous, the same bits on every rank.
+
+    Args:
+        layer: the ColumnParallelLinear whose forward this is.
+        hidden: [s, b, h]; under sequence parallelism this rank's [s / tp, b, h].
+        weight: [V / tp, h].
+        labels: [s, b]. Where one is no class, as -100, loss and gradient are 0: Megatron masks it
+            later.
+        scale: of the logits.
+    Collectives: those of `linear_cross_entropy` over the layer's tensor-parallel group.
+    """
+    group = layer.tp_group
+    size, rank = group.size(), group.rank()
+    shard = VocabShard.even(weight.shape[0], rank, size, options.vocab_size)
+    inside = (labels >= 0) & (labels < shard.vocab_size)
+    into = main_grad_of(layer, weight)
+    loss = linear_cross_entropy(
+        hidden,
+        weight if into is None else _IntoMainGrad.apply(weight),
+        torch.where(inside, labels, IGNORED),
+        group=group if size > 1 else None,
+        vocab_shard=shard,
+        sequence_parallel=layer.sequence_parallel and size > 1,
+        ignore_index=IGNORED,
+        reduction="none",
+        softcap=options.softcap,
+        logit_scale=scale,
+        gradient=options.gradient,  # pyright: ignore[reportArgumentType]
+        grad_weight_into=into,
+        backend=options.backend,  # pyright: ignore[reportArgumentType]
+        workspace_bytes=options.workspace_bytes,
+        check_ranks=options.check_ranks,
+    )
+    assert isinstance(loss, Tensor)
+    return loss.contiguous()
+
+
+def main_grad_of(layer: Any, weight: Tensor) -> Tensor | None:
+    """The fp32 buffer that the weight's gradient is added to, under gradient accumulation fusion;
+    None: the gradient is autograd's to hand on, and DDP's hook adds it.
+
+    Megatron-FSDP copies the gradient into a buffer which it makes later; a 16-bit buffer would
+    round every microbatch's sum.
+    """
+    if not (layer.gradient_accumulation_fusion and weight.requires_grad):
+        return None
+    if not torch.is_grad_enabled() or hasattr(weight, "__fsdp_param__"):
+        return None
+    main_grad = getattr(weight, "main_grad", None)
+    return main_grad if main_grad is not None and main_grad.dtype == torch.float32 else None
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """The weight, whose gradient is in main_grad already: autograd gets a stand-in, so that hooks
+    that wait for the gradient run. As Megatron's own linear layer."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        weight = ctx.weight
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        # The stand-in of a shared weight is added to what its other use returns.
+        zeros = getattr(weight, "zero_out_wgrad", False)
+        return torch.zeros_like(weight) if zeros else torch.empty_like(weight)

@@ -1,0 +1,126 @@
+"""What the patched loss computes, from Python, from the command line or from the environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+GRADIENTS = ("filtered", "exact")
+BACKENDS = ("auto", "torch", "triton")
+PREFIX = "MEGATRON_PATCH_"
+
+
+@dataclass(frozen=True)
+class PatchOptions:
+    """Options of the loss; those not here are Megatron's own.
+
+    Args:
+        gradient: "filtered" computes the columns that matter and keeps the mass of the others;
+            "exact" computes every column.
+        softcap: c of logits c tanh(z / c), as Gemma's; None: none. Of the loss alone: logits that
+            someone asks for are Megatron's.
+        vocab_size: rows of the head from this one on are padding and leave the softmax; None: they
+            are classes, as in Megatron.
+        backend: "triton", "torch", or "auto" for the fastest that can run.
+        workspace_bytes: bound of the logits in memory at once.
+        check_ranks: compare what ranks must share before every loss; for debugging.
+    Raises:
+        ValueError: a value is not allowed; the message names the option.
+    """
+
+    gradient: str = "filtered"
+    softcap: float | None = None
+    vocab_size: int | None = None
+    backend: str = "auto"
+    workspace_bytes: int = 64 * 2**20
+    check_ranks: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("gradient", GRADIENTS), ("backend", BACKENDS)):
+            if getattr(self, name) not in allowed:
+                names = ", ".join(map(repr, allowed))
+                raise ValueError(f"{name} must be one of {names}, got {getattr(self, name)!r}")
+        if self.softcap is not None and not 0 < self.softcap < float("inf"):
+            raise ValueError(f"softcap must be a positive number or None, got {self.softcap!r}")
+        for name in ("vocab_size", "workspace_bytes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be at least 1, got {value!r}")
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str] = os.environ, **given: Any
+    ) -> PatchOptions:
+        """MEGATRON_PATCH_GRADIENT and the like; `given` goes before them.
+
+        Raises:
+            ValueError: an unknown MEGATRON_PATCH_ variable, or a value of the wrong type.
+        """
+        named = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
+        found: dict[str, Any] = {}
+        for variable, text in environment.items():
+            if not variable.startswith(PREFIX):
+                continue
+            if variable not in named:
+                raise ValueError(f"{variable} is no option; there are {', '.join(sorted(named))}")
+            try:
+                found[named[variable]] = READ[named[variable]](text)
+            except ValueError as error:
+                raise ValueError(f"{variable}: {error}") from None
+        return cls(**{**found, **given})
+
+
+def _number_or_none(kind: type) -> Any:
+    return lambda text: None if text.lower() == "none" else kind(text)
+
+
+def _flag(text: str) -> bool:
+    values = {"1": True, "true": True, "0": False, "false": False}
+    if text.lower() not in values:
+        raise ValueError(f"must be 1, true, 0 or false, got {text!r}")
+    return values[text.lower()]
+
+
+# How the text of each option is read.
+READ: dict[str, Any] = {
+    "gradient": str,
+    "softcap": _number_or_none(float),
+    "vocab_size": _number_or_none(int),
+    "backend": str,
+    "workspace_bytes": int,
+    "check_ranks": _flag,
+}
+
+
+def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
+    """Our options, up to the script's name; whether only to check; the script and its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_patch",
+        description="Runs a Megatron script with the loss of cce_dist.",
+        epilog="Each option can also be given as MEGATRON_PATCH_GRADIENT=exact and the like.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--check", action="store_true", help="say what would happen, and end")
+    helps = {
+        "gradient": "filtered or exact",
+        "softcap": "c of logits c tanh(z / c), as Gemma's",
+        "vocab_size": "rows of the head from this one on are padding",
+        "backend": "auto, torch or triton",
+        "workspace_bytes": "bound of the logits in memory at once",
+        "check_ranks": "compare what ranks must share before every loss: true or false",
+    }
+    for name, text in helps.items():
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=READ[name], default=argparse.SUPPRESS, help=text)
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
+    found = vars(parser.parse_args(list(arguments)))
+    checks, script = found.pop("check"), found.pop("script")
+    if not script and not checks:
+        parser.error("name the script to run, as in: python -m megatron_patch pretrain_gpt.py ...")
+    try:
+        return PatchOptions.from_environment(**found), checks, script
+    except ValueError as error:
+        parser.error(str(error))

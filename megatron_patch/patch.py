@@ -1,0 +1,218 @@
+"""Switching the loss on and off: by instance, and for every model that is built from now on."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron_patch.deferred import DeferredLogits
+from megatron_patch.errors import PatchError
+from megatron_patch.head import head_loss
+from megatron_patch.options import PatchOptions
+from megatron_patch.refusals import why_hooked, why_not
+from megatron_patch.seams import Seams, find_seams
+
+SETUP = "setup_embeddings_and_output_layer"
+# Where a patched head keeps its options.
+MARK = "megatron_patch_options"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is patched in this process.
+
+    Args:
+        options: of models that are built from now on; None: they stay Megatron's.
+        heads: names of the patched models' classes.
+        version, file: megatron.core's; None where nothing has been applied.
+    """
+
+    options: PatchOptions | None
+    heads: tuple[str, ...]
+    version: str | None
+    file: str | None
+
+
+class _State:
+    """Of this process; Megatron's classes are its globals too."""
+
+    options: PatchOptions | None = None
+    seams: Seams | None = None
+    models: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+
+def apply(model: Any = None, options: PatchOptions | None = None, **given: Any) -> Status:
+    """Replace the loss of `model`, or of every language model that is built from now on.
+
+    Args:
+        model: a Megatron model, wrapped or not (Float16Module, DDP, FSDP), or a list of them (the
+            stages of virtual pipelines). Stages without a head stay as they are. None: all later
+            ones, when they set up their output layer.
+        options: or as keywords; where neither is given, MEGATRON_PATCH_ variables.
+    Raises:
+        PatchError: Megatron's functions are not as expected, a head cannot be patched (the message
+            says what to change), or another call has applied other options.
+        ValueError: an option is not allowed.
+    Nothing is changed where it raises. A second call with the same options does nothing.
+    """
+    if options is not None and given:
+        raise ValueError(f"options must be given once, got options and {sorted(given)}")
+    wanted = PatchOptions.from_environment(**given) if options is None else options
+    seams = find_seams()
+    if model is not None:
+        _apply_to(list(_language_models(model, seams)), wanted, seams)
+        return status()
+    if _State.options is not None:
+        if _State.options != wanted:
+            raise PatchError(
+                f"apply() has been called with {_State.options}, now with {wanted}; call remove() "
+                "between them"
+            )
+        return status()
+    original = getattr(seams.language_module, SETUP)
+
+    @functools.wraps(original)
+    def setup(self: Any) -> Any:
+        result = original(self)
+        _apply_to([self], wanted, seams)
+        return result
+
+    setattr(seams.language_module, SETUP, setup)
+    _State.options, _State.seams = wanted, seams
+    return status()
+
+
+def remove(model: Any = None) -> None:
+    """Undo `apply`: of `model`, or of all models and of those to be built. No trace stays."""
+    if model is not None:
+        for one in _language_models(model, find_seams()):
+            _restore(one)
+        return
+    for one in list(_State.models):
+        _restore(one)
+    if _State.options is not None:
+        assert _State.seams is not None
+        owner = _State.seams.language_module
+        setattr(owner, SETUP, getattr(owner, SETUP).__wrapped__)
+        _State.options = None
+    _State.seams = None
+
+
+@contextmanager
+def patched(
+    model: Any = None, options: PatchOptions | None = None, **given: Any
+) -> Iterator[Status]:
+    """`apply` for a while: `remove` at the end, also after an exception."""
+    found = apply(model, options, **given)
+    try:
+        yield found
+    finally:
+        remove(model)
+
+
+def status() -> Status:
+    seams = _State.seams
+    heads = tuple(sorted(type(model).__name__ for model in _State.models))
+    return Status(
+        _State.options,
+        heads,
+        None if seams is None else seams.version,
+        None if seams is None else seams.file,
+    )
+
+
+def _language_models(model: Any, seams: Seams) -> Iterator[Any]:
+    modules: Iterable[Any] = model if isinstance(model, (list, tuple)) else [model]
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise PatchError(f"model must be a module or a list of modules, got {type(module)}")
+        found = [x for x in module.modules() if isinstance(x, seams.language_module)]
+        if not found:
+            raise PatchError(
+                f"model must be, or wrap, a Megatron LanguageModule, got {type(module).__name__}"
+            )
+        yield from found
+
+
+def _head_of(model: Any) -> Any:
+    return getattr(model, "output_layer", None) if model.post_process else None
+
+
+def _apply_to(models: list[Any], options: PatchOptions, seams: Seams) -> None:
+    todo = []
+    for model in models:
+        layer = _head_of(model)
+        if layer is None:
+            continue
+        has = vars(layer).get(MARK)
+        if has == options:
+            continue
+        if has is not None:
+            raise PatchError(
+                f"this {type(model).__name__} is patched with {has}, now asked for {options}; "
+                "call remove() between them"
+            )
+        reason = why_not(model, layer, seams)
+        if reason is not None:
+            raise PatchError(f"{type(model).__name__} cannot be patched: {reason}")
+        todo.append((model, layer))
+    for model, layer in todo:
+        setattr(layer, MARK, options)
+        layer.forward = types.MethodType(_head_forward, layer)
+        model.compute_language_model_loss = types.MethodType(_model_loss, model)
+        _State.models.add(model)
+    if todo and _State.seams is None:
+        _State.seams = seams
+
+
+def _restore(model: Any) -> None:
+    layer = _head_of(model)
+    if layer is not None and MARK in vars(layer):
+        del layer.forward, model.compute_language_model_loss
+        delattr(layer, MARK)
+    _State.models.discard(model)
+
+
+def _head_forward(
+    self: Any,
+    input_: Tensor,
+    weight: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+    *,
+    labels: Tensor | None = None,  # [s, b]: the loss is wanted
+    logit_scale: float = 1.0,
+    logits_wanted: bool = False,
+) -> tuple[Any, Tensor | None]:
+    """In place of ColumnParallelLinear.forward. The loss too comes through here, and so through the
+    layer's __call__: hooks that bring the weight (overlap_param_gather, FSDP) run before it."""
+    if labels is not None:
+        given = self.weight if weight is None else weight
+        return head_loss(self, input_, given, labels, logit_scale, vars(self)[MARK]), None
+    gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
+    if logits_wanted or (gathers and not (self.training and torch.is_grad_enabled())):
+        return type(self).forward(self, input_, weight, runtime_gather_output)
+    reason = why_hooked(self)
+    if reason is not None:
+        raise PatchError(f"the loss needs no logits, but {reason}")
+    return DeferredLogits(self, input_, weight, runtime_gather_output, 1.0), None
+
+
+def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
+    """In place of compute_language_model_loss: labels [b, s] -> loss [b, s] fp32."""
+    if not isinstance(logits, DeferredLogits):
+        return type(self).compute_language_model_loss(self, labels, logits)
+    loss, _ = logits.layer(
+        logits.hidden,
+        weight=logits.weight,
+        labels=labels.transpose(0, 1).contiguous(),
+        logit_scale=logits.scale,
+    )
+    return loss.transpose(0, 1).contiguous()

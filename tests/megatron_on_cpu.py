@@ -1,0 +1,382 @@
+"""Real megatron-core on a CPU, over gloo: what stands in for torch.cuda, and a small pretraining.
+
+In ranks of their own (`pools`), which nothing else uses: the stand-ins stay in a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+SEQUENCE, BATCH, HIDDEN, CLASSES = 16, 2, 32, 96
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A small job of Megatron's."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int | None = None
+    sequence_parallel: bool = False
+    tied: bool = False
+    mtp: bool = False
+    experts: bool = False
+    recompute: bool = False
+    fusion: bool = False  # gradient accumulation fusion
+    distributed_optimizer: bool = False
+    overlap: bool = False  # of gradients' reduction and parameters' gathering
+    per_token: bool = False
+    bf16: bool = False
+    native: bool = False  # Megatron's fused loss
+    layout: str | None = None
+    frozen_head: bool = False
+    layers: int = 2
+    microbatches: int = 2
+    steps: int = 20
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+class _OnCpu(TorchFunctionMode):
+    """device="cuda" means the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+@functools.cache
+def stand_in() -> None:
+    """For the rest of this process: torch.cuda's functions that Megatron calls, and one extension.
+    Before megatron is imported."""
+    extension: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
+    extension.wgrad_gemm_accum_fp32 = lambda x, grad, main: main.add_(grad.t().float() @ x.float())
+    extension.wgrad_gemm_accum_fp16 = extension.wgrad_gemm_accum_fp32
+    sys.modules["fused_weight_gradient_mlp_cuda"] = extension
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda *_, **__: None
+    cuda.current_stream = lambda *_, **__: _Stream()
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda *_, **__: None
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
+    original = tensor.type
+
+    # The optimisers compare names of types.
+    def type_of(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = original(self, *args, **kwargs)
+        if not isinstance(name, str) or name.startswith("torch.cuda."):
+            return name
+        return name.replace("torch.", "torch.cuda.", 1)
+
+    tensor.type = type_of
+    for name in ("FloatTensor", "IntTensor", "BFloat16Tensor", "HalfTensor"):
+        setattr(cuda, name, getattr(torch, name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core.optimizer  # noqa: F401
+        import megatron.core.tensor_parallel.random as random
+        from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401
+
+    random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    random._set_cuda_rng_state = lambda *_, **__: None
+
+
+@contextlib.contextmanager
+def megatron(setup: Setup) -> Iterator[None]:
+    """Megatron's groups over all ranks of this process's job."""
+    stand_in()
+    from megatron.core import parallel_state
+
+    with warnings.catch_warnings(), _OnCpu():
+        warnings.simplefilter("ignore")
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=setup.tp,
+            pipeline_model_parallel_size=setup.pp,
+            virtual_pipeline_model_parallel_size=setup.vpp,
+        )
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def make_config(setup: Setup) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    more: dict[str, Any] = {}
+    if setup.recompute:
+        more = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    dtype = torch.bfloat16 if setup.bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=setup.layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        ffn_hidden_size=2 * HIDDEN,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=setup.bf16,
+        tensor_model_parallel_size=setup.tp,
+        pipeline_model_parallel_size=setup.pp,
+        virtual_pipeline_model_parallel_size=setup.vpp,
+        pipeline_model_parallel_layout=setup.layout,
+        sequence_parallel=setup.sequence_parallel,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=setup.fusion,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        cross_entropy_loss_fusion=setup.native,
+        cross_entropy_fusion_impl="native",
+        calculate_per_token_loss=setup.per_token,
+        mtp_num_layers=1 if setup.mtp else None,
+        mtp_loss_scaling_factor=0.1,
+        num_moe_experts=2 if setup.experts else None,
+        add_bias_linear=not setup.experts,
+        **more,
+    )
+
+
+def make_norm() -> type[torch.nn.LayerNorm]:
+    class Norm(torch.nn.LayerNorm):
+        """Megatron's own one knows no sequence parallelism without its extensions."""
+
+        def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+            super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+            for parameter in self.parameters():
+                parameter.sequence_parallel = config.sequence_parallel
+
+    return Norm
+
+
+def build(setup: Setup, config: Any) -> list[Any]:
+    """This rank's GPTModels: one, or one of each virtual stage."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+
+    norm = make_norm()
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=2 if setup.experts else None)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    mtp = None
+    if setup.mtp:
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
+        for spec in mtp.layer_specs:
+            for name in ("enorm", "hnorm", "layer_norm"):
+                setattr(spec.submodules, name, norm)
+    models = []
+    torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
+    for stage in range(setup.vpp or 1):
+        where = {"vp_stage": stage if setup.vpp else None}
+        layers = [layer] * get_num_layers_to_build(config, **where)
+        models.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=TransformerBlockSubmodules(layers, layer_norm=norm),
+                vocab_size=CLASSES,
+                max_sequence_length=SEQUENCE,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where),
+                share_embeddings_and_output_weights=setup.tied,
+                position_embedding_type="learned_absolute",
+                mtp_block_spec=mtp,
+                **where,
+            )
+        )
+    if setup.frozen_head:
+        for model in models:
+            if model.post_process:
+                model.output_layer.weight.requires_grad_(False)
+    return models
+
+
+def wrap(setup: Setup, config: Any, models: list[Any]) -> list[Any]:
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.transformer.module import Float16Module
+
+    if setup.bf16:
+        models = [Float16Module(config, model) for model in models]
+    how = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=setup.distributed_optimizer,
+        overlap_grad_reduce=setup.overlap,
+        overlap_param_gather=setup.overlap,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    wrapped = [DistributedDataParallel(config, how, model) for model in models]
+    if setup.overlap:
+        # As Megatron's training: gradients travel with the last microbatch.
+        waits = [model.no_sync for model in wrapped]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return wrapped
+
+
+def microbatch(number: int) -> dict[str, Tensor]:
+    """Some labels are no class, and masked, as documents' ends are."""
+    generator = torch.Generator().manual_seed(number)
+    shape = (BATCH, SEQUENCE)
+    # A few ids, so that there is something to learn.
+    tokens, labels = (torch.randint(0, 24, shape, generator=generator) for _ in range(2))
+    labels[:, ::5] = -100
+    return {"tokens": tokens, "labels": labels, "mask": (labels >= 0).float()}
+
+
+def pretrain(setup: Setup, patch: dict[str, Any] | None, when: str = "before") -> dict[str, Any]:
+    """Megatron's schedule, DDP and optimiser over real steps.
+
+    Args:
+        patch: options of the loss; None: Megatron's.
+        when: the patch is applied, "before" the models are built, "after", or once they are
+            "wrapped".
+    Returns: the last stage's "losses" of each step, every parameter's gradient in the first step as
+        "grads", by name, and how often our loss was computed and logits were made.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_patch
+
+    config = make_config(setup)
+    with contextlib.ExitStack() as stack:
+        counted = stack.enter_context(counting_calls())
+        if patch is not None and when == "before":
+            stack.enter_context(megatron_patch.patched(**patch))
+        models = build(setup, config)
+        if patch is not None and when == "after":
+            stack.enter_context(megatron_patch.patched(models, **patch))
+        wrapped = wrap(setup, config, models)
+        if patch is not None and when == "wrapped":
+            stack.enter_context(megatron_patch.patched(wrapped, **patch))
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=3e-3,
+                bf16=setup.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=setup.distributed_optimizer,
+                overlap_param_gather=setup.overlap,
+                clip_grad=1.0,
+            ),
+            wrapped,
+        )
+        run = get_forward_backward_func()
+        losses, grads = [], {}
+        for step in range(setup.steps):
+            for model in wrapped:
+                model.zero_grad_buffer()
+            optimizer.zero_grad()
+            # The same two batches again and again: the loss falls.
+            first = step % 2 * 10 + 100 * parallel_state.get_data_parallel_rank()
+            batches = [microbatch(first + i) for i in range(setup.microbatches)]
+            several = len(wrapped) > 1
+            found = run(
+                forward_step_func=forward_step,
+                data_iterator=[iter(batches) for _ in wrapped] if several else iter(batches),
+                model=wrapped if several else wrapped[0],
+                num_microbatches=setup.microbatches,
+                seq_length=SEQUENCE,
+                micro_batch_size=BATCH,
+                forward_only=False,
+            )
+            losses += [float(x["loss"]) for x in found]
+            if step == 0:
+                grads = grads_of(models)
+            optimizer.step()
+    return {"losses": losses, "grads": grads, **counted}
+
+
+@contextlib.contextmanager
+def counting_calls() -> Iterator[dict[str, int]]:
+    from megatron_patch import patch
+    from megatron_patch.deferred import DeferredLogits
+
+    counted = {"losses_of_ours": 0, "logits_made": 0}
+    targets = {
+        "losses_of_ours": (patch, "head_loss"),
+        "logits_made": (DeferredLogits, "materialize"),
+    }
+    originals = {key: getattr(*target) for key, target in targets.items()}
+
+    def counting(key: str) -> Any:
+        def count(*args: Any) -> Any:
+            counted[key] += 1
+            return originals[key](*args)
+
+        return count
+
+    for key, (owner, name) in targets.items():
+        setattr(owner, name, counting(key))
+    try:
+        yield counted
+    finally:
+        for key, (owner, name) in targets.items():
+            setattr(owner, name, originals[key])
+
+
+def grads_of(models: list[Any]) -> dict[str, Tensor]:
+    return {
+        f"{number}.{name}": parameter.main_grad.detach().clone()
+        for number, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Any, Any]:
+    batch = next(batches)
+    position = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE).contiguous()
+    future = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
+    how = {"labels": batch["labels"], "loss_mask": batch["mask"]}
+    output = model(batch["tokens"], position, future, **how)
+
+    def masked(losses: Tensor) -> tuple[Any, ...]:
+        total = (losses.float() * batch["mask"]).sum()
+        count = batch["mask"].sum().int()
+        report = {"loss": total.detach() / count}
+        per_token = model.config.calculate_per_token_loss
+        return (total, count, report) if per_token else (total / count, report)
+
+    return output, masked
+
+
+def compare(_: Any, setup: Setup, patch: dict[str, Any], when: str = "before") -> dict[str, Any]:
+    """On a rank: the same job by Megatron's loss and by ours."""
+    with megatron(setup):
+        return {"theirs": pretrain(setup, None), "ours": pretrain(setup, patch, when)}

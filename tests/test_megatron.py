@@ -1,0 +1,137 @@
+"""Pretraining with real megatron-core over gloo: with the patch as without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
+
+from megatron_checks import CHECKS, run_check
+from megatron_on_cpu import Setup, compare
+
+from cce_dist.testing import RankPool
+
+# A rank imports Megatron for seconds, the first time.
+pytestmark = pytest.mark.timeout(240)
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """Their own processes: what stands in for torch.cuda stays in them."""
+    pools = {size: RankPool(size) for size in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+EXACT = {"gradient": "exact", "backend": "torch"}
+PIPELINE = {"pp": 2, "layers": 4, "microbatches": 4}
+JOBS = {
+    "tp": Setup(tp=2),
+    "sequence_parallel": Setup(tp=2, sequence_parallel=True),
+    "tied": Setup(tp=2, tied=True),
+    "native": Setup(tp=2, sequence_parallel=True, native=True),
+    "bf16": Setup(tp=2, sequence_parallel=True, bf16=True),
+    "fusion": Setup(tp=2, fusion=True),
+    "fusion_tied": Setup(tp=2, fusion=True, tied=True, sequence_parallel=True),
+    "mtp": Setup(tp=2, mtp=True),
+    "mtp_fusion": Setup(tp=2, mtp=True, fusion=True, tied=True, sequence_parallel=True),
+    "experts": Setup(tp=2, experts=True, sequence_parallel=True),
+    "recompute": Setup(tp=2, recompute=True),
+    "frozen_head": Setup(tp=2, frozen_head=True),
+    "per_token": Setup(tp=2, per_token=True),
+    "pipeline": Setup(**PIPELINE),
+    "pipeline_tied": Setup(**PIPELINE, tied=True, fusion=True),
+    "interleaved": Setup(**PIPELINE, vpp=2, tied=True),
+    "head_of_its_own": Setup(**PIPELINE, layout="Etttt|L"),
+    "layout": Setup(**PIPELINE, layout="Et|tttL", tied=True),
+    "tp_pipeline": Setup(**PIPELINE, tp=2, sequence_parallel=True, tied=True),
+    "data_parallel": Setup(tp=2, dp=2, overlap=True, distributed_optimizer=True),
+    "data_parallel_fusion": Setup(
+        tp=2, dp=2, overlap=True, distributed_optimizer=True, fusion=True, bf16=True
+    ),
+}
+# Megatron's own rounding: of logits to 16 bits; and its fused loss rounds d_logits so even in fp32.
+ROUNDS = {"bf16": 2e-2, "data_parallel_fusion": 2e-2, "native": 1e-3}
+WHEN = {"tied": "after", "sequence_parallel": "wrapped", "interleaved": "after", "bf16": "wrapped"}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_pretraining_is_the_same(pools: dict[int, RankPool], name: str) -> None:
+    setup, when = JOBS[name], WHEN.get(name, "before")
+    ranks = pools[setup.world].run(setup.world, compare, setup, EXACT, when, timeout=200)
+    assert sum(found["ours"]["losses_of_ours"] for found in ranks) > 0
+    for found in ranks:
+        ours, theirs = found["ours"], found["theirs"]
+        assert ours["logits_made"] == 0 and theirs["losses_of_ours"] == 0
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=ROUNDS.get(name, 1e-5))
+        assert ours["grads"].keys() == theirs["grads"].keys()
+        for key, grad in theirs["grads"].items():
+            if name in ROUNDS:
+                off = (ours["grads"][key] - grad).norm()
+                assert float(off) <= 3e-2 * float(grad.norm()), key
+            else:
+                torch.testing.assert_close(ours["grads"][key], grad, rtol=1e-4, atol=1e-6)
+        if ours["losses"]:
+            assert ours["losses"][-1] < ours["losses"][0] - 0.3
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_head(pools: dict[int, RankPool], name: str) -> None:
+    pools[2].run(2, run_check, name, timeout=100)
+
+
+# -- the command --------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import neighbour
+import megatron_patch
+print("argv", sys.argv[1:], __name__, megatron_patch.status().options.gradient)
+"""
+
+
+def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_PATCH_")}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megatron_patch", *arguments],
+        env={**inherited, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_command_runs_a_script(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("")
+    script = tmp_path / "pretrain.py"
+    script.write_text(SCRIPT)
+    given = ("--gradient", "exact", str(script), "--gradient", "theirs", "--check")
+    done = run_command(*given, MEGATRON_PATCH_BACKEND="torch")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith("megatron_patch: cce-dist ") and "megatron.core 0.16.1 (" in first
+    assert first.endswith("gradient=exact, backend=torch")
+    assert second == "argv ['--gradient', 'theirs', '--check'] __main__ exact"
+    # One line of all ranks.
+    assert run_command(*given, RANK="1").stdout.splitlines() == [second]
+
+
+def test_command_checks_and_refuses() -> None:
+    assert "gradient=filtered" in run_command("--check").stdout
+    for arguments, environment, message in (
+        (("--gradient", "none", "x.py"), {}, "gradient must be one of 'filtered', 'exact'"),
+        ((), {}, "name the script to run"),
+        (("x.py",), {"MEGATRON_PATCH_GRADIENTS": "exact"}, "MEGATRON_PATCH_GRADIENTS is no option"),
+        (("x.py",), {"MEGATRON_PATCH_SOFTCAP": "a"}, "MEGATRON_PATCH_SOFTCAP: could not convert"),
+    ):
+        done = run_command(*arguments, **environment)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
