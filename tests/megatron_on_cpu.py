@@ -99,9 +99,12 @@ def stand_in() -> None:
         import megatron.core.optimizer  # noqa: F401
         import megatron.core.tensor_parallel.random as random
         from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401
+        from megatron.core.transformer.moe import moe_utils
 
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
     random._set_cuda_rng_state = lambda *_, **__: None
+    # Not defined where TransformerEngine is absent, and asked for all the same.
+    vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 @contextlib.contextmanager
