@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -12,9 +13,10 @@ from torch.utils import _pytree as pytree
 class DeferredLogits:
     """scale * (hidden @ weight.T), not computed yet.
 
-    The loss takes hidden and weight from here. Whoever else asks for anything, an attribute, an
-    operator, a torch function, gets that of the logits, which are then made by Megatron's own
-    forward, once.
+    The loss takes hidden and weight from here; so do, where nothing is differentiated, the largest
+    logits and their indices, which multi-token prediction's metric wants. Whoever else asks for
+    anything, an attribute, an operator, a torch function, gets that of the logits, which are then
+    made by Megatron's own forward, once.
     """
 
     def __init__(
@@ -36,6 +38,43 @@ class DeferredLogits:
             )
             logits = self._logits = logits if self.scale == 1 else logits * self.scale
         return logits
+
+    @property
+    def _gathers(self) -> bool:
+        return self.layer.gather_output if self.gather is None else self.gather
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the logits, without making them."""
+        size = self.layer.tp_group.size()
+        length = self.hidden.shape[0] * (size if self.layer.sequence_parallel else 1)
+        columns = self.layer.output_size_per_partition * (size if self._gathers else 1)
+        return torch.Size((length, *self.hidden.shape[1:-1], columns))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def max(self, *args: Any, **kwargs: Any) -> Any:
+        if self._wants_largest(args, kwargs):
+            return torch.return_types.max(self._largest())
+        return self.materialize().max(*args, **kwargs)
+
+    def argmax(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._wants_largest(args, kwargs):
+            return self._largest()[1]
+        return self.materialize().argmax(*args, **kwargs)
+
+    def _wants_largest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Of each token, for no gradient, and on this rank's columns."""
+        asked = (args == (-1,) and not kwargs) or (not args and kwargs == {"dim": -1})
+        split = self.layer.tp_group.size() > 1 and self._gathers
+        return asked and not torch.is_grad_enabled() and self._logits is None and not split
+
+    def _largest(self) -> tuple[Tensor, Tensor]:
+        found, _ = self.layer(
+            self.hidden, weight=self.weight, logit_scale=self.scale, largest_wanted=True
+        )
+        return found
 
     def __mul__(self, factor: Any) -> Any:
         # muP's multiplier of the logits.
@@ -59,6 +98,8 @@ class DeferredLogits:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if function in (torch.max, torch.argmax) and isinstance(args[0], cls):
+            return getattr(args[0], function.__name__)(*args[1:], **(kwargs or {}))
         args, kwargs = pytree.tree_map_only(
             DeferredLogits, lambda x: x.materialize(), (args, kwargs or {})
         )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError
 from megatron_patch.head import head_loss
+from megatron_patch.largest import largest_logits
 from megatron_patch.options import PatchOptions
 from megatron_patch.refusals import why_hooked, why_not
 from megatron_patch.seams import Seams, find_seams
@@ -190,12 +191,16 @@ def _head_forward(
     labels: Tensor | None = None,  # [s, b]: the loss is wanted
     logit_scale: float = 1.0,
     logits_wanted: bool = False,
+    largest_wanted: bool = False,
 ) -> tuple[Any, Tensor | None]:
     """In place of ColumnParallelLinear.forward. The loss too comes through here, and so through the
     layer's __call__: hooks that bring the weight (overlap_param_gather, FSDP) run before it."""
+    options: PatchOptions = vars(self)[MARK]
+    given = self.weight if weight is None else weight
     if labels is not None:
-        given = self.weight if weight is None else weight
-        return head_loss(self, input_, given, labels, logit_scale, vars(self)[MARK]), None
+        return head_loss(self, input_, given, labels, logit_scale, options), None
+    if largest_wanted:
+        return largest_logits(self, input_, given, logit_scale, options.workspace_bytes), None
     gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
     if logits_wanted or (gathers and not (self.training and torch.is_grad_enabled())):
         return type(self).forward(self, input_, weight, runtime_gather_output)

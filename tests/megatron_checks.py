@@ -180,6 +180,26 @@ def logits_for_whoever_asks() -> None:
 
 
 @check
+def largest_logits_without_the_others() -> None:
+    # As the metric of multi-token prediction asks for them, from 0.19 on.
+    for setup in (SETUP, Setup(tp=2, sequence_parallel=True)):
+        model, (hidden, _) = make_model(setup), inputs(setup)
+        layer = model.output_layer
+        expected = layer(hidden)[0].detach() * 0.5
+        megatron_patch.apply(model, workspace_bytes=CLASSES * 4 * 5)
+        with torch.no_grad():
+            deferred = layer(hidden)[0] * 0.5
+            assert deferred.size(-1) == CLASSES // 2 and deferred.shape == expected.shape
+            values, indices = deferred.max(dim=-1)
+            torch.testing.assert_close(values, expected.max(dim=-1).values)
+            assert torch.equal(indices, expected.argmax(-1))
+            assert torch.equal(torch.argmax(deferred, dim=-1), indices)
+            assert deferred._logits is None
+            assert torch.equal(deferred.max(), expected.max())
+        assert (layer(hidden)[0] * 0.5).max(dim=-1).values.requires_grad
+
+
+@check
 def gathered_logits_have_the_right_loss() -> None:
     # Megatron's own is too large by log(tp) here.
     model, (hidden, labels) = make_model(), inputs()

@@ -1,4 +1,5 @@
-"""Real megatron-core on a CPU, over gloo: what stands in for torch.cuda, and a small pretraining.
+"""A small pretraining with real megatron-core: over NCCL; or on a CPU, over gloo, with what stands
+in for torch.cuda there.
 
 In ranks of their own (`pools`), which nothing else uses: the stand-ins stay in a process.
 """
@@ -45,6 +46,7 @@ class Setup:
     layers: int = 2
     microbatches: int = 2
     steps: int = 20
+    device: str = "cpu"
 
     @property
     def world(self) -> int:
@@ -67,13 +69,33 @@ class _Stream:
 
 
 @functools.cache
-def stand_in() -> None:
-    """For the rest of this process: torch.cuda's functions that Megatron calls, and one extension.
-    Before megatron is imported."""
+def import_megatron(device: str) -> None:
+    """Without two extensions: one has a stand-in, the other is looked for in vain."""
     extension: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
     extension.wgrad_gemm_accum_fp32 = lambda x, grad, main: main.add_(grad.t().float() @ x.float())
     extension.wgrad_gemm_accum_fp16 = extension.wgrad_gemm_accum_fp32
     sys.modules["fused_weight_gradient_mlp_cuda"] = extension
+    if device == "cpu":
+        stand_in_for_cuda()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core.optimizer  # noqa: F401
+        import megatron.core.tensor_parallel.random as random
+        from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401
+        from megatron.core.transformer import multi_token_prediction
+        from megatron.core.transformer.moe import moe_utils
+
+    if device == "cpu":
+        random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+        random._set_cuda_rng_state = lambda *_, **__: None
+    # Not defined where TransformerEngine is absent, and asked for all the same.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+        multi_token_prediction.is_inference_column_parallel_linear = lambda layer: False
+
+
+def stand_in_for_cuda() -> None:
+    """For the rest of this process, before megatron is imported: what it calls of torch.cuda."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_, **__: None
@@ -94,32 +116,25 @@ def stand_in() -> None:
     tensor.type = type_of
     for name in ("FloatTensor", "IntTensor", "BFloat16Tensor", "HalfTensor"):
         setattr(cuda, name, getattr(torch, name))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import megatron.core.optimizer  # noqa: F401
-        import megatron.core.tensor_parallel.random as random
-        from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401
-        from megatron.core.transformer.moe import moe_utils
-
-    random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
-    random._set_cuda_rng_state = lambda *_, **__: None
-    # Not defined where TransformerEngine is absent, and asked for all the same.
-    vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 @contextlib.contextmanager
 def megatron(setup: Setup) -> Iterator[None]:
     """Megatron's groups over all ranks of this process's job."""
-    stand_in()
+    import_megatron(setup.device)
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    with warnings.catch_warnings(), _OnCpu():
+    on_cpu = _OnCpu() if setup.device == "cpu" else contextlib.nullcontext()
+    with warnings.catch_warnings(), on_cpu:
         warnings.simplefilter("ignore")
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=setup.tp,
             pipeline_model_parallel_size=setup.pp,
             virtual_pipeline_model_parallel_size=setup.vpp,
         )
+        if setup.device == "cuda":
+            model_parallel_cuda_manual_seed(1)
         try:
             yield
         finally:
@@ -216,7 +231,7 @@ def build(setup: Setup, config: Any) -> list[Any]:
                 position_embedding_type="learned_absolute",
                 mtp_block_spec=mtp,
                 **where,
-            )
+            ).to(setup.device)
         )
     if setup.frozen_head:
         for model in models:
@@ -250,14 +265,15 @@ def wrap(setup: Setup, config: Any, models: list[Any]) -> list[Any]:
     return wrapped
 
 
-def microbatch(number: int) -> dict[str, Tensor]:
+def microbatch(number: int, device: str) -> dict[str, Tensor]:
     """Some labels are no class, and masked, as documents' ends are."""
     generator = torch.Generator().manual_seed(number)
     shape = (BATCH, SEQUENCE)
     # A few ids, so that there is something to learn.
     tokens, labels = (torch.randint(0, 24, shape, generator=generator) for _ in range(2))
     labels[:, ::5] = -100
-    return {"tokens": tokens, "labels": labels, "mask": (labels >= 0).float()}
+    batch = {"tokens": tokens, "labels": labels, "mask": (labels >= 0).float()}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def pretrain(setup: Setup, patch: dict[str, Any] | None, when: str = "before") -> dict[str, Any]:
@@ -307,7 +323,7 @@ def pretrain(setup: Setup, patch: dict[str, Any] | None, when: str = "before") -
             optimizer.zero_grad()
             # The same two batches again and again: the loss falls.
             first = step % 2 * 10 + 100 * parallel_state.get_data_parallel_rank()
-            batches = [microbatch(first + i) for i in range(setup.microbatches)]
+            batches = [microbatch(first + i, setup.device) for i in range(setup.microbatches)]
             several = len(wrapped) > 1
             found = run(
                 forward_step_func=forward_step,
@@ -355,7 +371,7 @@ def counting_calls() -> Iterator[dict[str, int]]:
 
 def grads_of(models: list[Any]) -> dict[str, Tensor]:
     return {
-        f"{number}.{name}": parameter.main_grad.detach().clone()
+        f"{number}.{name}": parameter.main_grad.detach().cpu().clone()
         for number, model in enumerate(models)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
@@ -364,8 +380,9 @@ def grads_of(models: list[Any]) -> dict[str, Tensor]:
 
 def forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Any, Any]:
     batch = next(batches)
-    position = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE).contiguous()
-    future = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
+    device = batch["tokens"].device
+    position = torch.arange(SEQUENCE, device=device).expand(BATCH, SEQUENCE).contiguous()
+    future = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=device).triu(1)[None, None]
     how = {"labels": batch["labels"], "loss_mask": batch["mask"]}
     output = model(batch["tokens"], position, future, **how)
 

@@ -6,17 +6,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
+core = pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 
-from megatron_checks import CHECKS, run_check
-from megatron_on_cpu import Setup, compare
+from megatron_checks import CHECKS, run_check  # noqa: E402
+from megatron_on_cpu import Setup, compare  # noqa: E402
 
-from cce_dist.testing import RankPool
+from cce_dist.testing import RankPool  # noqa: E402
 
 # A rank imports Megatron for seconds, the first time.
 pytestmark = pytest.mark.timeout(240)
@@ -27,6 +28,14 @@ ROOT = Path(__file__).parent.parent
 def pools() -> Iterator[dict[int, RankPool]]:
     """Their own processes: what stands in for torch.cuda stays in them."""
     pools = {size: RankPool(size) for size in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def gpu_pools() -> Iterator[dict[int, RankPool]]:
+    pools = {size: RankPool(size, backend="nccl") for size in (2, 4)}
     yield pools
     for pool in pools.values():
         pool.close()
@@ -64,10 +73,23 @@ ROUNDS = {"bf16": 2e-2, "data_parallel_fusion": 2e-2, "native": 1e-3}
 WHEN = {"tied": "after", "sequence_parallel": "wrapped", "interleaved": "after", "bf16": "wrapped"}
 
 
+@pytest.mark.multigpu
+@pytest.mark.parametrize("name", JOBS)
+def test_pretraining_on_gpus(gpu_pools: dict[int, RankPool], name: str) -> None:
+    setup = replace(JOBS[name], device="cuda")
+    if setup.world > torch.cuda.device_count():
+        pytest.skip(f"needs {setup.world} GPUs")
+    check_pretraining(gpu_pools[setup.world], name, setup, {"gradient": "exact"})
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_pretraining_is_the_same(pools: dict[int, RankPool], name: str) -> None:
-    setup, when = JOBS[name], WHEN.get(name, "before")
-    ranks = pools[setup.world].run(setup.world, compare, setup, EXACT, when, timeout=200)
+    check_pretraining(pools[JOBS[name].world], name, JOBS[name], EXACT)
+
+
+def check_pretraining(pool: RankPool, name: str, setup: Setup, patch: dict[str, str]) -> None:
+    when = WHEN.get(name, "before")
+    ranks = pool.run(setup.world, compare, setup, patch, when, timeout=200)
     assert sum(found["ours"]["losses_of_ours"] for found in ranks) > 0
     for found in ranks:
         ours, theirs = found["ours"], found["theirs"]
@@ -101,9 +123,10 @@ print("argv", sys.argv[1:], __name__, megatron_patch.status().options.gradient)
 
 def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_PATCH_")}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "megatron_patch", *arguments],
-        env={**inherited, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment},
+        env={**inherited, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
         text=True,
         timeout=100,
@@ -118,7 +141,10 @@ def test_command_runs_a_script(tmp_path: Path) -> None:
     done = run_command(*given, MEGATRON_PATCH_BACKEND="torch")
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
-    assert first.startswith("megatron_patch: cce-dist ") and "megatron.core 0.16.1 (" in first
+    assert (
+        first.startswith("megatron_patch: cce-dist ")
+        and f"megatron.core {core.__version__} (" in first
+    )
     assert first.endswith("gradient=exact, backend=torch")
     assert second == "argv ['--gradient', 'theirs', '--check'] __main__ exact"
     # One line of all ranks.
