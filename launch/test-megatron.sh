@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Usage: launch/test-megatron.sh RELEASE ...
+# The tests of megatron_patch on other releases: megatron-core's version as pip knows it (0.14.0), or
+# the folder of a Megatron-LM checkout (from 0.17 on, which take Python 3.12).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+./launch/setup.sh test
+for release in "$@"; do
+    folder=$release
+    if [[ ! -d $folder ]]; then
+        folder=$PWD/.venv/megatron-core-$release
+        [[ -d $folder ]] || .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+            --no-deps --target "$folder" "megatron-core==$release"
+    fi
+    echo "test-megatron: $release" >&2
+    PYTHONPATH=$folder .venv/bin/python -m pytest --numprocesses 2 tests/test_megatron.py
+done
