@@ -67,15 +67,18 @@ def local_grads(
         # A buffer whose rows are not contiguous: through a copy, rather than a slower kernel.
         rows = grad_weight.contiguous()
     launch = products(run, grad_hidden, rows, grad_bias, accumulate)
-    has_rest = needs.bias or grad_weight is not None
-    launch(UNTIL_HIDDEN if start_sum is not None and needs.hidden and has_rest else WHOLE)
+    has_rest = start_sum is not None and needs.hidden and (needs.bias or grad_weight is not None)
+    launch(UNTIL_HIDDEN if has_rest else WHOLE)
+    if not has_rest:
+        # Its workspace makes room for the stored hidden gradient.
+        launch = None
     wait = None
     if grad_hidden is not None:
         grad_hidden = run.finish_hidden(grad_hidden, store_as)
         if start_sum is not None:
             wait = start_sum(grad_hidden)
-            if has_rest:
-                launch(REST)
+        if launch is not None:
+            launch(REST)
     if grad_weight is not None and rows is not grad_weight:
         grad_weight.copy_(rows)
     return LocalGrads(grad_hidden if wait is None else wait(), grad_bias)

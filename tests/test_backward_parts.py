@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,11 @@ from torch import Tensor
 
 from cce_dist import Filter, sharded
 from cce_dist.testing import TRITON_PLACES, Case, Place, grid, run_case, zipf_inputs
+
+pytest.importorskip("triton")
+
+from cce_dist import local_triton_products
+from cce_dist.local_triton_grads import Backward
 
 SMALL = {"workspace_bytes": 2**16}
 ALL = ("hidden", "weight", "bias")
@@ -61,3 +67,27 @@ def test_hidden_is_done_before_the_rest(
     for name, value in expected.items():
         wanted = 2 * value if name == "grad_hidden" else value
         assert torch.equal(found[name], wanted), name
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES))
+def test_workspace_is_gone_before_the_hidden_gradient_is_stored(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Which takes its memory, on one rank.
+    made: list[weakref.ref[Tensor]] = []
+    of_lists, finish = local_triton_products._of_lists, Backward.finish_hidden
+
+    def remember(*args: Any) -> dict[str, Any]:
+        arguments = of_lists(*args)
+        made.append(weakref.ref(arguments["workspace_ptr"]))
+        return arguments
+
+    def look(self: Backward, *args: Any) -> Tensor:
+        assert [ref() for ref in made] == [None]
+        return finish(self, *args)
+
+    monkeypatch.setattr(local_triton_products, "_of_lists", remember)
+    monkeypatch.setattr(Backward, "finish_hidden", look)
+    inputs = zipf_inputs(130, 700, 16, generator=torch.Generator().manual_seed(0))
+    run_case(None, Case(inputs, WAYS["filtered"]).at(place))
+    assert len(made) == 1

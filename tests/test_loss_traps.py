@@ -666,12 +666,8 @@ def test_linear_cross_entropy_float16_does_not_overflow(place: Place) -> None:
 
 @pytest.mark.parametrize(**grid(dtype=NARROW, gradient=MODES))
 def test_linear_cross_entropy_nll_of_confident_tokens(
-    place: Place, gradient: str, dtype: str, request: pytest.FixtureRequest
+    place: Place, gradient: str, dtype: str
 ) -> None:
-    if place.backend == "triton" and dtype == "fp16":
-        # Known, and to be fixed with the kernels: docs/performance.md#known-faults.
-        reason = "target logit and lse come from two kernels, which round differently"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     # nll = lse - target logit is 1e-5 of either: both must carry the same rounding.
     inputs = confident_inputs(DTYPES[dtype], 700 if place.interprets else 5000)
     reduction = "sum" if gradient == "in_forward" else "none"
