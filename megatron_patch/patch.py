@@ -47,6 +47,7 @@ class _State:
 
     options: PatchOptions | None = None
     seams: Seams | None = None
+    setup: Any = None  # what stands in Megatron's class
     models: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
@@ -83,11 +84,12 @@ def apply(model: Any = None, options: PatchOptions | None = None, **given: Any) 
     @functools.wraps(original)
     def setup(self: Any) -> Any:
         result = original(self)
-        _apply_to([self], wanted, seams)
+        if _State.setup is setup:
+            _apply_to([self], wanted, seams)
         return result
 
     setattr(seams.language_module, SETUP, setup)
-    _State.options, _State.seams = wanted, seams
+    _State.options, _State.seams, _State.setup = wanted, seams, setup
     return status()
 
 
@@ -99,12 +101,12 @@ def remove(model: Any = None) -> None:
         return
     for one in list(_State.models):
         _restore(one)
-    if _State.options is not None:
-        assert _State.seams is not None
+    if _State.setup is not None and _State.seams is not None:
         owner = _State.seams.language_module
-        setattr(owner, SETUP, getattr(owner, SETUP).__wrapped__)
-        _State.options = None
-    _State.seams = None
+        # Where someone has wrapped ours since, it stays under theirs, and does nothing.
+        if getattr(owner, SETUP) is _State.setup:
+            setattr(owner, SETUP, _State.setup.__wrapped__)
+    _State.options = _State.seams = _State.setup = None
 
 
 @contextmanager

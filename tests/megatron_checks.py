@@ -241,6 +241,26 @@ def remove_leaves_no_trace() -> None:
 
 
 @check
+def what_others_have_wrapped_stays_wrapped() -> None:
+    owner, name = type(make_model()).__mro__[1], "setup_embeddings_and_output_layer"
+    original = getattr(owner, name)
+    megatron_patch.apply()
+    ours, calls = getattr(owner, name), []
+
+    def theirs(self: Any) -> Any:
+        calls.append(self)
+        return ours(self)
+
+    setattr(owner, name, theirs)
+    try:
+        megatron_patch.remove()
+        assert getattr(owner, name) is theirs
+        assert isinstance(make_model().output_layer(inputs()[0])[0], Tensor) and len(calls) == 1
+    finally:
+        setattr(owner, name, original)
+
+
+@check
 def one_model_of_two() -> None:
     mine, theirs = make_model(), make_model()
     with megatron_patch.patched(mine, gradient="exact"):
