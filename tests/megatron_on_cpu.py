@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
 SEQUENCE, BATCH, HIDDEN, CLASSES = 16, 2, 32, 96
@@ -125,6 +126,7 @@ def megatron(setup: Setup) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    before = set(c10d._world.pg_map)
     on_cpu = _OnCpu() if setup.device == "cpu" else contextlib.nullcontext()
     with warnings.catch_warnings(), on_cpu:
         warnings.simplefilter("ignore")
@@ -139,6 +141,9 @@ def megatron(setup: Setup) -> Iterator[None]:
             yield
         finally:
             parallel_state.destroy_model_parallel()
+            # It forgets its some twenty groups, whose threads would stay.
+            for group in [x for x in c10d._world.pg_map if x not in before]:
+                c10d.destroy_process_group(group)
 
 
 def make_config(setup: Setup) -> Any:
