@@ -25,7 +25,6 @@ from cce_dist.local_triton_tiles import (
     WHOLE,
     cached_blocks,
     num_programs,
-    programs_of,
     rounds_exp2,
     takes_tma,
     tiles_for,
@@ -56,6 +55,8 @@ class Region:
 
 
 MOST_REGIONS = 2
+# Multiprocessors that the last DDS leaves to NCCL's kernels, which start after it.
+LEFT_TO_COLLECTIVES = 32
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ def products_of_every_column(run: Backward, common: dict[str, Any]) -> Callable[
     use_tma, block_k = takes_tma(weight), table.dims
 
     def dds_and_dsd(index: int, region: Region, part: int) -> None:
-        start(exact_products_kernel, (programs_of(part, weight),))(
+        left = LEFT_TO_COLLECTIVES if part == REST else 0
+        start(exact_products_kernel, (max(1, num_programs(weight) - left),))(
             **common,
             hidden=tiles_of(hidden, block_k, table.columns, use_tma),
             weight=tiles_of(weight, block_k, table.columns, use_tma),

@@ -80,14 +80,6 @@ def num_programs(tensor: Tensor) -> int:
 # Parts of the backward's products: all of them; what the hidden gradient waits for; and the rest.
 # Apart where ranks sum the hidden gradient beside the rest.
 WHOLE, UNTIL_HIDDEN, REST = 0, 1, 2
-# Multiprocessors for NCCL's kernels, which start after it.
-LEFT_TO_COLLECTIVES = 32
-
-
-def programs_of(part: int, tensor: Tensor) -> int:
-    """Programs, one per multiprocessor, of a kernel that makes this part of the products."""
-    programs = num_programs(tensor)
-    return max(1, programs - LEFT_TO_COLLECTIVES) if part == REST else programs
 
 
 def rounds_exp2(tensor: Tensor) -> bool:

@@ -23,8 +23,8 @@ def largest_operand(dtype: torch.dtype) -> float:
     """A power of two near which the largest d_logits of 16-bit operands are to lie.
 
     fp16 spans 2^-24 to 2^16: what is above 1 serves tokens of small upstream gradients beside one
-    of a large one. The 2^8 above it are room for
-    an entropy's d_logits, up to ln V times its upstream gradient, and for sums of several.
+    of a large one. The 2^8 above that are room for an entropy's d_logits, up to ln V times its
+    upstream gradient, and for sums of several.
     """
     return 2.0**8 if dtype == torch.float16 else 1.0
 

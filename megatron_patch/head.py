@@ -43,7 +43,7 @@ def head_loss(
         torch.where(inside, labels, IGNORED),
         group=group if size > 1 else None,
         vocab_shard=shard,
-        sequence_parallel=layer.sequence_parallel and size > 1,
+        sequence_parallel=layer.sequence_parallel,
         ignore_index=IGNORED,
         reduction="none",
         softcap=options.softcap,

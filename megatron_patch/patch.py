@@ -122,8 +122,8 @@ def patched(
 
 
 def status() -> Status:
-    seams = _State.seams
     heads = tuple(sorted(type(model).__name__ for model in _State.models))
+    seams = _State.seams if heads or _State.options is not None else None
     return Status(
         _State.options,
         heads,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_on_cpu import CLASSES, HIDDEN, SEQUENCE, Setup, build, make_config, megatron
+from megatron_jobs import CLASSES, HIDDEN, SEQUENCE, Setup, build, make_config, megatron
 from torch import Tensor
 
 import megatron_patch
@@ -267,6 +267,7 @@ def one_model_of_two() -> None:
         assert isinstance(mine.output_layer(inputs()[0])[0], DeferredLogits)
         assert isinstance(theirs.output_layer(inputs()[0])[0], Tensor)
     assert isinstance(mine.output_layer(inputs()[0])[0], Tensor)
+    assert megatron_patch.status() == megatron_patch.Status(None, (), None, None)
 
 
 @check

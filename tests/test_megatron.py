@@ -15,7 +15,7 @@ import torch
 core = pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 
 from megatron_checks import CHECKS, run_check  # noqa: E402
-from megatron_on_cpu import Setup, compare  # noqa: E402
+from megatron_jobs import Setup, compare  # noqa: E402
 
 from cce_dist.testing import RankPool  # noqa: E402
 

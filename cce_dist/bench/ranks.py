@@ -269,11 +269,13 @@ def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
         # The first collective is where ranks began together.
         aligned = next(i for i, x in enumerate(kernels) if x.name.startswith("ncclDev"))
         kernels = kernels[aligned + 1 :]
-        nccl = [x for x in kernels if x.name.startswith("ncclDev")]
-        others = [(x.time_range.start, x.time_range.end) for x in kernels if x not in nccl]
+        spans = [(x.time_range.start, x.time_range.end) for x in kernels]
+        are_nccl = [x.name.startswith("ncclDev") for x in kernels]
+        others = [span for span, is_nccl in zip(spans, are_nccl, strict=True) if not is_nccl]
         collectives = [
             (end - start, uncovered(start, end, others))
-            for start, end in ((x.time_range.start, x.time_range.end) for x in nccl)
+            for (start, end), is_nccl in zip(spans, are_nccl, strict=True)
+            if is_nccl
         ]
         own = sum(end - start for start, end in others)
     everywhere: list[Any] = [None] * job.size
