@@ -14,6 +14,7 @@ import torch
 
 core = pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 
+from megatron_bench import measure  # noqa: E402
 from megatron_checks import CHECKS, run_check  # noqa: E402
 from megatron_jobs import Setup, compare  # noqa: E402
 
@@ -109,6 +110,20 @@ def check_pretraining(pool: RankPool, name: str, setup: Setup, patch: dict[str, 
 @pytest.mark.parametrize("name", CHECKS)
 def test_head(pools: dict[int, RankPool], name: str) -> None:
     pools[2].run(2, run_check, name, timeout=100)
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["tp", "sequence parallel, tied"])
+def test_the_benchmark_measures_every_loss(pools: dict[int, RankPool], parallel: bool) -> None:
+    rows = pools[2].run(2, measure, parallel, timeout=100)[0]
+    assert [row["loss"] for row in rows] == ["unfused", "native", "exact", "filtered", "no head"]
+    means = [row["mean_loss"] for row in rows[:-1]]
+    assert means == pytest.approx([means[0]] * 4, rel=2e-3)
+    for row in rows:
+        assert row["sequence_parallel"] == ("yes" if parallel else "") and row["tp"] == 2
+        tokens = row["microbatch_tokens"] * row["microbatches"]
+        assert tokens == 64 and row["tokens_per_s"] == pytest.approx(64e3 / row["median_ms"])
+        if row["loss"] != "no head":
+            assert 0 < row["head_ms"] < row["median_ms"]
 
 
 # -- the command --------------------------------------------------------------------------------
