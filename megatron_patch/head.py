@@ -52,6 +52,7 @@ def head_loss(
         grad_weight_into=into,
         backend=options.backend,  # pyright: ignore[reportArgumentType]
         workspace_bytes=options.workspace_bytes,
+        keep_logits=options.keep_logits,
         check_ranks=options.check_ranks,
     )
     assert isinstance(loss, Tensor)

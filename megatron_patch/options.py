@@ -26,6 +26,8 @@ class PatchOptions:
             are classes, as in Megatron.
         backend: "triton", "torch", or "auto" for the fastest that can run.
         workspace_bytes: bound of the logits in memory at once.
+        keep_logits: with "exact" on a GPU, memory for time: what logits fit the workspace and the
+            weight's gradient, allocated in the forward then, stay for the backward.
         check_ranks: compare what ranks must share before every loss; for debugging.
     Raises:
         ValueError: a value is not allowed; the message names the option.
@@ -36,6 +38,7 @@ class PatchOptions:
     vocab_size: int | None = None
     backend: str = "auto"
     workspace_bytes: int = 64 * 2**20
+    keep_logits: bool = False
     check_ranks: bool = False
 
     def __post_init__(self) -> None:
@@ -43,6 +46,8 @@ class PatchOptions:
             if getattr(self, name) not in allowed:
                 names = ", ".join(map(repr, allowed))
                 raise ValueError(f"{name} must be one of {names}, got {getattr(self, name)!r}")
+        if self.keep_logits and self.gradient != "exact":
+            raise ValueError(f"keep_logits needs gradient='exact', got {self.gradient!r}")
         if self.softcap is not None and not 0 < self.softcap < float("inf"):
             raise ValueError(f"softcap must be a positive number or None, got {self.softcap!r}")
         for name in ("vocab_size", "workspace_bytes"):
@@ -91,6 +96,7 @@ READ: dict[str, Any] = {
     "vocab_size": _number_or_none(int),
     "backend": str,
     "workspace_bytes": int,
+    "keep_logits": _flag,
     "check_ranks": _flag,
 }
 
@@ -110,6 +116,7 @@ def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
         "vocab_size": "rows of the head from this one on are padding",
         "backend": "auto, torch or triton",
         "workspace_bytes": "bound of the logits in memory at once",
+        "keep_logits": "with exact, logits stay where there is room: true or false",
         "check_ranks": "compare what ranks must share before every loss: true or false",
     }
     for name, text in helps.items():

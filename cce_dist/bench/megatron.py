@@ -37,7 +37,12 @@ from .ranks import Job
 from .table import Cells, percentiles_ms
 from .training import GIB, USABLE
 
-OURS = ("exact", "filtered")
+# Options of megatron_patch.
+OURS: dict[str, dict[str, Any]] = {
+    "exact": {"gradient": "exact"},
+    "exact-kept": {"gradient": "exact", "keep_logits": True, "workspace_bytes": 2**27},
+    "filtered": {"gradient": "filtered"},
+}
 # Megatron's, ours, and a step without head and loss: what the others add to it is theirs.
 LOSSES = ("unfused", "native", *OURS, "no head")
 # Of the mean loss: Megatron's has logits rounded to 16 bits.
@@ -93,7 +98,7 @@ def bench_megatron(
 def using(loss: str, model: Any) -> Iterator[None]:
     """`model`, a GPTModel, with this loss."""
     if loss in OURS:
-        with megatron_patch.patched(model, gradient=loss):
+        with megatron_patch.patched(model, **OURS[loss]):
             yield
         return
     if loss != "no head":
@@ -178,7 +183,8 @@ class Meter:
 
         def mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             loss = losses.float().mean()
-            return loss, {"loss": loss.detach()}
+            # Megatron divides the first in place.
+            return loss, {"loss": loss.detach().clone()}
 
         return output, mean
 
