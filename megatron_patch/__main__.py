@@ -15,12 +15,14 @@ from megatron_patch.patch import Status, apply, remove
 
 def main(arguments: list[str] | None = None) -> int:
     options, checks, script = parse(sys.argv[1:] if arguments is None else arguments)
+    speaks = checks or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
         found = apply(options=options)
     except PatchError as error:
-        print(f"megatron_patch: cannot run: {error}", file=sys.stderr)
+        if speaks:
+            print(f"megatron_patch: cannot run: {error}", file=sys.stderr)
         return 1
-    if checks or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    if speaks:
         print(describe(found, options), flush=True)
     if checks:
         remove()

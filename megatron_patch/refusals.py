@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
+
 from megatron_patch.seams import Seams
 
 # Forward hooks of these only gather or free parameters.
@@ -13,7 +15,7 @@ HARMLESS = ("megatron.core.distributed", "torch.distributed")
 def why_not(model: Any, layer: Any, seams: Seams) -> str | None:
     """Why this model's head cannot be patched; None: it can."""
     config = model.config
-    if type(layer) is not seams.head:
+    if _class_of(layer) is not seams.head:
         return (
             f"output_layer is a {type(layer).__qualname__}, not Megatron's ColumnParallelLinear: "
             "switch off what replaces the head (--fp8-output-proj, quantization, a custom layer)"
@@ -46,6 +48,12 @@ def why_not(model: Any, layer: Any, seams: Seams) -> str | None:
     if "forward" in vars(layer):
         return "forward of this output_layer is replaced already: run one of the two"
     return why_hooked(layer)
+
+
+def _class_of(layer: Any) -> type:
+    """Without what torch's fully_shard has put before it."""
+    found = type(layer)
+    return found.__bases__[1] if found.__bases__[0] is FSDPModule else found
 
 
 def why_hooked(layer: Any) -> str | None:

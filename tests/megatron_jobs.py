@@ -17,8 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import DeviceMesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+
+from cce_dist.bench.megatron_model import Attention
 
 SEQUENCE, BATCH, HIDDEN, CLASSES = 16, 2, 32, 96
 
@@ -30,6 +35,7 @@ class Setup:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     vpp: int | None = None
     sequence_parallel: bool = False
     tied: bool = False
@@ -43,6 +49,7 @@ class Setup:
     bf16: bool = False
     native: bool = False  # Megatron's fused loss
     layout: str | None = None
+    fsdp: str | None = None  # torch's, the head in the "root" group or its own ("head"); "megatron"
     frozen_head: bool = False
     layers: int = 2
     microbatches: int = 2
@@ -51,7 +58,7 @@ class Setup:
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
 
 class _OnCpu(TorchFunctionMode):
@@ -61,12 +68,14 @@ class _OnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if func is torch.device and str(args[0]).startswith("cuda"):
+            args = ("cpu",)
         return func(*args, **kwargs)
 
 
 class _Stream:
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return lambda *_, **__: _Stream()
 
 
 @functools.cache
@@ -100,9 +109,13 @@ def stand_in_for_cuda() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_, **__: None
-    cuda.current_stream = lambda *_, **__: _Stream()
+    for name in ("current_stream", "default_stream", "Stream", "Event"):
+        setattr(cuda, name, lambda *_, **__: _Stream())
+    cuda.stream = lambda *_, **__: contextlib.nullcontext()
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda *_, **__: None
+    from_group: Any = DeviceMesh.from_group
+    DeviceMesh.from_group = lambda group, device_type, **more: from_group(group, "cpu", **more)
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *_, **__: self
     original = tensor.type
@@ -134,6 +147,7 @@ def megatron(setup: Setup) -> Iterator[None]:
             tensor_model_parallel_size=setup.tp,
             pipeline_model_parallel_size=setup.pp,
             virtual_pipeline_model_parallel_size=setup.vpp,
+            context_parallel_size=setup.cp,
         )
         if setup.device == "cuda":
             model_parallel_cuda_manual_seed(1)
@@ -169,6 +183,7 @@ def make_config(setup: Setup) -> Any:
         tensor_model_parallel_size=setup.tp,
         pipeline_model_parallel_size=setup.pp,
         virtual_pipeline_model_parallel_size=setup.vpp,
+        context_parallel_size=setup.cp,
         pipeline_model_parallel_layout=setup.layout,
         sequence_parallel=setup.sequence_parallel,
         hidden_dropout=0.0,
@@ -182,6 +197,7 @@ def make_config(setup: Setup) -> Any:
         calculate_per_token_loss=setup.per_token,
         mtp_num_layers=1 if setup.mtp else None,
         mtp_loss_scaling_factor=0.1,
+        transformer_impl="local" if setup.fsdp else "transformer_engine",
         num_moe_experts=2 if setup.experts else None,
         add_bias_linear=not setup.experts,
         **more,
@@ -213,6 +229,9 @@ def build(setup: Setup, config: Any) -> list[Any]:
     norm = make_norm()
     layer = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=2 if setup.experts else None)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    if setup.cp > 1:
+        # Megatron's own knows no context parallelism; this one stays within a rank's tokens.
+        layer.submodules.self_attention.submodules.core_attention = Attention
     mtp = None
     if setup.mtp:
         mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
@@ -255,6 +274,8 @@ def wrap(setup: Setup, config: Any, models: list[Any]) -> list[Any]:
 
     if setup.bf16:
         models = [Float16Module(config, model) for model in models]
+    if setup.fsdp is not None:
+        return [shard(setup, config, model) for model in models]
     how = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=setup.distributed_optimizer,
@@ -270,15 +291,49 @@ def wrap(setup: Setup, config: Any, models: list[Any]) -> list[Any]:
     return wrapped
 
 
-def microbatch(number: int, device: str) -> dict[str, Tensor]:
-    """Some labels are no class, and masked, as documents' ends are."""
+def shard(setup: Setup, config: Any, model: Any) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallelConfig,
+        FullyShardedDataParallel,
+        finalize_model_grads,
+    )
+    from megatron.core.distributed.torch_fully_sharded_data_parallel import (
+        TorchFullyShardedDataParallel,
+    )
+
+    if setup.fsdp == "megatron":
+        config.finalize_model_grads_func = finalize_model_grads
+        how = DistributedDataParallelConfig(
+            use_megatron_fsdp=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            data_parallel_sharding_strategy="optim_grads_params",
+        )
+        device = torch.device("cpu") if setup.device == "cpu" else None
+        return FullyShardedDataParallel(config, how, model, device=device)
+    if setup.fsdp == "head":
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        mesh = DeviceMesh.from_group(group, setup.device)
+        fully_shard(model.output_layer, mesh=mesh)
+    # config.finalize_model_grads_func stays unset: 0.16's calls this wrapper with an argument that
+    # it does not have, and here there is nothing to do.
+    return TorchFullyShardedDataParallel(config, DistributedDataParallelConfig(), model)
+
+
+def microbatch(number: int, setup: Setup) -> dict[str, Tensor]:
+    """This rank's tokens. Some labels are no class, and masked, as documents' ends are."""
+    from megatron.core import parallel_state
+
     generator = torch.Generator().manual_seed(number)
     shape = (BATCH, SEQUENCE)
     # A few ids, so that there is something to learn.
     tokens, labels = (torch.randint(0, 24, shape, generator=generator) for _ in range(2))
     labels[:, ::5] = -100
     batch = {"tokens": tokens, "labels": labels, "mask": (labels >= 0).float()}
-    return {name: tensor.to(device) for name, tensor in batch.items()}
+    rank = parallel_state.get_context_parallel_rank()
+    return {name: x.chunk(setup.cp, 1)[rank].to(setup.device) for name, x in batch.items()}
 
 
 def pretrain(setup: Setup, patch: dict[str, Any] | None, when: str = "before") -> dict[str, Any]:
@@ -328,7 +383,7 @@ def pretrain(setup: Setup, patch: dict[str, Any] | None, when: str = "before") -
             optimizer.zero_grad()
             # The same two batches again and again: the loss falls.
             first = step % 2 * 10 + 100 * parallel_state.get_data_parallel_rank()
-            batches = [microbatch(first + i, setup.device) for i in range(setup.microbatches)]
+            batches = [microbatch(first + i, setup) for i in range(setup.microbatches)]
             several = len(wrapped) > 1
             found = run(
                 forward_step_func=forward_step,
@@ -375,8 +430,14 @@ def counting_calls() -> Iterator[dict[str, int]]:
 
 
 def grads_of(models: list[Any]) -> dict[str, Tensor]:
+    def grad_of(parameter: Any) -> Tensor:
+        if isinstance(parameter, DTensor):
+            # This rank's part, maybe none; both runs split alike.
+            return torch.zeros(0) if parameter.grad is None else parameter.grad.to_local()
+        return parameter.main_grad.detach()
+
     return {
-        f"{number}.{name}": parameter.main_grad.detach().cpu().clone()
+        f"{number}.{name}": grad_of(parameter).cpu().clone()
         for number, model in enumerate(models)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
@@ -385,11 +446,11 @@ def grads_of(models: list[Any]) -> dict[str, Tensor]:
 
 def forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Any, Any]:
     batch = next(batches)
-    device = batch["tokens"].device
-    position = torch.arange(SEQUENCE, device=device).expand(BATCH, SEQUENCE).contiguous()
-    future = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=device).triu(1)[None, None]
+    tokens = batch["tokens"]
+    position = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
+    future = torch.ones_like(position[0], dtype=torch.bool).expand(len(position[0]), -1).triu(1)
     how = {"labels": batch["labels"], "loss_mask": batch["mask"]}
-    output = model(batch["tokens"], position, future, **how)
+    output = model(tokens, position, future[None, None], **how)
 
     def masked(losses: Tensor) -> tuple[Any, ...]:
         total = (losses.float() * batch["mask"]).sum()
