@@ -261,6 +261,34 @@ def what_others_have_wrapped_stays_wrapped() -> None:
 
 
 @check
+def every_gradient_of_a_model_in_float64() -> None:
+    """Of the whole model, as of the same one in float64 with a dense loss of gathered logits."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
+
+    labels = inputs()[1]
+    tokens = labels.clamp(0, CLASSES - 1).roll(1, 1)
+    position = torch.arange(SEQUENCE).expand_as(tokens)
+    mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    for tied in (False, True):
+        model, exact = (make_model(Setup(tp=2, tied=tied)) for _ in range(2))
+        exact.double()
+        logits = gather(exact(tokens, position, mask))
+        ids = labels.where((labels >= 0) & (labels < CLASSES), torch.tensor(-100))
+        expected = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids.flatten(), ignore_index=-100, reduction="sum"
+        )
+        expected.backward()
+        with megatron_patch.patched(model, gradient="exact"):
+            loss = model(tokens, position, mask, labels=labels).sum()
+        loss.backward()
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+        theirs = dict(exact.named_parameters())
+        for name, parameter in model.named_parameters():
+            off = (parameter.grad - theirs[name].grad).norm() / theirs[name].grad.norm()
+            assert float(off) < 2e-6, (name, float(off))
+
+
+@check
 def one_model_of_two() -> None:
     mine, theirs = make_model(), make_model()
     with megatron_patch.patched(mine, gradient="exact"):

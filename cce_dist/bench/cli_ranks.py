@@ -95,7 +95,9 @@ def megatron_command(
     sequence_parallel: Annotated[
         bool, typer.Option(help="With sequence parallelism as well.")
     ] = True,
-    largest: Annotated[bool, typer.Option(help="Also the largest microbatch that fits.")] = True,
+    largest: Annotated[
+        Names, typer.Option(help="A loss whose largest microbatch is run too; may be repeated.")
+    ] = None,
     timeout_seconds: Annotated[float, typer.Option(min=1, help="Of a collective.")] = 120.0,
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
@@ -134,7 +136,7 @@ def megatron_command(
 
             for parallel in (False, True) if sequence_parallel and job.size > 1 else (False,):
                 plan = Plan(
-                    loss or LOSSES, sequence, batch, microbatches, repeats, parallel, largest
+                    loss or LOSSES, sequence, batch, microbatches, repeats, parallel, largest or ()
                 )
                 bench_megatron(job, sizes, inputs, plan, save)
                 report.finish_case()

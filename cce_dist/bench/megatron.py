@@ -59,7 +59,7 @@ class Plan:
     microbatches: int
     repeats: int
     sequence_parallel: bool
-    largest: bool  # about the largest microbatch too, with full recompute
+    largest: Sequence[str]  # losses of which about the largest microbatch is run too
 
 
 def bench_megatron(
@@ -80,17 +80,20 @@ def bench_megatron(
         ValueError: a loss is none.
         RuntimeError: a loss is further from Megatron's than LOSS_TOLERANCE of it.
     """
-    unknown = sorted(set(plan.losses) - set(LOSSES))
-    if unknown:
-        raise ValueError(f"loss must be among {list(LOSSES)}, got {unknown}")
+    for name, given, allowed in (
+        ("loss", plan.losses, LOSSES),
+        ("largest", plan.largest, LOSSES[:-1]),
+    ):
+        unknown = sorted(set(given) - set(allowed))
+        if unknown:
+            raise ValueError(f"{name} must be among {list(allowed)}, got {unknown}")
     meter = Meter(job, sizes, inputs, plan)
     rows: list[Cells] = meter.compare()
     save(rows)
-    if plan.largest and job.device.type == "cuda":
-        for loss in plan.losses:
-            if loss != "no head":
-                rows.append(meter.largest(loss))
-                save(rows)
+    if job.device.type == "cuda":
+        for loss in plan.largest:
+            rows.append(meter.largest(loss))
+            save(rows)
     return rows
 
 
@@ -153,6 +156,9 @@ class Meter:
         self.marks.taken.clear()
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
+        # Else a rank stops for its collection now and then, and all others with it.
+        gc.collect()
+        gc.disable()
         dist.barrier()
         synchronize(device)
         if on_gpu:
@@ -171,6 +177,7 @@ class Meter:
         self.optimizer.step()
         synchronize(device)
         seconds = time.perf_counter() - start
+        gc.enable()
         loss = statistics.mean(float(x["loss"]) for x in found)
         return seconds, self._heads(), peak, loss
 

@@ -63,6 +63,8 @@ FORMATS = {
     "over_gradients_mib": ".0f",
     "tokens_per_s": ".0f",
     "peak_gib": ".2f",
+    "head_ms": ".2f",
+    "mean_loss": ".4f",
     "seconds": ".1f",
     "seconds_to_loss": ".1f",
 }
