@@ -87,6 +87,8 @@ def bench_megatron(
         unknown = sorted(set(given) - set(allowed))
         if unknown:
             raise ValueError(f"{name} must be among {list(allowed)}, got {unknown}")
+    # The model before, which holds itself.
+    gc.collect()
     meter = Meter(job, sizes, inputs, plan)
     rows: list[Cells] = meter.compare()
     save(rows)
