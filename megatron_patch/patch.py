@@ -170,6 +170,7 @@ def _apply_to(models: list[Any], options: PatchOptions, seams: Seams) -> None:
     for model, layer in todo:
         setattr(layer, MARK, options)
         layer.forward = types.MethodType(_head_forward, layer)
+        layer._call_impl = types.MethodType(_head_call, layer)
         model.compute_language_model_loss = types.MethodType(_model_loss, model)
         _State.models.add(model)
     if todo and _State.seams is None:
@@ -179,9 +180,33 @@ def _apply_to(models: list[Any], options: PatchOptions, seams: Seams) -> None:
 def _restore(model: Any) -> None:
     layer = _head_of(model)
     if layer is not None and MARK in vars(layer):
-        del layer.forward, model.compute_language_model_loss
+        del layer.forward, layer._call_impl, model.compute_language_model_loss
         delattr(layer, MARK)
     _State.models.discard(model)
+
+
+def _defer(
+    self: Any,
+    input_: Tensor,
+    weight: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+    **ours: Any,
+) -> DeferredLogits | None:
+    """What a call of the head gives; None: what its forward gives."""
+    gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
+    if ours or (gathers and not (self.training and torch.is_grad_enabled())):
+        return None
+    reason = why_hooked(self)
+    if reason is not None:
+        raise PatchError(f"the loss needs no logits, but {reason}")
+    return DeferredLogits(self, input_, weight, runtime_gather_output, 1.0)
+
+
+def _head_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of what nn.Module.__call__ calls. A call that computes nothing runs no hooks: FSDP's
+    wrap the head's input to be told of its gradient, and must be told once."""
+    deferred = _defer(self, *args, **kwargs)
+    return type(self)._call_impl(self, *args, **kwargs) if deferred is None else (deferred, None)
 
 
 def _head_forward(
@@ -203,13 +228,11 @@ def _head_forward(
         return head_loss(self, input_, given, labels, logit_scale, options), None
     if largest_wanted:
         return largest_logits(self, input_, given, logit_scale, options.workspace_bytes), None
-    gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
-    if logits_wanted or (gathers and not (self.training and torch.is_grad_enabled())):
-        return type(self).forward(self, input_, weight, runtime_gather_output)
-    reason = why_hooked(self)
-    if reason is not None:
-        raise PatchError(f"the loss needs no logits, but {reason}")
-    return DeferredLogits(self, input_, weight, runtime_gather_output, 1.0), None
+    # Compiled modules call their forward directly.
+    deferred = None if logits_wanted else _defer(self, input_, weight, runtime_gather_output)
+    if deferred is not None:
+        return deferred, None
+    return type(self).forward(self, input_, weight, runtime_gather_output)
 
 
 def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:

@@ -332,13 +332,20 @@ def hooks_that_bring_the_weight_run_before_the_loss() -> None:
     right = weight.detach().clone()
     expected = head_loss(model, hidden, labels)
 
+    calls = []
+
     def gather(*_: Any) -> None:
-        weight.data.copy_(right)
+        calls.append(weight.data.copy_(right))
 
     model.output_layer.register_forward_pre_hook(gather)
-    logits, _ = model.output_layer(hidden)
     weight.data.zero_()
+    logits, _ = model.output_layer(hidden)
     assert torch.equal(model.compute_language_model_loss(labels, logits), expected)
+    # Once: FSDP's would reduce the gradient as often.
+    assert len(calls) == 1
+    weight.data.zero_()
+    assert torch.equal(logits + 0, type(model.output_layer).forward(model.output_layer, hidden)[0])
+    assert len(calls) == 2
 
 
 @contextmanager
