@@ -77,7 +77,7 @@ def bench_megatron(
             model that has just been initialised would be flat.
         save: called with all rows so far.
     Raises:
-        ValueError: a loss is none.
+        ValueError: a loss is not one of LOSSES.
         RuntimeError: a loss is further from Megatron's than LOSS_TOLERANCE of it.
     """
     for name, given, allowed in (
