@@ -94,6 +94,8 @@ def test_pretraining_on_gpus(gpu_pools: dict[int, RankPool], name: str) -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_pretraining_is_the_same(pools: dict[int, RankPool], name: str) -> None:
+    if name == "fsdp_megatron" and core.__version__.startswith("0.14"):
+        pytest.skip("0.14's Megatron-FSDP asks torch for what 2.13 has no longer")
     check_pretraining(pools[JOBS[name].world], name, JOBS[name], EXACT)
 
 
