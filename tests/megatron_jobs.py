@@ -74,6 +74,9 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _Stream:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: _Stream()
 
@@ -109,8 +112,8 @@ def stand_in_for_cuda() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_, **__: None
-    for name in ("current_stream", "default_stream", "Stream", "Event"):
-        setattr(cuda, name, lambda *_, **__: _Stream())
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = _Stream
     cuda.stream = lambda *_, **__: contextlib.nullcontext()
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda *_, **__: None
