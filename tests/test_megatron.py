@@ -181,6 +181,7 @@ def test_command_checks_and_refuses() -> None:
     assert "gradient=filtered" in run_command("--check").stdout
     for arguments, environment, message in (
         (("--gradient", "none", "x.py"), {}, "gradient must be one of 'filtered', 'exact'"),
+        (("--keep-logits", "true", "x.py"), {}, "keep_logits needs gradient='exact'"),
         ((), {}, "name the script to run"),
         (("x.py",), {"MEGATRON_PATCH_GRADIENTS": "exact"}, "MEGATRON_PATCH_GRADIENTS is no option"),
         (("x.py",), {"MEGATRON_PATCH_SOFTCAP": "a"}, "MEGATRON_PATCH_SOFTCAP: could not convert"),
