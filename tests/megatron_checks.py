@@ -339,6 +339,8 @@ def hooks_that_bring_the_weight_run_before_the_loss() -> None:
 
     model.output_layer.register_forward_pre_hook(gather)
     weight.data.zero_()
+    # As a compiled module calls it.
+    assert isinstance(model.output_layer.forward(hidden)[0], DeferredLogits)
     logits, _ = model.output_layer(hidden)
     assert torch.equal(model.compute_language_model_loss(labels, logits), expected)
     # Once: FSDP's would reduce the gradient as often.

@@ -151,6 +151,15 @@ class Meter:
         self.hidden = hidden[:, chosen]
 
     def _step(self, microbatches: int) -> tuple[float, list[float], float, float]:
+        # Else a rank stops to collect garbage now and then, and all others with it.
+        gc.collect()
+        gc.disable()
+        try:
+            return self._timed_step(microbatches)
+        finally:
+            gc.enable()
+
+    def _timed_step(self, microbatches: int) -> tuple[float, list[float], float, float]:
         """One step: seconds, each microbatch's head, the peak before the optimizer, the loss."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -158,9 +167,6 @@ class Meter:
         self.marks.taken.clear()
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
-        # Else a rank stops for its collection now and then, and all others with it.
-        gc.collect()
-        gc.disable()
         dist.barrier()
         synchronize(device)
         if on_gpu:
@@ -179,7 +185,6 @@ class Meter:
         self.optimizer.step()
         synchronize(device)
         seconds = time.perf_counter() - start
-        gc.enable()
         loss = statistics.mean(float(x["loss"]) for x in found)
         return seconds, self._heads(), peak, loss
 
