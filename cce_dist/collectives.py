@@ -262,7 +262,9 @@ def start_reduce_grad_hidden(
 
 @functools.cache
 def _aside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    # Others wait for what runs here: its kernels' programs come before those of the caller's stream
+    # that have not begun.
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _reduction(

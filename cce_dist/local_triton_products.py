@@ -28,6 +28,9 @@ from cce_dist.options import TOKEN_BLOCK
 if TYPE_CHECKING:
     from cce_dist.local_triton_grads import Backward
 
+# Programs of the last DDS for each that a multiprocessor has room for: of one to three tasks each.
+SHORT = 8
+
 
 def products(
     run: Backward,
@@ -104,7 +107,7 @@ def _inputs(run: Backward) -> dict[str, Any]:
 
 def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> Callable[[int], None]:
     weight, table = run.weight, run.table
-    queue = torch.zeros(2 * lists.max_chunks + 4, dtype=torch.int32, device=weight.device)
+    queue = torch.zeros(2 * lists.max_chunks + 3, dtype=torch.int32, device=weight.device)
     arguments = {**common, **_of_lists(run, lists), "queue_ptr": queue}
     programs = num_programs(weight) * (1 if interpreted() else table.residents)
     # Programs wait for each other: all of them must be there.
@@ -119,13 +122,9 @@ def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> Callable[[in
             how = {"part": part, "num_warps": table.backward_warps, **together}
             start(filtered_kernel, (programs,))(**arguments, **how)
             return
-        # Small programs first: between them the collectives' kernels find multiprocessors, which
-        # those of DDS hold to the end.
+        # The shortest programs first: the collectives begin now.
         launch_rest(unkept_kernel, run.num_tiles * (TILE // arguments["UNKEPT"]), num_warps=4)
-        next_task = queue[2 * lists.max_chunks + 3 :]
-        launch_rest(
-            last_dds_kernel, programs, rest_queue_ptr=next_task, num_warps=table.backward_warps
-        )
+        launch_rest(last_dds_kernel, SHORT * programs, num_warps=table.backward_warps)
 
     return launch
 

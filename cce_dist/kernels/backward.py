@@ -111,10 +111,11 @@ def filtered_kernel(
 ):
     """The columns that each block keeps, and those drawn for it, by lists of columns.
 
-    The lists of a chunk are made beside the products of the one before. Who waits for the others
-    stores gradients of columns that no block keeps. `LIST_STAGES` are those of loops that load rows
-    by a list: the first of them find the rows, so that as many as elsewhere are left to wait for
-    them.
+    Chunks come from the last to the first, so that most of DDS is left for when the hidden gradient
+    is done. The lists of a chunk are made beside the products of the one before. Who waits for the
+    others stores gradients of columns that no block keeps. `LIST_STAGES` are those of loops that
+    load rows by a list: the first of them find the rows, so that as many as elsewhere are left to
+    wait for them.
     """
     count = tl.load(count_ptr)
     unit = tl.load(unit_ptr)
@@ -128,39 +129,39 @@ def filtered_kernel(
     num_unkept = 0
     if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
         num_unkept = tl.where(part == 1, 0, (num_tiles - num_active) * (TILE // UNKEPT))
-    # Phase 2 chunk: lists of `chunk`, products of the one before; phase 2 chunk + 1: its SDD.
+    # Phase 2 turn: lists of a chunk, products of the one before; phase 2 turn + 1: its SDD.
     for phase in range(2 * num_chunks + 1):
-        chunk = phase // 2
+        turn = phase // 2
         is_last = phase == 2 * num_chunks
+        chunk = num_chunks - 1 - turn
         at = chunk * (num_blocks + 1)
-        own = (chunk + 1) % 2 * max_rows
-        other = chunk % 2 * max_rows
+        own = (turn + 1) % 2 * max_rows
+        other = turn % 2 * max_rows
+        # Of the chunk the tiles [first, middle), of the one before in time [middle, last).
         first = 0
         last = 0
-        next_last = 0
-        if chunk > 0:
-            first = tl.load(first_ptr + chunk - 1)
-            last = tl.load(first_ptr + chunk)
-        if chunk < num_chunks:
-            # The first chunk begins with the first tile.
-            next_last = tl.load(first_ptr + chunk + 1)
+        middle = tl.load(first_ptr + chunk + 1)
+        if turn > 0:
+            last = tl.load(first_ptr + chunk + 2)
+        if turn < num_chunks:
+            first = tl.load(first_ptr + chunk)
         if phase % 2 == 0:
             num_dds = 0
             num_dsd = 0
-            if chunk > 0:
+            if turn > 0:
                 if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
-                    num_dds = tl.maximum(tl.minimum(last, num_active) - first, 0) * dds_slices
+                    num_dds = tl.maximum(tl.minimum(last, num_active) - middle, 0) * dds_slices
                     num_dds = tl.where(is_last & (part == 1), 0, num_dds)
                 if HAS_GRAD_HIDDEN:
                     num_dsd = tl.cdiv(count, TOKENS) * num_slices
-            num_lists = tl.maximum(next_last - last, 0) * words
+            num_lists = tl.where(is_last, 0, (middle - first) * words)
             task = tl.atomic_add(queue_ptr + phase, 1)
             while task < num_dds + num_dsd + num_lists:
                 # The longest tasks first: tiles of columns that most token blocks keep.
                 if task < num_dds:
                     if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
                         dds_kept_task(
-                            task, first, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr,
+                            task, middle, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr,
                             num_blocks_ptr, pair_rows_ptr, share_ptr, class_weight_ptr, tail_ptr,
                             tail_bias_ptr, workspace_ptr, grad_weight_ptr, grad_bias_ptr, unit,
                             num_tiles, num_blocks, V, D, groups, dds_slices, stride_hn, stride_gv,
@@ -170,9 +171,9 @@ def filtered_kernel(
                         )  # fmt: skip
                 elif task < num_dds + num_dsd:
                     if HAS_GRAD_HIDDEN:
-                        before = at - num_blocks - 1
+                        before = at + num_blocks + 1
                         dsd_kept_task(
-                            task - num_dds, chunk - 1, first, last, weight_ptr, starts_ptr,
+                            task - num_dds, turn - 1, middle, last, weight_ptr, starts_ptr,
                             base_ptr + before, segment_ptr + before, entries_ptr + own,
                             workspace_ptr, workspace_rows, drawn_sum_ptr, rows_ptr,
                             grad_hidden_ptr, drawn_total_ptr, count, unit, num_tiles, D, stride_wv,
@@ -181,19 +182,19 @@ def filtered_kernel(
                         )  # fmt: skip
                 else:
                     list_task(
-                        task - num_dds - num_dsd, last, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
+                        task - num_dds - num_dsd, first, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
                         base_ptr + at, entries_ptr + other, V, num_tiles, num_blocks, words, TILE,
                         HAS_DRAWN,
                     )  # fmt: skip
                 task = tl.atomic_add(queue_ptr + phase, 1)
         else:
             num_sdd = tl.load(segment_ptr + at + num_blocks)
-            num_pairs = tl.maximum(tl.minimum(next_last, num_active) - last, 0) * words
+            num_pairs = tl.maximum(tl.minimum(middle, num_active) - first, 0) * words
             task = tl.atomic_add(queue_ptr + phase, 1)
             while task < num_sdd + num_pairs:
                 if task < num_sdd:
                     sdd_kept_task(
-                        task, seed, last, next_last, hidden_ptr, rows_ptr, weight_ptr, bias_ptr,
+                        task, seed, first, middle, hidden_ptr, rows_ptr, weight_ptr, bias_ptr,
                         target_ptr, pull_ptr, starts_ptr, base_ptr + at, segment_ptr + at,
                         entries_ptr + other, workspace_ptr, drawn_sum_ptr, num_tiles, num_blocks, D,
                         stride_hn, stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K,
@@ -201,7 +202,7 @@ def filtered_kernel(
                     )  # fmt: skip
                 else:
                     pair_task(
-                        task - num_sdd, last, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
+                        task - num_sdd, first, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
                         base_ptr + at, position_ptr, pair_rows_ptr, max_rows, V, num_tiles,
                         num_blocks, words, TILE, HAS_DRAWN,
                     )  # fmt: skip

@@ -26,7 +26,7 @@ def add_rows(
 @triton.jit
 def dsd_kept_task(
     task,
-    chunk,
+    turn,  # 0 for the first chunk that is computed: it stores where the others add
     first_tile,
     last_tile,
     weight_ptr,  # [V, D]
@@ -79,10 +79,10 @@ def dsd_kept_task(
             acc = add_product(acc, p.T, c, unit - unit, PRECISION)
         else:
             acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
-    if (chunk == 0) | (length > 0):
+    if (turn == 0) | (length > 0):
         token = block * TOKENS + tl.arange(0, TOKENS)
         row = tl.load(rows_ptr + token)
-        add_rows(acc * unit, row, token < count, dims, chunk == 0, grad_hidden_ptr, D)
+        add_rows(acc * unit, row, token < count, dims, turn == 0, grad_hidden_ptr, D)
     if HAS_DRAWN:  # noqa: SIM102
         if task % num_slices == 0:
             token = tl.arange(0, TOKENS)
@@ -90,6 +90,6 @@ def dsd_kept_task(
             for i in range(tl.load(segment_ptr + block), tl.load(segment_ptr + block + 1)):
                 total += tl.load(drawn_sum_ptr + i * TOKENS + token)
             out = drawn_ptr + block * TOKENS + token
-            if chunk > 0:
+            if turn > 0:
                 total += tl.load(out)
             tl.store(out, total)

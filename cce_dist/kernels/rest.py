@@ -1,5 +1,6 @@
 """What is left of the weight's gradient once the hidden one is done, for ranks that sum that one
-meanwhile: kernels of their own, which wait for nobody and leave room for the collectives'."""
+meanwhile: kernels of short programs, which wait for nobody, so that the collectives' kernels, of a
+stream of higher priority, find multiprocessors whenever they begin."""
 
 import triton
 import triton.language as tl
@@ -7,9 +8,7 @@ import triton.language as tl
 from cce_dist.kernels.dds import dds_kept_task, unkept_task
 
 
-@triton.jit(
-    do_not_specialize=["num_blocks", "groups"], do_not_specialize_on_alignment=["rest_queue_ptr"]
-)
+@triton.jit(do_not_specialize=["num_blocks", "groups"])
 def last_dds_kernel(
     hidden_ptr,  # arguments as those of `filtered_kernel`, and what that has left in memory
     rows_ptr,
@@ -29,7 +28,6 @@ def last_dds_kernel(
     workspace_ptr,
     grad_weight_ptr,
     grad_bias_ptr,
-    rest_queue_ptr,  # [1] int32, 0: the next task
     num_blocks,
     V,
     D,
@@ -53,27 +51,22 @@ def last_dds_kernel(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """DDS of the last chunk."""
+    """DDS of the first chunk, which is computed last: every so many of its tasks a program, so that
+    each takes a few, and the longest ones begin first."""
     unit = tl.load(unit_ptr)
-    num_chunks = tl.load(num_chunks_ptr)
     dds_slices = tl.cdiv(D, SLICE) if HAS_GRAD_WEIGHT else 1
-    first = 0
     num_dds = 0
-    if num_chunks > 0:
-        first = tl.load(first_ptr + num_chunks - 1)
-        last = tl.minimum(tl.load(first_ptr + num_chunks), tl.load(num_active_ptr))
-        num_dds = tl.maximum(last - first, 0) * dds_slices
-    task = tl.atomic_add(rest_queue_ptr, 1)
-    while task < num_dds:
+    if tl.load(num_chunks_ptr) > 0:
+        num_dds = tl.minimum(tl.load(first_ptr + 1), tl.load(num_active_ptr)) * dds_slices
+    for task in range(tl.program_id(0), num_dds, tl.num_programs(0)):
         dds_kept_task(
-            task, first, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr, num_blocks_ptr,
+            task, 0, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr, num_blocks_ptr,
             pair_rows_ptr, share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, workspace_ptr,
             grad_weight_ptr, grad_bias_ptr, unit, num_tiles, num_blocks, V, D, groups, dds_slices,
             stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES, PRECISION,
             TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT,
             HAS_GRAD_BIAS, ACCUMULATE,
         )  # fmt: skip
-        task = tl.atomic_add(rest_queue_ptr, 1)
 
 
 @triton.jit(do_not_specialize=["groups"])
