@@ -25,7 +25,7 @@ def centroids(
 ) -> tuple[Tensor, Tensor]:
     """Sum over columns of share_v C_v for each group, normalised; reads the weight once.
 
-    Args: every: of the tiles of columns every so many only: an estimate of the same.
+    Args: every: of the tiles of columns every so many at most: an estimate of the same.
     Returns:
         [GROUPS, D] fp32: groups of `share`, then (with_mean) sum_v class_weight_v C_v.
         [GROUPS] fp32: 1 over each group's total share; 0 where that is 0, 1 for the mean.
@@ -34,7 +34,8 @@ def centroids(
     groups = 0 if share is None else share.shape[0]
     block_v, block_d = 128, 256 if weight.element_size() == 2 else 64
     slices = triton.cdiv(dim, block_d)
-    splits = max(1, min(triton.cdiv(num_columns, block_v), 2 * num_programs(weight) // slices))
+    tiles = triton.cdiv(num_columns, block_v)
+    splits = max(1, min(tiles, 2 * num_programs(weight) // slices))
     part = weight.new_empty(splits, GROUPS, dim, dtype=torch.float32)
     seen = weight.new_empty(splits, GROUPS, dtype=torch.float32)
     total = weight.new_empty(slices * splits, GROUPS, dtype=torch.float32)
@@ -49,7 +50,8 @@ def centroids(
         num_columns,
         dim,
         groups,
-        every if num_columns >= 2 * every * splits * block_v else 1,
+        # Of a rank's few columns more of them: two tiles a split.
+        max(1, min(every, tiles // (2 * splits))),
         weight.stride(0),
         BLOCK_V=block_v,
         BLOCK_D=block_d,

@@ -39,7 +39,7 @@ def shares_of(
     return share
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["groups", "every"])
 def centroid_kernel(
     weight_ptr,  # [V, D]
     share_ptr,  # [groups, V]
