@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -128,8 +129,16 @@ def prepare(
     validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
 
     plan = plan_of(hidden, targets.numel(), options, process_group, shard)
-    picked = pick_tokens(targets, options, count_on_device=plan.backend.counts_on_device)
-    validation.check_target_range(picked.targets, shard.vocab_size, options.ignore_index)
+    pick = plan.backend.pick_tokens
+    picked = pick_tokens(
+        targets,
+        options,
+        count_on_device=plan.backend.counts_on_device,
+        kernels=None if pick is None else functools.partial(pick, shard=shard),
+    )
+    validation.check_target_range(
+        picked.targets, shard.vocab_size, options.ignore_index, picked.in_range
+    )
     terms = TokenLoss.of(picked, options, shape, token_weight, class_weight, hidden)
     call = Call(
         plan=plan,
@@ -207,6 +216,8 @@ def wanted_of(options: LossOptions) -> Wanted:
 
 
 def local_targets_of(picked: PickedTokens, shard: VocabShard) -> Tensor:
+    if picked.local_targets is not None:
+        return picked.local_targets
     # A shard that is the whole vocabulary holds every target: those are checked.
     whole = shard.num_classes == shard.vocab_size
     local = picked.targets if whole else shard.local_targets(picked.targets)

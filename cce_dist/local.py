@@ -16,6 +16,7 @@ from cce_dist.partials import (
     LocalGrads,
     MergeKernels,
     Needs,
+    Picked,
     Stats,
     StepKind,
     Tokens,
@@ -37,6 +38,8 @@ class LocalBackend:
     grads: Callable[..., LocalGrads]
     # Whether it takes Tokens.count: the host then never asks how many tokens count.
     counts_on_device: bool
+    # (ids [N] int64, ignore_index, shard=) -> the tokens that count; None: torch picks them.
+    pick_tokens: Callable[..., Picked] | None = None
     # Whether Tokens.local_targets may be int32.
     takes_int32: bool = False
     # Whether `grads` takes `store_as`, a dtype: the hidden gradient is then [num_rows, D] of that
@@ -76,6 +79,7 @@ def _triton() -> LocalBackend:
         local_triton_grads,
         local_triton_lists,
         local_triton_merge,
+        local_triton_pick,
         local_triton_rehearsal,
     )
 
@@ -84,6 +88,7 @@ def _triton() -> LocalBackend:
         kept=local_triton_lists.local_kept,
         grads=local_triton_grads.local_grads,
         counts_on_device=True,
+        pick_tokens=local_triton_pick.pick_on_device,
         takes_int32=True,
         stores_rows=True,
         orders_tokens=True,

@@ -73,6 +73,17 @@ class Tokens:
         return Tokens(self.hidden, self.rows[start:stop], self.local_targets[start:stop], count)
 
 
+class Picked(NamedTuple):
+    """What a backend finds out of [N] targets without waiting: the tokens that count, in front."""
+
+    targets: Tensor  # [N] int64, 0 for those that don't count
+    rows: Tensor  # [N] int64, where each came from
+    count: Tensor  # [1] int32, how many count
+    counts: Tensor  # [N] bool, which do
+    local_targets: Tensor  # [N] int32, -1 = not in this shard
+    in_range: Tensor  # [1] int32, 0 if one that counts is no class
+
+
 @dataclass(frozen=True)
 class Wanted:
     """Which optional statistics the forward collects while a tile is at hand."""

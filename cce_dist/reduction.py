@@ -5,13 +5,14 @@ Plain torch on [N] vectors. Autograd hands what it makes of them to the steps of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cce_dist.options import LossOptions
-from cce_dist.partials import accumulate_dtype
+from cce_dist.partials import Picked, accumulate_dtype
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class PickedTokens:
     # others come after them, with target 0.
     count: Tensor | None = None
     counts: Tensor | None = None  # [N] bool: which tokens count; None: all
+    local_targets: Tensor | None = None  # as in_range: where a backend has found it, see `Picked`
+    in_range: Tensor | None = None
 
     def number(self) -> Tensor | float:
         """How many tokens count, at least 1."""
@@ -53,13 +56,20 @@ def _shifted(values: Tensor, shift: int, fill: int) -> Tensor:
 
 
 def pick_tokens(
-    targets: Tensor, options: LossOptions, *, count_on_device: bool = False
+    targets: Tensor,
+    options: LossOptions,
+    *,
+    count_on_device: bool = False,
+    kernels: Callable[[Tensor, int], Picked] | None = None,
 ) -> PickedTokens:
     """The tokens that the loss computes; the others cost nothing.
 
-    With count_on_device the host doesn't wait to learn how many they are.
+    With count_on_device the host doesn't wait to learn how many they are. `kernels` does what is
+    done here then, of [N] ids and ignore_index.
     """
     ids = _shifted(targets, options.shift, options.ignore_index).reshape(-1)
+    if kernels is not None:
+        return PickedTokens(**kernels(ids, options.ignore_index)._asdict())
     valid = ids != options.ignore_index
     if count_on_device:
         seen = valid.cumsum(0)

@@ -73,19 +73,24 @@ def check_targets(
     return targets.shape
 
 
-def check_target_range(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """`targets` [N] without the ignored ones."""
+def check_target_range(
+    targets: Tensor, vocab_size: int, ignore_index: int, in_range: Tensor | None = None
+) -> None:
+    """`targets` [N] without the ignored ones; `in_range` [1]: 0 if one is no class, if known."""
     if targets.numel() == 0:
         return
-    low, high = torch.aminmax(targets)
-    require(
-        (low >= 0) & (high < vocab_size),
-        lambda: (
+    if in_range is None:
+        low, high = torch.aminmax(targets)
+        in_range = (low >= 0) & (high < vocab_size)
+
+    def message() -> str:
+        low, high = torch.aminmax(targets)
+        return (
             f"targets must lie in [0, vocab_size={vocab_size}) or equal ignore_index="
             f"{ignore_index}, got values from {int(low)} to {int(high)}"
-        ),
-        "targets must lie in [0, vocab_size) or equal ignore_index",
-    )
+        )
+
+    require(in_range, message, "targets must lie in [0, vocab_size) or equal ignore_index")
 
 
 def check_shard(shard: VocabShard | None, weight: Tensor, rank: int, world_size: int) -> VocabShard:
