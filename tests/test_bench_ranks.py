@@ -6,14 +6,22 @@ import csv
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from cce_dist.bench.rank_methods import choose_rank_methods
+from cce_dist import Filter, LinearCrossEntropy, VocabShard
+from cce_dist.bench.inputs import make_inputs
+from cce_dist.bench.kept import kept_share
+from cce_dist.bench.rank_methods import Place, choose_rank_methods
 from cce_dist.bench.ranks import uncovered
+from cce_dist.bench.shapes import Shape
 from cce_dist.cli import app
+from cce_dist.testing import shared_pool
 from cce_dist.testing.torchrun import ROOT
 
 
@@ -58,6 +66,36 @@ def test_exposed_communication_is_what_no_kernel_covers() -> None:
     assert uncovered(0, 10, [(-5, 2), (1, 3), (8, 20), (20, 30)]) == 5
     assert uncovered(5, 10, [(0, 1), (6, 7)]) == 4
     assert uncovered(5, 10, [(0, 100), (6, 7)]) == 0
+
+
+def shares_kept(group: Any) -> list[float | None]:
+    inputs = make_inputs("zipf", Shape(256, 2048, 32))
+    place = Place(group, VocabShard.chunked(2048, group.rank(), group.size()))
+    part = replace(inputs, weight=inputs.weight[place.rows])
+    how = {"filter": Filter(keep=0.02), "group": group}
+    filtered = LinearCrossEntropy(gradient="filtered", backend="triton", **how)
+    exact = LinearCrossEntropy(gradient="exact", backend="triton", group=group)
+    shares = [kept_share(filtered, part, exchanges=exchanges) for exchanges in (True, False)]
+    return [*shares, kept_share(exact, part, exchanges=True)]
+
+
+@pytest.mark.interpreter
+def test_what_a_rank_keeps_with_and_without_the_exchange_of_bounds() -> None:
+    frequent, rare = shared_pool().run(2, shares_kept)
+    # The second rank's classes are rare: what it knows alone is little of any token's lse.
+    assert 0 < rare[0] < 0.75 * rare[1] <= 0.75
+    assert rare[0] < frequent[0] <= frequent[1] <= 1
+    # `exact` has no filter, so there is nothing to count.
+    assert frequent[2] is None and rare[2] is None
+
+
+def test_interleaved_ids_are_the_same_tokens_dealt_to_four_ranks() -> None:
+    shape = Shape(64, 514, 16)
+    plain, dealt = make_inputs("zipf", shape), make_inputs("zipf-interleaved", shape)
+    old = [*range(0, 514, 4), *range(1, 514, 4), *range(2, 514, 4), *range(3, 514, 4)]
+    assert torch.equal(dealt.weight, plain.weight[old])
+    assert torch.equal(dealt.weight[dealt.targets], plain.weight[plain.targets])
+    assert torch.equal(dealt.hidden, plain.hidden)
 
 
 TINY = """data: {megabytes: 1, vocab_size: 2001, sequence_length: 32}

@@ -14,7 +14,8 @@ JsonPath = Annotated[Path | None, typer.Option("--json", help="The same, numbers
 Inputs = Annotated[
     Names,
     typer.Option(
-        help="gaussian, zipf, zipf-shuffled, or a file of `bench capture`; may be repeated. [zipf]"
+        help="gaussian, zipf, zipf-shuffled, zipf-interleaved, or a file of `bench capture`; may "
+        "be repeated. [zipf]"
     ),
 ]
 Shapes = Annotated[

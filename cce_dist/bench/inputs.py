@@ -12,7 +12,9 @@ from torch import Tensor
 from .shapes import Shape
 from .zipf import zipf_tensors
 
-KINDS = ("gaussian", "zipf", "zipf-shuffled")
+KINDS = ("gaussian", "zipf", "zipf-shuffled", "zipf-interleaved")
+# Ranks among which the last of these deals out the vocabulary.
+DEALT_TO = 4
 IGNORE_INDEX = -100
 
 
@@ -74,7 +76,8 @@ def make_inputs(
     seed: int = 0,
 ) -> BenchInputs:
     """`kind` is "gaussian", "zipf", "zipf-shuffled" (frequent tokens anywhere in the vocabulary,
-    rather than first), or a file that `cce-dist bench capture` wrote.
+    rather than first), "zipf-interleaved" (each of four ranks has every fourth token, and its
+    frequent ones first), or a file that `cce-dist bench capture` wrote.
 
     Of a file the first shape.num_tokens tokens are taken, or as many as it has; vocabulary and
     hidden size are its own.
@@ -96,17 +99,20 @@ def make_inputs(
     if kind.startswith("zipf"):
         made = zipf_tensors(num_tokens, vocab_size, dim, generator=generator, dtype=dtype)
         inputs = BenchInputs(kind, *made)
-        return inputs if kind == "zipf" else _shuffled(inputs, generator)
+        if kind == "zipf":
+            return inputs
+        order = torch.arange(vocab_size, device=device)
+        if kind == "zipf-interleaved":
+            return _renamed(inputs, torch.sort(order % DEALT_TO, stable=True).indices)
+        return _renamed(inputs, torch.randperm(vocab_size, generator=generator, device=device))
     hidden = torch.randn(num_tokens, dim, generator=generator, device=device)
     weight = torch.randn(vocab_size, dim, generator=generator, device=device)
     targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator, device=device)
     return BenchInputs(kind, hidden.to(dtype), weight.div_(math.sqrt(dim)).to(dtype), targets)
 
 
-def _shuffled(inputs: BenchInputs, generator: torch.Generator) -> BenchInputs:
-    """The same tokens under other ids."""
-    targets = inputs.targets
-    order = torch.randperm(len(inputs.weight), generator=generator, device=targets.device)
+def _renamed(inputs: BenchInputs, order: Tensor) -> BenchInputs:
+    """The same tokens under other ids: the order[i]-th is the i-th."""
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    return replace(inputs, weight=inputs.weight[order], targets=place[targets])
+    return replace(inputs, weight=inputs.weight[order], targets=place[inputs.targets])

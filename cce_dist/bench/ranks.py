@@ -22,6 +22,7 @@ from cce_dist import VocabShard
 from .golden import Gradients, LossFunction, errors, golden_gradients, gradients
 from .guard import describe_failure, recover
 from .inputs import BenchInputs
+from .kept import kept_share
 from .machine import Timer, Variant, interleaved_times, peak_extra_bytes, synchronize
 from .rank_methods import Place, RankMethod
 from .table import Cells, percentiles_ms
@@ -188,6 +189,10 @@ def _try(job: Job, trial: Trial, golden: Gradients) -> None:
         found = errors(gradients(function, trial.inputs), mine)
         variant = variant_of(function, trial.inputs, "loss+grad")
         found["peak"] = peak_extra_bytes(variant, job.device) / 2**20
+        if trial.method.is_ours and job.device.type == "cuda":
+            found["kept"] = kept_share(function, trial.inputs, exchanges=True)
+            if place.size > 1:
+                found["kept_alone"] = kept_share(function, trial.inputs, exchanges=False)
         trial.function = function
     except Exception as error:
         found["failed"] = describe_failure(error)
@@ -205,6 +210,11 @@ def _try(job: Job, trial: Trial, golden: Gradients) -> None:
         off = sum((x[name] * x["norms"][name]) ** 2 for x in everywhere)
         trial.cells[name] = math.sqrt(off / sum(x["norms"][name] ** 2 for x in everywhere))
     trial.cells["peak_extra_mib"] = max(x["peak"] for x in everywhere)
+    for name in ("kept", "kept_alone"):
+        shares = [x[name] for x in everywhere if x.get(name) is not None]
+        if shares:
+            trial.cells[f"least_{name}"] = min(shares)
+            trial.cells[f"most_{name}"] = max(shares)
 
 
 def _alive(trials: Sequence[Trial]) -> list[Trial]:
@@ -321,6 +331,10 @@ def _rows(trials: Sequence[Trial]) -> list[Cells]:
                 "exposed_ms",
                 "least_busy_ms",
                 "most_busy_ms",
+                "least_kept",
+                "most_kept",
+                "least_kept_alone",
+                "most_kept_alone",
                 "peak_extra_mib",
                 "loss_error",
                 *GRADIENTS,
