@@ -5,7 +5,6 @@ A group of one rank has no second code path: its collectives return their input.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist.partials import MergeKernels, Stats, logaddexp_parts, merge_parts, zero_beyond
+from cce_dist.streams import start_aside
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -237,7 +237,12 @@ def reduce_grad_hidden(
 
 
 def start_reduce_grad_hidden(
-    grad_hidden: Tensor, group: ProcessGroup, *, scatter: bool, dtype: torch.dtype
+    grad_hidden: Tensor,
+    group: ProcessGroup,
+    *,
+    scatter: bool,
+    dtype: torch.dtype,
+    finish: Callable[[], object],  # completes grad_hidden, on the stream that sums it
 ) -> Callable[[], Tensor]:
     """`reduce_grad_hidden`, on a GPU beside what the current stream is given next.
 
@@ -245,26 +250,18 @@ def start_reduce_grad_hidden(
     and of what the stream has been given, has to stay.
     """
     run, result = _reduction(grad_hidden, group, scatter, dtype)
-    if not grad_hidden.is_cuda:
-        run()
-        return lambda: result
-    caller, aside = torch.cuda.current_stream(grad_hidden.device), _aside(grad_hidden.device)
-    aside.wait_stream(caller)
-    with torch.cuda.stream(aside):
+
+    def finish_and_sum() -> None:
+        finish()
         run()
 
+    wait_for_it = start_aside(grad_hidden.device, finish_and_sum)
+
     def wait() -> Tensor:
-        caller.wait_stream(aside)
+        wait_for_it()
         return result
 
     return wait
-
-
-@functools.cache
-def _aside(device: torch.device) -> torch.cuda.Stream:
-    # Others wait for what runs here: its kernels' programs come before those of the caller's stream
-    # that have not begun.
-    return torch.cuda.Stream(device, priority=-1)
 
 
 def _reduction(

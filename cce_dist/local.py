@@ -17,6 +17,7 @@ from cce_dist.partials import (
     MergeKernels,
     Needs,
     Picked,
+    StartSum,
     Stats,
     StepKind,
     Tokens,
@@ -124,7 +125,7 @@ def _grads_of_nothing(
     upstream: Upstream,
     *,
     store_as: torch.dtype,
-    start_sum: Callable[[Tensor], Callable[[], Tensor]] | None = None,
+    start_sum: StartSum | None = None,
     needs: Needs,
     **how: Any,
 ) -> LocalGrads:
@@ -132,7 +133,7 @@ def _grads_of_nothing(
     new = head.weight.new_zeros
     hidden = new(tokens.hidden.shape, dtype=store_as) if needs.hidden else None
     if hidden is not None and start_sum is not None:
-        hidden = start_sum(hidden)()
+        hidden = start_sum(hidden, finish=lambda: None)()
     return LocalGrads(hidden, new(0, dtype=torch.float32) if needs.bias else None)
 
 

@@ -8,6 +8,7 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ from cce_dist.local_triton_tail import GROUPS, centroids
 from cce_dist.local_triton_tiles import REST, UNTIL_HIDDEN, WHOLE, Tiles, tiles_for
 from cce_dist.local_triton_upstream import Pull
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import Head, LocalGrads, Needs, Tokens, Upstream
+from cce_dist.partials import Head, LocalGrads, Needs, StartSum, Tokens, Upstream
+from cce_dist.streams import start_aside
 
 
 def local_grads(
@@ -44,15 +46,15 @@ def local_grads(
     workspace_bytes: int,
     logits: KeptLogits | None = None,
     store_as: torch.dtype,
-    start_sum: Callable[[Tensor], Callable[[], Tensor]] | None = None,
+    start_sum: StartSum | None = None,
 ) -> LocalGrads:
     """Gradients of this rank's shard (no communication of its own). Deterministic.
 
     Args, returns: those of `local_torch_grads.local_grads`, but
         store_as: hidden's gradient is [num_rows, D] in that dtype, as the caller's hidden, 0 for
             tokens that don't count.
-        start_sum: takes it when nothing but the weight's gradient is left to do, and returns what
-            is called in the end, and returns the gradient; None: nothing.
+        start_sum: takes it, in fp32, when nothing else but the weight's gradient is left to do;
+            None: nothing.
     Source: block-sparse products as in MegaBlocks, arXiv:2211.15841; docs/numerics.md#the-tail.
     """
     run = Backward.of(
@@ -74,9 +76,11 @@ def local_grads(
         launch = None
     wait = None
     if grad_hidden is not None:
-        grad_hidden = run.finish_hidden(grad_hidden, store_as)
-        if start_sum is not None:
-            wait = start_sum(grad_hidden)
+        made = grad_hidden
+        if start_sum is None:
+            grad_hidden = run.finish_hidden(made, store_as)
+        else:
+            wait = start_sum(made, finish=lambda: run.finish_hidden(made, made.dtype))
         if launch is not None:
             launch(REST)
     if grad_weight is not None and rows is not grad_weight:
@@ -125,14 +129,10 @@ class Backward:
         head = for_kernels(head)
         weight = head.weight
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        num_tiles = triton.cdiv(weight.shape[0], TILE)
-        lists = None
         # Vectors of tokens, and the tail's sums.
         room = workspace_bytes - 160 * num_blocks * TOKEN_BLOCK
         if kept is not None:
             room -= kept.marks.num_bytes
-            draws = kept.draws and needs.hidden
-            lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
         has_tail = kept is not None and kept.tail
         of_tokens = Pull.of(
             tokens,
@@ -157,13 +157,18 @@ class Backward:
             has_entropy=upstream.entropy is not None,
             has_smooth=upstream.smooth_logit is not None and head.softcap is not None,
             num_blocks=num_blocks,
-            num_tiles=num_tiles,
+            num_tiles=triton.cdiv(weight.shape[0], TILE),
             room=room,
             drawn_total=lse.new_empty(num_blocks * TOKEN_BLOCK),
-            lists=lists,
+            lists=None,
             logits=logits,
         )
-        run._sum_tail()
+        draws = kept is not None and kept.draws and needs.hidden
+        # Small kernels either, which have nothing to do with each other.
+        wait = start_aside(weight.device, run._tail_sums(draws))
+        if kept is not None:
+            run.lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
+        wait()
         return run
 
     @property
@@ -190,20 +195,22 @@ class Backward:
         """A pointer for an argument that the kernel was compiled not to read."""
         return self.count if tensor is None else tensor
 
-    def _sum_tail(self) -> None:
-        """What the dropped columns, and the mean logit, add to either gradient, by group."""
+    def _tail_sums(self, draws: bool) -> Callable[[], None]:
+        """What the dropped columns, and the mean logit, add to either gradient, by group: room for
+        it, and what launches the kernels that fill it."""
         if self.share is None and self.mean is None:
-            return
+            return lambda: None
         with_mean = self.mean is not None
         # Where columns are drawn, no centroid biases the gradient: an estimate of it will do.
-        estimates = self.lists is not None and self.lists.draws and not with_mean
-        self.centroid, inverse = centroids(
+        estimates = draws and not with_mean
+        self.centroid, inverse, sum_columns = centroids(
             self.head, self.weight, self.share, with_mean=with_mean, every=16 if estimates else 1
         )
         dim, block_d = self.weight.shape[1], 128
         part = self.weight.new_empty(2, self.num_blocks, dim, dtype=torch.float32)
         part_bias = part.new_empty(2, self.num_blocks)
-        start(token_sums_kernel, (self.num_blocks, triton.cdiv(dim, block_d)))(
+        sum_tokens = functools.partial(
+            start(token_sums_kernel, (self.num_blocks, triton.cdiv(dim, block_d))),
             self.hidden,
             self.of_tokens.rows,
             self.count,
@@ -218,9 +225,9 @@ class Backward:
             HAS_TAIL=self.share is not None,
             HAS_MEAN=with_mean,
         )
-        self.sums = torch.empty_like(self.centroid)
-        self.bias_sums = torch.empty_like(inverse)
-        start(group_sums_kernel, (GROUPS, triton.cdiv(dim, block_d)))(
+        self.sums, self.bias_sums = torch.empty_like(self.centroid), torch.empty_like(inverse)
+        sum_groups = functools.partial(
+            start(group_sums_kernel, (GROUPS, triton.cdiv(dim, block_d))),
             part,
             part_bias,
             inverse,
@@ -233,6 +240,13 @@ class Backward:
             BLOCK_D=block_d,
             HAS_MEAN=with_mean,
         )
+
+        def launch() -> None:
+            sum_columns()
+            sum_tokens()
+            sum_groups()
+
+        return launch
 
     def finish_hidden(self, made: Tensor, store_as: torch.dtype) -> Tensor:
         """Adds the tail to [num_rows, D] fp32; in that dtype, in place if it is fp32."""

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import triton
+from torch import Tensor
 
 from cce_dist.local_triton import local_stats
 from cce_dist.local_triton_grads import local_grads
@@ -89,5 +91,10 @@ def _go_through(tokens: Tokens, head: Head, kind: StepKind) -> None:
         accumulate=kind.accumulate,
         workspace_bytes=least,
         store_as=kind.store_as,
-        start_sum=(lambda grad: lambda: grad) if kind.in_parts else None,
+        start_sum=_sum_nothing if kind.in_parts else None,
     )
+
+
+def _sum_nothing(grad_hidden: Tensor, *, finish: Callable[[], object]) -> Callable[[], Tensor]:
+    finish()
+    return lambda: grad_hidden

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 from torch import Tensor
@@ -22,13 +25,14 @@ GROUPS = 16
 
 def centroids(
     head: Head, weight: Tensor, share: Tensor | None, *, with_mean: bool, every: int = 1
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Callable[[], None]]:
     """Sum over columns of share_v C_v for each group, normalised; reads the weight once.
 
     Args: every: of the tiles of columns every so many at most: an estimate of the same.
     Returns:
         [GROUPS, D] fp32: groups of `share`, then (with_mean) sum_v class_weight_v C_v.
         [GROUPS] fp32: 1 over each group's total share; 0 where that is 0, 1 for the mean.
+        what launches the kernels that fill these two.
     """
     num_columns, dim = weight.shape
     groups = 0 if share is None else share.shape[0]
@@ -40,7 +44,8 @@ def centroids(
     seen = weight.new_empty(splits, GROUPS, dtype=torch.float32)
     total = weight.new_empty(slices * splits, GROUPS, dtype=torch.float32)
     has_class_weight = with_mean and head.class_weight is not None
-    start(centroid_kernel, (slices, splits))(
+    sum_up = functools.partial(
+        start(centroid_kernel, (slices, splits)),
         weight,
         total if share is None else share,
         head.class_weight if has_class_weight else total,
@@ -63,7 +68,8 @@ def centroids(
     )
     centroid = weight.new_empty(GROUPS, dim, dtype=torch.float32)
     inverse = weight.new_empty(GROUPS, dtype=torch.float32)
-    start(merge_kernel, (GROUPS, slices))(
+    merge = functools.partial(
+        start(merge_kernel, (GROUPS, slices)),
         part,
         seen,
         total,
@@ -76,10 +82,16 @@ def centroids(
         GROUPS=GROUPS,
         LANES=256,
     )
-    return centroid, inverse
+
+    def launch() -> None:
+        sum_up()
+        merge()
+
+    return centroid, inverse, launch
 
 
 def mean_column(head: Head, weight: Tensor) -> tuple[Tensor, Tensor]:
     """sum_v class_weight_v C_v [D] in fp32."""
-    centroid, inverse = centroids(head, weight, None, with_mean=True)
+    centroid, inverse, launch = centroids(head, weight, None, with_mean=True)
+    launch()
     return centroid[0], inverse

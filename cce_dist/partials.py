@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -245,6 +245,17 @@ class Needs:
 
     hidden: bool
     bias: bool
+
+
+class StartSum(Protocol):
+    """Begins to sum a hidden gradient over the ranks."""
+
+    def __call__(
+        self, grad_hidden: Tensor, *, finish: Callable[[], object]
+    ) -> Callable[[], Tensor]:
+        """Takes it when nothing is left to do of it but `finish`, which completes it in place;
+        returns what waits for the sum, and returns that."""
+        ...
 
 
 @dataclass(frozen=True)

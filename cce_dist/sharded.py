@@ -37,6 +37,7 @@ from cce_dist.partials import (
     Head,
     LocalGrads,
     Needs,
+    StartSum,
     Stats,
     StepKind,
     Tokens,
@@ -220,7 +221,7 @@ def backward(
     return LocalGrads(hidden, grads.bias)
 
 
-def _start_sum(plan: Plan, dtype: torch.dtype) -> Callable[[Tensor], Callable[[], Tensor]] | None:
+def _start_sum(plan: Plan, dtype: torch.dtype) -> StartSum | None:
     """Step 4 where step 3 stores hidden's rows: begun as soon as nothing but the weight's gradient
     is left to do, which hides it."""
     if plan.group is None or group_size(plan.group) == 1:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import Filter, sharded
+from cce_dist.partials import StartSum
 from cce_dist.testing import TRITON_PLACES, Case, Place, grid, run_case, zipf_inputs
 
 pytest.importorskip("triton")
@@ -53,10 +54,13 @@ def test_hidden_is_done_before_the_rest(
     expected = run_case(None, case)
     taken: list[Tensor] = []
 
-    def start_sum(*_: Any) -> Callable[[Tensor], Callable[[], Tensor]]:
-        def start(grad: Tensor) -> Callable[[], Tensor]:
-            taken.append(grad.cpu().clone())
-            return lambda: grad.mul_(2)
+    def start_sum(*_: Any) -> StartSum:
+        def start(grad_hidden: Tensor, *, finish: Callable[[], object]) -> Callable[[], Tensor]:
+            finish()
+            assert grad_hidden.dtype == torch.float32
+            total = grad_hidden.to(dtype)
+            taken.append(total.cpu().clone())
+            return lambda: total.mul_(2)
 
         return start
 

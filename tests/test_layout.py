@@ -25,7 +25,7 @@ ANY = None
 # From the bottom up. A module imports rows above its own, never its own row or one below it; files
 # of one folder or backend may import each other. After a name: the third-party packages for it.
 LAYERS: tuple[dict[str, set[str] | None], ...] = (
-    {"allocations": {"torch"}, "options": set(), "vocab_shard": {"torch"}},
+    {"allocations": {"torch"}, "options": set(), "streams": {"torch"}, "vocab_shard": {"torch"}},
     {"reference": {"torch"}, "partials": {"torch"}},
     {"kernels": {"triton"}, "torch_tiles": {"torch"}},
     {"local_triton": {"torch", "triton"}, "local_torch": {"torch"}},

@@ -1,0 +1,36 @@
+"""Work beside the caller's stream, on a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+
+def start_aside(device: torch.device, run: Callable[[], object]) -> Callable[[], None]:
+    """Runs `run`, which allocates nothing, beside what the current stream is given next; on a CPU
+    at once.
+
+    Returns: what makes the current stream wait for it. Until then the memory of what it reads and
+    writes has to stay; what `run` holds does.
+    """
+    if device.type != "cuda":
+        run()
+        return lambda: None
+    caller, aside = torch.cuda.current_stream(device), _aside(device)
+    aside.wait_stream(caller)
+    with torch.cuda.stream(aside):
+        run()
+
+    def wait(_holds: object = run) -> None:
+        caller.wait_stream(aside)
+
+    return wait
+
+
+@functools.cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    # What runs here others wait for: its kernels' programs come before those of the caller's stream
+    # that have not begun.
+    return torch.cuda.Stream(device, priority=-1)
