@@ -391,6 +391,6 @@ class _Forward:
             HAS_SOFTCAP=self.head.softcap is not None,
             HAS_SCORE=dropped is not None,
             num_warps=self.tiles.warps,
-            num_stages=self.tiles.stages,
+            num_stages=self.tiles.target_stages or self.tiles.stages,
         )
         return logit

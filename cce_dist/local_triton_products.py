@@ -28,8 +28,8 @@ from cce_dist.options import TOKEN_BLOCK
 if TYPE_CHECKING:
     from cce_dist.local_triton_grads import Backward
 
-# Programs of the last DDS for each that a multiprocessor has room for: of one to three tasks each.
-SHORT = 8
+# Programs of the last DDS for each that the device has room for: most are one task, of some 30 us.
+SHORT = 16
 
 
 def products(

@@ -33,6 +33,8 @@ class Tiles:
     backward_warps: int = 8
     residents: int = 1  # programs of the backward a multiprocessor
     warps: int = 8
+    # Of the targets' product, whose rows lie anywhere in memory; None: as many as the forward's.
+    target_stages: int | None = None
 
 
 # `cce-dist bench tiles` times candidates beside it: docs/performance.md#tiles.
@@ -47,6 +49,7 @@ TABLE = {
         backward_stages=3,
         backward_warps=4,
         residents=2,
+        target_stages=6,
     ),
     ("sm80", 2): Tiles(128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3),
     ("sm90", 4): Tiles(128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=2),

@@ -87,11 +87,12 @@ def test_workspace_is_gone_before_the_hidden_gradient_is_stored(
         return arguments
 
     def look(self: Backward, *args: Any) -> Tensor:
-        assert [ref() for ref in made] == [None]
+        assert made and not [ref for ref in made if ref() is not None]
         return finish(self, *args)
 
     monkeypatch.setattr(local_triton_products, "_of_lists", remember)
     monkeypatch.setattr(Backward, "finish_hidden", look)
     inputs = zipf_inputs(130, 700, 16, generator=torch.Generator().manual_seed(0))
     run_case(None, Case(inputs, WAYS["filtered"]).at(place))
-    assert len(made) == 1
+    # On a GPU the first call of its kind is rehearsed.
+    assert len(made) in ((1, 2) if place.compiles else (1,))
