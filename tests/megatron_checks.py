@@ -13,7 +13,7 @@ from megatron_jobs import CLASSES, HIDDEN, SEQUENCE, Setup, build, make_config, 
 from torch import Tensor
 
 import megatron_patch
-from cce_dist.testing import check_promise
+from cce_dist.testing import check_gate, check_promise
 from megatron_patch import PatchError
 from megatron_patch.deferred import DeferredLogits
 
@@ -126,7 +126,11 @@ def compare_with_golden(
     assert not ours["loss"][~counts].any()
     if classes < CLASSES or options.get("softcap") is not None:
         theirs = fp32  # Megatron knows neither
-    check_promise("loss", *(x["loss"][counts] for x in (ours, expected, theirs)), torch.float32)
+    losses = [x["loss"][counts] for x in (ours, expected, theirs, fp32)]
+    if hidden.dtype != torch.float32:
+        check_promise("loss", *losses[:3], torch.float32)
+    # Of fp32 inputs Megatron's own loss is off by a rounding, and by how much is its CPU's luck.
+    check_gate("loss", losses[0], losses[1], losses[3])
     for name in ("hidden", "weight"):
         check_promise(name, ours[name], expected[name], theirs[name], hidden.dtype, noise=2e-8)
 
