@@ -261,7 +261,7 @@ class Lists:
 def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
     """Columns, those kept in many runs of blocks first, [V_local] int32."""
     num_columns, words = marks.kept.shape
-    key = torch.empty(num_columns, dtype=torch.int32, device=marks.kept.device)
+    key = torch.empty(num_columns, dtype=torch.int16, device=marks.kept.device)
     block = 256
     start(key_kernel, (triton.cdiv(num_columns, block),))(
         marks.kept,

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from cce_dist.kernels.backward import filtered_kernel
-from cce_dist.kernels.rest import last_dds_kernel, unkept_kernel
+from cce_dist.kernels.rest import rest_kernel
 from cce_dist.local_triton_exact import products_of_every_column
 from cce_dist.local_triton_inputs import tiles_of
 from cce_dist.local_triton_launch import start
@@ -28,7 +28,7 @@ from cce_dist.options import TOKEN_BLOCK
 if TYPE_CHECKING:
     from cce_dist.local_triton_grads import Backward
 
-# Programs of the last DDS for each that the device has room for: most are one task, of some 30 us.
+# Programs of what is left for each that the device has room for: most are one task, of some 30 us.
 SHORT = 16
 
 
@@ -113,18 +113,13 @@ def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> Callable[[in
     # Programs wait for each other: all of them must be there.
     together = {} if interpreted() else {"launch_cooperative_grid": True}
 
-    def launch_rest(kernel: Any, grid: int, **how: Any) -> None:
-        taken = {name: arguments[name] for name in kernel.arg_names if name in arguments}
-        start(kernel, (grid,))(**taken, **how)
-
     def launch(part: int) -> None:
         if part != REST:
             how = {"part": part, "num_warps": table.backward_warps, **together}
             start(filtered_kernel, (programs,))(**arguments, **how)
             return
-        # The shortest programs first: the collectives begin now.
-        launch_rest(unkept_kernel, run.num_tiles * (TILE // arguments["UNKEPT"]), num_warps=4)
-        launch_rest(last_dds_kernel, SHORT * programs, num_warps=table.backward_warps)
+        taken = {name: arguments[name] for name in rest_kernel.arg_names if name in arguments}
+        start(rest_kernel, (SHORT * programs,))(**taken, num_warps=table.backward_warps)
 
     return launch
 

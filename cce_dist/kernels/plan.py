@@ -96,7 +96,7 @@ def place_in_gray_code(bits):
 def key_kernel(
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
-    key_ptr,  # [V] int32: sorting by it puts columns of many blocks first: out
+    key_ptr,  # [V] int16: sorting by it puts columns of many blocks first: out
     V,
     num_blocks,
     words,
@@ -104,12 +104,16 @@ def key_kernel(
     HAS_DRAWN: tl.constexpr,
 ):
     """Columns of a tile of the backward should share token blocks. With 8, and with 16, runs of
-    blocks: first by how many of the 8 have one that keeps the column, then which, then which of the
-    16, as places in a Gray code, whose neighbours differ in one; then columns that are drawn only,
-    then the rest. docs/performance.md#the-order-of-columns."""
+    blocks: first by how many of the 8 have one that keeps the column, then which, as a place in a
+    Gray code, whose neighbours differ in one; then which halves of the first two of them, or in
+    only one, whether it is one 64th of all blocks and which; then columns that are drawn only, then
+    the rest. A sort of 16 bits takes half of one of 32. docs/performance.md#the-order-of-columns.
+    """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
     of16 = tl.zeros((BLOCK_V,), tl.int32)
+    first = tl.full((BLOCK_V,), 64, tl.int32)
+    last = tl.zeros((BLOCK_V,), tl.int32)
     any_drawn = tl.zeros((BLOCK_V,), tl.int64)
     for word in range(words):
         at = columns.to(tl.int64) * words + word
@@ -117,18 +121,24 @@ def key_kernel(
         if HAS_DRAWN:
             any_drawn |= tl.load(drawn_ptr + at, mask=inside, other=0)
         for lane in range(tl.minimum(num_blocks - word * 64, 64)):
-            place = 15 - (word * 64 + lane) * 16 // num_blocks
-            of16 |= ((kept >> lane) & 1).to(tl.int32) << place
-    pairs = (of16 | (of16 >> 1)) & 0x5555
+            place = (word * 64 + lane) * 64 // num_blocks
+            has = ((kept >> lane) & 1).to(tl.int32)
+            of16 |= has << (15 - place // 4)
+            first = tl.where(has > 0, tl.minimum(first, place), first)
+            last = tl.where(has > 0, place, last)
     of8 = tl.zeros((BLOCK_V,), tl.int32)
     number = tl.zeros((BLOCK_V,), tl.int32)
-    for place in tl.static_range(8):  # pyright: ignore[reportGeneralTypeIssues]
-        has = (pairs >> (2 * place)) & 1
-        of8 |= has << place
-        number += has
-    key = ((8 - number) << 24) | (place_in_gray_code(of8) << 16) | place_in_gray_code(of16)
-    rest = tl.where(any_drawn != 0, 9, 10) << 24
-    tl.store(key_ptr + columns, tl.where(number > 0, key, rest), mask=inside)
+    halves = tl.zeros((BLOCK_V,), tl.int32)
+    for i in tl.static_range(8):  # pyright: ignore[reportGeneralTypeIssues]
+        two = (of16 >> (14 - 2 * i)) & 3
+        halves = tl.where((two > 0) & (number < 2), (halves << 2) | two, halves)
+        of8 |= (two > 0).to(tl.int32) << (7 - i)
+        number += (two > 0).to(tl.int32)
+    detail = tl.where(number > 1, halves, first % 8 + tl.where(first == last, 0, 8))
+    key = ((8 - number) << 12) | (place_in_gray_code(of8) << 4) | detail
+    rest = tl.where(any_drawn != 0, 8, 9) << 12
+    key = tl.where(number > 0, key, rest) - 32768
+    tl.store(key_ptr + columns, key.to(tl.int16), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "words"])

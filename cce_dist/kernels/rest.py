@@ -1,5 +1,5 @@
 """What is left of the weight's gradient once the hidden one is done, for ranks that sum that one
-meanwhile: kernels of short programs, which wait for nobody, so that the collectives' kernels, of a
+meanwhile: a kernel of short programs, which wait for nobody, so that the collectives' kernels, of a
 stream of higher priority, find multiprocessors whenever they begin."""
 
 import triton
@@ -9,7 +9,7 @@ from cce_dist.kernels.dds import dds_kept_task, unkept_task
 
 
 @triton.jit(do_not_specialize=["num_blocks", "groups"])
-def last_dds_kernel(
+def rest_kernel(
     hidden_ptr,  # arguments as those of `filtered_kernel`, and what that has left in memory
     rows_ptr,
     class_weight_ptr,
@@ -50,14 +50,18 @@ def last_dds_kernel(
     HAS_GRAD_WEIGHT: tl.constexpr,
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    UNKEPT: tl.constexpr,
+    UNKEPT_SLICE: tl.constexpr,
 ):
-    """DDS of the first chunk, which is computed last: every so many of its tasks a program, so that
-    each takes a few, and the longest ones begin first."""
+    """DDS of the first chunk, which is computed last, and columns that no block keeps: every so
+    many tasks of either a program. The longest begin first, and while some programs multiply,
+    others store."""
     unit = tl.load(unit_ptr)
+    num_active = tl.load(num_active_ptr)
     dds_slices = tl.cdiv(D, SLICE) if HAS_GRAD_WEIGHT else 1
     num_dds = 0
     if tl.load(num_chunks_ptr) > 0:
-        num_dds = tl.minimum(tl.load(first_ptr + 1), tl.load(num_active_ptr)) * dds_slices
+        num_dds = tl.minimum(tl.load(first_ptr + 1), num_active) * dds_slices
     for task in range(tl.program_id(0), num_dds, tl.num_programs(0)):
         dds_kept_task(
             task, 0, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr, num_blocks_ptr,
@@ -67,41 +71,11 @@ def last_dds_kernel(
             TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT,
             HAS_GRAD_BIAS, ACCUMULATE,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["groups"])
-def unkept_kernel(
-    class_weight_ptr,
-    order_ptr,
-    num_active_ptr,
-    share_ptr,
-    tail_ptr,
-    tail_bias_ptr,
-    grad_weight_ptr,
-    grad_bias_ptr,
-    V,
-    D,
-    num_tiles,
-    groups,
-    stride_gv,
-    TILE: tl.constexpr,
-    TAIL_PRECISION: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HAS_TAIL: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_GRAD_WEIGHT: tl.constexpr,
-    HAS_GRAD_BIAS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    UNKEPT: tl.constexpr,
-    UNKEPT_SLICE: tl.constexpr,
-):
-    """One program: UNKEPT columns that no block keeps, if there are as many."""
-    first = tl.load(num_active_ptr) * TILE
+    num_unkept = (num_tiles - num_active) * (TILE // UNKEPT)
     slices = tl.cdiv(D, UNKEPT_SLICE) if HAS_GRAD_WEIGHT else 1
-    if first + tl.program_id(0) * UNKEPT < num_tiles * TILE:
+    for task in range(tl.program_id(0), num_unkept, tl.num_programs(0)):
         unkept_task(
-            tl.program_id(0), first, order_ptr, share_ptr, class_weight_ptr, tail_ptr,
+            task, num_active * TILE, order_ptr, share_ptr, class_weight_ptr, tail_ptr,
             tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D, groups, slices, stride_gv, UNKEPT,
             UNKEPT_SLICE, TAIL_PRECISION, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT,
             HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,

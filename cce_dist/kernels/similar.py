@@ -37,11 +37,14 @@ def places_in_line(gram):
         of_part = tl.sum(tl.where(same, row[None, :], 0.0), 1) / number
         centred = gram - mean[:, None] - row[None, :] + of_part[:, None]
         centred = tl.where(same, centred, 0.0)
+        # Over each part's trace: no power is too large then, nor vanishes.
+        size = tl.sum(tl.where(lane[:, None] == lane[None, :], centred, 0.0), 0)
+        trace = tl.sum(tl.where(same, size[None, :], 0.0), 1)
+        centred = centred / tl.maximum(trace, 1e-30)[:, None]
         v = ((lane * 37) % 64).to(tl.float32) - 31.5
-        for _ in range(POWER_STEPS):
-            v = tl.sum(centred * as_row(v)[None, :], 1)
-            largest = tl.max(tl.where(same, tl.abs(as_row(v))[None, :], 0.0), 1)
-            v = v / tl.maximum(largest, 1e-30)
+        for _ in range(POWER_STEPS // 2):
+            # Of a symmetric matrix rows and columns are the same, and need not change places.
+            v = tl.sum(centred * tl.sum(centred * v[:, None], 0)[None, :], 1)
         if halving < HALVINGS:
             part = 2 * part + (v > 0).to(tl.int32)
     # Parts first, then along the direction, then as they come.
