@@ -49,13 +49,14 @@ class Call:
             logit_scale=options.logit_scale,
         )
 
-    def tokens(self, hidden: Tensor) -> Tokens:
+    def tokens(self, hidden: Tensor, *, later: bool = False) -> Tokens:
+        """Args: later: `grads` is next, and may gather hidden beside what it begins with."""
         rows = None if self.rows is None else self.rows.long()
-        hidden = sharded.gather_hidden(hidden, self.plan)
+        hidden, fill = sharded.gather_hidden(hidden, self.plan, later=later)
         targets = self.local_targets
         if not self.plan.backend.takes_int32:
             targets = targets.long()
-        return Tokens(hidden, rows, targets, self.count)
+        return Tokens(hidden, rows, targets, self.count, fill)
 
     def rehearse(
         self, tokens: Tokens, head: Head, dtype: torch.dtype, needed: tuple[bool, ...]
@@ -169,7 +170,7 @@ class TwoPass(torch.autograd.Function):
         if all(grad is None for grad in grads[:4]):
             return None, None, None, None
         call: Call = ctx.call
-        tokens, head = call.tokens(hidden), call.head(weight, bias)
+        tokens, head = call.tokens(hidden, later=True), call.head(weight, bias)
         kept = ctx.kept
         if ctx.scores is not None and upstream.entropy is None:
             kept = sharded.find_kept(tokens, head, call.plan, ctx.scores, lse)

@@ -210,7 +210,25 @@ def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 def gather_tokens(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
     """[n, ...] of every rank -> [W n, ...] in rank order. Collectives: one all-gather."""
-    return _all_gather(hidden, group).flatten(0, 1)
+    whole, fill = gather_tokens_later(hidden, group)
+    fill()
+    return whole
+
+
+def gather_tokens_later(
+    hidden: Tensor, group: ProcessGroup | None
+) -> tuple[Tensor, Callable[[], None]]:
+    """The memory of `gather_tokens`, and what fills it, on the stream that it is called on.
+    Collectives: one all-gather, then."""
+    if group is None:
+        return hidden, lambda: None
+    hidden = hidden.contiguous()
+    whole = hidden.new_empty(dist.get_world_size(group) * hidden.shape[0], *hidden.shape[1:])
+
+    def fill() -> None:
+        _single("all_gather_single", "all_gather_into_tensor")(whole, hidden, group=group)
+
+    return whole, fill
 
 
 def reduce_grad_hidden(

@@ -47,6 +47,8 @@ class LocalBackend:
     # dtype, as hidden's rows are, and 0 where no token counts; and `start_sum` or None. That takes
     # this gradient as early as it can be, and returns what is called last for the one to return.
     stores_rows: bool = False
+    # Whether `grads` calls Tokens.fill.
+    fills_hidden: bool = False
     # Whether its blocks hold similar tokens, of which the default filter then keeps less.
     orders_tokens: bool = False
     # Whether `stats` hands its logits on to `grads` (gradient="in_forward").
@@ -92,6 +94,7 @@ def _triton() -> LocalBackend:
         pick_tokens=local_triton_pick.pick_on_device,
         takes_int32=True,
         stores_rows=True,
+        fills_hidden=True,
         orders_tokens=True,
         exchanges=True,
         merge_kernels=local_triton_merge.KERNELS,

@@ -164,8 +164,15 @@ class Backward:
             logits=logits,
         )
         draws = kept is not None and kept.draws and needs.hidden
-        # Small kernels either, which have nothing to do with each other.
-        wait = start_aside(weight.device, run._tail_sums(draws))
+        sum_tail = run._tail_sums(draws)
+
+        def fill_and_sum() -> None:
+            if tokens.fill is not None:
+                tokens.fill()
+            sum_tail()
+
+        # Which columns are kept has nothing to do with it. Small kernels, either.
+        wait = start_aside(weight.device, fill_and_sum)
         if kept is not None:
             run.lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
         wait()

@@ -51,6 +51,8 @@ class Tokens:
     local_targets: Tensor
     # [1] int32: only the first `count` tokens are computed, and the host doesn't know how many.
     count: Tensor | None = None
+    # Fills hidden, where ranks are still to gather it: on the stream that it is called on.
+    fill: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return self.local_targets.shape[0]

@@ -25,6 +25,7 @@ from torch import Tensor
 from cce_dist.collectives import (
     gather_bounds,
     gather_tokens,
+    gather_tokens_later,
     group_size,
     merge_stats,
     reduce_grad_hidden,
@@ -70,9 +71,16 @@ class Plan:
         return self.options.filters and self.threshold > 0
 
 
-def gather_hidden(hidden: Tensor, plan: Plan) -> Tensor:
-    """Under sequence parallel the tokens of all ranks, else hidden itself."""
-    return gather_tokens(hidden, plan.group) if plan.options.sequence_parallel else hidden
+def gather_hidden(
+    hidden: Tensor, plan: Plan, *, later: bool = False
+) -> tuple[Tensor, Callable[[], None] | None]:
+    """Under sequence parallel the tokens of all ranks, else hidden itself; and with `later`, for a
+    backend that begins with something else, what gathers them."""
+    if not plan.options.sequence_parallel:
+        return hidden, None
+    if later and plan.backend.fills_hidden:
+        return gather_tokens_later(hidden, plan.group)
+    return gather_tokens(hidden, plan.group), None
 
 
 def rehearse(
