@@ -81,11 +81,15 @@ def local_grads(
             grad_hidden = run.finish_hidden(made, store_as)
         else:
             wait = start_sum(made, finish=lambda: run.finish_hidden(made, made.dtype))
+    try:
         if launch is not None:
             launch(REST)
-    if grad_weight is not None and rows is not grad_weight:
-        grad_weight.copy_(rows)
-    return LocalGrads(grad_hidden if wait is None else wait(), grad_bias)
+        if grad_weight is not None and rows is not grad_weight:
+            grad_weight.copy_(rows)
+    finally:
+        if wait is not None:
+            grad_hidden = wait()
+    return LocalGrads(grad_hidden, grad_bias)
 
 
 @dataclass
@@ -164,18 +168,20 @@ class Backward:
             logits=logits,
         )
         draws = kept is not None and kept.draws and needs.hidden
-        sum_tail = run._tail_sums(draws)
+        steps = [step for step in (tokens.fill, run._tail_sums(draws)) if step is not None]
 
         def fill_and_sum() -> None:
-            if tokens.fill is not None:
-                tokens.fill()
-            sum_tail()
+            for step in steps:
+                step()
 
         # Which columns are kept has nothing to do with it. Small kernels, either.
-        wait = start_aside(weight.device, fill_and_sum)
-        if kept is not None:
-            run.lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
-        wait()
+        wait = start_aside(weight.device, fill_and_sum) if steps else None
+        try:
+            if kept is not None:
+                run.lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
+        finally:
+            if wait is not None:
+                wait()
         return run
 
     @property
@@ -202,11 +208,11 @@ class Backward:
         """A pointer for an argument that the kernel was compiled not to read."""
         return self.count if tensor is None else tensor
 
-    def _tail_sums(self, draws: bool) -> Callable[[], None]:
+    def _tail_sums(self, draws: bool) -> Callable[[], None] | None:
         """What the dropped columns, and the mean logit, add to either gradient, by group: room for
-        it, and what launches the kernels that fill it."""
+        it, and what launches the kernels that fill it; None: they add nothing."""
         if self.share is None and self.mean is None:
-            return lambda: None
+            return None
         with_mean = self.mean is not None
         # Where columns are drawn, no centroid biases the gradient: an estimate of it will do.
         estimates = draws and not with_mean

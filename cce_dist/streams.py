@@ -12,25 +12,32 @@ def start_aside(device: torch.device, run: Callable[[], object]) -> Callable[[],
     """Runs `run`, which allocates nothing, beside what the current stream is given next; on a CPU
     at once.
 
-    Returns: what makes the current stream wait for it. Until then the memory of what it reads and
-    writes has to stay; what `run` holds does.
+    Returns: what makes the current stream wait for it, to be called whatever happens. Until then
+    the memory of what it reads and writes has to stay; what `run` holds does.
     """
     if device.type != "cuda":
         run()
         return lambda: None
-    caller, aside = torch.cuda.current_stream(device), _aside(device)
-    aside.wait_stream(caller)
-    with torch.cuda.stream(aside):
-        run()
+    caller = torch.cuda.current_stream(device)
+    aside = _aside(device, caller.cuda_stream)
 
     def wait(_holds: object = run) -> None:
         caller.wait_stream(aside)
 
+    aside.wait_stream(caller)
+    try:
+        with torch.cuda.stream(aside):
+            run()
+    except BaseException:
+        # What it did begin has the memory that its caller is about to give up.
+        wait()
+        raise
     return wait
 
 
 @functools.cache
-def _aside(device: torch.device) -> torch.cuda.Stream:
+def _aside(device: torch.device, of: int) -> torch.cuda.Stream:
+    """One for each stream that calls: what a CUDA graph captures beside one is no other's."""
     # What runs here others wait for: its kernels' programs come before those of the caller's stream
     # that have not begun.
     return torch.cuda.Stream(device, priority=-1)

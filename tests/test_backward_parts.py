@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cce_dist import Filter, sharded
+from cce_dist import Filter, sharded, streams
 from cce_dist.partials import StartSum
 from cce_dist.testing import TRITON_PLACES, Case, Place, grid, run_case, zipf_inputs
 
 pytest.importorskip("triton")
 
-from cce_dist import local_triton_products
+from cce_dist import local_triton_grads, local_triton_products
 from cce_dist.local_triton_grads import Backward
+from cce_dist.local_triton_tiles import REST
 
 SMALL = {"workspace_bytes": 2**16}
 ALL = ("hidden", "weight", "bias")
@@ -36,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     **{name: {"options": way} for name, way in WAYS.items()},
     "main_grad": {"options": WAYS["filtered_chunks"], "main_grad": True},
     "frozen_head": {"options": WAYS["filtered_chunks"], "trainable": ("hidden",)},
+    "bias_alone": {"options": WAYS["filtered_chunks"], "trainable": ("hidden", "bias")},
     "exact_main_grad": {"options": WAYS["exact_chunks"], "main_grad": True},
     "exact_bias_alone": {"options": WAYS["exact_chunks"], "trainable": ("hidden", "bias")},
 }
@@ -96,3 +98,52 @@ def test_workspace_is_gone_before_the_hidden_gradient_is_stored(
     run_case(None, Case(inputs, WAYS["filtered"]).at(place))
     # On a GPU the first call of its kind is rehearsed.
     assert len(made) in ((1, 2) if place.compiles else (1,))
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, at=["lists", "rest"]))
+def test_what_runs_beside_is_waited_for_after_an_error(
+    place: Place, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its memory would be another's while it still writes.
+    started: list[torch.device] = []
+    waited: list[torch.device] = []
+
+    def start_aside(device: torch.device, run: Callable[[], object]) -> Callable[[], None]:
+        started.append(device)
+        wait = streams.start_aside(device, run)
+
+        def note() -> None:
+            waited.append(device)
+            wait()
+
+        return note
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no room for it")
+
+    def launch(part: int) -> None:
+        if part == REST:
+            fail()
+
+    def start_sum(*_: Any) -> StartSum:
+        def start(grad_hidden: Tensor, *, finish: Callable[[], object]) -> Callable[[], Tensor]:
+            wait = start_aside(grad_hidden.device, finish)
+
+            def total() -> Tensor:
+                wait()
+                return grad_hidden
+
+            return total
+
+        return start
+
+    monkeypatch.setattr(local_triton_grads, "start_aside", start_aside)
+    monkeypatch.setattr(sharded, "_start_sum", start_sum)
+    if at == "lists":
+        monkeypatch.setattr(local_triton_grads.Lists, "of", fail)
+    else:
+        monkeypatch.setattr(local_triton_grads, "products", lambda *_: launch)
+    inputs = zipf_inputs(130, 700, 16, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(MemoryError, match="no room"):
+        run_case(None, Case(inputs, WAYS["filtered"]).at(place))
+    assert started and len(started) == len(waited)

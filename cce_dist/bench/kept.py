@@ -22,6 +22,7 @@ def kept_share(function: LossFunction, inputs: BenchInputs, *, exchanges: bool) 
     """Of the pairs of this rank's columns and blocks of 128 tokens, those that `function` keeps;
     None: it has no filter of the Triton backend. All ranks of its group call this.
 
+    Not the first call of its kind, which is rehearsed.
     Args: exchanges: False: as if no rank told the others what it knows of each token's lse.
     """
     variant = variant_of(function, inputs, "forward")
@@ -56,6 +57,9 @@ def _marks_seen() -> Iterator[list[Any]]:
 
 @contextmanager
 def _without_exchanges(really: bool) -> Iterator[None]:
-    module = importlib.import_module("cce_dist.local_triton")
-    with patch.object(module, "EXCHANGES", () if really else module.EXCHANGES):
+    # Where ranks ask, and where one of an empty shard answers.
+    asks = importlib.import_module("cce_dist.local_triton")
+    answers = importlib.import_module("cce_dist.local_triton_bounds")
+    exchanges = () if really else asks.EXCHANGES
+    with patch.object(asks, "EXCHANGES", exchanges), patch.object(answers, "EXCHANGES", exchanges):
         yield

@@ -40,7 +40,7 @@ def places_in_line(gram):
         # Over each part's trace: no power is too large then, nor vanishes.
         size = tl.sum(tl.where(lane[:, None] == lane[None, :], centred, 0.0), 0)
         trace = tl.sum(tl.where(same, size[None, :], 0.0), 1)
-        centred = centred / tl.maximum(trace, 1e-30)[:, None]
+        centred = centred / tl.where(trace > 0, trace, 1.0)[:, None]
         v = ((lane * 37) % 64).to(tl.float32) - 31.5
         for _ in range(POWER_STEPS // 2):
             # Of a symmetric matrix rows and columns are the same, and need not change places.
