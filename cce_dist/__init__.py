@@ -6,6 +6,7 @@ ranks merge by log-add-exp. Start with `linear_cross_entropy`.
 
 from cce_dist.collectives import all_reduce_logaddexp
 from cce_dist.compute import LogitMoments, LossOutput
+from cce_dist.largest import LargestLogits, largest_logits
 from cce_dist.logprobs import TokenLogprobs, token_logprobs
 from cce_dist.loss import LinearCrossEntropy, linear_cross_entropy
 from cce_dist.options import Filter, LossOptions
@@ -13,6 +14,7 @@ from cce_dist.vocab_shard import VocabShard
 
 __all__ = [
     "Filter",
+    "LargestLogits",
     "LinearCrossEntropy",
     "LogitMoments",
     "LossOptions",
@@ -20,6 +22,7 @@ __all__ = [
     "TokenLogprobs",
     "VocabShard",
     "all_reduce_logaddexp",
+    "largest_logits",
     "linear_cross_entropy",
     "token_logprobs",
 ]

@@ -27,7 +27,7 @@ from cce_dist.partials import (
 
 @dataclass(frozen=True)
 class LocalBackend:
-    """What a backend is: three functions on one rank's shard, which leave communication to others.
+    """What a backend is: functions on one rank's shard, which leave communication to others.
 
     Their arguments are those of `local_torch.local_stats`, `local_torch_filter.local_kept` and
     `local_torch_grads.local_grads`. What `stats` records for `kept`, and `kept` for `grads`, is
@@ -37,6 +37,8 @@ class LocalBackend:
     stats: Callable[..., tuple[Stats, Any]]
     kept: Callable[..., Any]
     grads: Callable[..., LocalGrads]
+    # (tokens, head, workspace_bytes=) -> largest logit [N] and the first column that has it.
+    largest: Callable[..., tuple[Tensor, Tensor]]
     # Whether it takes Tokens.count: the host then never asks how many tokens count.
     counts_on_device: bool
     # (ids [N] int64, ignore_index, shard=) -> the tokens that count; None: torch picks them.
@@ -70,6 +72,7 @@ TORCH = LocalBackend(
     stats=local_torch.local_stats,
     kept=local_torch_filter.local_kept,
     grads=local_torch_grads.local_grads,
+    largest=local_torch.local_largest,
     counts_on_device=False,
     keeps_logits=True,
 )
@@ -80,6 +83,7 @@ def _triton() -> LocalBackend:
         local_triton,
         local_triton_exact,
         local_triton_grads,
+        local_triton_largest,
         local_triton_lists,
         local_triton_merge,
         local_triton_pick,
@@ -90,6 +94,7 @@ def _triton() -> LocalBackend:
         stats=local_triton.local_stats,
         kept=local_triton_lists.local_kept,
         grads=local_triton_grads.local_grads,
+        largest=local_triton_largest.local_largest,
         counts_on_device=True,
         pick_tokens=local_triton_pick.pick_on_device,
         takes_int32=True,

@@ -160,6 +160,24 @@ def local_stats(
     return _finish(running, lse, target_logit, tokens, head, wanted, size), scores
 
 
+def local_largest(tokens: Tokens, head: Head, *, workspace_bytes: int) -> tuple[Tensor, Tensor]:
+    """Each token's largest logit over this shard, in the accumulation dtype, and the first column
+    that has it, int64, [N] each; -inf and 0 over no columns. Not differentiable."""
+    weight, size = head.weight, TileSize.choose(head.weight, workspace_bytes)
+    value = weight.new_full((len(tokens),), -torch.inf, dtype=accumulate_dtype(weight.dtype))
+    index = torch.zeros(len(tokens), dtype=torch.int64, device=weight.device)
+    for start, stop in spans(len(tokens), size.tokens):
+        hidden = tokens.take(start, stop).to(operand_dtype(weight))
+        for first, last in spans(weight.shape[0], size.columns):
+            columns = weight[first:last].to(operand_dtype(weight))
+            bias = None if head.bias is None else head.bias[first:last]
+            top, column = logits_tile(hidden, columns, bias, head)[0].max(1)
+            better = top > value[start:stop]
+            value[start:stop] = torch.where(better, top, value[start:stop])
+            index[start:stop] = torch.where(better, column + first, index[start:stop])
+    return value, index
+
+
 def _finish(
     running: _RunningStats,
     lse: Tensor,

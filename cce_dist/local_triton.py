@@ -76,14 +76,14 @@ def local_stats(
     if score and len(tokens) > TOKEN_BLOCK:
         order = similar_order(tokens)
         tokens = tokens.reordered(order)
-    run = _Forward.of(tokens, head, wanted, score, keep_logits)
+    run = Forward.of(tokens, head, wanted, score, keep_logits)
     launches = run.launches(gather is not None)
     own = run.parts["lower"] if gather is None else run.parts["lower"].clone()
     for launch in launches:
         run.launch(threshold, score_largest, launch)
         if gather is not None and launch.number in EXCHANGES:
             raise_lower(gather, own, run.parts, run.shape, len(tokens), launch.number, order)
-    last = _Launch(launches[-1].number, 0, run.num_tiles, robust=True)
+    last = Launch(launches[-1].number, 0, run.num_tiles, robust=True)
     run.launch(threshold, score_largest, last)
     stats, log_dropped = run.finish()
     marks = None
@@ -108,7 +108,7 @@ def local_stats(
 
 
 @dataclass(frozen=True)
-class _Launch:
+class Launch:
     """One of the forward kernel's launches, and the tiles of columns it makes, or its share of."""
 
     number: int
@@ -119,7 +119,7 @@ class _Launch:
 
 
 @dataclass
-class _Forward:
+class Forward:
     """One forward: its inputs, packed, and the partial results of the splits."""
 
     tokens: Tokens
@@ -150,7 +150,7 @@ class _Forward:
         wanted: Wanted,
         score: bool,
         keep_logits: KeptLogits | None,
-    ) -> _Forward:
+    ) -> Forward:
         head = for_kernels(head)
         weight = head.weight
         tiles = tiles_for(weight)
@@ -210,26 +210,26 @@ class _Forward:
         """[N] which tokens count, in the order of the packed ones."""
         return torch.arange(len(self.tokens), device=self.weight.device) < self.count
 
-    def launches(self, ranks_exchange: bool) -> tuple[_Launch, ...]:
+    def launches(self, ranks_exchange: bool) -> tuple[Launch, ...]:
         """Each begins with what the splits of the one before have summed."""
         kept, columns = self.keep_logits, self.tiles.columns
         if kept is None:
             # One program at a time makes one split, which has no others to wait for.
             alone = num_programs(self.weight) == 1 and not ranks_exchange
             numbers = (ALONE.value,) if alone else range(LAST.value + 1)
-            return tuple(_Launch(number, 0, self.num_tiles) for number in numbers)
+            return tuple(Launch(number, 0, self.num_tiles) for number in numbers)
         end = kept.first_column // columns
         # PROBE's sums are for the references alone: of whatever columns come first.
-        launches = [_Launch(PROBE.value, 0, self.num_tiles)]
-        launches += [_Launch(number, 0, end) for number in range(FIRST.value, LAST.value + 1)]
+        launches = [Launch(PROBE.value, 0, self.num_tiles)]
+        launches += [Launch(number, 0, end) for number in range(FIRST.value, LAST.value + 1)]
         for number, region in enumerate(kept.ascending, LAST.value + 1):
             begin = end
             if region is not None:
                 end = triton.cdiv(region.last_column, columns)
-            launches.append(_Launch(number, begin, end, region))
+            launches.append(Launch(number, begin, end, region))
         return tuple(launches)
 
-    def _pack(self) -> _Forward:
+    def _pack(self) -> Forward:
         hidden = with_unit_inner_stride(self.tokens.hidden)
         padded, stride = self.packed.shape
         self.parts["lower"] = self.parts["state"].new_empty(padded)
@@ -270,7 +270,7 @@ class _Forward:
         """A pointer for an argument that the kernel was compiled not to read."""
         return self.count if tensor is None else tensor
 
-    def launch(self, threshold: float, by_largest: bool, launch: _Launch) -> None:
+    def launch(self, threshold: float, by_largest: bool, launch: Launch) -> None:
         head, tiles, parts = self.head, self.tiles, self.parts
         dim = self.weight.shape[1]
         if self.groups > 1 and not launch.robust:

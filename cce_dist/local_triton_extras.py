@@ -34,15 +34,10 @@ def merge_extras(
         targets: [N_padded].
         counts: [N] bool.
     """
-    splits = extras.shape[1] // stride
-    of_splits = extras[:, : splits * stride].view(NUM_EXTRAS, splits, stride)
-    top, index, origin, mean, m2, weighted, seen = of_splits[..., : len(counts)]
-    used = torch.arange(splits, device=counts.device)[:, None] < num_splits
-    top = torch.where(used, top, -torch.inf)
+    top, _, origin, mean, m2, weighted, seen = _of_splits(extras, stride, num_splits, len(counts))
     merged = {}
     if wanted.correct or wanted.moments:
-        largest = top.amax(0)
-        column = torch.where(top == largest, index, torch.inf).amin(0)
+        largest, column = largest_of(extras, stride, num_splits, len(counts))
         hit = (column == targets[: len(counts)]) & counts & (largest > -torch.inf)
         merged["max_logit"] = torch.where(counts, largest, 0)
         if wanted.correct:
@@ -56,6 +51,25 @@ def merge_extras(
         smooth = weighted.sum(0) / head.vocab_size
         merged["smooth_logit"] = torch.where(counts, smooth, 0)
     return merged
+
+
+def _of_splits(
+    extras: Tensor, stride: int, num_splits: Tensor, num_tokens: int
+) -> tuple[Tensor, ...]:
+    """The fields [splits, N]; the first is -inf where there is no split."""
+    splits = extras.shape[1] // stride
+    top, *others = extras[:, : splits * stride].view(NUM_EXTRAS, splits, stride)[..., :num_tokens]
+    used = torch.arange(splits, device=extras.device)[:, None] < num_splits
+    return torch.where(used, top, -torch.inf), *others
+
+
+def largest_of(
+    extras: Tensor, stride: int, num_splits: Tensor, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """The largest logit [N], and the first column that has it, as a float."""
+    top, index, *_ = _of_splits(extras, stride, num_splits, num_tokens)
+    largest = top.amax(0)
+    return largest, torch.where(top == largest, index, torch.inf).amin(0)
 
 
 def mean_logit_by_linearity(hidden: Tensor, counts: Tensor, head: Head) -> Tensor:

@@ -14,9 +14,9 @@ class DeferredLogits:
     """scale * (hidden @ weight.T), not computed yet.
 
     The loss takes hidden and weight from here; so do, where nothing is differentiated, the largest
-    logits and their indices, which multi-token prediction's metric wants. Whoever else asks for
-    anything, an attribute, an operator, a torch function, gets that of the logits, which are then
-    made by Megatron's own forward, once.
+    logits and their indices, by the loss's kernel, which multi-token prediction's metric wants.
+    Whoever else asks for anything, an attribute, an operator, a torch function, gets that of the
+    logits, which are then made by Megatron's own forward, once.
     """
 
     def __init__(

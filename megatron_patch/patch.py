@@ -227,7 +227,7 @@ def _head_forward(
     if labels is not None:
         return head_loss(self, input_, given, labels, logit_scale, options), None
     if largest_wanted:
-        return largest_logits(self, input_, given, logit_scale, options.workspace_bytes), None
+        return largest_logits(self, input_, given, logit_scale, options), None
     # Compiled modules call their forward directly.
     deferred = None if logits_wanted else _defer(self, input_, weight, runtime_gather_output)
     if deferred is not None:

@@ -42,7 +42,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"compute": {"torch"}},
     {"compiled": {"torch"}},
     {"loss": {"torch"}},
-    {"logprobs": {"torch"}},
+    {"largest": {"torch"}, "logprobs": {"torch"}},
     {PUBLIC: set()},
     {"adapters": {"torch", "mpi4py", "numpy"}, "planner": set()},
     {"train": ANY},

@@ -1,0 +1,62 @@
+"""The largest logit of each token, for metrics and greedy decoding: no logits in memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist import validation
+from cce_dist.compute import cast_by_autocast
+from cce_dist.local import choose_backend
+from cce_dist.options import Backend, LossOptions
+from cce_dist.partials import Head, Tokens
+
+
+class LargestLogits(NamedTuple):
+    """Each has hidden's shape without D."""
+
+    value: Tensor  # fp32 (float64 for float64 inputs); -inf of a weight without rows
+    index: Tensor  # int64: the row of weight, the first one of equal logits; 0 without rows
+
+
+@torch.no_grad()
+def largest_logits(
+    hidden: Tensor,  # [..., D] bf16 | fp16 | fp32 | float64
+    weight: Tensor,  # [V_local, D] as hidden
+    *,
+    bias: Tensor | None = None,  # [V_local]
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    backend: Backend = "auto",
+    workspace_bytes: int = 64 * 2**20,
+) -> LargestLogits:
+    """max and argmax over this rank's rows of z = logit_scale * softcap(hidden @ weight.T + bias).
+
+    As `logits.max(dim=-1)` of logits in fp32, without them. Over several ranks the largest value
+    wins: that is left to the caller. Not differentiable. No collectives.
+
+    Args: those of `linear_cross_entropy`.
+    Raises:
+        ValueError: an argument is out of range, or shapes, dtypes or devices don't fit.
+    """
+    options = LossOptions(
+        gradient="exact",
+        softcap=softcap,
+        logit_scale=logit_scale,
+        backend=backend,
+        workspace_bytes=workspace_bytes,
+    )
+    hidden, weight = cast_by_autocast(hidden, weight)
+    validation.check_hidden_and_weight(hidden, weight)
+    validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
+    flat, shape = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[:-1]
+    nobody = torch.full((flat.shape[0],), -1, dtype=torch.int64, device=hidden.device)
+    head = Head(weight, bias, None, weight.shape[0], softcap, options.logit_scale)
+    chosen = choose_backend(options, hidden, len(flat), weight.shape[0])
+    with torch.autocast(hidden.device.type, enabled=False):
+        value, index = chosen.largest(
+            Tokens(flat, None, nobody), head, workspace_bytes=workspace_bytes
+        )
+    return LargestLogits(value.view(shape), index.view(shape))

@@ -1,0 +1,22 @@
+"""Each token's largest logit by the forward's kernel, and nothing else."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cce_dist.local_triton import Forward, Launch
+from cce_dist.local_triton_extras import largest_of
+from cce_dist.partials import Head, Tokens, Wanted
+
+
+def local_largest(tokens: Tokens, head: Head, *, workspace_bytes: int) -> tuple[Tensor, Tensor]:
+    """As `local_torch.local_largest`. One product; the logits stay in registers."""
+    run = Forward.of(tokens, head, Wanted(correct=True), False, None)
+    launches = run.launches(False)
+    last = Launch(launches[-1].number, 0, run.num_tiles, robust=True)
+    for launch in (*launches, last):
+        run.launch(0.0, False, launch)
+    stride = run.packed.shape[0]
+    value, index = largest_of(run.parts["extras"], stride, run.shape[1], len(tokens))
+    # A token of no number has no largest logit.
+    return value, index.where(index.isfinite(), 0).long()
