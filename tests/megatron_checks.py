@@ -17,7 +17,8 @@ from cce_dist.testing import check_gate, check_promise
 from megatron_patch import PatchError
 from megatron_patch.deferred import DeferredLogits
 
-BATCH = 3
+# Megatron's own loss is off by a rounding: of few tokens, how much is the luck of a CPU.
+BATCH = 48
 SETUP = Setup(tp=2)
 Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}
@@ -127,9 +128,7 @@ def compare_with_golden(
     if classes < CLASSES or options.get("softcap") is not None:
         theirs = fp32  # Megatron knows neither
     losses = [x["loss"][counts] for x in (ours, expected, theirs, fp32)]
-    if hidden.dtype != torch.float32:
-        check_promise("loss", *losses[:3], torch.float32)
-    # Of fp32 inputs Megatron's own loss is off by a rounding, and by how much is its CPU's luck.
+    check_promise("loss", *losses[:3], torch.float32)
     check_gate("loss", losses[0], losses[1], losses[3])
     for name in ("hidden", "weight"):
         check_promise(name, ours[name], expected[name], theirs[name], hidden.dtype, noise=2e-8)
