@@ -6,7 +6,7 @@ A group of one rank has no second code path: its collectives return their input.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -66,12 +66,26 @@ def _single(name: str, until_2_12: str) -> Callable[..., object]:
 
 def _all_gather(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """[...] -> [W, ...] in rank order."""
+    return _start_all_gather(tensor, group, later=False)()
+
+
+def _start_all_gather(
+    tensor: Tensor, group: ProcessGroup | None, *, later: bool
+) -> Callable[[], Tensor]:
+    """What returns the result of `_all_gather`; with `later` it waits no sooner than that."""
     if group is None:
-        return tensor[None]
-    size = dist.get_world_size(group)
+        return lambda: tensor[None]
+    size, tensor = dist.get_world_size(group), tensor.contiguous()
     out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-    _single("all_gather_single", "all_gather_into_tensor")(out, tensor.contiguous(), group=group)
-    return out.view(size, *tensor.shape)
+    gather = _single("all_gather_single", "all_gather_into_tensor")
+    work: Any = gather(out, tensor, group=group, async_op=later)
+
+    def finish() -> Tensor:
+        if work is not None:
+            work.wait()
+        return out.view(size, *tensor.shape)
+
+    return finish
 
 
 def all_reduce_logaddexp(
@@ -122,16 +136,49 @@ def merge_stats(
         ValueError: the ranks' shards overlap or don't cover the vocabulary (on the CPU; a
             device-side assertion on a GPU, where looking would stop the stream).
     """
+    return _merging(local, shard, group, count, kernels, later=False)()
+
+
+def start_merge_stats(
+    local: Stats,
+    shard: VocabShard,
+    group: ProcessGroup | None,
+    count: Tensor | None = None,
+    kernels: MergeKernels | None = None,
+) -> Callable[[], Stats]:
+    """`merge_stats` begun. Returns: what waits for it, and returns the merged statistics."""
+    return _merging(local, shard, group, count, kernels, later=True)
+
+
+def _merging(
+    local: Stats,
+    shard: VocabShard,
+    group: ProcessGroup | None,
+    count: Tensor | None,
+    kernels: MergeKernels | None,
+    *,
+    later: bool,
+) -> Callable[[], Stats]:
     if group is None:
-        return local
+        return lambda: local
     if kernels is not None and local.is_plain:
-        parts = _all_gather(kernels.pack(local.lse, local.target_logit, _digits_of(shard)), group)
-        merged, tiles = kernels.merge(parts, count, _DIGIT)
-        _require_that(tiles, parts[:, -_NUM_DIGITS:])
-        return local.unpack(merged)
+        payload = kernels.pack(local.lse, local.target_logit, _digits_of(shard))
+        gather = _start_all_gather(payload, group, later=later)
+
+        def merge_by_kernel() -> Stats:
+            parts = gather()
+            merged, tiles = kernels.merge(parts, count, _DIGIT)
+            _require_that(tiles, parts[:, -_NUM_DIGITS:])
+            return local.unpack(merged)
+
+        return merge_by_kernel
     packed = local.pack()
     payload = torch.cat([packed.flatten(), _encode_shard(shard, packed)])
-    parts = _all_gather(payload, group)
+    gather = _start_all_gather(payload, group, later=later)
+    return lambda: _merged(gather(), local, packed, count)
+
+
+def _merged(parts: Tensor, local: Stats, packed: Tensor, count: Tensor | None) -> Stats:
     bounds = _decode_shards(parts[:, -_NUM_DIGITS:])
     _require_that(_tiles(bounds), parts[:, -_NUM_DIGITS:])
     rows = parts[:, : packed.numel()].view(len(parts), *packed.shape).transpose(0, 1)

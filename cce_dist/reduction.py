@@ -147,3 +147,22 @@ class TokenLoss:
 
     def total(self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice) -> Tensor:
         return self.per_token(nll, lse, smooth, at).sum()
+
+    def derivatives(
+        self, nll: Tensor, lse: Tensor, smooth: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Of `total` of all tokens, by nll, lse and smooth, [N] each; None is 0. For who cannot
+        wait for autograd, because autograd waits for them."""
+        scale = torch.ones_like(nll) / self.denominator
+        if self.token_weight is not None:
+            scale = scale * self.token_weight
+        by_nll = scale if self.target_weight is None else self.target_weight * scale
+        by_lse = by_smooth = None
+        if smooth is not None:
+            by_nll = (1 - self.smoothing) * by_nll
+            by_lse = self.smoothing * self.mean_class_weight * scale
+            by_smooth = -self.smoothing * scale
+        if self.z_loss:
+            square = 2 * self.z_loss * scale * lse
+            by_lse = square if by_lse is None else by_lse + square
+        return by_nll, by_lse, by_smooth

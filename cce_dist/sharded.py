@@ -29,6 +29,7 @@ from cce_dist.collectives import (
     group_size,
     merge_stats,
     reduce_grad_hidden,
+    start_merge_stats,
     start_reduce_grad_hidden,
     sum_over_ranks,
 )
@@ -124,22 +125,38 @@ def forward(
     tokens: Tokens, head: Head, plan: Plan, *, score: bool, keep_logits: Any = None
 ) -> tuple[Stats, Any]:
     """Steps 1 and 2. Scores stay on this rank, for the filter of the backward; so do logits."""
-    score = score and plan.filters
     how: dict[str, Any] = {}
-    if score and plan.backend.exchanges and group_size(plan.group) > 1:
+    if score and plan.filters and plan.backend.exchanges and group_size(plan.group) > 1:
         how["gather"] = functools.partial(gather_bounds, group=plan.group)
-    local, scores = plan.backend.stats(
+    local, scores = _local(tokens, head, plan, score=score, keep_logits=keep_logits, **how)
+    return _merge(local, tokens, plan), scores
+
+
+def start_forward(
+    tokens: Tokens, head: Head, plan: Plan, *, score: bool
+) -> tuple[Callable[[], Stats], Any]:
+    """`forward` whose second step is begun: what waits for it, and scores. Ranks that are at
+    different microbatches cannot tell each other bounds in between, so scores are by each one's
+    own columns, and the filter by the lse of all."""
+    local, scores = _local(tokens, head, plan, score=score)
+    kernels = plan.backend.merge_kernels
+    return start_merge_stats(local, plan.shard, plan.group, tokens.count, kernels), scores
+
+
+def _local(
+    tokens: Tokens, head: Head, plan: Plan, *, score: bool, keep_logits: Any = None, **how: Any
+) -> tuple[Stats, Any]:
+    return plan.backend.stats(
         tokens,
         head,
         wanted=plan.wanted,
-        score=score,
+        score=score and plan.filters,
         score_largest=plan.options.filter.eps is not None,
         threshold=plan.threshold,
         workspace_bytes=plan.options.workspace_bytes,
         keep_logits=keep_logits,
         **how,
     )
-    return _merge(local, tokens, plan), scores
 
 
 def _merge(local: Stats, tokens: Tokens, plan: Plan) -> Stats:
@@ -344,16 +361,7 @@ def _grads_by_chunks(
         at = slice(start, min(start + size, len(tokens)))
         chunk = tokens.slice(at.start, at.stop)
         logits = buffer[: len(chunk)]
-        local, _ = plan.backend.stats(
-            chunk,
-            head,
-            wanted=plan.wanted,
-            score=False,
-            score_largest=False,
-            threshold=0.0,
-            workspace_bytes=plan.options.workspace_bytes,
-            keep_logits=logits,
-        )
+        local, _ = _local(chunk, head, plan, score=False, keep_logits=logits)
         stats = _merge(local, chunk, plan)
         grads = plan.backend.grads(
             chunk,

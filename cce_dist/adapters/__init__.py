@@ -1,0 +1,1 @@
+"""The loss inside other libraries' training loops: torch.distributed.pipelining."""

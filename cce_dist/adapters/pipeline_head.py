@@ -1,0 +1,304 @@
+"""The vocabulary over pipeline ranks: the loss in phases that a schedule places between its own.
+
+A microbatch goes through four of them, each of which begins a collective that the next waits for:
+
+    post         its hidden states and targets, from the rank of the last stage to all
+    statistics   log-sum-exp and target logit of this rank's columns; begins the merge
+    gradients    the loss; gradients by the merged lse; begins the sum of the hidden gradient
+    take         on the rank of the last stage: the hidden gradient, which its backward needs
+
+The weight's gradient never travels. Each kind of collective has a group of its own, so that only
+the order of microbatches has to be the same on all ranks, not that of phases.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import sharded
+from cce_dist.adapters.groups import own_groups, start_broadcast, start_reduce
+from cce_dist.autograd import Call, pad_bias
+from cce_dist.collectives import resolve_group
+from cce_dist.compute import Finish, prepare
+from cce_dist.options import LossOptions
+from cce_dist.partials import Head, Needs, Stats, Tokens, Upstream, accumulate_dtype
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass
+class _Microbatch:
+    """From `post` to `take`."""
+
+    hidden: Tensor  # [..., D]
+    targets: Tensor  # [...] int64
+    arrive: list[Callable[[], object]]  # waits for both
+    step: tuple[Call, Finish, Tokens, Head] | None = None
+    scores: Any = None
+    merge: Callable[[], Stats] | None = None
+    loss: Tensor | None = None
+    grad: Tensor | None = None  # [N, D] this rank's part, then the sum
+    summed: Callable[[], object] | None = field(default=None)
+
+
+class PipelineHead:
+    """An LM head whose rows are spread over the ranks of a pipeline, and its cross-entropy.
+
+    Args:
+        weight: [V_local, D] this rank's rows, bf16 | fp16 | fp32 | float64. What the phases add up
+            is added to weight.grad by `finish_step`; no hook of the parameter runs.
+        group: the ranks of the pipeline, in the order of the vocabulary.
+        hidden_shape: of a microbatch's hidden states, [..., D]; the same for all of them. Targets
+            have it without D.
+        hidden_dtype: None: weight's.
+        vocab_shard: as of `linear_cross_entropy`.
+        bias: [V_local], this rank's; its gradient as weight's.
+        class_weight: [V], the same on every rank.
+        options: of the loss; reduction "mean" or "sum", of a microbatch.
+        loss_scale: factor of the gradients of all microbatches, such as 1 / their number.
+        timeout: of the three groups that it makes.
+    Raises:
+        ValueError: an argument is not supported; the message says which.
+    Collectives: three groups are made, for which every rank of the job makes a head at the same
+        time, those of other pipelines too. A microbatch costs a broadcast of its hidden states and
+        targets, an all-gather of 8 N + 24 bytes a rank, and a sum of [N, D] in fp32 to the rank of
+        the last stage.
+    Determinism: as the loss's own.
+    Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,  # [V_local, D]
+        *,
+        group: ProcessGroup | DeviceMesh,
+        hidden_shape: tuple[int, ...],
+        hidden_dtype: torch.dtype | None = None,
+        vocab_shard: VocabShard | None = None,
+        bias: Tensor | None = None,  # [V_local]
+        class_weight: Tensor | None = None,  # [V]
+        options: LossOptions = LossOptions(),  # noqa: B008 - frozen
+        loss_scale: float = 1.0,
+        timeout: datetime.timedelta = TIMEOUT,
+    ) -> None:
+        found = resolve_group(group)
+        _check(found, weight, hidden_shape, options)
+        assert found is not None
+        self.weight, self.bias, self.class_weight = weight, bias, class_weight
+        self.shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
+        self.hidden_shape = tuple(hidden_shape)
+        self.hidden_dtype = hidden_dtype or weight.dtype
+        self.group = found
+        self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
+        self._posting, self._merging, self._summing = own_groups(found, 3, timeout)
+        self._microbatches: dict[int, _Microbatch] = {}
+        self._grad_weight: Tensor | None = None  # [num_classes, D]
+        self._grad_bias: Tensor | None = None
+
+    def post(
+        self, index: int, root: int, hidden: Tensor | None = None, targets: Tensor | None = None
+    ) -> None:
+        """Sends a microbatch to all ranks. Without waiting.
+
+        Args:
+            root: the rank in the group that has the last stage.
+            hidden, targets: there, and None elsewhere.
+        Raises:
+            ValueError: on the root, their shapes or dtypes are not those that all ranks expect.
+        """
+        if index in self._microbatches:
+            raise ValueError(f"index must be of a microbatch that is not under way, got {index}")
+        device = self.weight.device
+        if self.rank == root:
+            hidden, targets = self.checked(hidden, targets)
+        else:
+            hidden = torch.empty(self.hidden_shape, dtype=self.hidden_dtype, device=device)
+            targets = torch.empty(self.hidden_shape[:-1], dtype=torch.int64, device=device)
+        arrive = [start_broadcast(x, root, self._posting) for x in (hidden, targets)]
+        self._microbatches[index] = _Microbatch(hidden, targets, arrive)
+
+    @torch.no_grad()
+    def statistics(self, index: int, *, record: bool = True) -> None:
+        """Waits for what was posted; begins the merge.
+
+        Args:
+            record: `gradients` follows, not `value`.
+        Raises:
+            ValueError: targets beyond the vocabulary, on every rank.
+        """
+        batch = self._microbatches[index]
+        for wait in batch.arrive:
+            wait()
+        call, finish = prepare(
+            batch.hidden,
+            self.weight,
+            batch.targets,
+            self.options,
+            group=self._merging,
+            vocab_shard=self.shard,
+            bias=self.bias,
+            token_weight=None,
+            class_weight=self.class_weight,
+            grad_weight_into=None,
+            record=record,
+        )
+        tokens = call.tokens(batch.hidden.reshape(-1, self.hidden_shape[-1]))
+        head = call.head(self.weight.detach(), self.bias)
+        batch.step = call, finish, tokens, head
+        batch.merge, batch.scores = sharded.start_forward(tokens, head, call.plan, score=record)
+
+    @torch.no_grad()
+    def value(self, index: int) -> Tensor:
+        """Waits for the merge. Returns: the loss [], fp32 or float64, on every rank. The microbatch
+        is done with."""
+        return self._merged(self._microbatches.pop(index))[0]
+
+    @torch.no_grad()
+    def gradients(self, index: int, root: int) -> Tensor:
+        """Waits for the merge, adds this microbatch's part to the gradients of weight and bias, and
+        begins the sum of the hidden gradient. Returns: the loss [], on every rank."""
+        batch = self._microbatches[index]
+        loss, stats, upstream = self._merged(batch)
+        assert batch.step is not None
+        call, _, tokens, head = batch.step
+        accumulate = self._grad_weight is not None
+        if self._grad_weight is None and self.weight.requires_grad:
+            wide = accumulate_dtype(self.weight.dtype)
+            self._grad_weight = torch.empty_like(
+                head.weight, dtype=wide, memory_format=torch.contiguous_format
+            )
+        out = sharded.backward(
+            tokens,
+            head,
+            # Ranks are at different microbatches: the sum is begun here.
+            replace(call.plan, group=None),
+            stats,
+            upstream,
+            kept=sharded.find_kept(tokens, head, call.plan, batch.scores, stats.lse),
+            needs=Needs(True, self.bias is not None and self.bias.requires_grad),
+            grad_weight=self._grad_weight,
+            accumulate=accumulate,
+            in_fp32=True,
+        )
+        assert out.hidden is not None
+        if out.bias is not None:
+            self._grad_bias = out.bias if self._grad_bias is None else self._grad_bias + out.bias
+        # Nothing but the sum is left of it.
+        batch.step = batch.scores = batch.merge = None
+        batch.grad = out.hidden
+        batch.summed = start_reduce(batch.grad, root, self._summing)
+        return loss
+
+    def take(self, index: int) -> Tensor:
+        """Waits for the sum. Returns: the hidden gradient [..., D] as hidden, on the rank of
+        the last stage; elsewhere what it holds is undefined. The microbatch is done with."""
+        batch = self._microbatches.pop(index)
+        assert batch.summed is not None and batch.grad is not None
+        batch.summed()
+        return batch.grad.to(self.hidden_dtype).view(self.hidden_shape)
+
+    @torch.no_grad()
+    def finish_step(self, divide_by: int = 1) -> None:
+        """Adds what the microbatches left to the gradients of weight and bias.
+
+        Args: divide_by: as a schedule's `scale_grads` divides those of its stages.
+        Raises:
+            RuntimeError: a microbatch is still under way.
+        """
+        if self._microbatches:
+            left = sorted(self._microbatches)
+            raise RuntimeError(f"microbatches {left} were begun and not finished in this step")
+        rows, bias = self._grad_weight, self._grad_bias
+        self._grad_weight = self._grad_bias = None
+        if rows is not None:
+            whole = rows
+            if len(rows) < len(self.weight):
+                whole = rows.new_zeros(self.weight.shape)
+                whole[: len(rows)] = rows
+            _add_grad(self.weight, whole, divide_by)
+        bias = pad_bias(bias, self.bias)
+        if bias is not None and self.bias is not None:
+            _add_grad(self.bias, bias, divide_by)
+
+    def close(self) -> None:
+        """Destroys the groups that it made, and nothing else."""
+        for group in (self._posting, self._merging, self._summing):
+            dist.destroy_process_group(group)
+
+    def _merged(self, batch: _Microbatch) -> tuple[Tensor, Stats, Upstream]:
+        assert batch.step is not None and batch.merge is not None
+        stats, terms = batch.merge(), batch.step[1].terms
+        vectors = (stats.lse - stats.target_logit, stats.lse, stats.smooth_logit)
+        loss = terms.total(*vectors, slice(None))
+        scaled = (None if x is None else self.loss_scale * x for x in terms.derivatives(*vectors))
+        return loss, stats, Upstream(*scaled)
+
+    def checked(self, hidden: Tensor | None, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+        if hidden is None or targets is None:
+            raise ValueError("hidden and targets must be given on the rank of the last stage")
+        shape, dtype = self.hidden_shape, self.hidden_dtype
+        if hidden.shape != shape or hidden.dtype != dtype:
+            raise ValueError(
+                f"hidden of every microbatch must be {list(shape)} {dtype}, which the other ranks "
+                f"expect, got {list(hidden.shape)} {hidden.dtype}; pad microbatches to one shape"
+            )
+        if targets.shape != shape[:-1] or targets.dtype != torch.int64:
+            raise ValueError(
+                f"targets of every microbatch must be {list(shape[:-1])} torch.int64, hidden's "
+                f"shape without D, got {list(targets.shape)} {targets.dtype}"
+            )
+        return hidden.detach().contiguous(), targets.contiguous()
+
+
+def _add_grad(parameter: Tensor, grad: Tensor, divide_by: int) -> None:
+    grad = (grad.div_(divide_by) if divide_by != 1 else grad).to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad += grad
+
+
+def _check(
+    group: ProcessGroup | None, weight: Tensor, shape: tuple[int, ...], options: LossOptions
+) -> None:
+    if group is None:
+        raise ValueError("group must be the pipeline's ranks, got None")
+    ranks = dist.get_process_group_ranks(group)
+    if ranks != sorted(ranks):
+        raise ValueError(f"group must have its ranks in ascending order, got {ranks}")
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be [V_local, D], got {list(weight.shape)}")
+    if len(shape) < 2 or shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden_shape must be [..., D] with D = {weight.shape[1]} of weight, got {shape}"
+        )
+    refused = {
+        "reduction": options.reduction == "none",
+        "gradient": options.gradient == "in_forward",
+        "stats": bool(options.stats),
+        "sequence_parallel": options.sequence_parallel,
+        "keep_logits": options.keep_logits,
+        "check_ranks": options.check_ranks,
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            got = getattr(options, name)
+            raise ValueError(f"options.{name} is not supported over pipeline ranks, got {got!r}")
+    for name in ("_post_accumulate_grad_hooks", "_backward_hooks"):
+        if getattr(weight, name, None):
+            raise ValueError(
+                "weight must have no gradient hooks, as DDP and FSDP put on parameters: none would "
+                "run; keep the head out of what they wrap"
+            )

@@ -1,0 +1,375 @@
+"""What ranks of a pipeline do in test_pipelining, beside the same model in one process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from cce_dist import LossOptions, VocabShard
+from cce_dist.adapters.pipeline_head import PipelineHead
+from cce_dist.adapters.pipelining import LastStageLoss, VocabOverPipeline
+
+DIM, SEQUENCE, MICROBATCH = 16, 5, 2
+SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "looped": ScheduleLoopedBFS,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    schedule: str = "1f1b"
+    microbatches: int = 8
+    vocab_size: int = 67  # no multiple of any number of ranks
+    options: LossOptions = field(default_factory=lambda: LossOptions(reduction="sum"))
+    static: bool = True  # stages know shapes beforehand
+    scale_grads: bool = False
+    bias: bool = False
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+
+    @property
+    def stages_of_a_rank(self) -> int:
+        return 1 if self.schedule in ("gpipe", "1f1b") else 2
+
+
+@dataclass
+class Model:
+    """The whole of it, on every rank."""
+
+    blocks: list[nn.Module]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None
+    x: Tensor  # [M * MICROBATCH, SEQUENCE, D]
+    targets: Tensor
+
+    @classmethod
+    def make(cls, setup: Setup, stages: int) -> Model:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(stages)]
+        weight = torch.randn(setup.vocab_size, DIM)
+        bias = torch.randn(setup.vocab_size) if setup.bias else None
+        batch = setup.microbatches * MICROBATCH
+        x = torch.randn(batch, SEQUENCE, DIM)
+        targets = torch.randint(0, setup.vocab_size, (batch, SEQUENCE))
+        targets[torch.rand(targets.shape) < 0.1] = -100
+        to: dict[str, Any] = {"device": setup.device, "dtype": setup.dtype}
+        return cls(
+            [block.to(**to) for block in blocks],
+            weight.to(**to),
+            None if bias is None else bias.to(**to),
+            x.to(**to),
+            targets.to(setup.device),
+        )
+
+    def whole(self, setup: Setup) -> dict[str, Tensor]:
+        """Losses of microbatches and gradients of their scaled sum, from dense logits."""
+        blocks = copy.deepcopy(self.blocks)
+        weight = self.weight.clone().requires_grad_()
+        bias = None if self.bias is None else self.bias.clone().requires_grad_()
+        losses = []
+        for x, targets in zip(
+            self.x.split(MICROBATCH), self.targets.split(MICROBATCH), strict=True
+        ):
+            for block in blocks:
+                x = block(x)
+            z = F.linear(x, weight, bias)
+            if setup.options.softcap is not None:
+                z = setup.options.softcap * torch.tanh(z / setup.options.softcap)
+            z = setup.options.logit_scale * z
+            each = F.cross_entropy(
+                z.flatten(0, 1),
+                targets.flatten(),
+                reduction="sum",
+                label_smoothing=setup.options.label_smoothing,
+            )
+            counts = targets.flatten() != -100
+            if setup.options.z_loss:
+                squares = torch.logsumexp(z.flatten(0, 1), -1).square()
+                each = each + setup.options.z_loss * squares[counts].sum()
+            losses.append(each / counts.sum() if setup.options.reduction == "mean" else each)
+        sum(losses).backward()  # pyright: ignore
+        found = {
+            f"{i}.{name}": p.grad for i, b in enumerate(blocks) for name, p in b.named_parameters()
+        }
+        found |= {"weight": weight.grad, "losses": torch.stack(losses).detach()}
+        if bias is not None:
+            found["bias"] = bias.grad
+        return {key: value for key, value in found.items() if value is not None}
+
+
+def stage_indices(setup: Setup, rank: int, size: int) -> list[int]:
+    if setup.schedule == "zbv":
+        return [rank, 2 * size - 1 - rank]
+    return [rank + size * i for i in range(setup.stages_of_a_rank)]
+
+
+def make_stages(setup: Setup, model: Model, group: Any) -> list[Any]:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    total = size * setup.stages_of_a_rank
+    stages = []
+    for index in stage_indices(setup, rank, size):
+        how: dict[str, Any] = {}
+        if setup.static:
+            empty = model.x.new_zeros(MICROBATCH, SEQUENCE, DIM)
+            how["input_args"] = empty.clone().requires_grad_(index > 0)
+            how["output_args"] = empty.clone().requires_grad_()
+        device = torch.device(setup.device)
+        stages.append(PipelineStage(model.blocks[index], index, total, device, group=group, **how))
+    return stages
+
+
+def make_schedule(setup: Setup, stages: list[Any], loss: Any) -> Any:
+    given = stages[0] if setup.stages_of_a_rank == 1 else stages
+    kind = SCHEDULES[setup.schedule]
+    return kind(given, setup.microbatches, loss_fn=loss, scale_grads=setup.scale_grads)
+
+
+def shards(vocab_size: int, size: int) -> list[VocabShard]:
+    """Uneven, the first rank's the largest, and the last one's rows padded."""
+    cuts = [
+        0,
+        *(vocab_size // 2 + i * (vocab_size // 2) // size for i in range(1, size)),
+        vocab_size,
+    ]
+    return [VocabShard(a, b, vocab_size) for a, b in pairwise(cuts)]
+
+
+def make_head(setup: Setup, model: Model, group: Any, **more: Any) -> PipelineHead:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    shard = shards(setup.vocab_size, size)[rank]
+    rows = slice(shard.start, shard.stop)
+    weight = model.weight[rows].clone()
+    bias = None if model.bias is None else model.bias[rows].clone().requires_grad_()
+    if rank == size - 1:
+        # Rows of padding.
+        weight = torch.cat([weight, weight.new_full((3, DIM), 7.0)])
+        shard = VocabShard(shard.start, shard.stop + 3, setup.vocab_size)
+        if bias is not None:
+            bias = torch.cat([bias.detach(), bias.new_full((3,), 7.0)]).requires_grad_()
+    return PipelineHead(
+        weight.requires_grad_(),
+        group=group,
+        hidden_shape=(MICROBATCH, SEQUENCE, DIM),
+        vocab_shard=shard,
+        bias=bias,
+        options=setup.options,
+        **more,
+    )
+
+
+def arguments(stages: list[Any], model: Model) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Of `schedule.step`, on this rank."""
+    args = (model.x,) if any(stage.is_first for stage in stages) else ()
+    kwargs = {"target": model.targets} if any(stage.is_last for stage in stages) else {}
+    return args, kwargs
+
+
+def require_close(found: dict[str, Tensor | None], right: dict[str, Tensor], rel: float) -> None:
+    for key, value in found.items():
+        assert value is not None, key
+        error = (value.double() - right[key].double()).norm() / right[key].double().norm()
+        assert float(error) <= rel, (key, float(error))
+
+
+def train(group: Any, setup: Setup, rel: float, steps: int = 2) -> dict[str, Any]:
+    """Steps over pipeline ranks: each one's losses and gradients are those of one process."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    model = Model.make(setup, size * setup.stages_of_a_rank)
+    right = model.whole(setup)
+    stages = make_stages(setup, model, group)
+    head = make_head(setup, model, group)
+    loss = VocabOverPipeline(head)
+    schedule = make_schedule(setup, stages, loss)
+    args, kwargs = arguments(stages, model)
+    divisor = setup.microbatches if setup.scale_grads else 1
+    scaled = {key: value / divisor for key, value in right.items()} | {"losses": right["losses"]}
+    of_schedule: list[Tensor] = []
+    for _ in range(steps):
+        for parameter in [p for block in model.blocks for p in block.parameters()]:
+            parameter.grad = None
+        head.weight.grad = None
+        if head.bias is not None:
+            head.bias.grad = None
+        of_schedule.clear()
+        with loss.serving(schedule):
+            schedule.step(*args, losses=of_schedule, **kwargs)
+        found: dict[str, Tensor | None] = {"losses": torch.stack(loss.losses)}
+        if of_schedule:
+            assert torch.equal(torch.stack(of_schedule).detach(), found["losses"])  # pyright: ignore
+        for index in stage_indices(setup, rank, size):
+            for name, parameter in model.blocks[index].named_parameters():
+                found[f"{index}.{name}"] = parameter.grad
+        require_close(found, scaled, rel)
+        shard = shards(setup.vocab_size, size)[rank]
+        rows = slice(shard.start, shard.stop)
+        owned = shard.stop - shard.start
+        for name, parameter in (("weight", head.weight), ("bias", head.bias)):
+            if parameter is not None:
+                assert parameter.grad is not None
+                # Some ranks' rows may have next to no gradient: relative to the whole one's.
+                off = (parameter.grad[:owned] - scaled[name][rows]).norm()
+                assert float(off) <= rel * float(scaled[name].norm()), (name, float(off))
+                assert not parameter.grad[owned:].any()
+    head.close()
+    return {"losses": torch.stack(loss.losses), "weight_grad": head.weight.grad}
+
+
+def evaluate(group: Any, setup: Setup) -> None:
+    """`schedule.eval`, then a step: no gradient by the first, all of them by the second."""
+    size = dist.get_world_size(group)
+    model = Model.make(setup, size * setup.stages_of_a_rank)
+    right = model.whole(setup)
+    stages = make_stages(setup, model, group)
+    head = make_head(setup, model, group)
+    loss = VocabOverPipeline(head)
+    schedule = make_schedule(setup, stages, loss)
+    args, kwargs = arguments(stages, model)
+    with loss.serving(schedule, backward=False), torch.no_grad():
+        schedule.eval(*args, **kwargs)
+    require_close({"losses": torch.stack(loss.losses)}, right, 1e-12)
+    assert head.weight.grad is None
+    with loss.serving(schedule):
+        schedule.step(*args, **kwargs)
+    require_close({"losses": torch.stack(loss.losses)}, right, 1e-12)
+    assert head.weight.grad is not None
+    head.close()
+
+
+def on_last_stage(group: Any, setup: Setup, rel: float) -> None:
+    """The whole head on the last stage's rank."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    model = Model.make(setup, size * setup.stages_of_a_rank)
+    right = model.whole(setup)
+    stages = make_stages(setup, model, group)
+    weight = nn.Parameter(model.weight.clone())
+    loss = LastStageLoss(weight, reduction=setup.options.reduction)
+    schedule = make_schedule(setup, stages, loss)
+    args, kwargs = arguments(stages, model)
+    if setup.schedule in ("zero_bubble", "zbv"):
+        last = [stage for stage in stages if stage.is_last]
+        if last:
+            lost = "weight must be a parameter of the last stage's module under Schedule"
+            with pytest.raises(ValueError, match=lost):
+                schedule._compute_loss(model.x[:MICROBATCH], model.targets[:MICROBATCH])
+            last[0].submod.register_parameter("head", weight)
+    losses: list[Tensor] = []
+    schedule.step(*args, losses=losses, **kwargs)
+    found: dict[str, Tensor | None] = {}
+    for index in stage_indices(setup, rank, size):
+        for name, parameter in model.blocks[index].named_parameters():
+            if parameter is not weight:
+                found[f"{index}.{name}"] = parameter.grad
+    if losses:
+        found |= {"losses": torch.stack(losses).detach(), "weight": weight.grad}
+    require_close(found, right, rel)
+
+
+def _head(group: Any, **values: Any) -> None:
+    given: dict[str, Any] = {"group": group, "hidden_shape": (2, 5, DIM)}
+    PipelineHead(torch.randn(8, DIM), **(given | values))
+
+
+def _hooked(group: Any) -> None:
+    weight = torch.randn(8, DIM, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda _: None)
+    PipelineHead(weight, group=group, hidden_shape=(2, 5, DIM))
+
+
+MISTAKES: dict[str, tuple[str, Any]] = {
+    "no group": ("group must be the pipeline's ranks, got None", lambda g: _head(None)),
+    "hidden_shape": (
+        r"hidden_shape must be \[..., D\] with D = 16 of weight, got \(2, 5, 3\)",
+        lambda g: _head(g, hidden_shape=(2, 5, 3)),
+    ),
+    "reduction": (
+        "options.reduction is not supported over pipeline ranks, got 'none'",
+        lambda g: _head(g, options=LossOptions(reduction="none")),
+    ),
+    "gradient": (
+        "options.gradient is not supported over pipeline ranks, got 'in_forward'",
+        lambda g: _head(g, options=LossOptions(gradient="in_forward")),
+    ),
+    "stats": (
+        r"options.stats is not supported over pipeline ranks, got \('lse',\)",
+        lambda g: _head(g, options=LossOptions(stats=("lse",))),
+    ),
+    "hooks": ("weight must have no gradient hooks", _hooked),
+    "last stage's reduction": (
+        "reduction must be 'mean' or 'sum' and stats empty",
+        lambda g: LastStageLoss(torch.randn(8, DIM), reduction="none"),
+    ),
+    "last stage's grad_weight_into": (
+        "grad_weight_into must be None",
+        lambda g: LastStageLoss(torch.randn(8, DIM), grad_weight_into=torch.zeros(8, DIM)),
+    ),
+}
+
+
+def mistake(group: Any, name: str) -> None:
+    message, make = MISTAKES[name]
+    with pytest.raises(ValueError, match=message):
+        make(group)
+
+
+def fail_once(group: Any) -> None:
+    """The last stage's rank gets a microbatch of another shape, and targets of none; a scaled
+    loss is refused. Other ranks do not wait longer than their groups do."""
+    rank = dist.get_rank(group)
+    setup = Setup(microbatches=2)
+    model = Model.make(setup, 2)
+    head = make_head(setup, model, group, timeout=timedelta(seconds=2))
+    loss = VocabOverPipeline(head)
+    hidden, targets = model.x[:MICROBATCH], model.targets[:MICROBATCH]
+    for wrong, message in (
+        ((hidden[:, :3], targets[:, :3]), r"hidden of every microbatch must be \[2, 5, 16\]"),
+        ((hidden.float(), targets), r"which the other ranks expect, got .* torch.float32"),
+        ((hidden, targets[:1]), r"targets of every microbatch must be \[2, 5\] torch.int64"),
+        ((hidden, targets.int()), r"got \[2, 5\] torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            head.post(0, rank, *wrong)
+    with pytest.raises(RuntimeError, match="outside of `with loss"):
+        loss(hidden, targets)
+    unknown = "schedule must be one of torch"
+    with pytest.raises(ValueError, match=unknown), loss.serving(object()):
+        pass
+    schedule = make_schedule(setup, make_stages(setup, model, group), loss)
+    with loss.serving(schedule):
+        for x, y in zip(model.x.split(MICROBATCH), model.targets.split(MICROBATCH), strict=True):
+            if rank == 1:
+                output = x.clone().requires_grad_()
+                with pytest.raises(ValueError, match=r"as loss_fn returned it.* got 2\.0"):
+                    (2 * loss(output, y)).backward()
+    if rank == 1:
+        # The other rank's broadcast then waits until its group's timeout.
+        with pytest.raises(KeyError), loss.serving(schedule):
+            raise KeyError
+        with pytest.raises(RuntimeError, match="an earlier step failed"), loss.serving(schedule):
+            pass
+    else:
+        with pytest.raises(RuntimeError), loss.serving(schedule):
+            pass
+    head.close()

@@ -1,0 +1,87 @@
+"""The vocabulary over the ranks of torch.distributed.pipelining, beside one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pipeline_jobs import (
+    MISTAKES,
+    SCHEDULES,
+    Setup,
+    evaluate,
+    fail_once,
+    mistake,
+    on_last_stage,
+    train,
+)
+
+from cce_dist import LossOptions
+from cce_dist.testing import RankPool
+
+OPTIONS = {
+    "mean": LossOptions(reduction="mean"),
+    "exact": LossOptions(reduction="sum", gradient="exact"),
+    "softcap, scale": LossOptions(reduction="sum", softcap=5.0, logit_scale=0.7),
+    "smoothing, z_loss": LossOptions(reduction="mean", label_smoothing=0.1, z_loss=1e-2),
+}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    # Every rank of a job makes a head, so that each size has a pool of its own.
+    pools = {size: RankPool(size) for size in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule(pools: dict[int, RankPool], schedule: str, ranks: int) -> None:
+    found = pools[ranks].run(ranks, train, Setup(schedule), 1e-12)
+    for other in found[1:]:
+        assert torch.equal(other["losses"], found[0]["losses"])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option(pools: dict[int, RankPool], name: str) -> None:
+    pools[2].run(2, train, Setup(options=OPTIONS[name], bias=True, scale_grads=True), 1e-12)
+
+
+def test_fp32(pools: dict[int, RankPool]) -> None:
+    setup = Setup("interleaved", dtype=torch.float32, options=LossOptions(reduction="mean"))
+    pools[4].run(4, train, setup, 1e-6)
+
+
+def test_triton(pools: dict[int, RankPool]) -> None:
+    options = LossOptions(reduction="sum", backend="triton")
+    setup = Setup("gpipe", microbatches=2, dtype=torch.float32, options=options)
+    pools[2].run(2, train, setup, 1e-5, 1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_stages_that_ask_for_shapes(pools: dict[int, RankPool], schedule: str) -> None:
+    """Their schedule calls the loss once more, on the last stage alone."""
+    pools[2].run(2, train, Setup(schedule, static=False), 1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_evaluation(pools: dict[int, RankPool], schedule: str) -> None:
+    pools[2].run(2, evaluate, Setup(schedule))
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_head_on_the_last_stage(pools: dict[int, RankPool], schedule: str, static: bool) -> None:
+    pools[2].run(2, on_last_stage, Setup(schedule, static=static), 1e-12)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(pools: dict[int, RankPool], name: str) -> None:
+    pools[2].run(2, mistake, name)
+
+
+def test_an_earlier_failure_is_remembered(pools: dict[int, RankPool]) -> None:
+    pools[2].run(2, fail_once)
