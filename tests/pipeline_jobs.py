@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -26,6 +29,7 @@ from torch.distributed.pipelining import (
 from cce_dist import LossOptions, VocabShard
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipelining import LastStageLoss, VocabOverPipeline
+from cce_dist.adapters.planned import ScheduleVocab1F1B
 
 DIM, SEQUENCE, MICROBATCH = 16, 5, 2
 SCHEDULES = {
@@ -36,6 +40,7 @@ SCHEDULES = {
     "zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
+PLANNED = "planned"
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Setup:
 
     @property
     def stages_of_a_rank(self) -> int:
-        return 1 if self.schedule in ("gpipe", "1f1b") else 2
+        return 1 if self.schedule in ("gpipe", "1f1b", PLANNED) else 2
 
 
 @dataclass
@@ -147,6 +152,20 @@ def make_schedule(setup: Setup, stages: list[Any], loss: Any) -> Any:
     return kind(given, setup.microbatches, loss_fn=loss, scale_grads=setup.scale_grads)
 
 
+def make_served(
+    setup: Setup, stages: list[Any], head: PipelineHead
+) -> tuple[Any, Any, Callable[..., Any]]:
+    """A schedule, who has the losses of all microbatches, and the context of a step."""
+    if setup.schedule == PLANNED:
+        schedule = ScheduleVocab1F1B(
+            stages[0], setup.microbatches, head, scale_grads=setup.scale_grads
+        )
+        return schedule, schedule, lambda **_: contextlib.nullcontext()
+    loss = VocabOverPipeline(head)
+    schedule = make_schedule(setup, stages, loss)
+    return schedule, loss, functools.partial(loss.serving, schedule)
+
+
 def shards(vocab_size: int, size: int) -> list[VocabShard]:
     """Uneven, the first rank's the largest, and the last one's rows padded."""
     cuts = [
@@ -201,8 +220,7 @@ def train(group: Any, setup: Setup, rel: float, steps: int = 2) -> dict[str, Any
     right = model.whole(setup)
     stages = make_stages(setup, model, group)
     head = make_head(setup, model, group)
-    loss = VocabOverPipeline(head)
-    schedule = make_schedule(setup, stages, loss)
+    schedule, loss, serving = make_served(setup, stages, head)
     args, kwargs = arguments(stages, model)
     divisor = setup.microbatches if setup.scale_grads else 1
     scaled = {key: value / divisor for key, value in right.items()} | {"losses": right["losses"]}
@@ -214,7 +232,7 @@ def train(group: Any, setup: Setup, rel: float, steps: int = 2) -> dict[str, Any
         if head.bias is not None:
             head.bias.grad = None
         of_schedule.clear()
-        with loss.serving(schedule):
+        with serving():
             schedule.step(*args, losses=of_schedule, **kwargs)
         found: dict[str, Tensor | None] = {"losses": torch.stack(loss.losses)}
         if of_schedule:
@@ -244,14 +262,13 @@ def evaluate(group: Any, setup: Setup) -> None:
     right = model.whole(setup)
     stages = make_stages(setup, model, group)
     head = make_head(setup, model, group)
-    loss = VocabOverPipeline(head)
-    schedule = make_schedule(setup, stages, loss)
+    schedule, loss, serving = make_served(setup, stages, head)
     args, kwargs = arguments(stages, model)
-    with loss.serving(schedule, backward=False), torch.no_grad():
+    with serving(backward=False), torch.no_grad():
         schedule.eval(*args, **kwargs)
     require_close({"losses": torch.stack(loss.losses)}, right, 1e-12)
     assert head.weight.grad is None
-    with loss.serving(schedule):
+    with serving():
         schedule.step(*args, **kwargs)
     require_close({"losses": torch.stack(loss.losses)}, right, 1e-12)
     assert head.weight.grad is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pipeline_jobs import (
     MISTAKES,
+    PLANNED,
     SCHEDULES,
     Setup,
     evaluate,
@@ -38,7 +39,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, PLANNED])
 def test_each_schedule(pools: dict[int, RankPool], schedule: str, ranks: int) -> None:
     found = pools[ranks].run(ranks, train, Setup(schedule), 1e-12)
     for other in found[1:]:
@@ -61,13 +62,13 @@ def test_triton(pools: dict[int, RankPool]) -> None:
     pools[2].run(2, train, setup, 1e-5, 1)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", PLANNED])
 def test_stages_that_ask_for_shapes(pools: dict[int, RankPool], schedule: str) -> None:
     """Their schedule calls the loss once more, on the last stage alone."""
     pools[2].run(2, train, Setup(schedule, static=False), 1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", PLANNED])
 def test_evaluation(pools: dict[int, RankPool], schedule: str) -> None:
     pools[2].run(2, evaluate, Setup(schedule))
 

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ class VocabOverPipeline:
         server = self._server = _Server(self.head, root, count, backward)
         self._broken = True
         try:
-            with _without_dry_run(stages, server):
+            with without_dry_run(stages, server):
                 server.start()
                 yield
             server.finish()
@@ -173,7 +173,7 @@ class _Server(threading.Thread):
                 f"loss_fn was called {self._called} times for {self.count} microbatches; give "
                 "every stage input_args and output_args"
             )
-        loss = _Waiting.apply(output, self, index)
+        loss = Waiting.apply(output, self, index)
         hidden, targets = self.head.checked(output, target)
         self._given.put((hidden, targets, loss.detach(), self._mark()))
         return loss
@@ -268,11 +268,21 @@ class _Server(threading.Thread):
         return True
 
 
-class _Waiting(torch.autograd.Function):
+class Answers(Protocol):
+    """Who calls back where torch's schedules call a loss."""
+
+    infers: bool  # a schedule asks for shapes, not for a loss
+
+    def grad(self, index: int) -> Tensor:
+        """Waits for the hidden gradient of a microbatch."""
+        ...
+
+
+class Waiting(torch.autograd.Function):
     """The loss of a microbatch that is not known yet; its backward waits for its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, server: _Server, index: int):
+    def forward(ctx: Any, output: Tensor, server: Answers, index: int):
         ctx.server, ctx.index = server, index
         return output.new_zeros((), dtype=torch.promote_types(output.dtype, torch.float32))
 
@@ -324,7 +334,7 @@ def _rank_of_last_stage(stage: Any, size: int) -> int:
 
 
 @contextmanager
-def _without_dry_run(stages: list[Any], server: _Server) -> Iterator[None]:
+def without_dry_run(stages: list[Any], server: Answers) -> Iterator[None]:
     """torch 2.13's stages without static metadata call loss_fn once on the last stage alone, to
     learn shapes: that one must not ask the other ranks."""
     name = "_backward_metadata_inference"

@@ -1,0 +1,162 @@
+"""A schedule of torch.distributed.pipelining with the head's phases in it: no thread, and no rank
+waits for the head while it has something else to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    FORWARD,
+    FULL_BACKWARD,
+    OVERLAP_F_B,
+    SEND_B,
+    SEND_F,
+    _Action,
+    _PipelineScheduleRuntime,
+)
+
+from cce_dist.adapters.pipeline_head import PipelineHead
+from cce_dist.adapters.pipelining import Waiting, without_dry_run
+from cce_dist.planner.orders import Pass, Times, plan_vocab_order
+
+# torch has no action of a user's own. This one is of DualPipeV's schedules alone, and what it holds
+# tells ours apart.
+_HELD = {"S": FORWARD, "T": FULL_BACKWARD}
+# How many sums of hidden gradients a rank leaves unawaited that needs none of them.
+_UNAWAITED = 2
+
+
+class ScheduleVocab1F1B(_PipelineScheduleRuntime):
+    """1F1B with the vocabulary over all ranks: forward, backward, log-sum-exp, gradients in turns.
+
+        head = PipelineHead(weight, group=pipeline, hidden_shape=(2, 512, 2304), loss_scale=1 / 8)
+        schedule = ScheduleVocab1F1B(stage, 8, head, scale_grads=False)
+        schedule.step(tokens, losses=losses)  # or .step(target=...), .eval(...); on every rank
+
+    Args:
+        stage: this rank's; one a rank.
+        n_microbatches: a rank holds at most ranks + 2 of them between forward and backward, where
+            1F1B's first rank holds as many as there are ranks.
+        head: over the stage's group. After a step weight.grad has what the step added.
+        times: of a microbatch's passes on a rank, in any unit; the order follows from them, the
+            result does not.
+        scale_grads, chunking: as of torch's schedules; scale_grads applies to the head, too.
+    Raises:
+        ValueError: a head over other ranks.
+        RuntimeError: an earlier step failed.
+    Collectives: the head's and the stages', each kind in the order of microbatches on all ranks.
+    Source: docs/pipelines.md; arXiv:2411.05288.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        head: PipelineHead,
+        *,
+        times: Times = Times(),  # noqa: B008 - frozen
+        scale_grads: bool = True,
+        **chunking: Any,
+    ) -> None:
+        if stage.group_size != head.size or stage.num_stages != head.size:
+            raise ValueError(
+                f"head must be over the stages' group and each rank have one stage, got a head of "
+                f"{head.size} ranks, a group of {stage.group_size} and {stage.num_stages} stages"
+            )
+        super().__init__(
+            [stage], n_microbatches, loss_fn=self._post, scale_grads=scale_grads, **chunking
+        )
+        self.head, self.root = head, stage.num_stages - 1
+        self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
+        self.infers = False
+        self._broken = False
+        self._called = 0
+        self._shown: dict[int, Tensor] = {}
+        self._unawaited: list[int] = []
+        self._lower(plan_vocab_order(head.size, n_microbatches, times))
+        self.register_custom_function(OVERLAP_F_B, self._run_phase)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._broken:
+            raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
+        self._broken, self._called, self.losses = True, 0, []
+        with without_dry_run(self._stages, self):
+            result = super().step(*args, **kwargs)
+        self._await_sums(0)
+        if self._has_backward:
+            self.head.finish_step(self._n_microbatches if self.scale_grads else 1)
+        self._broken = False
+        return result
+
+    def grad(self, index: int) -> Tensor:
+        """What the last stage's backward waits for."""
+        return self.head.take(index)
+
+    def _lower(self, orders: list[list[Pass]]) -> None:
+        """torch adds sends and receives to the stage's passes; then the head's come in between."""
+        kinds = {"F": FORWARD, "B": FULL_BACKWARD}
+        compute: dict[int, list[_Action | None]] = {
+            rank: [_Action(rank, kinds[x.kind], x.microbatch) for x in order if x.kind in kinds]
+            for rank, order in enumerate(orders)
+        }
+        self.pipeline_order = compute
+        self._prepare_schedule_with_comms(self.pipeline_order)
+        phases: dict[Pass | None, list[Pass]] = {}
+        last = None
+        for each in orders[self.rank]:
+            if each.kind in kinds:
+                last = each
+            else:
+                phases.setdefault(last, []).append(each)
+        lowered, waiting = [], []
+        for action in self.pipeline_order_with_comms[self.rank]:
+            # What a pass sends goes first: others wait for it, and phases wait for them.
+            if action.computation_type not in (SEND_F, SEND_B):
+                lowered += waiting
+                waiting = []
+            lowered.append(action)
+            for kind, found in kinds.items():
+                if action.computation_type == found:
+                    done = Pass(kind, action.microbatch_index)  # pyright: ignore
+                    waiting = [self._action(phase) for phase in phases.get(done, ())]
+        self.pipeline_order_with_comms[self.rank] = lowered + waiting
+
+    def _action(self, phase: Pass) -> _Action:
+        held = _Action(self.rank, _HELD[phase.kind], phase.microbatch)
+        return _Action(self.rank, OVERLAP_F_B, phase.microbatch, (held,))
+
+    def _post(self, output: Tensor, target: Tensor) -> Tensor:
+        """loss_fn, of the last stage."""
+        if self.infers:
+            return output.float().sum()
+        index, self._called = self._called, self._called + 1
+        loss = Waiting.apply(output, self, index)
+        self.head.post(index, self.root, *self.head.checked(output, target))
+        self._shown[index] = loss.detach()
+        return loss
+
+    def _run_phase(self, action: _Action, ctx: Any) -> None:
+        assert action.sub_actions is not None and action.microbatch_index is not None
+        index, head = action.microbatch_index, self.head
+        if action.sub_actions[0].computation_type == FORWARD:
+            if head.rank != self.root:
+                head.post(index, self.root)
+            head.statistics(index, record=self._has_backward)
+            return
+        if self._has_backward:
+            loss = head.gradients(index, self.root)
+            if head.rank != self.root:
+                self._unawaited.append(index)
+                self._await_sums(_UNAWAITED)
+        else:
+            loss = head.value(index)
+        self.losses.append(loss)
+        if index in self._shown:
+            # What loss_fn returned, before anything was known of it.
+            self._shown.pop(index).copy_(loss)
+
+    def _await_sums(self, but: int) -> None:
+        while len(self._unawaited) > but:
+            self.head.take(self._unawaited.pop(0))

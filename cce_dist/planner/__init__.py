@@ -1,0 +1,1 @@
+"""Pipelines on paper: orders of work, and how long they take. No torch."""

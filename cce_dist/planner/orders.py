@@ -1,0 +1,156 @@
+"""What each pipeline rank does when, with the vocabulary over all of them.
+
+A microbatch is F on every rank from the first to the last, S on all of them (log-sum-exp of the
+rank's columns), T on all of them when all S are merged (gradients), and B from the last to the
+first when all T are summed. One cycle F, B, S, T is repeated on every rank, each begins one F later
+than the rank before it, and every pass takes the first slot of its kind after what it waits for.
+Source: arXiv:2411.05288, its schedule of two barriers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "S", "T"]
+CYCLE: tuple[Kind, ...] = ("F", "B", "S", "T")
+# Log-sum-exp is one product of four; the others are of the gradients.
+SHARE_OF_S = 0.25
+
+
+class Pass(NamedTuple):
+    kind: Kind
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one microbatch on one rank, in any unit.
+
+    Raises:
+        ValueError: a time is not positive and finite, or latency negative.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    statistics: float = 0.25  # S
+    gradients: float = 0.75  # T
+    latency: float = 0.0  # of a collective of the head
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward", "statistics", "gradients"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be > 0 and finite, got {value!r}")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency must be >= 0 and finite, got {self.latency!r}")
+
+    def of(self, kind: Kind) -> float:
+        times = {"F": self.forward, "B": self.backward, "S": self.statistics, "T": self.gradients}
+        return times[kind]
+
+    @property
+    def cycle(self) -> float:
+        return sum(self.of(kind) for kind in CYCLE)
+
+
+def plan_vocab_order(ranks: int, microbatches: int, times: Times) -> list[list[Pass]]:
+    """Each rank's passes in order.
+
+    Of one rank at most ranks + 2 microbatches are between F and B, where the head takes no longer
+    than two stages and latency is 0; ranks + 3 with a head of six stages, or a latency of F / 5.
+
+    Raises:
+        ValueError: ranks or microbatches below 1.
+    """
+    for name, value in (("ranks", ranks), ("microbatches", microbatches)):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}")
+    offset: dict[Kind, float] = {}
+    for kind in CYCLE:
+        offset[kind] = sum(times.of(other) for other in CYCLE[: len(offset)])
+
+    def slot(rank: int, kind: Kind, ready: float) -> float:
+        """The first start of `kind` on `rank` that is not before `ready`."""
+        first = rank * times.forward + offset[kind]
+        return first + math.ceil((ready - first) / times.cycle - 1e-9) * times.cycle
+
+    every = range(ranks)
+    arrived = ranks * times.forward + times.latency
+    start: dict[Kind, list[float]] = {"F": [rank * times.forward for rank in every]}
+    start["S"] = [slot(rank, "S", arrived) for rank in every]
+    merged = max(start["S"]) + times.statistics + times.latency
+    start["T"] = [slot(rank, "T", merged) for rank in every]
+    ready = max(start["T"]) + times.gradients + times.latency
+    start["B"] = [0.0] * ranks
+    for rank in reversed(every):
+        start["B"][rank] = slot(rank, "B", ready)
+        ready = start["B"][rank] + times.backward
+
+    def when(rank: int, each: Pass) -> tuple[float, int]:
+        begin = start[each.kind][rank] + each.microbatch * times.cycle
+        # Sums of floats that ought to be equal.
+        return round(begin / times.cycle, 9), CYCLE.index(each.kind)
+
+    passes = [Pass(kind, index) for index in range(microbatches) for kind in CYCLE]
+    return [sorted(passes, key=lambda each: when(rank, each)) for rank in every]
+
+
+def most_in_flight(order: Sequence[Pass]) -> int:
+    """Microbatches that a rank holds activations of at once, at the most."""
+    held = most = 0
+    for kind, _ in order:
+        held += (kind == "F") - (kind == "B")
+        most = max(most, held)
+    return most
+
+
+def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, float]]:
+    """When each rank ends each pass, where a rank does nothing but wait for the next of its own.
+
+    Raises:
+        ValueError: the ranks wait for one another.
+    """
+    ranks = len(orders)
+    ends: list[dict[Pass, float]] = [{} for _ in orders]
+    at = [0] * ranks
+
+    def ready(rank: int, each: Pass) -> float | None:
+        """When what it waits for has ended; None: not yet known."""
+        index, last = each.microbatch, ranks - 1
+        needs: dict[Kind, list[tuple[int, Kind]]] = {
+            "F": [(rank - 1, "F")] if rank else [],
+            "S": [(last, "F")],
+            "T": [(other, "S") for other in range(ranks)],
+            "B": [(rank + 1, "B")] if rank < last else [(x, "T") for x in range(ranks)],
+        }
+        found = [ends[other].get(Pass(kind, index)) for other, kind in needs[each.kind]]
+        if any(end is None for end in found):
+            return None
+        remote = each.kind in "ST" or (each.kind == "B" and rank == last)
+        latest = max((end for end in found if end is not None), default=0.0)
+        return latest + (times.latency if remote else 0.0)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            while at[rank] < len(order):
+                each = order[at[rank]]
+                begin = ready(rank, each)
+                if begin is None:
+                    break
+                free = ends[rank][order[at[rank] - 1]] if at[rank] else 0.0
+                ends[rank][each] = max(begin, free) + times.of(each.kind)
+                at[rank] += 1
+                moved = True
+    if any(done < len(order) for done, order in zip(at, orders, strict=True)):
+        waits = [order[done] for done, order in zip(at, orders, strict=True) if done < len(order)]
+        raise ValueError(f"orders must not wait in a circle, got ranks that wait at {waits}")
+    return ends
+
+
+def makespan(orders: Sequence[Sequence[Pass]], times: Times) -> float:
+    return max(max(ends.values()) for ends in simulate(orders, times))

@@ -1,0 +1,83 @@
+"""The static order of a pipeline that has the vocabulary on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from cce_dist.planner.orders import (
+    CYCLE,
+    Pass,
+    Times,
+    makespan,
+    most_in_flight,
+    plan_vocab_order,
+    simulate,
+)
+
+SIZES = [(1, 1), (1, 6), (2, 1), (2, 3), (2, 16), (3, 12), (4, 2), (4, 16), (8, 64), (16, 128)]
+HEADS = [0.05, 0.3, 1.0, 2.0, 6.0]  # stage times
+
+
+def times_of(ranks: int, head: float, latency: float = 0.0) -> Times:
+    each = 3 * head / ranks
+    return Times(statistics=each / 4, gradients=3 * each / 4, latency=latency)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_every_pass_once_and_nobody_waits_in_a_circle(
+    ranks: int, microbatches: int, head: float
+) -> None:
+    for latency in (0.0, 0.2):
+        times = times_of(ranks, head, latency)
+        orders = plan_vocab_order(ranks, microbatches, times)
+        every = {Pass(kind, index) for kind in CYCLE for index in range(microbatches)}
+        for order in orders:
+            assert set(order) == every and len(order) == len(every)
+            for kind in CYCLE:
+                # Collectives of a kind are in the order of microbatches on all ranks.
+                found = [each.microbatch for each in order if each.kind == kind]
+                assert found == list(range(microbatches))
+        # Whatever the times turn out to be, the order has no circle.
+        simulate(orders, Times(1.0, 1.0, 3.0, 0.1, 0.5))
+        assert makespan(orders, times) >= microbatches * times.cycle
+        most = [most_in_flight(order) for order in orders]
+        more = latency > 0 or head > 2
+        assert max(most) <= min(microbatches, ranks + 2 + more)
+        assert most == sorted(most, reverse=True)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 16), (8, 64), (16, 128)])
+def test_time_of_the_order(ranks: int, microbatches: int, head: float) -> None:
+    """m - 1 cycles, and what the first and last microbatch take: ranks + 2 cycles at most."""
+    times = times_of(ranks, head)
+    took = makespan(plan_vocab_order(ranks, microbatches, times), times)
+    assert took <= (microbatches - 1 + ranks + 2) * times.cycle * (1 + 1e-9)
+    ideal = microbatches * times.cycle + (ranks - 1) * 3.0
+    assert took <= (1.22 if ranks == 4 else 1.08) * ideal
+
+
+def test_a_circle_is_named() -> None:
+    with pytest.raises(ValueError, match=r"must not wait in a circle, got .*kind='S'"):
+        simulate([[Pass("S", 0), Pass("F", 0), Pass("T", 0), Pass("B", 0)]], Times())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"forward": 0.0}, r"forward must be > 0 and finite, got 0.0"),
+        ({"gradients": float("inf")}, "gradients must be > 0 and finite, got inf"),
+        ({"latency": -1.0}, r"latency must be >= 0 and finite, got -1.0"),
+    ],
+)
+def test_bad_times_are_refused(values: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Times(**values)
+
+
+def test_bad_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="ranks must be >= 1, got 0"):
+        plan_vocab_order(0, 4, Times())
+    with pytest.raises(ValueError, match="microbatches must be >= 1, got -1"):
+        plan_vocab_order(4, -1, Times())
