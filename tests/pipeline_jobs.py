@@ -7,7 +7,6 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -52,6 +51,8 @@ class Setup:
     static: bool = True  # stages know shapes beforehand
     scale_grads: bool = False
     bias: bool = False
+    tensor: int = 1  # tensor-parallel ranks of a stage
+    sequence_parallel: bool = False
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
 
@@ -131,6 +132,31 @@ def stage_indices(setup: Setup, rank: int, size: int) -> list[int]:
     return [rank + size * i for i in range(setup.stages_of_a_rank)]
 
 
+def grid_of(group: Any, setup: Setup) -> tuple[Any, Any]:
+    """This rank's pipeline and the tensor-parallel ranks of its stage: of ranks in rows of the
+    latter."""
+    if setup.tensor == 1:
+        return group, None
+    ranks, tensor = dist.get_process_group_ranks(group), setup.tensor
+    columns = [dist.new_group(ranks[i::tensor]) for i in range(tensor)]
+    rows = [dist.new_group(ranks[i : i + tensor]) for i in range(0, len(ranks), tensor)]
+    rank = dist.get_rank(group)
+    return columns[rank % tensor], rows[rank // tensor]
+
+
+def slice_of(setup: Setup, x: Tensor, tensor_group: Any) -> Tensor:
+    """Of every microbatch what this rank has under sequence parallelism."""
+    if not setup.sequence_parallel:
+        return x
+    parts = x.view(setup.microbatches, MICROBATCH, *x.shape[1:]).chunk(setup.tensor, 1)
+    return parts[dist.get_rank(tensor_group)].flatten(0, 1)
+
+
+def rows_of(setup: Setup) -> int:
+    """Of a microbatch, on a rank."""
+    return MICROBATCH // setup.tensor if setup.sequence_parallel else MICROBATCH
+
+
 def make_stages(setup: Setup, model: Model, group: Any) -> list[Any]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     total = size * setup.stages_of_a_rank
@@ -138,7 +164,7 @@ def make_stages(setup: Setup, model: Model, group: Any) -> list[Any]:
     for index in stage_indices(setup, rank, size):
         how: dict[str, Any] = {}
         if setup.static:
-            empty = model.x.new_zeros(MICROBATCH, SEQUENCE, DIM)
+            empty = model.x.new_zeros(rows_of(setup), SEQUENCE, DIM)
             how["input_args"] = empty.clone().requires_grad_(index > 0)
             how["output_args"] = empty.clone().requires_grad_()
         device = torch.device(setup.device)
@@ -176,7 +202,9 @@ def shards(vocab_size: int, size: int) -> list[VocabShard]:
     return [VocabShard(a, b, vocab_size) for a, b in pairwise(cuts)]
 
 
-def make_head(setup: Setup, model: Model, group: Any, **more: Any) -> PipelineHead:
+def make_head(
+    setup: Setup, model: Model, group: Any, pipeline: Any = None, tensor: Any = None, **more: Any
+) -> PipelineHead:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     shard = shards(setup.vocab_size, size)[rank]
     rows = slice(shard.start, shard.stop)
@@ -190,8 +218,11 @@ def make_head(setup: Setup, model: Model, group: Any, **more: Any) -> PipelineHe
             bias = torch.cat([bias.detach(), bias.new_full((3,), 7.0)]).requires_grad_()
     return PipelineHead(
         weight.requires_grad_(),
-        group=group,
-        hidden_shape=(MICROBATCH, SEQUENCE, DIM),
+        group=pipeline or group,
+        vocab_group=group,
+        tensor_group=tensor,
+        sequence_parallel=setup.sequence_parallel,
+        hidden_shape=(rows_of(setup), SEQUENCE, DIM),
         vocab_shard=shard,
         bias=bias,
         options=setup.options,
@@ -216,10 +247,13 @@ def require_close(found: dict[str, Tensor | None], right: dict[str, Tensor], rel
 def train(group: Any, setup: Setup, rel: float, steps: int = 2) -> dict[str, Any]:
     """Steps over pipeline ranks: each one's losses and gradients are those of one process."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    model = Model.make(setup, size * setup.stages_of_a_rank)
+    pipeline, tensor = grid_of(group, setup)
+    stage, depth = dist.get_rank(pipeline), dist.get_world_size(pipeline)
+    model = Model.make(setup, depth * setup.stages_of_a_rank)
     right = model.whole(setup)
-    stages = make_stages(setup, model, group)
-    head = make_head(setup, model, group)
+    model.x = slice_of(setup, model.x, tensor)
+    stages = make_stages(setup, model, pipeline)
+    head = make_head(setup, model, group, pipeline, tensor)
     schedule, loss, serving = make_served(setup, stages, head)
     args, kwargs = arguments(stages, model)
     divisor = setup.microbatches if setup.scale_grads else 1
@@ -237,8 +271,10 @@ def train(group: Any, setup: Setup, rel: float, steps: int = 2) -> dict[str, Any
         found: dict[str, Tensor | None] = {"losses": torch.stack(loss.losses)}
         if of_schedule:
             assert torch.equal(torch.stack(of_schedule).detach(), found["losses"])  # pyright: ignore
-        for index in stage_indices(setup, rank, size):
+        for index in stage_indices(setup, stage, depth):
             for name, parameter in model.blocks[index].named_parameters():
+                if setup.sequence_parallel:
+                    dist.all_reduce(parameter.grad, group=tensor)
                 found[f"{index}.{name}"] = parameter.grad
         require_close(found, scaled, rel)
         shard = shards(setup.vocab_size, size)[rank]
@@ -302,91 +338,3 @@ def on_last_stage(group: Any, setup: Setup, rel: float) -> None:
     if losses:
         found |= {"losses": torch.stack(losses).detach(), "weight": weight.grad}
     require_close(found, right, rel)
-
-
-def _head(group: Any, **values: Any) -> None:
-    given: dict[str, Any] = {"group": group, "hidden_shape": (2, 5, DIM)}
-    PipelineHead(torch.randn(8, DIM), **(given | values))
-
-
-def _hooked(group: Any) -> None:
-    weight = torch.randn(8, DIM, requires_grad=True)
-    weight.register_post_accumulate_grad_hook(lambda _: None)
-    PipelineHead(weight, group=group, hidden_shape=(2, 5, DIM))
-
-
-MISTAKES: dict[str, tuple[str, Any]] = {
-    "no group": ("group must be the pipeline's ranks, got None", lambda g: _head(None)),
-    "hidden_shape": (
-        r"hidden_shape must be \[..., D\] with D = 16 of weight, got \(2, 5, 3\)",
-        lambda g: _head(g, hidden_shape=(2, 5, 3)),
-    ),
-    "reduction": (
-        "options.reduction is not supported over pipeline ranks, got 'none'",
-        lambda g: _head(g, options=LossOptions(reduction="none")),
-    ),
-    "gradient": (
-        "options.gradient is not supported over pipeline ranks, got 'in_forward'",
-        lambda g: _head(g, options=LossOptions(gradient="in_forward")),
-    ),
-    "stats": (
-        r"options.stats is not supported over pipeline ranks, got \('lse',\)",
-        lambda g: _head(g, options=LossOptions(stats=("lse",))),
-    ),
-    "hooks": ("weight must have no gradient hooks", _hooked),
-    "last stage's reduction": (
-        "reduction must be 'mean' or 'sum' and stats empty",
-        lambda g: LastStageLoss(torch.randn(8, DIM), reduction="none"),
-    ),
-    "last stage's grad_weight_into": (
-        "grad_weight_into must be None",
-        lambda g: LastStageLoss(torch.randn(8, DIM), grad_weight_into=torch.zeros(8, DIM)),
-    ),
-}
-
-
-def mistake(group: Any, name: str) -> None:
-    message, make = MISTAKES[name]
-    with pytest.raises(ValueError, match=message):
-        make(group)
-
-
-def fail_once(group: Any) -> None:
-    """The last stage's rank gets a microbatch of another shape, and targets of none; a scaled
-    loss is refused. Other ranks do not wait longer than their groups do."""
-    rank = dist.get_rank(group)
-    setup = Setup(microbatches=2)
-    model = Model.make(setup, 2)
-    head = make_head(setup, model, group, timeout=timedelta(seconds=2))
-    loss = VocabOverPipeline(head)
-    hidden, targets = model.x[:MICROBATCH], model.targets[:MICROBATCH]
-    for wrong, message in (
-        ((hidden[:, :3], targets[:, :3]), r"hidden of every microbatch must be \[2, 5, 16\]"),
-        ((hidden.float(), targets), r"which the other ranks expect, got .* torch.float32"),
-        ((hidden, targets[:1]), r"targets of every microbatch must be \[2, 5\] torch.int64"),
-        ((hidden, targets.int()), r"got \[2, 5\] torch.int32"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            head.post(0, rank, *wrong)
-    with pytest.raises(RuntimeError, match="outside of `with loss"):
-        loss(hidden, targets)
-    unknown = "schedule must be one of torch"
-    with pytest.raises(ValueError, match=unknown), loss.serving(object()):
-        pass
-    schedule = make_schedule(setup, make_stages(setup, model, group), loss)
-    with loss.serving(schedule):
-        for x, y in zip(model.x.split(MICROBATCH), model.targets.split(MICROBATCH), strict=True):
-            if rank == 1:
-                output = x.clone().requires_grad_()
-                with pytest.raises(ValueError, match=r"as loss_fn returned it.* got 2\.0"):
-                    (2 * loss(output, y)).backward()
-    if rank == 1:
-        # The other rank's broadcast then waits until its group's timeout.
-        with pytest.raises(KeyError), loss.serving(schedule):
-            raise KeyError
-        with pytest.raises(RuntimeError, match="an earlier step failed"), loss.serving(schedule):
-            pass
-    else:
-        with pytest.raises(RuntimeError), loss.serving(schedule):
-            pass
-    head.close()

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
-from pipeline_jobs import (
-    MISTAKES,
-    PLANNED,
-    SCHEDULES,
-    Setup,
-    evaluate,
-    fail_once,
-    mistake,
-    on_last_stage,
-    train,
-)
+from pipeline_jobs import PLANNED, SCHEDULES, Setup, evaluate, on_last_stage, train
+from pipeline_mistakes import MISTAKES, die, fail_once, mistake
 
 from cce_dist import LossOptions
-from cce_dist.testing import RankPool
+from cce_dist.testing import RankError, RankPool
 
 OPTIONS = {
     "mean": LossOptions(reduction="mean"),
@@ -49,6 +41,23 @@ def test_each_schedule(pools: dict[int, RankPool], schedule: str, ranks: int) ->
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option(pools: dict[int, RankPool], name: str) -> None:
     pools[2].run(2, train, Setup(options=OPTIONS[name], bias=True, scale_grads=True), 1e-12)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", PLANNED])
+def test_tensor_parallel_stages(
+    pools: dict[int, RankPool], schedule: str, sequence_parallel: bool
+) -> None:
+    """The vocabulary over both: two stages of two ranks each."""
+    setup = Setup(schedule, tensor=2, sequence_parallel=sequence_parallel, bias=True)
+    found = pools[4].run(4, train, setup, 1e-12)
+    for other in found[1:]:
+        assert torch.equal(other["losses"], found[0]["losses"])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5])
+def test_few_microbatches(pools: dict[int, RankPool], microbatches: int) -> None:
+    pools[4].run(4, train, Setup(PLANNED, microbatches=microbatches), 1e-12)
 
 
 def test_fp32(pools: dict[int, RankPool]) -> None:
@@ -86,3 +95,26 @@ def test_mistakes_are_named(pools: dict[int, RankPool], name: str) -> None:
 
 def test_an_earlier_failure_is_remembered(pools: dict[int, RankPool]) -> None:
     pools[2].run(2, fail_once)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "phase"),
+    [
+        ("1f1b", 0, "post"),
+        ("1f1b", 1, "statistics"),
+        ("zbv", 1, "gradients"),
+        (PLANNED, 1, "statistics"),
+        (PLANNED, 0, "gradients"),
+        (PLANNED, 1, "take"),
+    ],
+)
+def test_a_rank_that_dies_takes_the_others_down(
+    pools: dict[int, RankPool], schedule: str, rank: int, phase: str
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pools[2].run(2, die, Setup(schedule), rank, phase, timeout=40)
+    # The group's timeout, and what starting the processes takes.
+    assert time.monotonic() - started < 25
+    what = {failed: text for failed, (text, _) in caught.value.failures.items()}
+    assert "the process died" in what[rank] and "no answer" not in str(what)

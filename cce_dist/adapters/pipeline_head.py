@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from cce_dist import sharded
 from cce_dist.adapters.groups import own_groups, start_broadcast, start_reduce
 from cce_dist.autograd import Call, pad_bias
-from cce_dist.collectives import resolve_group
+from cce_dist.collectives import gather_tokens, group_size, reduce_grad_hidden, resolve_group
 from cce_dist.compute import Finish, prepare
 from cce_dist.options import LossOptions
 from cce_dist.partials import Head, Needs, Stats, Tokens, Upstream, accumulate_dtype
@@ -48,9 +48,9 @@ class _Microbatch:
     step: tuple[Call, Finish, Tokens, Head] | None = None
     scores: Any = None
     merge: Callable[[], Stats] | None = None
-    loss: Tensor | None = None
     grad: Tensor | None = None  # [N, D] this rank's part, then the sum
-    summed: Callable[[], object] | None = field(default=None)
+    is_taken: bool = False  # here is the last stage
+    summed: Callable[[], object] | None = None
 
 
 class PipelineHead:
@@ -59,22 +59,28 @@ class PipelineHead:
     Args:
         weight: [V_local, D] this rank's rows, bf16 | fp16 | fp32 | float64. What the phases add up
             is added to weight.grad by `finish_step`; no hook of the parameter runs.
-        group: the ranks of the pipeline, in the order of the vocabulary.
-        hidden_shape: of a microbatch's hidden states, [..., D]; the same for all of them. Targets
-            have it without D.
+        group: the ranks of the pipeline.
+        vocab_group: those that share the vocabulary, in its order: the pipelines of all tensor-
+            parallel ranks; None: group.
+        tensor_group: with vocab_group, the tensor-parallel ranks of this stage.
+        sequence_parallel: a stage's hidden states are this tensor-parallel rank's slice of dim 0.
+        hidden_shape: of a microbatch's hidden states on a rank, [..., D]; the same for all of them.
+            Targets have it without D, and are of all tokens under sequence_parallel.
         hidden_dtype: None: weight's.
         vocab_shard: as of `linear_cross_entropy`.
         bias: [V_local], this rank's; its gradient as weight's.
         class_weight: [V], the same on every rank.
         options: of the loss; reduction "mean" or "sum", of a microbatch.
         loss_scale: factor of the gradients of all microbatches, such as 1 / their number.
-        timeout: of the three groups that it makes.
+        timeout: of the groups that it makes.
     Raises:
         ValueError: an argument is not supported; the message says which.
-    Collectives: three groups are made, for which every rank of the job makes a head at the same
-        time, those of other pipelines too. A microbatch costs a broadcast of its hidden states and
-        targets, an all-gather of 8 N + 24 bytes a rank, and a sum of [N, D] in fp32 to the rank of
-        the last stage.
+    Collectives: three groups are made, four with tensor_group, for which every rank of the job
+        makes a head at the same time, those of other pipelines too. A microbatch costs a broadcast
+        of its hidden states and targets over `group`, an all-gather of 8 N + 24 bytes a rank over
+        vocab_group, and a sum of [N, D] in fp32 over `group` to the rank of the last stage; there
+        one all-reduce more over tensor_group, or a reduce-scatter under sequence_parallel, which
+        gathers hidden over tensor_group first.
     Determinism: as the loss's own.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """
@@ -85,6 +91,9 @@ class PipelineHead:
         *,
         group: ProcessGroup | DeviceMesh,
         hidden_shape: tuple[int, ...],
+        vocab_group: ProcessGroup | DeviceMesh | None = None,
+        tensor_group: ProcessGroup | DeviceMesh | None = None,
+        sequence_parallel: bool = False,
         hidden_dtype: torch.dtype | None = None,
         vocab_shard: VocabShard | None = None,
         bias: Tensor | None = None,  # [V_local]
@@ -93,16 +102,23 @@ class PipelineHead:
         loss_scale: float = 1.0,
         timeout: datetime.timedelta = TIMEOUT,
     ) -> None:
-        found = resolve_group(group)
+        found, tensor = resolve_group(group), resolve_group(tensor_group)
+        whole = found if vocab_group is None else resolve_group(vocab_group)
         _check(found, weight, hidden_shape, options)
-        assert found is not None
+        assert found is not None and whole is not None
+        _check_product(found, whole, tensor, sequence_parallel)
         self.weight, self.bias, self.class_weight = weight, bias, class_weight
         self.shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
         self.hidden_shape = tuple(hidden_shape)
         self.hidden_dtype = hidden_dtype or weight.dtype
         self.group = found
         self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
-        self._posting, self._merging, self._summing = own_groups(found, 3, timeout)
+        self._posting, self._summing = own_groups(found, 2, timeout)
+        (self._merging,) = own_groups(whole, 1, timeout)
+        self._tensor = None if tensor is None else own_groups(tensor, 1, timeout)[0]
+        self._slices = group_size(tensor) if sequence_parallel else 1
+        first, *others = self.hidden_shape[:-1]
+        self.targets_shape = (first * self._slices, *others)
         self._microbatches: dict[int, _Microbatch] = {}
         self._grad_weight: Tensor | None = None  # [num_classes, D]
         self._grad_bias: Tensor | None = None
@@ -125,7 +141,7 @@ class PipelineHead:
             hidden, targets = self.checked(hidden, targets)
         else:
             hidden = torch.empty(self.hidden_shape, dtype=self.hidden_dtype, device=device)
-            targets = torch.empty(self.hidden_shape[:-1], dtype=torch.int64, device=device)
+            targets = torch.empty(self.targets_shape, dtype=torch.int64, device=device)
         arrive = [start_broadcast(x, root, self._posting) for x in (hidden, targets)]
         self._microbatches[index] = _Microbatch(hidden, targets, arrive)
 
@@ -141,6 +157,8 @@ class PipelineHead:
         batch = self._microbatches[index]
         for wait in batch.arrive:
             wait()
+        if self._slices > 1:
+            batch.hidden = gather_tokens(batch.hidden, self._tensor)
         call, finish = prepare(
             batch.hidden,
             self.weight,
@@ -197,17 +215,22 @@ class PipelineHead:
             self._grad_bias = out.bias if self._grad_bias is None else self._grad_bias + out.bias
         # Nothing but the sum is left of it.
         batch.step = batch.scores = batch.merge = None
-        batch.grad = out.hidden
+        batch.grad, batch.is_taken = out.hidden, self.rank == root
         batch.summed = start_reduce(batch.grad, root, self._summing)
         return loss
 
     def take(self, index: int) -> Tensor:
-        """Waits for the sum. Returns: the hidden gradient [..., D] as hidden, on the rank of
-        the last stage; elsewhere what it holds is undefined. The microbatch is done with."""
+        """Waits for the sum. Returns: the hidden gradient [..., D] as hidden, on the ranks of the
+        last stage; elsewhere nothing of use. The microbatch is done with."""
         batch = self._microbatches.pop(index)
         assert batch.summed is not None and batch.grad is not None
         batch.summed()
-        return batch.grad.to(self.hidden_dtype).view(self.hidden_shape)
+        grad = batch.grad
+        if not batch.is_taken:
+            return grad
+        scatter, dtype = self._slices > 1, self.hidden_dtype
+        grad = reduce_grad_hidden(grad, self._tensor, scatter=scatter, dtype=dtype)
+        return grad.to(dtype).view(self.hidden_shape)
 
     @torch.no_grad()
     def finish_step(self, divide_by: int = 1) -> None:
@@ -234,8 +257,9 @@ class PipelineHead:
 
     def close(self) -> None:
         """Destroys the groups that it made, and nothing else."""
-        for group in (self._posting, self._merging, self._summing):
-            dist.destroy_process_group(group)
+        for group in (self._posting, self._summing, self._merging, self._tensor):
+            if group is not None:
+                dist.destroy_process_group(group)
 
     def _merged(self, batch: _Microbatch) -> tuple[Tensor, Stats, Upstream]:
         assert batch.step is not None and batch.merge is not None
@@ -254,10 +278,10 @@ class PipelineHead:
                 f"hidden of every microbatch must be {list(shape)} {dtype}, which the other ranks "
                 f"expect, got {list(hidden.shape)} {hidden.dtype}; pad microbatches to one shape"
             )
-        if targets.shape != shape[:-1] or targets.dtype != torch.int64:
+        if targets.shape != self.targets_shape or targets.dtype != torch.int64:
             raise ValueError(
-                f"targets of every microbatch must be {list(shape[:-1])} torch.int64, hidden's "
-                f"shape without D, got {list(targets.shape)} {targets.dtype}"
+                f"targets of every microbatch must be {list(self.targets_shape)} torch.int64, "
+                f"hidden's shape without D, got {list(targets.shape)} {targets.dtype}"
             )
         return hidden.detach().contiguous(), targets.contiguous()
 
@@ -302,3 +326,16 @@ def _check(
                 "weight must have no gradient hooks, as DDP and FSDP put on parameters: none would "
                 "run; keep the head out of what they wrap"
             )
+
+
+def _check_product(
+    group: ProcessGroup, whole: ProcessGroup, tensor: ProcessGroup | None, scatters: bool
+) -> None:
+    size, of_vocab, of_tensor = group_size(group), group_size(whole), group_size(tensor)
+    if of_vocab != size * of_tensor:
+        raise ValueError(
+            f"vocab_group must have the ranks of group times those of tensor_group, {size} x "
+            f"{of_tensor}, got {of_vocab}"
+        )
+    if scatters and tensor is None:
+        raise ValueError("sequence_parallel=True needs tensor_group, got None")

@@ -1,0 +1,142 @@
+"""What ranks of a pipeline do wrong in test_pipelining, and what becomes of it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_jobs import (
+    DIM,
+    MICROBATCH,
+    Model,
+    Setup,
+    arguments,
+    make_head,
+    make_schedule,
+    make_served,
+    make_stages,
+)
+
+from cce_dist import LossOptions
+from cce_dist.adapters.pipeline_head import PipelineHead
+from cce_dist.adapters.pipelining import LastStageLoss, VocabOverPipeline
+
+
+def _head(group: Any, **values: Any) -> None:
+    given: dict[str, Any] = {"group": group, "hidden_shape": (2, 5, DIM)}
+    PipelineHead(torch.randn(8, DIM), **(given | values))
+
+
+def _hooked(group: Any) -> None:
+    weight = torch.randn(8, DIM, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda _: None)
+    PipelineHead(weight, group=group, hidden_shape=(2, 5, DIM))
+
+
+MISTAKES: dict[str, tuple[str, Any]] = {
+    "no group": ("group must be the pipeline's ranks, got None", lambda g: _head(None)),
+    "hidden_shape": (
+        r"hidden_shape must be \[..., D\] with D = 16 of weight, got \(2, 5, 3\)",
+        lambda g: _head(g, hidden_shape=(2, 5, 3)),
+    ),
+    "reduction": (
+        "options.reduction is not supported over pipeline ranks, got 'none'",
+        lambda g: _head(g, options=LossOptions(reduction="none")),
+    ),
+    "gradient": (
+        "options.gradient is not supported over pipeline ranks, got 'in_forward'",
+        lambda g: _head(g, options=LossOptions(gradient="in_forward")),
+    ),
+    "stats": (
+        r"options.stats is not supported over pipeline ranks, got \('lse',\)",
+        lambda g: _head(g, options=LossOptions(stats=("lse",))),
+    ),
+    "vocab_group": (
+        "vocab_group must have the ranks of group times those of tensor_group, 2 x 2, got 2",
+        lambda g: _head(g, tensor_group=g),
+    ),
+    "sequence_parallel": (
+        "sequence_parallel=True needs tensor_group, got None",
+        lambda g: _head(g, sequence_parallel=True),
+    ),
+    "hooks": ("weight must have no gradient hooks", _hooked),
+    "last stage's reduction": (
+        "reduction must be 'mean' or 'sum' and stats empty",
+        lambda g: LastStageLoss(torch.randn(8, DIM), reduction="none"),
+    ),
+    "last stage's grad_weight_into": (
+        "grad_weight_into must be None",
+        lambda g: LastStageLoss(torch.randn(8, DIM), grad_weight_into=torch.zeros(8, DIM)),
+    ),
+}
+
+
+def mistake(group: Any, name: str) -> None:
+    message, make = MISTAKES[name]
+    with pytest.raises(ValueError, match=message):
+        make(group)
+
+
+def fail_once(group: Any) -> None:
+    """The last stage's rank gets a microbatch of another shape, and targets of none; a scaled
+    loss is refused. Other ranks do not wait longer than their groups do."""
+    rank = dist.get_rank(group)
+    setup = Setup(microbatches=2)
+    model = Model.make(setup, 2)
+    head = make_head(setup, model, group, timeout=timedelta(seconds=2))
+    loss = VocabOverPipeline(head)
+    hidden, targets = model.x[:MICROBATCH], model.targets[:MICROBATCH]
+    for wrong, message in (
+        ((hidden[:, :3], targets[:, :3]), r"hidden of every microbatch must be \[2, 5, 16\]"),
+        ((hidden.float(), targets), r"which the other ranks expect, got .* torch.float32"),
+        ((hidden, targets[:1]), r"targets of every microbatch must be \[2, 5\] torch.int64"),
+        ((hidden, targets.int()), r"got \[2, 5\] torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            head.post(0, rank, *wrong)
+    with pytest.raises(RuntimeError, match="outside of `with loss"):
+        loss(hidden, targets)
+    unknown = "schedule must be one of torch"
+    with pytest.raises(ValueError, match=unknown), loss.serving(object()):
+        pass
+    schedule = make_schedule(setup, make_stages(setup, model, group), loss)
+    with loss.serving(schedule):
+        for x, y in zip(model.x.split(MICROBATCH), model.targets.split(MICROBATCH), strict=True):
+            if rank == 1:
+                output = x.clone().requires_grad_()
+                with pytest.raises(ValueError, match=r"as loss_fn returned it.* got 2\.0"):
+                    (2 * loss(output, y)).backward()
+    if rank == 1:
+        # The other rank's broadcast then waits until its group's timeout.
+        with pytest.raises(KeyError), loss.serving(schedule):
+            raise KeyError
+        with pytest.raises(RuntimeError, match="an earlier step failed"), loss.serving(schedule):
+            pass
+    else:
+        with pytest.raises(RuntimeError), loss.serving(schedule):
+            pass
+    head.close()
+
+
+def die(group: Any, setup: Setup, rank: int, phase: str) -> None:
+    """Process `rank` is gone in a phase of the third microbatch, of a step that would have more."""
+    model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
+    stages = make_stages(setup, model, group)
+    head = make_head(setup, model, group, timeout=timedelta(seconds=5))
+    schedule, _, serving = make_served(setup, stages, head)
+    args, kwargs = arguments(stages, model)
+    if dist.get_rank(group) == rank:
+        as_it_was = getattr(head, phase)
+
+        def run(index: int, *args: Any, **kwargs: Any) -> Any:
+            if index == 2:
+                os._exit(1)
+            return as_it_was(index, *args, **kwargs)
+
+        setattr(head, phase, run)
+    with serving():
+        schedule.step(*args, **kwargs)
