@@ -26,6 +26,7 @@ from torch.distributed.pipelining import (
 )
 
 from cce_dist import LossOptions, VocabShard
+from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipelining import LastStageLoss, VocabOverPipeline
 from cce_dist.adapters.planned import ScheduleVocab1F1B
@@ -53,6 +54,7 @@ class Setup:
     bias: bool = False
     tensor: int = 1  # tensor-parallel ranks of a stage
     sequence_parallel: bool = False
+    tied: bool = False  # the input embedding is the head's weight
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
 
@@ -70,6 +72,7 @@ class Model:
     bias: Tensor | None
     x: Tensor  # [M * MICROBATCH, SEQUENCE, D]
     targets: Tensor
+    tokens: Tensor  # as targets
 
     @classmethod
     def make(cls, setup: Setup, stages: int) -> Model:
@@ -88,6 +91,7 @@ class Model:
             None if bias is None else bias.to(**to),
             x.to(**to),
             targets.to(setup.device),
+            torch.randint(0, setup.vocab_size, targets.shape).to(setup.device),
         )
 
     def whole(self, setup: Setup) -> dict[str, Tensor]:
@@ -96,9 +100,10 @@ class Model:
         weight = self.weight.clone().requires_grad_()
         bias = None if self.bias is None else self.bias.clone().requires_grad_()
         losses = []
-        for x, targets in zip(
-            self.x.split(MICROBATCH), self.targets.split(MICROBATCH), strict=True
-        ):
+        inputs = (self.tokens if setup.tied else self.x).split(MICROBATCH)
+        for x, targets in zip(inputs, self.targets.split(MICROBATCH), strict=True):
+            if setup.tied:
+                x = 3 * F.embedding(x, weight)
             for block in blocks:
                 x = block(x)
             z = F.linear(x, weight, bias)
@@ -157,7 +162,20 @@ def rows_of(setup: Setup) -> int:
     return MICROBATCH // setup.tensor if setup.sequence_parallel else MICROBATCH
 
 
-def make_stages(setup: Setup, model: Model, group: Any) -> list[Any]:
+class First(nn.Module):
+    """The first stage where the embedding is tied; scaled, as Gemma's is."""
+
+    def __init__(self, embedding: TiedEmbedding, block: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.block = embedding, block
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.block(3 * self.embedding(tokens))
+
+
+def make_stages(
+    setup: Setup, model: Model, group: Any, embedding: TiedEmbedding | None = None
+) -> list[Any]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     total = size * setup.stages_of_a_rank
     stages = []
@@ -166,9 +184,14 @@ def make_stages(setup: Setup, model: Model, group: Any) -> list[Any]:
         if setup.static:
             empty = model.x.new_zeros(rows_of(setup), SEQUENCE, DIM)
             how["input_args"] = empty.clone().requires_grad_(index > 0)
+            if index == 0 and embedding is not None:
+                how["input_args"] = model.tokens[:MICROBATCH]
             how["output_args"] = empty.clone().requires_grad_()
         device = torch.device(setup.device)
-        stages.append(PipelineStage(model.blocks[index], index, total, device, group=group, **how))
+        block = model.blocks[index]
+        if index == 0 and embedding is not None:
+            block = First(embedding, block)
+        stages.append(PipelineStage(block, index, total, device, group=group, **how))
     return stages
 
 
@@ -179,12 +202,16 @@ def make_schedule(setup: Setup, stages: list[Any], loss: Any) -> Any:
 
 
 def make_served(
-    setup: Setup, stages: list[Any], head: PipelineHead
+    setup: Setup, stages: list[Any], head: PipelineHead, embedding: TiedEmbedding | None = None
 ) -> tuple[Any, Any, Callable[..., Any]]:
     """A schedule, who has the losses of all microbatches, and the context of a step."""
     if setup.schedule == PLANNED:
         schedule = ScheduleVocab1F1B(
-            stages[0], setup.microbatches, head, scale_grads=setup.scale_grads
+            stages[0],
+            setup.microbatches,
+            head,
+            embedding=embedding,
+            scale_grads=setup.scale_grads,
         )
         return schedule, schedule, lambda **_: contextlib.nullcontext()
     loss = VocabOverPipeline(head)
@@ -230,9 +257,12 @@ def make_head(
     )
 
 
-def arguments(stages: list[Any], model: Model) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+def arguments(
+    stages: list[Any], model: Model, *, tied: bool = False
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Of `schedule.step`, on this rank."""
-    args = (model.x,) if any(stage.is_first for stage in stages) else ()
+    given = model.tokens if tied else model.x
+    args = (given,) if any(stage.is_first for stage in stages) else ()
     kwargs = {"target": model.targets} if any(stage.is_last for stage in stages) else {}
     return args, kwargs
 
@@ -252,10 +282,11 @@ def train(group: Any, setup: Setup, rel: float, steps: int = 2) -> dict[str, Any
     model = Model.make(setup, depth * setup.stages_of_a_rank)
     right = model.whole(setup)
     model.x = slice_of(setup, model.x, tensor)
-    stages = make_stages(setup, model, pipeline)
     head = make_head(setup, model, group, pipeline, tensor)
-    schedule, loss, serving = make_served(setup, stages, head)
-    args, kwargs = arguments(stages, model)
+    embedding = TiedEmbedding(head) if setup.tied else None
+    stages = make_stages(setup, model, pipeline, embedding)
+    schedule, loss, serving = make_served(setup, stages, head, embedding)
+    args, kwargs = arguments(stages, model, tied=setup.tied)
     divisor = setup.microbatches if setup.scale_grads else 1
     scaled = {key: value / divisor for key, value in right.items()} | {"losses": right["losses"]}
     of_schedule: list[Tensor] = []
@@ -288,6 +319,8 @@ def train(group: Any, setup: Setup, rel: float, steps: int = 2) -> dict[str, Any
                 assert float(off) <= rel * float(scaled[name].norm()), (name, float(off))
                 assert not parameter.grad[owned:].any()
     head.close()
+    if embedding is not None:
+        embedding.close()
     return {"losses": torch.stack(loss.losses), "weight_grad": head.weight.grad}
 
 
@@ -296,10 +329,11 @@ def evaluate(group: Any, setup: Setup) -> None:
     size = dist.get_world_size(group)
     model = Model.make(setup, size * setup.stages_of_a_rank)
     right = model.whole(setup)
-    stages = make_stages(setup, model, group)
     head = make_head(setup, model, group)
-    schedule, loss, serving = make_served(setup, stages, head)
-    args, kwargs = arguments(stages, model)
+    embedding = TiedEmbedding(head) if setup.tied else None
+    stages = make_stages(setup, model, group, embedding)
+    schedule, loss, serving = make_served(setup, stages, head, embedding)
+    args, kwargs = arguments(stages, model, tied=setup.tied)
     with serving(backward=False), torch.no_grad():
         schedule.eval(*args, **kwargs)
     require_close({"losses": torch.stack(loss.losses)}, right, 1e-12)

@@ -6,6 +6,7 @@ import pytest
 
 from cce_dist.planner.orders import (
     CYCLE,
+    EMBEDDING,
     Pass,
     Times,
     makespan,
@@ -28,18 +29,18 @@ def times_of(ranks: int, head: float, latency: float = 0.0) -> Times:
 def test_every_pass_once_and_nobody_waits_in_a_circle(
     ranks: int, microbatches: int, head: float
 ) -> None:
-    for latency in (0.0, 0.2):
+    for latency, kinds in ((0.0, CYCLE), (0.2, CYCLE), (0.1, (*CYCLE, *EMBEDDING))):
         times = times_of(ranks, head, latency)
-        orders = plan_vocab_order(ranks, microbatches, times)
-        every = {Pass(kind, index) for kind in CYCLE for index in range(microbatches)}
+        orders = plan_vocab_order(ranks, microbatches, times, embeds=len(kinds) > 4)
+        every = {Pass(kind, index) for kind in kinds for index in range(microbatches)}
         for order in orders:
             assert set(order) == every and len(order) == len(every)
-            for kind in CYCLE:
+            for kind in kinds:
                 # Collectives of a kind are in the order of microbatches on all ranks.
                 found = [each.microbatch for each in order if each.kind == kind]
                 assert found == list(range(microbatches))
         # Whatever the times turn out to be, the order has no circle.
-        simulate(orders, Times(1.0, 1.0, 3.0, 0.1, 0.5))
+        simulate(orders, Times(1.0, 1.0, 3.0, 0.1, 0.5, 0.2))
         assert makespan(orders, times) >= microbatches * times.cycle
         most = [most_in_flight(order) for order in orders]
         more = latency > 0 or head > 2

@@ -60,6 +60,28 @@ def test_few_microbatches(pools: dict[int, RankPool], microbatches: int) -> None
     pools[4].run(4, train, Setup(PLANNED, microbatches=microbatches), 1e-12)
 
 
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+@pytest.mark.parametrize("parallel", ["", "tp", "sp"])
+@pytest.mark.parametrize("microbatches", [1, 8])
+def test_tied_embedding(
+    pools: dict[int, RankPool], microbatches: int, parallel: str, static: bool
+) -> None:
+    setup = Setup(
+        PLANNED,
+        microbatches=microbatches,
+        tied=True,
+        static=static,
+        tensor=2 if parallel else 1,
+        sequence_parallel=parallel == "sp",
+        scale_grads=True,
+    )
+    pools[4].run(4, train, setup, 1e-12)
+
+
+def test_tied_embedding_in_an_evaluation(pools: dict[int, RankPool]) -> None:
+    pools[2].run(2, evaluate, Setup(PLANNED, tied=True))
+
+
 def test_fp32(pools: dict[int, RankPool]) -> None:
     setup = Setup("interleaved", dtype=torch.float32, options=LossOptions(reduction="mean"))
     pools[4].run(4, train, setup, 1e-6)

@@ -113,12 +113,14 @@ class PipelineHead:
         self.hidden_dtype = hidden_dtype or weight.dtype
         self.group = found
         self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
+        num_rows, place = weight.shape[0], (dist.get_rank(whole), dist.get_world_size(whole))
+        self.own_shard = vocab_shard or VocabShard.even(num_rows, *place)
         self._posting, self._summing = own_groups(found, 2, timeout)
         (self._merging,) = own_groups(whole, 1, timeout)
         self._tensor = None if tensor is None else own_groups(tensor, 1, timeout)[0]
-        self._slices = group_size(tensor) if sequence_parallel else 1
+        self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
         first, *others = self.hidden_shape[:-1]
-        self.targets_shape = (first * self._slices, *others)
+        self.targets_shape = (first * self.slices, *others)
         self._microbatches: dict[int, _Microbatch] = {}
         self._grad_weight: Tensor | None = None  # [num_classes, D]
         self._grad_bias: Tensor | None = None
@@ -157,7 +159,7 @@ class PipelineHead:
         batch = self._microbatches[index]
         for wait in batch.arrive:
             wait()
-        if self._slices > 1:
+        if self.slices > 1:
             batch.hidden = gather_tokens(batch.hidden, self._tensor)
         call, finish = prepare(
             batch.hidden,
@@ -193,10 +195,7 @@ class PipelineHead:
         call, _, tokens, head = batch.step
         accumulate = self._grad_weight is not None
         if self._grad_weight is None and self.weight.requires_grad:
-            wide = accumulate_dtype(self.weight.dtype)
-            self._grad_weight = torch.empty_like(
-                head.weight, dtype=wide, memory_format=torch.contiguous_format
-            )
+            self._grad_weight = self._rows_for_grad(torch.empty)
         out = sharded.backward(
             tokens,
             head,
@@ -228,9 +227,21 @@ class PipelineHead:
         grad = batch.grad
         if not batch.is_taken:
             return grad
-        scatter, dtype = self._slices > 1, self.hidden_dtype
+        scatter, dtype = self.slices > 1, self.hidden_dtype
         grad = reduce_grad_hidden(grad, self._tensor, scatter=scatter, dtype=dtype)
         return grad.to(dtype).view(self.hidden_shape)
+
+    def add_to_rows(self, rows: Tensor, values: Tensor) -> None:
+        """Adds [n, D] to the gradient of rows [n] of weight, as an embedding tied to it does."""
+        if self._grad_weight is None:
+            self._grad_weight = self._rows_for_grad(torch.zeros)
+        # torch sorts by row first, so that sums are the same from run to run.
+        self._grad_weight.index_put_((rows,), values.to(self._grad_weight.dtype), accumulate=True)
+
+    def _rows_for_grad(self, make: Callable[..., Tensor]) -> Tensor:
+        weight, classes = self.weight, self.own_shard.num_classes
+        dtype = accumulate_dtype(weight.dtype)
+        return make(classes, weight.shape[1], dtype=dtype, device=weight.device)
 
     @torch.no_grad()
     def finish_step(self, divide_by: int = 1) -> None:

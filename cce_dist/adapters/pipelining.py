@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -128,7 +128,7 @@ class VocabOverPipeline:
         server = self._server = _Server(self.head, root, count, backward)
         self._broken = True
         try:
-            with without_dry_run(stages, server):
+            with without_dry_run(stages, [server]):
                 server.start()
                 yield
             server.finish()
@@ -333,27 +333,33 @@ def _rank_of_last_stage(stage: Any, size: int) -> int:
     return stage.stage_index_to_group_rank[stage.num_stages - 1]
 
 
+class Infers(Protocol):
+    infers: bool
+
+
 @contextmanager
-def without_dry_run(stages: list[Any], server: Answers) -> Iterator[None]:
-    """torch 2.13's stages without static metadata call loss_fn once on the last stage alone, to
-    learn shapes: that one must not ask the other ranks."""
-    name = "_backward_metadata_inference"
-    patched = [stage for stage in stages if stage.is_last and hasattr(stage, name)]
+def without_dry_run(stages: list[Any], answers: Sequence[Infers]) -> Iterator[None]:
+    """torch 2.13's stages without static metadata run once more, the last one's loss included, to
+    learn shapes: that must not ask the other ranks, and those who would are told so."""
+    names = ("_forward_metadata_inference", "_backward_metadata_inference")
+    patched = [(stage, name) for stage in stages for name in names if hasattr(stage, name)]
 
     def dry(infer: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            server.infers = True
+            for each in answers:
+                each.infers = True
             try:
                 return infer(*args, **kwargs)
             finally:
-                server.infers = False
+                for each in answers:
+                    each.infers = False
 
         return run
 
-    for stage in patched:
+    for stage, name in patched:
         setattr(stage, name, dry(getattr(stage, name)))
     try:
         yield
     finally:
-        for stage in patched:
+        for stage, name in patched:
             delattr(stage, name)

@@ -11,19 +11,23 @@ from torch.distributed.pipelining.schedules import (
     FORWARD,
     FULL_BACKWARD,
     OVERLAP_F_B,
+    RESHARD,
     SEND_B,
     SEND_F,
+    UNSHARD,
     _Action,
     _PipelineScheduleRuntime,
 )
 
+from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipelining import Waiting, without_dry_run
 from cce_dist.planner.orders import Pass, Times, plan_vocab_order
 
 # torch has no action of a user's own. This one is of DualPipeV's schedules alone, and what it holds
 # tells ours apart.
-_HELD = {"S": FORWARD, "T": FULL_BACKWARD}
+_HELD = {"S": FORWARD, "T": FULL_BACKWARD, "E": UNSHARD, "G": RESHARD}
+_KIND = {held: kind for kind, held in _HELD.items()}
 # How many sums of hidden gradients a rank leaves unawaited that needs none of them.
 _UNAWAITED = 2
 
@@ -40,6 +44,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         n_microbatches: a rank holds at most ranks + 2 of them between forward and backward, where
             1F1B's first rank holds as many as there are ranks.
         head: over the stage's group. After a step weight.grad has what the step added.
+        embedding: that the first stage's module calls; every rank makes one.
         times: of a microbatch's passes on a rank, in any unit; the order follows from them, the
             result does not.
         scale_grads, chunking: as of torch's schedules; scale_grads applies to the head, too.
@@ -56,6 +61,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         n_microbatches: int,
         head: PipelineHead,
         *,
+        embedding: TiedEmbedding | None = None,
         times: Times = Times(),  # noqa: B008 - frozen
         scale_grads: bool = True,
         **chunking: Any,
@@ -68,23 +74,27 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         super().__init__(
             [stage], n_microbatches, loss_fn=self._post, scale_grads=scale_grads, **chunking
         )
-        self.head, self.root = head, stage.num_stages - 1
+        self.head, self.root, self.embedding = head, stage.num_stages - 1, embedding
         self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
         self.infers = False
         self._broken = False
         self._called = 0
         self._shown: dict[int, Tensor] = {}
         self._unawaited: list[int] = []
-        self._lower(plan_vocab_order(head.size, n_microbatches, times))
+        embeds = embedding is not None
+        self._lower(plan_vocab_order(head.size, n_microbatches, times, embeds=embeds))
         self.register_custom_function(OVERLAP_F_B, self._run_phase)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if self._broken:
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         self._broken, self._called, self.losses = True, 0, []
-        with without_dry_run(self._stages, self):
+        answers = [self] if self.embedding is None else [self, self.embedding]
+        with without_dry_run(self._stages, answers):
             result = super().step(*args, **kwargs)
         self._await_sums(0)
+        if self.embedding is not None:
+            self.embedding.finish_step()
         if self._has_backward:
             self.head.finish_step(self._n_microbatches if self.scale_grads else 1)
         self._broken = False
@@ -110,7 +120,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
                 last = each
             else:
                 phases.setdefault(last, []).append(each)
-        lowered, waiting = [], []
+        lowered, waiting = [self._action(phase) for phase in phases.get(None, ())], []
         for action in self.pipeline_order_with_comms[self.rank]:
             # What a pass sends goes first: others wait for it, and phases wait for them.
             if action.computation_type not in (SEND_F, SEND_B):
@@ -139,12 +149,24 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
 
     def _run_phase(self, action: _Action, ctx: Any) -> None:
         assert action.sub_actions is not None and action.microbatch_index is not None
-        index, head = action.microbatch_index, self.head
-        if action.sub_actions[0].computation_type == FORWARD:
+        index, head, embedding = action.microbatch_index, self.head, self.embedding
+        kind = _KIND[action.sub_actions[0].computation_type]
+        if kind == "S":
             if head.rank != self.root:
                 head.post(index, self.root)
             head.statistics(index, record=self._has_backward)
-            return
+        elif kind == "T":
+            self._finish(index)
+        elif embedding is not None:
+            if kind == "E":
+                embedding.look_up(index, ctx.arg_mbs[index][0] if embedding.is_first else None)
+            elif self._has_backward:
+                embedding.add(index)
+            else:
+                embedding.drop(index)
+
+    def _finish(self, index: int) -> None:
+        head = self.head
         if self._has_backward:
             loss = head.gradients(index, self.root)
             if head.rank != self.root:

@@ -4,6 +4,8 @@ A microbatch is F on every rank from the first to the last, S on all of them (lo
 rank's columns), T on all of them when all S are merged (gradients), and B from the last to the
 first when all T are summed. One cycle F, B, S, T is repeated on every rank, each begins one F later
 than the rank before it, and every pass takes the first slot of its kind after what it waits for.
+Where the input embedding is over all ranks, too: E on all of them (look the tokens up) before F of
+the first rank, and G (add the gradient to the rows) after its B.
 Source: arXiv:2411.05288, its schedule of two barriers.
 """
 
@@ -14,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "S", "T"]
+Kind = Literal["F", "B", "S", "T", "E", "G"]
 CYCLE: tuple[Kind, ...] = ("F", "B", "S", "T")
+EMBEDDING: tuple[Kind, ...] = ("E", "G")
 # Log-sum-exp is one product of four; the others are of the gradients.
 SHARE_OF_S = 0.25
 
@@ -38,26 +41,32 @@ class Times:
     statistics: float = 0.25  # S
     gradients: float = 0.75  # T
     latency: float = 0.0  # of a collective of the head
+    embedding: float = 0.0  # E, and G
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "statistics", "gradients"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} must be > 0 and finite, got {value!r}")
-        if not 0 <= self.latency < math.inf:
-            raise ValueError(f"latency must be >= 0 and finite, got {self.latency!r}")
+        for name in ("latency", "embedding"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
 
     def of(self, kind: Kind) -> float:
         times = {"F": self.forward, "B": self.backward, "S": self.statistics, "T": self.gradients}
-        return times[kind]
+        return times.get(kind, self.embedding)
 
     @property
     def cycle(self) -> float:
         return sum(self.of(kind) for kind in CYCLE)
 
 
-def plan_vocab_order(ranks: int, microbatches: int, times: Times) -> list[list[Pass]]:
-    """Each rank's passes in order.
+def plan_vocab_order(
+    ranks: int, microbatches: int, times: Times, *, embeds: bool = False
+) -> list[list[Pass]]:
+    """Each rank's passes in order; with `embeds` E and G as well, which find no place in the cycle
+    but between its passes.
 
     Of one rank at most ranks + 2 microbatches are between F and B, where the head takes no longer
     than two stages and latency is 0; ranks + 3 with a head of six stages, or a latency of F / 5.
@@ -92,15 +101,19 @@ def plan_vocab_order(ranks: int, microbatches: int, times: Times) -> list[list[P
     def when(rank: int, each: Pass) -> tuple[float, int]:
         begin = start[each.kind][rank] + each.microbatch * times.cycle
         # Sums of floats that ought to be equal.
-        return round(begin / times.cycle, 9), CYCLE.index(each.kind)
+        return round(begin / times.cycle, 9), kinds.index(each.kind)
 
-    passes = [Pass(kind, index) for index in range(microbatches) for kind in CYCLE]
+    kinds = (*CYCLE, *EMBEDDING) if embeds else CYCLE
+    # A cycle before the first rank's F, and a latency after its B.
+    start["E"] = [-times.cycle] * ranks
+    start["G"] = [start["B"][0] + times.backward + times.latency] * ranks
+    passes = [Pass(kind, index) for index in range(microbatches) for kind in kinds]
     return [sorted(passes, key=lambda each: when(rank, each)) for rank in every]
 
 
 def most_in_flight(order: Sequence[Pass]) -> int:
     """Microbatches that a rank holds activations of at once, at the most."""
-    held = most = 0
+    held = most = 0  # E and G hold tokens and one hidden state
     for kind, _ in order:
         held += (kind == "F") - (kind == "B")
         most = max(most, held)
@@ -116,12 +129,16 @@ def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, 
     ranks = len(orders)
     ends: list[dict[Pass, float]] = [{} for _ in orders]
     at = [0] * ranks
+    embeds = any(each.kind == "E" for order in orders for each in order)
+    before_first: list[tuple[int, Kind]] = [(x, "E") for x in range(ranks)] if embeds else []
 
     def ready(rank: int, each: Pass) -> float | None:
         """When what it waits for has ended; None: not yet known."""
         index, last = each.microbatch, ranks - 1
         needs: dict[Kind, list[tuple[int, Kind]]] = {
-            "F": [(rank - 1, "F")] if rank else [],
+            "F": [(rank - 1, "F")] if rank else before_first,
+            "E": [],
+            "G": [(0, "B")],
             "S": [(last, "F")],
             "T": [(other, "S") for other in range(ranks)],
             "B": [(rank + 1, "B")] if rank < last else [(x, "T") for x in range(ranks)],
@@ -129,7 +146,7 @@ def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, 
         found = [ends[other].get(Pass(kind, index)) for other, kind in needs[each.kind]]
         if any(end is None for end in found):
             return None
-        remote = each.kind in "ST" or (each.kind == "B" and rank == last)
+        remote = each.kind in "STG" or (each.kind == "B" and rank == last)
         latest = max((end for end in found if end is not None), default=0.0)
         return latest + (times.latency if remote else 0.0)
 

@@ -1,0 +1,193 @@
+"""The input embedding over pipeline ranks where it is the LM head's weight: tying costs no
+collective, since each rank has the same rows of both."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cce_dist.adapters.groups import own_groups, start_broadcast, start_reduce
+from cce_dist.adapters.pipeline_head import TIMEOUT, PipelineHead
+from cce_dist.collectives import gather_tokens, reduce_grad_hidden, require
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+_ONCE = (
+    "the first stage must call the embedding once a microbatch, on the tokens that the schedule "
+    "was given"
+)
+
+
+@dataclass
+class _Microbatch:
+    tokens: Tensor  # [...] int64
+    wait: Callable[[], object]  # for what is under way
+    rows: Tensor | None = None  # [N, D] this rank's part, then the sum; then the gradient
+
+
+class TiedEmbedding(nn.Module):
+    """The first stage's embedding of tokens, looked up and trained on all pipeline ranks.
+
+    Every rank makes it; the first stage's module calls it on its tokens. It has no parameter of its
+    own: gradients go to the head's weight. A microbatch goes through four phases, of which the
+    schedule runs the first and the last on every rank:
+
+        look_up    tokens go from the rank of the first stage to all; what each rank has of their
+                   rows begins to be summed there
+        forward    on the first stage: waits for the sum
+        (backward) on the first stage: keeps the gradient
+        add        the gradient goes to all ranks; each adds it to its own rows
+
+    Args:
+        head: of the same ranks; its hidden_shape is that of the embedding, too.
+        root: the rank in the head's group that has the first stage.
+        timeout: of the groups that it makes.
+    Collectives: four groups at most are made, as those of the head. A microbatch costs a broadcast
+        of its tokens and a sum of [N, D] in hidden's dtype to the first stage, one of whose addends
+        is not 0; and a broadcast of [N, D] back. With tensor-parallel ranks an all-reduce on the
+        first stage, or a reduce-scatter and an all-gather under sequence_parallel.
+    Determinism: bitwise equal from run to run.
+    """
+
+    def __init__(
+        self, head: PipelineHead, *, root: int = 0, timeout: datetime.timedelta = TIMEOUT
+    ) -> None:
+        super().__init__()
+        self.head, self.root = head, root
+        self._asking, self._summing, self._giving = own_groups(head.group, 3, timeout)
+        tensor = head.tensor_group
+        self._tensor = None if tensor is None else own_groups(tensor, 1, timeout)[0]
+        self._microbatches: dict[int, _Microbatch] = {}
+        self._called = 0
+        self.infers = False  # a schedule asks for shapes
+
+    @property
+    def is_first(self) -> bool:
+        return self.head.rank == self.root
+
+    @torch.no_grad()
+    def look_up(self, index: int, tokens: Tensor | None = None) -> None:
+        """Waits for the tokens, not for their rows.
+
+        Args: tokens: [...] of the microbatch, on the rank of the first stage.
+        Raises:
+            ValueError: there, if their shape or dtype is not what all ranks expect.
+        """
+        head = self.head
+        if self.is_first:
+            tokens = self._checked(tokens)
+        else:
+            tokens = torch.empty(head.targets_shape, dtype=torch.int64, device=head.weight.device)
+        start_broadcast(tokens, self.root, self._asking)()
+        mine, rows = self._own(tokens)
+        found = rows.new_zeros(len(rows), head.hidden_shape[-1], dtype=head.hidden_dtype)
+        if head.own_shard.num_classes:
+            found = head.weight.detach()[rows].to(head.hidden_dtype)
+            found = found.masked_fill_(~mine[:, None], 0)
+        wait = start_reduce(found, self.root, self._summing)
+        self._microbatches[index] = _Microbatch(tokens, wait, found)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., D], this rank's slice of dim 0 under sequence_parallel."""
+        head = self.head
+        if self.infers or not self._microbatches:
+            if not self.infers:
+                raise RuntimeError(
+                    "the embedding was called outside of a schedule's step, where the other ranks "
+                    "do not answer"
+                )
+            return tokens.new_zeros(head.hidden_shape, dtype=head.hidden_dtype).requires_grad_()
+        index, self._called = self._called, self._called + 1
+        batch, rule = self._microbatches.get(index), _ONCE
+        if batch is None or batch.tokens.shape != tokens.shape:
+            raise ValueError(f"{rule}, got {list(tokens.shape)} in call {index}")
+        require((batch.tokens == tokens).all(), lambda: f"{rule}, got others", rule)
+        return _Rows.apply(self._anchor(), self, index)
+
+    def rows(self, index: int) -> Tensor:
+        """What `forward` returns, without autograd."""
+        batch = self._microbatches[index]
+        assert batch.rows is not None
+        batch.wait()
+        found, batch.rows = batch.rows, None
+        head, dtype = self.head, self.head.hidden_dtype
+        found = reduce_grad_hidden(found, self._tensor, scatter=head.slices > 1, dtype=dtype)
+        return found.view(head.hidden_shape)
+
+    def keep(self, index: int, grad: Tensor) -> None:
+        """The gradient of `rows`, for `add`."""
+        if self.head.slices > 1:
+            grad = gather_tokens(grad, self._tensor)
+        self._microbatches[index].rows = grad.reshape(-1, grad.shape[-1]).contiguous()
+
+    @torch.no_grad()
+    def add(self, index: int) -> None:
+        """Waits for the gradient, and adds it to this rank's rows. The microbatch is done with."""
+        batch, head = self._microbatches.pop(index), self.head
+        grad = batch.rows
+        if not self.is_first:
+            # The sum is the first stage's alone, and so far nobody has waited here for it.
+            batch.wait()
+            grad = torch.empty_like(batch.rows)  # pyright: ignore
+        assert grad is not None
+        start_broadcast(grad, self.root, self._giving)()
+        if head.weight.requires_grad:
+            mine, rows = self._own(batch.tokens)
+            head.add_to_rows(rows[mine], grad[mine])
+
+    def drop(self, index: int) -> None:
+        """In an evaluation, in place of `add`."""
+        batch = self._microbatches.pop(index)
+        if not self.is_first:
+            batch.wait()
+
+    def finish_step(self) -> None:
+        self._called = 0
+
+    def close(self) -> None:
+        """Destroys the groups that it made, and nothing else."""
+        groups: tuple[ProcessGroup | None, ...]
+        groups = (self._asking, self._summing, self._giving, self._tensor)
+        for group in groups:
+            if group is not None:
+                dist.destroy_process_group(group)
+
+    def _own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """[N] bool: whose rows are here; [N] the rows, 0 elsewhere."""
+        rows = self.head.own_shard.local_targets(tokens.reshape(-1))
+        mine = rows >= 0
+        return mine, rows.clamp_min(0)
+
+    def _checked(self, tokens: Tensor | None) -> Tensor:
+        shape = self.head.targets_shape
+        if tokens is None or tokens.shape != shape or tokens.dtype != torch.int64:
+            got = None if tokens is None else f"{list(tokens.shape)} {tokens.dtype}"
+            raise ValueError(
+                f"tokens of every microbatch must be {list(shape)} torch.int64, got {got}"
+            )
+        return tokens.contiguous()
+
+    def _anchor(self) -> Tensor:
+        # So that autograd asks for a gradient; the weight's own node must not run.
+        return torch.empty(0, device=self.head.weight.device, requires_grad=True)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, embedding: TiedEmbedding, index: int):
+        ctx.embedding, ctx.index = embedding, index
+        return embedding.rows(index)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        ctx.embedding.keep(ctx.index, grad)
+        return None, None, None
