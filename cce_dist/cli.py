@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .bench.cli import app as bench_app
+from .cli_plan import app as plan_app
 
 app = typer.Typer(
     help="Train with, and measure, a loss whose vocabulary is sharded over ranks.",
@@ -58,3 +59,4 @@ def train(
 
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(plan_app, name="plan")

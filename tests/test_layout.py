@@ -48,7 +48,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"adapters": {"torch", "mpi4py", "numpy"}},
     {"train": ANY},
     {"testing": {"torch", "triton", "numpy"}},
-    {"bench": ANY},
+    {"bench": ANY, "cli_plan": ANY},
     {"cli": ANY},
     {"__main__": ANY},
 )

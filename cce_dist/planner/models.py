@@ -1,0 +1,168 @@
+"""Decoder language models as numbers: parameters of a layer, of the head, in all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A decoder-only transformer.
+
+    Args:
+        classes: V of the loss, the tokenizer's size.
+        rows: of the embedding and the head, padding included; None: classes.
+        mlp_dim: of one expert where there are several.
+        head_dim: None: dim / heads.
+        gated: three matrices in the MLP rather than two.
+        norms: of a layer.
+        positions: learned ones, a vector each.
+        experts: 0: one MLP without a router.
+        buffers: numbers beside the parameters that a checkpoint holds, such as causal masks.
+    Raises:
+        ValueError: a size below 1, heads that kv_heads do not divide, more classes than rows.
+    """
+
+    classes: int
+    dim: int
+    layers: int
+    mlp_dim: int
+    heads: int
+    kv_heads: int
+    rows: int | None = None
+    head_dim: int | None = None
+    gated: bool = True
+    tied: bool = False
+    norms: int = 2
+    norm_bias: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    positions: int = 0
+    experts: int = 0
+    buffers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("classes", "dim", "layers", "mlp_dim", "heads", "kv_heads"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads, {self.heads}, got {self.kv_heads}")
+        if self.head_dim is None and self.dim % self.heads:
+            raise ValueError(
+                f"heads must divide dim, {self.dim}, where head_dim is not given, got {self.heads}"
+            )
+        if self.num_rows < self.classes:
+            raise ValueError(f"rows must be >= classes, {self.classes}, got {self.rows}")
+
+    @property
+    def num_rows(self) -> int:
+        return self.classes if self.rows is None else self.rows
+
+    @property
+    def size_of_head(self) -> int:
+        """head_dim, of attention."""
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def attention_parameters(self) -> int:
+        inner, outer = self.heads * self.size_of_head, self.kv_heads * self.size_of_head
+        biases = (inner + 2 * outer) * self.qkv_bias + self.dim * self.out_bias
+        return 2 * self.dim * inner + 2 * self.dim * outer + biases
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of all experts, and their router."""
+        matrices = 3 if self.gated else 2
+        one = matrices * self.dim * self.mlp_dim + (self.mlp_dim + self.dim) * self.mlp_bias
+        return self.experts * (one + self.dim) if self.experts else one
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of one norm."""
+        return self.dim * (1 + self.norm_bias)
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.attention_parameters + self.mlp_parameters + self.norms * self.norm_parameters
+
+    @property
+    def head_parameters(self) -> int:
+        return self.num_rows * (self.dim + self.head_bias)
+
+    @property
+    def parameters(self) -> int:
+        embedding = (self.num_rows + self.positions) * self.dim
+        head = 0 if self.tied else self.head_parameters
+        return embedding + head + self.layers * self.layer_parameters + self.norm_parameters
+
+
+def _gpt2(dim: int, layers: int, heads: int, positions: int, saved: int, qkv_bias: bool) -> Model:
+    return Model(
+        classes=50257,
+        dim=dim,
+        layers=layers,
+        mlp_dim=4 * dim,
+        heads=heads,
+        kv_heads=heads,
+        gated=False,
+        tied=True,
+        norm_bias=True,
+        qkv_bias=qkv_bias,
+        out_bias=True,
+        mlp_bias=True,
+        positions=positions,
+        # Causal masks of as many layers.
+        buffers=saved * positions**2,
+    )
+
+
+def _llama(
+    classes: int, dim: int, layers: int, mlp_dim: int, heads: int, kv_heads: int, **more: int | bool
+) -> Model:
+    return Model(
+        classes=classes,
+        dim=dim,
+        layers=layers,
+        mlp_dim=mlp_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        **more,  # pyright: ignore
+    )
+
+
+# The models of Cut Cross-Entropy's Table A3, in its order, from their public configurations.
+PAPER = {
+    "GPT2": _gpt2(768, 12, 12, 1024, 12, True),
+    "GPT Neo (1.3B)": _gpt2(2048, 24, 16, 2048, 12, False),
+    "GPT Neo (2.7B)": _gpt2(2560, 32, 20, 2048, 16, False),
+    "Gemma (2B)": _llama(256000, 2048, 18, 16384, 8, 1, head_dim=256, tied=True),
+    "Gemma 2 (27B)": _llama(256000, 4608, 46, 36864, 32, 16, head_dim=128, tied=True, norms=4),
+    "Gemma 2 (2B)": _llama(256000, 2304, 26, 9216, 8, 4, head_dim=256, tied=True, norms=4),
+    "Llama 2 (13B)": _llama(32000, 5120, 40, 13824, 40, 40),
+    "Llama 2 (7B)": _llama(32000, 4096, 32, 11008, 32, 32),
+    "Llama 3 (70B)": _llama(128256, 8192, 80, 28672, 64, 8),
+    "Llama 3 (8B)": _llama(128256, 4096, 32, 14336, 32, 8),
+    "Mistral 7B": _llama(32000, 4096, 32, 14336, 32, 8),
+    "Mixtral 8x7B": _llama(32000, 4096, 32, 14336, 32, 8, experts=8),
+    "Phi 1.5": Model(
+        classes=50295,
+        rows=51200,
+        dim=2048,
+        layers=24,
+        mlp_dim=8192,
+        heads=32,
+        kv_heads=32,
+        gated=False,
+        norms=1,
+        norm_bias=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+    ),
+    "Phi3 Medium": _llama(32011, 5120, 40, 17920, 40, 10, rows=32064),
+    "Qwen1.5 (7B)": _llama(151646, 4096, 32, 11008, 32, 32, rows=151936, qkv_bias=True),
+}
