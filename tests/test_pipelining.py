@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from pipeline_jobs import PLANNED, SCHEDULES, Setup, evaluate, on_last_stage, train
+from pipeline_jobs import PLANNED, SCHEDULES, Setup, evaluate, many_steps, on_last_stage, train
 from pipeline_mistakes import MISTAKES, die, fail_once, mistake
 
 from cce_dist import LossOptions
@@ -80,6 +80,11 @@ def test_tied_embedding(
 
 def test_tied_embedding_in_an_evaluation(pools: dict[int, RankPool]) -> None:
     pools[2].run(2, evaluate, Setup(PLANNED, tied=True))
+
+
+@pytest.mark.parametrize("schedule", ["zbv", PLANNED])
+def test_many_steps(pools: dict[int, RankPool], schedule: str) -> None:
+    pools[2].run(2, many_steps, Setup(schedule, tied=schedule == PLANNED), 15)
 
 
 def test_fp32(pools: dict[int, RankPool]) -> None:
