@@ -1,4 +1,4 @@
-"""What ranks of a pipeline do wrong in test_pipelining, and what becomes of it."""
+"""What ranks of a pipeline do in test_pipelining besides whole steps: mistakes, autocast."""
 
 from __future__ import annotations
 
@@ -140,3 +140,26 @@ def die(group: Any, setup: Setup, rank: int, phase: str) -> None:
         setattr(head, phase, run)
     with serving():
         schedule.step(*args, **kwargs)
+
+
+def phases_under_autocast(group: Any) -> None:
+    """fp32 products stay fp32's: the same bits as without."""
+    setup = Setup(microbatches=2, dtype=torch.float32)
+    model = Model.make(setup, 2)
+    head = make_head(setup, model, group)
+    rank, root = dist.get_rank(group), 1
+    given = (model.x[:MICROBATCH], model.targets[:MICROBATCH]) if rank == root else ()
+    found = []
+    for autocast in (False, True):
+        head.weight.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            head.post(0, root, *given)
+            head.statistics(0)
+            loss = head.gradients(0, root)
+            grad = head.take(0)
+            head.finish_step()
+        # Elsewhere the gradient is nothing of use.
+        found.append((loss, grad if rank == root else loss, head.weight.grad))
+    for plain, cast in zip(*found, strict=True):
+        assert plain is not None and cast is not None and torch.equal(plain, cast)
+    head.close()

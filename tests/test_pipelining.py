@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from pipeline_jobs import PLANNED, SCHEDULES, Setup, evaluate, many_steps, on_last_stage, train
-from pipeline_mistakes import MISTAKES, die, fail_once, mistake
+from pipeline_mistakes import MISTAKES, die, fail_once, mistake, phases_under_autocast
 
 from cce_dist import LossOptions
 from cce_dist.testing import RankError, RankPool
@@ -85,6 +85,10 @@ def test_tied_embedding_in_an_evaluation(pools: dict[int, RankPool]) -> None:
 @pytest.mark.parametrize("schedule", ["zbv", PLANNED])
 def test_many_steps(pools: dict[int, RankPool], schedule: str) -> None:
     pools[2].run(2, many_steps, Setup(schedule, tied=schedule == PLANNED), 15)
+
+
+def test_autocast(pools: dict[int, RankPool]) -> None:
+    pools[2].run(2, phases_under_autocast)
 
 
 def test_fp32(pools: dict[int, RankPool]) -> None:

@@ -14,9 +14,10 @@ the order of microbatches has to be the same on all ranks, not that of phases.
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,22 @@ class _Microbatch:
     summed: Callable[[], object] | None = None
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _plainly(phase: Callable[P, R]) -> Callable[P, R]:
+    """Without autograd; and within an autocast region fp32 products must not be cast."""
+
+    @functools.wraps(phase)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        device: torch.device = args[0].weight.device  # pyright: ignore
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            return phase(*args, **kwargs)
+
+    return run
+
+
 class PipelineHead:
     """An LM head whose rows are spread over the ranks of a pipeline, and its cross-entropy.
 
@@ -64,9 +81,9 @@ class PipelineHead:
             parallel ranks; None: group.
         tensor_group: with vocab_group, the tensor-parallel ranks of this stage.
         sequence_parallel: a stage's hidden states are this tensor-parallel rank's slice of dim 0.
-        hidden_shape: of a microbatch's hidden states on a rank, [..., D]; the same for all of them.
-            Targets have it without D, and are of all tokens under sequence_parallel.
-        hidden_dtype: None: weight's.
+        hidden_shape: of a microbatch's hidden states on a rank, [..., D]; the same for all of them,
+            dtype weight's. Targets have it without D, and are of all tokens under
+            sequence_parallel.
         vocab_shard: as of `linear_cross_entropy`.
         bias: [V_local], this rank's; its gradient as weight's.
         class_weight: [V], the same on every rank.
@@ -94,7 +111,6 @@ class PipelineHead:
         vocab_group: ProcessGroup | DeviceMesh | None = None,
         tensor_group: ProcessGroup | DeviceMesh | None = None,
         sequence_parallel: bool = False,
-        hidden_dtype: torch.dtype | None = None,
         vocab_shard: VocabShard | None = None,
         bias: Tensor | None = None,  # [V_local]
         class_weight: Tensor | None = None,  # [V]
@@ -110,7 +126,7 @@ class PipelineHead:
         self.weight, self.bias, self.class_weight = weight, bias, class_weight
         self.shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
         self.hidden_shape = tuple(hidden_shape)
-        self.hidden_dtype = hidden_dtype or weight.dtype
+        self.hidden_dtype = weight.dtype
         self.group = found
         self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
         num_rows, place = weight.shape[0], (dist.get_rank(whole), dist.get_world_size(whole))
@@ -147,7 +163,7 @@ class PipelineHead:
         arrive = [start_broadcast(x, root, self._posting) for x in (hidden, targets)]
         self._microbatches[index] = _Microbatch(hidden, targets, arrive)
 
-    @torch.no_grad()
+    @_plainly
     def statistics(self, index: int, *, record: bool = True) -> None:
         """Waits for what was posted; begins the merge.
 
@@ -179,13 +195,13 @@ class PipelineHead:
         batch.step = call, finish, tokens, head
         batch.merge, batch.scores = sharded.start_forward(tokens, head, call.plan, score=record)
 
-    @torch.no_grad()
+    @_plainly
     def value(self, index: int) -> Tensor:
         """Waits for the merge. Returns: the loss [], fp32 or float64, on every rank. The microbatch
         is done with."""
         return self._merged(self._microbatches.pop(index))[0]
 
-    @torch.no_grad()
+    @_plainly
     def gradients(self, index: int, root: int) -> Tensor:
         """Waits for the merge, adds this microbatch's part to the gradients of weight and bias, and
         begins the sum of the hidden gradient. Returns: the loss [], on every rank."""
