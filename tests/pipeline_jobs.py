@@ -26,9 +26,10 @@ from torch.distributed.pipelining import (
 )
 
 from cce_dist import LossOptions, VocabShard
+from cce_dist.adapters.last_stage import LastStageLoss
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
-from cce_dist.adapters.pipelining import LastStageLoss, VocabOverPipeline
+from cce_dist.adapters.pipelining import VocabOverPipeline
 from cce_dist.adapters.planned import ScheduleVocab1F1B
 
 DIM, SEQUENCE, MICROBATCH = 16, 5, 2
@@ -343,6 +344,8 @@ def evaluate(group: Any, setup: Setup, rel: float = 1e-12) -> None:
     require_close({"losses": torch.stack(loss.losses)}, right, rel)
     assert head.weight.grad is not None
     head.close()
+    if embedding is not None:
+        embedding.close()
 
 
 def on_last_stage(group: Any, setup: Setup, rel: float) -> None:

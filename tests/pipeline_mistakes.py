@@ -22,8 +22,9 @@ from pipeline_jobs import (
 )
 
 from cce_dist import LossOptions
+from cce_dist.adapters.last_stage import LastStageLoss
 from cce_dist.adapters.pipeline_head import PipelineHead
-from cce_dist.adapters.pipelining import LastStageLoss, VocabOverPipeline
+from cce_dist.adapters.pipelining import VocabOverPipeline
 
 
 def _head(group: Any, **values: Any) -> None:
@@ -103,13 +104,18 @@ def fail_once(group: Any) -> None:
     unknown = "schedule must be one of torch"
     with pytest.raises(ValueError, match=unknown), loss.serving(object()):
         pass
-    schedule = make_schedule(setup, make_stages(setup, model, group), loss)
+    stages = make_stages(setup, model, group)
+    schedule = make_schedule(setup, stages, loss)
+    stages[0].has_backward = True  # as `schedule.step` says
     with loss.serving(schedule):
         for x, y in zip(model.x.split(MICROBATCH), model.targets.split(MICROBATCH), strict=True):
             if rank == 1:
                 output = x.clone().requires_grad_()
                 with pytest.raises(ValueError, match=r"as loss_fn returned it.* got 2\.0"):
                     (2 * loss(output, y)).backward()
+            else:
+                # As if a microbatch had gone through this rank's stage.
+                loss._server.forwarded()  # pyright: ignore
     if rank == 1:
         # The other rank's broadcast then waits until its group's timeout.
         with pytest.raises(KeyError), loss.serving(schedule):
@@ -163,3 +169,18 @@ def phases_under_autocast(group: Any) -> None:
     for plain, cast in zip(*found, strict=True):
         assert plain is not None and cast is not None and torch.equal(plain, cast)
     head.close()
+
+
+def mix_up(group: Any) -> None:
+    """An evaluation in a step's context, which would add to gradients; each rank says so."""
+    setup = Setup("gpipe", microbatches=1)
+    model = Model.make(setup, 2)
+    stages = make_stages(setup, model, group)
+    head = make_head(setup, model, group, timeout=timedelta(seconds=2))
+    loss = VocabOverPipeline(head)
+    schedule = make_schedule(setup, stages, loss)
+    args, kwargs = arguments(stages, model)
+    wrong = r"serving\(schedule, backward=True\) must be around schedule.step, got the other"
+    with pytest.raises(RuntimeError, match=wrong), loss.serving(schedule), torch.no_grad():
+        schedule.eval(*args, **kwargs)
+    assert head.weight.grad is None

@@ -12,6 +12,7 @@ from cce_dist.planner.orders import (
     makespan,
     most_in_flight,
     plan_vocab_order,
+    require_no_circle,
     simulate,
 )
 
@@ -39,6 +40,7 @@ def test_every_pass_once_and_nobody_waits_in_a_circle(
                 # Collectives of a kind are in the order of microbatches on all ranks.
                 found = [each.microbatch for each in order if each.kind == kind]
                 assert found == list(range(microbatches))
+        require_no_circle(orders)
         # Whatever the times turn out to be, the order has no circle.
         simulate(orders, Times(1.0, 1.0, 3.0, 0.1, 0.5, 0.2))
         assert makespan(orders, times) >= microbatches * times.cycle
@@ -62,6 +64,12 @@ def test_time_of_the_order(ranks: int, microbatches: int, head: float) -> None:
 def test_a_circle_is_named() -> None:
     with pytest.raises(ValueError, match=r"must not wait in a circle, got .*kind='S'"):
         simulate([[Pass("S", 0), Pass("F", 0), Pass("T", 0), Pass("B", 0)]], Times())
+
+
+def test_times_that_would_have_ranks_wait_for_one_another_are_refused() -> None:
+    orders = plan_vocab_order(3, 3, Times(10, 0.5, 1, 1, latency=5))
+    with pytest.raises(ValueError, match="must give an order in which no ranks wait for one"):
+        require_no_circle(orders)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from pipeline_jobs import PLANNED, SCHEDULES, Setup, evaluate, many_steps, on_last_stage, train
-from pipeline_mistakes import MISTAKES, die, fail_once, mistake, phases_under_autocast
+from pipeline_mistakes import MISTAKES, die, fail_once, mistake, mix_up, phases_under_autocast
 
 from cce_dist import LossOptions
 from cce_dist.testing import RankError, RankPool
@@ -122,6 +122,10 @@ def test_head_on_the_last_stage(pools: dict[int, RankPool], schedule: str, stati
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_named(pools: dict[int, RankPool], name: str) -> None:
     pools[2].run(2, mistake, name)
+
+
+def test_an_evaluation_in_a_steps_context(pools: dict[int, RankPool]) -> None:
+    pools[2].run(2, mix_up)
 
 
 def test_an_earlier_failure_is_remembered(pools: dict[int, RankPool]) -> None:

@@ -6,17 +6,22 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def own_groups(group: ProcessGroup, count: int, timeout: datetime.timedelta) -> list[ProcessGroup]:
+def own_groups(
+    group: ProcessGroup, count: int, timeout: datetime.timedelta, device: torch.device
+) -> list[ProcessGroup]:
     """Groups of the same ranks in the same order, with communicators and a timeout of their own.
 
-    The caller destroys them. Collectives: every rank of the job calls it at the same time, with the
-    group that it is in; one all-gather of the ranks of all groups, then their creation. (A group
-    can be made by its members alone, but torch then names it by how many groups a rank is in.)
+    The caller destroys them. Their communicators are there when it returns: NCCL makes them at the
+    first use else, in a thread that may then keep the others from the store that all of them need.
+    Collectives: every rank of the job calls it at the same time, with the group that it is in; one
+    all-gather of the ranks of all groups, their creation, and three of one number. (A group can be
+    made by its members alone, but torch then names it by how many groups a rank is in.)
     """
     ranks = dist.get_process_group_ranks(group)
     everywhere: list[list[int]] = [[]] * dist.get_world_size()
@@ -28,7 +33,20 @@ def own_groups(group: ProcessGroup, count: int, timeout: datetime.timedelta) -> 
             if list(members) == ranks:
                 assert isinstance(made, ProcessGroup)
                 own.append(made)
+    for made in own:
+        _connect(made, device)
     return own
+
+
+def _connect(group: ProcessGroup, device: torch.device) -> None:
+    """Each kind of collective that is to come, once."""
+    number = torch.zeros(1, device=device)
+    parts = [torch.zeros_like(number) for _ in range(dist.get_world_size(group))]
+    dist.broadcast(number, group=group, group_src=0)
+    dist.reduce(number, group=group, group_dst=0)
+    dist.all_gather(parts, number, group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def start_broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Callable[[], object]:

@@ -37,14 +37,17 @@ class TiedEmbedding(nn.Module):
     """The first stage's embedding of tokens, looked up and trained on all pipeline ranks.
 
     Every rank makes it; the first stage's module calls it on its tokens. It has no parameter of its
-    own: gradients go to the head's weight. A microbatch goes through four phases, of which the
-    schedule runs the first and the last on every rank:
+    own; gradients go to the head's weight. A microbatch goes through these phases, `forward` and
+    its backward on the first stage, which waits for the sum and keeps the gradient, the others on
+    every rank:
 
-        look_up    tokens go from the rank of the first stage to all; what each rank has of their
-                   rows begins to be summed there
-        forward    on the first stage: waits for the sum
-        (backward) on the first stage: keeps the gradient
-        add        the gradient goes to all ranks; each adds it to its own rows
+        ask        tokens go from the rank of the first stage to all
+        look_up    what each rank has of their rows begins to be summed on the first stage
+        give       the gradient goes from there to all
+        add        each rank adds it to its own rows
+
+    No rank may wait in `look_up` or `add` for another that waits for it elsewhere: ask for all
+    microbatches first, and `add` a microbatch after giving the next.
 
     Args:
         head: of the same ranks; its hidden_shape is that of the embedding, too.
@@ -62,9 +65,11 @@ class TiedEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.head, self.root = head, root
-        self._asking, self._summing, self._giving = own_groups(head.group, 3, timeout)
-        tensor = head.tensor_group
-        self._tensor = None if tensor is None else own_groups(tensor, 1, timeout)[0]
+        device, tensor = head.weight.device, head.tensor_group
+        self._asking, self._summing, self._giving = own_groups(head.group, 3, timeout, device)
+        self._tensor = None
+        if tensor is not None:
+            (self._tensor,) = own_groups(tensor, 1, timeout, device)
         self._microbatches: dict[int, _Microbatch] = {}
         self._called = 0
         self.infers = False  # a schedule asks for shapes
@@ -73,9 +78,8 @@ class TiedEmbedding(nn.Module):
     def is_first(self) -> bool:
         return self.head.rank == self.root
 
-    @torch.no_grad()
-    def look_up(self, index: int, tokens: Tensor | None = None) -> None:
-        """Waits for the tokens, not for their rows.
+    def ask(self, index: int, tokens: Tensor | None = None) -> None:
+        """Without waiting.
 
         Args: tokens: [...] of the microbatch, on the rank of the first stage.
         Raises:
@@ -86,14 +90,20 @@ class TiedEmbedding(nn.Module):
             tokens = self._checked(tokens)
         else:
             tokens = torch.empty(head.targets_shape, dtype=torch.int64, device=head.weight.device)
-        start_broadcast(tokens, self.root, self._asking)()
-        mine, rows = self._own(tokens)
+        wait = start_broadcast(tokens, self.root, self._asking)
+        self._microbatches[index] = _Microbatch(tokens, wait)
+
+    @torch.no_grad()
+    def look_up(self, index: int) -> None:
+        """Waits for the tokens, not for their rows."""
+        batch, head = self._microbatches[index], self.head
+        batch.wait()
+        mine, rows = self._own(batch.tokens)
         found = rows.new_zeros(len(rows), head.hidden_shape[-1], dtype=head.hidden_dtype)
         if head.own_shard.num_classes:
             found = head.weight.detach()[rows].to(head.hidden_dtype)
             found = found.masked_fill_(~mine[:, None], 0)
-        wait = start_reduce(found, self.root, self._summing)
-        self._microbatches[index] = _Microbatch(tokens, wait, found)
+        batch.rows, batch.wait = found, start_reduce(found, self.root, self._summing)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[...] -> [..., D], this rank's slice of dim 0 under sequence_parallel."""
@@ -129,19 +139,26 @@ class TiedEmbedding(nn.Module):
         self._microbatches[index].rows = grad.reshape(-1, grad.shape[-1]).contiguous()
 
     @torch.no_grad()
-    def add(self, index: int) -> None:
-        """Waits for the gradient, and adds it to this rank's rows. The microbatch is done with."""
-        batch, head = self._microbatches.pop(index), self.head
-        grad = batch.rows
+    def give(self, index: int) -> None:
+        """Without waiting for the gradient."""
+        batch = self._microbatches[index]
         if not self.is_first:
             # The sum is the first stage's alone, and so far nobody has waited here for it.
             batch.wait()
-            grad = torch.empty_like(batch.rows)  # pyright: ignore
-        assert grad is not None
-        start_broadcast(grad, self.root, self._giving)()
-        if head.weight.requires_grad:
+            assert batch.rows is not None
+            batch.rows = torch.empty_like(batch.rows)
+        assert batch.rows is not None
+        batch.wait = start_broadcast(batch.rows, self.root, self._giving)
+
+    @torch.no_grad()
+    def add(self, index: int) -> None:
+        """Waits for the gradient, and adds it to this rank's rows. The microbatch is done with."""
+        batch, head = self._microbatches.pop(index), self.head
+        batch.wait()
+        assert batch.rows is not None
+        if head.weight.requires_grad and head.own_shard.num_classes:
             mine, rows = self._own(batch.tokens)
-            head.add_to_rows(rows[mine], grad[mine])
+            head.add_to_rows(rows, batch.rows.masked_fill(~mine[:, None], 0))
 
     def drop(self, index: int) -> None:
         """In an evaluation, in place of `add`."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cce_dist import sharded
 from cce_dist.adapters.groups import own_groups, start_broadcast, start_reduce
-from cce_dist.autograd import Call, pad_bias
+from cce_dist.autograd import Call
 from cce_dist.collectives import gather_tokens, group_size, reduce_grad_hidden, resolve_group
 from cce_dist.compute import Finish, prepare
 from cce_dist.options import LossOptions
@@ -131,9 +131,11 @@ class PipelineHead:
         self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
         num_rows, place = weight.shape[0], (dist.get_rank(whole), dist.get_world_size(whole))
         self.own_shard = vocab_shard or VocabShard.even(num_rows, *place)
-        self._posting, self._summing = own_groups(found, 2, timeout)
-        (self._merging,) = own_groups(whole, 1, timeout)
-        self._tensor = None if tensor is None else own_groups(tensor, 1, timeout)[0]
+        self._posting, self._summing = own_groups(found, 2, timeout, weight.device)
+        (self._merging,) = own_groups(whole, 1, timeout, weight.device)
+        self._tensor = None
+        if tensor is not None:
+            (self._tensor,) = own_groups(tensor, 1, timeout, weight.device)
         self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
         first, *others = self.hidden_shape[:-1]
         self.targets_shape = (first * self.slices, *others)
@@ -278,9 +280,9 @@ class PipelineHead:
                 whole = rows.new_zeros(self.weight.shape)
                 whole[: len(rows)] = rows
             _add_grad(self.weight, whole, divide_by)
-        bias = pad_bias(bias, self.bias)
         if bias is not None and self.bias is not None:
-            _add_grad(self.bias, bias, divide_by)
+            padding = bias.new_zeros(len(self.bias) - len(bias))
+            _add_grad(self.bias, torch.cat([bias, padding]), divide_by)
 
     def close(self) -> None:
         """Destroys the groups that it made, and nothing else."""

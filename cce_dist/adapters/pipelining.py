@@ -1,88 +1,26 @@
-"""The loss under torch.distributed.pipelining, whose schedules stay as they are.
+"""The vocabulary over the ranks of a pipeline under torch.distributed.pipelining, whose schedules
+stay as they are.
 
-`LastStageLoss` is a `loss_fn` for a head that only the last stage's ranks hold. `VocabOverPipeline`
-spreads the head over all of the pipeline's ranks: schedules call a loss on the last stage alone, so
-on every rank a thread, which knows no schedule, joins in for each microbatch in turn.
+They call a loss on the last stage alone, so on every rank a thread, which knows no schedule, joins
+in for each microbatch in turn.
 """
 
 from __future__ import annotations
 
-import inspect
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.collectives import require
-from cce_dist.loss import linear_cross_entropy
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 POLL_SECONDS = 0.05
 JOIN_SECONDS = 5.0
-
-
-class LastStageLoss:
-    """`loss_fn` of a schedule whose last stage ends before the LM head.
-
-    Args:
-        weight: [V_local, D], of the ranks of the last stage. Where a schedule splits its backward
-            (zero bubble, ZBV, DualPipeV) a parameter of the last stage's module, since torch then
-            makes gradients of no others.
-        group: those of them that share the vocabulary, the tensor-parallel ranks; None: one rank.
-        options: keywords of `linear_cross_entropy`, of reduction "mean" or "sum".
-    Raises:
-        ValueError: an option that a schedule has no use for, or that would count twice; when it is
-            called, a weight whose gradient the schedule would lose.
-    A schedule with scale_grads=True divides the gradients of its stages by the number of
-    microbatches, and not weight's, unless weight is a parameter of the last stage.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        *,
-        group: ProcessGroup | DeviceMesh | None = None,
-        **options: Any,
-    ) -> None:
-        if options.get("reduction") == "none" or options.get("stats"):
-            raise ValueError(
-                "reduction must be 'mean' or 'sum' and stats empty: a schedule calls backward on "
-                f"what loss_fn returns, got {options}"
-            )
-        if options.get("grad_weight_into") is not None:
-            raise ValueError(
-                "grad_weight_into must be None: a schedule without static input_args and "
-                "output_args calls loss_fn and its backward once more than there are microbatches"
-            )
-        self.weight, self.group, self.options = weight, group, options
-        self._knows_schedule = False
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        if not self._knows_schedule:
-            self._check_schedule(_calling_schedule())
-            self._knows_schedule = True
-        loss = linear_cross_entropy(output, self.weight, target, group=self.group, **self.options)
-        assert isinstance(loss, Tensor)
-        return loss
-
-    def _check_schedule(self, schedule: Any) -> None:
-        if schedule is None or not self.weight.requires_grad or not _splits_backward(schedule):
-            return
-        last = [stage for stage in _stages(schedule) if stage.is_last]
-        if not any(self.weight is x for stage in last for x in stage.submod.parameters()):
-            raise ValueError(
-                f"weight must be a parameter of the last stage's module under "
-                f"{type(schedule).__name__}, which splits its backward and makes gradients of the "
-                "stages' parameters alone: the weight's would be lost"
-            )
 
 
 class VocabOverPipeline:
@@ -102,6 +40,10 @@ class VocabOverPipeline:
         self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
         self._server: _Server | None = None
         self._broken = False
+        device = head.weight.device
+        # One for all steps: memory that it has allocated is used again by it alone. Of high
+        # priority: torch hands out 32 streams of each, in turns, NCCL's among those of low.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         """What the last stage's schedule calls; the value is there after the context."""
@@ -118,24 +60,28 @@ class VocabOverPipeline:
 
         Raises:
             ValueError: a schedule whose stages are not on the head's ranks.
-            RuntimeError: an earlier step failed; microbatches are missing.
+            RuntimeError: an earlier step failed; microbatches are missing; `eval` without
+                backward=False, or a step with it.
             What the head raised, on a rank where it did.
         """
         if self._broken:
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
-        stages, count = _stages(schedule), schedule._n_microbatches
+        stages, count = stages_of(schedule), schedule._n_microbatches
         root = _rank_of_last_stage(stages[0], self.head.size)
-        server = self._server = _Server(self.head, root, count, backward)
+        server = self._server = _Server(self.head, root, count, backward, self._stream)
         self._broken = True
         try:
-            with without_dry_run(stages, [server]):
+            with without_dry_run(stages, [server]), _told_of_forwards(stages, server):
                 server.start()
                 yield
+            server.check(stages[0].has_backward)
             server.finish()
         except BaseException as error:
+            # What the schedule met may follow from what the thread met, not the other way round.
+            first = server.error
             server.stop()
-            if server.error is not None and server.error is not error:
-                raise server.error from error
+            if first is not None and first is not error:
+                raise first from error
             raise
         finally:
             self._server = None
@@ -147,7 +93,9 @@ class VocabOverPipeline:
 class _Server(threading.Thread):
     """Every microbatch's phases, one after the other, beside the schedule."""
 
-    def __init__(self, head: PipelineHead, root: int, count: int, backward: bool) -> None:
+    def __init__(
+        self, head: PipelineHead, root: int, count: int, backward: bool, stream: Any
+    ) -> None:
         super().__init__(name="cce_dist pipeline head", daemon=True)
         self.head, self.root, self.count, self.backward = head, root, count, backward
         self.error: BaseException | None = None
@@ -156,10 +104,11 @@ class _Server(threading.Thread):
         self._given: queue.Queue[tuple[Tensor, Tensor, Tensor, Any] | None] = queue.Queue()
         self._grads: list[queue.Queue[tuple[Tensor, Any]]] = [queue.Queue(1) for _ in range(count)]
         self._called = 0
-        weight = head.weight
-        self._stream = torch.cuda.Stream(weight.device) if weight.is_cuda else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(weight.device))
+        self._forwarded, self._forwards = threading.Semaphore(0), 0
+        self._stopped = False
+        self._stream = stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(head.weight.device))
 
     # -- on the schedule's thread
 
@@ -167,6 +116,7 @@ class _Server(threading.Thread):
         if self.infers:
             return output.float().sum()
         self._raise_error()
+        self.check(output.requires_grad and torch.is_grad_enabled())
         index, self._called = self._called, self._called + 1
         if index >= self.count:
             raise RuntimeError(
@@ -177,6 +127,19 @@ class _Server(threading.Thread):
         hidden, targets = self.head.checked(output, target)
         self._given.put((hidden, targets, loss.detach(), self._mark()))
         return loss
+
+    def check(self, has_backward: bool) -> None:
+        """What the context was told against what the schedule does."""
+        if has_backward != self.backward:
+            raise RuntimeError(
+                f"serving(schedule, backward={self.backward}) must be around schedule."
+                f"{'step' if self.backward else 'eval'}, got the other"
+            )
+
+    def forwarded(self) -> None:
+        """The last of this rank's stages has a microbatch behind it."""
+        self._forwards += 1
+        self._forwarded.release()
 
     def grad(self, index: int) -> Tensor:
         """Of the hidden states of a microbatch, when it is there."""
@@ -198,10 +161,11 @@ class _Server(threading.Thread):
 
     def finish(self) -> None:
         """Waits for all microbatches."""
-        if self.head.rank == self.root and self._called != self.count:
-            raise RuntimeError(
-                f"loss_fn was called {self._called} times for {self.count} microbatches"
-            )
+        name, done = "loss_fn was called", self._called
+        if self.head.rank != self.root:
+            name, done = "this rank's stage was run", self._forwards
+        if done != self.count:
+            raise RuntimeError(f"{name} {done} times for {self.count} microbatches")
         self.join()
         self._raise_error()
         if self._stream is not None:
@@ -209,6 +173,7 @@ class _Server(threading.Thread):
 
     def stop(self) -> None:
         """After an error: it may wait for ranks that do not come, until its groups' timeout."""
+        self._stopped = True
         self._given.put(None)
         self.join(JOIN_SECONDS)
 
@@ -221,7 +186,7 @@ class _Server(threading.Thread):
         if self._stream is None:
             return None
         mark = torch.cuda.Event()
-        mark.record()
+        mark.record(torch.cuda.current_stream(self.head.weight.device))
         return mark
 
     # -- on its own
@@ -252,6 +217,11 @@ class _Server(threading.Thread):
                     tensor.record_stream(self._stream)
             head.post(index, root, hidden, targets)
         else:
+            # Nothing is queued on the device that waits for what this rank has yet to do: whoever
+            # waits for the device, as an allocator out of memory does, would wait for ever.
+            while not self._forwarded.acquire(timeout=POLL_SECONDS):
+                if self._stopped:
+                    return False
             head.post(index, root)
         head.statistics(index, record=self.backward)
         if self.backward:
@@ -298,23 +268,7 @@ class Waiting(torch.autograd.Function):
         return grad, None, None
 
 
-def _calling_schedule() -> Any:
-    """The schedule that calls a loss_fn, which is told of no schedule; None: another caller."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if hasattr(caller, "_n_microbatches") and hasattr(caller, "_loss_fn"):
-            return caller
-        frame = frame.f_back
-    return None
-
-
-def _splits_backward(schedule: Any) -> bool:
-    actions = (x for order in getattr(schedule, "pipeline_order", {}).values() for x in order)
-    return any(x is not None and x.computation_type.name == "BACKWARD_INPUT" for x in actions)
-
-
-def _stages(schedule: Any) -> list[Any]:
+def stages_of(schedule: Any) -> list[Any]:
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     if stages[0] is None or not hasattr(schedule, "_n_microbatches"):
         raise ValueError(
@@ -331,6 +285,23 @@ def _rank_of_last_stage(stage: Any, size: int) -> int:
             f"{size}"
         )
     return stage.stage_index_to_group_rank[stage.num_stages - 1]
+
+
+@contextmanager
+def _told_of_forwards(stages: list[Any], server: _Server) -> Iterator[None]:
+    stage = max(stages, key=lambda stage: stage.stage_index)
+    forward = stage.forward_one_chunk
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        server.forwarded()
+        return result
+
+    stage.forward_one_chunk = run
+    try:
+        yield
+    finally:
+        del stage.forward_one_chunk
 
 
 class Infers(Protocol):

@@ -22,12 +22,11 @@ from torch.distributed.pipelining.schedules import (
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipelining import Waiting, without_dry_run
-from cce_dist.planner.orders import Pass, Times, plan_vocab_order
+from cce_dist.planner.orders import Kind, Pass, Times, plan_vocab_order, require_no_circle
 
 # torch has no action of a user's own. This one is of DualPipeV's schedules alone, and what it holds
 # tells ours apart.
-_HELD = {"S": FORWARD, "T": FULL_BACKWARD, "E": UNSHARD, "G": RESHARD}
-_KIND = {held: kind for kind, held in _HELD.items()}
+_KIND: dict[Any, Kind] = {FORWARD: "S", FULL_BACKWARD: "T", UNSHARD: "E", RESHARD: "G"}
 # How many sums of hidden gradients a rank leaves unawaited that needs none of them.
 _UNAWAITED = 2
 
@@ -49,7 +48,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             result does not.
         scale_grads, chunking: as of torch's schedules; scale_grads applies to the head, too.
     Raises:
-        ValueError: a head over other ranks.
+        ValueError: a head over other ranks; times by which ranks would wait for one another.
         RuntimeError: an earlier step failed.
     Collectives: the head's and the stages', each kind in the order of microbatches on all ranks.
     Source: docs/pipelines.md; arXiv:2411.05288.
@@ -82,7 +81,9 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self._shown: dict[int, Tensor] = {}
         self._unawaited: list[int] = []
         embeds = embedding is not None
-        self._lower(plan_vocab_order(head.size, n_microbatches, times, embeds=embeds))
+        orders = plan_vocab_order(head.size, n_microbatches, times, embeds=embeds)
+        require_no_circle(orders)
+        self._lower(orders)
         self.register_custom_function(OVERLAP_F_B, self._run_phase)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,6 +95,8 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             result = super().step(*args, **kwargs)
         self._await_sums(0)
         if self.embedding is not None:
+            if self._has_backward:
+                self.embedding.add(self._n_microbatches - 1)
             self.embedding.finish_step()
         if self._has_backward:
             self.head.finish_step(self._n_microbatches if self.scale_grads else 1)
@@ -134,7 +137,8 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self.pipeline_order_with_comms[self.rank] = lowered + waiting
 
     def _action(self, phase: Pass) -> _Action:
-        held = _Action(self.rank, _HELD[phase.kind], phase.microbatch)
+        (what,) = (held for held, kind in _KIND.items() if kind == phase.kind)
+        held = _Action(self.rank, what, phase.microbatch)
         return _Action(self.rank, OVERLAP_F_B, phase.microbatch, (held,))
 
     def _post(self, output: Tensor, target: Tensor) -> Tensor:
@@ -158,12 +162,21 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         elif kind == "T":
             self._finish(index)
         elif embedding is not None:
-            if kind == "E":
-                embedding.look_up(index, ctx.arg_mbs[index][0] if embedding.is_first else None)
-            elif self._has_backward:
-                embedding.add(index)
-            else:
-                embedding.drop(index)
+            self._run_embedding(embedding, kind, index, ctx)
+
+    def _run_embedding(self, embedding: TiedEmbedding, kind: Kind, index: int, ctx: Any) -> None:
+        if kind == "E":
+            if index == 0:
+                # All of them, so that no rank waits for another to ask.
+                for each in range(self._n_microbatches):
+                    embedding.ask(each, ctx.arg_mbs[each][0] if embedding.is_first else None)
+            embedding.look_up(index)
+        elif self._has_backward:
+            embedding.give(index)
+            if index > 0:
+                embedding.add(index - 1)
+        else:
+            embedding.drop(index)
 
     def _finish(self, index: int) -> None:
         head = self.head

@@ -171,3 +171,86 @@ def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, 
 
 def makespan(orders: Sequence[Sequence[Pass]], times: Times) -> float:
     return max(max(ends.values()) for ends in simulate(orders, times))
+
+
+class _Step(NamedTuple):
+    """What a rank's stream does for a pass: begin a collective, or wait for one."""
+
+    what: Literal["begin", "wait"]
+    name: str
+    microbatch: int
+
+
+def require_no_circle(orders: Sequence[Sequence[Pass]]) -> None:
+    """That the order can be run where a collective ends on no rank before all of its ranks have
+    begun it, as NCCL's may not, and each kind of them is in the order of microbatches.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    ranks = len(orders)
+    embeds = any(each.kind == "E" for order in orders for each in order)
+    count = 1 + max(each.microbatch for each in orders[0])
+    steps = [
+        [step for each in order for step in _steps(each, rank, ranks, count, embeds)]
+        for rank, order in enumerate(orders)
+    ]
+    begun: dict[tuple[str, int], int] = {}
+    at, moved = [0] * ranks, True
+    while moved:
+        moved = False
+        for rank, todo in enumerate(steps):
+            while at[rank] < len(todo):
+                what, name, index = todo[at[rank]]
+                if what == "begin":
+                    begun[name, index] = begun.get((name, index), 0) + 1
+                elif begun.get((name, index), 0) < (2 if ":" in name else ranks):
+                    break
+                at[rank] += 1
+                moved = True
+    stuck = {rank: todo[at[rank]][1:] for rank, todo in enumerate(steps) if at[rank] < len(todo)}
+    if stuck:
+        raise ValueError(
+            f"times must give an order in which no ranks wait for one another, got ranks that wait "
+            f"for {stuck}"
+        )
+
+
+def _steps(each: Pass, rank: int, ranks: int, count: int, embeds: bool) -> list[_Step]:
+    """Between two ranks ("a:b") the receiver begins when it waits, and the sender does not wait."""
+    kind, index, last = each.kind, each.microbatch, ranks - 1
+
+    def receive(name: str) -> list[_Step]:
+        return [_Step("begin", name, index), _Step("wait", name, index)]
+
+    found: list[_Step] = []
+    if kind == "F":
+        if rank:
+            found += receive(f"F{rank - 1}:{rank}")
+        elif embeds:
+            found.append(_Step("wait", "rows", index))
+        if rank < last:
+            found.append(_Step("begin", f"F{rank}:{rank + 1}", index))
+        else:
+            found.append(_Step("begin", "post", index))
+    elif kind == "S":
+        if rank < last:
+            found.append(_Step("begin", "post", index))
+        found += [_Step("wait", "post", index), _Step("begin", "merge", index)]
+    elif kind == "T":
+        found += [_Step("wait", "merge", index), _Step("begin", "sum", index)]
+        if rank < last and index >= 2:
+            found.append(_Step("wait", "sum", index - 2))
+    elif kind == "B":
+        found += [_Step("wait", "sum", index)] if rank == last else receive(f"B{rank + 1}:{rank}")
+        if rank:
+            found.append(_Step("begin", f"B{rank}:{rank - 1}", index))
+    elif kind == "E":
+        if index == 0:
+            found += [_Step("begin", "ask", every) for every in range(count)]
+        found += [_Step("wait", "ask", index), _Step("begin", "rows", index)]
+    else:
+        found += [_Step("wait", "rows", index), _Step("begin", "give", index)]
+        if index:
+            found.append(_Step("wait", "give", index - 1))
+    return found
