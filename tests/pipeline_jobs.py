@@ -326,23 +326,23 @@ def train(group: Any, setup: Setup, rel: float, steps: int = 2) -> dict[str, Any
 
 
 def evaluate(group: Any, setup: Setup, rel: float = 1e-12) -> None:
-    """`schedule.eval`, then a step: no gradient by the first, all of them by the second."""
+    """`schedule.eval` makes no gradient, a step then does."""
     size = dist.get_world_size(group)
     model = Model.make(setup, size * setup.stages_of_a_rank)
-    right = model.whole(setup)
-    head = make_head(setup, model, group)
+    right, head = model.whole(setup), make_head(setup, model, group)
     embedding = TiedEmbedding(head) if setup.tied else None
     stages = make_stages(setup, model, group, embedding)
     schedule, loss, serving = make_served(setup, stages, head, embedding)
     args, kwargs = arguments(stages, model, tied=setup.tied)
-    with serving(backward=False), torch.no_grad():
-        schedule.eval(*args, **kwargs)
+    for context in (torch.no_grad(), contextlib.nullcontext()):
+        with serving(backward=False), context:
+            schedule.eval(*args, **kwargs)
     require_close({"losses": torch.stack(loss.losses)}, right, rel)
     assert head.weight.grad is None
     with serving():
         schedule.step(*args, **kwargs)
-    require_close({"losses": torch.stack(loss.losses)}, right, rel)
     assert head.weight.grad is not None
+    require_close({"losses": torch.stack(loss.losses)}, right, rel)
     head.close()
     if embedding is not None:
         embedding.close()

@@ -68,13 +68,12 @@ class VocabOverPipeline:
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         stages, count = stages_of(schedule), schedule._n_microbatches
         root = _rank_of_last_stage(stages[0], self.head.size)
-        server = self._server = _Server(self.head, root, count, backward, self._stream)
+        server = self._server = _Server(self.head, stages, root, count, backward, self._stream)
         self._broken = True
         try:
             with without_dry_run(stages, [server]), _told_of_forwards(stages, server):
                 server.start()
                 yield
-            server.check(stages[0].has_backward)
             server.finish()
         except BaseException as error:
             # What the schedule met may follow from what the thread met, not the other way round.
@@ -94,10 +93,17 @@ class _Server(threading.Thread):
     """Every microbatch's phases, one after the other, beside the schedule."""
 
     def __init__(
-        self, head: PipelineHead, root: int, count: int, backward: bool, stream: Any
+        self,
+        head: PipelineHead,
+        stages: list[Any],
+        root: int,
+        count: int,
+        backward: bool,
+        stream: Any,
     ) -> None:
         super().__init__(name="cce_dist pipeline head", daemon=True)
         self.head, self.root, self.count, self.backward = head, root, count, backward
+        self._stages = stages
         self.error: BaseException | None = None
         self.losses: list[Tensor] = []
         self.infers = False  # a schedule asks for shapes, not for a loss
@@ -116,7 +122,7 @@ class _Server(threading.Thread):
         if self.infers:
             return output.float().sum()
         self._raise_error()
-        self.check(output.requires_grad and torch.is_grad_enabled())
+        self._check_kind()
         index, self._called = self._called, self._called + 1
         if index >= self.count:
             raise RuntimeError(
@@ -128,9 +134,9 @@ class _Server(threading.Thread):
         self._given.put((hidden, targets, loss.detach(), self._mark()))
         return loss
 
-    def check(self, has_backward: bool) -> None:
-        """What the context was told against what the schedule does."""
-        if has_backward != self.backward:
+    def _check_kind(self) -> None:
+        """What the context was told against what the schedule has told its stages."""
+        if self._stages[0].has_backward != self.backward:
             raise RuntimeError(
                 f"serving(schedule, backward={self.backward}) must be around schedule."
                 f"{'step' if self.backward else 'eval'}, got the other"
@@ -161,6 +167,7 @@ class _Server(threading.Thread):
 
     def finish(self) -> None:
         """Waits for all microbatches."""
+        self._check_kind()
         name, done = "loss_fn was called", self._called
         if self.head.rank != self.root:
             name, done = "this rank's stage was run", self._forwards
