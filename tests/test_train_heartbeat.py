@@ -24,11 +24,11 @@ class FakeRanks:
     store: dist.Store
 
 
-def two_heartbeats() -> tuple[Heartbeat, Heartbeat]:
+def two_heartbeats(timeout_s: float = 0.4) -> tuple[Heartbeat, Heartbeat]:
     """Of ranks 0 and 1; neither thread runs, so beats happen when the test says so."""
     store = dist.HashStore()
     first, second = (
-        Heartbeat(FakeRanks(rank, 2, store), 0.4, lambda: False)  # type: ignore[arg-type]
+        Heartbeat(FakeRanks(rank, 2, store), timeout_s, lambda: False)  # type: ignore[arg-type]
         for rank in range(2)
     )
     first._watch()
@@ -57,7 +57,9 @@ def test_explain_own_error_is_told_to_the_others() -> None:
 
 
 def test_explain_says_where_everyone_is_if_all_live() -> None:
-    first, second = two_heartbeats()
+    # Their threads run: a busy machine may hold one up for a tenth of a second, and who is silent
+    # for a quarter of the timeout is killed.
+    first, second = two_heartbeats(4.0)
     second.step, second.phase = 16, "saving a checkpoint"
     second.start()
     first.start()
