@@ -136,7 +136,7 @@ def merge_stats(
         ValueError: the ranks' shards overlap or don't cover the vocabulary (on the CPU; a
             device-side assertion on a GPU, where looking would stop the stream).
     """
-    return _merging(local, shard, group, count, kernels, later=False)()
+    return start_merge_stats(local, shard, group, count, kernels, later=False)()
 
 
 def start_merge_stats(
@@ -145,20 +145,11 @@ def start_merge_stats(
     group: ProcessGroup | None,
     count: Tensor | None = None,
     kernels: MergeKernels | None = None,
-) -> Callable[[], Stats]:
-    """`merge_stats` begun. Returns: what waits for it, and returns the merged statistics."""
-    return _merging(local, shard, group, count, kernels, later=True)
-
-
-def _merging(
-    local: Stats,
-    shard: VocabShard,
-    group: ProcessGroup | None,
-    count: Tensor | None,
-    kernels: MergeKernels | None,
     *,
-    later: bool,
+    later: bool = True,
 ) -> Callable[[], Stats]:
+    """`merge_stats` begun. Returns: what waits for it, and returns the merged statistics; without
+    `later` it need not wait."""
     if group is None:
         return lambda: local
     if kernels is not None and local.is_plain:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from pipeline_jobs import (
     DIM,
     MICROBATCH,
@@ -19,6 +20,7 @@ from pipeline_jobs import (
     make_schedule,
     make_served,
     make_stages,
+    shards,
 )
 
 from cce_dist import LossOptions
@@ -184,3 +186,31 @@ def mix_up(group: Any) -> None:
     with pytest.raises(RuntimeError, match=wrong), loss.serving(schedule), torch.no_grad():
         schedule.eval(*args, **kwargs)
     assert head.weight.grad is None
+
+
+def class_weights(group: Any) -> None:
+    """Beside torch's own loss, with label smoothing: each class's weight counts twice then."""
+    setup = Setup(dtype=torch.float64, options=LossOptions(reduction="sum", label_smoothing=0.1))
+    model = Model.make(setup, 2)
+    factors = torch.rand(setup.vocab_size, dtype=torch.float64)
+    head = make_head(setup, model, group, class_weight=factors)
+    rank, root = dist.get_rank(group), 1
+    hidden, targets = model.x[:MICROBATCH], model.targets[:MICROBATCH]
+    head.post(0, root, *((hidden, targets) if rank == root else ()))
+    head.statistics(0)
+    loss, grad = head.gradients(0, root), head.take(0)
+    head.finish_step()
+    hidden, whole = hidden.clone().requires_grad_(), model.weight.clone().requires_grad_()
+    z = (hidden @ whole.T).flatten(0, 1)
+    right = F.cross_entropy(
+        z, targets.flatten(), weight=factors, reduction="sum", label_smoothing=0.1
+    )
+    right.backward()
+    torch.testing.assert_close(loss, right.detach())
+    if rank == root:
+        torch.testing.assert_close(grad, hidden.grad)
+    shard = shards(setup.vocab_size, 2)[rank]
+    assert head.weight.grad is not None and whole.grad is not None
+    rows = whole.grad[shard.start : shard.stop]
+    torch.testing.assert_close(head.weight.grad[: len(rows)], rows)
+    head.close()

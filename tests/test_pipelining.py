@@ -8,7 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from pipeline_jobs import PLANNED, SCHEDULES, Setup, evaluate, many_steps, on_last_stage, train
-from pipeline_mistakes import MISTAKES, die, fail_once, mistake, mix_up, phases_under_autocast
+from pipeline_mistakes import (
+    MISTAKES,
+    class_weights,
+    die,
+    fail_once,
+    mistake,
+    mix_up,
+    phases_under_autocast,
+)
 
 from cce_dist import LossOptions
 from cce_dist.testing import RankError, RankPool
@@ -85,6 +93,10 @@ def test_tied_embedding_in_an_evaluation(pools: dict[int, RankPool]) -> None:
 @pytest.mark.parametrize("schedule", ["zbv", PLANNED])
 def test_many_steps(pools: dict[int, RankPool], schedule: str) -> None:
     pools[2].run(2, many_steps, Setup(schedule, tied=schedule == PLANNED), 15)
+
+
+def test_class_weights(pools: dict[int, RankPool]) -> None:
+    pools[2].run(2, class_weights)
 
 
 def test_autocast(pools: dict[int, RankPool]) -> None:
