@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cce_dist.testing import Place, speed_up_interpreter
+from cce_dist.testing import Place, RankPool, speed_up_interpreter
 
 # Triton reads it when a kernel is decorated, so it must stand here before any is imported. The
 # processes of a RankPool inherit it.
@@ -72,6 +72,16 @@ def poisoned_memory() -> Iterator[None]:
             replacements = {name: _poisoning(getattr(owner, name)) for name in names}
             stack.enter_context(mock.patch.multiple(owner, **replacements))
         yield
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    """Of exactly two and four processes, which some jobs need, and the module's own: what stands in
+    for torch.cuda, say, stays in them."""
+    pools = {size: RankPool(size) for size in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture(autouse=True)

@@ -26,15 +26,6 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    """Their own processes: what stands in for torch.cuda stays in them."""
-    pools = {size: RankPool(size) for size in (2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture(scope="module")
 def gpu_pools() -> Iterator[dict[int, RankPool]]:
     pools = {size: RankPool(size, backend="nccl") for size in (2, 4)}
     yield pools

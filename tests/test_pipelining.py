@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,15 +26,6 @@ OPTIONS = {
     "softcap, scale": LossOptions(reduction="sum", softcap=5.0, logit_scale=0.7),
     "smoothing, z_loss": LossOptions(reduction="mean", label_smoothing=0.1, z_loss=1e-2),
 }
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    # Every rank of a job makes a head, so that each size has a pool of its own.
-    pools = {size: RankPool(size) for size in (2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
