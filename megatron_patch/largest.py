@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cce_dist
+from megatron_patch.head import WORKSPACE_BYTES
 from megatron_patch.options import PatchOptions
 
 
@@ -30,6 +31,6 @@ def largest_logits(
         weight,
         logit_scale=scale,
         backend=options.backend,  # pyright: ignore[reportArgumentType]
-        workspace_bytes=options.workspace_bytes,
+        workspace_bytes=options.workspace_bytes or WORKSPACE_BYTES,
     )
     return found.value.to(hidden.dtype), found.index

@@ -97,7 +97,8 @@ class PipelineHead:
         of its hidden states and targets over `group`, an all-gather of 8 N + 24 bytes a rank over
         vocab_group, and a sum of [N, D] in fp32 over `group` to the rank of the last stage; there
         one all-reduce more over tensor_group, or a reduce-scatter under sequence_parallel, which
-        gathers hidden over tensor_group first.
+        gathers hidden over tensor_group first. On GPUs three microbatches of zeros go through when
+        it is made.
     Determinism: as the loss's own.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """
@@ -142,6 +143,8 @@ class PipelineHead:
         self._microbatches: dict[int, _Microbatch] = {}
         self._grad_weight: Tensor | None = None  # [num_classes, D]
         self._grad_bias: Tensor | None = None
+        if weight.device.type == "cuda":
+            self._rehearse()
 
     def post(
         self, index: int, root: int, hidden: Tensor | None = None, targets: Tensor | None = None
@@ -256,6 +259,26 @@ class PipelineHead:
         # torch sorts by row first, so that sums are the same from run to run.
         self._grad_weight.index_put_((rows,), values.to(self._grad_weight.dtype), accumulate=True)
 
+    def _rehearse(self) -> None:
+        """Every phase, so that its kernels are on the device. A kernel is brought there at its
+        first launch, which may wait for all that the device has begun: within a step for what
+        other ranks send when this one has gone on."""
+        device, root = self.weight.device, 0
+        hidden = torch.zeros(self.hidden_shape, dtype=self.hidden_dtype, device=device)
+        targets = torch.zeros(self.targets_shape, dtype=torch.int64, device=device)
+        given = (hidden, targets) if self.rank == root else (None, None)
+        # The second adds to what the first has made.
+        for index in (-1, -2):
+            self.post(index, root, *given)
+            self.statistics(index)
+            self.gradients(index, root)
+            self.take(index)
+        self.post(-3, root, *given)
+        self.statistics(-3, record=False)
+        self.value(-3)
+        self.forget()
+        torch.cuda.synchronize(device)
+
     def _rows_for_grad(self, make: Callable[..., Tensor]) -> Tensor:
         weight, classes = self.weight, self.own_shard.num_classes
         dtype = accumulate_dtype(weight.dtype)
@@ -283,6 +306,10 @@ class PipelineHead:
         if bias is not None and self.bias is not None:
             padding = bias.new_zeros(len(self.bias) - len(bias))
             _add_grad(self.bias, torch.cat([bias, padding]), divide_by)
+
+    def forget(self) -> None:
+        """Drops what the microbatches left."""
+        self._grad_weight = self._grad_bias = None
 
     def close(self) -> None:
         """Destroys the groups that it made, and nothing else."""

@@ -3,6 +3,7 @@ waits for the head while it has something else to do."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
 
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
-from cce_dist.adapters.pipelining import Waiting, without_dry_run
+from cce_dist.adapters.pipelining import Waiting, connect_stages, without_dry_run
 from cce_dist.planner.orders import Kind, Pass, Times, plan_vocab_order, require_no_circle
 
 # torch has no action of a user's own. This one is of DualPipeV's schedules alone, and what it holds
@@ -77,6 +78,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
         self.infers = False
         self._broken = False
+        self._connected: weakref.WeakSet[Any] = weakref.WeakSet()
         self._called = 0
         self._shown: dict[int, Tensor] = {}
         self._unawaited: list[int] = []
@@ -91,6 +93,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         self._broken, self._called, self.losses = True, 0, []
         answers = [self] if self.embedding is None else [self, self.embedding]
+        connect_stages(self._stages, self._connected)
         with without_dry_run(self._stages, answers):
             result = super().step(*args, **kwargs)
         self._await_sums(0)
