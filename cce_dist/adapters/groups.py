@@ -29,13 +29,23 @@ def own_groups(
     own: list[ProcessGroup] = []
     for members in sorted({tuple(each) for each in everywhere}):
         for _ in range(count):
-            made = dist.new_group(list(members), timeout=timeout)
+            options = _high_priority(timeout) if device.type == "cuda" else None
+            made = dist.new_group(list(members), timeout=timeout, pg_options=options)
             if list(members) == ranks:
                 assert isinstance(made, ProcessGroup)
                 own.append(made)
     for made in own:
         _connect(made, device)
     return own
+
+
+def _high_priority(timeout: datetime.timedelta) -> Any:
+    """torch gives each communicator one of 32 streams, in turns, unless it is of high priority: of
+    two on one stream the one waits for the other, and ranks for one another."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout
+    return options
 
 
 def _connect(group: ProcessGroup, device: torch.device) -> None:

@@ -24,7 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import sharded
+from cce_dist.adapters.frequent_rows import FrequentRows
 from cce_dist.adapters.groups import own_groups, start_broadcast, start_reduce
+from cce_dist.adapters.pipeline_checks import require_product, require_supported
 from cce_dist.autograd import Call
 from cce_dist.collectives import gather_tokens, group_size, reduce_grad_hidden, resolve_group
 from cce_dist.compute import Finish, prepare
@@ -98,7 +100,8 @@ class PipelineHead:
         vocab_group, and a sum of [N, D] in fp32 over `group` to the rank of the last stage; there
         one all-reduce more over tensor_group, or a reduce-scatter under sequence_parallel, which
         gathers hidden over tensor_group first. On GPUs three microbatches of zeros go through when
-        it is made.
+        it is made. With gradient="filtered" and
+        the Triton backend a step begins with one all-gather over vocab_group, `FrequentRows`'s.
     Determinism: as the loss's own.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """
@@ -121,9 +124,9 @@ class PipelineHead:
     ) -> None:
         found, tensor = resolve_group(group), resolve_group(tensor_group)
         whole = found if vocab_group is None else resolve_group(vocab_group)
-        _check(found, weight, hidden_shape, options)
+        require_supported(found, weight, hidden_shape, options)
         assert found is not None and whole is not None
-        _check_product(found, whole, tensor, sequence_parallel)
+        require_product(found, whole, tensor, sequence_parallel)
         self.weight, self.bias, self.class_weight = weight, bias, class_weight
         self.shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
         self.hidden_shape = tuple(hidden_shape)
@@ -143,8 +146,20 @@ class PipelineHead:
         self._microbatches: dict[int, _Microbatch] = {}
         self._grad_weight: Tensor | None = None  # [num_classes, D]
         self._grad_bias: Tensor | None = None
+        self._frequent = None
+        kernels = weight.device.type == "cuda" or options.backend == "triton"
+        if options.filters and kernels and group_size(whole) > 1:
+            self._frequent = FrequentRows(weight, bias, self.own_shard, self._merging)
         if weight.device.type == "cuda":
             self._rehearse()
+
+    def start_step(self) -> None:
+        """Before the first microbatch of a step with gradients: begins to tell all ranks of the
+        rows that say most of a token's lse, as the filter of the Triton backend needs. Without
+        waiting; on every rank. A step without it has the same loss, and a filter that keeps more.
+        """
+        if self._frequent is not None:
+            self._frequent.exchange()
 
     def post(
         self, index: int, root: int, hidden: Tensor | None = None, targets: Tensor | None = None
@@ -198,7 +213,13 @@ class PipelineHead:
         tokens = call.tokens(batch.hidden.reshape(-1, self.hidden_shape[-1]))
         head = call.head(self.weight.detach(), self.bias)
         batch.step = call, finish, tokens, head
-        batch.merge, batch.scores = sharded.start_forward(tokens, head, call.plan, score=record)
+        elsewhere = None
+        if record and self._frequent is not None:
+            elsewhere = self._frequent.elsewhere(head)
+            self._frequent.count(tokens.local_targets)
+        batch.merge, batch.scores = sharded.start_forward(
+            tokens, head, call.plan, score=record, elsewhere=elsewhere
+        )
 
     @_plainly
     def value(self, index: int) -> Tensor:
@@ -267,6 +288,7 @@ class PipelineHead:
         hidden = torch.zeros(self.hidden_shape, dtype=self.hidden_dtype, device=device)
         targets = torch.zeros(self.targets_shape, dtype=torch.int64, device=device)
         given = (hidden, targets) if self.rank == root else (None, None)
+        self.start_step()
         # The second adds to what the first has made.
         for index in (-1, -2):
             self.post(index, root, *given)
@@ -348,50 +370,3 @@ def _add_grad(parameter: Tensor, grad: Tensor, divide_by: int) -> None:
         parameter.grad = grad
     else:
         parameter.grad += grad
-
-
-def _check(
-    group: ProcessGroup | None, weight: Tensor, shape: tuple[int, ...], options: LossOptions
-) -> None:
-    if group is None:
-        raise ValueError("group must be the pipeline's ranks, got None")
-    ranks = dist.get_process_group_ranks(group)
-    if ranks != sorted(ranks):
-        raise ValueError(f"group must have its ranks in ascending order, got {ranks}")
-    if weight.ndim != 2:
-        raise ValueError(f"weight must be [V_local, D], got {list(weight.shape)}")
-    if len(shape) < 2 or shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden_shape must be [..., D] with D = {weight.shape[1]} of weight, got {shape}"
-        )
-    refused = {
-        "reduction": options.reduction == "none",
-        "gradient": options.gradient == "in_forward",
-        "stats": bool(options.stats),
-        "sequence_parallel": options.sequence_parallel,
-        "keep_logits": options.keep_logits,
-        "check_ranks": options.check_ranks,
-    }
-    for name, is_refused in refused.items():
-        if is_refused:
-            got = getattr(options, name)
-            raise ValueError(f"options.{name} is not supported over pipeline ranks, got {got!r}")
-    for name in ("_post_accumulate_grad_hooks", "_backward_hooks"):
-        if getattr(weight, name, None):
-            raise ValueError(
-                "weight must have no gradient hooks, as DDP and FSDP put on parameters: none would "
-                "run; keep the head out of what they wrap"
-            )
-
-
-def _check_product(
-    group: ProcessGroup, whole: ProcessGroup, tensor: ProcessGroup | None, scatters: bool
-) -> None:
-    size, of_vocab, of_tensor = group_size(group), group_size(whole), group_size(tensor)
-    if of_vocab != size * of_tensor:
-        raise ValueError(
-            f"vocab_group must have the ranks of group times those of tensor_group, {size} x "
-            f"{of_tensor}, got {of_vocab}"
-        )
-    if scatters and tensor is None:
-        raise ValueError("sequence_parallel=True needs tensor_group, got None")

@@ -217,6 +217,8 @@ class _Server(threading.Thread):
             if stream is not None:
                 torch.cuda.set_device(device)
             with nullcontext() if stream is None else torch.cuda.stream(stream):
+                if self.backward:
+                    self.head.start_step()
                 for index in range(self.count):
                     if not self._serve(index):
                         return

@@ -94,6 +94,8 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self._broken, self._called, self.losses = True, 0, []
         answers = [self] if self.embedding is None else [self, self.embedding]
         connect_stages(self._stages, self._connected)
+        if self._has_backward:
+            self.head.start_step()
         with without_dry_run(self._stages, answers):
             result = super().step(*args, **kwargs)
         self._await_sums(0)
