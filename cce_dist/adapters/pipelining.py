@@ -327,14 +327,28 @@ def _told_of_forwards(stages: list[Any], server: _Server) -> Iterator[None]:
 
         return run
 
-    patched = [(stage, name) for stage in stages for name in names]
+    with _replaced(stages, names, told):
+        yield
+
+
+@contextmanager
+def _replaced(
+    stages: list[Any], names: tuple[str, ...], make: Callable[[Any, str], Callable[..., Any]]
+) -> Iterator[None]:
+    """make(stage, name) in place of those methods of `stages` that there are."""
+    patched = [(stage, name) for stage in stages for name in names if hasattr(stage, name)]
+    # Of the stage itself, as somebody else may have put there, rather than of its class.
+    before = [vars(stage).get(name) for stage, name in patched]
     for stage, name in patched:
-        setattr(stage, name, told(stage, name))
+        setattr(stage, name, make(stage, name))
     try:
         yield
     finally:
-        for stage, name in patched:
-            delattr(stage, name)
+        for (stage, name), own in zip(patched, before, strict=True):
+            if own is None:
+                delattr(stage, name)
+            else:
+                setattr(stage, name, own)
 
 
 def connect_stages(stages: list[Any], done: weakref.WeakSet[Any]) -> None:
@@ -357,10 +371,10 @@ class Infers(Protocol):
 def without_dry_run(stages: list[Any], answers: Sequence[Infers]) -> Iterator[None]:
     """torch 2.13's stages without static metadata run once more, the last one's loss included, to
     learn shapes: that must not ask the other ranks, and those who would are told so."""
-    names = ("_forward_metadata_inference", "_backward_metadata_inference")
-    patched = [(stage, name) for stage in stages for name in names if hasattr(stage, name)]
 
-    def dry(infer: Callable[..., Any]) -> Callable[..., Any]:
+    def dry(stage: Any, name: str) -> Callable[..., Any]:
+        infer = getattr(stage, name)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             for each in answers:
                 each.infers = True
@@ -372,10 +386,5 @@ def without_dry_run(stages: list[Any], answers: Sequence[Infers]) -> Iterator[No
 
         return run
 
-    for stage, name in patched:
-        setattr(stage, name, dry(getattr(stage, name)))
-    try:
+    with _replaced(stages, ("_forward_metadata_inference", "_backward_metadata_inference"), dry):
         yield
-    finally:
-        for stage, name in patched:
-            delattr(stage, name)
