@@ -65,6 +65,7 @@ class Pipeline:
         self.head_weight: nn.Parameter | None = None
         self._embedding: TiedEmbedding | None = None
         self._copies = _group_of_copies(ranks, model)
+        _connect([ranks.tp_group, ranks.pp_group, self._copies], ranks.device)
         if self.layout.over_pipeline:
             self.head_weight = _in_dtype(model.head_weight, getattr(torch, config.dtype))
             self.head = make_pipeline_head(config, ranks, self.layout, self.head_weight)
@@ -291,6 +292,13 @@ def planned_times(config: TrainConfig, layout: Layout) -> Times:
 
 def _in_dtype(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     return weight if weight.dtype == dtype else nn.Parameter(weight.detach().to(dtype))
+
+
+def _connect(groups: list[dist.ProcessGroup | None], device: torch.device) -> None:
+    """NCCL else makes communicators at the first use: in a step, with a second thread at work."""
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _group_of_copies(ranks: Ranks, model: StagedDecoder) -> dist.ProcessGroup | None:
