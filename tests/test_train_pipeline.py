@@ -202,7 +202,7 @@ def test_pipeline_in_bfloat16_and_beside_dense(out: Path) -> None:
 
 
 def test_pipeline_names_the_rank_that_dies(out: Path) -> None:
-    parallel = {"pp": 2, "timeout_s": TIMEOUT_S, **SPREAD}
+    parallel = {"pp": 2, "timeout_s": TIMEOUT_S, **PLANNED}
     config = write_config(out, "dies", parallel=parallel, steps=10**6, checkpoint={"every": 0})
     with started_training(2, config) as job:
         job.wait_for_step(3)
@@ -211,13 +211,13 @@ def test_pipeline_names_the_rank_that_dies(out: Path) -> None:
         os.kill(pids[1], signal.SIGKILL)
         code, output = job.finish(45)
         assert time.monotonic() - began < 20, output
-    assert code != 0
+    assert code != 0 and "Full Schedule" not in output
     assert f"error: rank 1 (pid {pids[1]} on " in output
     assert not any(is_running(pid) for pid in pids.values())
 
 
 def test_pipeline_signal_saves_and_exits(out: Path) -> None:
-    parallel = {"pp": 2, "timeout_s": TIMEOUT_S, **PLANNED}
+    parallel = {"pp": 2, "timeout_s": TIMEOUT_S, **SPREAD}
     config = write_config(out, "stops", parallel=parallel, steps=10**6, checkpoint={"every": 0})
     with started_training(2, config) as job:
         job.wait_for_step(3)

@@ -23,10 +23,9 @@ from .errors import ConfigError, JobError
 from .heartbeat import Heartbeat
 from .loop import Job, Run, resume_run, start_run, train
 from .model import count_parameters
-from .pipeline_report import evaluate_pipeline
 from .progress import Display
 from .ranks import Ranks, connect, rank_from_environment
-from .report import describe_ranks, evaluate, write_report
+from .report import Evaluation, describe_ranks, evaluate, write_report
 from .stop import StopRequest, end_at_once
 from .tokens import TokenCache, open_tokens, prepare_tokens
 
@@ -116,7 +115,7 @@ def _train_and_report(
     run = _trained(job, config.run_dir, "cce", resume)
     if run is None:
         return
-    evaluation = (evaluate if run.pipeline is None else evaluate_pipeline)(job, run)
+    evaluation = _evaluate(job, run)
     dense = None
     if compare_dense:
         # The peak of the second run must not count what the first one holds.
@@ -132,6 +131,14 @@ def _train_and_report(
         report = write_report(job, config.run_dir, evaluation, dense)
         display.show_report(report)
         display.say(f"written: {config.run_dir}/report.md, loss.png, metrics.jsonl, checkpoints/")
+
+
+def _evaluate(job: Job, run: Run) -> Evaluation:
+    if run.pipeline is None:
+        return evaluate(job, run)
+    from .pipeline_report import evaluate_pipeline
+
+    return evaluate_pipeline(job, run)
 
 
 def _trained(job: Job, folder: Path, head: str, resume: bool) -> Run | None:

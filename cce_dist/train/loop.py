@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -41,11 +42,13 @@ from .optimizer import (
     make_optimizer,
     sync_gradients,
 )
-from .pipeline import Pipeline
 from .pipeline_model import AnyDecoder, StagedDecoder
 from .progress import Display
 from .ranks import Ranks
 from .stop import StopRequest
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,9 @@ def start_run(job: Job, folder: Path, head: str) -> Run:
     config, ranks = job.config, job.ranks
     pipeline = None
     if ranks.pp > 1:
+        # torch.distributed.pipelining imports torch's compiler.
+        from .pipeline import Pipeline
+
         model = StagedDecoder(config, ranks, config.layout(head))
         model.initialize(config.run.seed)
         model.to(ranks.device)

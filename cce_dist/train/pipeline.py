@@ -4,6 +4,7 @@ pipeline ranks. docs/training.md#pipelines.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
+    schedules,
 )
 from torch.distributed.pipelining.schedules import FORWARD, RECV_F, SEND_F
 
@@ -65,6 +67,8 @@ class Pipeline:
         self.head_weight: nn.Parameter | None = None
         self._embedding: TiedEmbedding | None = None
         self._copies = _group_of_copies(ranks, model)
+        # Where a pass fails torch writes out the passes of all ranks: nobody would find the error.
+        logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
         _connect([ranks.tp_group, ranks.pp_group, self._copies], ranks.device)
         if self.layout.over_pipeline:
             self.head_weight = _in_dtype(model.head_weight, getattr(torch, config.dtype))
