@@ -117,6 +117,14 @@ def test_refusals(arguments: tuple[str, ...], message: str) -> None:
     assert message in " ".join(done.output.replace("│", " ").split())
 
 
+def test_training_steps_of_a_pipeline_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(TINY)
+    done = CliRunner().invoke(app, ["bench", "train", str(config), "--parallel.pp", "2"])
+    assert done.exit_code == 2
+    assert "parallel.pp must be 1 in this benchmark, got 2" in " ".join(done.output.split())
+
+
 def test_rank_methods_by_name() -> None:
     assert [method.name for method in choose_rank_methods((), "cce,verl")] == [
         "filtered",
