@@ -7,6 +7,9 @@ A microbatch goes through four of them, each of which begins a collective that t
     gradients    the loss; gradients by the merged lse; begins the sum of the hidden gradient
     take         on the rank of the last stage: the hidden gradient, which its backward needs
 
+With reduction "none", where that rank alone knows what becomes of each token's loss, `weigh` comes
+before `gradients`: the gradient of the losses, which `losses` gave it, to all.
+
 The weight's gradient never travels. Each kind of collective has a group of its own, so that only
 the order of microbatches has to be the same on all ranks, not that of phases.
 """
@@ -25,6 +28,7 @@ from torch import Tensor
 
 from cce_dist import sharded
 from cce_dist.adapters.groups import own_groups, start_broadcast, start_reduce
+from cce_dist.adapters.pipeline_checks import check_product, check_weight
 from cce_dist.autograd import Call
 from cce_dist.collectives import gather_tokens, group_size, reduce_grad_hidden, resolve_group
 from cce_dist.compute import Finish, prepare
@@ -49,6 +53,9 @@ class _Microbatch:
     step: tuple[Call, Finish, Tokens, Head] | None = None
     scores: Any = None
     merge: Callable[[], Stats] | None = None
+    merged: Stats | None = None
+    grad_losses: Tensor | None = None  # as targets
+    weighed: Callable[[], object] | None = None
     grad: Tensor | None = None  # [N, D] this rank's part, then the sum
     is_taken: bool = False  # here is the last stage
     summed: Callable[[], object] | None = None
@@ -87,7 +94,7 @@ class PipelineHead:
         vocab_shard: as of `linear_cross_entropy`.
         bias: [V_local], this rank's; its gradient as weight's.
         class_weight: [V], the same on every rank.
-        options: of the loss; reduction "mean" or "sum", of a microbatch.
+        options: of the loss; reduction "mean" or "sum" of a microbatch, or "none".
         loss_scale: factor of the gradients of all microbatches, such as 1 / their number.
         timeout: of the groups that it makes.
     Raises:
@@ -97,7 +104,8 @@ class PipelineHead:
         of its hidden states and targets over `group`, an all-gather of 8 N + 24 bytes a rank over
         vocab_group, and a sum of [N, D] in fp32 over `group` to the rank of the last stage; there
         one all-reduce more over tensor_group, or a reduce-scatter under sequence_parallel, which
-        gathers hidden over tensor_group first.
+        gathers hidden over tensor_group first. With reduction "none" one more group, and a broadcast
+        of 4 N bytes over it.
     Determinism: as the loss's own.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """
@@ -120,9 +128,9 @@ class PipelineHead:
     ) -> None:
         found, tensor = resolve_group(group), resolve_group(tensor_group)
         whole = found if vocab_group is None else resolve_group(vocab_group)
-        _check(found, weight, hidden_shape, options)
+        check_weight(found, weight, hidden_shape, options)
         assert found is not None and whole is not None
-        _check_product(found, whole, tensor, sequence_parallel)
+        check_product(found, whole, tensor, sequence_parallel)
         self.weight, self.bias, self.class_weight = weight, bias, class_weight
         self.shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
         self.hidden_shape = tuple(hidden_shape)
@@ -132,16 +140,23 @@ class PipelineHead:
         num_rows, place = weight.shape[0], (dist.get_rank(whole), dist.get_world_size(whole))
         self.own_shard = vocab_shard or VocabShard.even(num_rows, *place)
         self._posting, self._summing = own_groups(found, 2, timeout, weight.device)
+        self._weighing = None
+        if options.reduction == "none":
+            (self._weighing,) = own_groups(found, 1, timeout, weight.device)
         (self._merging,) = own_groups(whole, 1, timeout, weight.device)
         self._tensor = None
         if tensor is not None:
             (self._tensor,) = own_groups(tensor, 1, timeout, weight.device)
         self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
-        first, *others = self.hidden_shape[:-1]
-        self.targets_shape = (first * self.slices, *others)
         self._microbatches: dict[int, _Microbatch] = {}
         self._grad_weight: Tensor | None = None  # [num_classes, D]
+        self._is_grad_elsewhere = False
         self._grad_bias: Tensor | None = None
+
+    @property
+    def targets_shape(self) -> tuple[int, ...]:
+        first, *others = self.hidden_shape[:-1]
+        return (first * self.slices, *others)
 
     def post(
         self, index: int, root: int, hidden: Tensor | None = None, targets: Tensor | None = None
@@ -199,15 +214,37 @@ class PipelineHead:
 
     @_plainly
     def value(self, index: int) -> Tensor:
-        """Waits for the merge. Returns: the loss [], fp32 or float64, on every rank. The microbatch
-        is done with."""
+        """Waits for the merge. Returns: the loss [], or with reduction "none" as targets, fp32 or
+        float64, on every rank. The microbatch is done with."""
         return self._merged(self._microbatches.pop(index))[0]
+
+    @_plainly
+    def losses(self, index: int) -> Tensor:
+        """With reduction "none": `value` of a microbatch that goes on."""
+        return self._merged(self._microbatches[index])[0]
+
+    def weigh(self, index: int, root: int, grad_losses: Tensor | None = None) -> None:
+        """With reduction "none": sends the gradient of `losses` to all ranks. Without waiting.
+
+        Args: grad_losses: as targets, fp32 or float64, on the rank of the last stage.
+        """
+        batch, dtype = self._microbatches[index], accumulate_dtype(self.hidden_dtype)
+        assert self._weighing is not None
+        if grad_losses is None:
+            shape = self.targets_shape
+            grad_losses = torch.empty(shape, dtype=dtype, device=self.weight.device)
+        batch.grad_losses = grad_losses.to(dtype).contiguous()
+        batch.weighed = start_broadcast(batch.grad_losses, root, self._weighing)
 
     @_plainly
     def gradients(self, index: int, root: int) -> Tensor:
         """Waits for the merge, adds this microbatch's part to the gradients of weight and bias, and
         begins the sum of the hidden gradient. Returns: the loss [], on every rank."""
         batch = self._microbatches[index]
+        if self._weighing is not None and batch.weighed is None:
+            raise RuntimeError('reduction="none" needs weigh before gradients')
+        if batch.weighed is not None and self.rank != root:
+            batch.weighed()
         loss, stats, upstream = self._merged(batch)
         assert batch.step is not None
         call, _, tokens, head = batch.step
@@ -231,7 +268,7 @@ class PipelineHead:
         if out.bias is not None:
             self._grad_bias = out.bias if self._grad_bias is None else self._grad_bias + out.bias
         # Nothing but the sum is left of it.
-        batch.step = batch.scores = batch.merge = None
+        batch.step = batch.scores = batch.merge = batch.merged = None
         batch.grad, batch.is_taken = out.hidden, self.rank == root
         batch.summed = start_reduce(batch.grad, root, self._summing)
         return loss
@@ -242,12 +279,20 @@ class PipelineHead:
         batch = self._microbatches.pop(index)
         assert batch.summed is not None and batch.grad is not None
         batch.summed()
+        if batch.weighed is not None:
+            batch.weighed()
         grad = batch.grad
         if not batch.is_taken:
             return grad
         scatter, dtype = self.slices > 1, self.hidden_dtype
         grad = reduce_grad_hidden(grad, self._tensor, scatter=scatter, dtype=dtype)
         return grad.to(dtype).view(self.hidden_shape)
+
+    def add_grads_to(self, rows: Tensor) -> None:
+        """Until `finish_step` the weight's gradient is added to rows [V_local, D], fp32 or float64,
+        such as Megatron's main_grad, in place of a buffer that weight.grad gets the sum of."""
+        assert rows.dtype == accumulate_dtype(self.weight.dtype) and self._grad_weight is None
+        self._grad_weight, self._is_grad_elsewhere = rows[: self.own_shard.num_classes], True
 
     def add_to_rows(self, rows: Tensor, values: Tensor) -> None:
         """Adds [n, D] to the gradient of rows [n] of weight, as an embedding tied to it does."""
@@ -274,7 +319,8 @@ class PipelineHead:
             raise RuntimeError(f"microbatches {left} were begun and not finished in this step")
         rows, bias = self._grad_weight, self._grad_bias
         self._grad_weight = self._grad_bias = None
-        if rows is not None:
+        is_elsewhere, self._is_grad_elsewhere = self._is_grad_elsewhere, False
+        if rows is not None and not is_elsewhere:
             whole = rows
             if len(rows) < len(self.weight):
                 whole = rows.new_zeros(self.weight.shape)
@@ -286,16 +332,22 @@ class PipelineHead:
 
     def close(self) -> None:
         """Destroys the groups that it made, and nothing else."""
-        for group in (self._posting, self._summing, self._merging, self._tensor):
+        groups = (self._posting, self._summing, self._merging, self._tensor, self._weighing)
+        for group in groups:
             if group is not None:
                 dist.destroy_process_group(group)
 
     def _merged(self, batch: _Microbatch) -> tuple[Tensor, Stats, Upstream]:
         assert batch.step is not None and batch.merge is not None
-        stats, terms = batch.merge(), batch.step[1].terms
+        if batch.merged is None:
+            batch.merged = batch.merge()
+        stats, finish, scale = batch.merged, batch.step[1], self.loss_scale
         vectors = (stats.lse - stats.target_logit, stats.lse, stats.smooth_logit)
-        loss = terms.total(*vectors, slice(None))
-        scaled = (None if x is None else self.loss_scale * x for x in terms.derivatives(*vectors))
+        loss = finish.result(*vectors, None, [])
+        assert isinstance(loss, Tensor)
+        if batch.grad_losses is not None:
+            scale = scale * finish.picked.take(batch.grad_losses, finish.options.shift)
+        scaled = (None if x is None else scale * x for x in finish.terms.derivatives(*vectors))
         return loss, stats, Upstream(*scaled)
 
     def checked(self, hidden: Tensor | None, targets: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -321,50 +373,3 @@ def _add_grad(parameter: Tensor, grad: Tensor, divide_by: int) -> None:
         parameter.grad = grad
     else:
         parameter.grad += grad
-
-
-def _check(
-    group: ProcessGroup | None, weight: Tensor, shape: tuple[int, ...], options: LossOptions
-) -> None:
-    if group is None:
-        raise ValueError("group must be the pipeline's ranks, got None")
-    ranks = dist.get_process_group_ranks(group)
-    if ranks != sorted(ranks):
-        raise ValueError(f"group must have its ranks in ascending order, got {ranks}")
-    if weight.ndim != 2:
-        raise ValueError(f"weight must be [V_local, D], got {list(weight.shape)}")
-    if len(shape) < 2 or shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden_shape must be [..., D] with D = {weight.shape[1]} of weight, got {shape}"
-        )
-    refused = {
-        "reduction": options.reduction == "none",
-        "gradient": options.gradient == "in_forward",
-        "stats": bool(options.stats),
-        "sequence_parallel": options.sequence_parallel,
-        "keep_logits": options.keep_logits,
-        "check_ranks": options.check_ranks,
-    }
-    for name, is_refused in refused.items():
-        if is_refused:
-            got = getattr(options, name)
-            raise ValueError(f"options.{name} is not supported over pipeline ranks, got {got!r}")
-    for name in ("_post_accumulate_grad_hooks", "_backward_hooks"):
-        if getattr(weight, name, None):
-            raise ValueError(
-                "weight must have no gradient hooks, as DDP and FSDP put on parameters: none would "
-                "run; keep the head out of what they wrap"
-            )
-
-
-def _check_product(
-    group: ProcessGroup, whole: ProcessGroup, tensor: ProcessGroup | None, scatters: bool
-) -> None:
-    size, of_vocab, of_tensor = group_size(group), group_size(whole), group_size(tensor)
-    if of_vocab != size * of_tensor:
-        raise ValueError(
-            f"vocab_group must have the ranks of group times those of tensor_group, {size} x "
-            f"{of_tensor}, got {of_vocab}"
-        )
-    if scatters and tensor is None:
-        raise ValueError("sequence_parallel=True needs tensor_group, got None")
