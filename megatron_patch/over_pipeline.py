@@ -15,6 +15,7 @@ from megatron_patch.pipeline_refusals import why_not_over_pipeline
 from megatron_patch.rows import Rows, spread
 from megatron_patch.schedule import Arguments, forward_backward, model_loss
 from megatron_patch.seams import SCHEDULE, PipelineSeams, Seams, parallel_state
+from megatron_patch.tied import SpreadEmbedding
 
 
 class _State:
@@ -81,7 +82,13 @@ def spread_model(
         raise PatchError(
             f"{type(model).__name__} cannot have its vocabulary over the pipeline: {reasons[0]}"
         )
-    spread(model, options, requires_grad=everyone[-1][1])
+    rows = spread(model, options, requires_grad=everyone[-1][1])
+    if rows.is_tied:
+        if model.pre_process:
+            scatters = model.embedding.reduce_scatter_embeddings
+            model.embedding.word_embeddings = SpreadEmbedding(rows, reduce_scatters=scatters)
+        # The two are one: there is nothing to sum over stages, nor to look for on them.
+        model.share_embeddings_and_output_weights = False
     if model.post_process:
         model.compute_language_model_loss = types.MethodType(model_loss, model)
     _State.models.add(model)

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from cce_dist import LossOptions
 from cce_dist.adapters.groups import own_groups
+from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import TIMEOUT, PipelineHead
 from cce_dist.planner.orders import Pass, Times, plan_vocab_order, require_no_circle
+from megatron_patch.errors import PatchError
 from megatron_patch.head import IGNORED
 from megatron_patch.rows import Rows
 from megatron_patch.seams import parallel_state
+from megatron_patch.tied import AHEAD
 
 # Hidden states that have been sent and may not have arrived: a stage has begun with the one before
 # by then.
@@ -56,6 +59,7 @@ class Pipeline:
                 workspace_bytes=options.workspace_bytes,
             ),
         )
+        self.embedding = TiedEmbedding(self.head) if rows.is_tied else None
         self.rank, self.size = group.rank(), group.size()
         self.last = self.size - 1
         self._device, self._dtype = rows.weight.device, config.pipeline_dtype
@@ -73,8 +77,11 @@ class Pipeline:
     def order(self, num_microbatches: int) -> list[Pass]:
         """This rank's."""
         if num_microbatches not in self._orders:
-            orders = plan_vocab_order(self.size, num_microbatches, self._times, weighs=True)
-            require_no_circle(orders)
+            embeds = self.embedding is not None
+            orders = plan_vocab_order(
+                self.size, num_microbatches, self._times, embeds=embeds, weighs=True
+            )
+            require_no_circle(orders, ahead=AHEAD)
             self._orders[num_microbatches] = orders[self.rank]
         return self._orders[num_microbatches]
 
@@ -133,8 +140,16 @@ def _await(sent: deque[tuple[Any, Tensor]], but: int) -> None:
 
 def _times_of(rows: Rows, decoder: Any, group: Any, config: Any) -> Times:
     """By the parameters of the largest stage's layers; the same on every rank."""
-    everyone: list[int] = [0] * group.size()
-    dist.all_gather_object(everyone, sum(x.numel() for x in decoder.parameters()), group=group)
-    head = rows.weight.numel() / max(*everyone, 1)
+    everyone: list[Any] = [None] * group.size()
+    mine = sum(x.numel() for x in decoder.parameters()), rows.weight.requires_grad
+    dist.all_gather_object(everyone, mine, group=group)
+    sizes, trained = zip(*everyone, strict=True)
+    if len(set(trained)) > 1:
+        stages = [stage for stage, trains in enumerate(trained) if not trains]
+        raise PatchError(
+            f"output_layer.weight is frozen on the stages {stages} alone: with vocab_over_pipeline "
+            "each of them has rows of it, freeze all or none"
+        )
+    head = rows.weight.numel() / max(*sizes, 1)
     again = getattr(config, "recompute_granularity", None) == "full"
     return Times(forward=1.0, backward=3.0 if again else 2.0, statistics=head, gradients=3 * head)

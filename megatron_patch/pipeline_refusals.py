@@ -69,8 +69,9 @@ def why_not_over_pipeline(
         )
     if any(hasattr(x, "main_grad") for x in model.parameters()):
         return "it is wrapped for training already: apply the patch before DDP"
-    if model.share_embeddings_and_output_weights:
-        return "tied embeddings: use --untie-embeddings-and-output-weights"
+    tied = model.share_embeddings_and_output_weights
+    if tied and model.pre_process and not model.embedding.scatter_to_sequence_parallel:
+        return "scatter_embedding_sequence_parallel=False with a tied embedding is not supported"
     if model.post_process:
         return why_not(model, model.output_layer, seams)
     return None

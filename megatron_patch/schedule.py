@@ -23,6 +23,7 @@ from megatron_patch.head import IGNORED
 from megatron_patch.pipeline import Pipeline
 from megatron_patch.rows import NO_LOGITS, Rows, rows_of
 from megatron_patch.seams import parallel_state
+from megatron_patch.tied import TiedStep
 
 # How many sums of hidden gradients a rank leaves unawaited that needs none of them.
 _UNAWAITED = 2
@@ -117,6 +118,8 @@ class _Step:
         self.root, self.is_last = self.pipeline.last, self.pipeline.rank == self.pipeline.last
         self.config = schedules.get_model_config(given.model)
         self.trains = not given.forward_only
+        embedding = self.pipeline.embedding
+        self.tied = None if embedding is None else TiedStep(embedding, given)
         self._sync = _GradSync(self.config)
         self._store: list[Any] = []
         self._inputs: dict[int, list[Tensor | None]] = {}
@@ -141,11 +144,15 @@ class _Step:
             "T": self._gradients,
             "B": self._backward,
         }
+        if self.tied is not None:
+            passes |= {"E": self.tied.look_up, "G": self.tied.give}
         for kind, index in self.pipeline.order(given.num_microbatches):
             if self.trains or kind != "B":
                 passes[kind](index)
         self._await_sums(0)
         self.pipeline.finish_sends()
+        if self.tied is not None:
+            self.tied.finish()
         if self.trains:
             self._finish_grads()
             self._sync.launch(given.model)
@@ -179,8 +186,12 @@ class _Step:
         received: list[Tensor | None] = [self.pipeline.receive_forward()]
         self._accepted = None
 
-        def step_func(*args: Any) -> Any:
-            output, self._loss_funcs[index] = given.forward_step_func(*args)
+        def step_func(iterator: Any, model: Any) -> Any:
+            if self.tied is not None and self.pipeline.rank == 0:
+                return self.tied.forward_step(index, model)
+            output, loss_func = given.forward_step_func(iterator, model)
+            if self.is_last:
+                self._loss_funcs[index] = loss_func
             return output, None
 
         (output,), _ = schedules.forward_step(
@@ -201,7 +212,6 @@ class _Step:
         if self.is_last:
             output = self._post(index, output)
         else:
-            del self._loss_funcs[index]
             self.pipeline.send_forward(output)
         if self.trains:
             self._inputs[index], self._outputs[index] = received, [output]

@@ -262,7 +262,7 @@ def build(setup: Setup, config: Any) -> list[Any]:
         )
     if setup.frozen_head:
         for model in models:
-            if model.post_process:
+            if hasattr(model, "output_layer"):
                 model.output_layer.weight.requires_grad_(False)
     return models
 

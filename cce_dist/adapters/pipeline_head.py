@@ -104,8 +104,8 @@ class PipelineHead:
         of its hidden states and targets over `group`, an all-gather of 8 N + 24 bytes a rank over
         vocab_group, and a sum of [N, D] in fp32 over `group` to the rank of the last stage; there
         one all-reduce more over tensor_group, or a reduce-scatter under sequence_parallel, which
-        gathers hidden over tensor_group first. With reduction "none" one more group, and a broadcast
-        of 4 N bytes over it.
+        gathers hidden over tensor_group first. With reduction "none" one more group, and a
+        broadcast of 4 N bytes over it.
     Determinism: as the loss's own.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """

@@ -188,6 +188,12 @@ def makespan(orders: Sequence[Sequence[Pass]], times: Times) -> float:
     return max(max(ends.values()) for ends in simulate(orders, times))
 
 
+def asked_at(index: int, count: int, ahead: int | None) -> range:
+    """The microbatches, of `count`, whose tokens are asked for at E of microbatch `index`."""
+    ahead = count if ahead is None else ahead
+    return range(0 if index == 0 else min(index + ahead, count), min(index + ahead + 1, count))
+
+
 class _Step(NamedTuple):
     """What a rank's stream does for a pass: begin a collective, or wait for one."""
 
@@ -196,10 +202,12 @@ class _Step(NamedTuple):
     microbatch: int
 
 
-def require_no_circle(orders: Sequence[Sequence[Pass]]) -> None:
+def require_no_circle(orders: Sequence[Sequence[Pass]], *, ahead: int | None = None) -> None:
     """That the order can be run where a collective ends on no rank before all of its ranks have
     begun it, as NCCL's may not, and each kind of them is in the order of microbatches.
 
+    Args: ahead: E of a microbatch asks for the tokens of the one so many later; None: the first E
+        for all of them.
     Raises:
         ValueError: it cannot.
     """
@@ -207,8 +215,13 @@ def require_no_circle(orders: Sequence[Sequence[Pass]]) -> None:
     embeds = any(each.kind == "E" for order in orders for each in order)
     weighs = any(each.kind == "U" for each in orders[-1])
     count = 1 + max(each.microbatch for each in orders[0])
+    ask = [asked_at(index, count, ahead) for index in range(count)]
     steps = [
-        [step for each in order for step in _steps(each, rank, ranks, count, embeds, weighs)]
+        [
+            step
+            for each in order
+            for step in _steps(each, rank, ranks, ask[each.microbatch], embeds, weighs)
+        ]
         for rank, order in enumerate(orders)
     ]
     begun: dict[tuple[str, int], int] = {}
@@ -233,7 +246,7 @@ def require_no_circle(orders: Sequence[Sequence[Pass]]) -> None:
 
 
 def _steps(
-    each: Pass, rank: int, ranks: int, count: int, embeds: bool, weighs: bool
+    each: Pass, rank: int, ranks: int, asks: range, embeds: bool, weighs: bool
 ) -> list[_Step]:
     """Between two ranks ("a:b") the receiver begins when it waits, and the sender does not wait."""
     kind, index, last = each.kind, each.microbatch, ranks - 1
@@ -271,8 +284,7 @@ def _steps(
         if rank:
             found.append(_Step("begin", f"B{rank}:{rank - 1}", index))
     elif kind == "E":
-        if index == 0:
-            found += [_Step("begin", "ask", every) for every in range(count)]
+        found += [_Step("begin", "ask", other) for other in asks]
         found += [_Step("wait", "ask", index), _Step("begin", "rows", index)]
     else:
         found += [_Step("wait", "rows", index), _Step("begin", "give", index)]
