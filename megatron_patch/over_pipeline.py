@@ -13,8 +13,9 @@ from megatron_patch.errors import PatchError
 from megatron_patch.options import PatchOptions
 from megatron_patch.pipeline_refusals import why_not_over_pipeline
 from megatron_patch.rows import Rows, spread
-from megatron_patch.schedule import Arguments, forward_backward, model_loss
+from megatron_patch.schedule import forward_backward, model_loss
 from megatron_patch.seams import SCHEDULE, PipelineSeams, Seams, parallel_state
+from megatron_patch.step import Arguments
 from megatron_patch.tied import SpreadEmbedding
 
 
@@ -39,7 +40,7 @@ def replace_schedule(seams: PipelineSeams) -> None:
         rows = [x for model in models for x in model.modules() if isinstance(x, Rows)]
         if not rows:
             return original(**given)
-        return forward_backward(seams.schedules, rows[0], Arguments(**given))
+        return forward_backward(seams, rows[0], Arguments(**given))
 
     setattr(seams.schedules, SCHEDULE, schedule)
     _State.seams, _State.schedule = seams, schedule

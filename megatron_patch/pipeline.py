@@ -58,8 +58,9 @@ class Pipeline:
                 backend=options.backend,  # pyright: ignore[reportArgumentType]
                 workspace_bytes=options.workspace_bytes,
             ),
+            timeout=TIMEOUT,
         )
-        self.embedding = TiedEmbedding(self.head) if rows.is_tied else None
+        self.embedding = TiedEmbedding(self.head, timeout=TIMEOUT) if rows.is_tied else None
         self.rank, self.size = group.rank(), group.size()
         self.last = self.size - 1
         self._device, self._dtype = rows.weight.device, config.pipeline_dtype
@@ -81,7 +82,7 @@ class Pipeline:
             orders = plan_vocab_order(
                 self.size, num_microbatches, self._times, embeds=embeds, weighs=True
             )
-            require_no_circle(orders, ahead=AHEAD)
+            require_no_circle(orders, ahead=AHEAD, unawaited=_UNAWAITED)
             self._orders[num_microbatches] = orders[self.rank]
         return self._orders[num_microbatches]
 

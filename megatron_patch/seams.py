@@ -24,34 +24,40 @@ EXPECTED = (
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 GPT_MODEL = "megatron.core.models.gpt.gpt_model"
 SCHEDULE = "forward_backward_pipelining_without_interleaving"
-# With the vocabulary over the pipeline: functions and their arguments, as of 0.16.
+# With the vocabulary over the pipeline: functions, their arguments, and those that some releases
+# have besides.
+FORWARD_BACKWARD = (
+    "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size "
+    "decoder_seq_length forward_only collect_non_loss_data first_val_step adjust_tensor_shapes_fn "
+    "p2p_communicator"
+)
+OF_FINALIZING = "pg_collection grad_finalize_pgs force_all_reduce"
 PARTS = (
-    (
-        SCHEDULE,
-        "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size "
-        "decoder_seq_length forward_only collect_non_loss_data first_val_step "
-        "adjust_tensor_shapes_fn p2p_communicator pg_collection force_all_reduce",
-    ),
+    (SCHEDULE, FORWARD_BACKWARD, OF_FINALIZING),
     (
         "forward_step",
         "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store "
         "config cp_group_size collect_non_loss_data checkpoint_activations_microbatch "
         "is_first_microbatch current_microbatch vp_stage is_last_stage",
+        "",
     ),
     (
         "forward_step_calc_loss",
         "model output_tensor loss_func config vp_stage collect_non_loss_data num_microbatches "
         "forward_data_store cp_group_size is_last_stage",
+        "",
     ),
     (
         "backward_step",
-        "input_tensor output_tensor output_tensor_grad model_type config",
+        "input_tensor output_tensor output_tensor_grad config",
+        "model_type pipeline_model_parallel_size",
     ),
-    ("deallocate_output_tensor", "out deallocate_pipeline_outputs"),
-    ("check_first_val_step", "first_val_step forward_only cond"),
+    ("deallocate_output_tensor", "out deallocate_pipeline_outputs", ""),
+    ("check_first_val_step", "first_val_step forward_only cond", ""),
     (
         "get_tensor_shapes",
         "seq_length micro_batch_size decoder_seq_length config tp_group cp_group",
+        "",
     ),
 )
 
@@ -102,6 +108,15 @@ class PipelineSeams:
     schedules: Any  # the module
     gpt_model: Any  # the class
 
+    def finalizing(self) -> list[str]:
+        """Arguments of the schedule that finalize_model_grads_func gets."""
+        schedule = getattr(self.schedules, SCHEDULE)
+        return [x for x in _arguments(schedule) if x in OF_FINALIZING.split()]
+
+    def backward_step(self, **given: Any) -> Any:
+        function = self.schedules.backward_step
+        return function(**{name: given[name] for name in _arguments(function)})
+
 
 def find_pipeline_seams() -> PipelineSeams:
     """Raises:
@@ -110,15 +125,14 @@ def find_pipeline_seams() -> PipelineSeams:
     found = find_seams()
     schedules = importlib.import_module(SCHEDULES)
     gpt_model = importlib.import_module(GPT_MODEL).GPTModel
-    for name, wanted in PARTS:
+    for name, wanted, besides in PARTS:
         function = getattr(schedules, name, None)
-        function = getattr(function, "__wrapped__", function)
-        has = "nothing" if function is None else " ".join(inspect.signature(function).parameters)
-        if has != wanted:
+        has = [] if function is None else _arguments(function)
+        if [x for x in has if x not in besides.split()] != wanted.split():
             raise PatchError(
                 f"{SCHEDULES}.{name} must take ({wanted.replace(' ', ', ')}), found "
-                f"({has.replace(' ', ', ')}) in megatron.core {found.version} ({found.file}): the "
-                "patch does not know this release; run without vocab_over_pipeline"
+                f"({', '.join(has)}) in megatron.core {found.version} ({found.file}): the patch "
+                "does not know this release; run without vocab_over_pipeline"
             )
     return PipelineSeams(schedules, gpt_model)
 
@@ -126,3 +140,8 @@ def find_pipeline_seams() -> PipelineSeams:
 def parallel_state() -> Any:
     """Megatron's groups."""
     return importlib.import_module("megatron.core.parallel_state")
+
+
+def _arguments(function: Any) -> list[str]:
+    # What an earlier apply() has put there stands for what it replaced.
+    return list(inspect.signature(getattr(function, "__wrapped__", function)).parameters)

@@ -37,6 +37,7 @@ def pretrain(setup: Setup, patch: dict[str, Any] | None) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     config = make_config(setup)
+    config.deallocate_pipeline_outputs = True  # as Megatron's training
     patching = contextlib.nullcontext() if patch is None else megatron_patch.patched(**patch)
     with patching:
         models = build(setup, config)

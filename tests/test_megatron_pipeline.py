@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 
 from megatron_jobs import Setup
+from megatron_pipeline_checks import CHECKS, run_check
 from megatron_pipeline_jobs import ROWS, compare, expected_of
 
 from cce_dist.testing import RankPool
@@ -90,3 +91,8 @@ def check_pretraining(pool: RankPool, setup: Setup, patch: dict[str, Any]) -> No
         assert ROWS in ours["parameters"]
         if ours["losses"]:
             assert ours["losses"][-1] < ours["losses"][0]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_model(pools: dict[int, RankPool], name: str) -> None:
+    pools[2].run(2, run_check, name, timeout=100)

@@ -202,26 +202,30 @@ class _Step(NamedTuple):
     microbatch: int
 
 
-def require_no_circle(orders: Sequence[Sequence[Pass]], *, ahead: int | None = None) -> None:
+def require_no_circle(
+    orders: Sequence[Sequence[Pass]], *, ahead: int | None = None, unawaited: int | None = None
+) -> None:
     """That the order can be run where a collective ends on no rank before all of its ranks have
     begun it, as NCCL's may not, and each kind of them is in the order of microbatches.
 
-    Args: ahead: E of a microbatch asks for the tokens of the one so many later; None: the first E
-        for all of them.
+    Args:
+        ahead: E of a microbatch asks for the tokens of the one so many later; None: the first E
+            for all of them.
+        unawaited: how many sends to a neighbour a rank has under way at most; None: any number.
     Raises:
         ValueError: it cannot.
     """
     ranks = len(orders)
-    embeds = any(each.kind == "E" for order in orders for each in order)
-    weighs = any(each.kind == "U" for each in orders[-1])
     count = 1 + max(each.microbatch for each in orders[0])
-    ask = [asked_at(index, count, ahead) for index in range(count)]
+    rules = _Rules(
+        last=ranks - 1,
+        embeds=any(each.kind == "E" for order in orders for each in order),
+        weighs=any(each.kind == "U" for each in orders[-1]),
+        asks=[asked_at(index, count, ahead) for index in range(count)],
+        unawaited=count if unawaited is None else unawaited,
+    )
     steps = [
-        [
-            step
-            for each in order
-            for step in _steps(each, rank, ranks, ask[each.microbatch], embeds, weighs)
-        ]
+        [step for each in order for step in _steps(each, rank, rules)]
         for rank, order in enumerate(orders)
     ]
     begun: dict[tuple[str, int], int] = {}
@@ -245,36 +249,49 @@ def require_no_circle(orders: Sequence[Sequence[Pass]], *, ahead: int | None = N
         )
 
 
-def _steps(
-    each: Pass, rank: int, ranks: int, asks: range, embeds: bool, weighs: bool
-) -> list[_Step]:
+class _Rules(NamedTuple):
+    last: int
+    embeds: bool
+    weighs: bool
+    asks: list[range]
+    unawaited: int
+
+
+def _steps(each: Pass, rank: int, rules: _Rules) -> list[_Step]:
     """Between two ranks ("a:b") the receiver begins when it waits, and the sender does not wait."""
-    kind, index, last = each.kind, each.microbatch, ranks - 1
+    kind, index, last = each.kind, each.microbatch, rules.last
 
     def receive(name: str) -> list[_Step]:
         return [_Step("begin", name, index), _Step("wait", name, index)]
+
+    def send(name: str) -> list[_Step]:
+        before = index - rules.unawaited
+        return [
+            *([_Step("wait", name, before)] if before >= 0 else []),
+            _Step("begin", name, index),
+        ]
 
     found: list[_Step] = []
     if kind == "F":
         if rank:
             found += receive(f"F{rank - 1}:{rank}")
-        elif embeds:
+        elif rules.embeds:
             found.append(_Step("wait", "rows", index))
         if rank < last:
-            found.append(_Step("begin", f"F{rank}:{rank + 1}", index))
+            found += send(f"F{rank}:{rank + 1}")
         else:
             found.append(_Step("begin", "post", index))
     elif kind == "S":
         if rank < last:
             found.append(_Step("begin", "post", index))
         found += [_Step("wait", "post", index), _Step("begin", "merge", index)]
-        if weighs and rank < last:
+        if rules.weighs and rank < last:
             found.append(_Step("begin", "upstream", index))
     elif kind == "U":
         found += [_Step("wait", "merge", index), _Step("begin", "upstream", index)]
     elif kind == "T":
         found.append(_Step("wait", "merge", index))
-        if weighs and rank < last:
+        if rules.weighs and rank < last:
             found.append(_Step("wait", "upstream", index))
         found.append(_Step("begin", "sum", index))
         if rank < last and index >= 2:
@@ -282,9 +299,9 @@ def _steps(
     elif kind == "B":
         found += [_Step("wait", "sum", index)] if rank == last else receive(f"B{rank + 1}:{rank}")
         if rank:
-            found.append(_Step("begin", f"B{rank}:{rank - 1}", index))
+            found += send(f"B{rank}:{rank - 1}")
     elif kind == "E":
-        found += [_Step("begin", "ask", other) for other in asks]
+        found += [_Step("begin", "ask", other) for other in rules.asks[index]]
         found += [_Step("wait", "ask", index), _Step("begin", "rows", index)]
     else:
         found += [_Step("wait", "rows", index), _Step("begin", "give", index)]
