@@ -63,7 +63,7 @@ class Step:
         self.config = self.schedules.get_model_config(given.model)
         self.trains = not given.forward_only
         embedding = self.pipeline.embedding
-        self.tied = None if embedding is None else TiedStep(embedding, given)
+        self.tied = None if embedding is None else TiedStep(embedding, rows, given)
         self._sync = _GradSync(self.config)
         self._store: list[Any] = []
         self._inputs: dict[int, list[Tensor | None]] = {}

@@ -68,14 +68,16 @@ class Recorder:
 class TiedStep:
     """E and G of one call of the schedule, and the first stage's data."""
 
-    def __init__(self, embedding: TiedEmbedding, given: Any) -> None:
-        self.embedding, self.given = embedding, given
+    def __init__(self, embedding: TiedEmbedding, rows: Rows, given: Any) -> None:
+        self.embedding, self.rows, self.given = embedding, rows, given
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def look_up(self, index: int) -> None:
         for each in asked_at(index, self.given.num_microbatches, AHEAD):
             tokens = self._read(each) if self.embedding.is_first else None
             self.embedding.ask(each, tokens)
+        # By its __call__: hooks that gather parameters run before it.
+        self.rows()
         self.embedding.look_up(index)
 
     def forward_step(self, index: int, model: Any) -> tuple[Any, None]:

@@ -29,29 +29,26 @@ def gpu_pools() -> Iterator[dict[int, RankPool]]:
         pool.close()
 
 
-COMMON: dict[str, Any] = {"layers": 4, "steps": 6}
+def job(**values: Any) -> Setup:
+    return Setup(**{"pp": 2, "layers": 4, "microbatches": 4, "steps": 4, **values})
+
+
 JOBS = {
-    "two stages": Setup(**COMMON, pp=2, microbatches=4),
-    "four stages": Setup(**COMMON, pp=4, microbatches=6),
-    "fewer microbatches than stages": Setup(**COMMON, pp=4, microbatches=2),
-    "tensor parallel": Setup(**COMMON, pp=2, tp=2, microbatches=4),
-    "sequence parallel": Setup(**COMMON, pp=2, tp=2, microbatches=4, sequence_parallel=True),
-    "tied": Setup(**COMMON, pp=2, microbatches=4, tied=True),
-    "tied, four stages": Setup(**COMMON, pp=4, microbatches=6, tied=True),
-    "tied, tensor parallel": Setup(**COMMON, pp=2, tp=2, microbatches=4, tied=True),
-    "tied, sequence parallel": Setup(
-        **COMMON, pp=2, tp=2, microbatches=4, tied=True, sequence_parallel=True
-    ),
-    "per token": Setup(**COMMON, pp=2, microbatches=3, per_token=True),
-    "data parallel": Setup(**COMMON, pp=2, dp=2, microbatches=3, per_token=True),
-    "distributed optimizer": Setup(
-        **COMMON, pp=2, dp=2, microbatches=4, distributed_optimizer=True, overlap=True
-    ),
-    "context parallel": Setup(**COMMON, pp=2, cp=2, microbatches=3),
-    "fusion, recompute": Setup(**COMMON, pp=2, microbatches=3, fusion=True, recompute=True),
-    "head of its own": Setup(**COMMON, pp=2, microbatches=3, layout="Etttt|L"),
-    "frozen": Setup(**COMMON, pp=2, microbatches=3, frozen_head=True),
-    "bf16": Setup(**COMMON, pp=2, microbatches=3, bf16=True),
+    "two stages": job(),
+    "four stages": job(pp=4, microbatches=6),
+    "fewer microbatches than stages": job(pp=4, microbatches=2, per_token=True),
+    "tensor parallel": job(tp=2),
+    "sequence parallel": job(tp=2, sequence_parallel=True),
+    "tied": job(pp=4, microbatches=6, tied=True),
+    "tied, tensor parallel": job(tp=2, tied=True),
+    "tied, sequence parallel": job(tp=2, tied=True, sequence_parallel=True),
+    "data parallel": job(dp=2, per_token=True, tied=True),
+    "distributed optimizer": job(dp=2, distributed_optimizer=True, overlap=True),
+    "tied, distributed optimizer": job(dp=2, distributed_optimizer=True, overlap=True, tied=True),
+    "context parallel": job(cp=2),
+    "head of its own": job(layout="Etttt|L", fusion=True, recompute=True),
+    "frozen head": job(frozen_head=True),
+    "bf16": job(bf16=True, fusion=True),
 }
 
 
