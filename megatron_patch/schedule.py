@@ -91,13 +91,14 @@ def _require(rows: Rows, given: Arguments, config: Any) -> None:
         reason = "FSDP shards the rows once more: use DDP, with the distributed optimizer"
     elif _unwrapped(given.model).output_layer is not rows:
         reason = "output_layer of the model has been replaced since"
-    state = parallel_state()
-    for name, known in (
-        ("pp", state.get_pipeline_model_parallel_group()),
-        ("tp", state.get_tensor_model_parallel_group()),
+    stages = parallel_state().get_pipeline_model_parallel_group()
+    for holder, name, known in (
+        (given.p2p_communicator, "pp_group", stages),
+        (given.pg_collection, "pp", stages),
+        (given.pg_collection, "tp", parallel_state().get_tensor_model_parallel_group()),
     ):
-        found = getattr(given.pg_collection, name, known)
+        found = getattr(holder, name, known)
         if dist.get_process_group_ranks(found) != dist.get_process_group_ranks(known):
-            reason = f"pg_collection.{name} has other ranks than Megatron's parallel_state"
+            reason = f"{name} has other ranks than the group of Megatron's parallel_state"
     if reason is not None:
         raise PatchError(f"vocab_over_pipeline: {reason}")

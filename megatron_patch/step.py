@@ -78,8 +78,8 @@ class Step:
         if timers is not None:
             barrier = self.config.barrier_with_L1_time
             timers("forward-backward", log_level=1).start(barrier=barrier)
-        self._sync.disable()
         if self.trains:
+            self._sync.disable()
             self._begin_grads()
         passes = {
             "F": self._forward,

@@ -165,12 +165,36 @@ def remove_leaves_no_trace() -> None:
     assert bool(schedule(wrap(SETUP, theirs.config, [theirs])[0])) == is_last()
 
 
+class Timers:
+    """As strict as Megatron's: what is started is stopped before it is started again."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.stopped: list[str] = []
+
+    def __call__(self, name: str, log_level: int = 0) -> Any:
+        self._name = name
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        assert self._name not in self.running
+        self.running.append(self._name)
+
+    def stop(self, barrier: bool = False) -> None:
+        self.running.remove(self._name)
+        self.stopped.append(self._name)
+
+
 @check
 def an_existing_model() -> None:
     theirs, ours = make(ours=False), make(ours=False)
     expected = schedule(wrap(SETUP, theirs.config, [theirs])[0])
     megatron_patch.apply(ours, **OPTIONS)
-    found = schedule(wrap(SETUP, ours.config, [ours])[0])
+    timers = Timers()
+    with changed(ours.config, timers=timers):
+        found = schedule(wrap(SETUP, ours.config, [ours])[0])
+    assert timers.stopped.count("forward-compute") == (4 if is_last() else 2)
+    assert timers.stopped[-1] == "forward-backward" and not timers.running
     assert [float(x["loss"]) for x in found] == pytest.approx([float(x["loss"]) for x in expected])
 
 

@@ -47,6 +47,7 @@ def pretrain(setup: Setup, patch: dict[str, Any] | None) -> dict[str, Any]:
                 optimizer="adam",
                 lr=3e-3,
                 bf16=setup.bf16,
+                loss_scale=128.0 if setup.bf16 else None,
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=setup.distributed_optimizer,
                 overlap_param_gather=setup.overlap,

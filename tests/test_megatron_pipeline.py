@@ -38,7 +38,7 @@ JOBS = {
     "four stages": job(pp=4, microbatches=6),
     "fewer microbatches than stages": job(pp=4, microbatches=2, per_token=True),
     "tensor parallel": job(tp=2),
-    "sequence parallel": job(tp=2, sequence_parallel=True),
+    "sequence parallel": job(tp=2, sequence_parallel=True, experts=True),
     "tied": job(pp=4, microbatches=6, tied=True),
     "tied, tensor parallel": job(tp=2, tied=True),
     "tied, sequence parallel": job(tp=2, tied=True, sequence_parallel=True),
@@ -49,6 +49,7 @@ JOBS = {
     "head of its own": job(layout="Etttt|L", fusion=True, recompute=True),
     "frozen head": job(frozen_head=True),
     "bf16": job(bf16=True, fusion=True),
+    "gradients in bf16": job(bf16=True, reduces_in_fp32=False),
 }
 
 
