@@ -242,6 +242,11 @@ def calls_that_are_refused() -> None:
         schedule(model, collect_non_loss_data=True)
     with pytest.raises(PatchError, match="adjust_tensor_shapes_fn"):
         schedule(model, adjust_tensor_shapes_fn=lambda *_: None)
+    rows = model.output_layer
+    model.output_layer = torch.nn.Sequential(rows)
+    with pytest.raises(PatchError, match="output_layer of the model has been replaced since"):
+        schedule(model)
+    model.output_layer = rows
     batch = microbatch(0, SETUP)
     if is_last():
         model.set_input_tensor(torch.randn(SEQUENCE, BATCH, HIDDEN))

@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 from megatron_jobs import Setup
 from megatron_pipeline_checks import CHECKS, run_check
 from megatron_pipeline_jobs import ROWS, compare, expected_of
+from test_megatron import run_command
 
 from cce_dist.testing import RankPool
 
@@ -94,3 +95,9 @@ def check_pretraining(pool: RankPool, setup: Setup, patch: dict[str, Any]) -> No
 @pytest.mark.parametrize("name", CHECKS)
 def test_model(pools: dict[int, RankPool], name: str) -> None:
     pools[2].run(2, run_check, name, timeout=100)
+
+
+def test_command_says_where_the_vocabulary_is() -> None:
+    done = run_command("--vocab-over-pipeline", "true", "--check")
+    assert done.returncode == 0 and "without logits, over all pipeline stages, " in done.stdout
+    assert "pipeline" not in run_command("--check").stdout.split("):", 1)[1]
