@@ -16,5 +16,6 @@ for release in "$@"; do
             --no-deps --target "$folder" "megatron-core==$release"
     fi
     echo "test-megatron: $release" >&2
-    PYTHONPATH=$folder .venv/bin/python -m pytest --numprocesses 2 tests/test_megatron.py
+    PYTHONPATH=$folder .venv/bin/python -m pytest --numprocesses 2 \
+        tests/test_megatron.py tests/test_megatron_pipeline.py
 done

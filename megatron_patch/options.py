@@ -31,6 +31,8 @@ class PatchOptions:
             gradient, allocated in the forward then, stay for the backward; None: they do where
             the Triton kernels compute.
         check_ranks: compare what ranks must share before every loss; for debugging.
+        vocab_over_pipeline: GPTModel's output layer has its rows on all pipeline stages, and
+            Megatron's schedule without interleaving computes the loss on all of them.
     Raises:
         ValueError: a value is not allowed; the message names the option.
     """
@@ -42,6 +44,7 @@ class PatchOptions:
     workspace_bytes: int | None = None
     keep_logits: bool | None = None
     check_ranks: bool = False
+    vocab_over_pipeline: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("gradient", GRADIENTS), ("backend", BACKENDS)):
@@ -50,6 +53,9 @@ class PatchOptions:
                 raise ValueError(f"{name} must be one of {names}, got {getattr(self, name)!r}")
         if self.keep_logits and self.gradient != "exact":
             raise ValueError(f"keep_logits needs gradient='exact', got {self.gradient!r}")
+        if self.vocab_over_pipeline and (self.keep_logits or self.check_ranks):
+            name = "keep_logits" if self.keep_logits else "check_ranks"
+            raise ValueError(f"{name} is not supported with vocab_over_pipeline")
         if self.softcap is not None and not 0 < self.softcap < float("inf"):
             raise ValueError(f"softcap must be a positive number or None, got {self.softcap!r}")
         for name in ("vocab_size", "workspace_bytes"):
@@ -104,6 +110,7 @@ READ: dict[str, Any] = {
     "workspace_bytes": _number_or_none(int),
     "keep_logits": _flag_or_none,
     "check_ranks": _flag,
+    "vocab_over_pipeline": _flag,
 }
 
 
@@ -124,6 +131,7 @@ def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
         "workspace_bytes": "bound of the logits in memory at once",
         "keep_logits": "with exact, logits stay where there is room: true (on GPUs) or false",
         "check_ranks": "compare what ranks must share before every loss: true or false",
+        "vocab_over_pipeline": "the output layer's rows on all pipeline stages: true or false",
     }
     for name, text in helps.items():
         option = "--" + name.replace("_", "-")

@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megatron_patch import over_pipeline
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError
 from megatron_patch.head import head_loss
 from megatron_patch.largest import largest_logits
 from megatron_patch.options import PatchOptions
 from megatron_patch.refusals import why_hooked, why_not
-from megatron_patch.seams import Seams, find_seams
+from megatron_patch.seams import PipelineSeams, Seams, find_pipeline_seams, find_seams
 
 SETUP = "setup_embeddings_and_output_layer"
 # Where a patched head keeps its options.
@@ -34,12 +35,14 @@ class Status:
         options: of models that are built from now on; None: they stay Megatron's.
         heads: names of the patched models' classes.
         version, file: megatron.core's; None where nothing has been applied.
+        over_pipeline: names of the classes of models whose vocabulary is over the pipeline.
     """
 
     options: PatchOptions | None
     heads: tuple[str, ...]
     version: str | None
     file: str | None
+    over_pipeline: tuple[str, ...] = ()
 
 
 class _State:
@@ -63,14 +66,20 @@ def apply(model: Any = None, options: PatchOptions | None = None, **given: Any) 
         PatchError: Megatron's functions are not as expected, a head cannot be patched (the message
             says what to change), or another call has applied other options.
         ValueError: an option is not allowed.
-    Nothing is changed where it raises. A second call with the same options does nothing.
+    Nothing is changed where it raises. A second call with the same options does nothing. With
+    vocab_over_pipeline every rank of a pipeline builds its models at the same time, or calls it.
     """
     if options is not None and given:
         raise ValueError(f"options must be given once, got options and {sorted(given)}")
     wanted = PatchOptions.from_environment(**given) if options is None else options
     seams = find_seams()
+    pipeline = find_pipeline_seams() if wanted.vocab_over_pipeline else None
     if model is not None:
-        _apply_to(list(_language_models(model, seams)), wanted, seams)
+        models = list(_language_models(model, seams))
+        if pipeline is None:
+            _apply_to(models, wanted, seams)
+        else:
+            _spread(models, wanted, seams, pipeline)
         return status()
     if _State.options is not None:
         if _State.options != wanted:
@@ -84,17 +93,26 @@ def apply(model: Any = None, options: PatchOptions | None = None, **given: Any) 
     @functools.wraps(original)
     def setup(self: Any) -> Any:
         result = original(self)
-        if _State.setup is setup:
+        if _State.setup is not setup:
+            return result
+        if pipeline is None:
             _apply_to([self], wanted, seams)
+        elif not isinstance(self, pipeline.gpt_model):
+            raise PatchError(f"vocab_over_pipeline knows GPTModel alone, got {type(self).__name__}")
         return result
 
+    if pipeline is not None:
+        over_pipeline.replace_schedule(pipeline)
+        over_pipeline.spread_models_to_be_built(wanted, seams, pipeline)
     setattr(seams.language_module, SETUP, setup)
     _State.options, _State.seams, _State.setup = wanted, seams, setup
     return status()
 
 
 def remove(model: Any = None) -> None:
-    """Undo `apply`: of `model`, or of all models and of those to be built. No trace stays."""
+    """Undo `apply`: of `model`, or of all models and of those to be built. No trace stays, but that
+    a model whose vocabulary is over the pipeline keeps it there, and computes no loss until
+    `apply(vocab_over_pipeline=True)` puts the schedule back."""
     if model is not None:
         for one in _language_models(model, find_seams()):
             _restore(one)
@@ -106,6 +124,7 @@ def remove(model: Any = None) -> None:
         # Where someone has wrapped ours since, it stays under theirs, and does nothing.
         if getattr(owner, SETUP) is _State.setup:
             setattr(owner, SETUP, _State.setup.__wrapped__)
+    over_pipeline.restore()
     _State.options = _State.seams = _State.setup = None
 
 
@@ -123,12 +142,14 @@ def patched(
 
 def status() -> Status:
     heads = tuple(sorted(type(model).__name__ for model in _State.models))
-    seams = _State.seams if heads or _State.options is not None else None
+    spread = over_pipeline.names_of_models()
+    seams = _State.seams if heads or spread or _State.options is not None else None
     return Status(
         _State.options,
         heads,
         None if seams is None else seams.version,
         None if seams is None else seams.file,
+        spread,
     )
 
 
@@ -175,6 +196,15 @@ def _apply_to(models: list[Any], options: PatchOptions, seams: Seams) -> None:
         _State.models.add(model)
     if todo and _State.seams is None:
         _State.seams = seams
+
+
+def _spread(
+    models: list[Any], options: PatchOptions, seams: Seams, pipeline: PipelineSeams
+) -> None:
+    for model in models:
+        over_pipeline.spread_model(model, options, seams, pipeline)
+    over_pipeline.replace_schedule(pipeline)
+    _State.seams = _State.seams or seams
 
 
 def _restore(model: Any) -> None:

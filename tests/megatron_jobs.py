@@ -43,6 +43,7 @@ class Setup:
     experts: bool = False
     recompute: bool = False
     fusion: bool = False  # gradient accumulation fusion
+    reduces_in_fp32: bool = True  # main_grad's dtype in 16-bit models
     distributed_optimizer: bool = False
     overlap: bool = False  # of gradients' reduction and parameters' gathering
     per_token: bool = False
@@ -262,7 +263,7 @@ def build(setup: Setup, config: Any) -> list[Any]:
         )
     if setup.frozen_head:
         for model in models:
-            if model.post_process:
+            if hasattr(model, "output_layer"):
                 model.output_layer.weight.requires_grad_(False)
     return models
 
@@ -280,7 +281,7 @@ def wrap(setup: Setup, config: Any, models: list[Any]) -> list[Any]:
     if setup.fsdp is not None:
         return [shard(setup, config, model) for model in models]
     how = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=setup.reduces_in_fp32,
         use_distributed_optimizer=setup.distributed_optimizer,
         overlap_grad_reduce=setup.overlap,
         overlap_param_gather=setup.overlap,

@@ -29,9 +29,9 @@ from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipelining import VocabOverPipeline
 
 
-def _head(group: Any, **values: Any) -> None:
+def _head(group: Any, **values: Any) -> PipelineHead:
     given: dict[str, Any] = {"group": group, "hidden_shape": (2, 5, DIM)}
-    PipelineHead(torch.randn(8, DIM), **(given | values))
+    return PipelineHead(torch.randn(8, DIM), **(given | values))
 
 
 def _hooked(group: Any) -> None:
@@ -47,8 +47,8 @@ MISTAKES: dict[str, tuple[str, Any]] = {
         lambda g: _head(g, hidden_shape=(2, 5, 3)),
     ),
     "reduction": (
-        "options.reduction is not supported over pipeline ranks, got 'none'",
-        lambda g: _head(g, options=LossOptions(reduction="none")),
+        "options.reduction must be 'mean' or 'sum' under a schedule .*, got 'none'",
+        lambda g: VocabOverPipeline(_head(g, options=LossOptions(reduction="none"))),
     ),
     "gradient": (
         "options.gradient is not supported over pipeline ranks, got 'in_forward'",

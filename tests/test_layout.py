@@ -60,7 +60,7 @@ ONLY = {
     "kernels": set(),
     "planner": {"options", "vocab_shard"},
     "train": {PUBLIC, "allocations", "adapters", "planner"},
-    "megatron_patch": {PUBLIC},
+    "megatron_patch": {PUBLIC, "adapters", "planner"},
 }
 # ... and all that import these.
 ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench"}}

@@ -30,22 +30,30 @@ def times_of(ranks: int, head: float, latency: float = 0.0) -> Times:
 def test_every_pass_once_and_nobody_waits_in_a_circle(
     ranks: int, microbatches: int, head: float
 ) -> None:
-    for latency, kinds in ((0.0, CYCLE), (0.2, CYCLE), (0.1, (*CYCLE, *EMBEDDING))):
+    embeds = (*CYCLE, *EMBEDDING)
+    for latency, kinds, weighs in (
+        *((0.0, CYCLE, False), (0.2, CYCLE, False), (0.1, embeds, False)),
+        *((0.0, CYCLE, True), (0.1, embeds, True)),
+    ):
         times = times_of(ranks, head, latency)
-        orders = plan_vocab_order(ranks, microbatches, times, embeds=len(kinds) > 4)
+        how = {"embeds": kinds == embeds, "weighs": weighs}
+        orders = plan_vocab_order(ranks, microbatches, times, **how)
         every = {Pass(kind, index) for kind in kinds for index in range(microbatches)}
-        for order in orders:
-            assert set(order) == every and len(order) == len(every)
+        of_last = {Pass("U", index) for index in range(microbatches)} if weighs else set()
+        for rank, order in enumerate(orders):
+            expected = every | of_last if rank == ranks - 1 else every
+            assert set(order) == expected and len(order) == len(expected)
             for kind in kinds:
                 # Collectives of a kind are in the order of microbatches on all ranks.
                 found = [each.microbatch for each in order if each.kind == kind]
                 assert found == list(range(microbatches))
         require_no_circle(orders)
+        require_no_circle(orders, ahead=1, unawaited=2)
         # Whatever the times turn out to be, the order has no circle.
         simulate(orders, Times(1.0, 1.0, 3.0, 0.1, 0.5, 0.2))
         assert makespan(orders, times) >= microbatches * times.cycle
         most = [most_in_flight(order) for order in orders]
-        more = latency > 0 or head > 2
+        more = (latency > 0 or head > 2) + weighs
         assert max(most) <= min(microbatches, ranks + 2 + more)
         assert most == sorted(most, reverse=True)
 

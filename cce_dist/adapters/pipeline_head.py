@@ -7,6 +7,9 @@ A microbatch goes through four of them, each of which begins a collective that t
     gradients    the loss; gradients by the merged lse; begins the sum of the hidden gradient
     take         on the rank of the last stage: the hidden gradient, which its backward needs
 
+With reduction "none", where that rank alone knows what becomes of each token's loss, `weigh` comes
+before `gradients`: the gradient of the losses, which `losses` gave it, to all.
+
 The weight's gradient never travels. Each kind of collective has a group of its own, so that only
 the order of microbatches has to be the same on all ranks, not that of phases.
 """
@@ -26,7 +29,9 @@ from torch import Tensor
 from cce_dist import sharded
 from cce_dist.adapters.frequent_rows import FrequentRows
 from cce_dist.adapters.groups import own_groups, start_broadcast, start_reduce
-from cce_dist.adapters.pipeline_checks import require_product, require_supported
+from cce_dist.adapters.pipeline_checks import check_product, check_weight
+from cce_dist.adapters.pipeline_grads import RowGradients
+from cce_dist.adapters.pipeline_rehearsal import rehearse_head
 from cce_dist.autograd import Call
 from cce_dist.collectives import gather_tokens, group_size, reduce_grad_hidden, resolve_group
 from cce_dist.compute import Finish, prepare
@@ -51,6 +56,9 @@ class _Microbatch:
     step: tuple[Call, Finish, Tokens, Head] | None = None
     scores: Any = None
     merge: Callable[[], Stats] | None = None
+    merged: Stats | None = None
+    grad_losses: Tensor | None = None  # as targets
+    weighed: Callable[[], object] | None = None
     grad: Tensor | None = None  # [N, D] this rank's part, then the sum
     is_taken: bool = False  # here is the last stage
     summed: Callable[[], object] | None = None
@@ -89,7 +97,7 @@ class PipelineHead:
         vocab_shard: as of `linear_cross_entropy`.
         bias: [V_local], this rank's; its gradient as weight's.
         class_weight: [V], the same on every rank.
-        options: of the loss; reduction "mean" or "sum", of a microbatch.
+        options: of the loss; reduction "mean" or "sum" of a microbatch, or "none".
         loss_scale: factor of the gradients of all microbatches, such as 1 / their number.
         timeout: of the groups that it makes.
     Raises:
@@ -99,9 +107,10 @@ class PipelineHead:
         of its hidden states and targets over `group`, an all-gather of 8 N + 24 bytes a rank over
         vocab_group, and a sum of [N, D] in fp32 over `group` to the rank of the last stage; there
         one all-reduce more over tensor_group, or a reduce-scatter under sequence_parallel, which
-        gathers hidden over tensor_group first. On GPUs three microbatches of zeros go through when
-        it is made. With gradient="filtered" and
-        the Triton backend a step begins with one all-gather over vocab_group, `FrequentRows`'s.
+        gathers hidden over tensor_group first. With reduction "none" one more group, and a
+        broadcast of 4 N bytes over it. With gradient="filtered" and the Triton backend a step
+        begins with one all-gather over vocab_group, `FrequentRows`'s. On GPUs three microbatches of
+        zeros go through when it is made.
     Determinism: as the loss's own.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """
@@ -124,9 +133,9 @@ class PipelineHead:
     ) -> None:
         found, tensor = resolve_group(group), resolve_group(tensor_group)
         whole = found if vocab_group is None else resolve_group(vocab_group)
-        require_supported(found, weight, hidden_shape, options)
+        check_weight(found, weight, hidden_shape, options)
         assert found is not None and whole is not None
-        require_product(found, whole, tensor, sequence_parallel)
+        check_product(found, whole, tensor, sequence_parallel)
         self.weight, self.bias, self.class_weight = weight, bias, class_weight
         self.shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
         self.hidden_shape = tuple(hidden_shape)
@@ -136,22 +145,21 @@ class PipelineHead:
         num_rows, place = weight.shape[0], (dist.get_rank(whole), dist.get_world_size(whole))
         self.own_shard = vocab_shard or VocabShard.even(num_rows, *place)
         self._posting, self._summing = own_groups(found, 2, timeout, weight.device)
+        self._weighing = None
+        if options.reduction == "none":
+            (self._weighing,) = own_groups(found, 1, timeout, weight.device)
         (self._merging,) = own_groups(whole, 1, timeout, weight.device)
         self._tensor = None
         if tensor is not None:
             (self._tensor,) = own_groups(tensor, 1, timeout, weight.device)
         self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
-        first, *others = self.hidden_shape[:-1]
-        self.targets_shape = (first * self.slices, *others)
         self._microbatches: dict[int, _Microbatch] = {}
-        self._grad_weight: Tensor | None = None  # [num_classes, D]
-        self._grad_bias: Tensor | None = None
+        self.grads = RowGradients(weight, bias, self.own_shard.num_classes)
         self._frequent = None
         kernels = weight.device.type == "cuda" or options.backend == "triton"
         if options.filters and kernels and group_size(whole) > 1:
             self._frequent = FrequentRows(weight, bias, self.own_shard, self._merging)
-        if weight.device.type == "cuda":
-            self._rehearse()
+        rehearse_head(self)
 
     def start_step(self) -> None:
         """Before the first microbatch of a step with gradients: begins to tell all ranks of the
@@ -160,6 +168,22 @@ class PipelineHead:
         """
         if self._frequent is not None:
             self._frequent.exchange()
+
+    @property
+    def weighs(self) -> bool:
+        """`gradients` wants `weigh` first."""
+        return self._weighing is not None
+
+    def reshape(self, hidden_shape: tuple[int, ...]) -> None:
+        """Of the microbatches to come, between steps; on every rank, as when it was made."""
+        if hidden_shape != self.hidden_shape:
+            self.hidden_shape = hidden_shape
+            rehearse_head(self)
+
+    @property
+    def targets_shape(self) -> tuple[int, ...]:
+        first, *others = self.hidden_shape[:-1]
+        return (first * self.slices, *others)
 
     def post(
         self, index: int, root: int, hidden: Tensor | None = None, targets: Tensor | None = None
@@ -223,21 +247,41 @@ class PipelineHead:
 
     @_plainly
     def value(self, index: int) -> Tensor:
-        """Waits for the merge. Returns: the loss [], fp32 or float64, on every rank. The microbatch
-        is done with."""
+        """Waits for the merge. Returns: the loss [], or with reduction "none" as targets, fp32 or
+        float64, on every rank. The microbatch is done with."""
         return self._merged(self._microbatches.pop(index))[0]
+
+    @_plainly
+    def losses(self, index: int) -> Tensor:
+        """With reduction "none": `value` of a microbatch that goes on."""
+        return self._merged(self._microbatches[index])[0]
+
+    def weigh(self, index: int, root: int, grad_losses: Tensor | None = None) -> None:
+        """With reduction "none": sends the gradient of `losses` to all ranks. Without waiting.
+
+        Args: grad_losses: as targets, fp32 or float64, on the rank of the last stage.
+        """
+        batch, dtype = self._microbatches[index], accumulate_dtype(self.hidden_dtype)
+        assert self._weighing is not None
+        if grad_losses is None:
+            shape = self.targets_shape
+            grad_losses = torch.empty(shape, dtype=dtype, device=self.weight.device)
+        batch.grad_losses = grad_losses.to(dtype).contiguous()
+        batch.weighed = start_broadcast(batch.grad_losses, root, self._weighing)
 
     @_plainly
     def gradients(self, index: int, root: int) -> Tensor:
         """Waits for the merge, adds this microbatch's part to the gradients of weight and bias, and
         begins the sum of the hidden gradient. Returns: the loss [], on every rank."""
         batch = self._microbatches[index]
+        if self._weighing is not None and batch.weighed is None:
+            raise RuntimeError('reduction="none" needs weigh before gradients')
+        if batch.weighed is not None and self.rank != root:
+            batch.weighed()
         loss, stats, upstream = self._merged(batch)
         assert batch.step is not None
         call, _, tokens, head = batch.step
-        accumulate = self._grad_weight is not None
-        if self._grad_weight is None and self.weight.requires_grad:
-            self._grad_weight = self._rows_for_grad(torch.empty)
+        grad_weight, accumulate = self.grads.place()
         out = sharded.backward(
             tokens,
             head,
@@ -247,15 +291,15 @@ class PipelineHead:
             upstream,
             kept=sharded.find_kept(tokens, head, call.plan, batch.scores, stats.lse),
             needs=Needs(True, self.bias is not None and self.bias.requires_grad),
-            grad_weight=self._grad_weight,
+            grad_weight=grad_weight,
             accumulate=accumulate,
             in_fp32=True,
         )
         assert out.hidden is not None
         if out.bias is not None:
-            self._grad_bias = out.bias if self._grad_bias is None else self._grad_bias + out.bias
+            self.grads.add_bias(out.bias)
         # Nothing but the sum is left of it.
-        batch.step = batch.scores = batch.merge = None
+        batch.step = batch.scores = batch.merge = batch.merged = None
         batch.grad, batch.is_taken = out.hidden, self.rank == root
         batch.summed = start_reduce(batch.grad, root, self._summing)
         return loss
@@ -266,6 +310,8 @@ class PipelineHead:
         batch = self._microbatches.pop(index)
         assert batch.summed is not None and batch.grad is not None
         batch.summed()
+        if batch.weighed is not None:
+            batch.weighed()
         grad = batch.grad
         if not batch.is_taken:
             return grad
@@ -273,40 +319,6 @@ class PipelineHead:
         grad = reduce_grad_hidden(grad, self._tensor, scatter=scatter, dtype=dtype)
         return grad.to(dtype).view(self.hidden_shape)
 
-    def add_to_rows(self, rows: Tensor, values: Tensor) -> None:
-        """Adds [n, D] to the gradient of rows [n] of weight, as an embedding tied to it does."""
-        if self._grad_weight is None:
-            self._grad_weight = self._rows_for_grad(torch.zeros)
-        # torch sorts by row first, so that sums are the same from run to run.
-        self._grad_weight.index_put_((rows,), values.to(self._grad_weight.dtype), accumulate=True)
-
-    def _rehearse(self) -> None:
-        """Every phase, so that its kernels are on the device. A kernel is brought there at its
-        first launch, which may wait for all that the device has begun: within a step for what
-        other ranks send when this one has gone on."""
-        device, root = self.weight.device, 0
-        hidden = torch.zeros(self.hidden_shape, dtype=self.hidden_dtype, device=device)
-        targets = torch.zeros(self.targets_shape, dtype=torch.int64, device=device)
-        given = (hidden, targets) if self.rank == root else (None, None)
-        self.start_step()
-        # The second adds to what the first has made.
-        for index in (-1, -2):
-            self.post(index, root, *given)
-            self.statistics(index)
-            self.gradients(index, root)
-            self.take(index)
-        self.post(-3, root, *given)
-        self.statistics(-3, record=False)
-        self.value(-3)
-        self.forget()
-        torch.cuda.synchronize(device)
-
-    def _rows_for_grad(self, make: Callable[..., Tensor]) -> Tensor:
-        weight, classes = self.weight, self.own_shard.num_classes
-        dtype = accumulate_dtype(weight.dtype)
-        return make(classes, weight.shape[1], dtype=dtype, device=weight.device)
-
-    @torch.no_grad()
     def finish_step(self, divide_by: int = 1) -> None:
         """Adds what the microbatches left to the gradients of weight and bias.
 
@@ -317,34 +329,26 @@ class PipelineHead:
         if self._microbatches:
             left = sorted(self._microbatches)
             raise RuntimeError(f"microbatches {left} were begun and not finished in this step")
-        rows, bias = self._grad_weight, self._grad_bias
-        self._grad_weight = self._grad_bias = None
-        if rows is not None:
-            whole = rows
-            if len(rows) < len(self.weight):
-                whole = rows.new_zeros(self.weight.shape)
-                whole[: len(rows)] = rows
-            _add_grad(self.weight, whole, divide_by)
-        if bias is not None and self.bias is not None:
-            padding = bias.new_zeros(len(self.bias) - len(bias))
-            _add_grad(self.bias, torch.cat([bias, padding]), divide_by)
-
-    def forget(self) -> None:
-        """Drops what the microbatches left."""
-        self._grad_weight = self._grad_bias = None
+        self.grads.finish(divide_by)
 
     def close(self) -> None:
         """Destroys the groups that it made, and nothing else."""
-        for group in (self._posting, self._summing, self._merging, self._tensor):
+        groups = (self._posting, self._summing, self._merging, self._tensor, self._weighing)
+        for group in groups:
             if group is not None:
                 dist.destroy_process_group(group)
 
     def _merged(self, batch: _Microbatch) -> tuple[Tensor, Stats, Upstream]:
         assert batch.step is not None and batch.merge is not None
-        stats, terms = batch.merge(), batch.step[1].terms
+        if batch.merged is None:
+            batch.merged = batch.merge()
+        stats, finish, scale = batch.merged, batch.step[1], self.loss_scale
         vectors = (stats.lse - stats.target_logit, stats.lse, stats.smooth_logit)
-        loss = terms.total(*vectors, slice(None))
-        scaled = (None if x is None else self.loss_scale * x for x in terms.derivatives(*vectors))
+        loss = finish.result(*vectors, None, [])
+        assert isinstance(loss, Tensor)
+        if batch.grad_losses is not None:
+            scale = scale * finish.picked.take(batch.grad_losses, finish.options.shift)
+        scaled = (None if x is None else scale * x for x in finish.terms.derivatives(*vectors))
         return loss, stats, Upstream(*scaled)
 
     def checked(self, hidden: Tensor | None, targets: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -362,11 +366,3 @@ class PipelineHead:
                 f"hidden's shape without D, got {list(targets.shape)} {targets.dtype}"
             )
         return hidden.detach().contiguous(), targets.contiguous()
-
-
-def _add_grad(parameter: Tensor, grad: Tensor, divide_by: int) -> None:
-    grad = (grad.div_(divide_by) if divide_by != 1 else grad).to(parameter.dtype)
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad += grad

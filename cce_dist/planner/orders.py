@@ -4,8 +4,9 @@ A microbatch is F on every rank from the first to the last, S on all of them (lo
 rank's columns), T on all of them when all S are merged (gradients), and B from the last to the
 first when all T are summed. One cycle F, B, S, T is repeated on every rank, each begins one F later
 than the rank before it, and every pass takes the first slot of its kind after what it waits for.
-Where the input embedding is over all ranks, too: E on all of them (look the tokens up) before F of
-the first rank, and G (add the gradient to the rows) after its B.
+Where the gradient of each token's loss is known to the last rank alone: U there (the gradient, and
+to all) between S and T. Where the input embedding is over all ranks, too: E on all of them (look
+the tokens up) before F of the first rank, and G (add the gradient to the rows) after its B.
 Source: arXiv:2411.05288, its schedule of two barriers.
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "S", "T", "E", "G"]
+Kind = Literal["F", "B", "S", "T", "U", "E", "G"]
 CYCLE: tuple[Kind, ...] = ("F", "B", "S", "T")
 EMBEDDING: tuple[Kind, ...] = ("E", "G")
 # Log-sum-exp is one product of four; the others are of the gradients.
@@ -55,7 +56,7 @@ class Times:
 
     def of(self, kind: Kind) -> float:
         times = {"F": self.forward, "B": self.backward, "S": self.statistics, "T": self.gradients}
-        return times.get(kind, self.embedding)
+        return 0.0 if kind == "U" else times.get(kind, self.embedding)
 
     @property
     def cycle(self) -> float:
@@ -63,13 +64,14 @@ class Times:
 
 
 def plan_vocab_order(
-    ranks: int, microbatches: int, times: Times, *, embeds: bool = False
+    ranks: int, microbatches: int, times: Times, *, embeds: bool = False, weighs: bool = False
 ) -> list[list[Pass]]:
-    """Each rank's passes in order; with `embeds` E and G as well, which find no place in the cycle
-    but between its passes.
+    """Each rank's passes in order; with `embeds` E and G as well, with `weighs` U on the last rank,
+    which find no place in the cycle but between its passes.
 
     Of one rank at most ranks + 2 microbatches are between F and B, where the head takes no longer
-    than two stages and latency is 0; ranks + 3 with a head of six stages, or a latency of F / 5.
+    than two stages and latency is 0; ranks + 3 with a head of six stages, or a latency of F / 5,
+    or `weighs`, which may wait for a pass of the last rank.
 
     Raises:
         ValueError: ranks or microbatches below 1.
@@ -91,6 +93,11 @@ def plan_vocab_order(
     start: dict[Kind, list[float]] = {"F": [rank * times.forward for rank in every]}
     start["S"] = [slot(rank, "S", arrived) for rank in every]
     merged = max(start["S"]) + times.statistics + times.latency
+    if weighs:
+        # Between two passes of the last rank.
+        merged = min(slot(ranks - 1, kind, merged) for kind in CYCLE)
+        start["U"] = [merged] * ranks
+        merged += times.latency
     start["T"] = [slot(rank, "T", merged) for rank in every]
     ready = max(start["T"]) + times.gradients + times.latency
     start["B"] = [0.0] * ranks
@@ -103,12 +110,17 @@ def plan_vocab_order(
         # Sums of floats that ought to be equal.
         return round(begin / times.cycle, 9), kinds.index(each.kind)
 
-    kinds = (*CYCLE, *EMBEDDING) if embeds else CYCLE
+    # U before what begins when it does.
+    kinds: tuple[Kind, ...] = ("U", *CYCLE, *EMBEDDING) if embeds else ("U", *CYCLE)
     # A cycle before the first rank's F, and a latency after its B.
     start["E"] = [-times.cycle] * ranks
     start["G"] = [start["B"][0] + times.backward + times.latency] * ranks
-    passes = [Pass(kind, index) for index in range(microbatches) for kind in kinds]
-    return [sorted(passes, key=lambda each: when(rank, each)) for rank in every]
+    orders = []
+    for rank in every:
+        here = kinds if weighs and rank == ranks - 1 else kinds[1:]
+        passes = [Pass(kind, index) for index in range(microbatches) for kind in here]
+        orders.append(sorted(passes, key=lambda each: when(rank, each)))
+    return orders
 
 
 def most_in_flight(order: Sequence[Pass]) -> int:
@@ -131,6 +143,8 @@ def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, 
     at = [0] * ranks
     embeds = any(each.kind == "E" for order in orders for each in order)
     before_first: list[tuple[int, Kind]] = [(x, "E") for x in range(ranks)] if embeds else []
+    all_s: list[tuple[int, Kind]] = [(x, "S") for x in range(ranks)]
+    weighs = any(each.kind == "U" for each in orders[-1])
 
     def ready(rank: int, each: Pass) -> float | None:
         """When what it waits for has ended; None: not yet known."""
@@ -140,13 +154,14 @@ def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, 
             "E": [],
             "G": [(0, "B")],
             "S": [(last, "F")],
-            "T": [(other, "S") for other in range(ranks)],
+            "U": all_s,
+            "T": [(last, "U")] if weighs else all_s,
             "B": [(rank + 1, "B")] if rank < last else [(x, "T") for x in range(ranks)],
         }
         found = [ends[other].get(Pass(kind, index)) for other, kind in needs[each.kind]]
         if any(end is None for end in found):
             return None
-        remote = each.kind in "STG" or (each.kind == "B" and rank == last)
+        remote = each.kind in "STUG" or (each.kind == "B" and rank == last)
         latest = max((end for end in found if end is not None), default=0.0)
         return latest + (times.latency if remote else 0.0)
 
@@ -173,6 +188,12 @@ def makespan(orders: Sequence[Sequence[Pass]], times: Times) -> float:
     return max(max(ends.values()) for ends in simulate(orders, times))
 
 
+def asked_at(index: int, count: int, ahead: int | None) -> range:
+    """The microbatches, of `count`, whose tokens are asked for at E of microbatch `index`."""
+    ahead = count if ahead is None else ahead
+    return range(0 if index == 0 else min(index + ahead, count), min(index + ahead + 1, count))
+
+
 class _Step(NamedTuple):
     """What a rank's stream does for a pass: begin a collective, or wait for one."""
 
@@ -181,18 +202,30 @@ class _Step(NamedTuple):
     microbatch: int
 
 
-def require_no_circle(orders: Sequence[Sequence[Pass]]) -> None:
+def require_no_circle(
+    orders: Sequence[Sequence[Pass]], *, ahead: int | None = None, unawaited: int | None = None
+) -> None:
     """That the order can be run where a collective ends on no rank before all of its ranks have
     begun it, as NCCL's may not, and each kind of them is in the order of microbatches.
 
+    Args:
+        ahead: E of a microbatch asks for the tokens of the one so many later; None: the first E
+            for all of them.
+        unawaited: how many sends to a neighbour a rank has under way at most; None: any number.
     Raises:
         ValueError: it cannot.
     """
     ranks = len(orders)
-    embeds = any(each.kind == "E" for order in orders for each in order)
     count = 1 + max(each.microbatch for each in orders[0])
+    rules = _Rules(
+        last=ranks - 1,
+        embeds=any(each.kind == "E" for order in orders for each in order),
+        weighs=any(each.kind == "U" for each in orders[-1]),
+        asks=[asked_at(index, count, ahead) for index in range(count)],
+        unawaited=count if unawaited is None else unawaited,
+    )
     steps = [
-        [step for each in order for step in _steps(each, rank, ranks, count, embeds)]
+        [step for each in order for step in _steps(each, rank, rules)]
         for rank, order in enumerate(orders)
     ]
     begun: dict[tuple[str, int], int] = {}
@@ -216,38 +249,59 @@ def require_no_circle(orders: Sequence[Sequence[Pass]]) -> None:
         )
 
 
-def _steps(each: Pass, rank: int, ranks: int, count: int, embeds: bool) -> list[_Step]:
+class _Rules(NamedTuple):
+    last: int
+    embeds: bool
+    weighs: bool
+    asks: list[range]
+    unawaited: int
+
+
+def _steps(each: Pass, rank: int, rules: _Rules) -> list[_Step]:
     """Between two ranks ("a:b") the receiver begins when it waits, and the sender does not wait."""
-    kind, index, last = each.kind, each.microbatch, ranks - 1
+    kind, index, last = each.kind, each.microbatch, rules.last
 
     def receive(name: str) -> list[_Step]:
         return [_Step("begin", name, index), _Step("wait", name, index)]
+
+    def send(name: str) -> list[_Step]:
+        before = index - rules.unawaited
+        return [
+            *([_Step("wait", name, before)] if before >= 0 else []),
+            _Step("begin", name, index),
+        ]
 
     found: list[_Step] = []
     if kind == "F":
         if rank:
             found += receive(f"F{rank - 1}:{rank}")
-        elif embeds:
+        elif rules.embeds:
             found.append(_Step("wait", "rows", index))
         if rank < last:
-            found.append(_Step("begin", f"F{rank}:{rank + 1}", index))
+            found += send(f"F{rank}:{rank + 1}")
         else:
             found.append(_Step("begin", "post", index))
     elif kind == "S":
         if rank < last:
             found.append(_Step("begin", "post", index))
         found += [_Step("wait", "post", index), _Step("begin", "merge", index)]
+        if rules.weighs and rank < last:
+            found.append(_Step("begin", "upstream", index))
+    elif kind == "U":
+        found += [_Step("wait", "merge", index), _Step("begin", "upstream", index)]
     elif kind == "T":
-        found += [_Step("wait", "merge", index), _Step("begin", "sum", index)]
+        found.append(_Step("wait", "merge", index))
+        if rules.weighs and rank < last:
+            found.append(_Step("wait", "upstream", index))
+        found.append(_Step("begin", "sum", index))
         if rank < last and index >= 2:
             found.append(_Step("wait", "sum", index - 2))
     elif kind == "B":
         found += [_Step("wait", "sum", index)] if rank == last else receive(f"B{rank + 1}:{rank}")
         if rank:
-            found.append(_Step("begin", f"B{rank}:{rank - 1}", index))
+            found += send(f"B{rank}:{rank - 1}")
     elif kind == "E":
-        if index == 0:
-            found += [_Step("begin", "ask", every) for every in range(count)]
+        found += [_Step("begin", "ask", other) for other in rules.asks[index]]
         found += [_Step("wait", "ask", index), _Step("begin", "rows", index)]
     else:
         found += [_Step("wait", "rows", index), _Step("begin", "give", index)]

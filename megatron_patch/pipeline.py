@@ -1,0 +1,156 @@
+"""What the stages of a pipeline say to each other, when and how the vocabulary is over them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import LossOptions
+from cce_dist.adapters.groups import own_groups
+from cce_dist.adapters.pipeline_embedding import TiedEmbedding
+from cce_dist.adapters.pipeline_head import TIMEOUT, PipelineHead
+from cce_dist.planner.orders import Pass, Times, plan_vocab_order, require_no_circle
+from megatron_patch.errors import PatchError
+from megatron_patch.head import IGNORED, WORKSPACE_BYTES
+from megatron_patch.rows import Rows
+from megatron_patch.seams import parallel_state
+from megatron_patch.tied import AHEAD
+
+# Hidden states that have been sent and may not have arrived: a stage has begun with the one before
+# by then.
+_UNAWAITED = 2
+
+
+class Pipeline:
+    """The head over one pipeline, the order of its passes, and what goes between neighbours.
+
+    Args:
+        decoder: this stage's layers, whose size beside the rows' gives the order; the result does
+            not depend on it.
+        hidden_shape: of a microbatch on a rank, [s, b, h].
+    Collectives: makes groups, for which every rank of the job calls it at the same time.
+    """
+
+    def __init__(
+        self, rows: Rows, decoder: Any, hidden_shape: tuple[int, ...], *, config: Any
+    ) -> None:
+        state, options = parallel_state(), rows.options
+        group = state.get_pipeline_model_parallel_group()
+        tensor = state.get_tensor_model_parallel_group()
+        splits = tensor.size() > 1
+        self.head = PipelineHead(
+            rows.weight,
+            group=group,
+            vocab_group=state.get_model_parallel_group() if splits else None,
+            tensor_group=tensor if splits else None,
+            sequence_parallel=splits and config.sequence_parallel,
+            hidden_shape=hidden_shape,
+            vocab_shard=rows.shard,
+            options=LossOptions(
+                reduction="none",
+                ignore_index=IGNORED,
+                softcap=options.softcap,
+                gradient=options.gradient,  # pyright: ignore[reportArgumentType]
+                backend=options.backend,  # pyright: ignore[reportArgumentType]
+                workspace_bytes=options.workspace_bytes or WORKSPACE_BYTES,
+            ),
+            timeout=TIMEOUT,
+        )
+        self.embedding = TiedEmbedding(self.head, timeout=TIMEOUT) if rows.is_tied else None
+        self.rank, self.size = group.rank(), group.size()
+        self.last = self.size - 1
+        self._device, self._dtype = rows.weight.device, config.pipeline_dtype
+        # Megatron's own sends wait for the receiver, which may wait for something that this stage
+        # is to do after them. One group for each direction: what is sent in one of them is in the
+        # order of microbatches.
+        self._forwards, self._backwards = own_groups(group, 2, TIMEOUT, self._device)
+        self._connect()
+        self._sent: dict[Any, deque[tuple[Any, Tensor]]] = {}
+        self._times = _times_of(rows, decoder, group, config)
+        self._orders: dict[int, list[Pass]] = {}
+        # A step that failed leaves ranks apart.
+        self.is_broken = False
+
+    def order(self, num_microbatches: int) -> list[Pass]:
+        """This rank's."""
+        if num_microbatches not in self._orders:
+            embeds = self.embedding is not None
+            orders = plan_vocab_order(
+                self.size, num_microbatches, self._times, embeds=embeds, weighs=True
+            )
+            require_no_circle(orders, ahead=AHEAD, unawaited=_UNAWAITED)
+            self._orders[num_microbatches] = orders[self.rank]
+        return self._orders[num_microbatches]
+
+    def receive_forward(self) -> Tensor | None:
+        return self._receive(self.rank - 1, self._forwards)
+
+    def receive_backward(self) -> Tensor | None:
+        return self._receive(self.rank + 1, self._backwards)
+
+    def send_forward(self, hidden: Tensor) -> None:
+        self._send(hidden, self.rank + 1, self._forwards)
+
+    def send_backward(self, grad: Tensor | None) -> None:
+        self._send(grad, self.rank - 1, self._backwards)
+
+    def finish_sends(self, but: int = 0) -> None:
+        for sent in self._sent.values():
+            _await(sent, but)
+
+    def _receive(self, source: int, group: Any) -> Tensor | None:
+        """What a stage gets, that it can differentiate by; None: it has no such neighbour."""
+        if not 0 <= source < self.size:
+            return None
+        shape = self.head.hidden_shape
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device, requires_grad=True)
+        _wait(dist.irecv(tensor.detach(), group=group, group_src=source))
+        return tensor
+
+    def _send(self, tensor: Tensor | None, target: int, group: Any) -> None:
+        if tensor is None or not 0 <= target < self.size:
+            return
+        # Megatron frees an output's memory by giving the tensor other data: this one keeps it.
+        tensor = tensor.detach().contiguous()
+        sent = self._sent.setdefault(group, deque())
+        _await(sent, _UNAWAITED - 1)
+        sent.append((dist.isend(tensor, group=group, group_dst=target), tensor))
+
+    def _connect(self) -> None:
+        """NCCL makes what two ranks need at the first use, which both of them wait for."""
+        number = torch.zeros(1, device=self._device)
+        for group, step in ((self._forwards, 1), (self._backwards, -1)):
+            if 0 <= self.rank - step < self.size:
+                _wait(dist.irecv(number, group=group, group_src=self.rank - step))
+            if 0 <= self.rank + step < self.size:
+                _wait(dist.isend(number, group=group, group_dst=self.rank + step))
+
+
+def _wait(work: Any) -> None:
+    work.wait()
+
+
+def _await(sent: deque[tuple[Any, Tensor]], but: int) -> None:
+    while len(sent) > but:
+        _wait(sent.popleft()[0])
+
+
+def _times_of(rows: Rows, decoder: Any, group: Any, config: Any) -> Times:
+    """By the parameters of the largest stage's layers; the same on every rank."""
+    everyone: list[Any] = [None] * group.size()
+    mine = sum(x.numel() for x in decoder.parameters()), rows.weight.requires_grad
+    dist.all_gather_object(everyone, mine, group=group)
+    sizes, trained = zip(*everyone, strict=True)
+    if len(set(trained)) > 1:
+        stages = [stage for stage, trains in enumerate(trained) if not trains]
+        raise PatchError(
+            f"output_layer.weight is frozen on the stages {stages} alone: with vocab_over_pipeline "
+            "each of them has rows of it, freeze all or none"
+        )
+    head = rows.weight.numel() / max(*sizes, 1)
+    again = getattr(config, "recompute_granularity", None) == "full"
+    return Times(forward=1.0, backward=3.0 if again else 2.0, statistics=head, gradients=3 * head)

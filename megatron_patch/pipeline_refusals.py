@@ -1,0 +1,77 @@
+"""What the vocabulary over the pipeline does not work with, and which flag to drop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_patch.options import PatchOptions
+from megatron_patch.refusals import why_not
+from megatron_patch.rows import place
+from megatron_patch.seams import PipelineSeams, Seams, parallel_state
+
+# Field of Megatron's configuration, the value that works, what to do about another.
+PLAIN = (
+    (
+        "virtual_pipeline_model_parallel_size",
+        None,
+        "an interleaved schedule has an order of its own: drop "
+        "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank",
+    ),
+    (
+        "mtp_num_layers",
+        None,
+        "multi-token prediction computes further losses: drop --mtp-num-layers",
+    ),
+    (
+        "variable_seq_lengths",
+        False,
+        "all microbatches must have one shape: drop --variable-seq-lengths and pad",
+    ),
+    (
+        "num_microbatches_with_partial_activation_checkpoints",
+        None,
+        "another number of microbatches is in flight: drop "
+        "--num-microbatches-with-partial-activation-checkpoints",
+    ),
+    (
+        "fine_grained_activation_offloading",
+        False,
+        "it follows Megatron's order: drop --fine-grained-activation-offloading",
+    ),
+    ("cuda_graph_impl", "none", "graphs are captured in Megatron's order: drop --cuda-graph-impl"),
+    ("enable_cuda_graph", False, "graphs are captured in Megatron's order: drop it"),
+    ("external_cuda_graph", False, "graphs are captured in Megatron's order: drop it"),
+    ("init_model_with_meta_device", False, "the weights are not there: drop it"),
+    ("overlap_moe_expert_parallel_comm", False, "it is a schedule of its own: drop it"),
+    ("delay_wgrad_compute", False, "it is of another schedule: drop --delay-wgrad-compute"),
+    ("use_mup", False, "logits with a multiplier are not supported: drop --use-mup"),
+)
+
+
+def why_not_over_pipeline(
+    model: Any, options: PatchOptions, seams: Seams, pipeline: PipelineSeams
+) -> str | None:
+    """Why this stage's model cannot have its vocabulary over the pipeline; None: it can."""
+    if not isinstance(model, pipeline.gpt_model):
+        return "only GPTModel is supported: run other models without it"
+    config, state = model.config, parallel_state()
+    if state.get_pipeline_model_parallel_world_size() == 1:
+        return "there is one pipeline stage: drop the option, or set --pipeline-model-parallel-size"
+    for name, works, advice in PLAIN:
+        value = getattr(config, name, works)
+        if value != works and value is not None:
+            return f"{name}={value!r}, and {advice}"
+    _, count = place()
+    if model.vocab_size % count:
+        return (
+            f"the vocabulary of {model.vocab_size} rows does not divide by pp * tp = {count}: see "
+            "--make-vocab-size-divisible-by"
+        )
+    if any(hasattr(x, "main_grad") for x in model.parameters()):
+        return "it is wrapped for training already: apply the patch before DDP"
+    tied = model.share_embeddings_and_output_weights
+    if tied and model.pre_process and not model.embedding.scatter_to_sequence_parallel:
+        return "scatter_embedding_sequence_parallel=False with a tied embedding is not supported"
+    if model.post_process:
+        return why_not(model, model.output_layer, seams)
+    return None

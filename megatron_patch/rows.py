@@ -1,0 +1,183 @@
+"""The output layer's rows over the pipeline: each stage has V / (pp tp) of them, as a parameter of
+its model, where Megatron has V / tp on the last stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cce_dist import VocabShard
+from megatron_patch.deferred import DeferredLogits
+from megatron_patch.errors import PatchError
+from megatron_patch.options import PatchOptions
+from megatron_patch.seams import parallel_state
+
+NO_LOGITS = (
+    "logits are asked for, but with vocab_over_pipeline no stage has all rows of the output layer: "
+    "generate and distil without the option (megatron_patch.gather_output_weight hands the weight "
+    "over)"
+)
+
+
+class Rows(nn.Module):
+    """In place of the output layer, on every stage.
+
+    Tensor-parallel rank t has Megatron's rows of rank t on its pipeline's stages, in their order.
+    Called without arguments it gives its weight, which hooks of DDP may have gathered.
+    """
+
+    def __init__(self, weight: Tensor, *, options: PatchOptions, is_tied: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)  # [V / (pp tp), h]
+        self.options, self.is_tied = options, is_tied
+        # One call of the schedule takes what the model's forward gives: see schedule.py.
+        self.step: Any = None
+        self.pipeline: Any = None
+
+    @property
+    def shard(self) -> VocabShard:
+        index, count = place()
+        return VocabShard.even(len(self.weight), index, count, self.options.vocab_size)
+
+    def forward(
+        self,
+        input_: Tensor | None = None,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        logits_wanted: bool = False,
+    ) -> Any:
+        if input_ is None:
+            return self.weight
+        if logits_wanted or weight is not None:
+            raise PatchError(NO_LOGITS)
+        return DeferredLogits(self, input_, None, runtime_gather_output, 1.0), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        """As rows of the tensor that Megatron's own output layer saves, or with tied embeddings its
+        embedding: the checkpoint is Megatron's."""
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        key = f"{prefix}weight"
+        saved = key.replace("output_layer", "embedding.word_embeddings") if self.is_tied else key
+        group = (metadata or {}).get("dp_cp_group")
+        replica = parallel_state().get_data_parallel_rank(with_context_parallel=True)
+        tensor = ShardedTensor.from_rank_offsets(
+            saved,
+            self.weight,
+            (0, *place()),
+            replica_id=(0, 0, replica if group is None else group.rank()),
+            allow_shape_mismatch=True,
+        )
+        return {key: tensor}
+
+
+def place() -> tuple[int, int]:
+    """Which of how many shards of the vocabulary is this rank's."""
+    state = parallel_state()
+    stages = state.get_pipeline_model_parallel_world_size()
+    tensor = state.get_tensor_model_parallel_rank()
+    index = tensor * stages + state.get_pipeline_model_parallel_rank()
+    return index, stages * state.get_tensor_model_parallel_world_size()
+
+
+def rows_of(model: Any) -> Rows:
+    """Of a model, wrapped or not.
+
+    Raises:
+        PatchError: it has none.
+    """
+    found = [x for x in model.modules() if isinstance(x, Rows)]
+    if len(found) != 1:
+        raise PatchError(
+            f"model must have its output layer over the pipeline, got {type(model).__name__} "
+            "without: build it after megatron_patch.apply(vocab_over_pipeline=True)"
+        )
+    return found[0]
+
+
+def spread(model: Any, options: PatchOptions, *, requires_grad: bool) -> Rows:
+    """Puts `Rows` in place of a GPTModel's output layer, and of its tied embedding.
+
+    The weights are those that Megatron initialised, or loaded.
+    Collectives: one scatter of the last stage's weight over the pipeline.
+    """
+    config, tied = model.config, model.share_embeddings_and_output_weights
+    num_rows = model.vocab_size // place()[1]
+    device = next((x.device for x in model.parameters()), _device_of_group())
+    whole = model.output_layer.weight.detach() if model.post_process else None
+    weight = torch.empty(num_rows, config.hidden_size, dtype=config.params_dtype, device=device)
+    _scatter(whole, weight)
+    rows = Rows(weight, options=options, is_tied=tied)
+    rows.weight.requires_grad_(requires_grad)
+    for name, value in {
+        "tensor_model_parallel": True,
+        "partition_dim": 0,
+        "partition_stride": 1,
+        "allreduce": True,
+        "is_embedding_or_output_parameter": True,
+    }.items():
+        setattr(rows.weight, name, value)
+    model.output_layer = rows
+    return rows
+
+
+def gather_output_weight(model: Any) -> Tensor | None:
+    """The weight [V / tp, h] of the output layer as Megatron has it, on the last stage; None
+    elsewhere.
+
+    Args: model: this rank's, wrapped or not, with its vocabulary over the pipeline.
+    Collectives: one gather over the pipeline; every rank calls it.
+    Raises:
+        PatchError: the model's output layer is Megatron's own.
+    """
+    weight, group = rows_of(model).weight, _group()
+    mine = weight.detach().to(_device_of_group()).contiguous()
+    last = group.size() - 1
+    parts = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == last else None
+    dist.gather(mine, parts, group=group, group_dst=last)
+    return None if parts is None else torch.cat(parts).to(weight.device)
+
+
+def scatter_output_weight(model: Any, weight: Tensor | None) -> None:
+    """Loads what `gather_output_weight` gives, into the parameter; optimisers keep copies.
+
+    Args: weight: [V / tp, h] on the last stage, of any dtype; None elsewhere.
+    Collectives: one scatter over the pipeline; every rank calls it.
+    Raises:
+        PatchError: the model's output layer is Megatron's own.
+        ValueError: on the last stage, a weight of another shape.
+    """
+    target, group = rows_of(model).weight, _group()
+    wanted = [group.size() * len(target), target.shape[1]]
+    if group.rank() == group.size() - 1 and (weight is None or list(weight.shape) != wanted):
+        got = None if weight is None else list(weight.shape)
+        raise ValueError(f"weight must be {wanted} on the last stage, got {got}")
+    _scatter(weight, target.data)
+
+
+def _scatter(whole: Tensor | None, rows: Tensor) -> None:
+    group, device = _group(), _device_of_group()
+    last, mine = group.size() - 1, torch.empty_like(rows, device=device)
+    parts = None
+    if group.rank() == last:
+        assert whole is not None
+        whole = whole.detach().to(device, rows.dtype)
+        parts = [part.contiguous() for part in whole.chunk(group.size())]
+    dist.scatter(mine, parts, group=group, group_src=last)
+    rows.copy_(mine)
+
+
+def _group() -> Any:
+    return parallel_state().get_pipeline_model_parallel_group()
+
+
+def _device_of_group() -> torch.device:
+    if dist.get_backend(_group()) != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

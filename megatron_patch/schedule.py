@@ -1,0 +1,104 @@
+"""Megatron's schedule without interleaving, where the vocabulary is over the pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_patch.deferred import DeferredLogits
+from megatron_patch.errors import PatchError
+from megatron_patch.pipeline import Pipeline
+from megatron_patch.rows import NO_LOGITS, Rows
+from megatron_patch.seams import PipelineSeams, parallel_state
+from megatron_patch.step import Arguments, Step
+
+
+def forward_backward(seams: PipelineSeams, rows: Rows, given: Arguments) -> list[Any]:
+    """In place of forward_backward_pipelining_without_interleaving. Returns: what the loss function
+    reports of each microbatch, on the last stage; elsewhere nothing.
+
+    Raises:
+        PatchError: what it is called with, or the model's configuration, is not supported.
+        RuntimeError: an earlier step failed.
+    """
+    schedules = seams.schedules
+    for name in ("model", "data_iterator"):
+        value = getattr(given, name)
+        if isinstance(value, list):
+            if len(value) != 1:
+                raise PatchError(f"{name} must be one of each stage, got {len(value)}")
+            setattr(given, name, value[0])
+    config = schedules.get_model_config(given.model)
+    _require(rows, given, config)
+    (shape,) = schedules.get_tensor_shapes(
+        seq_length=given.seq_length,
+        micro_batch_size=given.micro_batch_size,
+        decoder_seq_length=given.decoder_seq_length,
+        config=config,
+        tp_group=parallel_state().get_tensor_model_parallel_group(),
+        cp_group=parallel_state().get_context_parallel_group(),
+    )
+    if rows.pipeline is None:
+        decoder = _unwrapped(given.model).decoder
+        rows.pipeline = Pipeline(rows, decoder, tuple(shape), config=config)
+    pipeline: Pipeline = rows.pipeline
+    if pipeline.is_broken:
+        raise RuntimeError("an earlier step failed and left ranks apart: start again")
+    pipeline.head.reshape(tuple(shape))
+    step = Step(seams, rows, given)
+    pipeline.is_broken, rows.step = True, step
+    try:
+        store = step.run()
+    finally:
+        rows.step = None
+    pipeline.is_broken = False
+    return store
+
+
+def model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
+    """In place of compute_language_model_loss, on the last stage: labels [b, s] -> [b, s] fp32 of
+    NaN, which stands for losses that are not known yet."""
+    rows: Rows = self.output_layer
+    if not isinstance(logits, DeferredLogits):
+        raise PatchError(NO_LOGITS)
+    if rows.step is None:
+        raise PatchError(
+            "the model's loss is asked for outside of get_forward_backward_func's function, where "
+            "the other stages do not answer: with vocab_over_pipeline it has no value there"
+        )
+    if logits.scale != 1:
+        raise PatchError("logits with a multiplier are not supported with vocab_over_pipeline")
+    return rows.step.accept(logits.hidden, labels)
+
+
+def _unwrapped(model: Any) -> Any:
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _require(rows: Rows, given: Arguments, config: Any) -> None:
+    reason = None
+    if given.collect_non_loss_data:
+        reason = f"collect_non_loss_data=True: {NO_LOGITS}"
+    elif given.adjust_tensor_shapes_fn is not None:
+        reason = "adjust_tensor_shapes_fn changes shapes between stages"
+    elif config.overlap_p2p_comm:
+        reason = "overlap_p2p_comm is of interleaved schedules: drop it"
+    elif type(rows.weight) is not nn.Parameter or hasattr(rows.weight, "__fsdp_param__"):
+        reason = "FSDP shards the rows once more: use DDP, with the distributed optimizer"
+    elif _unwrapped(given.model).output_layer is not rows:
+        reason = "output_layer of the model has been replaced since"
+    stages = parallel_state().get_pipeline_model_parallel_group()
+    for holder, name, known in (
+        (given.p2p_communicator, "pp_group", stages),
+        (given.pg_collection, "pp", stages),
+        (given.pg_collection, "tp", parallel_state().get_tensor_model_parallel_group()),
+    ):
+        found = getattr(holder, name, known)
+        if dist.get_process_group_ranks(found) != dist.get_process_group_ranks(known):
+            reason = f"{name} has other ranks than the group of Megatron's parallel_state"
+    if reason is not None:
+        raise PatchError(f"vocab_over_pipeline: {reason}")

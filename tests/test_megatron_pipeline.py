@@ -1,0 +1,103 @@
+"""Pretraining with the vocabulary over Megatron's pipeline: as with Megatron's own schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
+
+from megatron_jobs import Setup
+from megatron_pipeline_checks import CHECKS, run_check
+from megatron_pipeline_jobs import ROWS, compare, expected_of
+from test_megatron import run_command
+
+from cce_dist.testing import RankPool
+
+# A rank imports Megatron for seconds, the first time.
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def gpu_pools() -> Iterator[dict[int, RankPool]]:
+    pools = {size: RankPool(size, backend="nccl") for size in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def job(**values: Any) -> Setup:
+    return Setup(**{"pp": 2, "layers": 4, "microbatches": 4, "steps": 4, **values})
+
+
+JOBS = {
+    "two stages": job(),
+    "four stages": job(pp=4, microbatches=6),
+    "fewer microbatches than stages": job(pp=4, microbatches=2, per_token=True),
+    "tensor parallel": job(tp=2),
+    "sequence parallel": job(tp=2, sequence_parallel=True, experts=True),
+    "tied": job(pp=4, microbatches=6, tied=True),
+    "tied, tensor parallel": job(tp=2, tied=True),
+    "tied, sequence parallel": job(tp=2, tied=True, sequence_parallel=True),
+    "data parallel": job(dp=2, per_token=True, tied=True),
+    "distributed optimizer": job(dp=2, distributed_optimizer=True, overlap=True),
+    "tied, distributed optimizer": job(dp=2, distributed_optimizer=True, overlap=True, tied=True),
+    "context parallel": job(cp=2),
+    "head of its own": job(layout="Etttt|L", fusion=True, recompute=True),
+    "frozen head": job(frozen_head=True),
+    "bf16": job(bf16=True, fusion=True),
+    "gradients in bf16": job(bf16=True, reduces_in_fp32=False),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_pretraining_is_the_same(pools: dict[int, RankPool], name: str) -> None:
+    setup = JOBS[name]
+    check_pretraining(pools[setup.world], setup, {"gradient": "exact", "backend": "torch"})
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("name", JOBS)
+def test_pretraining_on_gpus(gpu_pools: dict[int, RankPool], name: str) -> None:
+    setup = replace(JOBS[name], device="cuda")
+    if setup.world > torch.cuda.device_count():
+        pytest.skip(f"needs {setup.world} GPUs")
+    check_pretraining(gpu_pools[setup.world], setup, {"gradient": "exact"})
+
+
+def check_pretraining(pool: RankPool, setup: Setup, patch: dict[str, Any]) -> None:
+    ranks = pool.run(setup.world, compare, setup, patch, timeout=200)
+    for rank, found in enumerate(ranks):
+        ours, theirs = found["ours"], found["theirs"]
+        for what in ("losses", "evaluated"):
+            rel = 2e-2 if setup.bf16 else 1e-5
+            assert ours[what] == pytest.approx(theirs[what], rel=rel)
+            assert bool(ours[what]) == (found["place"]["stage"] == setup.pp - 1)
+        # Adam makes a step of the learning rate, 3e-3, of the smallest gradient's sign.
+        for what, atol in (("grads", 1e-6), ("parameters", 1e-4)):
+            expected = expected_of(ranks, rank, what, setup)
+            assert ours[what].keys() == expected.keys()
+            for key, value in ours[what].items():
+                if setup.bf16 and what == "grads":
+                    off = float((value - expected[key]).norm())
+                    assert off <= 3e-2 * float(expected[key].norm()), key
+                elif not setup.bf16:
+                    torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=atol)
+        assert ROWS in ours["parameters"]
+        if ours["losses"]:
+            assert ours["losses"][-1] < ours["losses"][0]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_model(pools: dict[int, RankPool], name: str) -> None:
+    pools[2].run(2, run_check, name, timeout=100)
+
+
+def test_command_says_where_the_vocabulary_is() -> None:
+    done = run_command("--vocab-over-pipeline", "true", "--check")
+    assert done.returncode == 0 and "without logits, over all pipeline stages, " in done.stdout
+    assert "pipeline" not in run_command("--check").stdout.split("):", 1)[1]
