@@ -15,7 +15,7 @@ from .cli_plan_plot import plot_plan, plot_timeline
 from .cli_plan_tables import show_plan, show_prediction
 from .planner.hardware import HARDWARE, Hardware, find_hardware
 from .planner.huggingface import read_config
-from .planner.job import LOSSES, OVER, SOFTWARE, Job
+from .planner.job import LOSSES, OVER, SOFTWARE, Job, Software
 from .planner.measured import predict_file
 from .planner.models import Model
 from .planner.plan import Plan, make_plan
@@ -51,7 +51,7 @@ def model_command(
     ] = "h200",
     number: Annotated[
         list[str] | None,
-        typer.Option("--number", help="Of the hardware, KEY=VALUE; may be repeated."),
+        typer.Option("--number", help="Of hardware or software, KEY=VALUE; may be repeated."),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Of the model, instead of its own.")] = None,
     layout: Annotated[
@@ -62,7 +62,9 @@ def model_command(
     microbatches: Annotated[int, typer.Option(help="Of a step, on a data-parallel rank.")] = 1,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
-    chunks: Annotated[int, typer.Option("--virtual", help="Stages of a pipeline rank.")] = 1,
+    chunks: Annotated[
+        int, typer.Option("--virtual", "--chunks", help="Stages of a pipeline rank.")
+    ] = 1,
     cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
     dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks, of the dp * cp.")] = 1,
@@ -70,7 +72,8 @@ def model_command(
     distributed_optimizer: Annotated[bool, typer.Option("--distributed-optimizer")] = False,
     gradients: Annotated[str, one_of("fp32", "bf16", help="As they are added up.")] = "fp32",
     precision: Annotated[
-        str, one_of("mixed", "bf16", help="mixed: fp32 weights and moments beside bf16 ones.")
+        str,
+        one_of("mixed", "bf16", "fp32", help="mixed: fp32 weights and moments beside bf16 ones."),
     ] = "mixed",
     recompute: Annotated[str, one_of("none", "selective", "full")] = "none",
     attention: Annotated[str, one_of("flash", "unfused")] = "flash",
@@ -87,9 +90,7 @@ def model_command(
     """Time and memory of a training step, stage by stage, and a layout of its layers."""
     with refusals():
         model, notes = _model(name, layers)
-        numbers = _hardware(hardware, number or [])
-        if software not in SOFTWARE:
-            raise ValueError(f"software must be one of {list(SOFTWARE)}, got {software!r}")
+        numbers, kernels = _numbers(hardware, software, number or [])
         job = Job(
             sequence=sequence,
             microbatch=microbatch,
@@ -110,7 +111,7 @@ def model_command(
             vocab_over=vocab_over,
             schedule=schedule,
             kept_columns=kept_columns,
-            software=SOFTWARE[software],
+            software=kernels,
         )
         if layout is None:
             plan = best_plan(model, job, numbers)
@@ -149,35 +150,44 @@ def _model(name: str, layers: int | None) -> tuple[Model, tuple[str, ...]]:
     return (model if layers is None else replace(model, layers=layers)), notes
 
 
-def _hardware(name: str, numbers: list[str]) -> Hardware:
-    """Raises ValueError: a key that hardware does not have, or no number."""
-    keys = list(Hardware.__dataclass_fields__)
-    values: dict[str, Any] = {}
-    if Path(name).is_file():
-        try:
-            values = json.loads(Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"hardware must be a readable JSON file, got {name}: {error}"
-            ) from None
-        if not isinstance(values, dict):
-            raise ValueError(f"hardware must be an object, got {type(values).__name__}")
-        missing = [key for key in ("flops", "memory", "hbm", "nvlink") if key not in values]
-        if missing:
-            raise ValueError(f"hardware must have {missing}, got {sorted(values)}")
-    else:
-        values = dict(vars(find_hardware(name)))
-    for pair in numbers:
+def _numbers(hardware: str, software: str, pairs: list[str]) -> tuple[Hardware, Software]:
+    """Raises ValueError: a key that neither has, or no number."""
+    if software not in SOFTWARE:
+        raise ValueError(f"software must be one of {list(SOFTWARE)}, got {software!r}")
+    chosen = SOFTWARE[software]
+    ours = [key for key, value in vars(chosen).items() if isinstance(value, bool | int | float)]
+    values = _hardware(hardware)
+    changes: dict[str, Any] = {}
+    for pair in pairs:
         key, _, value = pair.partition("=")
-        values[key] = value
-    for key, value in values.items():
-        if key not in keys:
-            raise ValueError(f"hardware's keys must be among {keys}, got {key!r}")
-        try:
-            values[key] = float(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"{key} of the hardware must be a number, got {value!r}") from None
-    return Hardware(**values)
+        (changes if key in ours else values)[key] = value
+    keys = list(Hardware.__dataclass_fields__)
+    for known, found in ((keys, values), (ours, changes)):
+        for key, value in found.items():
+            if key not in known:
+                raise ValueError(f"number must be one of {keys + ours}, got {key!r}")
+            try:
+                found[key] = float(value)
+            except (TypeError, ValueError):
+                raise ValueError(f"{key} must be a number, got {value!r}") from None
+    flags = {key: bool(changes[key]) for key in changes if isinstance(vars(chosen)[key], bool)}
+    return Hardware(**values), replace(chosen, **(changes | flags))
+
+
+def _hardware(name: str) -> dict[str, Any]:
+    """A preset's numbers, or a file's."""
+    if not Path(name).is_file():
+        return dict(vars(find_hardware(name)))
+    try:
+        values = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"hardware must be a readable JSON file, got {name}: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"hardware must be an object, got {type(values).__name__}")
+    missing = [key for key in ("flops", "memory", "hbm", "nvlink") if key not in values]
+    if missing:
+        raise ValueError(f"hardware must have {missing}, got {sorted(values)}")
+    return values
 
 
 def _layout(text: str) -> list[int]:

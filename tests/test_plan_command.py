@@ -75,6 +75,7 @@ def test_over_the_pipeline() -> None:
         ("--tp", "2", "--sequence-parallel", "--dp", "2", "--distributed-optimizer"),
         ("--cp", "2", "--gradients", "bf16", "--precision", "bf16", "--attention", "unfused"),
         ("--layout", "7,7,7,5", "--hardware", "b200", "--number", "gemm=0.6"),
+        ("--software", "torch", "--precision", "fp32", "--number", "joint_qkv=1"),
         ("--layers", "12", "--loss", "chunked", "--hardware", "a100"),
     ],
     ids=" ".join,
@@ -84,6 +85,8 @@ def test_options(more: tuple[str, ...]) -> None:
     assert found["step_seconds"] > 0 and found["fits"]
     if "--layout" in more:
         assert found["layout"] == [7, 7, 7, 5] and found["hardware"]["gemm"] == 0.6
+    if "joint_qkv=1" in more:
+        assert found["job"]["software"]["joint_qkv"] is True
     if "zbv" in more:
         assert found["megatron_flags"] is None
         assert any("must be '1f1b' or 'interleaved' in Megatron" in x for x in found["notes"])
@@ -126,8 +129,9 @@ def test_what_does_not_fit() -> None:
         (("gpt5",), "model must be a config.json or one of"),
         (("llama3-8b", "--tp", "3"), "tp must divide the model's 32 heads, got 3; the nearest is"),
         (("llama3-8b", "--hardware", "h300"), "hardware must be one of"),
-        (("llama3-8b", "--number", "flop=1"), "hardware's keys must be among"),
-        (("llama3-8b", "--number", "flops=x"), "flops of the hardware must be a number, got 'x'"),
+        (("llama3-8b", "--number", "flop=1"), "number must be one of"),
+        (("llama3-8b", "--number", "flops=x"), "flops must be a number, got 'x'"),
+        (("llama3-8b", "--number", "step=x"), "step must be a number, got 'x'"),
         (("llama3-8b", "--loss", "dens"), "loss must be one of"),
         (("llama3-8b", "--software", "jax"), "software must be one of"),
         (("llama3-8b", "--pp", "2", "--layout", "a"), "layout must be numbers of layers"),

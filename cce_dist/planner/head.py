@@ -10,9 +10,9 @@ from .job import Job
 from .models import Model
 
 # Bytes a logit through HBM beside the products, forward and backward; at the loss's peak; and kept
-# between the two. Counted in Megatron-core's source, docs/planner.md.
-UNFUSED_TRAFFIC, UNFUSED_PEAK, UNFUSED_KEPT = (38.0, 14.0), 6.0, 4.0
-NATIVE_TRAFFIC, NATIVE_PEAK, NATIVE_KEPT = (20.0, 18.0), 10.0, 4.0
+# between the two. docs/planner.md.
+NATIVE_TRAFFIC, NATIVE_PEAK = (20.0, 18.0), 10.0
+KEPT = 4.0
 CHUNKED_TRAFFIC, CHUNKED_PEAK, CHUNKS = 30.0, 6.0, 8
 # Of our kernels, beside one large product; measured on an H200, docs/planner.md.
 STATISTICS, EXACT_BACKWARD, KEPT_PRODUCTS = 0.92, 0.87, 0.59
@@ -52,11 +52,9 @@ def head_cost(model: Model, job: Job, hardware: Hardware) -> HeadCost:
     gradient = 2.0 * rows * dim
     per_byte = 1 / hardware.bytes_per_second
     if job.loss in ("dense", "native"):
-        traffic, peak, kept = (
-            (UNFUSED_TRAFFIC, UNFUSED_PEAK, UNFUSED_KEPT)
-            if job.loss == "dense"
-            else (NATIVE_TRAFFIC, NATIVE_PEAK, NATIVE_KEPT)
-        )
+        traffic, peak = NATIVE_TRAFFIC, NATIVE_PEAK
+        if job.loss == "dense":
+            traffic, peak = job.software.dense_traffic, job.software.dense_peak
         transient = gradient if job.software.transient_gradient else 0.0
         after = 2 * logits + transient + 2.0 * tokens * dim
         return HeadCost(
@@ -64,8 +62,8 @@ def head_cost(model: Model, job: Job, hardware: Hardware) -> HeadCost:
             one + traffic[0] * logits * per_byte + told[0],
             2 * one + traffic[1] * logits * per_byte + told[1],
             sum(told),
-            kept * logits,
-            max(peak * logits, after) - kept * logits,
+            KEPT * logits,
+            max(peak * logits, after) - KEPT * logits,
             transient,
         )
     if job.loss == "chunked":
@@ -83,8 +81,7 @@ def _ours(model: Model, job: Job, hardware: Hardware, told: tuple[float, float])
     one = hardware.product(tokens, rows, dim)
     gradient = 2.0 * rows * dim
     forward = one / STATISTICS
-    if job.loss == "exact" or job.is_over_ranks:
-        # Over pipeline ranks the one with the rarest tokens filters next to nothing.
+    if job.loss == "exact":
         backward, marks = 3 * one / EXACT_BACKWARD, 0.0
     else:
         # Frequent tokens are next to each other: one rank keeps nearly as many as all.

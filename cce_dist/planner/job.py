@@ -25,7 +25,10 @@ class Software:
         rope_traffic: a token's and dim's of queries and keys.
         accumulate: a parameter's, of adding a microbatch's gradient to the others, beside reading
             and writing those.
-        step: a parameter's, of clipping and of the optimizer.
+        step: a parameter's, of clipping and of the optimizer with fp32 states; half with 16-bit
+            ones.
+        dense_traffic, dense_peak: a logit's, of the unfused loss: through HBM forward and backward
+            beside the products; at its peak.
         transient_gradient: whether a weight's gradient is made in 16 bits before it is added.
         hidden: share of a tensor-parallel collective that goes unnoticed where the framework begins
             it beside a product of the backward.
@@ -42,6 +45,8 @@ class Software:
     rope_traffic: float = 4
     accumulate: float = 0
     step: float = 42
+    dense_traffic: tuple[float, float] = (38, 14)
+    dense_peak: float = 6
     transient_gradient: bool = False
     hidden: float = 0.5
     receives_apart: bool = False
@@ -59,7 +64,8 @@ SOFTWARE = {
         step=100,
         transient_gradient=True,
     ),
-    # Modules in eager torch, queries, keys and values apart, torch's Adam.
+    # Modules in eager torch, queries, keys and values apart, F.cross_entropy of fp32 logits, its
+    # fused AdamW.
     "torch": Software(
         framework="torch",
         gated_kept=8,
@@ -67,7 +73,9 @@ SOFTWARE = {
         joint_qkv=False,
         rope_traffic=20,
         accumulate=2,
-        step=90,
+        step=40,
+        dense_traffic=(18, 24),
+        dense_peak=12,
         transient_gradient=True,
         hidden=0,
         receives_apart=True,
@@ -88,7 +96,8 @@ class Job:
         ep: ranks among the dp * cp ones which share the experts.
         distributed_optimizer: its states lie over the dp * cp ranks.
         gradients: "fp32" or "bf16", as they are added up.
-        precision: "mixed", bf16 weights beside fp32 ones and moments; "bf16", 16 bits for all.
+        precision: "mixed", bf16 weights beside fp32 ones and moments; "bf16", 16 bits for all;
+            "fp32", fp32 for all, and products in bf16 under autocast.
         recompute: "none"; "selective", attention's scores; "full", every layer by itself.
         attention: "flash", or "unfused", which keeps the scores' softmax.
         loss: "dense" (unfused), "native" (fused after the logits), "chunked", "exact", "filtered"
@@ -131,7 +140,7 @@ class Job:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         for name, allowed in (
             ("gradients", ("fp32", "bf16")),
-            ("precision", ("mixed", "bf16")),
+            ("precision", ("mixed", "bf16", "fp32")),
             ("recompute", ("none", "selective", "full")),
             ("attention", ("flash", "unfused")),
             ("loss", LOSSES),
@@ -200,7 +209,24 @@ class Job:
     @property
     def gradient_bytes(self) -> float:
         """Of a parameter's gradient."""
-        return 4.0 if self.gradients == "fp32" and self.precision == "mixed" else 2.0
+        if self.precision == "mixed":
+            return 4.0 if self.gradients == "fp32" else 2.0
+        return 2.0 if self.precision == "bf16" else 4.0
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of a parameter, with the 16-bit copy that autocast makes."""
+        return 6.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a parameter's optimizer: two moments, and an fp32 weight beside a bf16 one."""
+        return {"mixed": 12.0, "bf16": 4.0, "fp32": 8.0}[self.precision]
+
+    @property
+    def step_traffic(self) -> float:
+        """Bytes of a parameter's step."""
+        return self.software.step * (0.5 if self.precision == "bf16" else 1.0)
 
     @property
     def gpus(self) -> int:

@@ -210,8 +210,6 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
     order = schedule.orders[rank]
     parameters = sum(stage.parameters for stage in mine)
     experts = sum(stage.expert_parameters for stage in mine)
-    mixed = job.precision == "mixed"
-    states = 12.0 if mixed else 4.0
     shared, alone = parameters - experts, experts
     if job.distributed_optimizer:
         shared, alone = shared / (job.dp * job.cp), alone / (job.dp * job.cp / job.ep)
@@ -228,9 +226,9 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
     peak = peak_held(order, with_head, working, phases=phases) + kept_head
     without = peak_held(order, held, [stage.working for stage in mine])
     return Memory(
-        weights=2.0 * parameters,
+        weights=job.weight_bytes * parameters,
         gradients=job.gradient_bytes * parameters,
-        optimizer=states * (shared + alone),
+        optimizer=job.state_bytes * (shared + alone),
         activations=activations,
         head=max(0.0, peak - without),
         working=min(peak, without) - activations,
@@ -267,4 +265,4 @@ def _after(costs: Costs, rank: RankPlan) -> float:
     if is_copied and job.schedule_name != "zbv" and rank.rank in (0, job.pp - 1):
         copied = job.gradient_bytes * costs.head_parameters
         found += collective(hardware, 2, copied, rounds=2)
-    return found + job.software.step * owned / hardware.bytes_per_second
+    return found + job.step_traffic * owned / hardware.bytes_per_second

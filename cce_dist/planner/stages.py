@@ -156,6 +156,8 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
     if costs.is_embedding_shared or job.is_over_ranks:
         owned += costs.head_parameters / job.chunks
     moved = job.software.accumulate + 2 * job.gradient_bytes
+    if job.precision == "fp32":
+        forward += 6.0 * owned / hardware.bytes_per_second  # autocast's copy
     backward += moved * owned / hardware.bytes_per_second
     return Stage(
         first_layer=first,
