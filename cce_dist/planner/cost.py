@@ -75,7 +75,7 @@ def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerC
     mlp_kept = soft.gated_kept if model.gated else soft.plain_kept
     rope = (model.heads + model.kv_heads) * model.key_dim
     moved = tokens * (
-        model.dim * (4 * model.norms + 6 * min(2, model.norms)) / split
+        job.hidden_bytes * model.dim * (2 * model.norms + 3 * min(2, model.norms)) / split
         + (soft.rope_traffic * rope * (model.positions == 0) + traffic * width) / tp
         + 4.0 * model.dim * _copies(model, is_dense)
     )
@@ -105,8 +105,8 @@ def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerC
         backward += attended
         working += scores
     if job.recompute == "full":
-        backward, working, kept = backward + forward, working + kept, 2.0 * tokens * model.dim
-        kept /= split
+        backward, working = backward + forward, working + kept
+        kept = job.hidden_bytes * tokens * model.dim / split
     return LayerCost(flops + attention, forward, backward, kept, working)
 
 
@@ -157,7 +157,7 @@ def _kept(model: Model, job: Job, mlp: float, is_dense: bool) -> float:
     """Bytes a token, without what attention's scores need: the norms' inputs, what they give, what
     attention takes and gives, and the MLP's."""
     split = job.tp if job.sequence_parallel else 1
-    found = model.dim * (2 * model.norms + 2 * min(2, model.norms)) / split
+    found = model.dim * (job.hidden_bytes * model.norms + 2 * min(2, model.norms)) / split
     queries, keys = model.heads * model.key_dim, model.kv_heads * model.key_dim
     values, out = model.kv_heads * model.head_value_dim, model.heads * model.head_value_dim
     attention = 2 * (queries + keys + values + out)

@@ -219,6 +219,11 @@ class Job:
         return 6.0 if self.precision == "fp32" else 2.0
 
     @property
+    def hidden_bytes(self) -> float:
+        """Of a number of the hidden states that layers hand on."""
+        return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
     def state_bytes(self) -> float:
         """Of a parameter's optimizer: two moments, and an fp32 weight beside a bf16 one."""
         return {"mixed": 12.0, "bf16": 4.0, "fp32": 8.0}[self.precision]

@@ -243,7 +243,8 @@ def _buffers(costs: Costs, schedule: Schedule, rank: int) -> float:
     mine = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
     neighbours = sum((stage > 0) + (stage < last) for stage in mine)
     split = job.tp if job.sequence_parallel else 1
-    return neighbours * job.microbatches * 2.0 * job.tokens * costs.model.dim / split
+    size = job.hidden_bytes * job.tokens * costs.model.dim / split
+    return neighbours * job.microbatches * size
 
 
 def _after(costs: Costs, rank: RankPlan) -> float:

@@ -90,7 +90,8 @@ class Costs:
         job, ranks = self.job, self.job.pp * self.job.tp
         if job.pp == 1:
             return 0.0
-        size = 2.0 * job.tokens * self.model.dim / (job.tp if job.sequence_parallel else 1)
+        size = job.hidden_bytes * job.tokens * self.model.dim
+        size /= job.tp if job.sequence_parallel else 1
         # Neighbouring stages are on one host as long as tensor-parallel groups are.
         return self.hardware.latency / 2 + size / self.hardware.link(ranks)
 
@@ -151,7 +152,8 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
             working += head.transient
     if is_last:
         # The last norm's input and what it gives.
-        kept += 4.0 * job.tokens * model.dim / (job.tp if job.sequence_parallel else 1)
+        split = job.tp if job.sequence_parallel else 1
+        kept += (job.hidden_bytes + 2.0) * job.tokens * model.dim / split
     owned = parameters
     if costs.is_embedding_shared or job.is_over_ranks:
         owned += costs.head_parameters / job.chunks
