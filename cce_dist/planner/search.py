@@ -177,7 +177,11 @@ def over_pipeline(job: Job) -> Job:
 def on_last_stage(job: Job) -> Job:
     """The job with our loss on the last stage."""
     loss = job.loss if job.loss in OURS else "filtered"
-    schedule = job.schedule if job.vocab_over == "last" else "auto"
+    schedule = job.schedule
+    if job.is_over_ranks:
+        # torch's 1F1B wants as many microbatches as stages.
+        few = job.software.framework == "torch" and job.microbatches < job.pp
+        schedule = "gpipe" if few else "auto"
     return replace(job, loss=loss, vocab_over="last", schedule=schedule)
 
 
