@@ -132,6 +132,8 @@ def test_what_does_not_fit() -> None:
         (("llama3-8b", "--number", "flop=1"), "number must be one of"),
         (("llama3-8b", "--number", "flops=x"), "flops must be a number, got 'x'"),
         (("llama3-8b", "--number", "step=x"), "step must be a number, got 'x'"),
+        (("llama3-8b", "--number", "hidden=2"), "hidden must be a share, <= 1, got 2.0"),
+        (("llama3-8b", "--number", "rope_traffic=-1"), "rope_traffic must be >= 0 and finite"),
         (("llama3-8b", "--loss", "dens"), "loss must be one of"),
         (("llama3-8b", "--software", "jax"), "software must be one of"),
         (("llama3-8b", "--pp", "2", "--layout", "a"), "layout must be numbers of layers"),

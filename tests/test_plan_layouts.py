@@ -89,6 +89,15 @@ def test_activations_of_a_plain_layer_are_34_bytes() -> None:
     assert full.backward == pytest.approx(cost.backward + cost.forward)
 
 
+def test_an_embeddings_gradient_is_made_whole() -> None:
+    """Where full recompute keeps less of a microbatch than that."""
+    short = Job(sequence=512, pp=2, microbatches=4, recompute="full", loss="filtered")
+    first, last = make_plan(GEMMA, short, H200).ranks
+    kept = first.memory.activations / 2
+    assert first.memory.working == pytest.approx(2 * 256000 * 2304 - kept)
+    assert last.memory.working < 1e8
+
+
 def test_windows_are_looked_through() -> None:
     long = Job(sequence=16384)
     assert visible_tokens(GEMMA, long, 0) == 4096 - 4096**2 / (2 * 16384)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,6 +51,14 @@ class Software:
     transient_gradient: bool = False
     hidden: float = 0.5
     receives_apart: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            for number in value if isinstance(value, tuple) else (value,):
+                if not isinstance(number, str) and not 0 <= number < math.inf:
+                    raise ValueError(f"{name} must be >= 0 and finite, got {number!r}")
+        if self.hidden > 1:
+            raise ValueError(f"hidden must be a share, <= 1, got {self.hidden!r}")
 
 
 SOFTWARE = {

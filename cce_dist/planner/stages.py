@@ -154,6 +154,10 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
         # The last norm's input and what it gives.
         split = job.tp if job.sequence_parallel else 1
         kept += (job.hidden_bytes + 2.0) * job.tokens * model.dim / split
+    if is_first and not costs.is_embedding_shared:
+        # The embedding's gradient is made whole when nothing else of the microbatch is left.
+        made = 2.0 * costs.embedding_parameters
+        working = max(working, made + (head.transient if has_head and is_tied_here else 0.0) - kept)
     owned = parameters
     if costs.is_embedding_shared or job.is_over_ranks:
         owned += costs.head_parameters / job.chunks
