@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.tensor import DTensor
+
 from megatron_patch.options import PatchOptions
 from megatron_patch.refusals import why_not
 from megatron_patch.rows import place
@@ -67,8 +69,8 @@ def why_not_over_pipeline(
             f"the vocabulary of {model.vocab_size} rows does not divide by pp * tp = {count}: see "
             "--make-vocab-size-divisible-by"
         )
-    if any(hasattr(x, "main_grad") for x in model.parameters()):
-        return "it is wrapped for training already: apply the patch before DDP"
+    if any(hasattr(x, "main_grad") or isinstance(x, DTensor) for x in model.parameters()):
+        return "it is wrapped for training already: apply the patch before DDP, and without FSDP"
     tied = model.share_embeddings_and_output_weights
     if tied and model.pre_process and not model.embedding.scatter_to_sequence_parallel:
         return "scatter_embedding_sequence_parallel=False with a tied embedding is not supported"

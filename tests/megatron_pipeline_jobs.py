@@ -26,11 +26,11 @@ ROWS = "0.output_layer.weight"
 
 
 def pretrain(setup: Setup, patch: dict[str, Any] | None) -> dict[str, Any]:
-    """Megatron's DDP and optimiser over real steps, and an evaluation.
+    """Megatron's DDP and optimiser over real steps, and evaluations between them.
 
     Args: patch: options; None: Megatron's loss and its schedule.
-    Returns: what the last stage reports of each microbatch as "losses" and, after the steps,
-        "evaluated"; gradients of the first step and parameters after all, by name.
+    Returns: what the last stage reports of each microbatch as "losses" and, after every other step,
+        as "evaluated"; gradients of the first step and parameters after all, by name.
     """
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -57,20 +57,23 @@ def pretrain(setup: Setup, patch: dict[str, Any] | None) -> dict[str, Any]:
         )
         config.grad_scale_func = optimizer.scale_loss
 
-        def run(first: int, count: int, **how: Any) -> list[float]:
-            batches = [microbatch(first + i, setup) for i in range(count)]
+        def run(first: int, count: int, size: int = BATCH, **how: Any) -> list[float]:
+            batches = [
+                {name: x[:size] for name, x in microbatch(first + i, setup).items()}
+                for i in range(count)
+            ]
             found = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(batches),
                 model=model,
                 num_microbatches=count,
                 seq_length=SEQUENCE,
-                micro_batch_size=BATCH,
+                micro_batch_size=size,
                 **how,
             )
             return [float(x["loss"]) for x in found]
 
-        losses, grads = [], {}
+        losses, grads, evaluated = [], {}, []
         for step in range(setup.steps):
             model.zero_grad_buffer()
             optimizer.zero_grad()
@@ -80,8 +83,10 @@ def pretrain(setup: Setup, patch: dict[str, Any] | None) -> dict[str, Any]:
                 # There a rank has those of its shard alone.
                 grads = grads_of(models)
             optimizer.step()
-        with torch.no_grad():
-            evaluated = run(50, setup.microbatches + 1, forward_only=True)
+            if step % 2:
+                # Other batches, and of another size.
+                with torch.no_grad():
+                    evaluated += run(50, setup.microbatches + 1, size=1, forward_only=True)
         parameters = {
             f"0.{name}": parameter.detach().float().cpu().clone()
             for name, parameter in models[0].named_parameters()
