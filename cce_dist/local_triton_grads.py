@@ -47,6 +47,7 @@ def local_grads(
     logits: KeptLogits | None = None,
     store_as: torch.dtype,
     start_sum: StartSum | None = None,
+    beside: bool = False,
 ) -> LocalGrads:
     """Gradients of this rank's shard (no communication of its own). Deterministic.
 
@@ -55,6 +56,7 @@ def local_grads(
             tokens that don't count.
         start_sum: takes it, in fp32, when nothing else but the weight's gradient is left to do;
             None: nothing.
+        beside: kernels are on the device that wait for other ranks, as in a pipeline.
     Source: block-sparse products as in MegaBlocks, arXiv:2211.15841; docs/numerics.md#the-tail.
     """
     run = Backward.of(
@@ -68,7 +70,7 @@ def local_grads(
     if grad_weight is not None and grad_weight.stride(1) != 1 and grad_weight.shape[1] != 1:
         # A buffer whose rows are not contiguous: through a copy, rather than a slower kernel.
         rows = grad_weight.contiguous()
-    launch = products(run, grad_hidden, rows, grad_bias, accumulate)
+    launch = products(run, grad_hidden, rows, grad_bias, accumulate, beside)
     has_rest = start_sum is not None and needs.hidden and (needs.bias or grad_weight is not None)
     launch(UNTIL_HIDDEN if has_rest else WHOLE)
     if not has_rest:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 # Programs of what is left for each that the device has room for: most are one task, of some 30 us.
 SHORT = 16
+# Multiprocessors for kernels that wait for other ranks: 10 of 4 programs, and what torch's stages
+# send. Where none were left, a microbatch's gradients waited for the next stage's whole backward.
+LEFT_TO_OTHERS = 48
 
 
 def products(
@@ -38,9 +41,11 @@ def products(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
     accumulate: bool,
+    beside: bool = False,
 ) -> Callable[[int], None]:
     """SDD, DSD, DDS: of every column, or of what is kept, and the tail of what is not.
 
+    Args: beside: as of `local_grads`.
     Returns: what launches a part of them: `WHOLE`, or first `UNTIL_HIDDEN` and later `REST`.
     """
     weight, head, lists = run.weight, run.head, run.lists
@@ -74,7 +79,7 @@ def products(
     }
     if lists is None:
         return products_of_every_column(run, common)
-    return _listed(run, lists, {**common, **_inputs(run)})
+    return _listed(run, lists, {**common, **_inputs(run)}, beside)
 
 
 def _inputs(run: Backward) -> dict[str, Any]:
@@ -105,13 +110,19 @@ def _inputs(run: Backward) -> dict[str, Any]:
     }
 
 
-def _listed(run: Backward, lists: Lists, common: dict[str, Any]) -> Callable[[int], None]:
+def _listed(
+    run: Backward, lists: Lists, common: dict[str, Any], beside: bool
+) -> Callable[[int], None]:
     weight, table = run.weight, run.table
     queue = torch.zeros(2 * lists.max_chunks + 3, dtype=torch.int32, device=weight.device)
     arguments = {**common, **_of_lists(run, lists), "queue_ptr": queue}
     programs = num_programs(weight) * (1 if interpreted() else table.residents)
-    # Programs wait for each other: all of them must be there.
-    together = {} if interpreted() else {"launch_cooperative_grid": True}
+    together = {}
+    if not interpreted():
+        # Programs wait for each other: all of them must be there before the first begins.
+        together["launch_cooperative_grid"] = True
+        if beside:
+            programs = max(programs - LEFT_TO_OTHERS * table.residents, programs // 2)
 
     def launch(part: int) -> None:
         if part != REST:

@@ -64,6 +64,7 @@ class Plan:
     backend: LocalBackend
     wanted: Wanted
     threshold: float  # of the filter; 0 keeps every column
+    beside: bool = False  # kernels that wait for other ranks are on the device
 
     @property
     def filters(self) -> bool:
@@ -197,10 +198,8 @@ def find_kept(tokens: Tokens, head: Head, plan: Plan, scores: Any, lse: Tensor) 
 def tail_mass(kept: Any, lse: Tensor, plan: Plan) -> Tensor:
     """Probability mass of each token whose gradient is approximated, [N]; with a softcap p is
     weighted by its slope. Collectives: one all-gather of [N], none where nothing is filtered."""
-    if not plan.filters:
-        return lse.new_zeros(lse.shape)
     local = lse.new_zeros(lse.shape) if kept is None else kept.dropped_mass
-    return sum_over_ranks(local, plan.group)
+    return sum_over_ranks(local, plan.group) if plan.filters else local
 
 
 def backward(
@@ -227,6 +226,7 @@ def backward(
         how = {
             "store_as": _store_as(head.weight.dtype, plan, in_fp32),
             "start_sum": _start_sum(plan, dtype),
+            "beside": plan.beside,
         }
     grads = plan.backend.grads(
         tokens,

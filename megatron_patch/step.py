@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist.adapters.pipelining import Waiting
+from cce_dist.adapters.pipeline_server import Waiting
 from megatron_patch.errors import PatchError
 from megatron_patch.head import IGNORED
 from megatron_patch.pipeline import Pipeline

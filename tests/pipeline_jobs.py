@@ -215,7 +215,7 @@ def make_served(
             scale_grads=setup.scale_grads,
         )
         return schedule, schedule, lambda **_: contextlib.nullcontext()
-    loss = VocabOverPipeline(head)
+    loss = VocabOverPipeline(head, embedding=embedding)
     schedule = make_schedule(setup, stages, loss)
     return schedule, loss, functools.partial(loss.serving, schedule)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from pipeline_mistakes import (
 )
 
 from cce_dist import LossOptions
+from cce_dist.adapters.pipelining import prepare_mode
 from cce_dist.testing import RankError, RankPool
 
 OPTIONS = {
@@ -76,13 +78,24 @@ def test_tied_embedding(
     pools[4].run(4, train, setup, 1e-12)
 
 
-def test_tied_embedding_in_an_evaluation(pools: dict[int, RankPool]) -> None:
-    pools[2].run(2, evaluate, Setup(PLANNED, tied=True))
+@pytest.mark.parametrize("parallel", ["", "sp"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tied_embedding_under_each_schedule(
+    pools: dict[int, RankPool], schedule: str, parallel: str
+) -> None:
+    setup = Setup(schedule, tied=True, tensor=2 if parallel else 1)
+    setup = replace(setup, sequence_parallel=bool(parallel), static=not parallel)
+    pools[4].run(4, train, setup, 1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", PLANNED])
+def test_tied_embedding_in_an_evaluation(pools: dict[int, RankPool], schedule: str) -> None:
+    pools[2].run(2, evaluate, Setup(schedule, tied=True))
 
 
 @pytest.mark.parametrize("schedule", ["zbv", PLANNED])
 def test_many_steps(pools: dict[int, RankPool], schedule: str) -> None:
-    pools[2].run(2, many_steps, Setup(schedule, tied=schedule == PLANNED), 15)
+    pools[2].run(2, many_steps, Setup(schedule, tied=True), 15)
 
 
 def test_class_weights(pools: dict[int, RankPool]) -> None:
@@ -155,3 +168,21 @@ def test_a_rank_that_dies_takes_the_others_down(
     assert time.monotonic() - started < 25
     what = {failed: text for failed, (text, _) in caught.value.failures.items()}
     assert "the process died" in what[rank] and "no answer" not in str(what)
+
+
+def test_receive_buffers_are_made_anew_when_a_step_follows_an_evaluation() -> None:
+    """As torch 2.13 does itself."""
+
+    class Schedule:
+        def __init__(self, kind: str) -> None:
+            for way in ("forward", "backward"):
+                setattr(self, f"_{kind}_{way}_initialized", True)
+
+    for kind in ("stage", "stages"):
+        schedule = Schedule(kind)
+        made = []
+        for backward in (False, False, True, True, False):
+            prepare_mode(schedule, backward=backward)
+            made.append(not getattr(schedule, f"_{kind}_forward_initialized"))
+            schedule.__init__(kind)
+        assert made == [False, False, True, False, True]

@@ -176,11 +176,6 @@ def test_parse_overrides_win_over_the_file(tmp_path: Path) -> None:
             "loss.gradient=in_forward is not supported with parallel.vocab_over_pipeline=true",
             id="in_forward over a pipeline",
         ),
-        pytest.param(
-            "model: {tied: true}\nparallel: {pp: 2, vocab_over_pipeline: true}",
-            "got schedule=1f1b: use that one, or vocab_over_pipeline=false",
-            id="tied over a pipeline",
-        ),
         pytest.param("[1, 2]", "must hold a mapping of keys, got [1, 2]", id="list"),
         pytest.param("a: [1", "is not valid YAML", id="not YAML"),
     ],

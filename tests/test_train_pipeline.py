@@ -118,7 +118,7 @@ def report_rows(folder: Path) -> dict[str, str]:
     [
         # Each schedule, and the head in both places.
         pytest.param(2, False, {"schedule": "gpipe"}, id="gpipe"),
-        pytest.param(2, False, {"schedule": "1f1b", **SPREAD}, id="1f1b-spread"),
+        pytest.param(2, True, {"schedule": "1f1b", **SPREAD}, id="1f1b-spread-tied"),
         pytest.param(2, False, {"schedule": "zero_bubble", **SPREAD}, id="zero_bubble-spread"),
         pytest.param(2, False, {"schedule": "zbv", **SPREAD}, id="zbv-spread"),
         # Both ends are on one rank.

@@ -29,7 +29,7 @@ def own_groups(
     own: list[ProcessGroup] = []
     for members in sorted({tuple(each) for each in everywhere}):
         for _ in range(count):
-            options = _high_priority(timeout) if device.type == "cuda" else None
+            options = _options(timeout) if device.type == "cuda" else None
             made = dist.new_group(list(members), timeout=timeout, pg_options=options)
             if list(members) == ranks:
                 assert isinstance(made, ProcessGroup)
@@ -39,11 +39,17 @@ def own_groups(
     return own
 
 
-def _high_priority(timeout: datetime.timedelta) -> Any:
-    """torch gives each communicator one of 32 streams, in turns, unless it is of high priority: of
-    two on one stream the one waits for the other, and ranks for one another."""
+def _options(timeout: datetime.timedelta) -> Any:
+    """Of NCCL's communicators.
+
+    torch gives each of them one of 32 streams, in turns, unless it is of high priority: of two on
+    one stream the one waits for the other, and ranks for one another. Their kernels stay on the
+    device until all ranks have come, each program on a multiprocessor that is lost to the stages:
+    by default up to 32 of them; 4 carry what a microbatch sends many times in the time it takes.
+    """
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
+    options.config.max_ctas = 4
     options._timeout = timeout
     return options
 

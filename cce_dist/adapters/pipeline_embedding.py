@@ -4,7 +4,7 @@ collective, since each rank has the same rows of both."""
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -143,12 +143,12 @@ class TiedEmbedding(nn.Module):
     @torch.no_grad()
     def give(self, index: int) -> None:
         """Without waiting for the gradient."""
-        batch = self._microbatches[index]
+        batch, head = self._microbatches[index], self.head
         if not self.is_first:
             # The sum is the first stage's alone, and so far nobody has waited here for it.
             batch.wait()
-            assert batch.rows is not None
-            batch.rows = torch.empty_like(batch.rows)
+            shape = (batch.tokens.numel(), head.hidden_shape[-1])
+            batch.rows = head.weight.new_empty(shape, dtype=head.hidden_dtype)
         assert batch.rows is not None
         batch.wait = start_broadcast(batch.rows, self.root, self._giving)
 
@@ -167,6 +167,31 @@ class TiedEmbedding(nn.Module):
         batch = self._microbatches.pop(index)
         if not self.is_first:
             batch.wait()
+
+    def look_up_all(self, tokens: Sequence[Tensor | None]) -> None:
+        """`ask` and `look_up` for every microbatch of a step, where nothing comes in between."""
+        for index, each in enumerate(tokens):
+            self.ask(index, each)
+        for index in range(len(tokens)):
+            self.look_up(index)
+        if not self.is_first:
+            for batch in self._microbatches.values():
+                batch.wait()
+                batch.rows, batch.wait = None, _nothing
+
+    def finish_all(self, *, backward: bool) -> None:
+        """`give` and `add`, or `drop`, of every microbatch of a step, and `finish_step`."""
+        count = len(self._microbatches)
+        for index in range(count):
+            if not backward:
+                self.drop(index)
+                continue
+            self.give(index)
+            if index > 0:
+                self.add(index - 1)
+        if backward and count:
+            self.add(count - 1)
+        self.finish_step()
 
     def finish_step(self) -> None:
         self._called = 0
@@ -197,6 +222,10 @@ class TiedEmbedding(nn.Module):
     def _anchor(self) -> Tensor:
         # So that autograd asks for a gradient; the weight's own node must not run.
         return torch.empty(0, device=self.head.weight.device, requires_grad=True)
+
+
+def _nothing() -> None:
+    """What is left to wait for."""
 
 
 class _Rows(torch.autograd.Function):

@@ -286,7 +286,7 @@ class PipelineHead:
             tokens,
             head,
             # Ranks are at different microbatches: the sum is begun here.
-            replace(call.plan, group=None),
+            replace(call.plan, group=None, beside=True),
             stats,
             upstream,
             kept=sharded.find_kept(tokens, head, call.plan, batch.scores, stats.lse),

@@ -23,7 +23,8 @@ from torch.distributed.pipelining.schedules import (
 from cce_dist.adapters.pipeline_checks import check_scalar
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
-from cce_dist.adapters.pipelining import Waiting, connect_stages, without_dry_run
+from cce_dist.adapters.pipeline_server import Waiting
+from cce_dist.adapters.pipelining import connect_stages, prepare_mode, without_dry_run
 from cce_dist.planner.orders import Kind, Pass, Times, plan_vocab_order, require_no_circle
 
 # torch has no action of a user's own. This one is of DualPipeV's schedules alone, and what it holds
@@ -96,6 +97,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self._broken, self._called, self.losses = True, 0, []
         answers = [self] if self.embedding is None else [self, self.embedding]
         connect_stages(self._stages, self._connected)
+        prepare_mode(self, backward=self._has_backward)
         if self._has_backward:
             self.head.start_step()
         with without_dry_run(self._stages, answers):

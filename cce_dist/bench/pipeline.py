@@ -163,7 +163,7 @@ class _Runner:
         self.embedding: TiedEmbedding | None = None
         self.ties: Any = None  # the ranks that have copies of the tied weight
         self.weight = self._make_weight(name)
-        module = self._make_module(sizes, layout[job.rank], name)
+        module = self._make_module(sizes, layout[job.rank])
         self.parameters = [*module.parameters()]
         if all(self.weight is not parameter for parameter in self.parameters):
             self.parameters += [self.weight] if self.weight is not None else []
@@ -208,21 +208,17 @@ class _Runner:
             options=LossOptions(gradient=plan.gradient),  # pyright: ignore[reportArgumentType]
             loss_scale=1 / plan.microbatches,
         )
-        if name == "vocab-1f1b":
-            self.embedding = TiedEmbedding(self.head)
+        self.embedding = TiedEmbedding(self.head)
         return weight
 
-    def _make_module(self, sizes: Sizes, layers: int, name: str) -> StageModule:
+    def _make_module(self, sizes: Sizes, layers: int) -> StageModule:
         embedding: nn.Module | None = None
         if self.is_first:
             embedding = self.embedding
-            if name not in OVER_RANKS:
+            if embedding is None:
                 assert self.weight is not None
                 embedding = nn.Embedding.from_pretrained(self.weight)
                 embedding.weight = self.weight
-            elif embedding is None:
-                # torch's schedules have no place for one that is over all ranks.
-                embedding = nn.Embedding.from_pretrained(self.inputs.weight.clone(), freeze=False)
         given, shape = None, (self.plan.batch, self.plan.sequence, -1)
         if self.is_last:
             given = self.inputs.hidden.view(shape)
@@ -253,7 +249,7 @@ class _Runner:
             how = {"embedding": self.embedding, "times": times, "scale_grads": False}
             return ScheduleVocab1F1B(self.stage, plan.microbatches, self.head, **how)
         if self.head is not None:
-            loss: Any = VocabOverPipeline(self.head)
+            loss: Any = VocabOverPipeline(self.head, embedding=self.embedding)
         else:
             loss = self._loss_of_last_stage(name)
         schedule = Schedule1F1B(self.stage, plan.microbatches, loss_fn=loss, scale_grads=False)

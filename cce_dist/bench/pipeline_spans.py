@@ -12,7 +12,7 @@ import torch
 
 from cce_dist import sharded
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
-from cce_dist.adapters.pipelining import _Server
+from cce_dist.adapters.pipeline_server import Server
 from cce_dist.adapters.planned import ScheduleVocab1F1B
 
 # Forward and backward of a stage; loss on the last stage; log-sum-exp and gradients of a rank's
@@ -105,7 +105,7 @@ def recording(recorder: Recorder, stage: Any, *, over_ranks: bool) -> Iterator[N
             (sharded, "start_forward", timed(sharded.start_forward, "S")),
             (sharded, "backward", timed(sharded.backward, "T")),
             (ScheduleVocab1F1B, "grad", waits(ScheduleVocab1F1B.grad)),
-            (_Server, "grad", waits(_Server.grad)),
+            (Server, "grad", waits(Server.grad)),
             (TiedEmbedding, "rows", waits(TiedEmbedding.rows)),
         ]
     with ExitStack() as stack:

@@ -187,17 +187,11 @@ class TrainConfig(Section):
                 + (f" and tp={unit}" if unit > 1 else "")
             )
         require_microbatches(parallel.schedule, parallel.pp, self.microbatches)
-        layout = self.layout()
+        self.layout()
         if parallel.vocab_over_pipeline and self.loss.gradient == "in_forward":
             raise ValueError(
                 "loss.gradient=in_forward is not supported with parallel.vocab_over_pipeline=true: "
                 "use loss.gradient=filtered or exact"
-            )
-        if self.model.tied and layout.over_pipeline and layout.schedule != "vocab_1f1b":
-            raise ValueError(
-                "model.tied with parallel.vocab_over_pipeline=true is supported by parallel."
-                f"schedule=vocab_1f1b alone, got schedule={layout.schedule}: use that one, or "
-                "vocab_over_pipeline=false"
             )
         return self
 

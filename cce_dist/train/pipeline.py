@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import FORWARD, RECV_F, SEND_F
 from cce_dist import LossOptions, VocabShard
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
-from cce_dist.adapters.pipelining import VocabOverPipeline
+from cce_dist.adapters.pipelining import VocabOverPipeline, prepare_mode
 from cce_dist.adapters.planned import ScheduleVocab1F1B
 from cce_dist.planner.orders import Times
 
@@ -87,6 +87,7 @@ class Pipeline:
         losses: list[Tensor] = []
         self._copy_head()
         arguments, keywords = self._arguments(ids, targets)
+        prepare_mode(self.schedule, backward=True)
         with self._serving(backward=True):
             self.schedule.step(*arguments, losses=losses, return_outputs=False, **keywords)
         self._take_head_gradient()
@@ -107,6 +108,7 @@ class Pipeline:
         losses: list[Tensor] = []
         self._copy_head()
         arguments, keywords = self._arguments(ids, targets)
+        prepare_mode(self.schedule, backward=False)
         with self._serving(backward=False), _forwards_alone(self.schedule):
             hidden = self.schedule.eval(*arguments, losses=losses, **keywords)
         loss = self._mean(losses).float()
@@ -191,7 +193,7 @@ class Pipeline:
             )
         loss: Any = self._loss_of_last_stage(head)
         if self.head is not None:
-            loss = VocabOverPipeline(self.head)
+            loss = VocabOverPipeline(self.head, embedding=self._embedding)
         given = stages if len(stages) > 1 or name not in ("gpipe", "1f1b") else stages[0]
         schedule = SCHEDULES[name](given, count, loss_fn=loss, scale_grads=False)
         if self.head is not None:

@@ -1,0 +1,214 @@
+"""The thread on every rank that serves a head's microbatches, and the loss that waits for it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cce_dist.adapters.pipeline_head import PipelineHead
+from cce_dist.collectives import require
+
+POLL_SECONDS = 0.05
+JOIN_SECONDS = 5.0
+
+
+class Server(threading.Thread):
+    """Every microbatch's phases, one after the other, beside the schedule."""
+
+    def __init__(
+        self,
+        head: PipelineHead,
+        stages: list[Any],
+        root: int,
+        count: int,
+        backward: bool,
+        stream: Any,
+    ) -> None:
+        super().__init__(name="cce_dist pipeline head", daemon=True)
+        self.head, self.root, self.count, self.backward = head, root, count, backward
+        self._stages = stages
+        self.error: BaseException | None = None
+        self.losses: list[Tensor] = []
+        self.infers = False  # a schedule asks for shapes, not for a loss
+        self._given: queue.Queue[tuple[Tensor, Tensor, Tensor, Any] | None] = queue.Queue()
+        self._grads: list[queue.Queue[tuple[Tensor, Any]]] = [queue.Queue(1) for _ in range(count)]
+        self._called = 0
+        self._forwarded, self._forwards, self._sent = threading.Semaphore(0), 0, 0
+        self._stopped = False
+        self._stream = stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(head.weight.device))
+
+    # -- on the schedule's thread
+
+    def accept(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.infers:
+            return output.float().sum()
+        self._raise_error()
+        self._check_kind()
+        index, self._called = self._called, self._called + 1
+        if index >= self.count:
+            raise RuntimeError(
+                f"loss_fn was called {self._called} times for {self.count} microbatches; give "
+                "every stage input_args and output_args"
+            )
+        loss = Waiting.apply(output, self, index)
+        hidden, targets = self.head.checked(output, target)
+        self._given.put((hidden, targets, loss.detach(), self._mark()))
+        return loss
+
+    def _check_kind(self) -> None:
+        """What the context was told against what the schedule has told its stages."""
+        if self._stages[0].has_backward != self.backward:
+            raise RuntimeError(
+                f"serving(schedule, backward={self.backward}) must be around schedule."
+                f"{'step' if self.backward else 'eval'}, got the other"
+            )
+
+    def forwarded(self) -> None:
+        """The last of this rank's stages has a microbatch behind it."""
+        self._forwards += 1
+        # Over gloo the schedule may wait on the host before it comes to the next pass.
+        if self._stream is None:
+            self.sent()
+
+    def sent(self) -> None:
+        """What the stages have made so far has been sent on."""
+        for _ in range(self._forwards - self._sent):
+            self._forwarded.release()
+        self._sent = self._forwards
+
+    def grad(self, index: int) -> Tensor:
+        """Of the hidden states of a microbatch, when it is there."""
+        while True:
+            try:
+                grad, mark = self._grads[index].get(timeout=POLL_SECONDS)
+                break
+            except queue.Empty:
+                self._raise_error()
+                if not self.is_alive() and self._grads[index].empty():
+                    raise RuntimeError(
+                        f"the hidden gradient of microbatch {index} was asked for twice"
+                    ) from None
+        if mark is not None:
+            stream = torch.cuda.current_stream(grad.device)
+            stream.wait_event(mark)
+            grad.record_stream(stream)
+        return grad
+
+    def finish(self) -> None:
+        """Waits for all microbatches."""
+        self.sent()
+        self._check_kind()
+        name, done = "loss_fn was called", self._called
+        if self.head.rank != self.root:
+            name, done = "this rank's stage was run", self._forwards
+        if done != self.count:
+            raise RuntimeError(f"{name} {done} times for {self.count} microbatches")
+        self.join()
+        self._raise_error()
+        if self._stream is not None:
+            torch.cuda.current_stream(self.head.weight.device).wait_stream(self._stream)
+
+    def stop(self) -> None:
+        """After an error: it may wait for ranks that do not come, until its groups' timeout."""
+        self._stopped = True
+        self._given.put(None)
+        self.join(JOIN_SECONDS)
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _mark(self) -> Any:
+        """What the other thread waits for before it reads what this one has made."""
+        if self._stream is None:
+            return None
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self.head.weight.device))
+        return mark
+
+    # -- on its own
+
+    def run(self) -> None:
+        device, stream = self.head.weight.device, self._stream
+        try:
+            if stream is not None:
+                torch.cuda.set_device(device)
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                if self.backward:
+                    self.head.start_step()
+                for index in range(self.count):
+                    if not self._serve(index):
+                        return
+        except BaseException as error:  # the schedule's thread raises it
+            self.error = error
+
+    def _serve(self, index: int) -> bool:
+        head, root, shown = self.head, self.root, None
+        if head.rank == root:
+            given = self._given.get()
+            if given is None:
+                return False
+            hidden, targets, shown, mark = given
+            if mark is not None:
+                assert self._stream is not None
+                self._stream.wait_event(mark)
+                for tensor in (hidden, targets, shown):
+                    tensor.record_stream(self._stream)
+            head.post(index, root, hidden, targets)
+        else:
+            # Nothing is queued on the device that waits for what this rank has yet to do: whoever
+            # waits for the device, as an allocator out of memory does, would wait for ever.
+            while not self._forwarded.acquire(timeout=POLL_SECONDS):
+                if self._stopped:
+                    return False
+            head.post(index, root)
+        head.statistics(index, record=self.backward)
+        if self.backward:
+            loss = head.gradients(index, root)
+            grad = head.take(index)
+            if head.rank == root:
+                self._grads[index].put((grad, self._mark()))
+        else:
+            loss = head.value(index)
+        self.losses.append(loss)
+        if shown is not None:
+            # What loss_fn returned, before anything was known of it.
+            shown.copy_(loss)
+        return True
+
+
+class Answers(Protocol):
+    """Who calls back where torch's schedules call a loss."""
+
+    infers: bool  # a schedule asks for shapes, not for a loss
+
+    def grad(self, index: int) -> Tensor:
+        """Waits for the hidden gradient of a microbatch."""
+        ...
+
+
+class Waiting(torch.autograd.Function):
+    """The loss of a microbatch that is not known yet; its backward waits for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, server: Answers, index: int):
+        ctx.server, ctx.index = server, index
+        return output.new_zeros((), dtype=torch.promote_types(output.dtype, torch.float32))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor):
+        grad = ctx.server.grad(ctx.index)
+        rule = (
+            "the loss must go to the schedule as loss_fn returned it: the weight's gradient is "
+            "made for an upstream gradient of 1; use PipelineHead's loss_scale"
+        )
+        require(upstream == 1, lambda: f"{rule}, got {float(upstream)}", rule)
+        return grad, None, None
