@@ -191,6 +191,50 @@ def megatron(software: str = "megatron-local") -> list[Compared]:
     return found
 
 
+def pipelines() -> list[tuple[Compared, Compared]]:
+    """Two H200s of docs/pipelines.md, the head on the last stage: by its stages' measured times
+    and by the cost model alone, the time in the first stage's, the peak in each stage's."""
+    software = replace(SOFTWARE["torch"], joint_qkv=1)
+    models = {
+        "gemma2-2b": replace(find_model("gemma2-2b"), norms=2, window=0),
+        "llama3-8b": replace(find_model("llama3-8b"), layers=16, tied=True),
+    }
+    runs: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for row in _rows("pipeline-two-h200.csv"):
+        if not row["head"].startswith("vocab"):
+            runs.setdefault((row["model"], row["head"]), []).append(row)
+    found: list[tuple[Compared, Compared]] = []
+    for name, stages in runs.items():
+        forward = (float(row["f_ms"]) + float(row["loss_ms"]) for row in stages)
+        times = StageTimes(tuple(forward), tuple(float(row["b_ms"]) for row in stages))
+        seconds, count = float(stages[0]["median_ms"]) / 1e3, int(stages[0]["microbatches"])
+        simulated = predict(times, count, schedule="1f1b").seconds / 1e3
+        job = Job(
+            sequence=int(stages[0]["microbatch_tokens"]),
+            microbatches=count,
+            pp=len(stages),
+            gradients="bf16",
+            precision="bf16",
+            loss="dense" if name[1].startswith("dense") else "filtered",
+            software=software,
+        )
+        model = models[name[0]]
+        layout = [int(row["layers"]) for row in stages]
+        plan = make_plan(model, job, HARDWARE["h200"], layout)
+        # The benchmark holds the head's weight of its inputs besides.
+        extra = 2 * model.num_rows * model.dim
+        for stage, row in enumerate(stages):
+            peak, needs = float(row["peak_gib"]) * GIB, plan.ranks[stage].memory.total + extra
+            about = (*name, str(stage))
+            if stage == 0:
+                one = Compared(about, seconds, simulated, None, None)
+                found.append((one, Compared(about, seconds, plan.seconds, peak, needs)))
+            else:
+                none = Compared(about, None, 0.0, None, None)
+                found.append((none, Compared(about, None, 0.0, peak, needs)))
+    return found
+
+
 def summary(errors: list[float | None]) -> str:
     """How many, the mean of the magnitudes, and from where to where."""
     known = [100 * error for error in errors if error is not None]
@@ -214,6 +258,10 @@ def _print_tables() -> None:
             mine = [x for x in megatron() if x.name[0] == size and x.name[2] == ranks]
             print(size, ranks, "time |", summary([x.time_error for x in mine]))
             print(size, ranks, "memory |", summary([x.memory_error for x in mine]))
+        mine = [pair for pair in pipelines() if pair[0].name[0] == size]
+        print(size, "pipeline, measured |", summary([x.time_error for x, _ in mine]))
+        print(size, "pipeline, cost model |", summary([x.time_error for _, x in mine]))
+        print(size, "pipeline, memory |", summary([x.memory_error for _, x in mine]))
 
 
 if __name__ == "__main__":

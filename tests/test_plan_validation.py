@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from plan_runs import Compared, least_loaded, megatron, published
+from plan_runs import Compared, least_loaded, megatron, pipelines, published
 
 TIME, MEMORY = 0.05, 0.08  # what issue and documents promise
 
@@ -45,9 +45,21 @@ def test_steps_and_peaks_of_megatron() -> None:
     times = [abs(each.time_error) for each in found if each.time_error is not None]
     peaks = [abs(each.memory_error) for each in found if each.memory_error is not None]
     assert len(times) > 50 and len(peaks) > 50
-    assert max(times) < 0.061
+    # The worst is two GPUs' with sequence parallelism, measured after the model was made.
+    assert max(times) < 0.07
     assert sum(each < TIME for each in times) / len(times) > 0.85
-    assert max(peaks) < 0.02 < MEMORY
+    assert max(peaks) < 0.035 < MEMORY
+
+
+def test_pipelines_on_gpus() -> None:
+    """Measured after the model was made: no constant knows of them."""
+    found = pipelines()
+    for measured, alone in found:
+        if measured.time_error is not None and alone.time_error is not None:
+            assert -0.03 < measured.time_error < 0.0
+            assert abs(alone.time_error) < TIME
+        assert alone.memory_error is not None and abs(alone.memory_error) < 0.025 < MEMORY
+    assert len(found) == 14
 
 
 def test_what_the_software_keeps_is_seen() -> None:

@@ -66,7 +66,7 @@ FAULTS: dict[str, Callable[[], None]] = {"dies": die, "stops": stop, "skips": sk
 @contextlib.contextmanager
 def fault_at(phase: str, fault: Callable[[], None]) -> Iterator[None]:
     """Just before this rank's part of a collective."""
-    name = {"forward": "_start_all_gather", "backward": "_reduction"}.get(phase)
+    name = {"forward": "start_all_gather", "backward": "_reduction"}.get(phase)
     if phase == "before":
         fault()
     if name is None:
