@@ -66,10 +66,10 @@ def _single(name: str, until_2_12: str) -> Callable[..., object]:
 
 def _all_gather(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """[...] -> [W, ...] in rank order."""
-    return _start_all_gather(tensor, group, later=False)()
+    return start_all_gather(tensor, group, later=False)()
 
 
-def _start_all_gather(
+def start_all_gather(
     tensor: Tensor, group: ProcessGroup | None, *, later: bool
 ) -> Callable[[], Tensor]:
     """What returns the result of `_all_gather`; with `later` it waits no sooner than that."""
@@ -154,7 +154,7 @@ def start_merge_stats(
         return lambda: local
     if kernels is not None and local.is_plain:
         payload = kernels.pack(local.lse, local.target_logit, _digits_of(shard))
-        gather = _start_all_gather(payload, group, later=later)
+        gather = start_all_gather(payload, group, later=later)
 
         def merge_by_kernel() -> Stats:
             parts = gather()
@@ -165,7 +165,7 @@ def start_merge_stats(
         return merge_by_kernel
     packed = local.pack()
     payload = torch.cat([packed.flatten(), _encode_shard(shard, packed)])
-    gather = _start_all_gather(payload, group, later=later)
+    gather = start_all_gather(payload, group, later=later)
     return lambda: _merged(gather(), local, packed, count)
 
 

@@ -15,6 +15,7 @@ The group may be tensor-parallel ranks, pipeline ranks, or their product.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -133,12 +134,16 @@ def forward(
 
 
 def start_forward(
-    tokens: Tokens, head: Head, plan: Plan, *, score: bool
+    tokens: Tokens, head: Head, plan: Plan, *, score: bool, elsewhere: Head | None = None
 ) -> tuple[Callable[[], Stats], Any]:
-    """`forward` whose second step is begun: what waits for it, and scores. Ranks that are at
-    different microbatches cannot tell each other bounds in between, so scores are by each one's
-    own columns, and the filter by the lse of all."""
-    local, scores = _local(tokens, head, plan, score=score)
+    """`forward` whose second step is begun: what waits for it, and scores. Ranks at different
+    microbatches cannot tell each other bounds; `elsewhere` is some of the others' rows instead."""
+    how: dict[str, Any] = {}
+    if score and plan.filters and plan.backend.exchanges and elsewhere is not None:
+        nowhere = replace(tokens, local_targets=torch.full_like(tokens.local_targets, -1))
+        known, _ = _local(nowhere, elsewhere, replace(plan, wanted=Wanted()), score=False)
+        how["gather"] = lambda own: torch.stack([own, known.lse / math.log(2)])
+    local, scores = _local(tokens, head, plan, score=score, **how)
     kernels = plan.backend.merge_kernels
     return start_merge_stats(local, plan.shard, plan.group, tokens.count, kernels), scores
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cce_dist
+from megatron_patch.head import WORKSPACE_BYTES
 from megatron_patch.options import PatchOptions
 
 
@@ -23,13 +24,14 @@ def largest_logits(
     if layer.sequence_parallel:
         size = layer.tp_group.size()
         whole = hidden.new_empty(size * hidden.shape[0], *hidden.shape[1:])
-        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=layer.tp_group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(whole, hidden.contiguous(), group=layer.tp_group)
         hidden = whole
     found = cce_dist.largest_logits(
         hidden,
         weight,
         logit_scale=scale,
         backend=options.backend,  # pyright: ignore[reportArgumentType]
-        workspace_bytes=options.workspace_bytes,
+        workspace_bytes=options.workspace_bytes or WORKSPACE_BYTES,
     )
     return found.value.to(hidden.dtype), found.index

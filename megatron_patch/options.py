@@ -25,9 +25,11 @@ class PatchOptions:
         vocab_size: rows of the head from this one on are padding and leave the softmax; None: they
             are classes, as in Megatron.
         backend: "triton", "torch", or "auto" for the fastest that can run.
-        workspace_bytes: bound of the logits in memory at once.
-        keep_logits: with "exact" on a GPU, memory for time: what logits fit the workspace and the
-            weight's gradient, allocated in the forward then, stay for the backward.
+        workspace_bytes: bound of the logits in memory at once; None: 64 MiB, 128 where they are
+            kept.
+        keep_logits: with "exact" on a GPU, what logits fit the workspace and the weight's
+            gradient, allocated in the forward then, stay for the backward; None: they do where
+            the Triton kernels compute.
         check_ranks: compare what ranks must share before every loss; for debugging.
         vocab_over_pipeline: GPTModel's output layer has its rows on all pipeline stages, and
             Megatron's schedule without interleaving computes the loss on all of them.
@@ -39,8 +41,8 @@ class PatchOptions:
     softcap: float | None = None
     vocab_size: int | None = None
     backend: str = "auto"
-    workspace_bytes: int = 64 * 2**20
-    keep_logits: bool = False
+    workspace_bytes: int | None = None
+    keep_logits: bool | None = None
     check_ranks: bool = False
     vocab_over_pipeline: bool = False
 
@@ -95,14 +97,18 @@ def _flag(text: str) -> bool:
     return values[text.lower()]
 
 
+def _flag_or_none(text: str) -> bool | None:
+    return None if text.lower() == "none" else _flag(text)
+
+
 # How the text of each option is read.
 READ: dict[str, Any] = {
     "gradient": str,
     "softcap": _number_or_none(float),
     "vocab_size": _number_or_none(int),
     "backend": str,
-    "workspace_bytes": int,
-    "keep_logits": _flag,
+    "workspace_bytes": _number_or_none(int),
+    "keep_logits": _flag_or_none,
     "check_ranks": _flag,
     "vocab_over_pipeline": _flag,
 }
@@ -123,7 +129,7 @@ def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
         "vocab_size": "rows of the head from this one on are padding",
         "backend": "auto, torch or triton",
         "workspace_bytes": "bound of the logits in memory at once",
-        "keep_logits": "with exact, logits stay where there is room: true or false",
+        "keep_logits": "with exact, logits stay where there is room: true (on GPUs) or false",
         "check_ranks": "compare what ranks must share before every loss: true or false",
         "vocab_over_pipeline": "the output layer's rows on all pipeline stages: true or false",
     }

@@ -81,6 +81,10 @@ class Step:
         if self.trains:
             self._sync.disable()
             self._begin_grads()
+            if self.rows.options.gradient == "filtered":
+                # What it sends of the rows must be this step's.
+                self.rows()
+                self.head.start_step()
         passes = {
             "F": self._forward,
             "S": self._statistics,
@@ -90,7 +94,7 @@ class Step:
         }
         if self.tied is not None:
             passes |= {"E": self.tied.look_up, "G": self.tied.give}
-        for kind, index in self.pipeline.order(given.num_microbatches):
+        for kind, index in self.pipeline.order(given.num_microbatches, trains=self.trains):
             if self.trains or kind != "B":
                 passes[kind](index)
         self._await_sums(0)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,22 +19,7 @@ from cce_dist.bench.ranks import uncovered
 from cce_dist.bench.shapes import Shape
 from cce_dist.cli import app
 from cce_dist.testing import shared_pool
-from cce_dist.testing.torchrun import ROOT
-
-
-def bench(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
-    environment["OMP_NUM_THREADS"] = "1"
-    return subprocess.run(
-        [sys.executable, *launch, "-m", "cce_dist", "bench", command, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+from cce_dist.testing.torchrun import bench
 
 
 @pytest.mark.timeout(180)
@@ -133,6 +115,14 @@ def test_refusals(arguments: tuple[str, ...], message: str) -> None:
     done = CliRunner().invoke(app, ["bench", "ranks", "--device", "cpu", *arguments])
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_training_steps_of_a_pipeline_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(TINY)
+    done = CliRunner().invoke(app, ["bench", "train", str(config), "--parallel.pp", "2"])
+    assert done.exit_code == 2
+    assert "parallel.pp must be 1 in this benchmark, got 2" in " ".join(done.output.split())
 
 
 def test_rank_methods_by_name() -> None:

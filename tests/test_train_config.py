@@ -103,6 +103,84 @@ def test_parse_overrides_win_over_the_file(tmp_path: Path) -> None:
             "use loss.gradient=exact or in_forward",
             id="no filter for it",
         ),
+        pytest.param(
+            "parallel: {schedule: 1f2b}",
+            "parallel.schedule must be 'gpipe', '1f1b', 'looped', 'interleaved', 'zero_bubble', "
+            "'zbv' or 'vocab_1f1b', got '1f2b'",
+            id="schedule",
+        ),
+        pytest.param(
+            "parallel: {pp: 2, fsdp: true}",
+            "parallel.fsdp is not supported with a pipeline, got fsdp=true and pp=2",
+            id="fsdp and pipeline",
+        ),
+        pytest.param(
+            "parallel: {pp: 2, schedule: vocab_1f1b}",
+            "got parallel.vocab_over_pipeline=false: set it to true, or use schedule=1f1b",
+            id="planned without its vocabulary",
+        ),
+        pytest.param(
+            "parallel: {pp: 2, virtual_stages: 2}",
+            "parallel.virtual_stages must be 1 with parallel.schedule=1f1b, got 2",
+            id="virtual stages",
+        ),
+        pytest.param(
+            "parallel: {pp: 2, schedule: zbv, virtual_stages: 1}",
+            "parallel.virtual_stages must be 2 with parallel.schedule=zbv, got 1",
+            id="a V of one stage",
+        ),
+        pytest.param(
+            "batch: 9\nparallel: {pp: 2, microbatches: 2}",
+            "batch must be a multiple of parallel.microbatches, got batch=9 and microbatches=2",
+            id="microbatches",
+        ),
+        pytest.param(
+            "batch: 4\nparallel: {pp: 2, tp: 2, microbatches: 4, sequence_parallel: true}",
+            "batch must be a multiple of parallel.microbatches x parallel.tp with "
+            "parallel.sequence_parallel, got batch=4 and microbatches=4 and tp=2",
+            id="sequences of a microbatch over ranks",
+        ),
+        pytest.param(
+            "batch: 3\nparallel: {pp: 4}",
+            "must be at least parallel.pp with parallel.schedule=1f1b, got microbatches=3 and pp=4",
+            id="too few microbatches",
+        ),
+        pytest.param(
+            "batch: 11\nparallel: {pp: 4, schedule: interleaved}",
+            "parallel.microbatches must be a multiple of 2, the whole number of times that "
+            "parallel.pp=4 goes into it, with parallel.schedule=interleaved, got 11: 8 is one",
+            id="rounds",
+        ),
+        pytest.param(
+            "model: {layers: 3}\nparallel: {pp: 4}",
+            "model.layers must be at least one for each of the pipeline's 4 stages, got 3",
+            id="too few layers",
+        ),
+        pytest.param(
+            "parallel: {pp: 2, layers_per_stage: [1, 2, 1]}",
+            "parallel.layers_per_stage must have an entry for each of the pipeline's 2 stages",
+            id="stages",
+        ),
+        pytest.param(
+            "parallel: {pp: 2, layers_per_stage: [1, 2]}",
+            "parallel.layers_per_stage must add up to model.layers=4, got [1, 2]",
+            id="layers",
+        ),
+        pytest.param(
+            "parallel: {pp: 3, layers_per_stage: [2, 0, 2]}",
+            "but for the first stage, which embeds, and the last, which norms, got [2, 0, 2]",
+            id="an empty stage",
+        ),
+        pytest.param(
+            "loss: {gradient: in_forward}\nparallel: {pp: 2, vocab_over_pipeline: true}",
+            "loss.gradient=in_forward is not supported with parallel.vocab_over_pipeline=true",
+            id="in_forward over a pipeline",
+        ),
+        pytest.param(
+            "model: {tied: true}\nparallel: {pp: 2, vocab_over_pipeline: true}",
+            "got schedule=1f1b: use that one, or vocab_over_pipeline=false",
+            id="tied over a pipeline",
+        ),
         pytest.param("[1, 2]", "must hold a mapping of keys, got [1, 2]", id="list"),
         pytest.param("a: [1", "is not valid YAML", id="not YAML"),
     ],

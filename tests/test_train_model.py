@@ -11,7 +11,14 @@ import torch
 
 from cce_dist import VocabShard
 from cce_dist.train.config import TrainConfig
-from cce_dist.train.model import Decoder, count_parameters, initialize, rotary_table, rotate
+from cce_dist.train.model import (
+    Decoder,
+    ModelSize,
+    count_parameters,
+    initialize,
+    rotary_table,
+    rotate,
+)
 from cce_dist.train.optimizer import learning_rate
 
 CONFIG = TrainConfig.model_validate(
@@ -69,9 +76,9 @@ def test_initialize_empty_shard() -> None:
     assert model.embedding.shape == (0, 16)
 
 
-def test_count_parameters_counts_the_whole_vocabulary_on_every_rank() -> None:
+def test_count_parameters_counts_the_whole_model() -> None:
     whole = sum(parameter.numel() for parameter in initial_model(1, 0).parameters())
-    assert count_parameters(initial_model(3, 2), 2500).total == whole
+    assert count_parameters(CONFIG) == ModelSize(whole, 2 * 2500 * 16)
 
 
 def test_rotate_depends_on_distance_only() -> None:

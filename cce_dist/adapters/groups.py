@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -29,13 +29,23 @@ def own_groups(
     own: list[ProcessGroup] = []
     for members in sorted({tuple(each) for each in everywhere}):
         for _ in range(count):
-            made = dist.new_group(list(members), timeout=timeout)
+            options = _high_priority(timeout) if device.type == "cuda" else None
+            made = dist.new_group(list(members), timeout=timeout, pg_options=options)
             if list(members) == ranks:
                 assert isinstance(made, ProcessGroup)
                 own.append(made)
     for made in own:
         _connect(made, device)
     return own
+
+
+def _high_priority(timeout: datetime.timedelta) -> Any:
+    """torch gives each communicator one of 32 streams, in turns, unless it is of high priority: of
+    two on one stream the one waits for the other, and ranks for one another."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout
+    return options
 
 
 def _connect(group: ProcessGroup, device: torch.device) -> None:
@@ -45,6 +55,36 @@ def _connect(group: ProcessGroup, device: torch.device) -> None:
     dist.broadcast(number, group=group, group_src=0)
     dist.reduce(number, group=group, group_dst=0)
     dist.all_gather(parts, number, group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def connect_neighbours(
+    group: ProcessGroup, neighbours: Collection[int], device: torch.device
+) -> None:
+    """Communicators for what stages on these ranks of the group send each other, both ways.
+
+    NCCL makes them at the first use else, and may then wait for all that the device has begun: for
+    a collective of the head, that is, whose other ranks wait for what is to be sent. torch sends
+    alone by a communicator of two ranks, and sends with receives by the group's.
+    Collectives: a number each way between this rank and each neighbour, twice. All ranks of the
+    group call it at the same time, and are neighbours of theirs.
+    """
+    rank = dist.get_rank(group)
+    mine, theirs = torch.zeros(2, 1, device=device)
+    both: list[dist.P2POp] = []
+    for peer in sorted(set(neighbours) - {rank}):
+        other = dist.get_global_rank(group, peer)
+        first, second = (dist.send, dist.recv) if rank < peer else (dist.recv, dist.send)
+        for move in (first, second):
+            move(mine if move is dist.send else theirs, other, group=group)
+        both += [
+            dist.P2POp(dist.isend, mine, other, group),
+            dist.P2POp(dist.irecv, theirs, other, group),
+        ]
+    if both:
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

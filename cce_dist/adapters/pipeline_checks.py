@@ -1,29 +1,16 @@
-"""What the vocabulary over pipeline ranks asks of its arguments."""
+"""What a `PipelineHead` cannot be made of, and why."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from cce_dist.collectives import group_size
 from cce_dist.options import LossOptions
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
-
-def check_scalar(options: LossOptions) -> None:
-    """For a schedule that begins its backward at the loss of a microbatch."""
-    if options.reduction == "none":
-        raise ValueError(
-            "options.reduction must be 'mean' or 'sum' under a schedule that is handed a "
-            "microbatch's loss, got 'none'"
-        )
-
-
-def check_weight(
+def require_supported(
     group: ProcessGroup | None, weight: Tensor, shape: tuple[int, ...], options: LossOptions
 ) -> None:
     if group is None:
@@ -56,7 +43,7 @@ def check_weight(
             )
 
 
-def check_product(
+def require_product(
     group: ProcessGroup, whole: ProcessGroup, tensor: ProcessGroup | None, scatters: bool
 ) -> None:
     size, of_vocab, of_tensor = group_size(group), group_size(whole), group_size(tensor)
@@ -67,3 +54,12 @@ def check_product(
         )
     if scatters and tensor is None:
         raise ValueError("sequence_parallel=True needs tensor_group, got None")
+
+
+def require_scalar(options: LossOptions) -> None:
+    """For a schedule that begins its backward at the loss of a microbatch."""
+    if options.reduction == "none":
+        raise ValueError(
+            "options.reduction must be 'mean' or 'sum' under a schedule that is handed a "
+            "microbatch's loss, got 'none'"
+        )

@@ -73,6 +73,8 @@ class TiedEmbedding(nn.Module):
         self._microbatches: dict[int, _Microbatch] = {}
         self._called = 0
         self.infers = False  # a schedule asks for shapes
+        if device.type == "cuda":
+            self._rehearse()
 
     @property
     def is_first(self) -> bool:
@@ -176,6 +178,19 @@ class TiedEmbedding(nn.Module):
         for group in groups:
             if group is not None:
                 dist.destroy_process_group(group)
+
+    def _rehearse(self) -> None:
+        """As PipelineHead's."""
+        head, device = self.head, self.head.weight.device
+        tokens = torch.zeros(head.targets_shape, dtype=torch.int64, device=device)
+        self.ask(-1, tokens if self.is_first else None)
+        self.look_up(-1)
+        if self.is_first:
+            self.keep(-1, self.rows(-1))
+        self.give(-1)
+        self.add(-1)
+        head.forget()
+        torch.cuda.synchronize(device)
 
     def _own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[N] bool: whose rows are here; [N] the rows, 0 elsewhere."""

@@ -7,8 +7,8 @@ A microbatch goes through four of them, each of which begins a collective that t
     gradients    the loss; gradients by the merged lse; begins the sum of the hidden gradient
     take         on the rank of the last stage: the hidden gradient, which its backward needs
 
-With reduction "none", where that rank alone knows what becomes of each token's loss, `weigh` comes
-before `gradients`: the gradient of the losses, which `losses` gave it, to all.
+With reduction "none" `weigh` comes before `gradients`: the gradient of each token's loss, which
+`losses` gave to that rank, from there to all.
 
 The weight's gradient never travels. Each kind of collective has a group of its own, so that only
 the order of microbatches has to be the same on all ranks, not that of phases.
@@ -27,8 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import sharded
+from cce_dist.adapters.frequent_rows import FrequentRows
 from cce_dist.adapters.groups import own_groups, start_broadcast, start_reduce
-from cce_dist.adapters.pipeline_checks import check_product, check_weight
+from cce_dist.adapters.pipeline_checks import require_product, require_supported
+from cce_dist.adapters.pipeline_rehearsal import rehearse
 from cce_dist.autograd import Call
 from cce_dist.collectives import gather_tokens, group_size, reduce_grad_hidden, resolve_group
 from cce_dist.compute import Finish, prepare
@@ -104,8 +106,9 @@ class PipelineHead:
         of its hidden states and targets over `group`, an all-gather of 8 N + 24 bytes a rank over
         vocab_group, and a sum of [N, D] in fp32 over `group` to the rank of the last stage; there
         one all-reduce more over tensor_group, or a reduce-scatter under sequence_parallel, which
-        gathers hidden over tensor_group first. With reduction "none" one more group, and a
-        broadcast of 4 N bytes over it.
+        gathers hidden over tensor_group first. With reduction "none" one group and a broadcast of
+        4 N bytes more. On GPUs three microbatches of zeros go through when it is made. With
+        gradient="filtered" and Triton a step begins with an all-gather of `FrequentRows`.
     Determinism: as the loss's own.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """
@@ -128,9 +131,9 @@ class PipelineHead:
     ) -> None:
         found, tensor = resolve_group(group), resolve_group(tensor_group)
         whole = found if vocab_group is None else resolve_group(vocab_group)
-        check_weight(found, weight, hidden_shape, options)
+        require_supported(found, weight, hidden_shape, options)
         assert found is not None and whole is not None
-        check_product(found, whole, tensor, sequence_parallel)
+        require_product(found, whole, tensor, sequence_parallel)
         self.weight, self.bias, self.class_weight = weight, bias, class_weight
         self.shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
         self.hidden_shape = tuple(hidden_shape)
@@ -140,9 +143,8 @@ class PipelineHead:
         num_rows, place = weight.shape[0], (dist.get_rank(whole), dist.get_world_size(whole))
         self.own_shard = vocab_shard or VocabShard.even(num_rows, *place)
         self._posting, self._summing = own_groups(found, 2, timeout, weight.device)
-        self._weighing = None
-        if options.reduction == "none":
-            (self._weighing,) = own_groups(found, 1, timeout, weight.device)
+        weighs = options.reduction == "none"
+        self._weighing = own_groups(found, 1, timeout, weight.device)[0] if weighs else None
         (self._merging,) = own_groups(whole, 1, timeout, weight.device)
         self._tensor = None
         if tensor is not None:
@@ -150,8 +152,22 @@ class PipelineHead:
         self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
         self._microbatches: dict[int, _Microbatch] = {}
         self._grad_weight: Tensor | None = None  # [num_classes, D]
-        self._is_grad_elsewhere = False
         self._grad_bias: Tensor | None = None
+        self._is_grad_elsewhere = False
+        self._frequent = None
+        kernels = weight.device.type == "cuda" or options.backend == "triton"
+        if options.filters and kernels and group_size(whole) > 1:
+            self._frequent = FrequentRows(weight, bias, self.own_shard, self._merging)
+        if weight.device.type == "cuda":
+            rehearse(self)
+
+    def start_step(self) -> None:
+        """Before the first microbatch of a step with gradients: begins to tell all ranks of the
+        rows that say most of a token's lse, as the filter of the Triton backend needs. Without
+        waiting; on every rank. A step without it has the same loss, and a filter that keeps more.
+        """
+        if self._frequent is not None:
+            self._frequent.exchange()
 
     @property
     def targets_shape(self) -> tuple[int, ...]:
@@ -210,7 +226,13 @@ class PipelineHead:
         tokens = call.tokens(batch.hidden.reshape(-1, self.hidden_shape[-1]))
         head = call.head(self.weight.detach(), self.bias)
         batch.step = call, finish, tokens, head
-        batch.merge, batch.scores = sharded.start_forward(tokens, head, call.plan, score=record)
+        elsewhere = None
+        if record and self._frequent is not None:
+            elsewhere = self._frequent.elsewhere(head)
+            self._frequent.count(tokens.local_targets)
+        batch.merge, batch.scores = sharded.start_forward(
+            tokens, head, call.plan, score=record, elsewhere=elsewhere
+        )
 
     @_plainly
     def value(self, index: int) -> Tensor:
@@ -231,8 +253,7 @@ class PipelineHead:
         batch, dtype = self._microbatches[index], accumulate_dtype(self.hidden_dtype)
         assert self._weighing is not None
         if grad_losses is None:
-            shape = self.targets_shape
-            grad_losses = torch.empty(shape, dtype=dtype, device=self.weight.device)
+            grad_losses = torch.empty(self.targets_shape, dtype=dtype, device=self.weight.device)
         batch.grad_losses = grad_losses.to(dtype).contiguous()
         batch.weighed = start_broadcast(batch.grad_losses, root, self._weighing)
 
@@ -241,10 +262,11 @@ class PipelineHead:
         """Waits for the merge, adds this microbatch's part to the gradients of weight and bias, and
         begins the sum of the hidden gradient. Returns: the loss [], on every rank."""
         batch = self._microbatches[index]
-        if self._weighing is not None and batch.weighed is None:
-            raise RuntimeError('reduction="none" needs weigh before gradients')
-        if batch.weighed is not None and self.rank != root:
-            batch.weighed()
+        if self._weighing is not None:
+            if batch.weighed is None:
+                raise RuntimeError('reduction="none" needs weigh before gradients')
+            if self.rank != root:
+                batch.weighed()
         loss, stats, upstream = self._merged(batch)
         assert batch.step is not None
         call, _, tokens, head = batch.step
@@ -289,8 +311,8 @@ class PipelineHead:
         return grad.to(dtype).view(self.hidden_shape)
 
     def add_grads_to(self, rows: Tensor) -> None:
-        """Until `finish_step` the weight's gradient is added to rows [V_local, D], fp32 or float64,
-        such as Megatron's main_grad, in place of a buffer that weight.grad gets the sum of."""
+        """Until `finish_step` the weight's gradient is added to rows [V_local, D] in fp32, such as
+        Megatron's main_grad, and not to weight.grad."""
         assert rows.dtype == accumulate_dtype(self.weight.dtype) and self._grad_weight is None
         self._grad_weight, self._is_grad_elsewhere = rows[: self.own_shard.num_classes], True
 
@@ -330,10 +352,13 @@ class PipelineHead:
             padding = bias.new_zeros(len(self.bias) - len(bias))
             _add_grad(self.bias, torch.cat([bias, padding]), divide_by)
 
+    def forget(self) -> None:
+        """Drops what the microbatches left."""
+        self._grad_weight, self._grad_bias, self._is_grad_elsewhere = None, None, False
+
     def close(self) -> None:
         """Destroys the groups that it made, and nothing else."""
-        groups = (self._posting, self._summing, self._merging, self._tensor, self._weighing)
-        for group in groups:
+        for group in (self._posting, self._summing, self._merging, self._tensor, self._weighing):
             if group is not None:
                 dist.destroy_process_group(group)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
@@ -16,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cce_dist.adapters.pipeline_checks import check_scalar
+from cce_dist.adapters.groups import connect_neighbours
+from cce_dist.adapters.pipeline_checks import require_scalar
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.collectives import require
 
@@ -37,11 +39,12 @@ class VocabOverPipeline:
     """
 
     def __init__(self, head: PipelineHead) -> None:
-        check_scalar(head.options)
+        require_scalar(head.options)
         self.head = head
         self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
         self._server: _Server | None = None
         self._broken = False
+        self._connected: weakref.WeakSet[Any] = weakref.WeakSet()
         device = head.weight.device
         # One for all steps: memory that it has allocated is used again by it alone. Of high
         # priority: torch hands out 32 streams of each, in turns, NCCL's among those of low.
@@ -73,6 +76,7 @@ class VocabOverPipeline:
         server = self._server = _Server(self.head, stages, root, count, backward, self._stream)
         self._broken = True
         try:
+            connect_stages(stages, self._connected)
             with without_dry_run(stages, [server]), _told_of_forwards(stages, server):
                 server.start()
                 yield
@@ -112,7 +116,7 @@ class _Server(threading.Thread):
         self._given: queue.Queue[tuple[Tensor, Tensor, Tensor, Any] | None] = queue.Queue()
         self._grads: list[queue.Queue[tuple[Tensor, Any]]] = [queue.Queue(1) for _ in range(count)]
         self._called = 0
-        self._forwarded, self._forwards = threading.Semaphore(0), 0
+        self._forwarded, self._forwards, self._sent = threading.Semaphore(0), 0, 0
         self._stopped = False
         self._stream = stream
         if stream is not None:
@@ -147,7 +151,15 @@ class _Server(threading.Thread):
     def forwarded(self) -> None:
         """The last of this rank's stages has a microbatch behind it."""
         self._forwards += 1
-        self._forwarded.release()
+        # Over gloo the schedule may wait on the host before it comes to the next pass.
+        if self._stream is None:
+            self.sent()
+
+    def sent(self) -> None:
+        """What the stages have made so far has been sent on."""
+        for _ in range(self._forwards - self._sent):
+            self._forwarded.release()
+        self._sent = self._forwards
 
     def grad(self, index: int) -> Tensor:
         """Of the hidden states of a microbatch, when it is there."""
@@ -169,6 +181,7 @@ class _Server(threading.Thread):
 
     def finish(self) -> None:
         """Waits for all microbatches."""
+        self.sent()
         self._check_kind()
         name, done = "loss_fn was called", self._called
         if self.head.rank != self.root:
@@ -206,6 +219,8 @@ class _Server(threading.Thread):
             if stream is not None:
                 torch.cuda.set_device(device)
             with nullcontext() if stream is None else torch.cuda.stream(stream):
+                if self.backward:
+                    self.head.start_step()
                 for index in range(self.count):
                     if not self._serve(index):
                         return
@@ -298,19 +313,56 @@ def _rank_of_last_stage(stage: Any, size: int) -> int:
 
 @contextmanager
 def _told_of_forwards(stages: list[Any], server: _Server) -> Iterator[None]:
-    stage = max(stages, key=lambda stage: stage.stage_index)
-    forward = stage.forward_one_chunk
+    last = max(stages, key=lambda stage: stage.stage_index)
+    names = ("forward_one_chunk", "backward_one_chunk")
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        server.forwarded()
-        return result
+    def told(stage: Any, name: str) -> Callable[..., Any]:
+        run_pass = getattr(stage, name)
 
-    stage.forward_one_chunk = run
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # A schedule sends what a pass has made before it begins the next.
+            server.sent()
+            result = run_pass(*args, **kwargs)
+            if stage is last and name == names[0]:
+                server.forwarded()
+            return result
+
+        return run
+
+    with _replaced(stages, names, told):
+        yield
+
+
+@contextmanager
+def _replaced(
+    stages: list[Any], names: tuple[str, ...], make: Callable[[Any, str], Callable[..., Any]]
+) -> Iterator[None]:
+    """make(stage, name) in place of those methods of `stages` that there are."""
+    patched = [(stage, name) for stage in stages for name in names if hasattr(stage, name)]
+    # Of the stage itself, as somebody else may have put there, rather than of its class.
+    before = [vars(stage).get(name) for stage, name in patched]
+    for stage, name in patched:
+        setattr(stage, name, make(stage, name))
     try:
         yield
     finally:
-        del stage.forward_one_chunk
+        for (stage, name), own in zip(patched, before, strict=True):
+            if own is None:
+                delattr(stage, name)
+            else:
+                setattr(stage, name, own)
+
+
+def connect_stages(stages: list[Any], done: weakref.WeakSet[Any]) -> None:
+    """On GPUs, once: what the stages of all ranks send each other by. Collective, as
+    `connect_neighbours`."""
+    first = stages[0]
+    if first.device.type != "cuda" or first in done:
+        return
+    done.add(first)
+    places = first.stage_index_to_group_rank
+    near = {places.get(x.stage_index + step) for x in stages for step in (-1, 1)}
+    connect_neighbours(first.group, {x for x in near if x is not None}, first.device)
 
 
 class Infers(Protocol):
@@ -321,10 +373,10 @@ class Infers(Protocol):
 def without_dry_run(stages: list[Any], answers: Sequence[Infers]) -> Iterator[None]:
     """torch 2.13's stages without static metadata run once more, the last one's loss included, to
     learn shapes: that must not ask the other ranks, and those who would are told so."""
-    names = ("_forward_metadata_inference", "_backward_metadata_inference")
-    patched = [(stage, name) for stage in stages for name in names if hasattr(stage, name)]
 
-    def dry(infer: Callable[..., Any]) -> Callable[..., Any]:
+    def dry(stage: Any, name: str) -> Callable[..., Any]:
+        infer = getattr(stage, name)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             for each in answers:
                 each.infers = True
@@ -336,10 +388,5 @@ def without_dry_run(stages: list[Any], answers: Sequence[Infers]) -> Iterator[No
 
         return run
 
-    for stage, name in patched:
-        setattr(stage, name, dry(getattr(stage, name)))
-    try:
+    with _replaced(stages, ("_forward_metadata_inference", "_backward_metadata_inference"), dry):
         yield
-    finally:
-        for stage, name in patched:
-            delattr(stage, name)

@@ -3,6 +3,7 @@ waits for the head while it has something else to do."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import Tensor
@@ -19,10 +20,10 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from cce_dist.adapters.pipeline_checks import check_scalar
+from cce_dist.adapters.pipeline_checks import require_scalar
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
-from cce_dist.adapters.pipelining import Waiting, without_dry_run
+from cce_dist.adapters.pipelining import Waiting, connect_stages, without_dry_run
 from cce_dist.planner.orders import Kind, Pass, Times, plan_vocab_order, require_no_circle
 
 # torch has no action of a user's own. This one is of DualPipeV's schedules alone, and what it holds
@@ -66,7 +67,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         scale_grads: bool = True,
         **chunking: Any,
     ) -> None:
-        check_scalar(head.options)
+        require_scalar(head.options)
         if stage.group_size != head.size or stage.num_stages != head.size:
             raise ValueError(
                 f"head must be over the stages' group and each rank have one stage, got a head of "
@@ -79,6 +80,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
         self.infers = False
         self._broken = False
+        self._connected: weakref.WeakSet[Any] = weakref.WeakSet()
         self._called = 0
         self._shown: dict[int, Tensor] = {}
         self._unawaited: list[int] = []
@@ -93,6 +95,9 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         self._broken, self._called, self.losses = True, 0, []
         answers = [self] if self.embedding is None else [self, self.embedding]
+        connect_stages(self._stages, self._connected)
+        if self._has_backward:
+            self.head.start_step()
         with without_dry_run(self._stages, answers):
             result = super().step(*args, **kwargs)
         self._await_sums(0)

@@ -119,7 +119,7 @@ def _save(job: Job, run: Run, num_tokens: int, path: Path) -> None:
     num_tokens = min(num_tokens, len(held_out) - 1) // length * length
     ids, targets = held_out[:num_tokens].view(-1, length), held_out[1 : num_tokens + 1]
     device, dtype = job.ranks.device, getattr(torch, job.config.dtype)
-    parts = [forward_body(run.model, part.to(device), job.config) for part in ids.split(8)]
+    parts = [forward_body(run.whole_model, part.to(device), job.config) for part in ids.split(8)]
     stored = {
         "hidden": torch.cat(parts).to(dtype).cpu(),
         "weight": run.model.head_weight.detach().to(dtype).cpu(),

@@ -32,6 +32,7 @@ from .arguments import (
     WorstRatio,
 )
 from .cases import case_of, cases_of, machine_of, reasons_of, refusals, shapes_of
+from .cli_pipeline import pipeline_command
 from .cli_ranks import megatron_command, ranks_command, train_command
 
 app = typer.Typer(
@@ -197,6 +198,7 @@ def first_call_command(
 
 app.command("ranks")(ranks_command)
 app.command("megatron")(megatron_command)
+app.command("pipeline")(pipeline_command)
 app.command("train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     train_command
 )

@@ -26,23 +26,23 @@ def kept_share(function: LossFunction, inputs: BenchInputs, *, exchanges: bool) 
     Args: exchanges: False: as if no rank told the others what it knows of each token's lse.
     """
     variant = variant_of(function, inputs, "forward")
-    with _marks_seen() as seen, _without_exchanges(not exchanges):
+    with marks_seen() as seen, _without_exchanges(not exchanges):
         variant.run(variant.prepare())
     variant.finish()
     if not seen:
         return None
     num_blocks = -(-len(inputs.targets) // TOKEN_BLOCK)
-    return sum(_ones(marks.kept) / (len(marks.kept) * num_blocks) for marks in seen) / len(seen)
+    return sum(bits_set(marks.kept) / (len(marks.kept) * num_blocks) for marks in seen) / len(seen)
 
 
-def _ones(words: torch.Tensor) -> int:
+def bits_set(words: torch.Tensor) -> int:
     """Bits of [V, words] int64."""
     lanes = torch.arange(64, device=words.device)
     return sum(int(((part[..., None] >> lanes) & 1).sum()) for part in words.split(2**15))
 
 
 @contextmanager
-def _marks_seen() -> Iterator[list[Any]]:
+def marks_seen() -> Iterator[list[Any]]:
     module = importlib.import_module("cce_dist.local_triton")
     seen: list[Any] = []
     made = module.marks_of

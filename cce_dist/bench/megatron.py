@@ -39,8 +39,9 @@ from .training import GIB, USABLE
 
 # Options of megatron_patch.
 OURS: dict[str, dict[str, Any]] = {
-    "exact": {"gradient": "exact"},
-    "exact-kept": {"gradient": "exact", "keep_logits": True, "workspace_bytes": 2**27},
+    "exact": {"gradient": "exact", "keep_logits": False},
+    # What "exact" is by default.
+    "exact-kept": {"gradient": "exact"},
     "filtered": {"gradient": "filtered"},
 }
 # Megatron's, ours, and a step without head and loss: what the others add to it is theirs.
@@ -272,14 +273,21 @@ class Meter:
         vars(self.config).update(RECOMPUTE)
         try:
             with using(loss, self.model):
-                peaks = [self._peak(batch) for batch in (self.plan.batch, 2 * self.plan.batch)]
-                each = (peaks[1] - peaks[0]) / self.plan.batch
+                first, second = self.plan.batch, self._second_batch()
+                peaks = [self._peak(batch) for batch in (first, second)]
+                each = (peaks[1] - peaks[0]) / (second - first)
                 room = USABLE * torch.cuda.get_device_properties(self.job.device).total_memory / GIB
-                batch = int(self.plan.batch + (room - peaks[0]) / each)
+                batch = int(first + (room - peaks[0]) / each)
                 return self._try(loss, batch)
         finally:
             vars(self.config).update(before)
             self._fill(self.plan.batch)
+
+    def _second_batch(self) -> int:
+        """Of more than 2^31 logits on a rank: for those torch.compile makes Megatron's fused loss
+        anew, and tries kernels on copies of the logits in the host's memory if the GPU is full."""
+        logits = len(self.inputs.weight) // self.job.size * self.plan.sequence
+        return max(2 * self.plan.batch, 2**31 // logits + 1)
 
     def _peak(self, batch: int) -> float:
         self._fill(batch)

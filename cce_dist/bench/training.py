@@ -56,7 +56,8 @@ def bench_training(
         save: called with all rows so far.
 
     Raises:
-        ValueError: a loss is none, or the dense one lacks what the config asks for.
+        ValueError: a loss is none, the dense one lacks what the config asks for, or that is a
+            pipeline.
     """
     unknown = sorted(set(losses) - set(LOSSES))
     if unknown:
@@ -64,6 +65,8 @@ def bench_training(
     given = config.loss.model_dump(include=set(OBJECTIVE))
     if "dense" in losses and given != LossConfig().model_dump(include=set(OBJECTIVE)):
         raise ValueError(f"loss dense has none of {list(OBJECTIVE)}: leave them out, got {given}")
+    if config.parallel.pp > 1:
+        raise ValueError(f"parallel.pp must be 1 in this benchmark, got {config.parallel.pp}")
     ranks = connect(config.parallel)
     display, stop = Display(False), StopRequest()
     heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
@@ -82,7 +85,7 @@ def bench_training(
         part.mkdir(parents=True, exist_ok=True)
         run = start_run(job, part, "cce")
         if name == "dense":
-            dense_head = _dense_head(config, ranks, run.model.shard)
+            dense_head = _dense_head(config, ranks, run.whole_model.shard)
             run = dataclasses.replace(run, head="dense", head_loss=dense_head)
         meter = Meter(job, run, name, cache.tokens())
         for row in meter.rows(warmup, steps, largest and ranks.device.type == "cuda"):

@@ -12,6 +12,7 @@ IMPORTED = (
     "cce_dist.cli",
     "cce_dist.testing",
     "cce_dist.train.job",
+    "cce_dist.train.pipeline_report",
     "matplotlib.backends.backend_agg",
     "torch._dynamo",
     "torch.distributed.checkpoint._fsspec_filesystem",

@@ -190,3 +190,19 @@ def _children(parent: int) -> list[int]:
             if int(fields[1]) == parent:
                 found.append(int(entry.name))
     return sorted(found)
+
+
+def bench(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`cce-dist bench COMMAND` on two ranks over gloo."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
+    environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.run(
+        [sys.executable, *launch, "-m", "cce_dist", "bench", command, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )

@@ -1,4 +1,4 @@
-"""Checkpoints that do not depend on tp or FSDP, and of which the last is always whole."""
+"""Checkpoints that do not depend on tp, pp or FSDP, and of which the last is always whole."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .collectives import wait_for_all
 from .config import TrainConfig
 from .errors import ConfigError
 from .fsdp import local_part
-from .model import Decoder
+from .pipeline_model import AnyDecoder
 from .ranks import Ranks
 
 # Keys that may differ between a checkpoint and the run that resumes it: they change neither
@@ -29,6 +30,12 @@ FREE_KEYS = (
     "parallel.tp",
     "parallel.sequence_parallel",
     "parallel.fsdp",
+    "parallel.pp",
+    "parallel.schedule",
+    "parallel.vocab_over_pipeline",
+    "parallel.microbatches",
+    "parallel.virtual_stages",
+    "parallel.layers_per_stage",
     "parallel.timeout_s",
     "loss.workspace_mib",
     "loss.backend",
@@ -61,7 +68,7 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
 def save_checkpoint(
     folder: Path,
     step: int,
-    model: Decoder,
+    model: AnyDecoder,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
     *,
@@ -95,7 +102,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks
+    checkpoint: Checkpoint, model: AnyDecoder, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> None:
     """Fill model, optimizer and random state in place; each rank reads its own rows."""
     state = _state(model, optimizer, ranks)
@@ -137,20 +144,20 @@ def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dp: int) -> Non
         )
 
 
-def _state(model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
+def _state(model: AnyDecoder, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
     """Tensors that share their storage with the live ones, so that loading fills those."""
     sharded = model.sharded_parameters()
     weights, moments = {}, {}
     for name, parameter in model.named_parameters():
-        is_sharded = name in sharded
-        vocab_size = model.shard.vocab_size if is_sharded else None
-        weights[name] = _as_saved(parameter.detach(), vocab_size, ranks)
+        mesh = ranks.vocab_mesh if name in model.spread else ranks.mesh
+        rows = model.vocab_size if name in sharded else None
+        weights[name] = _as_saved(parameter.detach(), rows, mesh)
         for key, value in optimizer.state[parameter].items():
-            moments[f"{name}.{key}"] = _as_saved(value, vocab_size, ranks)
+            moments[f"{name}.{key}"] = _as_saved(value, rows, mesh)
     return {"model": weights, "optimizer": moments, "rng": torch.get_rng_state()}
 
 
-def _as_saved(tensor: Tensor, vocab_size: int | None, ranks: Ranks) -> Tensor:
+def _as_saved(tensor: Tensor, vocab_size: int | None, mesh: DeviceMesh) -> Tensor:
     over_dp = isinstance(tensor, DTensor)
     # AdamW counts its steps in a scalar.
     if tensor.dim() == 0 or (vocab_size is None and not over_dp):
@@ -159,7 +166,7 @@ def _as_saved(tensor: Tensor, vocab_size: int | None, ranks: Ranks) -> Tensor:
     shape = torch.Size((num_rows, *tensor.shape[1:]))
     return DTensor.from_local(
         local_part(tensor),
-        ranks.mesh,
+        mesh,
         [Replicate() if vocab_size is None else Shard(0), Shard(0) if over_dp else Replicate()],
         run_check=False,
         shape=shape,

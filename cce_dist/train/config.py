@@ -7,6 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from .pipeline_layout import (
+    Layout,
+    ScheduleName,
+    require_microbatches,
+    split_layers,
+    stages_of_a_rank,
+)
+
 Int = Annotated[int, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -57,7 +65,30 @@ class ParallelConfig(Section):
     tp: Count = 1
     sequence_parallel: Flag = False
     fsdp: Flag = False
+    pp: Count = 1
+    schedule: ScheduleName = "1f1b"
+    vocab_over_pipeline: Flag = False
+    microbatches: Count | None = None
+    virtual_stages: Count | None = None
+    layers_per_stage: tuple[Annotated[Int, Field(ge=0)], ...] | None = None
     timeout_s: Annotated[Float, Field(ge=2)] = 60.0
+
+    @model_validator(mode="after")
+    def _check_pipeline(self) -> ParallelConfig:
+        if self.pp == 1:
+            return self
+        if self.fsdp:
+            raise ValueError(
+                f"parallel.fsdp is not supported with a pipeline, got fsdp=true and pp={self.pp}: "
+                "use one of them"
+            )
+        if self.schedule == "vocab_1f1b" and not self.vocab_over_pipeline:
+            raise ValueError(
+                "parallel.schedule=vocab_1f1b is made for a vocabulary over the pipeline, got "
+                "parallel.vocab_over_pipeline=false: set it to true, or use schedule=1f1b"
+            )
+        stages_of_a_rank(self.schedule, self.virtual_stages)
+        return self
 
 
 class FilterConfig(Section):
@@ -141,6 +172,56 @@ class TrainConfig(Section):
                 f"each of the tp ranks takes whole sequences, got batch={self.batch} and tp={tp}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_pipeline(self) -> TrainConfig:
+        parallel = self.parallel
+        if parallel.pp == 1:
+            return self
+        unit = parallel.tp if parallel.sequence_parallel else 1
+        if self.batch % (self.microbatches * unit):
+            raise ValueError(
+                "batch must be a multiple of parallel.microbatches"
+                + (" x parallel.tp with parallel.sequence_parallel" if unit > 1 else "")
+                + f", got batch={self.batch} and microbatches={self.microbatches}"
+                + (f" and tp={unit}" if unit > 1 else "")
+            )
+        require_microbatches(parallel.schedule, parallel.pp, self.microbatches)
+        layout = self.layout()
+        if parallel.vocab_over_pipeline and self.loss.gradient == "in_forward":
+            raise ValueError(
+                "loss.gradient=in_forward is not supported with parallel.vocab_over_pipeline=true: "
+                "use loss.gradient=filtered or exact"
+            )
+        if self.model.tied and layout.over_pipeline and layout.schedule != "vocab_1f1b":
+            raise ValueError(
+                "model.tied with parallel.vocab_over_pipeline=true is supported by parallel."
+                f"schedule=vocab_1f1b alone, got schedule={layout.schedule}: use that one, or "
+                "vocab_over_pipeline=false"
+            )
+        return self
+
+    @property
+    def microbatches(self) -> int:
+        """Of a pipeline; by default as many as the batch has sequences for."""
+        parallel = self.parallel
+        if parallel.microbatches is not None:
+            return parallel.microbatches
+        return max(1, self.batch // (parallel.tp if parallel.sequence_parallel else 1))
+
+    def layout(self, head: str = "cce") -> Layout:
+        """Of the pipeline; of the dense head, which cannot be spread over it, on the last stage.
+
+        Raises:
+            ValueError: model.layers or parallel.layers_per_stage are of other stages.
+        """
+        parallel, schedule = self.parallel, self.parallel.schedule
+        over_pipeline = parallel.vocab_over_pipeline and head == "cce"
+        if schedule == "vocab_1f1b" and not over_pipeline:
+            schedule = "1f1b" if self.microbatches >= parallel.pp else "gpipe"
+        stages = parallel.pp * stages_of_a_rank(schedule, parallel.virtual_stages)
+        layers = split_layers(self.model.layers, stages, parallel.layers_per_stage)
+        return Layout(schedule, parallel.pp, self.microbatches, layers, over_pipeline)
 
     @property
     def run_dir(self) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -45,9 +45,13 @@ class HeadLayout:
         return [(shard.start, shard.stop) for shard in shards]
 
 
-def make_head_loss(config: TrainConfig, ranks: Ranks, kind: str) -> HeadLoss:
+def head_layout(config: TrainConfig, ranks: Ranks) -> HeadLayout:
+    """Without a pipeline, or on its last stage."""
+    return HeadLayout(ranks.tp_group, config.data.vocab_size, config.parallel.sequence_parallel)
+
+
+def make_head_loss(config: TrainConfig, layout: HeadLayout, kind: str) -> HeadLoss:
     """`kind` is "cce" or "dense"; both compute the same objective."""
-    layout = HeadLayout(ranks.tp_group, config.data.vocab_size, config.parallel.sequence_parallel)
     dtype = getattr(torch, config.dtype)
     compute = _dense_loss if kind == "dense" else _cce_loss
 
@@ -89,17 +93,24 @@ def _cce_loss(
         group=layout.group,
         vocab_shard=layout.shard,
         sequence_parallel=layout.sequence_parallel,
-        softcap=config.softcap,
-        logit_scale=config.logit_scale,
-        label_smoothing=config.label_smoothing,
-        z_loss=config.z_loss,
-        gradient=config.gradient,
-        filter=Filter(keep=config.filter.keep, tail=config.filter.tail, eps=config.filter.eps),
         stats=stats,
-        backend=config.backend,
-        workspace_bytes=int(config.workspace_mib * 2**20),
+        **loss_options(config),
     )
     return LossOutput(loss=out) if isinstance(out, Tensor) else out
+
+
+def loss_options(config: LossConfig) -> dict[str, Any]:
+    """What the configuration says of the loss, as options of `linear_cross_entropy`."""
+    return {
+        "softcap": config.softcap,
+        "logit_scale": config.logit_scale,
+        "label_smoothing": config.label_smoothing,
+        "z_loss": config.z_loss,
+        "gradient": config.gradient,
+        "filter": Filter(keep=config.filter.keep, tail=config.filter.tail, eps=config.filter.eps),
+        "backend": config.backend,
+        "workspace_bytes": int(config.workspace_mib * 2**20),
+    }
 
 
 def _dense_loss(
@@ -144,14 +155,13 @@ def _objective(logits: Tensor, targets: Tensor, config: LossConfig) -> Tensor:
 
 @torch.no_grad()
 def golden_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, config: TrainConfig, ranks: Ranks
+    hidden: Tensor, weight: Tensor, targets: Tensor, config: TrainConfig, layout: HeadLayout
 ) -> float:
     """The same objective from dense float64 logits, a few tokens at a time.
 
     hidden and weight are rounded to the training dtype first, since that is what the loss saw.
     Collectives: one all-gather of the weight, with sequence parallelism one of hidden.
     """
-    layout = HeadLayout(ranks.tp_group, config.data.vocab_size, config.parallel.sequence_parallel)
     dtype = getattr(torch, config.dtype)
     whole = GatherRows.apply(weight.to(dtype), layout.group, layout.bounds, False).double()
     if layout.sequence_parallel:

@@ -25,7 +25,7 @@ from .loop import Job, Run, resume_run, start_run, train
 from .model import count_parameters
 from .progress import Display
 from .ranks import Ranks, connect, rank_from_environment
-from .report import evaluate, write_report
+from .report import Evaluation, describe_ranks, evaluate, write_report
 from .stop import StopRequest, end_at_once
 from .tokens import TokenCache, open_tokens, prepare_tokens
 
@@ -115,10 +115,12 @@ def _train_and_report(
     run = _trained(job, config.run_dir, "cce", resume)
     if run is None:
         return
-    evaluation = evaluate(job, run)
+    evaluation = _evaluate(job, run)
     dense = None
     if compare_dense:
         # The peak of the second run must not count what the first one holds.
+        if run.pipeline is not None:
+            run.pipeline.close()
         del run
         gc.collect()
         dense = config.run_dir / "dense"
@@ -129,6 +131,14 @@ def _train_and_report(
         report = write_report(job, config.run_dir, evaluation, dense)
         display.show_report(report)
         display.say(f"written: {config.run_dir}/report.md, loss.png, metrics.jsonl, checkpoints/")
+
+
+def _evaluate(job: Job, run: Run) -> Evaluation:
+    if run.pipeline is None:
+        return evaluate(job, run)
+    from .pipeline_report import evaluate_pipeline
+
+    return evaluate_pipeline(job, run)
 
 
 def _trained(job: Job, folder: Path, head: str, resume: bool) -> Run | None:
@@ -142,14 +152,16 @@ def _trained(job: Job, folder: Path, head: str, resume: bool) -> Run | None:
 
 def _announce(job: Job, run: Run) -> None:
     config, ranks = job.config, job.ranks
-    size = count_parameters(run.model, config.data.vocab_size)
+    size = count_parameters(config)
     tokens = ranks.dp * config.batch * config.data.sequence_length
-    job.display.say(
+    text = (
         f"{run.folder}: head {run.head}, {size.total / 1e6:.2f} M parameters "
         f"({size.vocabulary / 1e6:.2f} M in the vocabulary), {ranks.world_size} ranks on "
-        f"{ranks.device.type}, dp {ranks.dp}{' (fsdp)' if config.parallel.fsdp else ''} x tp "
-        f"{ranks.tp}, {tokens} tokens a step"
+        f"{ranks.device.type}, {describe_ranks(job)}, {tokens} tokens a step"
     )
+    if run.pipeline is not None:
+        text += f"; pipeline: {run.pipeline.layout.describe()}"
+    job.display.say(text)
 
 
 def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: bool) -> TokenCache:

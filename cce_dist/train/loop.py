@@ -3,7 +3,7 @@
     ids -> Decoder (embedding sharded, body replicated or FSDP) -> hidden -> head loss (sharded)
         -> backward -> sync_gradients -> agree (norm, loss, stop) -> clip -> AdamW
 
-Read this first.
+With a pipeline all up to the backward is `Pipeline.step`, in pipeline.py. Read this first.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,14 +30,25 @@ from .checkpoint import (
 from .config import TrainConfig
 from .errors import JobError
 from .fsdp import place
-from .head import HeadLoss, Stat, make_head_loss
+from .head import HeadLoss, Stat, head_layout, make_head_loss
 from .heartbeat import Heartbeat
 from .metrics import append_metrics, peak_memory_bytes, reset_peak_memory, truncate_metrics
 from .model import Decoder, initialize
-from .optimizer import agree, clip_gradients, learning_rate, make_optimizer, sync_gradients
+from .optimizer import (
+    StepTotals,
+    agree,
+    clip_gradients,
+    learning_rate,
+    make_optimizer,
+    sync_gradients,
+)
+from .pipeline_model import AnyDecoder, StagedDecoder
 from .progress import Display
 from .ranks import Ranks
 from .stop import StopRequest
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -54,13 +66,23 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """One model in training. `head` is "cce", or "dense" for the comparison."""
+    """One model in training. `head` is "cce", or "dense" for the comparison.
+
+    With a pipeline `pipeline` runs the model, and `head_loss` is that of its last stage.
+    """
 
     folder: Path
     head: str
-    model: Decoder
+    model: AnyDecoder
     optimizer: torch.optim.Optimizer
     head_loss: HeadLoss
+    pipeline: Pipeline | None = None
+
+    @property
+    def whole_model(self) -> Decoder:
+        """Without a pipeline."""
+        assert isinstance(self.model, Decoder)
+        return self.model
 
     @property
     def checkpoints(self) -> Path:
@@ -68,13 +90,24 @@ class Run:
 
 
 def start_run(job: Job, folder: Path, head: str) -> Run:
-    config, device = job.config, job.ranks.device
-    model = Decoder(config, job.ranks)
-    initialize(model, config.run.seed)
-    place(model, config, job.ranks)
+    config, ranks = job.config, job.ranks
+    pipeline = None
+    if ranks.pp > 1:
+        # torch.distributed.pipelining imports torch's compiler.
+        from .pipeline import Pipeline
+
+        model = StagedDecoder(config, ranks, config.layout(head))
+        model.initialize(config.run.seed)
+        model.to(ranks.device)
+        pipeline = Pipeline(config, ranks, model, head)
+    else:
+        model = Decoder(config, ranks)
+        initialize(model, config.run.seed)
+        place(model, config, ranks)
     torch.manual_seed(config.run.seed)
-    optimizer = make_optimizer(model, config.optimizer, device)
-    return Run(folder, head, model, optimizer, make_head_loss(config, job.ranks, head))
+    optimizer = make_optimizer(model, config.optimizer, ranks.device)
+    head_loss = make_head_loss(config, head_layout(config, ranks), head)
+    return Run(folder, head, model, optimizer, head_loss, pipeline)
 
 
 def resume_run(job: Job, run: Run) -> int:
@@ -117,21 +150,21 @@ def train_step(job: Job, run: Run, step: int) -> bool:
     job.heartbeat.step, job.heartbeat.phase = step, "training"
     began = time.perf_counter()
     is_log_step = step % config.log_every == 0 or step in (1, config.steps)
-    filters = run.head == "cce" and config.loss.gradient == "filtered"
-    stats: tuple[Stat, ...] = ("tail_mass",) if is_log_step and filters else ()
     ids, targets = job.batches.step(step, ranks.dp_rank, ranks.dp)
-    ids, targets = ids.to(ranks.device), targets.to(ranks.device).flatten()
-    out = forward_loss(run, ids, targets, config, stats)
-    out.loss.backward()
+    ids, targets = ids.to(ranks.device), targets.to(ranks.device)
+    tail_mass = None
+    if run.pipeline is not None:
+        loss = run.pipeline.step(ids, targets) / (ranks.dp * ranks.tp)
+    else:
+        filters = run.head == "cce" and config.loss.gradient == "filtered"
+        stats: tuple[Stat, ...] = ("tail_mass",) if is_log_step and filters else ()
+        out = forward_loss(run, ids, targets.flatten(), config, stats)
+        out.loss.backward()
+        loss, tail_mass = out.loss / ranks.world_size, out.tail_mass
     sync_gradients(run.model, ranks, sequence_parallel=config.parallel.sequence_parallel)
     peak_memory = peak_memory_bytes(ranks.device)
-    totals = agree(run.model, ranks, out.loss, bool(job.stop), peak_memory)
-    if not math.isfinite(totals.loss) or not math.isfinite(totals.grad_norm):
-        raise JobError(
-            f"step {step} gave loss={totals.loss} and gradient norm={totals.grad_norm}: lower "
-            f"optimizer.lr (now {config.optimizer.lr}) or lengthen optimizer.warmup; "
-            "--resume goes back to the last checkpoint"
-        )
+    totals = agree(run.model, ranks, loss, bool(job.stop), peak_memory)
+    _require_finite(totals, step, config)
     clip_gradients(run.model, totals.grad_norm, config.optimizer.clip)
     lr = learning_rate(step, config)
     for group in run.optimizer.param_groups:
@@ -144,22 +177,35 @@ def train_step(job: Job, run: Run, step: int) -> bool:
             "step": step,
             "loss": totals.loss,
             "tokens_per_s": ranks.dp * targets.numel() / seconds,
-            "peak_memory": totals.peak_memory,
+            "peak_memory": max(totals.peaks),
             "lr": lr,
             "grad_norm": totals.grad_norm,
         }
-        if out.tail_mass is not None:
-            record["tail_mass"] = float(out.tail_mass.mean())
+        if run.pipeline is not None:
+            record["peak_memory_of_pp"] = ranks.largest_of_pp(totals.peaks)
+        if tail_mass is not None:
+            record["tail_mass"] = float(tail_mass.mean())
         append_metrics(run.folder, record)
         job.display.step(record, config.steps, is_log_step)
     return totals.stop
+
+
+def _require_finite(totals: StepTotals, step: int, config: TrainConfig) -> None:
+    if not math.isfinite(totals.loss) or not math.isfinite(totals.grad_norm):
+        raise JobError(
+            f"step {step} gave loss={totals.loss} and gradient norm={totals.grad_norm}: lower "
+            f"optimizer.lr (now {config.optimizer.lr}) or lengthen optimizer.warmup; "
+            "--resume goes back to the last checkpoint"
+        )
 
 
 def forward_loss(
     run: Run, ids: Tensor, targets: Tensor, config: TrainConfig, stats: Sequence[Stat]
 ) -> LossOutput:
     with _autocast(ids.device, config):
-        return run.model(ids, lambda hidden, weight: run.head_loss(hidden, weight, targets, stats))
+        return run.whole_model(
+            ids, lambda hidden, weight: run.head_loss(hidden, weight, targets, stats)
+        )
 
 
 def forward_body(model: Decoder, ids: Tensor, config: TrainConfig) -> Tensor:

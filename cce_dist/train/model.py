@@ -6,11 +6,12 @@ The body is the same on every rank; embedding and head hold this rank's rows of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -58,9 +59,15 @@ class Decoder(nn.Module):
     hidden is its contiguous slice of the batch's tokens; without it, on all of them.
     """
 
+    # Of a pipeline, see StagedDecoder: on how many ranks the same rows of the vocabulary are, and
+    # which parameters are over all of its ranks.
+    num_vocabulary_copies = 1
+    spread: frozenset[str] = frozenset()
+
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
         super().__init__()
         dim = config.model.dim
+        self.vocab_size = config.data.vocab_size
         self.shard = VocabShard.chunked(config.data.vocab_size, ranks.tp_rank, ranks.tp)
         self.tp_group = ranks.tp_group
         self.sequence_parallel = config.parallel.sequence_parallel
@@ -93,13 +100,7 @@ class Decoder(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] int64 -> [N, dim], or [N / tp, dim] with sequence parallelism."""
-        local_ids = self.shard.local_targets(ids)
-        mine = (local_ids >= 0).nonzero().squeeze(1)
-        rows = F.embedding(local_ids[mine], self.embedding)
-        partial = rows.new_zeros(ids.shape[0], rows.shape[1]).index_copy(0, mine, rows)
-        if self.sequence_parallel:
-            return SumPartialsToSlices.apply(partial, self.tp_group)
-        return SumPartials.apply(partial, self.tp_group)
+        return embed(ids, self.embedding, self.shard, self.tp_group, self.sequence_parallel)
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -113,6 +114,26 @@ class Decoder(nn.Module):
     def body_parameters(self) -> dict[str, nn.Parameter]:
         sharded = self.sharded_parameters()
         return {name: p for name, p in self.named_parameters() if name not in sharded}
+
+
+def embed(
+    ids: Tensor,  # [N] int64
+    weight: Tensor,  # [V_local, dim]
+    shard: VocabShard,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+) -> Tensor:
+    """[N, dim], or [N / ranks, dim] with sequence parallelism.
+
+    Collectives: one all-reduce, or one reduce-scatter; see collectives.py for the backward.
+    """
+    local_ids = shard.local_targets(ids)
+    mine = (local_ids >= 0).nonzero().squeeze(1)
+    rows = F.embedding(local_ids[mine], weight)
+    partial = rows.new_zeros(ids.shape[0], rows.shape[1]).index_copy(0, mine, rows)
+    if sequence_parallel:
+        return SumPartialsToSlices.apply(partial, group)
+    return SumPartials.apply(partial, group)
 
 
 def rotary_table(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -132,30 +153,43 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 @torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
     """Draw the initial weights on the CPU: the same for every tp, dp and device."""
+    draw_blocks([block for block in model.blocks if isinstance(block, Block)], seed)
+    for name, parameter in model.sharded_parameters().items():
+        draw_rows(parameter, model.shard, name, seed, tied=model.tied)
+
+
+@torch.no_grad()
+def draw_blocks(blocks: Sequence[Block], seed: int) -> None:
+    """All of a decoder's, in order, from one generator; one may stand for all that are elsewhere.
+
+    Norms stay as they are.
+    """
     generator = torch.Generator().manual_seed(seed)
     # Keeps the residual stream's variance independent of depth (GPT-2).
-    output_std = INIT_STD / math.sqrt(2 * len(model.blocks))
-    for name, parameter in model.body_parameters().items():
-        if parameter.dim() < 2:
-            continue
-        is_output = name.endswith(("attention_out.weight", "down.weight"))
-        parameter.normal_(std=output_std if is_output else INIT_STD, generator=generator)
-    for index, (name, parameter) in enumerate(model.sharded_parameters().items()):
-        is_input_only = name == "embedding" and not model.tied
-        std = 1 / math.sqrt(parameter.shape[1]) if is_input_only else INIT_STD
-        _draw_rows(parameter, model.shard, (seed, index), std)
+    output_std = INIT_STD / math.sqrt(2 * len(blocks))
+    for block in blocks:
+        for name, parameter in block.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            is_output = name.endswith(("attention_out.weight", "down.weight"))
+            parameter.normal_(std=output_std if is_output else INIT_STD, generator=generator)
 
 
-def _draw_rows(
-    parameter: nn.Parameter, shard: VocabShard, seeds: tuple[int, ...], std: float
+@torch.no_grad()
+def draw_rows(
+    parameter: nn.Parameter, shard: VocabShard, name: str, seed: int, *, tied: bool
 ) -> None:
+    """A shard of the "embedding" or the "head", block by block."""
     if shard.num_rows == 0:
         return
+    is_input_only = name == "embedding" and not tied
+    std = 1 / math.sqrt(parameter.shape[1]) if is_input_only else INIT_STD
+    index = ("embedding", "head").index(name)
     last = (shard.stop - 1) // INIT_BLOCK_ROWS
     for block in range(shard.start // INIT_BLOCK_ROWS, last + 1):
         # The CPU generator looks at 32 bits of its seed only: mix them.
-        (seed,) = np.random.SeedSequence((*seeds, block)).generate_state(1).tolist()
-        generator = torch.Generator().manual_seed(seed)
+        (mixed,) = np.random.SeedSequence((seed, index, block)).generate_state(1).tolist()
+        generator = torch.Generator().manual_seed(mixed)
         rows = torch.empty(INIT_BLOCK_ROWS, parameter.shape[1])
         rows.normal_(std=std, generator=generator)
         first = block * INIT_BLOCK_ROWS
@@ -169,9 +203,10 @@ class ModelSize:
     vocabulary: int
 
 
-def count_parameters(model: Decoder, vocab_size: int) -> ModelSize:
-    """Over the whole vocabulary, each parameter once."""
-    body = sum(p.numel() for p in model.body_parameters().values())
-    sharded = model.sharded_parameters()
-    vocabulary = len(sharded) * vocab_size * model.embedding.shape[1]
-    return ModelSize(body + vocabulary, vocabulary)
+def count_parameters(config: TrainConfig) -> ModelSize:
+    """Over the whole vocabulary and all layers, each parameter once."""
+    dim = config.model.dim
+    with torch.device("meta"):
+        block = sum(p.numel() for p in Block(dim, config.model.heads).parameters())
+    vocabulary = (1 if config.model.tied else 2) * config.data.vocab_size * dim
+    return ModelSize(config.model.layers * block + dim + vocabulary, vocabulary)

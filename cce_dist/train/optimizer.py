@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import sum_gradients, sum_over_world
 from .config import OptimizerConfig, TrainConfig
 from .fsdp import is_fully_sharded, local_part
-from .model import Decoder
+from .pipeline_model import AnyDecoder
 from .ranks import Ranks
 
 # Numbers whose fp64 copy exists at a time: the whole head's would be larger than the head.
@@ -21,7 +20,7 @@ NORM_CHUNK = 2**24
 
 
 def make_optimizer(
-    model: Decoder, config: OptimizerConfig, device: torch.device
+    model: AnyDecoder, config: OptimizerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
     """Matrices decay, norms do not."""
     parameters = list(model.parameters())
@@ -54,7 +53,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return optimizer.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def sync_gradients(model: Decoder, ranks: Ranks, *, sequence_parallel: bool) -> None:
+def sync_gradients(model: AnyDecoder, ranks: Ranks, *, sequence_parallel: bool) -> None:
     """Make every gradient that of the mean loss over the global batch.
 
     Each tp rank's loss is the mean over its dp rank's tokens, so dp ranks average. The shards
@@ -69,8 +68,7 @@ def sync_gradients(model: Decoder, ranks: Ranks, *, sequence_parallel: bool) -> 
         return
     average = 1.0 / ranks.dp
     sum_gradients(_local_grads(model.sharded_parameters().values()), ranks.dp_group, average)
-    body_group = dist.group.WORLD if sequence_parallel else ranks.dp_group
-    assert body_group is not None
+    body_group = ranks.stage_group if sequence_parallel else ranks.dp_group
     sum_gradients(body, body_group, average)
 
 
@@ -81,32 +79,35 @@ class StepTotals:
     loss: float
     grad_norm: float
     stop: bool
-    peak_memory: int  # bytes, of the rank with the most
+    peaks: list[int]  # bytes of memory, of each rank
 
 
-def agree(model: Decoder, ranks: Ranks, loss: Tensor, stop: bool, peak_memory: int) -> StepTotals:
+def agree(
+    model: AnyDecoder, ranks: Ranks, loss: Tensor, stop: bool, peak_memory: int
+) -> StepTotals:
     """Loss, gradient norm, the wish to stop and memory, in the step's one small all-reduce.
 
-    Every number of the gradient counts once in its norm. Rows of the vocabulary are summed over
-    tp, and each of dp copies adds 1/dp; FSDP leaves no copies over dp, but tp of the body.
-    Without it the body's gradients are the same on every rank and need no sum.
+    Every number of the gradient counts once in its norm: the body's are on all tp ranks, all of
+    them on all dp ranks but for FSDP, and a tied weight may be on two ranks of a pipeline.
+
+    Args:
+        loss: this rank's part; the sum over all ranks is the mean over the global batch.
     """
-    vocabulary = _squared_norm(model.sharded_parameters().values())
-    body = _squared_norm(model.body_parameters().values())
-    is_split = is_fully_sharded(model)
-    part = vocabulary + body / ranks.tp if is_split else vocabulary / ranks.dp
+    vocabulary = _squared_norm(model.sharded_parameters().values()) / model.num_vocabulary_copies
+    body = _squared_norm(model.body_parameters().values()) / ranks.tp
+    part = (vocabulary + body) / (1 if is_fully_sharded(model) else ranks.dp)
     # A maximum within a sum: each rank adds to a place of its own.
     peaks = torch.zeros(ranks.world_size, dtype=torch.float64)
     peaks[ranks.rank] = peak_memory
     total_loss, squared_norm, num_stops, *all_peaks = sum_over_world(
-        [loss.detach() / ranks.world_size, part, float(stop), peaks], ranks.device
+        [loss.detach(), part, float(stop), peaks], ranks.device
     )
-    if not is_split:
-        squared_norm += float(body)
-    return StepTotals(total_loss, math.sqrt(squared_norm), num_stops > 0, int(max(all_peaks)))
+    return StepTotals(
+        total_loss, math.sqrt(squared_norm), num_stops > 0, [int(peak) for peak in all_peaks]
+    )
 
 
-def clip_gradients(model: Decoder, grad_norm: float, limit: float | None) -> None:
+def clip_gradients(model: AnyDecoder, grad_norm: float, limit: float | None) -> None:
     if limit is None or grad_norm <= limit:
         return
     for grad in _local_grads(model.parameters()):
@@ -123,4 +124,5 @@ def _squared_norm(parameters: Iterable[torch.nn.Parameter]) -> Tensor:
         for grad in _local_grads(parameters)
         for chunk in grad.flatten().split(NORM_CHUNK)
     ]
-    return torch.stack(squares).sum()
+    # A rank of a pipeline may have no rows of the vocabulary, or no layer.
+    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)

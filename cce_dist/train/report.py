@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from cce_dist.allocations import track_allocations
 
+from .config import TrainConfig
 from .fsdp import whole_head
-from .head import HeadLoss, golden_loss, make_head_loss
+from .head import HeadLoss, golden_loss, head_layout, make_head_loss
 from .loop import Job, Run, forward_body
 from .metrics import read_metrics
 from .progress import format_bytes
@@ -43,28 +45,28 @@ class Evaluation:
     dense_memory: Memory | None
     num_tokens: int
     tokens_here: int
-    shard_rows: int
 
 
 def evaluate(job: Job, run: Run) -> Evaluation:
     """The held-out batch through this run's head and through dense float64 logits.
 
-    Every rank must call it.
+    Every rank must call it; of a run without a pipeline.
     """
     job.heartbeat.phase = "evaluating"
     config, ranks = job.config, job.ranks
     ids, targets = job.batches.held_out_batch()
     ids, targets = ids.to(ranks.device), targets.to(ranks.device).flatten()
     with torch.no_grad():
-        hidden = forward_body(run.model, ids, config)
+        hidden = forward_body(run.whole_model, ids, config)
     dense_bytes = hidden.shape[0] * config.data.vocab_size * 4
     dense_memory = None
-    with whole_head(run.model) as weight:
-        loss, memory = _measure(run.head_loss, hidden, weight, targets)
+    layout = head_layout(config, ranks)
+    with whole_head(run.whole_model) as weight:
+        loss, memory = measure_head(run.head_loss, hidden, weight, targets)
         if run.head == "cce" and dense_bytes <= MEASURE_DENSE_BYTES:
-            dense_head = make_head_loss(config, ranks, "dense")
-            dense_memory = _measure(dense_head, hidden, weight, targets)[1]
-        dense_loss = golden_loss(hidden, weight.detach(), targets, config, ranks)
+            dense_head = make_head_loss(config, layout, "dense")
+            dense_memory = measure_head(dense_head, hidden, weight, targets)[1]
+        dense_loss = golden_loss(hidden, weight.detach(), targets, config, layout)
     return Evaluation(
         loss=loss,
         dense_loss=dense_loss,
@@ -72,26 +74,34 @@ def evaluate(job: Job, run: Run) -> Evaluation:
         dense_memory=dense_memory,
         num_tokens=targets.numel(),
         tokens_here=hidden.shape[0],
-        shard_rows=run.model.shard.num_rows,
     )
 
 
-def _measure(
+def measure_head(
     head_loss: HeadLoss, hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> tuple[float, Memory]:
     hidden = hidden.detach().requires_grad_()
     weight = weight.detach().requires_grad_()
-    if hidden.device.type == "cuda":
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats(hidden.device)
-        before = torch.cuda.memory_allocated(hidden.device)
+
+    def forward_and_backward() -> Tensor:
         loss = head_loss(hidden, weight, targets, ()).loss
         loss.backward()
-        peak = torch.cuda.max_memory_allocated(hidden.device) - before
+        return loss
+
+    return measure(forward_and_backward, hidden.device)
+
+
+def measure(run: Callable[[], Tensor], device: torch.device) -> tuple[float, Memory]:
+    """The loss that `run` returns, and what it takes."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        loss = run()
+        peak = torch.cuda.max_memory_allocated(device) - before
         return loss.item(), Memory(peak, None)
     with track_allocations() as allocations:
-        loss = head_loss(hidden, weight, targets, ()).loss
-        loss.backward()
+        loss = run()
     return loss.item(), Memory(allocations.peak_bytes, allocations.largest_numel)
 
 
@@ -118,9 +128,9 @@ def write_report(job: Job, folder: Path, evaluation: Evaluation, dense: Path | N
 def _rows(job: Job, records: list[dict[str, Any]], evaluation: Evaluation) -> list[tuple[str, str]]:
     config, ranks = job.config, job.ranks
     first, last = records[0]["loss"], records[-1]["loss"]
-    layout = f"dp {ranks.dp}, tp {ranks.tp}{', fsdp' if config.parallel.fsdp else ''}"
     rows = [
-        ("ranks", f"{ranks.world_size} x {ranks.device.type}, {layout}"),
+        ("ranks", f"{ranks.world_size} x {ranks.device.type}, {describe_ranks(job)}"),
+        *([("pipeline", config.layout().describe())] if ranks.pp > 1 else []),
         ("first loss", f"{first:.4f} nats"),
         (f"final loss (step {len(records)})", f"{last:.4f} nats, {first - last:.2f} lower"),
         ("held-out loss", f"{evaluation.loss:.6f} nats over {evaluation.num_tokens} tokens"),
@@ -143,7 +153,7 @@ def _describe_memory(memory: Memory) -> str:
     return text
 
 
-def _describe_dense_memory(evaluation: Evaluation, config: Any) -> str:
+def _describe_dense_memory(evaluation: Evaluation, config: TrainConfig) -> str:
     vocab_size = config.data.vocab_size
     shape = f"[{evaluation.tokens_here}, {vocab_size}]"
     if evaluation.dense_memory is not None:
@@ -170,10 +180,21 @@ def _speed_and_memory(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     # The median, since the first steps also pay for warming up.
     rates = sorted(record["tokens_per_s"] for record in records)
     peak = max(record["peak_memory"] for record in records)
-    return [
+    rows = [
         ("tokens/s, median step", f"{rates[len(rates) // 2]:,.0f}"),
         ("peak memory of training", f"{format_bytes(peak)} on the rank with the most"),
     ]
+    places = [record["peak_memory_of_pp"] for record in records if "peak_memory_of_pp" in record]
+    if places:
+        largest = [format_bytes(max(values)) for values in zip(*places, strict=True)]
+        rows.append(("peak memory by pipeline rank", ", ".join(largest)))
+    return rows
+
+
+def describe_ranks(job: Job) -> str:
+    ranks = job.ranks
+    pipeline = f", pp {ranks.pp}" if ranks.pp > 1 else ""
+    return f"dp {ranks.dp}{' (fsdp)' if job.config.parallel.fsdp else ''}{pipeline}, tp {ranks.tp}"
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:

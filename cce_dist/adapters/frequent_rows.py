@@ -1,0 +1,80 @@
+"""Rows of frequent tokens that all ranks of a vocabulary know: how much of a token's mass is
+elsewhere, for ranks that are at different microbatches and cannot ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from cce_dist.collectives import start_all_gather
+from cce_dist.partials import Head
+from cce_dist.vocab_shard import VocabShard
+
+# Of each rank. Over 4 ranks of 64,000 rows the others' 1,536 are 2.4 % of the forward.
+ROWS = 512
+
+
+class FrequentRows:
+    """Each rank's rows of the tokens that were targets most often, on all of them.
+
+    A rank whose own columns hold little of a token's mass would else take them for all there is,
+    and its filter keep them: docs/performance.md#ranks.
+
+    Args:
+        weight: [V_local, D] this rank's rows; bias: [V_local].
+        shard: which they are.
+        group: the ranks that share the vocabulary.
+    Collectives: one all-gather of a number; the caller's are `exchange`'s.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, shard: VocabShard, group: ProcessGroup
+    ) -> None:
+        self.weight, self.bias, self.group = weight, bias, group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        classes = torch.tensor([shard.num_classes], device=weight.device)
+        self.num_rows = min(ROWS, int(start_all_gather(classes, group, later=False)().min()))
+        # Of targets, of each row; the last one's are elsewhere.
+        self._counts = torch.zeros(shard.num_classes + 1, dtype=torch.int64, device=weight.device)
+        # What waits for [W, num_rows, D] of weight, and for [W, num_rows] of bias.
+        self._weights: Callable[[], Tensor] | None = None
+        self._biases: Callable[[], Tensor] | None = None
+
+    def count(self, local_targets: Tensor) -> None:
+        """Args: local_targets: [N] of a microbatch, -1 = not in this shard."""
+        targets = local_targets.to(torch.int64)
+        elsewhere = len(self._counts) - 1
+        targets = targets.masked_fill(targets < 0, elsewhere)
+        self._counts.scatter_add_(0, targets, torch.ones_like(targets))
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Begins to send this rank's rows to all. Collectives: one all-gather of [num_rows, D] in
+        weight's dtype, another of [num_rows] with a bias."""
+        if not self.num_rows:
+            return
+        counts, number = self._counts[:-1], len(self._counts) - 1
+        # Of rows counted alike the first: ids are often in the order of frequency.
+        ranked = counts * number + torch.arange(number - 1, -1, -1, device=counts.device)
+        chosen = ranked.topk(self.num_rows).indices
+        self._weights = start_all_gather(self.weight.detach()[chosen], self.group, later=True)
+        if self.bias is not None:
+            self._biases = start_all_gather(self.bias.detach()[chosen], self.group, later=True)
+
+    def elsewhere(self, head: Head) -> Head | None:
+        """The other ranks' rows as a head; None: they are not known."""
+        if self._weights is None:
+            return None
+        weight, bias = self._of_others(self._weights()), None
+        if self._biases is not None:
+            bias = self._of_others(self._biases())
+        return replace(head, weight=weight, bias=bias, class_weight=None)
+
+    def _of_others(self, rows: Tensor) -> Tensor:
+        others = torch.cat([rows[: self.rank], rows[self.rank + 1 :]])
+        return others.flatten(0, 1)

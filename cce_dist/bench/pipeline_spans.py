@@ -1,0 +1,114 @@
+"""When a rank's passes begin and end, on the device's own time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from cce_dist import sharded
+from cce_dist.adapters.pipeline_embedding import TiedEmbedding
+from cce_dist.adapters.pipelining import _Server
+from cce_dist.adapters.planned import ScheduleVocab1F1B
+
+# Forward and backward of a stage; loss on the last stage; log-sum-exp and gradients of a rank's
+# part of the vocabulary.
+STAGE_KINDS = ("F", "B")
+KINDS = (*STAGE_KINDS, "loss", "S", "T")
+
+
+class Span(NamedTuple):
+    kind: str
+    begin: float  # seconds after all ranks began the step
+    end: float
+
+
+class Recorder:
+    """Passes of one step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._marks: list[list[Any]] = []
+        self._zero = self._mark()
+        self._open: list[Any] | None = None  # the stage's pass that is under way
+
+    def begin_step(self) -> None:
+        self._marks.clear()
+        self._zero = self._mark()
+
+    @contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        mark = [kind, self._mark(), None]
+        if kind in STAGE_KINDS:
+            self._open = mark
+        yield
+        mark[2] = self._mark()
+        if kind in STAGE_KINDS:
+            self._open = None
+        self._marks.append(mark)
+
+    def restart(self) -> None:
+        """The stage's pass has waited for other ranks so far."""
+        if self._open is not None:
+            self._open[1] = self._mark()
+
+    def spans(self) -> list[Span]:
+        """After the device has been waited for."""
+        return [
+            Span(kind, self._seconds(begin), self._seconds(end))
+            for kind, begin, end in sorted(self._marks, key=lambda mark: self._seconds(mark[1]))
+        ]
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, mark: Any) -> float:
+        if isinstance(mark, float):
+            return mark - self._zero
+        return self._zero.elapsed_time(mark) / 1e3
+
+
+@contextmanager
+def recording(recorder: Recorder, stage: Any, *, over_ranks: bool) -> Iterator[None]:
+    """Every pass of `stage`, and with the vocabulary over ranks those of the head's part, without
+    what they wait for."""
+
+    def timed(run: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def timed_run(*args: Any, **kwargs: Any) -> Any:
+            with recorder.span(kind):
+                return run(*args, **kwargs)
+
+        return timed_run
+
+    def waits(run: Callable[..., Any]) -> Callable[..., Any]:
+        def waiting_run(*args: Any, **kwargs: Any) -> Any:
+            found = run(*args, **kwargs)
+            recorder.restart()
+            return found
+
+        return waiting_run
+
+    patches = [
+        (stage, "forward_one_chunk", timed(stage.forward_one_chunk, "F")),
+        (stage, "backward_one_chunk", timed(stage.backward_one_chunk, "B")),
+    ]
+    if over_ranks:
+        patches += [
+            (sharded, "start_forward", timed(sharded.start_forward, "S")),
+            (sharded, "backward", timed(sharded.backward, "T")),
+            (ScheduleVocab1F1B, "grad", waits(ScheduleVocab1F1B.grad)),
+            (_Server, "grad", waits(_Server.grad)),
+            (TiedEmbedding, "rows", waits(TiedEmbedding.rows)),
+        ]
+    with ExitStack() as stack:
+        for where, name, function in patches:
+            stack.enter_context(patch.object(where, name, function))
+        yield

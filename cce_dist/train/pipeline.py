@@ -1,0 +1,314 @@
+"""The training step over a pipeline: torch's schedules, or the one that has the vocabulary over all
+pipeline ranks. docs/training.md#pipelines.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    schedules,
+)
+from torch.distributed.pipelining.schedules import FORWARD, RECV_F, SEND_F
+
+from cce_dist import LossOptions, VocabShard
+from cce_dist.adapters.pipeline_embedding import TiedEmbedding
+from cce_dist.adapters.pipeline_head import PipelineHead
+from cce_dist.adapters.pipelining import VocabOverPipeline
+from cce_dist.adapters.planned import ScheduleVocab1F1B
+from cce_dist.planner.orders import Times
+
+from .collectives import sum_gradients
+from .config import TrainConfig
+from .head import head_layout, loss_options, make_head_loss
+from .model import count_parameters
+from .pipeline_layout import Layout, ScheduleName
+from .pipeline_model import RowsEmbedding, Stage, StagedDecoder
+from .ranks import Ranks, own_group
+
+SCHEDULES: dict[ScheduleName, type] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "looped": ScheduleLoopedBFS,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+class Pipeline:
+    """This rank's stages and its part of the head, under the schedule of the configuration.
+
+    Args:
+        model: on the rank's device.
+        head: "cce", or "dense", which is on the last stage.
+    Collectives: every rank of the job makes one at the same time, and calls each method at the
+        same time; groups of the head's are made.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, model: StagedDecoder, head: str) -> None:
+        assert ranks.pp_group is not None
+        self.config, self.ranks, self.model = config, ranks, model
+        self.layout, self.group = model.layout, ranks.pp_group
+        self.head: PipelineHead | None = None
+        self.head_weight: nn.Parameter | None = None
+        self._embedding: TiedEmbedding | None = None
+        self._copies = _group_of_copies(ranks, model)
+        # Where a pass fails torch writes out the passes of all ranks: nobody would find the error.
+        logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
+        _connect([ranks.tp_group, ranks.pp_group, self._copies], ranks.device)
+        if self.layout.over_pipeline:
+            self.head_weight = _in_dtype(model.head_weight, getattr(torch, config.dtype))
+            self.head = make_pipeline_head(config, ranks, self.layout, self.head_weight)
+            if model.tied:
+                self._embedding = TiedEmbedding(self.head, timeout=ranks.timeout)
+        self._serving: Callable[..., AbstractContextManager[None]] = lambda **_: nullcontext()
+        self.schedule = self._make_schedule(self._make_stages(), head)
+
+    def step(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward of all microbatches, [batch, sequence] int64 each.
+
+        Returns: [] on the ranks of the last stage, and 0 elsewhere, so that the sum over the
+            data-parallel rank is tp times its loss.
+        """
+        losses: list[Tensor] = []
+        self._copy_head()
+        arguments, keywords = self._arguments(ids, targets)
+        with self._serving(backward=True):
+            self.schedule.step(*arguments, losses=losses, return_outputs=False, **keywords)
+        self._take_head_gradient()
+        if self._copies is not None:
+            grad = self.model.head_weight.grad
+            assert grad is not None
+            sum_gradients([grad], self._copies, 1.0)
+        return self._mean(losses)
+
+    @torch.no_grad()
+    def evaluate(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """On every rank of the pipeline, without gradients:
+
+        Returns:
+            loss: [], mean over the batch.
+            hidden: [batch, sequence, dim], what the head got.
+        """
+        losses: list[Tensor] = []
+        self._copy_head()
+        arguments, keywords = self._arguments(ids, targets)
+        with self._serving(backward=False), _forwards_alone(self.schedule):
+            hidden = self.schedule.eval(*arguments, losses=losses, **keywords)
+        loss = self._mean(losses).float()
+        if not self.model.has_last:
+            shape = (ids.shape[0] // self._slices, ids.shape[1], self.config.model.dim)
+            hidden = ids.new_empty(shape, dtype=getattr(torch, self.config.dtype))
+        hidden = hidden.contiguous()
+        for tensor in (loss, hidden):
+            dist.broadcast(tensor, group=self.group, group_src=self.layout.last_rank)
+        return loss, self._whole(hidden)
+
+    def close(self) -> None:
+        """Destroys the groups that it made."""
+        if self._embedding is not None:
+            self._embedding.close()
+        if self.head is not None:
+            self.head.close()
+        if self._copies is not None:
+            dist.destroy_process_group(self._copies)
+
+    @property
+    def _slices(self) -> int:
+        return self.ranks.tp if self.config.parallel.sequence_parallel else 1
+
+    def _make_stages(self) -> list[PipelineStage]:
+        layout, device = self.layout, self.ranks.device
+        return [
+            PipelineStage(
+                self._make_module(index).to(device),
+                index,
+                layout.num_stages,
+                device,
+                group=self.group,
+                **self._shapes(index),
+            )
+            for index in self.model.held
+        ]
+
+    def _make_module(self, index: int) -> Stage:
+        model, slices = self.model, self._slices > 1
+        is_last = index == self.layout.num_stages - 1
+        embedding: nn.Module | None = None
+        if index == 0:
+            embedding = self._embedding or RowsEmbedding(
+                model.get_parameter("embedding"),
+                model.shards["embedding"],
+                self.ranks.tp_group,
+                slices,
+            )
+        return Stage(
+            self.config,
+            model.stage_blocks(index),
+            embedding=embedding,
+            final_norm=model.final_norm if is_last else None,
+            head=model.head_weight if is_last and self.head is None else None,
+        )
+
+    def _shapes(self, index: int) -> dict[str, Any]:
+        """Of a microbatch: without them torch runs stages once more to find out."""
+        config, device = self.config, self.ranks.device
+        sequences = config.batch // self.layout.microbatches
+        length = config.data.sequence_length
+        hidden = torch.zeros(sequences // self._slices, length, config.model.dim, device=device)
+        taken, given = hidden.clone().requires_grad_(), hidden
+        if index == 0:
+            taken = torch.zeros(sequences, length, dtype=torch.int64, device=device)
+        if index == self.layout.num_stages - 1:
+            given = hidden.to(getattr(torch, config.dtype))
+        return {"input_args": taken, "output_args": given.clone().requires_grad_()}
+
+    def _make_schedule(self, stages: list[PipelineStage], head: str) -> Any:
+        name, count = self.layout.schedule, self.layout.microbatches
+        if self.head is not None and name == "vocab_1f1b":
+            times = planned_times(self.config, self.layout)
+            return ScheduleVocab1F1B(
+                stages[0],
+                count,
+                self.head,
+                embedding=self._embedding,
+                times=times,
+                scale_grads=False,
+            )
+        loss: Any = self._loss_of_last_stage(head)
+        if self.head is not None:
+            loss = VocabOverPipeline(self.head)
+        given = stages if len(stages) > 1 or name not in ("gpipe", "1f1b") else stages[0]
+        schedule = SCHEDULES[name](given, count, loss_fn=loss, scale_grads=False)
+        if self.head is not None:
+            self._serving = lambda **how: loss.serving(schedule, **how)
+        return schedule
+
+    def _loss_of_last_stage(self, head: str) -> Callable[[Tensor, Tensor], Tensor]:
+        head_loss = make_head_loss(self.config, head_layout(self.config, self.ranks), head)
+
+        def loss(hidden: Tensor, targets: Tensor) -> Tensor:
+            weight = self.model.head_weight
+            out = head_loss(hidden.flatten(0, 1), weight, targets.flatten(), ())
+            return out.loss / self.layout.microbatches
+
+        return loss
+
+    def _arguments(
+        self, ids: Tensor, targets: Tensor
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Of the schedule, on this rank."""
+        model = self.model
+        return (ids,) if model.has_first else (), {"target": targets} if model.has_last else {}
+
+    def _mean(self, losses: list[Tensor]) -> Tensor:
+        if not self.model.has_last:
+            return torch.zeros((), device=self.ranks.device)
+        total = torch.stack(losses).detach().sum()
+        return total if self.head is None else total / self.layout.microbatches
+
+    @torch.no_grad()
+    def _copy_head(self) -> None:
+        """In 16 bits the head has a copy of the master weight."""
+        if self.head_weight is not None and self.head_weight is not self.model.head_weight:
+            self.head_weight.copy_(self.model.head_weight)
+
+    def _take_head_gradient(self) -> None:
+        copy = self.head_weight
+        if copy is not None and copy is not self.model.head_weight and copy.grad is not None:
+            self.model.head_weight.grad = copy.grad.to(self.model.head_weight.dtype)
+            copy.grad = None
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """The sequences of all tp ranks, which have slices of every microbatch."""
+        if self._slices == 1:
+            return hidden
+        parts = [torch.empty_like(hidden) for _ in range(self._slices)]
+        dist.all_gather(parts, hidden, group=self.ranks.tp_group)
+        split = [part.unflatten(0, (self.layout.microbatches, -1)) for part in parts]
+        return torch.cat(split, 1).flatten(0, 1)
+
+
+@contextmanager
+def _forwards_alone(schedule: Any) -> Iterator[None]:
+    """For ZBV: torch 2.13's `eval` fails where a rank would hand a gradient to itself."""
+    if not isinstance(schedule, ScheduleZBVZeroBubble):
+        yield
+        return
+    orders = schedule.pipeline_order_with_comms
+    schedule.pipeline_order_with_comms = {
+        rank: [x for x in order if x.computation_type in (FORWARD, SEND_F, RECV_F)]
+        for rank, order in orders.items()
+    }
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = orders
+
+
+def make_pipeline_head(
+    config: TrainConfig, ranks: Ranks, layout: Layout, weight: Tensor
+) -> PipelineHead:
+    """Rows over pp x tp ranks; its loss is the mean of a microbatch."""
+    assert ranks.pp_group is not None
+    slices = ranks.tp if config.parallel.sequence_parallel else 1
+    sequences = config.batch // (layout.microbatches * slices)
+    place = ranks.pp_rank * ranks.tp + ranks.tp_rank
+    return PipelineHead(
+        weight,
+        group=ranks.pp_group,
+        vocab_group=ranks.vocab_group,
+        tensor_group=ranks.tp_group if ranks.tp > 1 else None,
+        sequence_parallel=slices > 1,
+        hidden_shape=(sequences, config.data.sequence_length, config.model.dim),
+        vocab_shard=VocabShard.chunked(config.data.vocab_size, place, ranks.pp * ranks.tp),
+        options=LossOptions(**loss_options(config.loss)),
+        loss_scale=1 / layout.microbatches,
+        timeout=ranks.timeout,
+    )
+
+
+def planned_times(config: TrainConfig, layout: Layout) -> Times:
+    """Of a token's passes on a rank, in multiplications of the forward."""
+    size, dim = count_parameters(config), config.model.dim
+    layers = config.model.layers
+    # Keys and values of half a sequence on average.
+    body = size.total - size.vocabulary + layers * config.data.sequence_length * dim
+    parallel = config.parallel
+    forward = body / layout.num_stages / (parallel.tp if parallel.sequence_parallel else 1)
+    statistics = config.data.vocab_size * dim / (layout.pp * parallel.tp)
+    return Times(forward, 2 * forward, statistics, 3 * statistics)
+
+
+def _in_dtype(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    return weight if weight.dtype == dtype else nn.Parameter(weight.detach().to(dtype))
+
+
+def _connect(groups: list[dist.ProcessGroup | None], device: torch.device) -> None:
+    """NCCL else makes communicators at the first use: in a step, with a second thread at work."""
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _group_of_copies(ranks: Ranks, model: StagedDecoder) -> dist.ProcessGroup | None:
+    """The ranks of the first and the last stage, on those, where both hold a tied weight."""
+    if not model.is_copied:
+        return None
+    grid = torch.arange(ranks.world_size).view(ranks.dp, ranks.pp, ranks.tp)
+    ends = grid[:, [0, model.layout.last_rank]].transpose(1, 2).flatten(0, 1)
+    return own_group(ranks.rank, ends.tolist(), ranks.timeout)

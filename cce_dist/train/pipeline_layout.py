@@ -1,0 +1,120 @@
+"""Which rank of a pipeline has which layers: numbers alone, so that a configuration can be checked
+without ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+ScheduleName = Literal["gpipe", "1f1b", "looped", "interleaved", "zero_bubble", "zbv", "vocab_1f1b"]
+# Stages of a rank; two where parallel.virtual_stages does not say.
+ONE_STAGE: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "vocab_1f1b")
+TWO_STAGES: tuple[ScheduleName, ...] = ("zbv",)
+# torch makes their microbatches' rounds equally long.
+IN_ROUNDS: tuple[ScheduleName, ...] = ("interleaved", "zero_bubble")
+# Of whose backward hidden gradients go first, and those of parameters later.
+SPLIT_BACKWARD: tuple[ScheduleName, ...] = ("zero_bubble", "zbv")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Stages in the order of the forward; a rank is one of the pipeline's.
+
+    Args:
+        layers: of the decoder, of each stage.
+        over_pipeline: each rank of the pipeline has rows of the head; else those of the last stage.
+    """
+
+    schedule: ScheduleName
+    pp: int
+    microbatches: int
+    layers: tuple[range, ...]
+    over_pipeline: bool
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers)
+
+    def rank_of(self, stage: int) -> int:
+        if self.schedule == "zbv" and stage >= self.pp:
+            return 2 * self.pp - 1 - stage
+        return stage % self.pp
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
+
+    @property
+    def last_rank(self) -> int:
+        """That of the last stage; the first stage is always on rank 0."""
+        return self.rank_of(self.num_stages - 1)
+
+    def describe(self) -> str:
+        layers = "+".join(str(len(held)) for held in self.layers)
+        where = "all pipeline ranks" if self.over_pipeline else "the last stage"
+        return (
+            f"{self.schedule}, {self.microbatches} microbatches, layers of stages {layers}, head "
+            f"on {where}"
+        )
+
+
+def stages_of_a_rank(schedule: ScheduleName, virtual_stages: int | None) -> int:
+    """
+    Raises:
+        ValueError: the schedule has another number.
+    """
+    if schedule not in (*ONE_STAGE, *TWO_STAGES):
+        return 2 if virtual_stages is None else virtual_stages
+    fixed = 1 if schedule in ONE_STAGE else 2
+    if virtual_stages not in (None, fixed):
+        raise ValueError(
+            f"parallel.virtual_stages must be {fixed} with parallel.schedule={schedule}, got "
+            f"{virtual_stages}: leave it out, or use schedule=interleaved, looped or zero_bubble"
+        )
+    return fixed
+
+
+def require_microbatches(schedule: ScheduleName, pp: int, microbatches: int) -> None:
+    """
+    Raises:
+        ValueError: the schedule cannot run that many.
+    """
+    if schedule == "1f1b" and microbatches < pp:
+        raise ValueError(
+            f"parallel.microbatches must be at least parallel.pp with parallel.schedule=1f1b, got "
+            f"microbatches={microbatches} and pp={pp}: use more of them, or schedule=gpipe or "
+            "vocab_1f1b"
+        )
+    rounds = max(1, microbatches // pp)
+    if schedule in IN_ROUNDS and microbatches % rounds:
+        raise ValueError(
+            f"parallel.microbatches must be a multiple of {rounds}, the whole number of times that "
+            f"parallel.pp={pp} goes into it, with parallel.schedule={schedule}, got {microbatches}"
+            f": {microbatches // pp * pp} is one"
+        )
+
+
+def split_layers(num_layers: int, stages: int, given: tuple[int, ...] | None) -> tuple[range, ...]:
+    """Layers of each stage; without `given` as even as can be, the first ones one more.
+
+    Raises:
+        ValueError: too few layers, or `given` is of other stages or layers.
+    """
+    if given is None:
+        if num_layers < stages:
+            raise ValueError(
+                f"model.layers must be at least one for each of the pipeline's {stages} stages, "
+                f"got {num_layers}: fewer stages, more layers, or parallel.layers_per_stage, whose "
+                "first and last stage may have none"
+            )
+        given = tuple(num_layers // stages + (i < num_layers % stages) for i in range(stages))
+    rule = None
+    if len(given) != stages:
+        rule = f"have an entry for each of the pipeline's {stages} stages (pp x stages of a rank)"
+    elif sum(given) != num_layers:
+        rule = f"add up to model.layers={num_layers}"
+    elif min(given[1:-1], default=1) < 1:
+        rule = "be >= 1 but for the first stage, which embeds, and the last, which norms"
+    if rule is not None:
+        raise ValueError(f"parallel.layers_per_stage must {rule}, got {list(given)}")
+    return tuple(range(a, b) for a, b in pairwise(accumulate(given, initial=0)))
