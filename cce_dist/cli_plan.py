@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from .cli_plan_model import model_command, models_command, times_command
 from .planner.models import PAPER
 from .planner.paper import PRINTED, TOKENS, MemoryRow, deviation, memory_row
 
@@ -31,9 +32,9 @@ HEADER = (
 )
 
 
-@app.callback()
-def plan() -> None:
-    """Keeps `paper` a command of its own, alone as it is so far."""
+app.command("model")(model_command)
+app.command("models")(models_command)
+app.command("times")(times_command)
 
 
 @app.command()

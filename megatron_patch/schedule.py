@@ -46,7 +46,7 @@ def forward_backward(seams: PipelineSeams, rows: Rows, given: Arguments) -> list
     pipeline: Pipeline = rows.pipeline
     if pipeline.is_broken:
         raise RuntimeError("an earlier step failed and left ranks apart: start again")
-    pipeline.head.hidden_shape = tuple(shape)
+    pipeline.head.reshape(tuple(shape))
     step = Step(seams, rows, given)
     pipeline.is_broken, rows.step = True, step
     try:

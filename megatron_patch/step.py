@@ -80,11 +80,10 @@ class Step:
             timers("forward-backward", log_level=1).start(barrier=barrier)
         if self.trains:
             self._sync.disable()
+            # By its __call__: hooks that gather parameters run before it.
+            self.rows()
+            self.head.start_step()
             self._begin_grads()
-            if self.rows.options.gradient == "filtered":
-                # What it sends of the rows must be this step's.
-                self.rows()
-                self.head.start_step()
         passes = {
             "F": self._forward,
             "S": self._statistics,
@@ -252,7 +251,7 @@ class Step:
     def _begin_grads(self) -> None:
         main_grad = getattr(self.rows.weight, "main_grad", None)
         if main_grad is not None and main_grad.dtype == torch.float32:
-            self.head.add_grads_to(main_grad)
+            self.head.grads.add_into(main_grad)
 
     def _finish_grads(self) -> None:
         """As DDP finds a parameter after its backward."""

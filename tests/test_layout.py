@@ -48,6 +48,8 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"adapters": {"torch", "mpi4py", "numpy"}},
     {"train": ANY},
     {"testing": {"torch", "triton", "numpy"}},
+    {"cli_plan_plot": {"matplotlib"}, "cli_plan_tables": {"rich"}},
+    {"cli_plan_model": {"typer"}},
     {"bench": ANY, "cli_plan": ANY},
     {"cli": ANY},
     {"__main__": ANY},

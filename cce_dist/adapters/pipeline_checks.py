@@ -1,16 +1,29 @@
-"""What a `PipelineHead` cannot be made of, and why."""
+"""What the vocabulary over pipeline ranks asks of its arguments."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from cce_dist.collectives import group_size
 from cce_dist.options import LossOptions
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-def require_supported(
+
+def check_scalar(options: LossOptions) -> None:
+    """For a schedule that begins its backward at the loss of a microbatch."""
+    if options.reduction == "none":
+        raise ValueError(
+            "options.reduction must be 'mean' or 'sum' under a schedule that is handed a "
+            "microbatch's loss, got 'none'"
+        )
+
+
+def check_weight(
     group: ProcessGroup | None, weight: Tensor, shape: tuple[int, ...], options: LossOptions
 ) -> None:
     if group is None:
@@ -43,7 +56,7 @@ def require_supported(
             )
 
 
-def require_product(
+def check_product(
     group: ProcessGroup, whole: ProcessGroup, tensor: ProcessGroup | None, scatters: bool
 ) -> None:
     size, of_vocab, of_tensor = group_size(group), group_size(whole), group_size(tensor)
@@ -54,12 +67,3 @@ def require_product(
         )
     if scatters and tensor is None:
         raise ValueError("sequence_parallel=True needs tensor_group, got None")
-
-
-def require_scalar(options: LossOptions) -> None:
-    """For a schedule that begins its backward at the loss of a microbatch."""
-    if options.reduction == "none":
-        raise ValueError(
-            "options.reduction must be 'mean' or 'sum' under a schedule that is handed a "
-            "microbatch's loss, got 'none'"
-        )

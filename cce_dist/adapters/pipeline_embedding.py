@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cce_dist.adapters.groups import own_groups, start_broadcast, start_reduce
 from cce_dist.adapters.pipeline_head import TIMEOUT, PipelineHead
+from cce_dist.adapters.pipeline_rehearsal import rehearse_embedding
 from cce_dist.collectives import gather_tokens, reduce_grad_hidden, require
 
 if TYPE_CHECKING:
@@ -73,8 +74,7 @@ class TiedEmbedding(nn.Module):
         self._microbatches: dict[int, _Microbatch] = {}
         self._called = 0
         self.infers = False  # a schedule asks for shapes
-        if device.type == "cuda":
-            self._rehearse()
+        rehearse_embedding(self)
 
     @property
     def is_first(self) -> bool:
@@ -160,7 +160,7 @@ class TiedEmbedding(nn.Module):
         assert batch.rows is not None
         if head.weight.requires_grad and head.own_shard.num_classes:
             mine, rows = self._own(batch.tokens)
-            head.add_to_rows(rows, batch.rows.masked_fill(~mine[:, None], 0))
+            head.grads.add_to_rows(rows, batch.rows.masked_fill(~mine[:, None], 0))
 
     def drop(self, index: int) -> None:
         """In an evaluation, in place of `add`."""
@@ -178,19 +178,6 @@ class TiedEmbedding(nn.Module):
         for group in groups:
             if group is not None:
                 dist.destroy_process_group(group)
-
-    def _rehearse(self) -> None:
-        """As PipelineHead's."""
-        head, device = self.head, self.head.weight.device
-        tokens = torch.zeros(head.targets_shape, dtype=torch.int64, device=device)
-        self.ask(-1, tokens if self.is_first else None)
-        self.look_up(-1)
-        if self.is_first:
-            self.keep(-1, self.rows(-1))
-        self.give(-1)
-        self.add(-1)
-        head.forget()
-        torch.cuda.synchronize(device)
 
     def _own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[N] bool: whose rows are here; [N] the rows, 0 elsewhere."""

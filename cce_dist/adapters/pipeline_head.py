@@ -7,8 +7,8 @@ A microbatch goes through four of them, each of which begins a collective that t
     gradients    the loss; gradients by the merged lse; begins the sum of the hidden gradient
     take         on the rank of the last stage: the hidden gradient, which its backward needs
 
-With reduction "none" `weigh` comes before `gradients`: the gradient of each token's loss, which
-`losses` gave to that rank, from there to all.
+With reduction "none", where that rank alone knows what becomes of each token's loss, `weigh` comes
+before `gradients`: the gradient of the losses, which `losses` gave it, to all.
 
 The weight's gradient never travels. Each kind of collective has a group of its own, so that only
 the order of microbatches has to be the same on all ranks, not that of phases.
@@ -29,8 +29,9 @@ from torch import Tensor
 from cce_dist import sharded
 from cce_dist.adapters.frequent_rows import FrequentRows
 from cce_dist.adapters.groups import own_groups, start_broadcast, start_reduce
-from cce_dist.adapters.pipeline_checks import require_product, require_supported
-from cce_dist.adapters.pipeline_rehearsal import rehearse
+from cce_dist.adapters.pipeline_checks import check_product, check_weight
+from cce_dist.adapters.pipeline_grads import RowGradients
+from cce_dist.adapters.pipeline_rehearsal import rehearse_head
 from cce_dist.autograd import Call
 from cce_dist.collectives import gather_tokens, group_size, reduce_grad_hidden, resolve_group
 from cce_dist.compute import Finish, prepare
@@ -106,9 +107,10 @@ class PipelineHead:
         of its hidden states and targets over `group`, an all-gather of 8 N + 24 bytes a rank over
         vocab_group, and a sum of [N, D] in fp32 over `group` to the rank of the last stage; there
         one all-reduce more over tensor_group, or a reduce-scatter under sequence_parallel, which
-        gathers hidden over tensor_group first. With reduction "none" one group and a broadcast of
-        4 N bytes more. On GPUs three microbatches of zeros go through when it is made. With
-        gradient="filtered" and Triton a step begins with an all-gather of `FrequentRows`.
+        gathers hidden over tensor_group first. With reduction "none" one more group, and a
+        broadcast of 4 N bytes over it. With gradient="filtered" and the Triton backend a step
+        begins with one all-gather over vocab_group, `FrequentRows`'s. On GPUs three microbatches of
+        zeros go through when it is made.
     Determinism: as the loss's own.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """
@@ -131,9 +133,9 @@ class PipelineHead:
     ) -> None:
         found, tensor = resolve_group(group), resolve_group(tensor_group)
         whole = found if vocab_group is None else resolve_group(vocab_group)
-        require_supported(found, weight, hidden_shape, options)
+        check_weight(found, weight, hidden_shape, options)
         assert found is not None and whole is not None
-        require_product(found, whole, tensor, sequence_parallel)
+        check_product(found, whole, tensor, sequence_parallel)
         self.weight, self.bias, self.class_weight = weight, bias, class_weight
         self.shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
         self.hidden_shape = tuple(hidden_shape)
@@ -143,23 +145,21 @@ class PipelineHead:
         num_rows, place = weight.shape[0], (dist.get_rank(whole), dist.get_world_size(whole))
         self.own_shard = vocab_shard or VocabShard.even(num_rows, *place)
         self._posting, self._summing = own_groups(found, 2, timeout, weight.device)
-        weighs = options.reduction == "none"
-        self._weighing = own_groups(found, 1, timeout, weight.device)[0] if weighs else None
+        self._weighing = None
+        if options.reduction == "none":
+            (self._weighing,) = own_groups(found, 1, timeout, weight.device)
         (self._merging,) = own_groups(whole, 1, timeout, weight.device)
         self._tensor = None
         if tensor is not None:
             (self._tensor,) = own_groups(tensor, 1, timeout, weight.device)
         self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
         self._microbatches: dict[int, _Microbatch] = {}
-        self._grad_weight: Tensor | None = None  # [num_classes, D]
-        self._grad_bias: Tensor | None = None
-        self._is_grad_elsewhere = False
+        self.grads = RowGradients(weight, bias, self.own_shard.num_classes)
         self._frequent = None
         kernels = weight.device.type == "cuda" or options.backend == "triton"
         if options.filters and kernels and group_size(whole) > 1:
             self._frequent = FrequentRows(weight, bias, self.own_shard, self._merging)
-        if weight.device.type == "cuda":
-            rehearse(self)
+        rehearse_head(self)
 
     def start_step(self) -> None:
         """Before the first microbatch of a step with gradients: begins to tell all ranks of the
@@ -168,6 +168,17 @@ class PipelineHead:
         """
         if self._frequent is not None:
             self._frequent.exchange()
+
+    @property
+    def weighs(self) -> bool:
+        """`gradients` wants `weigh` first."""
+        return self._weighing is not None
+
+    def reshape(self, hidden_shape: tuple[int, ...]) -> None:
+        """Of the microbatches to come, between steps; on every rank, as when it was made."""
+        if hidden_shape != self.hidden_shape:
+            self.hidden_shape = hidden_shape
+            rehearse_head(self)
 
     @property
     def targets_shape(self) -> tuple[int, ...]:
@@ -253,7 +264,8 @@ class PipelineHead:
         batch, dtype = self._microbatches[index], accumulate_dtype(self.hidden_dtype)
         assert self._weighing is not None
         if grad_losses is None:
-            grad_losses = torch.empty(self.targets_shape, dtype=dtype, device=self.weight.device)
+            shape = self.targets_shape
+            grad_losses = torch.empty(shape, dtype=dtype, device=self.weight.device)
         batch.grad_losses = grad_losses.to(dtype).contiguous()
         batch.weighed = start_broadcast(batch.grad_losses, root, self._weighing)
 
@@ -262,17 +274,14 @@ class PipelineHead:
         """Waits for the merge, adds this microbatch's part to the gradients of weight and bias, and
         begins the sum of the hidden gradient. Returns: the loss [], on every rank."""
         batch = self._microbatches[index]
-        if self._weighing is not None:
-            if batch.weighed is None:
-                raise RuntimeError('reduction="none" needs weigh before gradients')
-            if self.rank != root:
-                batch.weighed()
+        if self._weighing is not None and batch.weighed is None:
+            raise RuntimeError('reduction="none" needs weigh before gradients')
+        if batch.weighed is not None and self.rank != root:
+            batch.weighed()
         loss, stats, upstream = self._merged(batch)
         assert batch.step is not None
         call, _, tokens, head = batch.step
-        accumulate = self._grad_weight is not None
-        if self._grad_weight is None and self.weight.requires_grad:
-            self._grad_weight = self._rows_for_grad(torch.empty)
+        grad_weight, accumulate = self.grads.place()
         out = sharded.backward(
             tokens,
             head,
@@ -282,13 +291,13 @@ class PipelineHead:
             upstream,
             kept=sharded.find_kept(tokens, head, call.plan, batch.scores, stats.lse),
             needs=Needs(True, self.bias is not None and self.bias.requires_grad),
-            grad_weight=self._grad_weight,
+            grad_weight=grad_weight,
             accumulate=accumulate,
             in_fp32=True,
         )
         assert out.hidden is not None
         if out.bias is not None:
-            self._grad_bias = out.bias if self._grad_bias is None else self._grad_bias + out.bias
+            self.grads.add_bias(out.bias)
         # Nothing but the sum is left of it.
         batch.step = batch.scores = batch.merge = batch.merged = None
         batch.grad, batch.is_taken = out.hidden, self.rank == root
@@ -310,25 +319,6 @@ class PipelineHead:
         grad = reduce_grad_hidden(grad, self._tensor, scatter=scatter, dtype=dtype)
         return grad.to(dtype).view(self.hidden_shape)
 
-    def add_grads_to(self, rows: Tensor) -> None:
-        """Until `finish_step` the weight's gradient is added to rows [V_local, D] in fp32, such as
-        Megatron's main_grad, and not to weight.grad."""
-        assert rows.dtype == accumulate_dtype(self.weight.dtype) and self._grad_weight is None
-        self._grad_weight, self._is_grad_elsewhere = rows[: self.own_shard.num_classes], True
-
-    def add_to_rows(self, rows: Tensor, values: Tensor) -> None:
-        """Adds [n, D] to the gradient of rows [n] of weight, as an embedding tied to it does."""
-        if self._grad_weight is None:
-            self._grad_weight = self._rows_for_grad(torch.zeros)
-        # torch sorts by row first, so that sums are the same from run to run.
-        self._grad_weight.index_put_((rows,), values.to(self._grad_weight.dtype), accumulate=True)
-
-    def _rows_for_grad(self, make: Callable[..., Tensor]) -> Tensor:
-        weight, classes = self.weight, self.own_shard.num_classes
-        dtype = accumulate_dtype(weight.dtype)
-        return make(classes, weight.shape[1], dtype=dtype, device=weight.device)
-
-    @torch.no_grad()
     def finish_step(self, divide_by: int = 1) -> None:
         """Adds what the microbatches left to the gradients of weight and bias.
 
@@ -339,26 +329,12 @@ class PipelineHead:
         if self._microbatches:
             left = sorted(self._microbatches)
             raise RuntimeError(f"microbatches {left} were begun and not finished in this step")
-        rows, bias = self._grad_weight, self._grad_bias
-        self._grad_weight = self._grad_bias = None
-        is_elsewhere, self._is_grad_elsewhere = self._is_grad_elsewhere, False
-        if rows is not None and not is_elsewhere:
-            whole = rows
-            if len(rows) < len(self.weight):
-                whole = rows.new_zeros(self.weight.shape)
-                whole[: len(rows)] = rows
-            _add_grad(self.weight, whole, divide_by)
-        if bias is not None and self.bias is not None:
-            padding = bias.new_zeros(len(self.bias) - len(bias))
-            _add_grad(self.bias, torch.cat([bias, padding]), divide_by)
-
-    def forget(self) -> None:
-        """Drops what the microbatches left."""
-        self._grad_weight, self._grad_bias, self._is_grad_elsewhere = None, None, False
+        self.grads.finish(divide_by)
 
     def close(self) -> None:
         """Destroys the groups that it made, and nothing else."""
-        for group in (self._posting, self._summing, self._merging, self._tensor, self._weighing):
+        groups = (self._posting, self._summing, self._merging, self._tensor, self._weighing)
+        for group in groups:
             if group is not None:
                 dist.destroy_process_group(group)
 
@@ -390,11 +366,3 @@ class PipelineHead:
                 f"hidden's shape without D, got {list(targets.shape)} {targets.dtype}"
             )
         return hidden.detach().contiguous(), targets.contiguous()
-
-
-def _add_grad(parameter: Tensor, grad: Tensor, divide_by: int) -> None:
-    grad = (grad.div_(divide_by) if divide_by != 1 else grad).to(parameter.dtype)
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad += grad

@@ -1,4 +1,8 @@
-"""The first microbatches of a head over pipeline ranks, of zeros, before anyone depends on it."""
+"""Every phase once before the first step, so that its kernels are on the device.
+
+A kernel is brought there at its first launch, which may wait for all that the device has begun:
+within a step for what other ranks send when this one has gone on.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,48 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from cce_dist.adapters.pipeline_embedding import TiedEmbedding
     from cce_dist.adapters.pipeline_head import PipelineHead
 
+ROOT = 0
 
-def rehearse(head: PipelineHead) -> None:
-    """Every phase, so that its kernels are on the device. A kernel is brought there at its first
-    launch, which may wait for all that the device has begun: within a step for what other ranks
-    send when this one has gone on."""
-    device, root = head.weight.device, 0
+
+def rehearse_head(head: PipelineHead) -> None:
+    """On GPUs, three microbatches of zeros; nothing is left of them. On every rank of the head."""
+    device = head.weight.device
+    if device.type != "cuda":
+        return
     hidden = torch.zeros(head.hidden_shape, dtype=head.hidden_dtype, device=device)
     targets = torch.zeros(head.targets_shape, dtype=torch.int64, device=device)
-    given = (hidden, targets) if head.rank == root else (None, None)
+    is_root = head.rank == ROOT
+    given = (hidden, targets) if is_root else (None, None)
     head.start_step()
     # The second adds to what the first has made.
     for index in (-1, -2):
-        head.post(index, root, *given)
+        head.post(index, ROOT, *given)
         head.statistics(index)
-        if head.options.reduction == "none":
-            losses = head.losses(index)
-            head.weigh(index, root, losses if head.rank == root else None)
-        head.gradients(index, root)
+        if head.weighs:
+            head.weigh(index, ROOT, head.losses(index) if is_root else None)
+        head.gradients(index, ROOT)
         head.take(index)
-    head.post(-3, root, *given)
+    head.post(-3, ROOT, *given)
     head.statistics(-3, record=False)
     head.value(-3)
-    head.forget()
+    head.grads.forget()
+    torch.cuda.synchronize(device)
+
+
+def rehearse_embedding(embedding: TiedEmbedding) -> None:
+    """As `rehearse_head`."""
+    head, device = embedding.head, embedding.head.weight.device
+    if device.type != "cuda":
+        return
+    tokens = torch.zeros(head.targets_shape, dtype=torch.int64, device=device)
+    embedding.ask(-1, tokens if embedding.is_first else None)
+    embedding.look_up(-1)
+    if embedding.is_first:
+        embedding.keep(-1, embedding.rows(-1))
+    embedding.give(-1)
+    embedding.add(-1)
+    head.grads.forget()
     torch.cuda.synchronize(device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.adapters.groups import connect_neighbours
-from cce_dist.adapters.pipeline_checks import require_scalar
+from cce_dist.adapters.pipeline_checks import check_scalar
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.collectives import require
 
@@ -39,7 +39,7 @@ class VocabOverPipeline:
     """
 
     def __init__(self, head: PipelineHead) -> None:
-        require_scalar(head.options)
+        check_scalar(head.options)
         self.head = head
         self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
         self._server: _Server | None = None

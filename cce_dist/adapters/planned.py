@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from cce_dist.adapters.pipeline_checks import require_scalar
+from cce_dist.adapters.pipeline_checks import check_scalar
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipelining import Waiting, connect_stages, without_dry_run
@@ -67,7 +67,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         scale_grads: bool = True,
         **chunking: Any,
     ) -> None:
-        require_scalar(head.options)
+        check_scalar(head.options)
         if stage.group_size != head.size or stage.num_stages != head.size:
             raise ValueError(
                 f"head must be over the stages' group and each rank have one stage, got a head of "

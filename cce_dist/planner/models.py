@@ -18,6 +18,15 @@ class Model:
         norms: of a layer.
         positions: learned ones, a vector each.
         experts: 0: one MLP without a router.
+        experts_per_token: that a token goes through; 0: all.
+        shared_experts: of mlp_dim, that every token goes through.
+        dense_layers, dense_mlp_dim: the first layers, which have one MLP of that size instead.
+        qk_norm: a norm of queries and one of keys, over a head.
+        window, window_every: tokens that attention looks back at, in all but each window_every-th
+            layer (0: in every layer); a window of 0: all tokens.
+        kv_rank, query_rank, rope_dim, value_dim: of multi-head latent attention, arXiv:2405.04434:
+            what keys and values, and queries, are made from; dims of a head with positions, beside
+            those of head_dim; dims of a value. 0: other attention (query_rank: from hidden).
         buffers: numbers beside the parameters that a checkpoint holds, such as causal masks.
     Raises:
         ValueError: a size below 1, heads that kv_heads do not divide, more classes than rows.
@@ -41,6 +50,17 @@ class Model:
     head_bias: bool = False
     positions: int = 0
     experts: int = 0
+    experts_per_token: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    dense_mlp_dim: int = 0
+    qk_norm: bool = False
+    window: int = 0
+    window_every: int = 0
+    kv_rank: int = 0
+    query_rank: int = 0
+    rope_dim: int = 0
+    value_dim: int = 0
     buffers: int = 0
 
     def __post_init__(self) -> None:
@@ -56,6 +76,17 @@ class Model:
             )
         if self.num_rows < self.classes:
             raise ValueError(f"rows must be >= classes, {self.classes}, got {self.rows}")
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token must be <= experts, {self.experts}, got "
+                f"{self.experts_per_token}"
+            )
+        if not 0 <= self.dense_layers <= self.layers:
+            raise ValueError(
+                f"dense_layers must be within 0 and layers, {self.layers}, got {self.dense_layers}"
+            )
+        if self.dense_layers and self.dense_mlp_dim < 1:
+            raise ValueError(f"dense_mlp_dim must be >= 1, got {self.dense_mlp_dim}")
 
     @property
     def num_rows(self) -> int:
@@ -67,17 +98,46 @@ class Model:
         return self.dim // self.heads if self.head_dim is None else self.head_dim
 
     @property
-    def attention_parameters(self) -> int:
+    def key_dim(self) -> int:
+        """Of a head's query and key."""
+        return self.size_of_head + self.rope_dim
+
+    @property
+    def head_value_dim(self) -> int:
+        """Of a head's value."""
+        return self.value_dim or self.size_of_head
+
+    @property
+    def attention_matrices(self) -> int:
+        """Numbers in attention's matrices."""
+        if self.kv_rank:
+            inner = self.heads * self.key_dim
+            queries = inner * (self.query_rank or self.dim) + self.dim * self.query_rank
+            each = self.heads * (self.size_of_head + self.head_value_dim)
+            keys = self.dim * (self.kv_rank + self.rope_dim) + self.kv_rank * each
+            return queries + keys + self.heads * self.head_value_dim * self.dim
         inner, outer = self.heads * self.size_of_head, self.kv_heads * self.size_of_head
-        biases = (inner + 2 * outer) * self.qkv_bias + self.dim * self.out_bias
-        return 2 * self.dim * inner + 2 * self.dim * outer + biases
+        return 2 * self.dim * inner + 2 * self.dim * outer
+
+    @property
+    def attention_parameters(self) -> int:
+        found = self.attention_matrices + self.dim * self.out_bias
+        if self.kv_rank:
+            return found + self.kv_rank + self.query_rank  # their norms
+        inner, outer = self.heads * self.size_of_head, self.kv_heads * self.size_of_head
+        return found + (inner + 2 * outer) * self.qkv_bias + 2 * self.size_of_head * self.qk_norm
+
+    def mlp_of(self, mlp_dim: int) -> int:
+        matrices = 3 if self.gated else 2
+        return matrices * self.dim * mlp_dim + (mlp_dim + self.dim) * self.mlp_bias
 
     @property
     def mlp_parameters(self) -> int:
         """Of all experts, and their router."""
-        matrices = 3 if self.gated else 2
-        one = matrices * self.dim * self.mlp_dim + (self.mlp_dim + self.dim) * self.mlp_bias
-        return self.experts * (one + self.dim) if self.experts else one
+        one = self.mlp_of(self.mlp_dim)
+        if not self.experts:
+            return one
+        return self.experts * (one + self.dim) + self.shared_experts * one
 
     @property
     def norm_parameters(self) -> int:
@@ -86,7 +146,13 @@ class Model:
 
     @property
     def layer_parameters(self) -> int:
-        return self.attention_parameters + self.mlp_parameters + self.norms * self.norm_parameters
+        """Of one that is not among the dense ones."""
+        return self.parameters_of_layer(self.layers)
+
+    def parameters_of_layer(self, index: int) -> int:
+        is_dense = index < self.dense_layers
+        mlp = self.mlp_of(self.dense_mlp_dim) if is_dense else self.mlp_parameters
+        return self.attention_parameters + mlp + self.norms * self.norm_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -96,7 +162,8 @@ class Model:
     def parameters(self) -> int:
         embedding = (self.num_rows + self.positions) * self.dim
         head = 0 if self.tied else self.head_parameters
-        return embedding + head + self.layers * self.layer_parameters + self.norm_parameters
+        layers = sum(self.parameters_of_layer(index) for index in range(self.layers))
+        return embedding + head + layers + self.norm_parameters
 
 
 def _gpt2(dim: int, layers: int, heads: int, positions: int, saved: int, qkv_bias: bool) -> Model:

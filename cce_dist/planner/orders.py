@@ -79,6 +79,7 @@ def plan_vocab_order(
     for name, value in (("ranks", ranks), ("microbatches", microbatches)):
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}")
+    cycle = times.cycle
     offset: dict[Kind, float] = {}
     for kind in CYCLE:
         offset[kind] = sum(times.of(other) for other in CYCLE[: len(offset)])
@@ -86,7 +87,7 @@ def plan_vocab_order(
     def slot(rank: int, kind: Kind, ready: float) -> float:
         """The first start of `kind` on `rank` that is not before `ready`."""
         first = rank * times.forward + offset[kind]
-        return first + math.ceil((ready - first) / times.cycle - 1e-9) * times.cycle
+        return first + math.ceil((ready - first) / cycle - 1e-9) * cycle
 
     every = range(ranks)
     arrived = ranks * times.forward + times.latency
@@ -106,14 +107,14 @@ def plan_vocab_order(
         ready = start["B"][rank] + times.backward
 
     def when(rank: int, each: Pass) -> tuple[float, int]:
-        begin = start[each.kind][rank] + each.microbatch * times.cycle
+        begin = start[each.kind][rank] + each.microbatch * cycle
         # Sums of floats that ought to be equal.
-        return round(begin / times.cycle, 9), kinds.index(each.kind)
+        return round(begin / cycle, 9), kinds.index(each.kind)
 
     # U before what begins when it does.
     kinds: tuple[Kind, ...] = ("U", *CYCLE, *EMBEDDING) if embeds else ("U", *CYCLE)
     # A cycle before the first rank's F, and a latency after its B.
-    start["E"] = [-times.cycle] * ranks
+    start["E"] = [-cycle] * ranks
     start["G"] = [start["B"][0] + times.backward + times.latency] * ranks
     orders = []
     for rank in every:

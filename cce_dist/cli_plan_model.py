@@ -1,0 +1,217 @@
+"""`cce-dist plan model` and `cce-dist plan times`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .cli_plan_plot import plot_plan, plot_timeline
+from .cli_plan_tables import show_plan, show_prediction
+from .planner.hardware import HARDWARE, Hardware, find_hardware
+from .planner.huggingface import read_config
+from .planner.job import LOSSES, OVER, SOFTWARE, Job, Software
+from .planner.measured import predict_file
+from .planner.models import Model
+from .planner.plan import Plan, make_plan
+from .planner.presets import find_model, model_names
+from .planner.report import describe
+from .planner.schedules import NAMES
+from .planner.search import best_plan, largest_microbatch, nearest_that_fits, vocab_pays
+
+
+def one_of(*words: str, help: str = "") -> Any:
+    """An option whose words `Job` knows; typer's own choices want classes."""
+    return typer.Option(help=f"{help} [{'|'.join(words)}]".strip(), show_default=True)
+
+
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the plan here; - prints it.")]
+PlotPath = Annotated[Path | None, typer.Option("--plot", help="Draw memory and timeline, a PNG.")]
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What the planner refuses, as a line on stderr and exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def model_command(
+    name: Annotated[str, typer.Argument(help="A preset, or a Hugging Face config.json.")],
+    hardware: Annotated[
+        str, typer.Option(help=f"{', '.join(HARDWARE)}, or a JSON file of its numbers.")
+    ] = "h200",
+    number: Annotated[
+        list[str] | None,
+        typer.Option("--number", help="Of hardware or software, KEY=VALUE; may be repeated."),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Of the model, instead of its own.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Layers of each stage, 7,7,7,5; else the best found.")
+    ] = None,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    microbatch: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 1,
+    microbatches: Annotated[int, typer.Option(help="Of a step, on a data-parallel rank.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
+    chunks: Annotated[
+        int, typer.Option("--virtual", "--chunks", help="Stages of a pipeline rank.")
+    ] = 1,
+    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks, of the dp * cp.")] = 1,
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel")] = False,
+    distributed_optimizer: Annotated[bool, typer.Option("--distributed-optimizer")] = False,
+    gradients: Annotated[str, one_of("fp32", "bf16", help="As they are added up.")] = "fp32",
+    precision: Annotated[
+        str,
+        one_of("mixed", "bf16", "fp32", help="mixed: fp32 weights and moments beside bf16 ones."),
+    ] = "mixed",
+    recompute: Annotated[str, one_of("none", "selective", "full")] = "none",
+    attention: Annotated[str, one_of("flash", "unfused")] = "flash",
+    loss: Annotated[str, one_of(*LOSSES, help="exact and filtered are ours.")] = "native",
+    vocab_over: Annotated[str, one_of(*OVER, help="Beside tensor-parallel ranks.")] = "last",
+    schedule: Annotated[str, one_of("auto", *NAMES)] = "auto",
+    software: Annotated[str, one_of(*SOFTWARE, help="Whose kernels.")] = "megatron",
+    kept_columns: Annotated[
+        int, typer.Option(help="That filtered computes again for 128 tokens.")
+    ] = 6000,
+    json_path: JsonPath = None,
+    plot_path: PlotPath = None,
+) -> None:
+    """Time and memory of a training step, stage by stage, and a layout of its layers."""
+    with refusals():
+        model, notes = _model(name, layers)
+        numbers, kernels = _numbers(hardware, software, number or [])
+        job = Job(
+            sequence=sequence,
+            microbatch=microbatch,
+            microbatches=microbatches,
+            tp=tp,
+            pp=pp,
+            chunks=chunks,
+            cp=cp,
+            dp=dp,
+            ep=ep,
+            sequence_parallel=sequence_parallel,
+            distributed_optimizer=distributed_optimizer,
+            gradients=gradients,
+            precision=precision,
+            recompute=recompute,
+            attention=attention,
+            loss=loss,
+            vocab_over=vocab_over,
+            schedule=schedule,
+            kept_columns=kept_columns,
+            software=kernels,
+        )
+        if layout is None:
+            plan = best_plan(model, job, numbers)
+        else:
+            plan = make_plan(model, job, numbers, _layout(layout))
+        pays = vocab_pays(model, job, numbers)
+        found = describe(plan, pays, largest=largest_microbatch(plan), notes=notes)
+    _hand_over(plan, found, json_path, plot_path)
+
+
+def _hand_over(
+    plan: Plan, found: dict[str, Any], json_path: Path | None, plot_path: Path | None
+) -> None:
+    if json_path is not None and str(json_path) == "-":
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        show_plan(plan, found)
+        if json_path is not None:
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            json_path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if plot_path is not None:
+        plot_plan(plan, plot_path)
+    if not plan.fits:
+        near = nearest_that_fits(plan.model, plan.job, plan.hardware)
+        what = f"fits with {near}" if near else "nothing tried fits: more ranks, or a smaller model"
+        typer.echo(f"error: does not fit: {plan.binds}; {what}", err=True)
+        raise typer.Exit(1)
+
+
+def _model(name: str, layers: int | None) -> tuple[Model, tuple[str, ...]]:
+    notes: tuple[str, ...] = ()
+    if Path(name).exists():
+        model, notes = read_config(name)
+    else:
+        model = find_model(name)
+    return (model if layers is None else replace(model, layers=layers)), notes
+
+
+def _numbers(hardware: str, software: str, pairs: list[str]) -> tuple[Hardware, Software]:
+    """Raises ValueError: a key that neither has, or no number."""
+    if software not in SOFTWARE:
+        raise ValueError(f"software must be one of {list(SOFTWARE)}, got {software!r}")
+    chosen = SOFTWARE[software]
+    ours = [key for key, value in vars(chosen).items() if isinstance(value, bool | int | float)]
+    values = _hardware(hardware)
+    changes: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        (changes if key in ours else values)[key] = value
+    keys = list(Hardware.__dataclass_fields__)
+    for known, found in ((keys, values), (ours, changes)):
+        for key, value in found.items():
+            if key not in known:
+                raise ValueError(f"number must be one of {keys + ours}, got {key!r}")
+            try:
+                found[key] = float(value)
+            except (TypeError, ValueError):
+                raise ValueError(f"{key} must be a number, got {value!r}") from None
+    flags = {key: bool(changes[key]) for key in changes if isinstance(vars(chosen)[key], bool)}
+    return Hardware(**values), replace(chosen, **(changes | flags))
+
+
+def _hardware(name: str) -> dict[str, Any]:
+    """A preset's numbers, or a file's."""
+    if not Path(name).is_file():
+        return dict(vars(find_hardware(name)))
+    try:
+        values = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"hardware must be a readable JSON file, got {name}: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"hardware must be an object, got {type(values).__name__}")
+    missing = [key for key in ("flops", "memory", "hbm", "nvlink") if key not in values]
+    if missing:
+        raise ValueError(f"hardware must have {missing}, got {sorted(values)}")
+    return values
+
+
+def _layout(text: str) -> list[int]:
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise ValueError(f"layout must be numbers of layers, 7,7,7,5, got {text!r}") from None
+
+
+def models_command() -> None:
+    """Names of the presets, and how many parameters they have."""
+    for name in model_names():
+        typer.echo(f"{name:16} {find_model(name).parameters:>16,}")
+
+
+def times_command(
+    path: Annotated[Path, typer.Argument(help="JSON: forward, backward, microbatches, ...")],
+    schedule: Annotated[str | None, one_of(*NAMES, help="Instead of the file's.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Instead of the file's.")] = None,
+    plot_path: PlotPath = None,
+) -> None:
+    """A step's time from measured times of its stages; in the unit that they have."""
+    with refusals():
+        found = predict_file(path, schedule=schedule, microbatches=microbatches)
+    show_prediction(found)
+    if plot_path is not None:
+        plot_timeline(found, plot_path)

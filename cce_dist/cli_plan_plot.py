@@ -1,0 +1,97 @@
+"""A plan as a picture: each rank's memory by kind, and what it does when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .planner.hardware import GIB
+from .planner.plan import Plan
+from .planner.predict import Prediction
+
+KINDS = {
+    "weights": "#4a6fa5",
+    "gradients": "#7d9cc9",
+    "optimizer": "#b4c6e0",
+    "activations": "#8fb98b",
+    "head": "#c23b22",
+    "working": "#d9b26f",
+    "buffers": "#999999",
+}
+TASKS = {
+    "F": ("forward", "#4a6fa5"),
+    "B": ("backward", "#8fb98b"),
+    "I": ("backward, inputs", "#8fb98b"),
+    "W": ("backward, weights", "#c9dcc6"),
+    "S": ("head, statistics", "#e39a8d"),
+    "T": ("head, gradients", "#c23b22"),
+    "E": ("embedding", "#d9b26f"),
+    "G": ("embedding's gradient", "#efd9a8"),
+}
+
+
+def plot_plan(plan: Plan, path: Path) -> None:
+    figure = _figure(len(plan.ranks), rows=2)
+    memory, lanes = figure.subplots(2, 1)
+    left = [0.0] * len(plan.ranks)
+    for kind, colour in KINDS.items():
+        sizes = [getattr(rank.memory, kind) / GIB for rank in plan.ranks]
+        memory.barh(range(len(sizes)), sizes, left=left, color=colour, label=kind)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    room = plan.hardware.usable * plan.hardware.memory / GIB
+    memory.axvline(room, color="black", linestyle="--", linewidth=1, label="usable")
+    memory.set(xlabel="GiB at the peak", ylabel="rank", yticks=range(len(left)))
+    memory.invert_yaxis()
+    memory.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    _draw(lanes, plan.prediction, unit="ms", scale=1e3)
+    _save(figure, path)
+
+
+def plot_timeline(found: Prediction, path: Path) -> None:
+    figure = _figure(len(found.busy), rows=1)
+    _draw(figure.subplots(), found, unit="time", scale=1.0)
+    _save(figure, path)
+
+
+def _figure(ranks: int, *, rows: int) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    height = min(2.0 + 0.4 * ranks, 14)
+    figure = Figure(figsize=(13, rows * height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _draw(axes: Any, found: Prediction, *, unit: str, scale: float) -> None:
+    """A lane for each rank; a rank's second stage is drawn lower in its lane."""
+    chunks = found.schedule.chunks
+    height = 0.9 / chunks
+    for kind, (label, colour) in TASKS.items():
+        drawn = False
+        for rank, spans in enumerate(found.timeline.ranks):
+            for chunk in range(chunks):
+                bars = [
+                    (scale * span.start, scale * (span.end - span.start))
+                    for span in spans
+                    if span.task.kind == kind and span.task.chunk == chunk
+                ]
+                if bars:
+                    axes.broken_barh(
+                        bars,
+                        (rank - 0.45 + chunk * height, height),
+                        facecolors=colour,
+                        edgecolor="white",
+                        linewidth=0.3,
+                        label=None if drawn else label,
+                    )
+                    drawn = True
+    axes.set(xlabel=unit, ylabel="rank", yticks=range(len(found.busy)))
+    axes.set_xlim(0, scale * found.seconds)
+    axes.invert_yaxis()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

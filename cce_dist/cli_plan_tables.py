@@ -1,0 +1,123 @@
+"""What `cce-dist plan` shows of a plan, as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .planner.flags import layout_string
+from .planner.hardware import GIB
+from .planner.plan import Plan
+from .planner.predict import Prediction
+
+COLUMNS = (
+    "rank",
+    "layers",
+    "params M",
+    "TFLOP",
+    "forward ms",
+    "backward ms",
+    "head ms",
+    "in flight",
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "head",
+    "working",
+    "buffers",
+    "GiB in all",
+)
+# As many ranks are shown at either end of a longer list.
+SHOWN = 12
+
+
+def show_plan(plan: Plan, found: dict[str, Any]) -> None:
+    """The table of ranks, and what follows from it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=title_of(plan), caption="of one microbatch; memory in GiB at its peak")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    ranks = found["ranks"]
+    for index, rank in enumerate(ranks):
+        if len(ranks) > 2 * SHOWN and SHOWN <= index < len(ranks) - SHOWN:
+            if index == SHOWN:
+                table.add_row("...", *[""] * (len(COLUMNS) - 1))
+            continue
+        table.add_row(*_cells(rank))
+    console.print(table)
+    for line in lines_of(plan, found):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def title_of(plan: Plan) -> str:
+    job = plan.job
+    names = {"tp": job.tp, "pp": job.pp, "cp": job.cp, "dp": job.dp, "ep": job.ep}
+    ranks = " ".join(f"{name} {value}" for name, value in names.items() if value > 1)
+    over = "" if job.vocab_over == "last" else f" over {job.vocab_over}"
+    return (
+        f"{job.gpus} GPU{'s' * (job.gpus > 1)} {ranks}: {job.microbatches} microbatches of "
+        f"{job.microbatch} x {job.sequence} tokens, {job.schedule_name}, loss {job.loss}{over}"
+    )
+
+
+def _cells(rank: dict[str, Any]) -> list[str]:
+    memory = rank["memory_bytes"]
+    kinds = ("weights", "gradients", "optimizer", "activations", "head", "working")
+    return [
+        str(rank["rank"]),
+        "+".join(str(stage["layers"]) for stage in rank["stages"]),
+        f"{rank['parameters'] / 1e6:,.0f}",
+        f"{rank['flops'] / 1e12:.1f}",
+        f"{1e3 * rank['forward_seconds']:.2f}",
+        f"{1e3 * rank['backward_seconds']:.2f}",
+        f"{1e3 * rank['head_seconds']:.2f}",
+        f"{rank['in_flight']:g}",
+        *(f"{memory[kind] / GIB:.1f}" for kind in (*kinds, "buffers", "total")),
+    ]
+
+
+def lines_of(plan: Plan, found: dict[str, Any]) -> list[str]:
+    closed = plan.prediction.closed_form
+    formula = f", {1e3 * closed:.1f} by formula" if closed is not None else ""
+    lines = [
+        f"step: {1e3 * plan.seconds:.1f} ms (schedule {1e3 * plan.prediction.seconds:.1f}"
+        f"{formula}; optimizer {1e3 * plan.optimizer_seconds:.1f})",
+        f"tokens/s: {plan.tokens_per_second:,.0f}; of the GPUs' FLOPs: {plan.utilization:.1%}; "
+        f"bubble: {plan.prediction.bubble:.1%}",
+        f"binds: {plan.binds}",
+        f"memory: {plan.peak / GIB:.1f} GiB of {found['usable_bytes'] / GIB:.1f}; largest "
+        f"microbatch: {found['largest_microbatch']}",
+    ]
+    if plan.job.pp > 1:
+        lines.append(f"layout: {layout_string(plan.layout)}")
+    if "vocab_over_pipeline" in found:
+        pays = found["vocab_over_pipeline"]
+        loss = pays["last_stage"]["loss"]
+        if plan.job.loss != loss:
+            lines.append(f"{loss} on the last stage instead: {pays['verdict_on_our_loss']}")
+        lines.append(f"vocabulary over the pipeline, {loss}: {pays['verdict']}")
+    if found["megatron_flags"] is not None:
+        lines.append("Megatron: " + " ".join(found["megatron_flags"]))
+    if plan.job.stages > 1:
+        stages = "; ".join(", ".join(modules) for modules in found["torch_stages"])
+        lines.append(f"torch stages: {stages}")
+    return [*lines, *(f"note: {note}" for note in found["notes"])]
+
+
+def show_prediction(found: Prediction) -> None:
+    """Of measured times, in the unit that they have."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{found.schedule.name}, {found.schedule.microbatches} microbatches")
+    for column in ("rank", "busy", "waits", "in flight"):
+        table.add_column(column, justify="right")
+    for rank, busy in enumerate(found.busy):
+        waits, held = found.seconds - busy, found.most_held[rank]
+        table.add_row(str(rank), f"{busy:.6g}", f"{waits:.6g}", f"{held:g}")
+    Console().print(table)
+    formula = "" if found.closed_form is None else f", {found.closed_form:.6g} by formula"
+    Console().print(f"step: {found.seconds:.6g}{formula}; bubble: {found.bubble:.1%}")

@@ -1,0 +1,199 @@
+"""What one layer, and what surrounds the layers, takes: FLOPs, seconds and bytes of a microbatch.
+
+Every time is products at their rate, plus attention at its own, plus bytes through HBM, plus what
+tensor-parallel ranks tell each other. Of these nothing overlaps, but for the ring of context
+parallelism and a part of what Megatron begins beside a backward's products.
+docs/planner.md has the formulas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .hardware import Hardware
+from .job import Job
+from .models import Model
+
+# A backward reads and writes twice what the forward does.
+BACKWARD = 2.0
+# Of attention, which makes its scores again: five products where the forward has two.
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Of a microbatch in one layer, on one rank.
+
+    Args:
+        flops: of the forward, causal attention counted by half.
+        kept: bytes from forward to backward.
+        working: bytes beside them while the backward runs.
+    """
+
+    flops: float
+    forward: float
+    backward: float
+    kept: float
+    working: float
+
+
+def collective(hardware: Hardware, ranks: int, size: float, *, rounds: float = 1.0) -> float:
+    """Seconds of a ring of as many ranks: `size` bytes of the whole tensor, one round for a gather
+    or a reduce-scatter, two for an all-reduce."""
+    if ranks == 1:
+        return 0.0
+    moved = rounds * (ranks - 1) / ranks * size
+    return hardware.latency + moved / hardware.link(ranks)
+
+
+def visible_tokens(model: Model, job: Job, index: int) -> float:
+    """How many tokens one looks back at, on average: half of the sequence, or the window."""
+    everywhere = model.window_every and (index + 1) % model.window_every == 0
+    window = 0 if everywhere else model.window
+    if not window or window >= job.sequence:
+        return job.sequence / 2
+    return window - window * window / (2 * job.sequence)
+
+
+def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerCost:
+    """Of the model's `index`-th layer."""
+    tokens, tp, soft = job.tokens, job.tp, job.software
+    split = tp if job.sequence_parallel else 1
+    is_dense = index < model.dense_layers or not model.experts
+    shapes = _shapes(model, job, is_dense, index)
+    flops = sum(2.0 * rows * columns * inner for rows, columns, inner in shapes)
+    products = sum(hardware.product(*shape) for shape in shapes)
+    gradients = sum(
+        hardware.product(rows, inner, columns) + hardware.product(columns, inner, rows)
+        for rows, columns, inner in shapes
+    )
+    per_score = 2.0 * model.heads * (model.key_dim + model.head_value_dim)
+    attention = tokens * visible_tokens(model, job, index) * per_score / tp
+    width = active_mlp_dim(model, is_dense, index)
+
+    traffic = soft.gated_traffic if model.gated else soft.plain_traffic
+    mlp_kept = soft.gated_kept if model.gated else soft.plain_kept
+    rope = (model.heads + model.kv_heads) * model.key_dim
+    moved = tokens * (
+        job.hidden_bytes * model.dim * (2 * model.norms + 3 * min(2, model.norms)) / split
+        + (soft.rope_traffic * rope * (model.positions == 0) + traffic * width) / tp
+        + 4.0 * model.dim * _copies(model, is_dense)
+    )
+    scores = 0.0
+    if job.attention == "unfused":
+        # Softmax in 16 bits: written and read; scores likewise.
+        scores = 2.0 * tokens * job.sequence * model.heads / tp
+        moved += 4 * scores
+    attended = attention / (hardware.flops * hardware.attention_forward)
+    told = _told(model, job, hardware, is_dense)
+    ring = _ring(model, job, hardware)
+    forward = products + max(attended, ring) + moved / hardware.bytes_per_second + told
+    back = ATTENTION_BACKWARD * attention / (hardware.flops * hardware.attention_backward)
+    # Of as many collectives as the forward has, or half more where inputs are gathered again.
+    again = 1.5 - soft.hidden if job.sequence_parallel else 1.0 - soft.hidden
+    backward = (
+        gradients
+        + max(back, 2 * ring)
+        + BACKWARD * moved / hardware.bytes_per_second
+        + again * told
+    )
+    kept = tokens * _kept(model, job, mlp_kept * width, is_dense)
+    working = tokens * (4.0 * width / tp + 4.0 * model.dim / split)
+    if job.recompute != "selective":
+        kept += scores
+    else:
+        backward += attended
+        working += scores
+    if job.recompute == "full":
+        backward, working = backward + forward, working + kept
+        kept = job.hidden_bytes * tokens * model.dim / split
+    return LayerCost(flops + attention, forward, backward, kept, working)
+
+
+def active_mlp_dim(model: Model, is_dense: bool, index: int) -> float:
+    """Of all MLPs that one token goes through."""
+    if index < model.dense_layers:
+        return model.dense_mlp_dim
+    if is_dense:
+        return model.mlp_dim
+    return model.mlp_dim * ((model.experts_per_token or model.experts) + model.shared_experts)
+
+
+def _shapes(model: Model, job: Job, is_dense: bool, index: int) -> list[tuple[float, float, float]]:
+    """Of the forward's products on one rank: rows (tokens), columns, inner dims."""
+    dim, tp, tokens = model.dim, job.tp, float(job.tokens)
+    queries, values = model.heads * model.key_dim, model.heads * model.head_value_dim
+    if model.kv_rank:
+        inner = float(model.query_rank or dim)
+        made = model.heads * (model.size_of_head + model.head_value_dim)
+        found: list[tuple[float, float, float]] = [
+            (tokens, queries / tp, inner),
+            (tokens, model.kv_rank + model.rope_dim, dim),
+            (tokens, made / tp, model.kv_rank),
+        ]
+        if model.query_rank:
+            found.append((tokens, model.query_rank, dim))
+    else:
+        keys = model.kv_heads * (model.key_dim + model.head_value_dim)
+        found = [(tokens, (queries + keys) / tp, dim)]
+    found.append((tokens, dim, values / tp))
+    wide = 2 if model.gated else 1
+    if is_dense:
+        width = active_mlp_dim(model, True, index) / tp
+        return [*found, (tokens, wide * width, dim), (tokens, dim, width)]
+    width = model.mlp_dim / tp
+    for each in (model.experts_per_token or model.experts, model.shared_experts):
+        if each:
+            found += [(each * tokens, wide * width, dim), (each * tokens, dim, width)]
+    return [*found, (tokens, model.experts, dim)]
+
+
+def _copies(model: Model, is_dense: bool) -> float:
+    """Of a token's hidden state, to its experts and back."""
+    return 0.0 if is_dense else 2.0 * (model.experts_per_token or model.experts)
+
+
+def _kept(model: Model, job: Job, mlp: float, is_dense: bool) -> float:
+    """Bytes a token, without what attention's scores need: the norms' inputs, what they give, what
+    attention takes and gives, and the MLP's."""
+    split = job.tp if job.sequence_parallel else 1
+    found = model.dim * (job.hidden_bytes * model.norms + 2 * min(2, model.norms)) / split
+    queries, keys = model.heads * model.key_dim, model.kv_heads * model.key_dim
+    values, out = model.kv_heads * model.head_value_dim, model.heads * model.head_value_dim
+    attention = 2 * (queries + keys + values + out)
+    if job.software.joint_qkv and not model.positions:
+        attention += 2 * (queries + keys)
+    attention += 4 * (model.kv_rank + model.query_rank)
+    inputs = 2 * model.dim * _copies(model, is_dense) / 2
+    return found + (attention + mlp) / job.tp + inputs
+
+
+def _told(model: Model, job: Job, hardware: Hardware, is_dense: bool) -> float:
+    """Seconds that the ranks of a layer spend telling each other, in the forward."""
+    size = 2.0 * job.tokens * model.dim
+    if job.sequence_parallel:
+        found = 4 * collective(hardware, job.tp, size)
+    else:
+        found = 2 * collective(hardware, job.tp, size, rounds=2)
+    if job.ep > 1 and not is_dense:
+        sent = size * (model.experts_per_token or model.experts) / job.tp
+        found += 2 * collective(hardware, job.ep * job.tp, sent)
+    return found
+
+
+def _ring(model: Model, job: Job, hardware: Hardware) -> float:
+    """Seconds that keys and values take to every context-parallel rank."""
+    if job.cp == 1:
+        return 0.0
+    each = 2.0 * job.tokens * model.kv_heads * (model.key_dim + model.head_value_dim) / job.tp
+    return (job.cp - 1) * (hardware.latency + each / hardware.link(job.cp * job.tp))
+
+
+def layer_parameters_per_rank(model: Model, job: Job, index: int) -> float:
+    """That one tensor-parallel (and expert-parallel) rank has of a layer."""
+    found = float(model.parameters_of_layer(index))
+    norms = model.norms * model.norm_parameters
+    if not model.experts or index < model.dense_layers:
+        return (found - norms) / job.tp + norms
+    experts = float(model.experts * model.mlp_of(model.mlp_dim))
+    return (found - norms - experts) / job.tp + norms + experts / (job.tp * job.ep)

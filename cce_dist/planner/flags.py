@@ -1,0 +1,100 @@
+"""A layout as Megatron's flags and as torch's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from .job import Job
+from .models import Model
+
+
+def layout_string(layout: Sequence[int]) -> str:
+    """Megatron's --pipeline-model-parallel-layout: E, the embedding, t, a layer, L, the loss;
+    stages are separated by |, in the order of the model."""
+    last = len(layout) - 1
+    texts = []
+    for index, count in enumerate(layout):
+        layers = "t" if count == 1 else f"t*{count}" if count else ""
+        texts.append("E" * (index == 0) + layers + "L" * (index == last))
+    if last == 0:
+        return texts[0]
+    found = texts[0] + "|"
+    for text, same in groupby(texts[1:-1]):
+        count = len(list(same))
+        found += f"{text}|" if count == 1 else f"({text}|)*{count}"
+    return found + texts[-1]
+
+
+def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
+    """Of Megatron's training script, what the job is and how its layers lie.
+
+    Raises:
+        ValueError: Megatron has no such schedule.
+    """
+    if job.schedule_name not in ("1f1b", "interleaved", "vocab"):
+        raise ValueError(
+            f"schedule must be '1f1b' or 'interleaved' in Megatron, got {job.schedule_name!r}"
+        )
+    flags = [
+        f"--num-layers {model.layers}",
+        f"--seq-length {job.sequence}",
+        f"--micro-batch-size {job.microbatch}",
+        f"--global-batch-size {job.microbatch * job.microbatches * job.dp}",
+        f"--tensor-model-parallel-size {job.tp}",
+        f"--pipeline-model-parallel-size {job.pp}",
+    ]
+    if job.cp > 1:
+        flags.append(f"--context-parallel-size {job.cp}")
+    if job.ep > 1:
+        flags.append(f"--expert-model-parallel-size {job.ep}")
+    if job.sequence_parallel:
+        flags.append("--sequence-parallel")
+    if job.distributed_optimizer:
+        flags.append("--use-distributed-optimizer")
+    if job.recompute == "full":
+        flags += [
+            "--recompute-granularity full",
+            "--recompute-method uniform",
+            "--recompute-num-layers 1",
+        ]
+    elif job.recompute == "selective":
+        flags.append("--recompute-granularity selective")
+    if job.loss == "native":
+        flags.append("--cross-entropy-loss-fusion")
+    if not model.tied:
+        flags.append("--untie-embeddings-and-output-weights")
+    return flags + layout_flags(job, layout)
+
+
+def layout_flags(job: Job, layout: Sequence[int]) -> list[str]:
+    """The fewest flags that give this layout: none, the number of layers of the first and the last
+    stage, or the whole of it."""
+    if job.pp == 1:
+        return []
+    middle = set(layout[1:-1])
+    if len(set(layout)) == 1:
+        return [f"--num-virtual-stages-per-pipeline-rank {job.chunks}"] if job.chunks > 1 else []
+    if job.chunks == 1 and len(middle) == 1 and min(layout) > 0:
+        (inner,) = middle
+        flags = []
+        if layout[0] != inner:
+            flags.append(f"--decoder-first-pipeline-num-layers {layout[0]}")
+        if layout[-1] != inner:
+            flags.append(f"--decoder-last-pipeline-num-layers {layout[-1]}")
+        return flags
+    return [f'--pipeline-model-parallel-layout "{layout_string(layout)}"']
+
+
+def torch_stages(layout: Sequence[int], *, has_head: bool = True) -> list[list[str]]:
+    """Modules of each stage, by the names of a decoder in torch: a run of layers is one slice."""
+    stages, first, last = [], 0, len(layout) - 1
+    for index, count in enumerate(layout):
+        modules = ["embed_tokens"] if index == 0 else []
+        if count:
+            modules.append(f"layers[{first}:{first + count}]")
+        if index == last:
+            modules += ["norm", "lm_head"] if has_head else ["norm"]
+        stages.append(modules)
+        first += count
+    return stages

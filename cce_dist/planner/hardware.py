@@ -1,0 +1,103 @@
+"""GPUs as numbers: what they could do at most, and which share of it a training step reaches.
+
+docs/planner.md says where each number comes from, and which of them nobody here has measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+GIB = 2**30
+TILE = 128 * 256  # of a product's result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One GPU and what connects it.
+
+    Args:
+        flops: dense bf16 products, FLOP/s, as its maker states them.
+        memory: bytes.
+        hbm: bytes/s, as stated.
+        nvlink: bytes/s in one direction to the other GPUs of a host, as stated.
+        network: bytes/s in one direction to other hosts, for each GPU.
+        gpus_per_host: which ranks NVLink connects; tensor-parallel ranks are next to each other.
+        processors: streaming multiprocessors.
+        gemm, attention_forward, attention_backward: shares of flops; of a large product.
+        hbm_share, link_share: of hbm, and of nvlink and network.
+        latency: seconds that a collective takes however small it is.
+        usable: share of the memory that tensors may take; the rest is the context, the libraries'
+            own and what the allocator cannot use.
+    Raises:
+        ValueError: a number is not positive and finite, or a share is above 1.
+    """
+
+    flops: float
+    memory: float
+    hbm: float
+    nvlink: float
+    network: float = 50e9
+    gpus_per_host: float = 8
+    processors: float = 132
+    gemm: float = 0.71
+    attention_forward: float = 0.36
+    attention_backward: float = 0.28
+    hbm_share: float = 0.8
+    link_share: float = 0.71
+    latency: float = 60e-6
+    usable: float = 0.92
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{field.name} must be > 0 and finite, got {value!r}")
+        shares = ("gemm", "attention_forward", "attention_backward", "hbm_share", "link_share")
+        for name in (*shares, "usable"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} must be a share, <= 1, got {getattr(self, name)!r}")
+
+    def product(self, rows: float, columns: float, inner: float) -> float:
+        """Seconds of a matrix product, [rows, inner] by [inner, columns].
+
+        Its tiles are computed in waves of one for each processor, the last of which is on average
+        half full. One that is smaller than a wave takes as long as a wave, or has smaller tiles.
+        """
+        waves = max(rows * columns / (TILE * self.processors), 1 / 8)
+        full = 2 * rows * columns * inner / (self.flops * self.gemm)
+        return full * max(waves + 0.5, 1.0) / waves
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of what reads and writes HBM."""
+        return self.hbm * self.hbm_share
+
+    def link(self, ranks: int) -> float:
+        """bytes/s between as many neighbouring ranks."""
+        return self.link_share * (self.nvlink if ranks <= self.gpus_per_host else self.network)
+
+
+HARDWARE = {
+    "a100": Hardware(
+        flops=312e12,
+        memory=79 * GIB,
+        hbm=2.039e12,
+        nvlink=300e9,
+        network=25e9,
+        processors=108,
+        gemm=0.77,
+        attention_forward=0.55,
+        attention_backward=0.45,
+    ),
+    "h100": Hardware(flops=989e12, memory=79 * GIB, hbm=3.35e12, nvlink=450e9),
+    "h200": Hardware(flops=989e12, memory=139.8 * GIB, hbm=4.8e12, nvlink=450e9),
+    "b200": Hardware(flops=2250e12, memory=178 * GIB, hbm=8.0e12, nvlink=900e9, processors=148),
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    """Raises ValueError: no preset has this name."""
+    if name.lower() not in HARDWARE:
+        raise ValueError(f"hardware must be one of {sorted(HARDWARE)}, got {name!r}")
+    return HARDWARE[name.lower()]

@@ -1,0 +1,269 @@
+"""A plan: what a layout of a model's layers takes, rank by rank, and in all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .cost import collective
+from .hardware import GIB, Hardware
+from .job import Job
+from .models import Model
+from .predict import Prediction, simulate_schedule
+from .schedules import Schedule, make_schedule, peak_held
+from .stages import Costs, Stage, costs_of, make_stages, stage_times
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at its peak, by kind.
+
+    Args:
+        activations: of all microbatches in flight.
+        head: what the loss keeps and works with.
+        working: of a layer's backward, where that is more than the head's.
+        buffers: for what other stages send, where the framework allocates them at first.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    head: float
+    working: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One pipeline rank.
+
+    Args:
+        stages: of the model, the rank's own.
+        in_flight: microbatches whose activations it holds at once, in chunks.
+        head_seconds: of a microbatch, of forward and backward.
+    """
+
+    rank: int
+    stages: tuple[Stage, ...]
+    parameters: float
+    flops: float
+    forward: float
+    backward: float
+    head_seconds: float
+    in_flight: float
+    busy: float
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one layout.
+
+    Args:
+        layout: layers of each stage, from the model's first.
+        optimizer_seconds: after the schedule, with what data-parallel ranks tell each other.
+    """
+
+    model: Model
+    job: Job
+    hardware: Hardware
+    layout: tuple[int, ...]
+    ranks: tuple[RankPlan, ...]
+    prediction: Prediction
+    optimizer_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.prediction.seconds + self.optimizer_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        job = self.job
+        return job.sequence * job.microbatch * job.microbatches * job.dp / self.seconds
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the rank that takes most."""
+        return max(rank.memory.total for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.hardware.usable * self.hardware.memory
+
+    @property
+    def utilization(self) -> float:
+        """Model FLOPs over what the GPUs could do in the step; nothing computed again counts, and
+        of attention the causal half."""
+        flops = sum(rank.flops for rank in self.ranks) * self.job.microbatches
+        return flops / (len(self.ranks) * self.seconds * self.hardware.flops)
+
+    @property
+    def binds(self) -> str:
+        """What the step's time, or that there is none, is due to; a sentence."""
+        if not self.fits:
+            worst = max(self.ranks, key=lambda rank: rank.memory.total)
+            largest = max(vars(worst.memory), key=lambda name: getattr(worst.memory, name))
+            room = self.hardware.usable * self.hardware.memory / GIB
+            return (
+                f"memory: rank {worst.rank} needs {worst.memory.total / GIB:.1f} GiB of "
+                f"{room:.1f}, most of it {largest}"
+            )
+        slowest = max(self.ranks, key=lambda rank: rank.busy)
+        mean = sum(rank.busy for rank in self.ranks) / len(self.ranks)
+        if self.prediction.bubble > 0.3 and slowest.busy < 1.1 * mean:
+            return f"the bubble: {self.prediction.bubble:.0%} of the time, too few microbatches"
+        share = slowest.head_seconds / max(slowest.forward + slowest.backward, 1e-30)
+        what = f"compute of rank {slowest.rank}, {slowest.busy / mean:.2f} times the mean"
+        return what + (f"; its head takes {share:.0%} of it" if share > 0.02 else "")
+
+
+def even_layout(layers: int, stages: int) -> tuple[int, ...]:
+    """Megatron's and torch's own: as many layers each; what is left over to the first stages."""
+    return tuple(layers // stages + (index < layers % stages) for index in range(stages))
+
+
+def schedule_of(costs: Costs) -> Schedule:
+    """The orders of the job; "vocab" by the times of an even layout."""
+    job = costs.job
+    times = None
+    if job.is_over_ranks:
+        stages = make_stages(costs, even_layout(costs.model.layers, job.stages))
+        times = stage_times(costs, stages).slowest()
+    return make_schedule(
+        job.schedule_name,
+        job.pp,
+        job.microbatches,
+        chunks=job.chunks,
+        framework=job.software.framework,
+        times=times,
+        embeds=costs.is_embedding_shared,
+    )
+
+
+def make_plan(
+    model: Model, job: Job, hardware: Hardware, layout: Sequence[int] | None = None
+) -> Plan:
+    """What a layout takes.
+
+    Args:
+        layout: layers of each of the pp * chunks stages; None: even.
+    Raises:
+        ValueError: the model cannot be cut like this, the layout has other layers than the model,
+            or the schedule cannot have these numbers.
+    """
+    costs = costs_of(model, job, hardware)
+    return plan_layout(costs, schedule_of(costs), layout)
+
+
+def plan_layout(costs: Costs, schedule: Schedule, layout: Sequence[int] | None = None) -> Plan:
+    model, job, hardware = costs.model, costs.job, costs.hardware
+    chosen = tuple(layout) if layout is not None else even_layout(model.layers, job.stages)
+    if len(chosen) != job.stages or sum(chosen) != model.layers or min(chosen) < 0:
+        raise ValueError(
+            f"layout must have {job.stages} stages (pp * chunks) of {model.layers} layers in all, "
+            f"got {len(chosen)} of {sum(chosen)}: {list(chosen)}; an even one is "
+            f"{list(even_layout(model.layers, job.stages))}"
+        )
+    stages = make_stages(costs, chosen)
+    prediction = simulate_schedule(schedule, stage_times(costs, stages))
+    ranks = tuple(_rank_plan(costs, schedule, prediction, stages, rank) for rank in range(job.pp))
+    after = max(_after(costs, rank) for rank in ranks)
+    return Plan(model, job, hardware, chosen, ranks, prediction, after)
+
+
+def stages_of(schedule: Schedule, stages: Sequence[Stage], rank: int) -> tuple[Stage, ...]:
+    return tuple(stages[schedule.stage(rank, chunk)] for chunk in range(schedule.chunks))
+
+
+def _rank_plan(
+    costs: Costs, schedule: Schedule, prediction: Prediction, stages: Sequence[Stage], rank: int
+) -> RankPlan:
+    mine = stages_of(schedule, stages, rank)
+    head = costs.head
+    over = costs.job.is_over_ranks
+    parameters = sum(stage.parameters for stage in mine)
+    phases = head.forward + head.backward if over else 0.0
+    return RankPlan(
+        rank=rank,
+        stages=mine,
+        parameters=parameters,
+        flops=sum(stage.flops for stage in mine) + (3 * head.flops if over else 0.0),
+        forward=sum(stage.forward for stage in mine) + (head.forward if over else 0.0),
+        backward=sum(stage.backward for stage in mine) + (head.backward if over else 0.0),
+        head_seconds=sum(stage.head_seconds for stage in mine) + phases,
+        in_flight=prediction.most_held[rank],
+        busy=prediction.busy[rank],
+        memory=memory_of(costs, schedule, mine, rank),
+    )
+
+
+def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int) -> Memory:
+    """Of a rank with these stages, its activations by the schedule's order."""
+    job = costs.job
+    order = schedule.orders[rank]
+    parameters = sum(stage.parameters for stage in mine)
+    experts = sum(stage.expert_parameters for stage in mine)
+    shared, alone = parameters - experts, experts
+    if job.distributed_optimizer:
+        shared, alone = shared / (job.dp * job.cp), alone / (job.dp * job.cp / job.ep)
+    held = [stage.kept for stage in mine]
+    with_head = [stage.kept + stage.head_kept for stage in mine]
+    activations = peak_held(order, held)
+    kept_head = 0.0
+    if job.is_over_ranks:
+        phases = costs.head.kept + costs.head.working
+        kept_head = costs.head.kept + 4.0 * costs.head_parameters
+    else:
+        phases = 0.0
+    working = [max(stage.head_working, stage.working - stage.head_kept) for stage in mine]
+    peak = peak_held(order, with_head, working, phases=phases) + kept_head
+    without = peak_held(order, held, [stage.working for stage in mine])
+    return Memory(
+        weights=job.weight_bytes * parameters,
+        gradients=job.gradient_bytes * parameters,
+        optimizer=job.state_bytes * (shared + alone),
+        activations=activations,
+        head=max(0.0, peak - without),
+        working=min(peak, without) - activations,
+        buffers=_buffers(costs, schedule, rank),
+    )
+
+
+def _buffers(costs: Costs, schedule: Schedule, rank: int) -> float:
+    job, last = costs.job, schedule.stages - 1
+    if not job.software.receives_apart:
+        return 0.0
+    mine = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
+    neighbours = sum((stage > 0) + (stage < last) for stage in mine)
+    split = job.tp if job.sequence_parallel else 1
+    size = job.hidden_bytes * job.tokens * costs.model.dim / split
+    return neighbours * job.microbatches * size
+
+
+def _after(costs: Costs, rank: RankPlan) -> float:
+    """Seconds of a rank after its last backward: gradients over data-parallel ranks, clipping, the
+    optimizer; of a tied head, the gradients of its two copies."""
+    job, hardware = costs.job, costs.hardware
+    ranks = job.dp * job.cp
+    apart = job.tp * ranks  # neighbours are tensor-parallel
+    size = job.gradient_bytes * rank.parameters
+    found, owned = 0.0, rank.parameters
+    if ranks > 1:
+        rounds = 1.0 if job.distributed_optimizer else 2.0
+        moved = rounds * (ranks - 1) / ranks * size
+        if job.distributed_optimizer:
+            owned /= ranks
+            moved += (ranks - 1) / ranks * 2.0 * rank.parameters
+        found += hardware.latency + moved / hardware.link(apart)
+    is_copied = costs.model.tied and job.pp > 1 and not job.is_over_ranks
+    if is_copied and job.schedule_name != "zbv" and rank.rank in (0, job.pp - 1):
+        copied = job.gradient_bytes * costs.head_parameters
+        found += collective(hardware, 2, copied, rounds=2)
+    return found + job.step_traffic * owned / hardware.bytes_per_second

@@ -1,0 +1,221 @@
+"""A step's time from each stage's times: measured ones, or those of the cost model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .orders import Times
+from .schedules import Schedule, make_schedule, peak_held
+from .timeline import Task, Timeline, Work, run_orders
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds (or any unit) of one microbatch, in the order of the model's stages.
+
+    Args:
+        forward, backward: of each stage; the head's are part of the last stage's, unless it is
+            over all ranks.
+        statistics, gradients: of the head's two phases on each rank, where it is over all ranks.
+        embedding: of each rank's rows, forward and again backward; over all ranks as well.
+        latency: until the next stage has what a stage sends.
+        head_latency: of a collective of the head.
+        weight_share: of a backward that is split, the part which makes the weights' gradients.
+    Raises:
+        ValueError: lists of other lengths, or a time that is negative or not finite.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    statistics: tuple[float, ...] = ()
+    gradients: tuple[float, ...] = ()
+    embedding: tuple[float, ...] = ()
+    latency: float = 0.0
+    head_latency: float = 0.0
+    weight_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.forward or len(self.forward) != len(self.backward):
+            raise ValueError(
+                "forward and backward must have a time for each stage, got "
+                f"{len(self.forward)} and {len(self.backward)}"
+            )
+        for name in ("statistics", "gradients", "embedding"):
+            found = len(getattr(self, name))
+            if found not in (0, len(self.forward)):
+                raise ValueError(
+                    f"{name} must have a time for each of {len(self.forward)} ranks, or none, "
+                    f"got {found}"
+                )
+        for name in ("forward", "backward", "statistics", "gradients", "embedding"):
+            for value in getattr(self, name):
+                if not 0 <= value < math.inf:
+                    raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
+        if not 0 <= self.weight_share <= 1:
+            raise ValueError(f"weight_share must be within 0 and 1, got {self.weight_share!r}")
+        for name in ("latency", "head_latency"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)!r}")
+
+    @property
+    def is_over_ranks(self) -> bool:
+        return bool(self.statistics or self.gradients)
+
+    def slowest(self) -> Times:
+        """One cycle for all ranks, for planner/orders.py."""
+        return Times(
+            forward=max(self.forward),
+            backward=max(self.backward),
+            statistics=max(self.statistics),
+            gradients=max(self.gradients),
+            latency=self.head_latency,
+            embedding=max(self.embedding, default=0.0),
+        )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step, without the optimizer.
+
+    Args:
+        seconds: until the last rank is done.
+        closed_form: the same by formula, None where there is none.
+        busy: each rank's own work.
+        most_held: microbatches that each rank holds at once, in chunks of its own.
+    """
+
+    seconds: float
+    closed_form: float | None
+    busy: tuple[float, ...]
+    most_held: tuple[float, ...]
+    schedule: Schedule
+    timeline: Timeline
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
+
+
+def predict(
+    times: StageTimes,
+    microbatches: int,
+    *,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    framework: Literal["torch", "megatron"] = "megatron",
+) -> Prediction:
+    """What a step of `microbatches` takes: the schedule's own order, simulated.
+
+    Raises:
+        ValueError: the schedule does not fit the number of stages or microbatches, or needs the
+            head's times, or has no use for them.
+    """
+    stages = len(times.forward)
+    if stages % chunks:
+        raise ValueError(f"chunks must divide the number of stages, {stages}, got {chunks}")
+    ranks = stages // chunks
+    if times.is_over_ranks != (schedule == "vocab"):
+        raise ValueError(
+            "statistics and gradients must be given for the schedule 'vocab' and for no other, got "
+            f"{schedule!r} {'with' if times.is_over_ranks else 'without'} them"
+        )
+    if schedule == "vocab" and not (times.statistics and times.gradients):
+        raise ValueError("statistics and gradients must both be given, got one of them")
+    made = make_schedule(
+        schedule,
+        ranks,
+        microbatches,
+        chunks=chunks,
+        framework=framework,
+        times=times.slowest() if schedule == "vocab" else None,
+        embeds=bool(times.embedding),
+    )
+    return simulate_schedule(made, times)
+
+
+def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
+    knocks: dict[Hashable, int] = {}
+    for kind in "STEG":
+        for index in range(schedule.microbatches):
+            knocks[kind, index] = schedule.ranks
+
+    def work(rank: int, task: Task) -> Work:
+        if task.kind in "STEG":
+            return _work_of_head(schedule, times, rank, task)
+        return _work_of_stage(schedule, times, rank, task)
+
+    timeline = run_orders(schedule.orders, work, knocks)
+    return Prediction(
+        seconds=timeline.makespan,
+        closed_form=closed_form(schedule, times),
+        busy=timeline.busy,
+        most_held=tuple(peak_held(order, [1.0] * schedule.chunks) for order in schedule.orders),
+        schedule=schedule,
+        timeline=timeline,
+    )
+
+
+def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, task: Task) -> Work:
+    kind, index, chunk = task
+    stage, last = schedule.stage(rank, chunk), schedule.stages - 1
+
+    def near(other: int) -> float:
+        """Two stages of one rank send each other nothing."""
+        return 0.0 if schedule.rank(other) == rank else times.latency
+
+    if kind == "F":
+        waits: tuple[tuple[Hashable, float], ...] = ()
+        if stage:
+            waits = ((("F", stage - 1, index), near(stage - 1)),)
+        elif times.embedding:
+            waits = ((("E", index), times.head_latency),)
+        return Work(times.forward[stage], waits, ("F", stage, index))
+    backward = times.backward[stage]
+    if kind == "W":
+        return Work(backward * times.weight_share)
+    if stage < last:
+        waits = ((("B", stage + 1, index), near(stage + 1)),)
+    elif schedule.name == "vocab":
+        waits = ((("T", index), times.head_latency),)
+    else:
+        waits = ((("F", stage, index), 0.0),)
+    taken = backward * (1 - times.weight_share) if kind == "I" else backward
+    return Work(taken, waits, ("B", stage, index))
+
+
+def _work_of_head(schedule: Schedule, times: StageTimes, rank: int, task: Task) -> Work:
+    kind, index, last = task.kind, task.microbatch, schedule.stages - 1
+    waits: dict[str, tuple[tuple[Hashable, float], ...]] = {
+        "E": (),
+        "S": ((("F", last, index), times.head_latency),),
+        "T": ((("S", index), times.head_latency),),
+        "G": ((("B", 0, index), times.head_latency),),
+    }
+    lists = {"S": times.statistics, "T": times.gradients}
+    return Work(lists.get(kind, times.embedding)[rank], waits[kind], (kind, index))
+
+
+def closed_form(schedule: Schedule, times: StageTimes) -> float | None:
+    """A step's time by formula, p2p latencies left out; of uneven stages, where one is known.
+
+    gpipe: exact. 1f1b: (m - 1) max(F + B) + sum(F + B), exact where one stage is the slowest in
+    both. interleaved: even stages alone. vocab: m + p + 1 cycles of the slowest, an upper bound.
+    """
+    count, ranks = schedule.microbatches, schedule.ranks
+    forward, backward = times.forward, times.backward
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    if schedule.name == "gpipe":
+        return sum(both) + (count - 1) * (max(forward) + max(backward))
+    if schedule.name == "1f1b":
+        return (count - 1) * max(both) + sum(both)
+    if schedule.name == "vocab":
+        each = replace(times, head_latency=0.0).slowest()
+        return (count + ranks + 1) * (each.cycle + 2 * each.embedding)
+    even = max(both) <= min(both) * (1 + 1e-9)
+    if schedule.name == "interleaved" and even and count % ranks == 0:
+        return (count * schedule.chunks + ranks - 1) * both[0]
+    return None

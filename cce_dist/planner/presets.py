@@ -1,0 +1,110 @@
+"""Models by name, from their public configurations."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .models import PAPER, Model
+
+_GEMMA2: dict[str, Any] = {
+    "classes": 256000,
+    "tied": True,
+    "norms": 4,
+    "window": 4096,
+    "window_every": 2,
+}
+_LLAMA3: dict[str, Any] = {"classes": 128256, "kv_heads": 8}
+_QWEN25: dict[str, Any] = {"classes": 151665, "qkv_bias": True}
+
+MODELS: dict[str, Model] = {
+    "gemma2-2b": Model(
+        dim=2304, layers=26, mlp_dim=9216, heads=8, kv_heads=4, head_dim=256, **_GEMMA2
+    ),
+    "gemma2-9b": Model(
+        dim=3584, layers=42, mlp_dim=14336, heads=16, kv_heads=8, head_dim=256, **_GEMMA2
+    ),
+    "gemma2-27b": Model(
+        dim=4608, layers=46, mlp_dim=36864, heads=32, kv_heads=16, head_dim=128, **_GEMMA2
+    ),
+    "llama3-8b": Model(dim=4096, layers=32, mlp_dim=14336, heads=32, **_LLAMA3),
+    "llama3-70b": Model(dim=8192, layers=80, mlp_dim=28672, heads=64, **_LLAMA3),
+    "qwen2.5-7b": Model(
+        dim=3584, layers=28, mlp_dim=18944, heads=28, kv_heads=4, rows=152064, **_QWEN25
+    ),
+    "qwen2.5-72b": Model(
+        dim=8192, layers=80, mlp_dim=29568, heads=64, kv_heads=8, rows=152064, **_QWEN25
+    ),
+    "qwen3-8b": Model(
+        classes=151669,
+        rows=151936,
+        dim=4096,
+        layers=36,
+        mlp_dim=12288,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        qk_norm=True,
+    ),
+    "mistral-7b": Model(classes=32000, dim=4096, layers=32, mlp_dim=14336, heads=32, kv_heads=8),
+    "mistral-nemo": Model(
+        classes=131072, dim=5120, layers=40, mlp_dim=14336, heads=32, kv_heads=8, head_dim=128
+    ),
+    "mixtral-8x7b": Model(
+        classes=32000,
+        dim=4096,
+        layers=32,
+        mlp_dim=14336,
+        heads=32,
+        kv_heads=8,
+        experts=8,
+        experts_per_token=2,
+    ),
+    # Without its layer of multi-token prediction.
+    "deepseek-v3": Model(
+        classes=129280,
+        dim=7168,
+        layers=61,
+        mlp_dim=2048,
+        heads=128,
+        kv_heads=128,
+        head_dim=128,
+        experts=256,
+        experts_per_token=8,
+        shared_experts=1,
+        dense_layers=3,
+        dense_mlp_dim=18432,
+        kv_rank=512,
+        query_rank=1536,
+        rope_dim=64,
+        value_dim=128,
+    ),
+}
+
+
+def _plain(name: str) -> str:
+    """ "Gemma 2 (27B)" and "gemma2-27b" are the same."""
+    return re.sub(r"[^a-z0-9.]", "", name.lower())
+
+
+def model_names() -> list[str]:
+    """Presets, those of the paper after the others; a paper's model that is one of them is left
+    out."""
+    known = {_plain(name) for name in MODELS}
+    return [*MODELS, *(name for name in PAPER if _plain(name) not in known)]
+
+
+def find_model(name: str) -> Model:
+    """A preset, however it is spelt.
+
+    Raises:
+        ValueError: none has this name.
+    """
+    for names in (MODELS, PAPER):
+        for other, model in names.items():
+            if _plain(other) == _plain(name):
+                return model
+    raise ValueError(
+        f"model must be a config.json or one of {model_names()}, got {name!r}, which is neither "
+        "a file nor a preset"
+    )

@@ -1,0 +1,83 @@
+"""A plan as plain values: what `--json` writes and the table shows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from .flags import megatron_flags, torch_stages
+from .head import phase_bytes
+from .plan import Plan, RankPlan
+from .search import Pays, verdict_on
+
+
+def describe(
+    plan: Plan, pays: Pays | None = None, *, largest: int = 0, notes: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Seconds, bytes, FLOPs; of one rank of each tensor-parallel group."""
+    job, model = plan.job, plan.model
+    try:
+        flags = megatron_flags(model, job, plan.layout)
+    except ValueError as error:
+        flags, notes = None, (*notes, str(error))
+    found: dict[str, Any] = {
+        "model": asdict(model) | {"parameters": model.parameters},
+        "job": asdict(job) | {"gpus": job.gpus, "schedule": job.schedule_name},
+        "hardware": asdict(plan.hardware),
+        "layout": list(plan.layout),
+        "step_seconds": plan.seconds,
+        "schedule_seconds": plan.prediction.seconds,
+        "closed_form_seconds": plan.prediction.closed_form,
+        "optimizer_seconds": plan.optimizer_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "model_flops_utilization": plan.utilization,
+        "bubble": plan.prediction.bubble,
+        "binds": plan.binds,
+        "fits": plan.fits,
+        "peak_bytes": plan.peak,
+        "usable_bytes": plan.hardware.usable * plan.hardware.memory,
+        "largest_microbatch": largest,
+        "ranks": [describe_rank(rank) for rank in plan.ranks],
+        "megatron_flags": flags,
+        "torch_stages": torch_stages(plan.layout, has_head=not job.is_over_ranks),
+        "notes": list(notes),
+    }
+    if job.is_over_ranks:
+        found["phase_bytes"] = phase_bytes(model, job)
+    if pays is not None:
+        found["vocab_over_pipeline"] = {
+            "verdict": pays.verdict,
+            "speedup": pays.speedup,
+            "verdict_on_our_loss": verdict_on(pays.last, plan),
+            "last_stage": _brief(pays.last),
+            "over_pipeline": _brief(pays.over),
+        }
+    return found
+
+
+def describe_rank(rank: RankPlan) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "stages": [
+            {"first_layer": stage.first_layer, "layers": stage.layers} for stage in rank.stages
+        ],
+        "parameters": rank.parameters,
+        "flops": rank.flops,
+        "forward_seconds": rank.forward,
+        "backward_seconds": rank.backward,
+        "head_seconds": rank.head_seconds,
+        "busy_seconds": rank.busy,
+        "in_flight": rank.in_flight,
+        "memory_bytes": vars(rank.memory) | {"total": rank.memory.total},
+    }
+
+
+def _brief(plan: Plan) -> dict[str, Any]:
+    return {
+        "loss": plan.job.loss,
+        "layout": list(plan.layout),
+        "step_seconds": plan.seconds,
+        "peak_bytes": plan.peak,
+        "fits": plan.fits,
+        "bubble": plan.prediction.bubble,
+    }

@@ -1,0 +1,217 @@
+"""Which rank does what in which order: the schedules of torch and Megatron, and ours.
+
+A pipeline of p ranks has p * chunks stages. Stage s is chunk s // p of rank s % p ("loop"); under
+ZBV a rank has the stages r and 2 p - 1 - r ("v"), so that the first rank has the last stage, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .orders import Times, plan_vocab_order
+from .timeline import Task
+
+Name = Literal["gpipe", "1f1b", "interleaved", "zbv", "vocab"]
+NAMES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zbv", "vocab")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Args:
+    orders: each rank's tasks.
+    chunks: stages of a rank.
+    """
+
+    name: Name
+    orders: tuple[tuple[Task, ...], ...]
+    chunks: int = 1
+    microbatches: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        if self.name == "zbv" and chunk:
+            return self.stages - 1 - rank
+        return chunk * self.ranks + rank
+
+    def rank(self, stage: int) -> int:
+        """Of the stage."""
+        if self.name == "zbv" and stage >= self.ranks:
+            return self.stages - 1 - stage
+        return stage % self.ranks
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.name == "zbv"
+
+
+def make_schedule(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    chunks: int = 1,
+    framework: Literal["torch", "megatron"] = "megatron",
+    times: Times | None = None,
+    embeds: bool = False,
+) -> Schedule:
+    """The orders of a schedule.
+
+    Args:
+        chunks: stages of a rank; >= 2 for "interleaved", 2 for "zbv", else 1.
+        framework: whose "interleaved", and whose rules for the number of microbatches.
+        times, embeds: of "vocab", as planner/orders.py has them.
+    Raises:
+        ValueError: an unknown name, or numbers that the schedule cannot have.
+    """
+    for key, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+        if value < 1:
+            raise ValueError(f"{key} must be >= 1, got {value}")
+    if name not in NAMES:
+        raise ValueError(f"schedule must be one of {list(NAMES)}, got {name!r}")
+    least, most = {"interleaved": (2, None), "zbv": (2, 2)}.get(name, (1, 1))
+    if chunks < least or (most is not None and chunks > most):
+        asked = f"{least}" if most == least else f">= {least}"
+        raise ValueError(f"chunks (stages a rank) must be {asked} for {name!r}, got {chunks}")
+    every = range(ranks)
+    if name == "gpipe":
+        orders = [_gpipe(microbatches)] * ranks
+    elif name == "1f1b":
+        if framework == "torch" and microbatches < ranks:
+            raise ValueError(
+                f"microbatches must be >= the number of stages under torch's 1F1B, {ranks}, got "
+                f"{microbatches}"
+            )
+        orders = [_one_f_one_b(rank, ranks, microbatches) for rank in every]
+    elif name == "interleaved":
+        group = _round(ranks, microbatches, framework)
+        orders = [_interleaved(rank, ranks, microbatches, chunks, group) for rank in every]
+    elif name == "zbv":
+        orders = [_zbv(rank, ranks, microbatches) for rank in every]
+    else:
+        planned = plan_vocab_order(ranks, microbatches, times or Times(), embeds=embeds)
+        orders = [[Task(kind, index) for kind, index in order] for order in planned]
+    return Schedule(name, tuple(map(tuple, orders)), chunks, microbatches)  # pyright: ignore
+
+
+def _gpipe(microbatches: int) -> list[Task]:
+    return [Task(kind, index) for kind in "FB" for index in range(microbatches)]
+
+
+def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> list[Task]:
+    warm = min(microbatches, ranks - rank - 1)
+    found = [Task("F", index) for index in range(warm)]
+    for index in range(microbatches - warm):
+        found += [Task("F", warm + index), Task("B", index)]
+    return found + [Task("B", index) for index in range(microbatches - warm, microbatches)]
+
+
+def _round(ranks: int, microbatches: int, framework: str) -> int:
+    """Microbatches that go through a chunk before the next chunk's turn."""
+    if framework == "torch":
+        rounds = max(1, microbatches // ranks)
+        if microbatches % rounds:
+            near = microbatches // rounds * rounds
+            raise ValueError(
+                f"microbatches must be a multiple of {rounds}, the number of rounds under torch's "
+                f"interleaved 1F1B of {ranks} ranks, got {microbatches}; the nearest is {near}"
+            )
+        return microbatches // rounds
+    if microbatches % ranks:
+        near = max(1, round(microbatches / ranks)) * ranks
+        raise ValueError(
+            f"microbatches must be a multiple of the pipeline's ranks, {ranks}, under Megatron's "
+            f"interleaved 1F1B, got {microbatches}; the nearest is {near}"
+        )
+    return ranks
+
+
+def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int, group: int) -> list[Task]:
+    """Megatron's and torch's are the same but for the size of a round."""
+    total = chunks * microbatches
+    warm = min(total, (chunks - 1) * group + 2 * (ranks - 1 - rank))
+    turn = chunks * group
+
+    def forward(step: int) -> Task:
+        return Task("F", step // turn * group + step % group, step % turn // group)
+
+    def backward(step: int) -> Task:
+        done = forward(step)
+        return Task("B", done.microbatch, chunks - 1 - done.chunk)
+
+    found = [forward(step) for step in range(warm)]
+    for step in range(warm, total):
+        found += [forward(step), backward(step - warm)]
+    return found + [backward(step) for step in range(total - warm, total)]
+
+
+def _zbv(rank: int, ranks: int, microbatches: int) -> list[Task]:
+    """torch's ScheduleZBVZeroBubble, which plans 2 p - 1 microbatches at least and leaves out those
+    that there are not."""
+    planned = max(2 * ranks - 1, microbatches)
+    done = {("F", 0): 0, ("F", 1): 0, ("I", 0): 0, ("I", 1): 0, ("W", 0): 0, ("W", 1): 0}
+    found: list[Task] = []
+
+    def add(kinds: str, chunk: int) -> None:
+        for kind in kinds:
+            found.append(Task(kind, done[kind, chunk], chunk))
+            done[kind, chunk] += 1
+
+    for _ in range(2 * (ranks - rank) - 1):
+        add("F", 0)
+    for _ in range(rank):
+        add("F", 1)
+        add("F", 0)
+    for _ in range(ranks - rank):
+        add("FIW", 1)
+    while done["F", 1] < done["F", 0] or done["F", 0] < planned:
+        if done["F", 0] < planned:
+            add("F", 0)
+        add("IW", 0)
+        add("FIW", 1)
+    for _ in range(rank):
+        add("I", 0)
+        add("I", 1)
+    for _ in range(ranks - rank):
+        add("IW", 0)
+    for chunk in (1, 0):
+        while done["W", chunk] < done["I", chunk]:
+            add("W", chunk)
+    return [task for task in found if task.microbatch < microbatches]
+
+
+def peak_held(
+    order: Sequence[Task],
+    held: Sequence[float],
+    working: Sequence[float] | None = None,
+    *,
+    phases: float = 0.0,
+) -> float:
+    """The most that a rank holds at once in the order of its tasks, in the unit of `held`.
+
+    Args:
+        held: of a microbatch in each chunk, from its forward to its backward (or to W).
+        working: while a backward of each chunk runs, beside what is held; None: nothing.
+        phases: while a task of the head over all ranks runs.
+    """
+    now = most = 0.0
+    frees = "W" if any(task.kind == "W" for task in order) else "B"
+    for task in order:
+        if task.kind == "F":
+            now += held[task.chunk]
+            most = max(most, now)
+        elif task.kind in "BIW":
+            most = max(most, now + (working[task.chunk] if working else 0.0))
+            if task.kind == frees:
+                now -= held[task.chunk]
+        else:
+            most = max(most, now + phases)
+    return most

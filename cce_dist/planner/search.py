@@ -1,0 +1,244 @@
+"""Layouts: how many layers each stage should have, and what could be changed about a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .hardware import GIB, Hardware
+from .job import OURS, Job
+from .models import Model
+from .plan import Plan, even_layout, memory_of, plan_layout, schedule_of, stages_of
+from .schedules import Schedule
+from .stages import Costs, Stage, costs_of, make_stages
+
+# Tasks of a schedule above which layouts are compared by their slowest rank alone.
+MANY_TASKS = 60_000
+
+
+def best_plan(model: Model, job: Job, hardware: Hardware) -> Plan:
+    """The faster one of an even layout and of one that gives the next layer to the rank with the
+    least to do which has room for it; of two that do not fit, the one that needs less.
+
+    Raises:
+        ValueError: as `make_plan`.
+    """
+    costs = costs_of(model, job, hardware)
+    schedule = schedule_of(costs)
+    layouts = {even_layout(model.layers, job.stages), balanced_layout(costs, schedule)}
+    if len(layouts) > 1 and sum(map(len, schedule.orders)) > MANY_TASKS:
+        layouts = {min(layouts, key=lambda each: _slowest(costs, schedule, each))}
+    plans = [plan_layout(costs, schedule, layout) for layout in sorted(layouts)]
+    fitting = [plan for plan in plans if plan.fits]
+    if fitting:
+        return min(fitting, key=lambda plan: (round(plan.seconds, 9), plan.peak))
+    return min(plans, key=lambda plan: plan.peak)
+
+
+def _slowest(costs: Costs, schedule: Schedule, layout: tuple[int, ...]) -> tuple[bool, float]:
+    """Whether it needs too much, and a microbatch's time on the slowest rank."""
+    stages = make_stages(costs, layout)
+    every = [stages_of(schedule, stages, rank) for rank in range(schedule.ranks)]
+    room = costs.hardware.usable * costs.hardware.memory
+    slowest = max(sum(stage.forward + stage.backward for stage in mine) for mine in every)
+    return peak_of(costs, schedule, layout) > room, slowest
+
+
+def balanced_layout(costs: Costs, schedule: Schedule) -> tuple[int, ...]:
+    """Layer by layer to the rank whose stages take least, as long as it has the memory, and there
+    to the stage that takes least. All layers count as the mean one."""
+    model, job = costs.model, costs.job
+    empty = make_stages(costs, [0] * job.stages)
+    layer = _mean_layer(costs)
+    layout = [0] * job.stages
+    room = costs.hardware.usable * costs.hardware.memory
+    full: set[int] = set()
+    takes = [stage.forward + stage.backward for stage in empty]
+    mine = [[schedule.stage(r, c) for c in range(schedule.chunks)] for r in range(schedule.ranks)]
+    for _ in range(model.layers):
+        while True:
+            ranks = [rank for rank in range(schedule.ranks) if rank not in full]
+            if not ranks:
+                # Nothing fits: balanced all the same.
+                full, room, ranks = set(), float("inf"), list(range(schedule.ranks))
+            rank = min(ranks, key=lambda r: (sum(takes[s] for s in mine[r]), r))
+            # A stage without layers is the embedding's or the head's alone, or has nothing to do.
+            stage = min(mine[rank], key=lambda s: (takes[s], s))
+            layout[stage] += 1
+            if _needs(costs, schedule, rank, layout, mine[rank], empty, layer) <= room:
+                break
+            layout[stage] -= 1
+            full.add(rank)
+        takes[stage] += layer.forward + layer.backward
+    return _without_gaps(tuple(layout))
+
+
+def _mean_layer(costs: Costs) -> Stage:
+    """What one more layer adds to a stage."""
+    count = len(costs.layers)
+    inner = make_stages(costs, [0, count, 0])[1]
+    values = {
+        name: getattr(inner, name) / count
+        for name in ("parameters", "expert_parameters", "flops", "forward", "backward", "kept")
+    }
+    return replace(inner, layers=1, **values)
+
+
+def _needs(
+    costs: Costs,
+    schedule: Schedule,
+    rank: int,
+    layout: list[int],
+    mine: list[int],
+    empty: list[Stage],
+    layer: Stage,
+) -> float:
+    stages = []
+    for index in mine:
+        base, count = empty[index], layout[index]
+        stages.append(
+            replace(
+                base,
+                parameters=base.parameters + count * layer.parameters,
+                expert_parameters=count * layer.expert_parameters,
+                kept=base.kept + count * layer.kept,
+                working=max(base.working, layer.working if count else 0.0),
+            )
+        )
+    return memory_of(costs, schedule, stages, rank).total
+
+
+def _without_gaps(layout: tuple[int, ...]) -> tuple[int, ...]:
+    """No stage but the first and the last without a layer: one of the largest stage's instead."""
+    found = list(layout)
+    for index in range(1, len(found) - 1):
+        if not found[index]:
+            found[found.index(max(found))] -= 1
+            found[index] = 1
+    return tuple(found)
+
+
+def peak_of(costs: Costs, schedule: Schedule, layout: tuple[int, ...]) -> float:
+    """Bytes of the rank that takes most; nothing is simulated."""
+    stages = make_stages(costs, layout)
+    return max(
+        memory_of(costs, schedule, stages_of(schedule, stages, rank), rank).total
+        for rank in range(schedule.ranks)
+    )
+
+
+def largest_microbatch(plan: Plan) -> int:
+    """Sequences of the largest microbatch with which this layout fits; 0: not even one."""
+    room = plan.hardware.usable * plan.hardware.memory
+    schedule = plan.prediction.schedule
+
+    def fits(count: int) -> bool:
+        costs = costs_of(plan.model, replace(plan.job, microbatch=count), plan.hardware)
+        return peak_of(costs, schedule, plan.layout) <= room
+
+    if not fits(1):
+        return 0
+    least, most = 1, 2
+    while fits(most) and most < 2**20:
+        least, most = most, 2 * most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least
+
+
+@dataclass(frozen=True)
+class Pays:
+    """Whether the vocabulary over pipeline ranks pays, beside the same loss on the last stage with
+    the layers laid out for it.
+
+    Args:
+        last, over: the best plans of both.
+        verdict: a sentence that begins with yes or no.
+    """
+
+    last: Plan
+    over: Plan
+    verdict: str
+
+    @property
+    def speedup(self) -> float:
+        return self.last.seconds / self.over.seconds
+
+
+def over_pipeline(job: Job) -> Job:
+    """The job with our loss over all pipeline (and tensor-parallel) ranks."""
+    loss = job.loss if job.loss in OURS else "filtered"
+    over = "pp-tp" if job.tp > 1 else "pp"
+    if job.vocab_over != "last":
+        over = job.vocab_over
+    return replace(job, loss=loss, vocab_over=over, schedule="auto", chunks=1)
+
+
+def on_last_stage(job: Job) -> Job:
+    """The job with our loss on the last stage."""
+    loss = job.loss if job.loss in OURS else "filtered"
+    schedule = job.schedule
+    if job.is_over_ranks:
+        # torch's 1F1B wants as many microbatches as stages.
+        few = job.software.framework == "torch" and job.microbatches < job.pp
+        schedule = "gpipe" if few else "auto"
+    return replace(job, loss=loss, vocab_over="last", schedule=schedule)
+
+
+def vocab_pays(model: Model, job: Job, hardware: Hardware) -> Pays | None:
+    """None: there is one pipeline rank, or no loss."""
+    if job.pp == 1 or job.loss == "none":
+        return None
+    last = best_plan(model, on_last_stage(job), hardware)
+    over = best_plan(model, over_pipeline(job), hardware)
+    return Pays(last, over, verdict_on(over, last))
+
+
+def verdict_on(new: Plan, old: Plan) -> str:
+    """Whether a plan is better than another: a sentence that begins with yes or no."""
+    ratio = old.seconds / new.seconds
+    memory = f"{new.peak / GIB:.1f} GiB at the most instead of {old.peak / GIB:.1f}"
+    if new.fits and not old.fits:
+        return f"yes: it fits, {memory}"
+    if old.fits and not new.fits:
+        return f"no: it does not fit, {memory}"
+    if ratio >= 1.01:
+        return f"yes: {ratio:.2f} times as fast, {memory}"
+    if ratio > 0.99:
+        return f"no: as fast within 1 %, {memory}"
+    return f"no: {ratio:.2f} times as fast, {memory}"
+
+
+def nearest_that_fits(model: Model, job: Job, hardware: Hardware) -> str | None:
+    """The first of these changes with which the job fits; None: none of them is enough."""
+    changes: list[dict[str, object]] = []
+    smaller = largest_microbatch(best_plan(model, job, hardware))
+    if smaller:
+        return f"microbatch {smaller}"
+    if not job.distributed_optimizer and job.dp * job.cp > 1:
+        changes.append({"distributed_optimizer": True})
+    changes.append({"microbatch": 1})
+    if job.recompute != "full":
+        changes.append({"recompute": "full"})
+    tried: dict[str, object] = {}
+    for change in changes:
+        tried |= change
+        if _fits(model, job, hardware, tried):
+            return _named(tried)
+    for name in ("tp", "pp"):
+        while int(str(tried.get(name, getattr(job, name)))) < (8 if name == "tp" else 128):
+            tried[name] = 2 * int(str(tried.get(name, getattr(job, name))))
+            if _fits(model, job, hardware, tried):
+                return _named(tried)
+    return None
+
+
+def _named(changes: dict[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in changes.items())
+
+
+def _fits(model: Model, job: Job, hardware: Hardware, changes: dict[str, object]) -> bool:
+    try:
+        return best_plan(model, replace(job, **changes), hardware).fits  # pyright: ignore
+    except ValueError:
+        return False

@@ -1,0 +1,220 @@
+"""Published and measured runs beside what the planner says of them; run it for docs/planner.md's
+tables."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cce_dist.planner.hardware import GIB, HARDWARE
+from cce_dist.planner.head import head_cost
+from cce_dist.planner.job import SOFTWARE, Job
+from cce_dist.planner.models import Model
+from cce_dist.planner.plan import Plan, make_plan
+from cce_dist.planner.predict import StageTimes, predict
+from cce_dist.planner.presets import find_model
+from cce_dist.planner.stages import costs_of, make_stages
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+MIB = 2**20
+# The published runs have the vocabulary over the pipeline in these; with how many more microbatches
+# in flight than ranks.
+OVER = {"vocab": 1, "synctwice": 2, "interlaced": 4}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One run: what was measured, and what is said of it."""
+
+    name: tuple[str, ...]
+    seconds: float | None
+    predicted_seconds: float
+    peak: float | None  # bytes
+    predicted_peak: float | None
+
+    @property
+    def time_error(self) -> float | None:
+        return None if self.seconds is None else self.predicted_seconds / self.seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        if self.peak is None or self.predicted_peak is None:
+            return None
+        return self.predicted_peak / self.peak - 1
+
+
+def _rows(name: str) -> Iterator[dict[str, str]]:
+    with (RESULTS / name).open(newline="", encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+def _times(row: dict[str, str]) -> StageTimes:
+    """Measured, of a published run, in seconds."""
+
+    def each(key: str) -> tuple[float, ...]:
+        return tuple(1e-6 * float(value) for value in row[key].split())
+
+    if row["method"] not in OVER:
+        return StageTimes(each("forward_us"), each("backward_us"))
+    # Both phases are one visit there.
+    visits = each("head_us")
+    there_and_back = zip(each("embedding_forward_us"), each("embedding_backward_us"), strict=True)
+    return StageTimes(
+        each("forward_us"),
+        each("backward_us"),
+        statistics=tuple(value / 4 for value in visits),
+        gradients=tuple(3 * value / 4 for value in visits),
+        embedding=tuple((there + back) / 2 for there, back in there_and_back),
+        head_latency=1e-6 * float(row["collective_us"]),
+    )
+
+
+def _published_plan(row: dict[str, str]) -> Plan:
+    """GPT with 32 layers on 8 A100s, by the cost model alone; the head on the last stage."""
+    sequence = int(row["sequence"])
+    model = Model(
+        classes=int(row["classes"]),
+        dim=3072,
+        layers=32,
+        mlp_dim=12288,
+        heads=24,
+        kv_heads=24,
+        gated=False,
+        norm_bias=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        positions=sequence,
+    )
+    job = Job(
+        sequence=sequence,
+        microbatches=128,
+        pp=8,
+        # fp16, which has the same size.
+        gradients="bf16",
+        loss="dense",
+    )
+    layout = [int(count) for count in row["layout"].split()]
+    return make_plan(model, job, HARDWARE["a100"], layout)
+
+
+def _over_ranks(row: dict[str, str], plan: Plan) -> tuple[float, float]:
+    """Of a published run with the vocabulary over the pipeline, whose ranks keep the logits' shards
+    (8 bytes each) of one microbatch: seconds and peak by the cost model."""
+    costs = costs_of(plan.model, plan.job, plan.hardware)
+    middle = make_stages(costs, plan.layout)[1]
+    shard = head_cost(plan.model, replace(plan.job, tp=8), plan.hardware)
+    visit = shard.forward + shard.backward - shard.told
+    ranks = plan.job.pp
+    times = StageTimes(
+        (middle.forward,) * ranks,
+        (middle.backward,) * ranks,
+        statistics=(visit / 4,) * ranks,
+        gradients=(3 * visit / 4,) * ranks,
+        embedding=(costs.embedding_seconds,) * ranks,
+        latency=costs.latency,
+    )
+    parameters = middle.parameters + 2 * plan.model.num_rows * plan.model.dim / ranks
+    held = (ranks + OVER[row["method"]]) * middle.kept + middle.working
+    logits = 8 * plan.job.tokens * plan.model.num_rows / ranks
+    seconds = predict(times, plan.job.microbatches, schedule="vocab").seconds
+    return seconds, 16 * parameters + held + logits
+
+
+def published() -> list[tuple[Compared, Compared]]:
+    """Of each published run: by its stages' measured times, and by the cost model alone."""
+    found = []
+    for row in _rows("vocab-parallel-a100.csv"):
+        name = (row["method"], row["sequence"], row["classes"])
+        seconds, peak = float(row["step_ms"]) / 1e3, float(row["most_mib"]) * MIB
+        over = row["method"] in OVER
+        simulated = predict(_times(row), 128, schedule="vocab" if over else "1f1b").seconds
+        plan = _published_plan(row)
+        alone, needs = _over_ranks(row, plan) if over else (plan.seconds, plan.peak)
+        found.append(
+            (
+                Compared(name, seconds, simulated, None, None),
+                Compared(name, seconds, alone, peak, needs),
+            )
+        )
+    return found
+
+
+def least_loaded() -> list[Compared]:
+    """Memory of the rank that needs least, of the published runs with the head on a stage."""
+    found = []
+    for row in _rows("vocab-parallel-a100.csv"):
+        if row["method"] in OVER:
+            continue
+        plan = _published_plan(row)
+        peak = min(rank.memory.total for rank in plan.ranks)
+        name = (row["method"], row["sequence"], row["classes"])
+        found.append(Compared(name, None, 0.0, float(row["least_mib"]) * MIB, peak))
+    return found
+
+
+def megatron(software: str = "megatron-local") -> list[Compared]:
+    """Steps and peaks of docs/benchmarks.md on H200s without a pipeline, by the cost model alone.
+
+    Left out: rows that the document says the host limited, and exact-kept, which is no kind here.
+    """
+    models = {
+        "gemma2-2b": replace(find_model("gemma2-2b"), norms=2, window=0),
+        "llama3-8b": replace(find_model("llama3-8b"), layers=16),
+    }
+    kinds = {"unfused": "dense", "no head": "none"}
+    found = []
+    for row in _rows("megatron-h200.csv"):
+        limited = row["tp"] == "4" and row["microbatch_tokens"] == "8192"
+        if row["loss"] == "exact-kept" or limited:
+            continue
+        model, recompute = models[row["model"]], row["recompute"] or "none"
+        job = Job(
+            sequence=4096,
+            microbatch=int(row["microbatch_tokens"]) // 4096,
+            microbatches=int(row["microbatches"]),
+            tp=int(row["tp"]),
+            sequence_parallel=row["sequence_parallel"] == "yes",
+            recompute=recompute,
+            loss=kinds.get(row["loss"], row["loss"]),
+            software=SOFTWARE[software],
+        )
+        plan = make_plan(model, job, HARDWARE["h200"])
+        # The benchmark holds the head's weight of its inputs besides.
+        extra = 2 * model.num_rows * model.dim
+        name = (row["model"], row["loss"], row["tp"], row["sequence_parallel"], recompute)
+        seconds = float(row["median_ms"]) / 1e3 if recompute == "none" else None
+        peak = float(row["peak_gib"]) * GIB if row["peak_gib"] else None
+        found.append(Compared(name, seconds, plan.seconds, peak, plan.peak + extra))
+    return found
+
+
+def summary(errors: list[float | None]) -> str:
+    """How many, the mean of the magnitudes, and from where to where."""
+    known = [100 * error for error in errors if error is not None]
+    mean = sum(map(abs, known)) / len(known)
+    return f"{len(known)} | {mean:.1f} % | {min(known):+.1f} to {max(known):+.1f} %"
+
+
+def _print_tables() -> None:
+    both = published()
+    methods = ("base", "redis", "vocab", "synctwice", "interlaced")
+    for method in methods:
+        mine = [pair for pair in both if pair[0].name[0] == method]
+        print("time, measured stages |", method, "|", summary([x.time_error for x, _ in mine]))
+    for method in methods:
+        mine = [pair for pair in both if pair[0].name[0] == method]
+        print("time, cost model |", method, "|", summary([x.time_error for _, x in mine]))
+        print("memory, most |", method, "|", summary([x.memory_error for _, x in mine]))
+    print("memory, least |", summary([x.memory_error for x in least_loaded()]))
+    for size in ("gemma2-2b", "llama3-8b"):
+        for ranks in "124":
+            mine = [x for x in megatron() if x.name[0] == size and x.name[2] == ranks]
+            print(size, ranks, "time |", summary([x.time_error for x in mine]))
+            print(size, ranks, "memory |", summary([x.memory_error for x in mine]))
+
+
+if __name__ == "__main__":
+    _print_tables()
