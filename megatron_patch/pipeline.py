@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import LossOptions
-from cce_dist.adapters.groups import own_groups
+from cce_dist.adapters.groups import connect_neighbours, own_groups
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import TIMEOUT, PipelineHead
 from cce_dist.planner.orders import Pass, Times, plan_vocab_order, require_no_circle
@@ -20,6 +20,8 @@ from megatron_patch.rows import Rows
 from megatron_patch.seams import parallel_state
 from megatron_patch.tied import AHEAD
 
+# Microbatches that go through one after the other where a step is the first of its kind.
+SLOWLY = 2
 # Hidden states that have been sent and may not have arrived: a stage has begun with the one before
 # by then.
 _UNAWAITED = 2
@@ -68,23 +70,33 @@ class Pipeline:
         # is to do after them. One group for each direction: what is sent in one of them is in the
         # order of microbatches.
         self._forwards, self._backwards = own_groups(group, 2, TIMEOUT, self._device)
-        self._connect()
+        neighbours = [x for x in (self.rank - 1, self.rank + 1) if 0 <= x < self.size]
+        for each in (self._forwards, self._backwards):
+            connect_neighbours(each, neighbours, self._device)
         self._sent: dict[Any, deque[tuple[Any, Tensor]]] = {}
         self._times = _times_of(rows, decoder, group, config)
-        self._orders: dict[int, list[Pass]] = {}
+        self._orders: dict[tuple[int, bool], list[Pass]] = {}
+        self._kinds: set[tuple[Any, ...]] = set()
         # A step that failed leaves ranks apart.
         self.is_broken = False
 
-    def order(self, num_microbatches: int) -> list[Pass]:
-        """This rank's."""
-        if num_microbatches not in self._orders:
+    def order(self, num_microbatches: int, *, trains: bool) -> list[Pass]:
+        """This rank's.
+
+        The first step with these shapes, or the first evaluation, begins with microbatches that
+        wait for no one who waits for this rank: kernels and communicators, of Megatron's layers and
+        of the loss function too, come to the device at first use, which may wait for all that it
+        has begun.
+        """
+        kind = (trains, self.head.hidden_shape)
+        key = (num_microbatches, kind not in self._kinds)
+        self._kinds.add(kind)
+        if key not in self._orders:
             embeds = self.embedding is not None
-            orders = plan_vocab_order(
-                self.size, num_microbatches, self._times, embeds=embeds, weighs=True
-            )
-            require_no_circle(orders, ahead=AHEAD, unawaited=_UNAWAITED)
-            self._orders[num_microbatches] = orders[self.rank]
-        return self._orders[num_microbatches]
+            slowly = SLOWLY if key[1] else 0
+            orders = plan_orders(self.size, num_microbatches, self._times, slowly, embeds=embeds)
+            self._orders[key] = orders[self.rank]
+        return self._orders[key]
 
     def receive_forward(self) -> Tensor | None:
         return self._receive(self.rank - 1, self._forwards)
@@ -120,14 +132,29 @@ class Pipeline:
         _await(sent, _UNAWAITED - 1)
         sent.append((dist.isend(tensor, group=group, group_dst=target), tensor))
 
-    def _connect(self) -> None:
-        """NCCL makes what two ranks need at the first use, which both of them wait for."""
-        number = torch.zeros(1, device=self._device)
-        for group, step in ((self._forwards, 1), (self._backwards, -1)):
-            if 0 <= self.rank - step < self.size:
-                _wait(dist.irecv(number, group=group, group_src=self.rank - step))
-            if 0 <= self.rank + step < self.size:
-                _wait(dist.isend(number, group=group, group_dst=self.rank + step))
+
+def plan_orders(
+    ranks: int, num_microbatches: int, times: Times, slowly: int, *, embeds: bool
+) -> list[list[Pass]]:
+    """Of each rank: `slowly` microbatches one after the other, then the planned order.
+
+    Raises:
+        ValueError: ranks would wait for one another.
+    """
+    slowly = min(slowly, num_microbatches)
+    orders: list[list[Pass]] = []
+    for rank in range(ranks):
+        kinds = "EFSUTBG" if rank == ranks - 1 else "EFSTBG"
+        kinds = kinds if embeds else kinds.strip("EG")
+        orders.append([Pass(kind, index) for index in range(slowly) for kind in kinds])  # pyright: ignore
+    if slowly < num_microbatches:
+        planned = plan_vocab_order(
+            ranks, num_microbatches - slowly, times, embeds=embeds, weighs=True
+        )
+        for order, more in zip(orders, planned, strict=True):
+            order += [Pass(kind, slowly + index) for kind, index in more]
+    require_no_circle(orders, ahead=AHEAD, unawaited=_UNAWAITED)
+    return orders
 
 
 def _wait(work: Any) -> None:

@@ -93,7 +93,7 @@ class Step:
         }
         if self.tied is not None:
             passes |= {"E": self.tied.look_up, "G": self.tied.give}
-        for kind, index in self.pipeline.order(given.num_microbatches):
+        for kind, index in self.pipeline.order(given.num_microbatches, trains=self.trains):
             if self.trains or kind != "B":
                 passes[kind](index)
         self._await_sums(0)
