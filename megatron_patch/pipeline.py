@@ -13,15 +13,19 @@ from cce_dist import LossOptions
 from cce_dist.adapters.groups import connect_neighbours, own_groups
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import TIMEOUT, PipelineHead
-from cce_dist.planner.orders import Pass, Times, plan_vocab_order, require_no_circle
+from cce_dist.planner.orders import (
+    Pass,
+    Times,
+    plan_slow_start,
+    plan_vocab_order,
+    require_no_circle,
+)
 from megatron_patch.errors import PatchError
 from megatron_patch.head import IGNORED, WORKSPACE_BYTES
 from megatron_patch.rows import Rows
 from megatron_patch.seams import parallel_state
 from megatron_patch.tied import AHEAD
 
-# Microbatches that go through one after the other where a step is the first of its kind.
-SLOWLY = 2
 # Hidden states that have been sent and may not have arrived: a stage has begun with the one before
 # by then.
 _UNAWAITED = 2
@@ -93,8 +97,9 @@ class Pipeline:
         self._kinds.add(kind)
         if key not in self._orders:
             embeds = self.embedding is not None
-            slowly = SLOWLY if key[1] else 0
-            orders = plan_orders(self.size, num_microbatches, self._times, slowly, embeds=embeds)
+            plan = plan_slow_start if key[1] else plan_vocab_order
+            orders = plan(self.size, num_microbatches, self._times, embeds=embeds, weighs=True)
+            require_no_circle(orders, ahead=AHEAD, unawaited=_UNAWAITED)
             self._orders[key] = orders[self.rank]
         return self._orders[key]
 
@@ -131,30 +136,6 @@ class Pipeline:
         sent = self._sent.setdefault(group, deque())
         _await(sent, _UNAWAITED - 1)
         sent.append((dist.isend(tensor, group=group, group_dst=target), tensor))
-
-
-def plan_orders(
-    ranks: int, num_microbatches: int, times: Times, slowly: int, *, embeds: bool
-) -> list[list[Pass]]:
-    """Of each rank: `slowly` microbatches one after the other, then the planned order.
-
-    Raises:
-        ValueError: ranks would wait for one another.
-    """
-    slowly = min(slowly, num_microbatches)
-    orders: list[list[Pass]] = []
-    for rank in range(ranks):
-        kinds = "EFSUTBG" if rank == ranks - 1 else "EFSTBG"
-        kinds = kinds if embeds else kinds.strip("EG")
-        orders.append([Pass(kind, index) for index in range(slowly) for kind in kinds])  # pyright: ignore
-    if slowly < num_microbatches:
-        planned = plan_vocab_order(
-            ranks, num_microbatches - slowly, times, embeds=embeds, weighs=True
-        )
-        for order, more in zip(orders, planned, strict=True):
-            order += [Pass(kind, slowly + index) for kind, index in more]
-    require_no_circle(orders, ahead=AHEAD, unawaited=_UNAWAITED)
-    return orders
 
 
 def _wait(work: Any) -> None:

@@ -16,9 +16,7 @@ from megatron_pipeline_checks import CHECKS, run_check
 from megatron_pipeline_jobs import ROWS, compare, expected_of
 from test_megatron import run_command
 
-from cce_dist.planner.orders import Times
 from cce_dist.testing import RankPool
-from megatron_patch.pipeline import plan_orders
 
 # A rank imports Megatron for seconds, the first time.
 pytestmark = pytest.mark.timeout(240)
@@ -106,20 +104,6 @@ def check_pretraining(pool: RankPool, setup: Setup, patch: dict[str, Any]) -> No
 @pytest.mark.parametrize("name", CHECKS)
 def test_model(pools: dict[int, RankPool], name: str) -> None:
     pools[2].run(2, run_check, name, timeout=100)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("embeds", [False, True], ids=["untied", "tied"])
-def test_orders_that_begin_slowly(ranks: int, embeds: bool) -> None:
-    for count in (1, 2, 3, 12):
-        # Whether a layer or the head takes longer: plan_orders refuses one that waits in a circle.
-        for head in (1e-3, 0.3, 30.0):
-            times = Times(statistics=head, gradients=3 * head)
-            orders = plan_orders(ranks, count, times, 2, embeds=embeds)
-            assert [x.microbatch for x in orders[0][:4]] == [0] * 4
-            for order in orders:
-                assert len(set(order)) == len(order)
-                assert [x.microbatch for x in order if x.kind == "B"] == list(range(count))
 
 
 def test_command_says_where_the_vocabulary_is() -> None:

@@ -11,6 +11,7 @@ from cce_dist.planner.orders import (
     Times,
     makespan,
     most_in_flight,
+    plan_slow_start,
     plan_vocab_order,
     require_no_circle,
     simulate,
@@ -67,6 +68,22 @@ def test_time_of_the_order(ranks: int, microbatches: int, head: float) -> None:
     assert took <= (microbatches - 1 + ranks + 2) * times.cycle * (1 + 1e-9)
     ideal = microbatches * times.cycle + (ranks - 1) * 3.0
     assert took <= (1.22 if ranks == 4 else 1.08) * ideal
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("weighs", [False, True], ids=["", "weighs"])
+@pytest.mark.parametrize("embeds", [False, True], ids=["untied", "tied"])
+def test_a_slow_start(ranks: int, embeds: bool, weighs: bool) -> None:
+    for count in (1, 2, 3, 12):
+        # Whether a layer or the head takes longer.
+        for head in (1e-3, 0.3, 30.0):
+            times = Times(statistics=head, gradients=3 * head)
+            orders = plan_slow_start(ranks, count, times, embeds=embeds, weighs=weighs)
+            require_no_circle(orders, ahead=1, unawaited=2)
+            assert [x.microbatch for x in orders[0][:4]] == [0] * 4
+            for order in orders:
+                assert len(set(order)) == len(order)
+                assert [x.microbatch for x in order if x.kind == "B"] == list(range(count))
 
 
 def test_a_circle_is_named() -> None:

@@ -78,6 +78,13 @@ def test_tied_embedding(
     pools[4].run(4, train, setup, 1e-12)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2, 6])
+def test_a_slow_start(pools: dict[int, RankPool], microbatches: int) -> None:
+    setup = Setup(PLANNED, microbatches=microbatches, tied=True, slow_start=True)
+    pools[4].run(4, train, setup, 1e-12)
+    pools[2].run(2, evaluate, setup)
+
+
 @pytest.mark.parametrize("parallel", ["", "sp"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tied_embedding_under_each_schedule(

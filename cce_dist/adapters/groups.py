@@ -66,7 +66,7 @@ def _connect(group: ProcessGroup, device: torch.device) -> None:
 
 
 def connect_neighbours(
-    group: ProcessGroup, neighbours: Collection[int], device: torch.device
+    group: ProcessGroup, neighbours: Collection[int], device: torch.device, *, alone: bool = True
 ) -> None:
     """Communicators for what stages on these ranks of the group send each other, both ways.
 
@@ -82,7 +82,7 @@ def connect_neighbours(
     for peer in sorted(set(neighbours) - {rank}):
         other = dist.get_global_rank(group, peer)
         first, second = (dist.send, dist.recv) if rank < peer else (dist.recv, dist.send)
-        for move in (first, second):
+        for move in (first, second) if alone else ():
             move(mine if move is dist.send else theirs, other, group=group)
         both += [
             dist.P2POp(dist.isend, mine, other, group),

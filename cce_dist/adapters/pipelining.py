@@ -198,7 +198,9 @@ def connect_stages(stages: list[Any], done: weakref.WeakSet[Any]) -> None:
     done.add(first)
     places = first.stage_index_to_group_rank
     near = {places.get(x.stage_index + step) for x in stages for step in (-1, 1)}
-    connect_neighbours(first.group, {x for x in near if x is not None}, first.device)
+    # torch before 2.13 sends nothing but batches.
+    alone = hasattr(first, "_warmup_forward_vote")
+    connect_neighbours(first.group, {x for x in near if x is not None}, first.device, alone=alone)
 
 
 def prepare_mode(schedule: Any, *, backward: bool) -> None:

@@ -25,7 +25,14 @@ from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipeline_server import Waiting
 from cce_dist.adapters.pipelining import connect_stages, prepare_mode, without_dry_run
-from cce_dist.planner.orders import Kind, Pass, Times, plan_vocab_order, require_no_circle
+from cce_dist.planner.orders import (
+    Kind,
+    Pass,
+    Times,
+    plan_slow_start,
+    plan_vocab_order,
+    require_no_circle,
+)
 
 # torch has no action of a user's own. This one is of DualPipeV's schedules alone, and what it holds
 # tells ours apart.
@@ -49,6 +56,10 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         embedding: that the first stage's module calls; every rank makes one.
         times: of a microbatch's passes on a rank, in any unit; the order follows from them, the
             result does not.
+        slow_start: the first step, and the first evaluation, let two microbatches through one after
+            the other before the rest: kernels of the stages come to a GPU at first use, which may
+            wait for all that it has begun. None: on GPUs. The gradient of a tied embedding is
+            then a sum in another order.
         scale_grads, chunking: as of torch's schedules; scale_grads applies to the head, too.
     Raises:
         ValueError: a head over other ranks; times by which ranks would wait for one another.
@@ -65,6 +76,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         *,
         embedding: TiedEmbedding | None = None,
         times: Times = Times(),  # noqa: B008 - frozen
+        slow_start: bool | None = None,
         scale_grads: bool = True,
         **chunking: Any,
     ) -> None:
@@ -86,9 +98,18 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self._shown: dict[int, Tensor] = {}
         self._unawaited: list[int] = []
         embeds = embedding is not None
-        orders = plan_vocab_order(head.size, n_microbatches, times, embeds=embeds)
-        require_no_circle(orders)
-        self._lower(orders)
+        self._orders = [
+            plan(head.size, n_microbatches, times, embeds=embeds)
+            for plan in (plan_slow_start, plan_vocab_order)
+        ]
+        for orders in self._orders:
+            require_no_circle(orders)
+        if slow_start is None:
+            slow_start = head.weight.device.type == "cuda"
+        # Of steps, and of evaluations, the first is in the order that starts slowly.
+        self._run_before: set[bool] = set() if slow_start else {False, True}
+        self._lowered: list[list[Pass]] | None = None
+        self._lower(self._orders[1])
         self.register_custom_function(OVERLAP_F_B, self._run_phase)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +117,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         self._broken, self._called, self.losses = True, 0, []
         answers = [self] if self.embedding is None else [self, self.embedding]
+        self._lower(self._orders[self._has_backward in self._run_before])
         connect_stages(self._stages, self._connected)
         prepare_mode(self, backward=self._has_backward)
         if self._has_backward:
@@ -109,6 +131,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             self.embedding.finish_step()
         if self._has_backward:
             self.head.finish_step(self._n_microbatches if self.scale_grads else 1)
+        self._run_before.add(self._has_backward)
         self._broken = False
         return result
 
@@ -118,6 +141,9 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
 
     def _lower(self, orders: list[list[Pass]]) -> None:
         """torch adds sends and receives to the stage's passes; then the head's come in between."""
+        if orders is self._lowered:
+            return
+        self._lowered = orders
         kinds = {"F": FORWARD, "B": FULL_BACKWARD}
         compute: dict[int, list[_Action | None]] = {
             rank: [_Action(rank, kinds[x.kind], x.microbatch) for x in order if x.kind in kinds]

@@ -22,6 +22,7 @@ CYCLE: tuple[Kind, ...] = ("F", "B", "S", "T")
 EMBEDDING: tuple[Kind, ...] = ("E", "G")
 # Log-sum-exp is one product of four; the others are of the gradients.
 SHARE_OF_S = 0.25
+SLOWLY = 2
 
 
 class Pass(NamedTuple):
@@ -121,6 +122,30 @@ def plan_vocab_order(
         here = kinds if weighs and rank == ranks - 1 else kinds[1:]
         passes = [Pass(kind, index) for index in range(microbatches) for kind in here]
         orders.append(sorted(passes, key=lambda each: when(rank, each)))
+    return orders
+
+
+def plan_slow_start(
+    ranks: int, microbatches: int, times: Times, *, embeds: bool = False, weighs: bool = False
+) -> list[list[Pass]]:
+    """`plan_vocab_order` after `SLOWLY` microbatches that go through one after the other.
+
+    For the first step of its kind: on a GPU kernels and communicators, of the stages too, come to
+    the device at first use, which may wait for all that it has begun.
+    """
+    slowly = min(SLOWLY, microbatches)
+    orders: list[list[Pass]] = []
+    for rank in range(ranks):
+        kinds: list[Kind] = ["F", "S", "T", "B"]
+        if weighs and rank == ranks - 1:
+            kinds.insert(2, "U")
+        if embeds:
+            kinds = ["E", *kinds, "G"]
+        orders.append([Pass(kind, index) for index in range(slowly) for kind in kinds])
+    if slowly < microbatches:
+        more = plan_vocab_order(ranks, microbatches - slowly, times, embeds=embeds, weighs=weighs)
+        for order, rest in zip(orders, more, strict=True):
+            order += [Pass(kind, slowly + index) for kind, index in rest]
     return orders
 
 
