@@ -14,6 +14,6 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 pyright
-# Three at a time, for two cores: most tests are one thread, or ranks that wait for one another half
-# of the time. The main job's tests come last and take long: whoever is done takes some of another's.
-python -m pytest --numprocesses 3 --dist worksteal "$@"
+# Two at a time: most tests are one thread, or ranks that wait for one another. The main job's tests
+# come last and take long: whoever is done takes some of the other's.
+python -m pytest --numprocesses 2 --dist worksteal "$@"

@@ -26,7 +26,9 @@ def test_every_place_of_the_head_is_measured(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [(row["head"], row["stage"]) for row in rows] == [(x, y) for x in HEADS for y in "01"]
     for row in rows:
-        assert float(row["median_ms"]) > float(row["busy_ms"]) > 0 or row["head"] == HEADS[-1]
+        # Of the last step's passes, four microbatches; each step may take another time.
+        assert float(row["median_ms"]) > 0 and float(row["f_ms"]) > 0 and float(row["b_ms"]) > 0
+        assert float(row["busy_ms"]) > 2 * (float(row["f_ms"]) + float(row["b_ms"]))
         over_ranks = row["head"] in HEADS[4:]
         assert (float(row["s_ms"]) > 0) == (float(row["t_ms"]) > 0) == over_ranks
         assert (float(row["loss_ms"]) > 0) == (row["stage"] == "1" and not over_ranks)
