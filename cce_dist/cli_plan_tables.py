@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from .planner.flags import layout_string
@@ -9,45 +10,22 @@ from .planner.hardware import GIB
 from .planner.plan import Plan
 from .planner.predict import Prediction
 
-COLUMNS = (
-    "rank",
-    "layers",
-    "params M",
-    "TFLOP",
-    "forward ms",
-    "backward ms",
-    "head ms",
-    "in flight",
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "head",
-    "working",
-    "buffers",
-    "GiB in all",
-)
+# Two tables, each of which fits a terminal of 80 columns.
+TIMES = ("rank", "layers", "params M", "TFLOP", "forward", "backward", "head", "in flight")
+MEMORY = ("weights", "grads", "optim.", "activ.", "head", "working", "buffers", "total")
 # As many ranks are shown at either end of a longer list.
 SHOWN = 12
 
 
 def show_plan(plan: Plan, found: dict[str, Any]) -> None:
-    """The table of ranks, and what follows from it."""
+    """The tables of ranks, and what follows from them."""
     from rich.console import Console
-    from rich.table import Table
 
-    console = Console()
-    table = Table(title=title_of(plan), caption="of one microbatch; memory in GiB at its peak")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
-    ranks = found["ranks"]
-    for index, rank in enumerate(ranks):
-        if len(ranks) > 2 * SHOWN and SHOWN <= index < len(ranks) - SHOWN:
-            if index == SHOWN:
-                table.add_row("...", *[""] * (len(COLUMNS) - 1))
-            continue
-        table.add_row(*_cells(rank))
-    console.print(table)
+    console, ranks = Console(), found["ranks"]
+    console.print(title_of(plan), markup=False, highlight=False, soft_wrap=True)
+    console.print(_table("of one microbatch, ms", TIMES, [_times(rank) for rank in ranks]))
+    rows = [[str(rank["rank"]), *_memory(rank)] for rank in ranks]
+    console.print(_table("GiB at the peak", ("rank", *MEMORY), rows))
     for line in lines_of(plan, found):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -63,9 +41,22 @@ def title_of(plan: Plan) -> str:
     )
 
 
-def _cells(rank: dict[str, Any]) -> list[str]:
-    memory = rank["memory_bytes"]
-    kinds = ("weights", "gradients", "optimizer", "activations", "head", "working")
+def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    from rich.table import Table
+
+    table = Table(caption=caption)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for index, row in enumerate(rows):
+        if len(rows) > 2 * SHOWN and SHOWN <= index < len(rows) - SHOWN:
+            if index == SHOWN:
+                table.add_row("...", *[""] * (len(columns) - 1))
+            continue
+        table.add_row(*row)
+    return table
+
+
+def _times(rank: dict[str, Any]) -> list[str]:
     return [
         str(rank["rank"]),
         "+".join(str(stage["layers"]) for stage in rank["stages"]),
@@ -75,8 +66,13 @@ def _cells(rank: dict[str, Any]) -> list[str]:
         f"{1e3 * rank['backward_seconds']:.2f}",
         f"{1e3 * rank['head_seconds']:.2f}",
         f"{rank['in_flight']:g}",
-        *(f"{memory[kind] / GIB:.1f}" for kind in (*kinds, "buffers", "total")),
     ]
+
+
+def _memory(rank: dict[str, Any]) -> list[str]:
+    memory = rank["memory_bytes"]
+    kinds = ("weights", "gradients", "optimizer", "activations", "head", "working", "buffers")
+    return [f"{memory[kind] / GIB:.1f}" for kind in (*kinds, "total")]
 
 
 def lines_of(plan: Plan, found: dict[str, Any]) -> list[str]:
