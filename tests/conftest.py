@@ -84,6 +84,15 @@ def pools() -> Iterator[dict[int, RankPool]]:
         pool.close()
 
 
+@pytest.fixture(scope="module")
+def gpu_pools() -> Iterator[dict[int, RankPool]]:
+    """The same over NCCL; a job starts no more processes than it has GPUs for."""
+    pools = {size: RankPool(size, backend="nccl") for size in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
     with poisoned_memory():

@@ -22,8 +22,7 @@ def measure(_: Any, parallel: bool) -> list[Cells]:
     sizes = Sizes(CLASSES, DIM, 64, 2, 2, 2, 16, tied=parallel)
     losses = ("unfused", "native", "exact", "filtered", "no head")
     plan = Plan(losses, SEQUENCE, BATCH, 2, 3, parallel, largest=("filtered",))
-    # Megatron's fused loss is compiled else, by gcc for seconds, of which nothing is measured here.
-    with megatron(Setup(tp=2)), torch.compiler.set_stance("force_eager"):
+    with megatron(Setup(tp=2)):
         shape = Shape(SEQUENCE * BATCH, CLASSES, DIM)
         inputs = make_inputs("zipf", shape, dtype=torch.bfloat16)
         job = Job(dist.get_rank(), 2, torch.device("cpu"))

@@ -145,7 +145,9 @@ def megatron(setup: Setup) -> Iterator[None]:
 
     before = set(c10d._world.pg_map)
     on_cpu = _OnCpu() if setup.device == "cpu" else contextlib.nullcontext()
-    with warnings.catch_warnings(), on_cpu:
+    # Megatron's own fusions are compiled else, each by gcc for seconds.
+    compiling = torch.compiler.set_stance("default" if setup.device == "cuda" else "force_eager")
+    with warnings.catch_warnings(), on_cpu, compiling:
         warnings.simplefilter("ignore")
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=setup.tp,

@@ -15,15 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
 
 from cce_dist import LossOptions, VocabShard
 from cce_dist.adapters.last_stage import LastStageLoss
@@ -31,16 +23,10 @@ from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipelining import VocabOverPipeline
 from cce_dist.adapters.planned import ScheduleVocab1F1B
+from cce_dist.train import pipeline as training
 
 DIM, SEQUENCE, MICROBATCH = 16, 5, 2
-SCHEDULES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "looped": ScheduleLoopedBFS,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-}
+SCHEDULES: dict[str, type] = {**training.SCHEDULES}
 PLANNED = "planned"
 
 

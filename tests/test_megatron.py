@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,14 +23,6 @@ from megatron_patch.__main__ import main as command  # noqa: E402
 # A rank imports Megatron for seconds, the first time.
 pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def gpu_pools() -> Iterator[dict[int, RankPool]]:
-    pools = {size: RankPool(size, backend="nccl") for size in (2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 EXACT = {"gradient": "exact", "backend": "torch"}

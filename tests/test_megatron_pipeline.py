@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +19,6 @@ from cce_dist.testing import RankPool
 
 # A rank imports Megatron for seconds, the first time.
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module")
-def gpu_pools() -> Iterator[dict[int, RankPool]]:
-    pools = {size: RankPool(size, backend="nccl") for size in (2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 def job(**values: Any) -> Setup:
