@@ -16,6 +16,9 @@ from cce_dist.partials import MergeKernels, Stats, logaddexp_parts, merge_parts,
 from cce_dist.streams import start_aside
 from cce_dist.vocab_shard import VocabShard
 
+# Takes what issues a collective that nobody waits for yet, and returns what waits for it.
+Begin = Callable[[Callable[[], Any]], Callable[[], object]]
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,7 +73,7 @@ def _all_gather(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def start_all_gather(
-    tensor: Tensor, group: ProcessGroup | None, *, later: bool
+    tensor: Tensor, group: ProcessGroup | None, *, later: bool, begin: Begin | None = None
 ) -> Callable[[], Tensor]:
     """What returns the result of `_all_gather`; with `later` it waits no sooner than that."""
     if group is None:
@@ -78,11 +81,15 @@ def start_all_gather(
     size, tensor = dist.get_world_size(group), tensor.contiguous()
     out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
     gather = _single("all_gather_single", "all_gather_into_tensor")
-    work: Any = gather(out, tensor, group=group, async_op=later)
+    if begin is not None:
+        wait = begin(lambda: gather(out, tensor, group=group, async_op=True))
+    else:
+        work: Any = gather(out, tensor, group=group, async_op=later)
+        wait = None if work is None else work.wait
 
     def finish() -> Tensor:
-        if work is not None:
-            work.wait()
+        if wait is not None:
+            wait()
         return out.view(size, *tensor.shape)
 
     return finish
@@ -147,6 +154,7 @@ def start_merge_stats(
     kernels: MergeKernels | None = None,
     *,
     later: bool = True,
+    begin: Begin | None = None,
 ) -> Callable[[], Stats]:
     """`merge_stats` begun. Returns: what waits for it, and returns the merged statistics; without
     `later` it need not wait."""
@@ -154,7 +162,7 @@ def start_merge_stats(
         return lambda: local
     if kernels is not None and local.is_plain:
         payload = kernels.pack(local.lse, local.target_logit, _digits_of(shard))
-        gather = start_all_gather(payload, group, later=later)
+        gather = start_all_gather(payload, group, later=later, begin=begin)
 
         def merge_by_kernel() -> Stats:
             parts = gather()
@@ -165,7 +173,7 @@ def start_merge_stats(
         return merge_by_kernel
     packed = local.pack()
     payload = torch.cat([packed.flatten(), _encode_shard(shard, packed)])
-    gather = start_all_gather(payload, group, later=later)
+    gather = start_all_gather(payload, group, later=later, begin=begin)
     return lambda: _merged(gather(), local, packed, count)
 
 

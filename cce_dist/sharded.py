@@ -135,18 +135,18 @@ def forward(
 
 
 def start_forward(
-    tokens: Tokens, head: Head, plan: Plan, *, score: bool, elsewhere: Head | None = None
+    tokens: Tokens, head: Head, plan: Plan, *, begin: Any, score: bool, elsewhere: Head | None
 ) -> tuple[Callable[[], Stats], Any]:
-    """`forward` whose second step is begun: what waits for it, and scores. Ranks at different
-    microbatches cannot tell each other bounds; `elsewhere` is some of the others' rows instead."""
+    """`forward` whose second step is begun by `begin`: what waits for it, and scores. Ranks at
+    different microbatches can't tell each other bounds; `elsewhere`: some of the others' rows."""
     how: dict[str, Any] = {}
     if score and plan.filters and plan.backend.exchanges and elsewhere is not None:
         nowhere = replace(tokens, local_targets=torch.full_like(tokens.local_targets, -1))
         known, _ = _local(nowhere, elsewhere, replace(plan, wanted=Wanted()), score=False)
         how["gather"] = lambda own: torch.stack([own, known.lse / math.log(2)])
     local, scores = _local(tokens, head, plan, score=score, **how)
-    kernels = plan.backend.merge_kernels
-    return start_merge_stats(local, plan.shard, plan.group, tokens.count, kernels), scores
+    how = {"kernels": plan.backend.merge_kernels, "begin": begin}
+    return start_merge_stats(local, plan.shard, plan.group, tokens.count, **how), scores
 
 
 def _local(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import LossOptions
-from cce_dist.adapters.groups import connect_neighbours, own_groups
+from cce_dist.adapters.courier import Wait
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import TIMEOUT, PipelineHead
 from cce_dist.planner.orders import (
@@ -71,13 +71,9 @@ class Pipeline:
         self.last = self.size - 1
         self._device, self._dtype = rows.weight.device, config.pipeline_dtype
         # Megatron's own sends wait for the receiver, which may wait for something that this stage
-        # is to do after them. One group for each direction: what is sent in one of them is in the
-        # order of microbatches.
-        self._forwards, self._backwards = own_groups(group, 2, TIMEOUT, self._device)
-        neighbours = [x for x in (self.rank - 1, self.rank + 1) if 0 <= x < self.size]
-        for each in (self._forwards, self._backwards):
-            connect_neighbours(each, neighbours, self._device)
-        self._sent: dict[Any, deque[tuple[Any, Tensor]]] = {}
+        # is to do after them.
+        self._neighbours = self.head.neighbours()
+        self._sent: dict[bool, deque[tuple[Wait, Tensor]]] = {}
         self._times = _times_of(rows, decoder, group, config)
         self._orders: dict[tuple[int, bool], list[Pass]] = {}
         self._kinds: set[tuple[Any, ...]] = set()
@@ -104,47 +100,44 @@ class Pipeline:
         return self._orders[key]
 
     def receive_forward(self) -> Tensor | None:
-        return self._receive(self.rank - 1, self._forwards)
+        return self._receive(forward=True)
 
     def receive_backward(self) -> Tensor | None:
-        return self._receive(self.rank + 1, self._backwards)
+        return self._receive(forward=False)
 
     def send_forward(self, hidden: Tensor) -> None:
-        self._send(hidden, self.rank + 1, self._forwards)
+        self._send(hidden, forward=True)
 
     def send_backward(self, grad: Tensor | None) -> None:
-        self._send(grad, self.rank - 1, self._backwards)
+        self._send(grad, forward=False)
 
     def finish_sends(self, but: int = 0) -> None:
         for sent in self._sent.values():
             _await(sent, but)
 
-    def _receive(self, source: int, group: Any) -> Tensor | None:
+    def _receive(self, *, forward: bool) -> Tensor | None:
         """What a stage gets, that it can differentiate by; None: it has no such neighbour."""
-        if not 0 <= source < self.size:
+        if self.rank == (0 if forward else self.last):
             return None
         shape = self.head.hidden_shape
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device, requires_grad=True)
-        _wait(dist.irecv(tensor.detach(), group=group, group_src=source))
+        self._neighbours.receive(tensor.detach(), forward=forward)()
         return tensor
 
-    def _send(self, tensor: Tensor | None, target: int, group: Any) -> None:
-        if tensor is None or not 0 <= target < self.size:
+    def _send(self, tensor: Tensor | None, *, forward: bool) -> None:
+        if tensor is None or self.rank == (self.last if forward else 0):
             return
         # Megatron frees an output's memory by giving the tensor other data: this one keeps it.
         tensor = tensor.detach().contiguous()
-        sent = self._sent.setdefault(group, deque())
+        sent = self._sent.setdefault(forward, deque())
         _await(sent, _UNAWAITED - 1)
-        sent.append((dist.isend(tensor, group=group, group_dst=target), tensor))
+        sent.append((self._neighbours.send(tensor, forward=forward), tensor))
 
 
-def _wait(work: Any) -> None:
-    work.wait()
-
-
-def _await(sent: deque[tuple[Any, Tensor]], but: int) -> None:
+def _await(sent: deque[tuple[Wait, Tensor]], but: int) -> None:
     while len(sent) > but:
-        _wait(sent.popleft()[0])
+        wait, _ = sent.popleft()
+        wait()
 
 
 def _times_of(rows: Rows, decoder: Any, group: Any, config: Any) -> Times:

@@ -43,6 +43,7 @@ class Setup:
     sequence_parallel: bool = False
     tied: bool = False  # the input embedding is the head's weight
     slow_start: bool | None = None
+    paced: bool | None = None
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
 
@@ -237,6 +238,7 @@ def make_head(
         vocab_shard=shard,
         bias=bias,
         options=setup.options,
+        paced=setup.paced,
         **more,
     )
 

@@ -72,5 +72,5 @@ def test_head_on_the_last_stage() -> None:
 def test_a_thousand_steps(schedule: str) -> None:
     """No deadlock between communicators, nor a rank that is ahead of another."""
     pool = nccl_pool()
-    setup = replace(FP32, schedule=schedule, tied=schedule == PLANNED)
+    setup = replace(FP32, schedule=schedule, tied=schedule == PLANNED, microbatches=4)
     pool.run(pool.size, many_steps, setup, 1000, timeout=270)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from cce_dist.adapters.courier import Courier
 from cce_dist.collectives import start_all_gather
 from cce_dist.partials import Head
 from cce_dist.vocab_shard import VocabShard
@@ -28,14 +29,15 @@ class FrequentRows:
     Args:
         weight: [V_local, D] this rank's rows; bias: [V_local].
         shard: which they are.
-        group: the ranks that share the vocabulary.
+        courier: of the ranks that share the vocabulary.
     Collectives: one all-gather of a number; the caller's are `exchange`'s.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, shard: VocabShard, group: ProcessGroup
+        self, weight: Tensor, bias: Tensor | None, shard: VocabShard, courier: Courier
     ) -> None:
-        self.weight, self.bias, self.group = weight, bias, group
+        self.weight, self.bias, self.courier = weight, bias, courier
+        group = courier.group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         classes = torch.tensor([shard.num_classes], device=weight.device)
         self.num_rows = min(ROWS, int(start_all_gather(classes, group, later=False)().min()))
@@ -62,9 +64,11 @@ class FrequentRows:
         # Of rows counted alike the first: ids are often in the order of frequency.
         ranked = counts * number + torch.arange(number - 1, -1, -1, device=counts.device)
         chosen = ranked.topk(self.num_rows).indices
-        self._weights = start_all_gather(self.weight.detach()[chosen], self.group, later=True)
+        how: dict[str, Any] = {"later": True, "begin": self.courier.begin}
+        rows, group = self.weight.detach()[chosen], self.courier.group
+        self._weights = start_all_gather(rows, group, **how)
         if self.bias is not None:
-            self._biases = start_all_gather(self.bias.detach()[chosen], self.group, later=True)
+            self._biases = start_all_gather(self.bias.detach()[chosen], group, **how)
 
     def elsewhere(self, head: Head) -> Head | None:
         """The other ranks' rows as a head; None: they are not known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,31 +11,60 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from cce_dist.adapters.courier import Courier, Wait
+
 
 def own_groups(
-    group: ProcessGroup, count: int, timeout: datetime.timedelta, device: torch.device
+    ranks: Sequence[int], count: int, timeout: datetime.timedelta, device: torch.device
 ) -> list[ProcessGroup]:
-    """Groups of the same ranks in the same order, with communicators and a timeout of their own.
+    """Groups of these ranks in this order, with communicators and a timeout of their own.
 
     The caller destroys them. Their communicators are there when it returns: NCCL makes them at the
     first use else, in a thread that may then keep the others from the store that all of them need.
-    Collectives: every rank of the job calls it at the same time, with the group that it is in; one
-    all-gather of the ranks of all groups, their creation, and three of one number. (A group can be
-    made by its members alone, but torch then names it by how many groups a rank is in.)
+    Collectives: every rank of the job calls it at the same time, with the ranks it is among, which
+    are none twice; one all-gather of the ranks of all groups, their creation, and three of one
+    number. (A group can be made by its members alone, but torch then names it by how many groups a
+    rank is in.)
     """
-    ranks = dist.get_process_group_ranks(group)
+    own = _groups(ranks, count, timeout, device.type)
+    for made in own:
+        _connect(made, device)
+    return own
+
+
+def own_couriers(
+    ranks: Sequence[int],
+    count: int,
+    timeout: datetime.timedelta,
+    device: torch.device,
+    *,
+    paced: bool,
+) -> list[Courier]:
+    """Couriers of groups of their own; `paced`: ranks meet before each collective. As
+    `own_groups`."""
+    groups = own_groups(ranks, count, timeout, device)
+    meetings: list[Any] = [None] * count
+    if paced:
+        meetings = _groups(ranks, count, timeout, "cpu")
+    return [Courier(x, device, met) for x, met in zip(groups, meetings, strict=True)]
+
+
+def _groups(
+    ranks: Sequence[int], count: int, timeout: datetime.timedelta, device: str
+) -> list[ProcessGroup]:
+    ranks = list(ranks)
     everywhere: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, ranks)
     own: list[ProcessGroup] = []
     for members in sorted({tuple(each) for each in everywhere}):
         for _ in range(count):
-            options = _options(timeout) if device.type == "cuda" else None
-            made = dist.new_group(list(members), timeout=timeout, pg_options=options)
+            how: dict[str, Any] = {"backend": "gloo"}
+            if device == "cuda":
+                how = {"pg_options": _options(timeout)}
+            made = dist.new_group(list(members), timeout=timeout, **how)
             if list(members) == ranks:
                 assert isinstance(made, ProcessGroup)
                 own.append(made)
-    for made in own:
-        _connect(made, device)
     return own
 
 
@@ -95,14 +124,25 @@ def connect_neighbours(
         torch.cuda.synchronize(device)
 
 
-def start_broadcast(tensor: Tensor, root: int, group: ProcessGroup) -> Callable[[], object]:
-    """Rank `root`'s tensor into every rank's. Returns: what waits for it."""
-    work: Any = dist.broadcast(tensor, group=group, group_src=root, async_op=True)
-    return work.wait
+class _All:
+    """Works as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
-def start_reduce(tensor: Tensor, root: int, group: ProcessGroup) -> Callable[[], object]:
+def start_broadcast(root: int, courier: Courier, *tensors: Tensor) -> Wait:
+    """Rank `root`'s tensors into every rank's. Returns: what waits for them."""
+    how: dict[str, Any] = {"group": courier.group, "group_src": root, "async_op": True}
+    return courier.begin(lambda: _All([dist.broadcast(tensor, **how) for tensor in tensors]))
+
+
+def start_reduce(root: int, courier: Courier, tensor: Tensor) -> Wait:
     """The sum of every rank's tensor into rank `root`'s; what the others hold then is undefined.
     Returns: what waits for it."""
-    work: Any = dist.reduce(tensor, group=group, group_dst=root, async_op=True)
-    return work.wait
+    how: dict[str, Any] = {"group": courier.group, "group_dst": root, "async_op": True}
+    return courier.begin(lambda: dist.reduce(tensor, **how))

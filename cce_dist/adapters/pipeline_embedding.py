@@ -6,20 +6,16 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cce_dist.adapters.groups import own_groups, start_broadcast, start_reduce
+from cce_dist.adapters.groups import own_couriers, own_groups, start_broadcast, start_reduce
 from cce_dist.adapters.pipeline_head import TIMEOUT, PipelineHead
 from cce_dist.adapters.pipeline_rehearsal import rehearse_embedding
 from cce_dist.collectives import gather_tokens, reduce_grad_hidden, require
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 _ONCE = (
     "the first stage must call the embedding once a microbatch, on the tokens that the schedule "
@@ -67,10 +63,12 @@ class TiedEmbedding(nn.Module):
         super().__init__()
         self.head, self.root = head, root
         device, tensor = head.weight.device, head.tensor_group
-        self._asking, self._summing, self._giving = own_groups(head.group, 3, timeout, device)
+        self._asking, self._summing, self._giving = own_couriers(
+            head.ranks, 3, timeout, device, paced=head.paced
+        )
         self._tensor = None
         if tensor is not None:
-            (self._tensor,) = own_groups(tensor, 1, timeout, device)
+            (self._tensor,) = own_groups(dist.get_process_group_ranks(tensor), 1, timeout, device)
         self._microbatches: dict[int, _Microbatch] = {}
         self._called = 0
         self.infers = False  # a schedule asks for shapes
@@ -92,7 +90,7 @@ class TiedEmbedding(nn.Module):
             tokens = self._checked(tokens)
         else:
             tokens = torch.empty(head.targets_shape, dtype=torch.int64, device=head.weight.device)
-        wait = start_broadcast(tokens, self.root, self._asking)
+        wait = start_broadcast(self.root, self._asking, tokens)
         self._microbatches[index] = _Microbatch(tokens, wait)
 
     @torch.no_grad()
@@ -105,7 +103,7 @@ class TiedEmbedding(nn.Module):
         if head.own_shard.num_classes:
             found = head.weight.detach()[rows].to(head.hidden_dtype)
             found = found.masked_fill_(~mine[:, None], 0)
-        batch.rows, batch.wait = found, start_reduce(found, self.root, self._summing)
+        batch.rows, batch.wait = found, start_reduce(self.root, self._summing, found)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[...] -> [..., D], this rank's slice of dim 0 under sequence_parallel."""
@@ -150,7 +148,7 @@ class TiedEmbedding(nn.Module):
             shape = (batch.tokens.numel(), head.hidden_shape[-1])
             batch.rows = head.weight.new_empty(shape, dtype=head.hidden_dtype)
         assert batch.rows is not None
-        batch.wait = start_broadcast(batch.rows, self.root, self._giving)
+        batch.wait = start_broadcast(self.root, self._giving, batch.rows)
 
     @torch.no_grad()
     def add(self, index: int) -> None:
@@ -198,11 +196,10 @@ class TiedEmbedding(nn.Module):
 
     def close(self) -> None:
         """Destroys the groups that it made, and nothing else."""
-        groups: tuple[ProcessGroup | None, ...]
-        groups = (self._asking, self._summing, self._giving, self._tensor)
-        for group in groups:
-            if group is not None:
-                dist.destroy_process_group(group)
+        for courier in (self._asking, self._summing, self._giving):
+            courier.close()
+        if self._tensor is not None:
+            dist.destroy_process_group(self._tensor)
 
     def _own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[N] bool: whose rows are here; [N] the rows, 0 elsewhere."""

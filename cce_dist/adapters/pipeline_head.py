@@ -28,7 +28,8 @@ from torch import Tensor
 
 from cce_dist import sharded
 from cce_dist.adapters.frequent_rows import FrequentRows
-from cce_dist.adapters.groups import own_groups, start_broadcast, start_reduce
+from cce_dist.adapters.groups import own_couriers, own_groups, start_broadcast, start_reduce
+from cce_dist.adapters.neighbours import Neighbours
 from cce_dist.adapters.pipeline_checks import check_product, check_weight
 from cce_dist.adapters.pipeline_grads import RowGradients
 from cce_dist.adapters.pipeline_rehearsal import rehearse_head
@@ -52,7 +53,7 @@ class _Microbatch:
 
     hidden: Tensor  # [..., D]
     targets: Tensor  # [...] int64
-    arrive: list[Callable[[], object]]  # waits for both
+    arrive: Callable[[], object]  # waits for both
     step: tuple[Call, Finish, Tokens, Head] | None = None
     scores: Any = None
     merge: Callable[[], Stats] | None = None
@@ -100,17 +101,19 @@ class PipelineHead:
         options: of the loss; reduction "mean" or "sum" of a microbatch, or "none".
         loss_scale: factor of the gradients of all microbatches, such as 1 / their number.
         timeout: of the groups that it makes.
+        paced: ranks meet on the host before each of its collectives begins, rather than wait for
+            each other in kernels, which slow down the stages'; None: on GPUs.
     Raises:
         ValueError: an argument is not supported; the message says which.
-    Collectives: three groups are made, four with tensor_group, for which every rank of the job
-        makes a head at the same time, those of other pipelines too. A microbatch costs a broadcast
-        of its hidden states and targets over `group`, an all-gather of 8 N + 24 bytes a rank over
-        vocab_group, and a sum of [N, D] in fp32 over `group` to the rank of the last stage; there
-        one all-reduce more over tensor_group, or a reduce-scatter under sequence_parallel, which
-        gathers hidden over tensor_group first. With reduction "none" one more group, and a
-        broadcast of 4 N bytes over it. With gradient="filtered" and the Triton backend a step
-        begins with one all-gather over vocab_group, `FrequentRows`'s. On GPUs three microbatches of
-        zeros go through when it is made.
+    Collectives: three groups are made, four with tensor_group, with `paced` twice as many, for
+        which every rank of the job makes a head at the same time, those of other pipelines too. A
+        microbatch costs a broadcast of its hidden states and targets over `group`, an all-gather of
+        8 N + 24 bytes a rank over vocab_group, and a sum of [N, D] in fp32 over `group` to the rank
+        of the last stage; there one all-reduce more over tensor_group, or a reduce-scatter under
+        sequence_parallel, which gathers hidden over tensor_group first. With reduction "none" one
+        more group, and a broadcast of 4 N bytes over it. With gradient="filtered" and the Triton
+        backend a step begins with one all-gather over vocab_group, `FrequentRows`'s. On GPUs three
+        microbatches of zeros go through when it is made.
     Determinism: as the loss's own.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """
@@ -130,6 +133,7 @@ class PipelineHead:
         options: LossOptions = LossOptions(),  # noqa: B008 - frozen
         loss_scale: float = 1.0,
         timeout: datetime.timedelta = TIMEOUT,
+        paced: bool | None = None,
     ) -> None:
         found, tensor = resolve_group(group), resolve_group(tensor_group)
         whole = found if vocab_group is None else resolve_group(vocab_group)
@@ -144,17 +148,24 @@ class PipelineHead:
         self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
         num_rows, place = weight.shape[0], (dist.get_rank(whole), dist.get_world_size(whole))
         self.own_shard = vocab_shard or VocabShard.even(num_rows, *place)
-        self._posting, self._summing = own_groups(found, 2, timeout, weight.device)
-        self._weighing = None
-        if options.reduction == "none":
-            (self._weighing,) = own_groups(found, 1, timeout, weight.device)
-        (self._merging,) = own_groups(whole, 1, timeout, weight.device)
+        self.ranks = dist.get_process_group_ranks(found)
+        self.paced = weight.device.type == "cuda" if paced is None else paced
+        make = functools.partial(
+            own_couriers, timeout=timeout, device=weight.device, paced=self.paced
+        )
+        self._posting, self._summing = make(self.ranks, 2)
+        self._weighing = make(self.ranks, 1)[0] if options.reduction == "none" else None
+        (self._merging,) = make(dist.get_process_group_ranks(whole), 1)
         self._tensor = None
         if tensor is not None:
-            (self._tensor,) = own_groups(tensor, 1, timeout, weight.device)
+            # A stage's ranks are side by side: they need not meet.
+            ranks = dist.get_process_group_ranks(tensor)
+            (self._tensor,) = own_groups(ranks, 1, timeout, weight.device)
         self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
         self._microbatches: dict[int, _Microbatch] = {}
         self.grads = RowGradients(weight, bias, self.own_shard.num_classes)
+        self._neighbours: Neighbours | None = None
+        self._timeout = timeout
         self._frequent = None
         kernels = weight.device.type == "cuda" or options.backend == "triton"
         if options.filters and kernels and group_size(whole) > 1:
@@ -168,6 +179,14 @@ class PipelineHead:
         """
         if self._frequent is not None:
             self._frequent.exchange()
+
+    def neighbours(self) -> Neighbours:
+        """What a schedule of its own may send between stages by; made at the first call, for which
+        every rank of the job calls it at the same time."""
+        if self._neighbours is None:
+            how: dict[str, Any] = {"paced": self.paced}
+            self._neighbours = Neighbours(self.ranks, self.weight.device, self._timeout, **how)
+        return self._neighbours
 
     @property
     def weighs(self) -> bool:
@@ -204,7 +223,7 @@ class PipelineHead:
         else:
             hidden = torch.empty(self.hidden_shape, dtype=self.hidden_dtype, device=device)
             targets = torch.empty(self.targets_shape, dtype=torch.int64, device=device)
-        arrive = [start_broadcast(x, root, self._posting) for x in (hidden, targets)]
+        arrive = start_broadcast(root, self._posting, hidden, targets)
         self._microbatches[index] = _Microbatch(hidden, targets, arrive)
 
     @_plainly
@@ -217,8 +236,7 @@ class PipelineHead:
             ValueError: targets beyond the vocabulary, on every rank.
         """
         batch = self._microbatches[index]
-        for wait in batch.arrive:
-            wait()
+        batch.arrive()
         if self.slices > 1:
             batch.hidden = gather_tokens(batch.hidden, self._tensor)
         call, finish = prepare(
@@ -226,7 +244,7 @@ class PipelineHead:
             self.weight,
             batch.targets,
             self.options,
-            group=self._merging,
+            group=self._merging.group,
             vocab_shard=self.shard,
             bias=self.bias,
             token_weight=None,
@@ -242,7 +260,12 @@ class PipelineHead:
             elsewhere = self._frequent.elsewhere(head)
             self._frequent.count(tokens.local_targets)
         batch.merge, batch.scores = sharded.start_forward(
-            tokens, head, call.plan, score=record, elsewhere=elsewhere
+            tokens,
+            head,
+            call.plan,
+            begin=self._merging.begin,
+            score=record,
+            elsewhere=elsewhere,
         )
 
     @_plainly
@@ -267,7 +290,7 @@ class PipelineHead:
             shape = self.targets_shape
             grad_losses = torch.empty(shape, dtype=dtype, device=self.weight.device)
         batch.grad_losses = grad_losses.to(dtype).contiguous()
-        batch.weighed = start_broadcast(batch.grad_losses, root, self._weighing)
+        batch.weighed = start_broadcast(root, self._weighing, batch.grad_losses)
 
     @_plainly
     def gradients(self, index: int, root: int) -> Tensor:
@@ -301,7 +324,7 @@ class PipelineHead:
         # Nothing but the sum is left of it.
         batch.step = batch.scores = batch.merge = batch.merged = None
         batch.grad, batch.is_taken = out.hidden, self.rank == root
-        batch.summed = start_reduce(batch.grad, root, self._summing)
+        batch.summed = start_reduce(root, self._summing, batch.grad)
         return loss
 
     def take(self, index: int) -> Tensor:
@@ -333,10 +356,13 @@ class PipelineHead:
 
     def close(self) -> None:
         """Destroys the groups that it made, and nothing else."""
-        groups = (self._posting, self._summing, self._merging, self._tensor, self._weighing)
-        for group in groups:
-            if group is not None:
-                dist.destroy_process_group(group)
+        for courier in (self._posting, self._summing, self._merging, self._weighing):
+            if courier is not None:
+                courier.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
+        if self._tensor is not None:
+            dist.destroy_process_group(self._tensor)
 
     def _merged(self, batch: _Microbatch) -> tuple[Tensor, Stats, Upstream]:
         assert batch.step is not None and batch.merge is not None

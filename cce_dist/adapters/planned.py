@@ -4,6 +4,7 @@ waits for the head while it has something else to do."""
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch.distributed.pipelining.schedules import (
     FORWARD,
     FULL_BACKWARD,
     OVERLAP_F_B,
+    RECV_B,
+    RECV_F,
     RESHARD,
     SEND_B,
     SEND_F,
@@ -20,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from cce_dist.adapters.courier import Wait
 from cce_dist.adapters.pipeline_checks import check_scalar
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
@@ -37,8 +41,17 @@ from cce_dist.planner.orders import (
 # torch has no action of a user's own. This one is of DualPipeV's schedules alone, and what it holds
 # tells ours apart.
 _KIND: dict[Any, Kind] = {FORWARD: "S", FULL_BACKWARD: "T", UNSHARD: "E", RESHARD: "G"}
+# Of torch's own, what goes between stages.
+_SENDS, _RECEIVES = (SEND_F, SEND_B), (RECV_F, RECV_B)
 # How many sums of hidden gradients a rank leaves unawaited that needs none of them.
 _UNAWAITED = 2
+
+
+@dataclass(frozen=True)
+class _Received:
+    """As torch's runtime waits for it."""
+
+    wait: Wait
 
 
 class ScheduleVocab1F1B(_PipelineScheduleRuntime):
@@ -65,6 +78,8 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         ValueError: a head over other ranks; times by which ranks would wait for one another.
         RuntimeError: an earlier step failed.
     Collectives: the head's and the stages', each kind in the order of microbatches on all ranks.
+        With a head that is paced groups are made, the head's `neighbours`, for which every rank of
+        the job makes a schedule at the same time.
     Source: docs/pipelines.md; arXiv:2411.05288.
     """
 
@@ -97,6 +112,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self._called = 0
         self._shown: dict[int, Tensor] = {}
         self._unawaited: list[int] = []
+        self._sent: list[Wait] = []
         embeds = embedding is not None
         self._orders = [
             plan(head.size, n_microbatches, times, embeds=embeds)
@@ -109,6 +125,8 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         # Of steps, and of evaluations, the first is in the order that starts slowly.
         self._run_before: set[bool] = set() if slow_start else {False, True}
         self._lowered: list[list[Pass]] | None = None
+        if head.paced:
+            head.neighbours()
         self._lower(self._orders[1])
         self.register_custom_function(OVERLAP_F_B, self._run_phase)
 
@@ -118,12 +136,15 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self._broken, self._called, self.losses = True, 0, []
         answers = [self] if self.embedding is None else [self, self.embedding]
         self._lower(self._orders[self._has_backward in self._run_before])
-        connect_stages(self._stages, self._connected)
+        if not self.head.paced:
+            connect_stages(self._stages, self._connected)
         prepare_mode(self, backward=self._has_backward)
         if self._has_backward:
             self.head.start_step()
         with without_dry_run(self._stages, answers):
             result = super().step(*args, **kwargs)
+        while self._sent:
+            self._sent.pop()()
         self._await_sums(0)
         if self.embedding is not None:
             if self._has_backward:
@@ -161,9 +182,13 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         lowered, waiting = [self._action(phase) for phase in phases.get(None, ())], []
         for action in self.pipeline_order_with_comms[self.rank]:
             # What a pass sends goes first: others wait for it, and phases wait for them.
-            if action.computation_type not in (SEND_F, SEND_B):
+            if action.computation_type not in _SENDS:
                 lowered += waiting
                 waiting = []
+            if self.head.paced and action.computation_type in (*_SENDS, *_RECEIVES):
+                index = action.microbatch_index
+                lowered.append(_Action(self.rank, OVERLAP_F_B, index, (action,)))
+                continue
             lowered.append(action)
             for kind, found in kinds.items():
                 if action.computation_type == found:
@@ -189,7 +214,11 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
     def _run_phase(self, action: _Action, ctx: Any) -> None:
         assert action.sub_actions is not None and action.microbatch_index is not None
         index, head, embedding = action.microbatch_index, self.head, self.embedding
-        kind = _KIND[action.sub_actions[0].computation_type]
+        what = action.sub_actions[0].computation_type
+        if what in (*_SENDS, *_RECEIVES):
+            self._carry(what, index)
+            return
+        kind = _KIND[what]
         if kind == "S":
             if head.rank != self.root:
                 head.post(index, self.root)
@@ -198,6 +227,20 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             self._finish(index)
         elif embedding is not None:
             self._run_embedding(embedding, kind, index, ctx)
+
+    def _carry(self, what: Any, index: int) -> None:
+        """What torch would send or receive by kernels that wait for the other stage."""
+        (stage,), neighbours = self._stages, self.head.neighbours()
+        forward = what in (SEND_F, RECV_F)
+        way = "fwd" if forward else "bwd"
+        if what in _SENDS:
+            for op in getattr(stage, f"get_{way}_send_ops")(index):
+                self._sent.append(neighbours.send(op.tensor, forward=forward))
+            return
+        ops = getattr(stage, f"get_{way}_recv_ops")(index)
+        waits = [neighbours.receive(op.tensor, forward=forward) for op in ops]
+        received = self.fwd_recv_ops if forward else self.bwd_recv_ops
+        received[stage.stage_index, index] = [_Received(wait) for wait in waits]  # pyright: ignore
 
     def _run_embedding(self, embedding: TiedEmbedding, kind: Kind, index: int, ctx: Any) -> None:
         if kind == "E":

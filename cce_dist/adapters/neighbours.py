@@ -1,0 +1,80 @@
+"""What goes from stage to stage, in both directions."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist.adapters.courier import Courier, Wait
+from cce_dist.adapters.groups import connect_neighbours, own_couriers
+
+
+class Neighbours:
+    """Sends to the next rank and the one before, and receives from them.
+
+    In each direction in the order in which it was begun on both ranks; the directions do not wait
+    for each other, and a sender does not wait for its receiver where others need what it does next.
+
+    Args:
+        ranks: of the pipeline, this one's among them.
+        paced: as of `PipelineHead`.
+    Collectives: groups are made, for which every rank of the job makes this at the same time: two
+        of all ranks, or with `paced` up to eight of two ranks each.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        device: torch.device,
+        timeout: datetime.timedelta,
+        *,
+        paced: bool,
+    ) -> None:
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        near = [x for x in (self.rank - 1, self.rank + 1) if 0 <= x < self.size]
+        # By the place of the other rank: what goes forward between the two, and what goes back.
+        self._couriers: dict[int, list[Courier]] = {}
+        if not paced:
+            both = own_couriers(ranks, 2, timeout, device, paced=False)
+            for courier in both:
+                connect_neighbours(courier.group, near, device)
+            self._own, self._couriers = both, dict.fromkeys(near, both)
+            return
+        self._own = []
+        # Each pair of neighbours, of every other two of them at a time.
+        for first in (0, 1):
+            left = self.rank - (self.rank - first) % 2
+            pair = [x for x in (left, left + 1) if 0 <= x < self.size]
+            both = own_couriers([ranks[x] for x in pair], 2, timeout, device, paced=True)
+            self._own += both
+            for courier in both:
+                connect_neighbours(courier.group, range(len(pair)), device)
+            self._couriers |= dict.fromkeys((x for x in pair if x != self.rank), both)
+
+    def send(self, tensor: Tensor, *, forward: bool) -> Wait:
+        """To the next rank, or to the one before. Returns: what waits until it is sent, before
+        which it must not be changed."""
+        target = self.rank + (1 if forward else -1)
+        courier, peer = self._courier(target, forward)
+        return courier.begin(lambda: dist.isend(tensor, group=courier.group, group_dst=peer))
+
+    def receive(self, tensor: Tensor, *, forward: bool) -> Wait:
+        """What the rank before sends forward, or the next one back."""
+        source = self.rank - (1 if forward else -1)
+        courier, peer = self._courier(source, forward)
+        return courier.begin(lambda: dist.irecv(tensor, group=courier.group, group_src=peer))
+
+    def close(self) -> None:
+        """Destroys the groups that it made."""
+        for courier in self._own:
+            courier.close()
+
+    def _courier(self, other: int, forward: bool) -> tuple[Courier, int]:
+        """And the other's rank in its group."""
+        courier = self._couriers[other][not forward]
+        peers = dist.get_world_size(courier.group)
+        return courier, other if peers == self.size else int(other > self.rank)
