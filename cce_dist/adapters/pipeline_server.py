@@ -83,6 +83,15 @@ class Server(threading.Thread):
             self._forwarded.release()
         self._sent = self._forwards
 
+    def wait_for_input(self) -> None:
+        """On the host, for all that the next pass reads. With more launches than a device queues,
+        of a pass that waits for another rank, the schedule's thread would wait in the driver, and
+        this one there for it."""
+        if self._stream is not None and self.head.paced:
+            mark = torch.cuda.Event(blocking=True)
+            mark.record(torch.cuda.current_stream(self.head.weight.device))
+            mark.synchronize()
+
     def grad(self, index: int) -> Tensor:
         """Of the hidden states of a microbatch, when it is there."""
         while True:

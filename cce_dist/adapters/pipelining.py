@@ -136,6 +136,7 @@ def _told_of_forwards(stages: list[Any], server: Server) -> Iterator[None]:
         def run(*args: Any, **kwargs: Any) -> Any:
             # A schedule sends what a pass has made before it begins the next.
             server.sent()
+            server.wait_for_input()
             result = run_pass(*args, **kwargs)
             if stage is last and name == names[0]:
                 server.forwarded()
