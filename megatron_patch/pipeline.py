@@ -74,6 +74,9 @@ class Pipeline:
         # is to do after them.
         self._neighbours = self.head.neighbours()
         self._sent: dict[bool, deque[tuple[Wait, Tensor]]] = {}
+        # By direction, forward or not: what is to come, and the next of it.
+        self._to_come: dict[bool, int] = {}
+        self._next: dict[bool, tuple[Tensor, Wait]] = {}
         self._times = _times_of(rows, decoder, group, config)
         self._orders: dict[tuple[int, bool], list[Pass]] = {}
         self._kinds: set[tuple[Any, ...]] = set()
@@ -99,6 +102,13 @@ class Pipeline:
             self._orders[key] = orders[self.rank]
         return self._orders[key]
 
+    def begin(self, num_microbatches: int, *, trains: bool) -> None:
+        """Before a step's passes."""
+        self._to_come = {
+            True: 0 if self.rank == 0 else num_microbatches,
+            False: 0 if self.rank == self.last or not trains else num_microbatches,
+        }
+
     def receive_forward(self) -> Tensor | None:
         return self._receive(forward=True)
 
@@ -119,10 +129,18 @@ class Pipeline:
         """What a stage gets, that it can differentiate by; None: it has no such neighbour."""
         if self.rank == (0 if forward else self.last):
             return None
+        tensor, wait = self._next.pop(forward, None) or self._expect(forward)
+        wait()
+        if self._to_come[forward]:
+            # It arrives while this stage is at work.
+            self._next[forward] = self._expect(forward)
+        return tensor
+
+    def _expect(self, forward: bool) -> tuple[Tensor, Wait]:
+        self._to_come[forward] -= 1
         shape = self.head.hidden_shape
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device, requires_grad=True)
-        self._neighbours.receive(tensor.detach(), forward=forward)()
-        return tensor
+        return tensor, self._neighbours.receive(tensor.detach(), forward=forward)
 
     def _send(self, tensor: Tensor | None, *, forward: bool) -> None:
         if tensor is None or self.rank == (self.last if forward else 0):

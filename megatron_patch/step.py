@@ -93,6 +93,7 @@ class Step:
         }
         if self.tied is not None:
             passes |= {"E": self.tied.look_up, "G": self.tied.give}
+        self.pipeline.begin(given.num_microbatches, trains=self.trains)
         for kind, index in self.pipeline.order(given.num_microbatches, trains=self.trains):
             if self.trains or kind != "B":
                 passes[kind](index)
@@ -183,7 +184,7 @@ class Step:
 
     def _statistics(self, index: int) -> None:
         if not self.is_last:
-            self.head.post(index, self.root)
+            self.head.expect(index, self.root, self.given.num_microbatches)
         # By its __call__: hooks that gather parameters run before it.
         self.rows()
         self.head.statistics(index, record=self.trains)

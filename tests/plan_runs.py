@@ -191,24 +191,18 @@ def megatron(software: str = "megatron-local") -> list[Compared]:
     return found
 
 
-def pipelines() -> list[tuple[Compared, Compared]]:
-    """Two H200s of docs/pipelines.md, the head on the last stage: by its stages' measured times
-    and by the cost model alone, the time in the first stage's, the peak in each stage's."""
+def pipelines(*, over: bool = False) -> list[tuple[Compared, Compared]]:
+    """Two H200s of docs/pipelines.md, the head on the last stage or with `over` on both by the
+    planned order: by its stages' measured times and by the cost model alone, the time in the first
+    stage's, the peak in each stage's."""
     software = replace(SOFTWARE["torch"], joint_qkv=1)
-    models = {
-        "gemma2-2b": replace(find_model("gemma2-2b"), norms=2, window=0),
-        "llama3-8b": replace(find_model("llama3-8b"), layers=16, tied=True),
-    }
-    runs: dict[tuple[str, str], list[dict[str, str]]] = {}
-    for row in _rows("pipeline-two-h200.csv"):
-        if not row["head"].startswith("vocab"):
-            runs.setdefault((row["model"], row["head"]), []).append(row)
     found: list[tuple[Compared, Compared]] = []
-    for name, stages in runs.items():
-        forward = (float(row["f_ms"]) + float(row["loss_ms"]) for row in stages)
-        times = StageTimes(tuple(forward), tuple(float(row["b_ms"]) for row in stages))
+    for name, stages in _runs_of_pipelines():
+        if over != (name[1] == "vocab-1f1b") or name[1] == "vocab-thread":
+            continue
         seconds, count = float(stages[0]["median_ms"]) / 1e3, int(stages[0]["microbatches"])
-        simulated = predict(times, count, schedule="1f1b").seconds / 1e3
+        schedule = "vocab" if over else "1f1b"
+        simulated = predict(_times_of_stages(stages), count, schedule=schedule).seconds / 1e3
         job = Job(
             sequence=int(stages[0]["microbatch_tokens"]),
             microbatches=count,
@@ -216,9 +210,10 @@ def pipelines() -> list[tuple[Compared, Compared]]:
             gradients="bf16",
             precision="bf16",
             loss="dense" if name[1].startswith("dense") else "filtered",
+            vocab_over="pp" if over else "last",
             software=software,
         )
-        model = models[name[0]]
+        model = _model_of(stages)
         layout = [int(row["layers"]) for row in stages]
         plan = make_plan(model, job, HARDWARE["h200"], layout)
         # The benchmark holds the head's weight of its inputs besides.
@@ -233,6 +228,47 @@ def pipelines() -> list[tuple[Compared, Compared]]:
                 none = Compared(about, None, 0.0, None, None)
                 found.append((none, Compared(about, None, 0.0, peak, needs)))
     return found
+
+
+def _runs_of_pipelines() -> Iterator[tuple[tuple[str, str], list[dict[str, str]]]]:
+    """Each with its rows, one a stage."""
+    for file in ("pipeline-two-h200.csv", "pipeline-two-more-h200.csv"):
+        stages: list[dict[str, str]] = []
+        for row in _rows(file):
+            stages.append(row)
+            if len(stages) == int(row["stages"]):
+                name = f"{row['model']} {sum(int(each['layers']) for each in stages)}"
+                yield (name, row["head"]), stages
+                stages = []
+
+
+def _times_of_stages(stages: list[dict[str, str]]) -> StageTimes:
+    """Measured, in milliseconds."""
+
+    def each(*keys: str) -> tuple[float, ...]:
+        return tuple(sum(float(row[key]) for key in keys) for row in stages)
+
+    if float(stages[0]["s_ms"]) == 0:
+        return StageTimes(each("f_ms", "loss_ms"), each("b_ms"))
+    # What looks embeddings up and sums them is measured with none of the passes.
+    return StageTimes(each("f_ms"), each("b_ms"), statistics=each("s_ms"), gradients=each("t_ms"))
+
+
+def _model_of(stages: list[dict[str, str]]) -> Model:
+    name, layers = stages[0]["model"], sum(int(row["layers"]) for row in stages)
+    model = replace(find_model(name), layers=layers, tied=True)
+    if name == "gemma2-2b":
+        return replace(model, norms=2, window=0)
+    # The benchmark makes wider layers of the same proportions.
+    wider = int(stages[0]["D"]) // model.dim
+    if wider == 1:
+        return model
+    return replace(
+        model,
+        dim=wider * model.dim,
+        mlp_dim=wider * model.mlp_dim,
+        head_dim=wider * model.dim // model.heads,
+    )
 
 
 def summary(errors: list[float | None]) -> str:
@@ -258,10 +294,13 @@ def _print_tables() -> None:
             mine = [x for x in megatron() if x.name[0] == size and x.name[2] == ranks]
             print(size, ranks, "time |", summary([x.time_error for x in mine]))
             print(size, ranks, "memory |", summary([x.memory_error for x in mine]))
-        mine = [pair for pair in pipelines() if pair[0].name[0] == size]
-        print(size, "pipeline, measured |", summary([x.time_error for x, _ in mine]))
-        print(size, "pipeline, cost model |", summary([x.time_error for _, x in mine]))
-        print(size, "pipeline, memory |", summary([x.memory_error for _, x in mine]))
+    for over in (False, True):
+        found = pipelines(over=over)
+        for size in dict.fromkeys(pair[0].name[0] for pair in found):
+            mine, what = [x for x in found if x[0].name[0] == size], "both" if over else "last"
+            print(size, what, "pipeline, measured |", summary([x.time_error for x, _ in mine]))
+            print(size, what, "pipeline, cost model |", summary([x.time_error for _, x in mine]))
+            print(size, what, "pipeline, memory |", summary([x.memory_error for _, x in mine]))
 
 
 if __name__ == "__main__":

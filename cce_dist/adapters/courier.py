@@ -31,6 +31,15 @@ class _Job:
     work: Any = None
 
 
+def mark(device: torch.device) -> Any:
+    """The event behind all that is on the current stream; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class Courier:
     """Issues the collectives of one group, in the order in which they are begun.
 
@@ -49,9 +58,11 @@ class Courier:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def begin(self, issue: Issue) -> Wait:
+    def begin(self, issue: Issue, after: Any = None) -> Wait:
         """Without waiting.
 
+        Args: after: of `mark`, what has to be done on this rank before; None: all that is on the
+            current stream.
         Returns: what waits, on the host for its beginning and on the current stream for its end; it
             raises what `issue` or the meeting has raised.
         """
@@ -60,11 +71,7 @@ class Courier:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="cce_dist courier", daemon=True)
             self._thread.start()
-        ready = None
-        if self._device.type == "cuda":
-            ready = torch.cuda.Event(blocking=True)
-            ready.record(torch.cuda.current_stream(self._device))
-        job = _Job(issue, ready)
+        job = _Job(issue, after or mark(self._device))
         self._jobs.put(job)
 
         def wait() -> None:

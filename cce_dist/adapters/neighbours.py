@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,11 +64,15 @@ class Neighbours:
         courier, peer = self._courier(target, forward)
         return courier.begin(lambda: dist.isend(tensor, group=courier.group, group_dst=peer))
 
-    def receive(self, tensor: Tensor, *, forward: bool) -> Wait:
-        """What the rank before sends forward, or the next one back."""
+    def receive(self, tensor: Tensor, *, forward: bool, after: Any = None) -> Wait:
+        """What the rank before sends forward, or the next one back.
+
+        Args: after: as of `Courier.begin`, behind what has used the tensor last.
+        """
         source = self.rank - (1 if forward else -1)
         courier, peer = self._courier(source, forward)
-        return courier.begin(lambda: dist.irecv(tensor, group=courier.group, group_src=peer))
+        receive = functools.partial(dist.irecv, tensor, group=courier.group, group_src=peer)
+        return courier.begin(receive, after)
 
     def close(self) -> None:
         """Destroys the groups that it made."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -67,3 +68,23 @@ def check_product(
         )
     if scatters and tensor is None:
         raise ValueError("sequence_parallel=True needs tensor_group, got None")
+
+
+def check_microbatch(
+    hidden: Tensor,
+    targets: Tensor,
+    hidden_shape: tuple[int, ...],
+    targets_shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    """What the last stage gives against what all ranks expect."""
+    if hidden.shape != hidden_shape or hidden.dtype != dtype:
+        raise ValueError(
+            f"hidden of every microbatch must be {list(hidden_shape)} {dtype}, which the other "
+            f"ranks expect, got {list(hidden.shape)} {hidden.dtype}; pad microbatches to one shape"
+        )
+    if targets.shape != targets_shape or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets of every microbatch must be {list(targets_shape)} torch.int64, hidden's "
+            f"shape without D, got {list(targets.shape)} {targets.dtype}"
+        )

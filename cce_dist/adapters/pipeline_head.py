@@ -30,7 +30,7 @@ from cce_dist import sharded
 from cce_dist.adapters.frequent_rows import FrequentRows
 from cce_dist.adapters.groups import own_couriers, own_groups, start_broadcast, start_reduce
 from cce_dist.adapters.neighbours import Neighbours
-from cce_dist.adapters.pipeline_checks import check_product, check_weight
+from cce_dist.adapters.pipeline_checks import check_microbatch, check_product, check_weight
 from cce_dist.adapters.pipeline_grads import RowGradients
 from cce_dist.adapters.pipeline_rehearsal import rehearse_head
 from cce_dist.autograd import Call
@@ -226,6 +226,13 @@ class PipelineHead:
         arrive = start_broadcast(root, self._posting, hidden, targets)
         self._microbatches[index] = _Microbatch(hidden, targets, arrive)
 
+    def expect(self, index: int, root: int, count: int) -> None:
+        """`post` where another rank has the last stage, and of the next of `count` microbatches,
+        too: what this rank is at by then does not keep it from arriving."""
+        for each in range(index, min(index + 2, count)):
+            if each not in self._microbatches:
+                self.post(each, root)
+
     @_plainly
     def statistics(self, index: int, *, record: bool = True) -> None:
         """Waits for what was posted; begins the merge.
@@ -380,15 +387,6 @@ class PipelineHead:
     def checked(self, hidden: Tensor | None, targets: Tensor | None) -> tuple[Tensor, Tensor]:
         if hidden is None or targets is None:
             raise ValueError("hidden and targets must be given on the rank of the last stage")
-        shape, dtype = self.hidden_shape, self.hidden_dtype
-        if hidden.shape != shape or hidden.dtype != dtype:
-            raise ValueError(
-                f"hidden of every microbatch must be {list(shape)} {dtype}, which the other ranks "
-                f"expect, got {list(hidden.shape)} {hidden.dtype}; pad microbatches to one shape"
-            )
-        if targets.shape != self.targets_shape or targets.dtype != torch.int64:
-            raise ValueError(
-                f"targets of every microbatch must be {list(self.targets_shape)} torch.int64, "
-                f"hidden's shape without D, got {list(targets.shape)} {targets.dtype}"
-            )
+        shapes = self.hidden_shape, self.targets_shape
+        check_microbatch(hidden, targets, *shapes, self.hidden_dtype)
         return hidden.detach().contiguous(), targets.contiguous()

@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from cce_dist.adapters.courier import Wait
+from cce_dist.adapters.courier import Wait, mark
 from cce_dist.adapters.pipeline_checks import check_scalar
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
@@ -113,6 +113,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self._shown: dict[int, Tensor] = {}
         self._unawaited: list[int] = []
         self._sent: list[Wait] = []
+        self._begun: Any = None  # behind the step before
         embeds = embedding is not None
         self._orders = [
             plan(head.size, n_microbatches, times, embeds=embeds)
@@ -136,6 +137,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self._broken, self._called, self.losses = True, 0, []
         answers = [self] if self.embedding is None else [self, self.embedding]
         self._lower(self._orders[self._has_backward in self._run_before])
+        self._begun = mark(self.head.weight.device)
         if not self.head.paced:
             connect_stages(self._stages, self._connected)
         prepare_mode(self, backward=self._has_backward)
@@ -221,7 +223,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         kind = _KIND[what]
         if kind == "S":
             if head.rank != self.root:
-                head.post(index, self.root)
+                head.expect(index, self.root, self._n_microbatches)
             head.statistics(index, record=self._has_backward)
         elif kind == "T":
             self._finish(index)
@@ -238,7 +240,9 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
                 self._sent.append(neighbours.send(op.tensor, forward=forward))
             return
         ops = getattr(stage, f"get_{way}_recv_ops")(index)
-        waits = [neighbours.receive(op.tensor, forward=forward) for op in ops]
+        # Each microbatch is received into a tensor of its own.
+        how: dict[str, Any] = {"forward": forward, "after": self._begun}
+        waits = [neighbours.receive(op.tensor, **how) for op in ops]
         received = self.fwd_recv_ops if forward else self.bwd_recv_ops
         received[stage.stage_index, index] = [_Received(wait) for wait in waits]  # pyright: ignore
 
