@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .bench.cli import app as bench_app
+from .cli_doctor import doctor
 from .cli_plan import app as plan_app
 
 app = typer.Typer(
@@ -58,5 +59,6 @@ def train(
     raise typer.Exit(code)
 
 
+app.command("doctor")(doctor)
 app.add_typer(bench_app, name="bench")
 app.add_typer(plan_app, name="plan")

@@ -48,8 +48,9 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"adapters": {"torch", "mpi4py", "numpy"}},
     {"train": ANY},
     {"testing": {"torch", "triton", "numpy"}},
+    {"doctor": {"torch", "triton", "numpy"}},
     {"cli_plan_plot": {"matplotlib"}, "cli_plan_tables": {"rich"}},
-    {"cli_plan_model": {"typer"}},
+    {"cli_plan_model": {"typer"}, "cli_doctor": {"typer", "rich"}},
     {"bench": ANY, "cli_plan": ANY},
     {"cli": ANY},
     {"__main__": ANY},
@@ -65,8 +66,9 @@ ONLY = {
     "megatron_patch": {PUBLIC, "adapters", "planner"},
 }
 # ... and all that import these.
-ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench"}}
+ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench", "doctor"}}
 TORCH_DISTRIBUTED_IN = {"collectives", "dtensor", "adapters", "train", "testing", "bench", "cli"}
+TORCH_DISTRIBUTED_IN |= {"doctor"}
 # Under `if TYPE_CHECKING`.
 TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "agreement", "compute", "compiled", "loss", "logprobs"}
 
