@@ -34,7 +34,7 @@ def doctor(
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel")] = False,
     seconds: Annotated[
         float, typer.Option(help="Of numerics, after which none starts; 0 leaves them out.")
-    ] = 10.0,
+    ] = 30.0,
     timeout: Annotated[
         float, typer.Option(help="Seconds that a rank may keep the others waiting.")
     ] = 60.0,

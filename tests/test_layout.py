@@ -67,8 +67,16 @@ ONLY = {
 }
 # ... and all that import these.
 ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench", "doctor"}}
-TORCH_DISTRIBUTED_IN = {"collectives", "dtensor", "adapters", "train", "testing", "bench", "cli"}
-TORCH_DISTRIBUTED_IN |= {"doctor"}
+TORCH_DISTRIBUTED_IN = {
+    "adapters",
+    "bench",
+    "cli",
+    "collectives",
+    "doctor",
+    "dtensor",
+    "testing",
+    "train",
+}
 # Under `if TYPE_CHECKING`.
 TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "agreement", "compute", "compiled", "loss", "logprobs"}
 

@@ -279,4 +279,6 @@ def _wrong(name: str, measured: Measured) -> Check:
 
 
 def _duration(seconds: float) -> str:
-    return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.3g} ms"
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.0f} us"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -130,6 +130,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 def _ask_torch(versions: dict[str, str]) -> dict[str, Any]:
     import torch
+    import torch.distributed as dist
     from torch.cuda import nccl
 
     versions["torch"] = torch.__version__
@@ -140,15 +141,15 @@ def _ask_torch(versions: dict[str, str]) -> dict[str, Any]:
         # Raises where there are GPUs that cannot be used; otherwise their number may be 0.
         torch.cuda.init()
         found["gpus"] = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
-        found["nccl"] = ".".join(str(part) for part in nccl.version())
+        if dist.is_available() and dist.is_nccl_available():
+            found["nccl"] = ".".join(str(part) for part in nccl.version())
     except Exception as error:
         found["why_no_gpu"] = str(error).strip().splitlines()[0]
         return found
-    if len(found["gpus"]) > 1:
-        found["links"] = read_links(
-            _nvidia_smi("topo", "-m"),
-            _nvidia_smi("--query-gpu=index,uuid", "--format=csv,noheader"),
-        )
+    # Whatever CUDA_VISIBLE_DEVICES lets torch see.
+    found["links"] = read_links(
+        _nvidia_smi("topo", "-m"), _nvidia_smi("--query-gpu=index,uuid", "--format=csv,noheader")
+    )
     return found
 
 

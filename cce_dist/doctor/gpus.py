@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cce_dist.doctor.check import Check
-from cce_dist.doctor.facts import Facts, numbers_of
+from cce_dist.doctor.facts import Facts, Gpu, numbers_of
 
 # The oldest driver for CUDA of a major version:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
@@ -66,34 +66,26 @@ def check_gpus(facts: Facts) -> Check:
 
 
 def _check_found(facts: Facts) -> Check:
-    import torch
-
-    from cce_dist.local_triton_tiles import interpreted, why_not
+    from cce_dist.local_triton_tiles import LEAST_CAPABILITY
 
     kinds: dict[str, int] = {}
     for gpu in facts.gpus:
-        major, minor = gpu.capability
-        kind = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, compute capability {major}.{minor}"
+        kind = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, compute capability {_dotted(gpu)}"
         kinds[kind] = kinds.get(kind, 0) + 1
-    found = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    expected = "compute capability >= 8.0, of one kind; tuned for 9.0"
-    if not interpreted():
-        for index in range(len(facts.gpus)):
-            reason = why_not(torch.empty(0, device=f"cuda:{index}", dtype=torch.float16))
-            if reason is not None:
-                return Check(
-                    name="GPUs",
-                    status="warning",
-                    found=f"{found}; GPU {index}: {reason}",
-                    expected=expected,
-                    remedy="eager torch computes the loss there, slower and in more memory",
-                )
+    remedy = ""
+    if len(kinds) > 1:
+        remedy = "the slowest of them sets the pace: choose by CUDA_VISIBLE_DEVICES"
+    if any(gpu.capability < LEAST_CAPABILITY for gpu in facts.gpus):
+        remedy = "eager torch computes the loss on the older ones, slower and in more memory"
+    least = ".".join(str(part) for part in LEAST_CAPABILITY)
     return Check(
         name="GPUs",
-        status="warning" if len(kinds) > 1 else "ok",
-        found=found,
-        expected=expected,
-        remedy="the slowest of them sets the pace: choose by CUDA_VISIBLE_DEVICES"
-        if len(kinds) > 1
-        else "",
+        status="warning" if remedy else "ok",
+        found="; ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        expected=f"compute capability >= {least}, of one kind; tuned for 9.0",
+        remedy=remedy,
     )
+
+
+def _dotted(gpu: Gpu) -> str:
+    return ".".join(str(part) for part in gpu.capability)

@@ -51,7 +51,7 @@ class Request:
     vocab: int = 256000
     dtype: str = "bfloat16"
     sequence_parallel: bool = False
-    seconds: float = 10.0
+    seconds: float = 30.0
     timeout: float = 60.0
     bandwidth: float | None = None
 
@@ -121,11 +121,16 @@ def examine(request: Request) -> Report:
     torch_row = check_torch()
     facts = gather_facts(with_torch=torch_row.status == "ok")
     checks = [check_python(), torch_row]
+    needs_torch = "torch is needed for it"
     own: list[Callable[[], list[Check]]] = [
         lambda: [check_triton(needed=bool(facts.gpus))],
         lambda: [check_numpy(facts)],
         lambda: [check_driver(facts)],
-        lambda: [check_gpus(facts)],
+        lambda: [
+            check_gpus(facts)
+            if torch_row.status == "ok"
+            else Check(name="GPUs", status="skipped", found=needs_torch)
+        ],
         lambda: [row for row in [check_hopper_forward(facts)] if row is not None],
         lambda: [check_nccl(facts)],
         lambda: [check_interpreter(facts)],
@@ -137,9 +142,8 @@ def examine(request: Request) -> Report:
     for function in own:
         checks += guarded("an environment check", function)
     if torch_row.status != "ok":
-        found = "torch is needed for it"
         checks += [
-            Check(name=name, status="skipped", found=found) for name in ("numerics", "ranks")
+            Check(name=name, status="skipped", found=needs_torch) for name in ("numerics", "ranks")
         ]
         rank = int(os.environ.get("RANK", "0"))
         return Report(rank, 1, checks, hosts=[facts.host], versions=dict(facts.versions))

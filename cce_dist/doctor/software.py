@@ -148,6 +148,14 @@ def check_numpy(facts: Facts) -> Check:
 def check_nccl(facts: Facts) -> Check:
     if facts.nccl is not None:
         return Check(name="NCCL", status="ok", found=facts.nccl)
+    if facts.gpus:
+        return Check(
+            name="NCCL",
+            status="failure",
+            found="torch has none",
+            expected="a torch built with NCCL, for more than one GPU",
+            remedy="install torch's CUDA wheel: https://pytorch.org/get-started",
+        )
     found = "not in use without GPUs: ranks talk over gloo"
     return Check(name="NCCL", status="skipped", found=found)
 
