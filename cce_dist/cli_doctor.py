@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from .doctor.check import Check, worst
 from .doctor.run import Report, Request, examine
+from .launchers import rank_from_environment
 
 DTYPES = ("bfloat16", "float16", "float32")
 STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red", "skipped": "dim"}
@@ -45,7 +45,7 @@ def doctor(
         Path | None, typer.Option("--json", help="Write the findings here; - prints them alone.")
     ] = None,
 ) -> None:
-    """Check GPU, versions, numerics and ranks: alone, or on every rank under torchrun.
+    """Check GPU, versions, numerics and ranks: alone, or on every rank, however started.
 
     Exits with 0 if nothing failed, 1 if a check did, 2 for bad arguments.
     """
@@ -65,7 +65,7 @@ def doctor(
         validate(request)
         report = examine(request)
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if rank_from_environment() == 0:
             typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     if report.rank == 0:

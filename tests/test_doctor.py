@@ -100,24 +100,13 @@ def test_refuses(arguments: tuple[str, ...], message: str, monkeypatch: Any) -> 
     assert message in done.output
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        pytest.param("RANK", "one", "RANK must be a number", id="no number"),
-        pytest.param("RANK", "1", "RANK must be in", id="out of range"),
-        pytest.param("WORLD_SIZE", "2", "must be set", id="half a launcher"),
-    ],
-)
-def test_refuses_the_environment(
-    name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cce_dist.doctor.ranks import join
-
-    for each in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(each, raising=False)
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=message):
-        join(1.0)
+def test_refuses_half_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run("--seconds", "0")
+    assert done.exit_code == 2
+    assert "RANK must be set beside WORLD_SIZE" in done.output
 
 
 def test_without_torch() -> None:

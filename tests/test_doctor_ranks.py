@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -141,17 +142,22 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
 
 
 def _silent(rank: int) -> None:
-    """Rank 1 joins and says nothing more."""
-    if rank == 1:
-        ranks = job.join(30.0)
-        ranks.store.wait(["never"])
+    """Rank 1 joins and says nothing more; rank 0 waits for half a second."""
+    join = job.join
+
+    def join_and_wait(*how: Any) -> Any:
+        ranks = join(*how)
+        if rank == 1:
+            ranks.store.wait(["never"])
+        return replace(ranks, timeout=0.5)
+
+    job.join = join_and_wait
 
 
 def test_a_rank_that_says_nothing(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     started = time.monotonic()
-    arguments = ("--timeout", "0.5", "--json", str(path))
-    (ended, _) = run_forked(2, tmp_path, *arguments, spoil=_silent, hangs=1)
+    (ended, _) = run_forked(2, tmp_path, "--json", str(path), spoil=_silent, hangs=1)
     assert ended[0] == 1, ended
     assert time.monotonic() - started < 20
     check = row("ranks", json.loads(path.read_text()))
@@ -164,13 +170,12 @@ def _hang(rank: int) -> None:
     from cce_dist.doctor import run
 
     def hang(*args: Any) -> Any:
-        job.join(30.0).store.wait(["never"])
+        threading.Event().wait()
 
     if rank == 0:
         run.LONGEST_TRIAL_S = 0.5
         run._numerics = hang
     else:
-        run.ends_within = None
         job.ends_within = hang
 
 
@@ -179,6 +184,20 @@ def test_a_rank_that_hangs(tmp_path: Path) -> None:
     assert ended[0] == 1, ended
     assert "rank 0 on" in ended[1]
     assert "hung in the numerics for 0.5 s; rank 1 never came to it" in ended[1]
+
+
+def _other_arguments(rank: int) -> None:
+    from cce_dist import cli_doctor
+
+    real = cli_doctor.examine
+    if rank == 1:
+        cli_doctor.examine = lambda request: real(replace(request, tokens=512))
+
+
+def test_ranks_with_other_arguments(tmp_path: Path) -> None:
+    ended = run_forked(2, tmp_path, spoil=_other_arguments)
+    assert [code for code, _ in ended] == [2, 2], ended
+    assert "--tokens must be the same on every rank, got 256 on rank 0 and 512" in ended[0][1]
 
 
 def test_devices() -> None:

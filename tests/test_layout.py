@@ -26,6 +26,9 @@ ANY = None
 # of one folder or backend may import each other. After a name: the third-party packages for it.
 LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"allocations": {"torch"}, "options": set(), "streams": {"torch"}, "vocab_shard": {"torch"}},
+    {"launchers": set()},
+    {"rendezvous": {"torch", "mpi4py"}},
+    {"distributed": {"torch"}},
     {"reference": {"torch"}, "partials": {"torch"}},
     {"kernels": {"triton"}, "torch_tiles": {"torch"}},
     {"local_triton": {"torch", "triton"}, "local_torch": {"torch"}},
@@ -62,7 +65,7 @@ ONLY = {
     "reference": {"options", "vocab_shard"},
     "kernels": set(),
     "planner": {"options", "vocab_shard"},
-    "train": {PUBLIC, "allocations", "adapters", "planner"},
+    "train": {PUBLIC, "allocations", "adapters", "distributed", "planner"},
     "megatron_patch": {PUBLIC, "adapters", "planner"},
 }
 # ... and all that import these.
@@ -72,8 +75,10 @@ TORCH_DISTRIBUTED_IN = {
     "bench",
     "cli",
     "collectives",
+    "distributed",
     "doctor",
     "dtensor",
+    "rendezvous",
     "testing",
     "train",
 }

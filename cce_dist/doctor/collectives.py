@@ -22,6 +22,7 @@ from cce_dist.collectives import (
     reduce_grad_hidden,
     start_all_gather,
 )
+from cce_dist.distributed import own_group
 from cce_dist.doctor.check import Check
 from cce_dist.doctor.links import TOO_SLOW, Link, link_of
 from cce_dist.doctor.ranks import Ranks
@@ -91,12 +92,10 @@ def groups_of(
         widths = {"tp": job.tp} | ({"pp x tp": job.pp * job.tp} if job.pp > 1 else {})
         found = []
         for name, width in widths.items():
-            for first in range(0, ranks.size, width):
-                members = list(range(first, first + width))
-                made = dist.new_group(members, timeout=limit)
-                if ranks.rank in members and width > 1:
-                    assert isinstance(made, dist.ProcessGroup)
-                    found.append((name, made, members))
+            rows = [list(range(x, x + width)) for x in range(0, ranks.size, width)]
+            group = own_group(ranks.rank, rows, limit)
+            if group is not None and width > 1:
+                found.append((name, group, rows[ranks.rank // width]))
         yield found
     except BaseException:
         broken = True

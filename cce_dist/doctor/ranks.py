@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,8 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cce_dist import distributed
 from cce_dist.doctor.check import Check, name_ranks
 from cce_dist.doctor.facts import Facts
+from cce_dist.launchers import Launch, read_launch
+from cce_dist.rendezvous import locate, meet, open_store
 
 # For the store's answer, where everything hangs.
 ASK_SECONDS = 3.0
@@ -38,13 +41,23 @@ class AbsentRanks(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the job. Methods raise AbsentRanks after `timeout` seconds."""
+    """This process among those of the job. Methods raise AbsentRanks after `timeout` seconds.
 
-    rank: int
-    size: int
-    local_rank: int
+    Args:
+        store: keys of this attempt alone.
+    """
+
+    launch: Launch
     store: dist.Store
     timeout: float
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def size(self) -> int:
+        return self.launch.world_size
 
     def share(self, phase: str, value: Any) -> list[Any]:
         """Every rank's value, by rank; of what JSON holds. Every phase has a name of its own."""
@@ -76,47 +89,23 @@ class Ranks:
             self.store.wait(keys, timedelta(seconds=self.timeout))
 
 
-def join(timeout: float) -> Ranks:
-    """The ranks that torchrun started, or one alone.
+def join(timeout: float, alike: Mapping[str, Any]) -> Ranks:
+    """The ranks that a launcher started (docs/ranks.md), or one alone; no process group is made.
 
+    Args:
+        alike: plain values that must be the same on every rank, by name.
     Raises:
-        ValueError: the launcher's variables contradict each other, or one is missing.
-        AbsentRanks: the store cannot be reached within `timeout` seconds.
+        LaunchError: they are not, or the launcher's variables contradict each other or are missing.
+        JoinError: not all ranks are here within `timeout` seconds.
     """
-    rank, size = rank_from_environment(), _number("WORLD_SIZE", 1)
-    if not 0 <= rank < size:
-        raise ValueError(f"RANK must be in [0, WORLD_SIZE={size}), got {rank}")
-    store: dist.Store = dist.HashStore()
-    if size > 1:
-        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-            if name not in os.environ:
-                raise ValueError(f"{name} must be set where WORLD_SIZE={size}, as torchrun does")
-        try:
-            limit = timedelta(seconds=timeout)
-            store = next(iter(dist.rendezvous("env://", timeout=limit)))[0]
-        except dist.DistError as error:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise AbsentRanks(f"rank {rank} found no store at {where}: {error}") from error
-    # A launcher's store outlives restarts; what the last attempt left is not this one's.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"doctor_{attempt}", store)
-    return Ranks(rank, size, _number("LOCAL_RANK", 0), store, timeout)
-
-
-def rank_from_environment() -> int:
-    """Known before anything is initialised; 0 without a launcher.
-
-    Raises:
-        ValueError: it is no number.
-    """
-    return _number("RANK", 0)
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise ValueError(f"{name} must be a number, got {text!r}")
-    return int(text)
+    limit = timedelta(seconds=timeout)
+    launch, store = locate(read_launch(os.environ), limit)
+    if launch.world_size == 1:
+        return Ranks(launch, dist.HashStore(), timeout)
+    store = store or open_store(launch, limit)
+    alike = {"WORLD_SIZE": launch.world_size, **alike}
+    store = meet(store, launch.rank, launch.world_size, alike, limit)
+    return Ranks(launch, store, timeout)
 
 
 @contextmanager
@@ -155,8 +144,10 @@ def _absent(ranks: Ranks, phase: str) -> str:
 
 def choose_device(ranks: Ranks, facts: Facts) -> torch.device:
     """This rank's GPU, made current; without one the CPU, which `check_devices` judges."""
+    if not facts.gpus and ranks.size > 1:
+        return distributed.choose_device(ranks.launch, "cpu")
     # A launcher may show every rank no GPU but its own.
-    index = 0 if len(facts.gpus) == 1 else ranks.local_rank
+    index = 0 if len(facts.gpus) == 1 else ranks.launch.local_rank or 0
     if index >= len(facts.gpus):
         return torch.device("cpu")
     torch.cuda.set_device(index)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cce_dist.doctor.check import Check, across_ranks, first_line, guarded, worst
@@ -23,6 +22,7 @@ from cce_dist.doctor.software import (
     check_transformer_engine,
     check_triton,
 )
+from cce_dist.launchers import rank_from_environment
 
 if TYPE_CHECKING:
     from cce_dist.doctor.ranks import Ranks
@@ -61,18 +61,15 @@ class Request:
         Raises:
             ValueError: they do not divide; sequence parallelism does not divide the tokens.
         """
-        tp = self.tp or max(size // self.pp, 1)
-        if size % (self.pp * tp):
-            raise ValueError(
-                f"--pp x --tp must divide the number of ranks, got pp={self.pp} and tp={tp} on "
-                f"{size} ranks"
-            )
+        from cce_dist.distributed import split_ranks
+
+        dp, tp = split_ranks(size, tp=self.tp or "all", pp=self.pp, prefix="--")
         if self.sequence_parallel and self.tokens % (self.pp * tp):
             raise ValueError(
                 f"--tokens must be a multiple of pp x tp with --sequence-parallel, got "
                 f"{self.tokens} on {self.pp * tp} ranks"
             )
-        return size // (self.pp * tp), self.pp, tp
+        return dp, self.pp, tp
 
 
 @dataclass(frozen=True)
@@ -145,19 +142,20 @@ def examine(request: Request) -> Report:
         checks += [
             Check(name=name, status="skipped", found=needs_torch) for name in ("numerics", "ranks")
         ]
-        rank = int(os.environ.get("RANK", "0"))
-        return Report(rank, 1, checks, hosts=[facts.host], versions=dict(facts.versions))
+        return Report(
+            rank_from_environment(), 1, checks, hosts=[facts.host], versions=dict(facts.versions)
+        )
     return _examine_ranks(request, facts, checks)
 
 
 def _examine_ranks(request: Request, facts: Facts, checks: list[Check]) -> Report:
-    from cce_dist.doctor.ranks import AbsentRanks, join, rank_from_environment
+    from cce_dist.doctor.ranks import join
+    from cce_dist.rendezvous import JoinError
 
-    rank = rank_from_environment()
     try:
-        ranks = join(request.timeout)
-    except AbsentRanks as error:
-        return _alone(rank, facts, checks, error)
+        ranks = join(request.timeout, {f"--{name}": value for name, value in vars(request).items()})
+    except JoinError as error:
+        return _alone(rank_from_environment(), facts, checks, error)
     mesh = request.mesh(ranks.size)
     try:
         report = _with_ranks(request, facts, checks, ranks, mesh)
@@ -189,16 +187,14 @@ def _with_ranks(
     device = job.choose_device(ranks, facts)
     everyone = ranks.share("its description", job.describe(ranks, facts, device))
     hosts = list(dict.fromkeys(one["host"] for one in everyone))
-    mesh_row = _mesh_row(request, mesh, hosts)
+    mesh_row = _mesh_row(request, mesh, hosts, ranks.launch.launcher)
     joint = [mesh_row, job.check_devices(everyone), job.check_alike(everyone)]
     joint += [row for row in [job.check_clocks(everyone)] if row is not None]
     limit = request.seconds + LONGEST_TRIAL_S
     with job.ends_within(limit, ranks, "the numerics"):
         checks = checks + _numerics(request, facts)
     # They may finish that far apart.
-    patient = job.Ranks(
-        ranks.rank, ranks.size, ranks.local_rank, ranks.store, request.timeout + limit
-    )
+    patient = replace(ranks, timeout=request.timeout + limit)
     shared = patient.share("the numerics", [check.as_json() for check in checks])
     by_rank = [[Check(**row) for row in rows] for rows in shared]
     joint += _collectives(request, ranks, mesh, device, everyone, joint)
@@ -213,14 +209,19 @@ def _with_ranks(
     )
 
 
-def _mesh_row(request: Request, mesh: tuple[int, int, int], hosts: Sequence[str]) -> Check:
+def _mesh_row(
+    request: Request, mesh: tuple[int, int, int], hosts: Sequence[str], launcher: str
+) -> Check:
     dp, pp, tp = mesh
     rows = -(-request.vocab // tp)
     over = f"{rows:,} of {request.vocab:,} classes a rank"
     if pp > 1:
         over += f", over the pipeline {-(-request.vocab // (pp * tp)):,}"
     size = dp * pp * tp
-    found = f"{size} rank{'s' * (size > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}, "
+    found = f"{size} rank{'s' * (size > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
+    if size > 1:
+        found += f" by {launcher}"
+    found += ", "
     return Check(name="mesh", status="ok", found=f"{found}dp {dp} x pp {pp} x tp {tp}: {over}")
 
 
