@@ -26,7 +26,7 @@ from cce_dist.doctor.collectives import Measured, judge
 from cce_dist.doctor.facts import Facts, Gpu, numbers_of, read_links
 from cce_dist.doctor.gpus import check_driver, check_gpus
 from cce_dist.doctor.links import Expected, Link, link_of
-from cce_dist.testing import TORCH_CPU, Place
+from cce_dist.testing import Place
 
 ROOT = Path(__file__).parent.parent
 H200 = Gpu("NVIDIA H200", "aaaa", 140 * 2**30, (9, 0))
@@ -51,7 +51,8 @@ def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(numerics, "places", lambda facts: [TORCH_CPU])
+    place = Place("torch", "cpu", ("bf16", "fp32"))
+    monkeypatch.setattr(numerics, "places", lambda facts: [place])
     path = tmp_path / "folder" / "found.json"
     done = run("--json", str(path), "--seconds", "50")
     assert done.exit_code == 0, done.output
@@ -61,7 +62,7 @@ def test_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found["mesh"] == {"dp": 1, "pp": 1, "tp": 1}
     assert found["versions"]["torch"] == torch.__version__
     statuses = {check["name"]: check["status"] for check in found["checks"]}
-    for dtype in ("bf16", "fp32", "fp16"):
+    for dtype in place.dtypes:
         name = f"numerics torch {dtype}"
         assert statuses[name] == "ok"
         numbers = row(name, found)["numbers"]
@@ -211,6 +212,7 @@ def test_megatron(version: str, status: str) -> None:
     [
         pytest.param({}, "skipped", id="none"),
         pytest.param({"driver": "580.1", "cuda": "13.0", "gpus": (H200,)}, "ok", id="new enough"),
+        pytest.param({"cuda": "13.0", "gpus": (H200,)}, "warning", id="no nvidia-smi"),
         pytest.param({"driver": "570.1", "cuda": "13.0"}, "failure", id="too old"),
         pytest.param({"driver": "570.1", "cuda": "13.0", "gpus": (H200,)}, "warning", id="forward"),
         pytest.param({"driver": "535.1", "cuda": "12.9", "gpus": (H200,)}, "ok", id="minor"),

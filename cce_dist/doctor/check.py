@@ -94,8 +94,7 @@ def _joined(found: Mapping[int, Check], num_ranks: int) -> Check:
     alike: dict[str, list[int]] = {}
     for rank, check in bad.items():
         alike.setdefault(check.found, []).append(rank)
-    measured = "share" in shown.numbers or "seconds" in shown.numbers
-    if measured and len(bad) == num_ranks:
+    if "share" in shown.numbers and len(bad) == num_ranks:
         return replace(shown, found=f"{shown.found} (worst: {name_ranks(alike[shown.found])})")
     lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in list(alike.items())[:4]]
     if len(alike) > len(lines):

@@ -13,6 +13,9 @@ GIB = 2**30
 
 def check_driver(facts: Facts) -> Check:
     """The driver, and whether it is new enough for the CUDA of torch."""
+    if facts.driver is None and facts.gpus:
+        found = "of unknown version: neither /proc/driver/nvidia nor nvidia-smi says it"
+        return Check(name="driver", status="warning", found=found, remedy="put nvidia-smi on PATH")
     if facts.driver is None:
         return Check(
             name="driver",
