@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .bench.cli import app as bench_app
+from .cli_doctor import doctor
 from .cli_plan import app as plan_app
 
 app = typer.Typer(
@@ -41,10 +42,10 @@ def train(
     """Train a decoder on real text. Any key can be overridden: --loss.gradient exact."""
     import json
 
+    from .distributed import rank_from_environment
     from .train.config_file import parse_overrides
     from .train.errors import ConfigError
     from .train.job import run_job
-    from .train.ranks import rank_from_environment
 
     try:
         overrides = parse_overrides(context.args)
@@ -58,5 +59,6 @@ def train(
     raise typer.Exit(code)
 
 
+app.command("doctor")(doctor)
 app.add_typer(bench_app, name="bench")
 app.add_typer(plan_app, name="plan")

@@ -12,6 +12,7 @@ from torch import Tensor
 from cce_dist.options import TOKEN_BLOCK
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def why_not(hidden: Tensor) -> str | None:
     if not hidden.is_cuda:
         return f"hidden is on {hidden.device}, and its kernels need a CUDA device"
     capability = torch.cuda.get_device_capability(hidden.device)
-    if capability < (8, 0):
-        return f"the device has compute capability {capability}, and its kernels need (8, 0)"
+    if capability < LEAST_CAPABILITY:
+        need = LEAST_CAPABILITY
+        return f"the device has compute capability {capability}, and its kernels need {need}"
     return None

@@ -26,6 +26,9 @@ ANY = None
 # of one folder or backend may import each other. After a name: the third-party packages for it.
 LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"allocations": {"torch"}, "options": set(), "streams": {"torch"}, "vocab_shard": {"torch"}},
+    {"launchers": set()},
+    {"rendezvous": {"torch", "mpi4py"}},
+    {"distributed": {"torch"}},
     {"reference": {"torch"}, "partials": {"torch"}},
     {"kernels": {"triton"}, "torch_tiles": {"torch"}},
     {"local_triton": {"torch", "triton"}, "local_torch": {"torch"}},
@@ -48,8 +51,9 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"adapters": {"torch", "mpi4py", "numpy"}},
     {"train": ANY},
     {"testing": {"torch", "triton", "numpy"}},
+    {"doctor": {"torch", "triton", "numpy"}},
     {"cli_plan_plot": {"matplotlib"}, "cli_plan_tables": {"rich"}},
-    {"cli_plan_model": {"typer"}},
+    {"cli_plan_model": {"typer"}, "cli_doctor": {"typer", "rich"}},
     {"bench": ANY, "cli_plan": ANY},
     {"cli": ANY},
     {"__main__": ANY},
@@ -61,12 +65,23 @@ ONLY = {
     "reference": {"options", "vocab_shard"},
     "kernels": set(),
     "planner": {"options", "vocab_shard"},
-    "train": {PUBLIC, "allocations", "adapters", "planner"},
+    "train": {PUBLIC, "allocations", "adapters", "distributed", "planner"},
     "megatron_patch": {PUBLIC, "adapters", "planner"},
 }
 # ... and all that import these.
-ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench"}}
-TORCH_DISTRIBUTED_IN = {"collectives", "dtensor", "adapters", "train", "testing", "bench", "cli"}
+ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench", "doctor"}}
+TORCH_DISTRIBUTED_IN = {
+    "adapters",
+    "bench",
+    "cli",
+    "collectives",
+    "distributed",
+    "doctor",
+    "dtensor",
+    "rendezvous",
+    "testing",
+    "train",
+}
 # Under `if TYPE_CHECKING`.
 TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "agreement", "compute", "compiled", "loss", "logprobs"}
 

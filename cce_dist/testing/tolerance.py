@@ -51,6 +51,10 @@ def _largest(values: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
+def _share(got: float, bound: float) -> float:
+    return got / bound if got else 0.0
+
+
 def _report(name: str, rule: str, got: float, bound: float, errors: Tensor, golden: Tensor) -> str:
     where = "-"
     if errors.numel():
@@ -71,11 +75,12 @@ def check_promise(
     output_dtype: torch.dtype,
     *,
     noise: float = 0.0,
-) -> None:
+) -> float:
     """max err <= 2 (max err of the baseline + band) and rms err <= 1.5 rms err of the baseline.
 
     Args:
         noise: error to expect of the baseline; its own error, a single number, may be 0 by luck.
+    Returns: the larger error over what it may be.
     Raises:
         AssertionError: the promise is broken, or a value is not finite where the golden is.
     """
@@ -84,9 +89,11 @@ def check_promise(
     got, bound = _largest(errors), 2 * (_largest(theirs) + band(golden, output_dtype))
     if got > bound:
         raise AssertionError(_report(name, "promise, max err", got, bound, errors, golden))
+    largest = _share(got, bound)
     got, bound = _rms(errors), 1.5 * max(_rms(theirs), noise)
     if got > bound:
         raise AssertionError(_report(name, "promise, rms err", got, bound, errors, golden))
+    return max(largest, _share(got, bound))
 
 
 def check_gate(
@@ -97,13 +104,14 @@ def check_gate(
     *,
     scale: Tensor | None = None,
     noise: float = 0.0,
-) -> None:
+) -> float:
     """rms err <= 4 (rms err of dense with fp32 logits + 2^-24 rms golden).
 
     Args:
         scale: what rounds, where that is not the golden itself: an entropy near 0 is the
             difference of two numbers of lse's size.
         noise: error to expect of the dense value; its own error, a single number, may be 0 by luck.
+    Returns: the error over what it may be.
     Raises:
         AssertionError: the gate is closed, or a value is not finite where the golden is.
     """
@@ -113,10 +121,11 @@ def check_gate(
     got, bound = _rms(errors), 4 * (theirs + 2**-24 * unit)
     if got > bound:
         raise AssertionError(_report(name, "gate, rms err", got, bound, errors, golden))
+    return _share(got, bound)
 
 
-def check_close64(name: str, ours: Tensor, golden: Tensor, *, scale: Tensor | None = None) -> None:
-    """float64: max err <= 1e-11 max|golden|.
+def check_close64(name: str, ours: Tensor, golden: Tensor, *, scale: Tensor | None = None) -> float:
+    """float64: max err <= 1e-11 max|golden|. Returns: the error over what it may be.
 
     Raises:
         AssertionError: it is not.
@@ -128,15 +137,19 @@ def check_close64(name: str, ours: Tensor, golden: Tensor, *, scale: Tensor | No
     got, bound = _largest(errors), CLOSE64 * unit
     if got > bound:
         raise AssertionError(_report(name, "float64, max err", got, bound, errors, golden))
+    return _share(got, bound)
 
 
 # Statistics that cancel: their unit of rounding is that of the logits, not their own size.
 _CANCELLING = ("entropy", "mean_logit")
 
 
-def check_outputs(case: Case, outputs: Mapping[str, Tensor], *, but: tuple[str, ...] = ()) -> None:
+def check_outputs(
+    case: Case, outputs: Mapping[str, Tensor], *, but: tuple[str, ...] = ()
+) -> dict[str, float]:
     """Every output of `run_case` or `join_ranks` (except those named in `but`) against its rule.
 
+    Returns: of each that has an error, how much of the allowed one it is.
     Raises:
         AssertionError: an output misses its bound, is missing, or has the wrong dtype.
     """
@@ -147,6 +160,7 @@ def check_outputs(case: Case, outputs: Mapping[str, Tensor], *, but: tuple[str, 
     helpers = ("token_loss", "scale")
     missing = set(golden) - set(outputs) - set(helpers)
     assert not missing, f"missing outputs: {sorted(missing)}"
+    shares: dict[str, float] = {}
     for name in golden:
         if name in helpers or name in but:
             continue
@@ -160,14 +174,18 @@ def check_outputs(case: Case, outputs: Mapping[str, Tensor], *, but: tuple[str, 
         assert ours.dtype == expected, f"{name} must be {expected}, got {ours.dtype}"
         scale = golden["scale"] if name in _CANCELLING else None
         if dtype == torch.float64:
-            check_close64(name, ours, golden[name], scale=scale)
+            shares[name] = check_close64(name, ours, golden[name], scale=scale)
             continue
         if dtype == torch.float32 or not is_gradient:
             noise = _sum_noise(golden, dense32) if name == "loss" else 0.0
-            check_gate(name, ours, golden[name], dense32[name], scale=scale, noise=noise)
+            shares[name] = check_gate(
+                name, ours, golden[name], dense32[name], scale=scale, noise=noise
+            )
         if dtype != torch.float32 and (is_gradient or name in ("loss", "lse")):
             noise = _sum_noise(golden, baseline) if name == "loss" else 0.0
-            check_promise(name, ours, golden[name], baseline[name], expected, noise=noise)
+            share = check_promise(name, ours, golden[name], baseline[name], expected, noise=noise)
+            shares[name] = max(share, shares.get(name, 0.0))
+    return shares
 
 
 def _output_dtype(case: Case, name: str) -> torch.dtype:

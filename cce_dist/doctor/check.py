@@ -1,0 +1,102 @@
+"""What a check found, and how those of many ranks become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+Status = Literal["ok", "skipped", "warning", "failure"]
+# From the best to the worst; only a failure fails the whole.
+STATUSES: tuple[Status, ...] = ("skipped", "ok", "warning", "failure")
+# As much of an error's message; torch adds pages of C++ frames to some.
+LONGEST = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One row.
+
+    Args:
+        found, expected, remedy: sentences; the latter two empty where there is nothing to say.
+        numbers: what was measured, for scripts; `share` of one is the error over the allowed one.
+    """
+
+    name: str
+    status: Status
+    found: str
+    expected: str = ""
+    remedy: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def worst(checks: Iterable[Check]) -> Status:
+    """The worst status of them, "ok" where none is worse."""
+    found: list[Status] = ["ok", *(check.status for check in checks)]
+    return max(found, key=STATUSES.index)
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an error and the beginning of what it says."""
+    lines = str(error).strip().splitlines()
+    said = lines[0] if lines else ""
+    return f"{type(error).__name__}: {said}"[:LONGEST]
+
+
+def guarded(name: str, function: Callable[..., list[Check]], *args: Any) -> list[Check]:
+    """What `function` finds; what it raises is a failure, so that the other checks still run."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return [
+            Check(
+                name=name,
+                status="failure",
+                found=first_line(error),
+                expected="no exception",
+                remedy="if nothing above explains it, report it with this output",
+            )
+        ]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """As "rank 3" or "ranks 0-3, 7"; the ranks are in order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
+
+
+def across_ranks(everywhere: Sequence[Sequence[Check]]) -> list[Check]:
+    """A row for each name, in the order of the first rank that has it: the worst of all ranks, and
+    which those are, unless all found the same."""
+    by_name: dict[str, dict[int, Check]] = {}
+    for rank, checks in enumerate(everywhere):
+        for check in checks:
+            by_name.setdefault(check.name, {})[rank] = check
+    return [_joined(found, len(everywhere)) for found in by_name.values()]
+
+
+def _joined(found: Mapping[int, Check], num_ranks: int) -> Check:
+    status = max((check.status for check in found.values()), key=STATUSES.index)
+    bad = {rank: check for rank, check in found.items() if check.status == status}
+    # Of ranks that are equally bad, the one whose error is the largest.
+    shown = max(bad.values(), key=lambda check: check.numbers.get("share", 0.0))
+    if len({check.found for check in found.values()}) == 1 and len(found) == num_ranks:
+        return shown
+    alike: dict[str, list[int]] = {}
+    for rank, check in bad.items():
+        alike.setdefault(check.found, []).append(rank)
+    if "share" in shown.numbers and len(bad) == num_ranks:
+        return replace(shown, found=f"{shown.found} (worst: {name_ranks(alike[shown.found])})")
+    lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in list(alike.items())[:4]]
+    if len(alike) > len(lines):
+        lines.append(f"... and {len(alike) - len(lines)} more")
+    return replace(shown, found="\n".join(lines))

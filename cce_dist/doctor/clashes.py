@@ -1,0 +1,154 @@
+"""Versions and settings that are known to clash, each with its source: docs/doctor.md#clashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cce_dist.doctor.check import Check, Status
+from cce_dist.doctor.facts import Facts
+
+# Of the "Debugging" section of NCCL's list: those that take a path or an algorithm away.
+NCCL_DEBUGGING = (
+    "NCCL_ALGO",
+    "NCCL_IB_DISABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clash:
+    """
+    Args:
+        applies: to the facts of a process, and to a job of so many pipeline ranks.
+        status: what it is worth where it applies, "warning" or "failure".
+    """
+
+    name: str
+    applies: Callable[[Facts, int], bool]
+    status: Status
+    what: str
+    remedy: str
+    source: str
+
+
+def is_at_least(facts: Facts, package: str, *version: int) -> bool:
+    found = facts.version(package)
+    return found is not None and found[: len(version)] >= version
+
+
+def is_before(facts: Facts, package: str, *version: int) -> bool:
+    return package in facts.versions and not is_at_least(facts, package, *version)
+
+
+def nccl_debugging(facts: Facts) -> list[str]:
+    """Set for debugging; 0 turns a switch off."""
+    return [name for name in NCCL_DEBUGGING if facts.environment.get(name, "0") not in ("", "0")]
+
+
+def _interprets(facts: Facts) -> bool:
+    return facts.environment.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _restarts(facts: Facts) -> bool:
+    number = facts.environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shared = facts.environment.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
+    return number.isdigit() and int(number) > 0 and shared
+
+
+def _one_connection(facts: Facts) -> bool:
+    return facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
+CLASHES = (
+    Clash(
+        name="Triton's interpreter and NumPy 2.4",
+        applies=lambda facts, pp: (
+            _interprets(facts)
+            and is_before(facts, "triton", 3, 7)
+            and is_at_least(facts, "numpy", 2, 4)
+        ),
+        status="failure",
+        what="Triton up to 3.6 interprets loops by int() of an array, an error since NumPy 2.4",
+        remedy='pip install "numpy<2.4", or Triton 3.7',
+        source="https://github.com/triton-lang/triton/issues/9171",
+    ),
+    Clash(
+        name="torch's pipelines: a step after an eval",
+        applies=lambda facts, pp: pp > 1 and is_before(facts, "torch", 2, 13),
+        status="warning",
+        what="torch before 2.13 makes receive buffers at a schedule's first call: a step fails "
+        "after an eval",
+        remedy="use the contexts of docs/pipelines.md, which make them anew; or torch 2.13",
+        source="docs/pipelines.md",
+    ),
+    Clash(
+        name="torch's pipelines: ZBV's eval",
+        applies=lambda facts, pp: pp > 1 and (facts.version("torch") or ())[:2] == (2, 13),
+        status="warning",
+        what="torch 2.13's ScheduleZBVZeroBubble.eval fails where a rank hands a gradient to "
+        "itself",
+        remedy="`cce-dist train` goes round it; elsewhere evaluate by another schedule",
+        source="cce_dist/train/pipeline.py",
+    ),
+    Clash(
+        name="torchrun's restarts and the store",
+        applies=lambda facts, pp: _restarts(facts),
+        status="warning",
+        what="with --max-restarts the store outlives the workers, and restarted ones may read "
+        "addresses of dead ones",
+        remedy="`cce-dist train` keeps its attempts apart; for other scripts: "
+        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        source="https://github.com/pytorch/pytorch/issues/135712, "
+        "https://github.com/pytorch/pytorch/issues/167288",
+    ),
+    Clash(
+        name="Megatron-FSDP 0.14 and torch 2.13",
+        applies=lambda facts, pp: (
+            (facts.version("megatron-core") or ())[:2] == (0, 14)
+            and is_at_least(facts, "torch", 2, 13)
+        ),
+        status="warning",
+        what="megatron-core 0.14's Megatron-FSDP asks torch for what 2.13 has no longer",
+        remedy="megatron-core 0.15 or later, or an older torch",
+        source="docs/megatron.md#supported-refused-untested",
+    ),
+    Clash(
+        name="Megatron and CUDA_DEVICE_MAX_CONNECTIONS",
+        applies=lambda facts, pp: (
+            "megatron-core" in facts.versions
+            and any(gpu.capability < (10, 0) for gpu in facts.gpus)
+            and not _one_connection(facts)
+        ),
+        status="warning",
+        what="before Blackwell, Megatron with tensor or context parallelism asserts that it is 1",
+        remedy="for Megatron's jobs without FSDP: export CUDA_DEVICE_MAX_CONNECTIONS=1",
+        source="https://github.com/NVIDIA/Megatron-LM/issues/5105",
+    ),
+    Clash(
+        name="NCCL's settings for debugging",
+        applies=lambda facts, pp: bool(facts.gpus) and bool(nccl_debugging(facts)),
+        status="warning",
+        what="a setting of NCCL's for debugging is on: slower collectives, crashes or hangs",
+        remedy="unset what of these is set: " + ", ".join(NCCL_DEBUGGING),
+        source="https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html",
+    ),
+)
+
+
+def check_clashes(facts: Facts, pp: int) -> list[Check]:
+    """A row for each that applies, or one that says that none does."""
+    found = [clash for clash in CLASHES if clash.applies(facts, pp)]
+    if not found:
+        return [Check(name="clashes", status="ok", found=f"none of {len(CLASHES)} known ones")]
+    return [
+        Check(
+            name=clash.name,
+            status=clash.status,
+            found=f"{clash.what} ({clash.source})",
+            remedy=clash.remedy,
+        )
+        for clash in found
+    ]

@@ -1,0 +1,283 @@
+"""The loss's collectives at the sizes of a job: right, and how fast beside what is expected."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist.collectives import (
+    group_rank,
+    group_size,
+    reduce_grad_hidden,
+    start_all_gather,
+)
+from cce_dist.distributed import own_group
+from cce_dist.doctor.check import Check
+from cce_dist.doctor.links import TOO_SLOW, Link, link_of
+from cce_dist.doctor.ranks import Ranks
+
+WARM_UP = 3
+FEWEST, MOST = 3, 30
+# All calls of one row take about so long.
+SECONDS_A_ROW = 1.5
+TINY = 1
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the collectives are of.
+
+    Args:
+        bandwidth: bytes/s to expect in place of the table's.
+    """
+
+    tokens: int
+    dim: int
+    dtype: str = "bfloat16"
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+    bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A collective on one group.
+
+    Args:
+        is_right: calls it once, and looks at the result.
+        bus_bytes: what the slowest link of a ring carries, as nccl-tests count for the bandwidth of
+            the bus: of S bytes (W - 1) / W of an all-gather or reduce-scatter, twice of an
+            all-reduce.
+        steps: how many collectives follow one another.
+        scatters: the sum is a reduce-scatter.
+    """
+
+    call: Callable[[], Any]
+    is_right: Callable[[], bool]
+    bus_bytes: float
+    steps: int
+    what: str
+    scatters: bool = False
+
+
+@contextmanager
+def groups_of(
+    ranks: Ranks, job: Job, device: torch.device
+) -> Iterator[list[tuple[str, dist.ProcessGroup, list[int]]]]:
+    """Of this rank: the groups that may share a vocabulary, their names and members.
+
+    Collectives: those of making groups. They are destroyed at the end.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    limit = timedelta(seconds=ranks.timeout)
+    store = dist.PrefixStore("groups", ranks.store)
+    dist.init_process_group(
+        backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=limit
+    )
+    broken = False
+    try:
+        widths = {"tp": job.tp} | ({"pp x tp": job.pp * job.tp} if job.pp > 1 else {})
+        found = []
+        for name, width in widths.items():
+            rows = [list(range(x, x + width)) for x in range(0, ranks.size, width)]
+            group = own_group(ranks.rank, rows, limit)
+            if group is not None and width > 1:
+                found.append((name, group, rows[ranks.rank // width]))
+        yield found
+    except BaseException:
+        broken = True
+        raise
+    finally:
+        # NCCL would wait here for ranks that are in a collective, and nobody see what was raised.
+        if not broken or device.type != "cuda":
+            dist.destroy_process_group()
+
+
+def check_collectives(
+    ranks: Ranks, job: Job, device: torch.device, everyone: Sequence[dict[str, Any]]
+) -> list[Check]:
+    """Three rows for each kind of group: the smallest collective, the merge, the hidden gradient's
+    sum. All groups of a kind run side by side, as in a job; the figures are the slowest rank's.
+
+    Collectives: of all ranks alike.
+    """
+    checks: list[Check] = []
+    with groups_of(ranks, job, device) as groups:
+        if not groups:
+            found = "every rank holds the whole vocabulary: the loss has none"
+            return [Check(name="collectives", status="skipped", found=found)]
+        for name, group, members in groups:
+            link = link_of([everyone[rank] for rank in members], _num_cores())
+            for what in ("latency", "merge", "sum"):
+                measured = _make(what, job, group, device)
+                seconds, right = _measure(ranks, f"{name}/{what}", measured, device)
+                if what == "latency":
+                    tiny = seconds
+                label = f"{what}, {name} {len(members)}"
+                check = judge(label, measured, len(members), seconds, tiny, link, job.bandwidth)
+                checks.append(check if right else _wrong(label, measured))
+    return checks
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _make(what: str, job: Job, group: dist.ProcessGroup, device: torch.device) -> Measured:
+    size, rank = group_size(group), group_rank(group)
+    share = (size - 1) / size
+    if what == "sum":
+        return _make_sum(job, group, device)
+    # As the merge sends them: two numbers a token, and its shard's bounds.
+    count = TINY if what == "latency" else 2 * job.tokens + 6
+    mine = torch.full((count,), float(rank), device=device)
+
+    def gather() -> Tensor:
+        return start_all_gather(mine, group, later=False)()
+
+    def is_right() -> bool:
+        expected = torch.arange(size, dtype=mine.dtype, device=device)
+        return bool((gather() == expected[:, None]).all())
+
+    text = f"all-gather of {4 * count:,} bytes a rank"
+    return Measured(gather, is_right, share * 4 * count * size, 1, text)
+
+
+def _make_sum(job: Job, group: dist.ProcessGroup, device: torch.device) -> Measured:
+    """As `reduce_grad_hidden` does it for hidden states of the job's dtype."""
+    size, scatter, dtype = group_size(group), job.sequence_parallel, DTYPES[job.dtype]
+    share, num_bytes = (size - 1) / size, 4 * job.tokens * job.dim
+    grad = torch.empty(job.tokens, job.dim, device=device)
+
+    def reduce() -> Tensor:
+        return reduce_grad_hidden(grad, group, scatter=scatter, dtype=dtype)
+
+    def is_right() -> bool:
+        grad.fill_(1.0)
+        right = bool((reduce() == size).all())
+        # Summed in place over and over, ones would not stay finite.
+        grad.zero_()
+        return right
+
+    shape = f"[{job.tokens}, {job.dim}]"
+    if scatter:
+        text = f"reduce-scatter of {shape} fp32"
+        return Measured(reduce, is_right, share * num_bytes, 1, text, scatters=True)
+    if dtype.itemsize == 4 or job.tokens % size:
+        return Measured(reduce, is_right, 2 * share * num_bytes, 1, f"all-reduce of {shape} fp32")
+    text = f"reduce-scatter of {shape} fp32, all-gather in 16 bits"
+    return Measured(reduce, is_right, 1.5 * share * num_bytes, 2, text, scatters=True)
+
+
+def _measure(
+    ranks: Ranks, phase: str, measured: Measured, device: torch.device
+) -> tuple[float, bool]:
+    """Seconds of a call, the median of many on the slowest rank; and whether all ranks' results
+    are right."""
+    right = measured.is_right()
+    first = max(_times(measured.call, WARM_UP, device))
+    first = max(ranks.share(f"{phase}/first", first))
+    repeats = int(min(max(SECONDS_A_ROW / max(first, 1e-9), FEWEST), MOST))
+    median = statistics.median(_times(measured.call, repeats, device))
+    everywhere = ranks.share(phase, [median, right])
+    return max(x[0] for x in everywhere), all(x[1] for x in everywhere)
+
+
+def _times(call: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:
+    """Of each call; back to back, which keeps the ranks together."""
+    if device.type != "cuda":
+        found = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - start)
+        return found
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+
+
+def judge(
+    name: str,
+    measured: Measured,
+    size: int,
+    seconds: float,
+    tiny: float,
+    link: Link,
+    bandwidth: float | None,
+) -> Check:
+    """The row of a collective that is right: a warning where it takes more than TOO_SLOW times what
+    is expected.
+
+    Args:
+        tiny: seconds of the smallest collective, for where its figure is not known.
+        bandwidth: as in `Job`.
+    """
+    known = link.expected
+    latency = known.latency.get(size) if known is not None else None
+    rate = bandwidth
+    if rate is None and known is not None:
+        rate = (known.scattered if measured.scatters else None) or known.bandwidth
+    source = "as given by --bandwidth" if bandwidth else known.source if known else ""
+    # Where nothing says what a small one takes, the large one is expected on top of what it took.
+    expected = None
+    if rate is not None and (latency is not None or measured.steps * tiny < seconds / 2):
+        base = tiny if latency is None else latency
+        expected = measured.steps * base + measured.bus_bytes / rate
+    if measured.bus_bytes < 1e5 and latency is None:
+        expected = None
+    achieved = measured.bus_bytes / seconds
+    speed = f", {achieved / 1e9:.3g} GB/s of the bus" if measured.bus_bytes >= 1e5 else ""
+    slow = expected is not None and seconds > TOO_SLOW * expected
+    return Check(
+        name=name,
+        status="warning" if slow else "ok",
+        found=f"{_duration(seconds)}{speed}: {measured.what}; {link.kind}",
+        expected="no figure for this link"
+        if expected is None
+        else f"{_duration(expected)}, at most {TOO_SLOW:g} times that ({source})",
+        remedy=link.advice if slow else "",
+        numbers={
+            "seconds": seconds,
+            "bus_bytes": measured.bus_bytes,
+            "bus_bytes_per_second": achieved,
+            "expected_seconds": expected,
+            "link": link.kind,
+            "ranks": size,
+        },
+    )
+
+
+def _wrong(name: str, measured: Measured) -> Check:
+    return Check(
+        name=name,
+        status="failure",
+        found=f"wrong numbers came back: {measured.what}",
+        expected="each rank's numbers, or their sum",
+        remedy="do not train on this: NCCL_DEBUG=INFO, another NCCL, the GPUs' and links' errors",
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.0f} us"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,93 @@
+"""What connects the ranks of a group, and what its collectives should take there.
+
+Only what was measured or published: where nothing is known there is no expectation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# A collective that takes more than so many times what is expected gets a warning.
+TOO_SLOW = 2.0
+HERE = "docs/doctor.md#expected-figures"
+ON_GPUS = (
+    "look for other work on these GPUs, at the path that NCCL_DEBUG=INFO names, and at "
+    "`nvidia-smi topo -m`"
+)
+ON_CORES = "look for other work on these cores"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """
+    Args:
+        bandwidth: of the bus as nccl-tests define it, bytes/s of a large collective.
+        latency: seconds of a small one by number of ranks.
+        source: where the figures are from.
+        scattered: the bandwidth where a sum is a reduce-scatter; None: the same.
+    """
+
+    bandwidth: float
+    latency: dict[int, float]
+    source: str
+    scattered: float | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """
+    Args:
+        kind: in words.
+        expected: None where nobody has measured it.
+        advice: where it is slower.
+    """
+
+    kind: str
+    expected: Expected | None = None
+    advice: str = ON_GPUS
+
+
+# By the major compute capability, and the number of links between two GPUs.
+NVLINK = {
+    (8, 12): Expected(200e9, {}, "https://github.com/NVIDIA/nccl-tests/issues/149, and 178"),
+    (9, 18): Expected(320e9, {2: 35e-6, 4: 77e-6}, f"2 and 4 H200s, {HERE}"),
+}
+# Its reduce-scatter sums everything on every rank.
+GLOO = Expected(0.8e9, {2: 0.5e-3}, f"2 ranks on 2 cores, {HERE}", scattered=0.1e9)
+
+
+def link_of(members: Sequence[dict[str, Any]], cores: int) -> Link:
+    """Of a group whose ranks describe themselves so (`ranks.describe`).
+
+    Args:
+        cores: of this host, for this process.
+    """
+    hosts = {one["host"] for one in members}
+    if len(hosts) > 1:
+        return Link(f"the network between {len(hosts)} hosts")
+    if any(one["gpu"] is None for one in members):
+        # More ranks than cores wait for each other's turns.
+        expected = GLOO if len(members) <= cores else None
+        return Link("gloo on one host", expected, ON_CORES)
+    return _between_gpus(members)
+
+
+def _between_gpus(members: Sequence[dict[str, Any]]) -> Link:
+    known = {(first, second): kind for first, second, kind in members[0]["links"]}
+    uuids = sorted(one["gpu"] for one in members)
+    pairs = [(a, b) for i, a in enumerate(uuids) for b in uuids[i + 1 :]]
+    kinds = {known.get(pair, "unknown") for pair in pairs}
+    if "unknown" in kinds:
+        return Link("GPUs of one host, their links unknown (no `nvidia-smi topo -m`)")
+    if not all(kind.startswith("NV") for kind in kinds):
+        slow = sorted(kind for kind in kinds if not kind.startswith("NV"))
+        return Link(f"PCIe between GPUs of one host ({', '.join(slow)})")
+    if len(kinds) > 1:
+        return Link(f"NVLink of several widths ({', '.join(sorted(kinds))})")
+    (kind,) = kinds
+    majors = {one["capability"][0] for one in members}
+    count = int(kind[2:]) if kind[2:].isdigit() else 0
+    expected = NVLINK.get((majors.pop(), count)) if len(majors) == 1 else None
+    return Link(f"NVLink, {count} links", expected)

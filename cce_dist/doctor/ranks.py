@@ -1,0 +1,250 @@
+"""The ranks of the job that this process is one of: who is there, and whether all are alike.
+
+They speak through the launcher's store, so that this works where no process group could be made,
+and so that whoever waits can name the rank that does not come.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cce_dist import distributed
+from cce_dist.doctor.check import Check, name_ranks
+from cce_dist.doctor.facts import Facts
+from cce_dist.launchers import Launch, read_launch
+from cce_dist.rendezvous import locate, meet, open_store
+
+# For the store's answer, where everything hangs.
+ASK_SECONDS = 3.0
+# Hosts whose clocks are further apart write logs that cannot be put in order.
+LARGEST_SKEW_S = 2.0
+# What every rank must have alike.
+ALIKE = ("python", "torch", "triton", "numpy", "cce-dist", "megatron-core", "mpi4py")
+
+
+class AbsentRanks(RuntimeError):
+    """Ranks that did not come in time."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the job. Methods raise AbsentRanks after `timeout` seconds.
+
+    Args:
+        store: keys of this attempt alone.
+    """
+
+    launch: Launch
+    store: dist.Store
+    timeout: float
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def size(self) -> int:
+        return self.launch.world_size
+
+    def share(self, phase: str, value: Any) -> list[Any]:
+        """Every rank's value, by rank; of what JSON holds. Every phase has a name of its own."""
+        self.store.set(f"{phase}/{self.rank}", json.dumps(value))
+        keys = [f"{phase}/{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + self.timeout
+        for key in keys:
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                self.store.wait([key], timedelta(seconds=left))
+            except dist.DistError as error:
+                raise AbsentRanks(self._absent(phase)) from error
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def _absent(self, phase: str) -> str:
+        # The store of a rank that died cannot be asked any more.
+        try:
+            absent = [x for x in range(self.size) if not self.store.check([f"{phase}/{x}"])]
+        except dist.DistError:
+            return f"the store is gone, in {phase}: rank 0 or the launcher died"
+        who = name_ranks(absent) if absent else "a rank"
+        return f"{who} did not come to {phase} within {self.timeout:g} s"
+
+    def leave(self) -> None:
+        """Every rank's last word: rank 0 may host the store, and goes last."""
+        self.store.set(f"left/{self.rank}", "")
+        if self.rank == 0:
+            keys = [f"left/{rank}" for rank in range(self.size)]
+            self.store.wait(keys, timedelta(seconds=self.timeout))
+
+
+def join(timeout: float, alike: Mapping[str, Any]) -> Ranks:
+    """The ranks that a launcher started (docs/ranks.md), or one alone; no process group is made.
+
+    Args:
+        alike: plain values that must be the same on every rank, by name.
+    Raises:
+        LaunchError: they are not, or the launcher's variables contradict each other or are missing.
+        JoinError: not all ranks are here within `timeout` seconds.
+    """
+    limit = timedelta(seconds=timeout)
+    launch, store = locate(read_launch(os.environ), limit)
+    if launch.world_size == 1:
+        return Ranks(launch, dist.HashStore(), timeout)
+    store = store or open_store(launch, limit)
+    alike = {"WORLD_SIZE": launch.world_size, **alike}
+    store = meet(store, launch.rank, launch.world_size, alike, limit)
+    return Ranks(launch, store, timeout)
+
+
+@contextmanager
+def ends_within(seconds: float, ranks: Ranks, phase: str) -> Iterator[None]:
+    """This process ends with exit code 1, and a message, if the phase takes longer.
+
+    For what no exception gets out of: a kernel or a collective that waits for ever.
+    """
+    ranks.store.set(f"began {phase}/{ranks.rank}", "")
+
+    def end() -> None:
+        absent: list[str] = []
+        # The store may be what hangs.
+        asking = threading.Thread(target=lambda: absent.append(_absent(ranks, phase)), daemon=True)
+        asking.start()
+        asking.join(ASK_SECONDS)
+        host = socket.gethostname()
+        text = f"error: rank {ranks.rank} on {host} hung in {phase} for {seconds:g} s"
+        sys.stderr.write("; ".join([text, *filter(None, absent)]) + "\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _absent(ranks: Ranks, phase: str) -> str:
+    others = [x for x in range(ranks.size) if not ranks.store.check([f"began {phase}/{x}"])]
+    return f"{name_ranks(others)} never came to it" if others else ""
+
+
+def choose_device(ranks: Ranks, facts: Facts) -> torch.device:
+    """This rank's GPU, made current; without one the CPU, which `check_devices` judges."""
+    if not facts.gpus and ranks.size > 1:
+        return distributed.choose_device(ranks.launch, "cpu")
+    # A launcher may show every rank no GPU but its own.
+    index = 0 if len(facts.gpus) == 1 else ranks.launch.local_rank or 0
+    if index >= len(facts.gpus):
+        return torch.device("cpu")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def describe(ranks: Ranks, facts: Facts, device: torch.device) -> dict[str, Any]:
+    """What the others have to know of this rank; JSON."""
+    gpu = facts.gpus[device.index] if device.type == "cuda" else None
+    return {
+        "host": facts.host,
+        "clock": time.time(),
+        "gpu": None if gpu is None else gpu.uuid,
+        "capability": None if gpu is None else list(gpu.capability),
+        "links": [[*pair, kind] for pair, kind in facts.links.items()],
+        "has_gpus": bool(facts.gpus),
+        "sources": facts.sources,
+        "versions": dict(facts.versions),
+        "cuda": facts.cuda,
+        "nccl": facts.nccl,
+        "environment": dict(facts.environment),
+    }
+
+
+def check_devices(everyone: Sequence[dict[str, Any]]) -> Check:
+    """A GPU of its own for every rank, or none for any."""
+    expected = "a GPU of its own for every rank, or none for any"
+    owners: dict[str, list[int]] = {}
+    for rank, one in enumerate(everyone):
+        if one["gpu"] is not None:
+            owners.setdefault(one["gpu"], []).append(rank)
+    shared = [ranks for ranks in owners.values() if len(ranks) > 1]
+    without = [rank for rank, one in enumerate(everyone) if one["gpu"] is None]
+    if not owners and not any(one["has_gpus"] for one in everyone):
+        return Check(name="devices", status="ok", found="every rank on the CPU, over gloo")
+    problems = [f"{name_ranks(ranks)} share a GPU" for ranks in shared]
+    if without:
+        problems.append(f"{name_ranks(without)} without one")
+    return Check(
+        name="devices",
+        status="failure" if problems else "ok",
+        found="; ".join(problems) or f"{len(owners)} GPUs, one a rank",
+        expected=expected,
+        remedy="start as many ranks as GPUs on each host, each with its LOCAL_RANK, and let all "
+        "of a host see the same CUDA_VISIBLE_DEVICES"
+        if problems
+        else "",
+    )
+
+
+def check_alike(everyone: Sequence[dict[str, Any]]) -> Check:
+    """The same code and the same libraries everywhere."""
+    seen: dict[str, list[Any]] = {
+        name: [one["versions"].get(name) for one in everyone] for name in ALIKE
+    }
+    seen["sources of cce_dist"] = [one["sources"] for one in everyone]
+    seen["CUDA"] = [one["cuda"] for one in everyone]
+    seen["NCCL"] = [one["nccl"] for one in everyone]
+    different = [f"{name}: {_by_value(values)}" for name, values in seen.items() if _differ(values)]
+    version, sources = everyone[0]["versions"].get("cce-dist", "a checkout"), everyone[0]["sources"]
+    return Check(
+        name="software",
+        status="failure" if different else "ok",
+        found="\n".join(different) or f"cce_dist {version}, sources {sources}, alike everywhere",
+        expected="the same versions, and the same files of cce_dist, on every rank",
+        remedy="install the same environment on every host" if different else "",
+        numbers={"sources": sources},
+    )
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    return any(value != values[0] for value in values)
+
+
+def _by_value(values: Sequence[Any]) -> str:
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(
+        f"{'none' if value is None else value} on {name_ranks(who)}" for value, who in ranks.items()
+    )
+
+
+def check_clocks(everyone: Sequence[dict[str, Any]]) -> Check | None:
+    """Between hosts; None: there is but one. Taken as all ranks left the same wait."""
+    hosts: dict[str, float] = {}
+    for one in everyone:
+        hosts.setdefault(one["host"], one["clock"])
+    if len(hosts) < 2:
+        return None
+    apart = max(hosts.values()) - min(hosts.values())
+    good = apart <= LARGEST_SKEW_S
+    return Check(
+        name="clocks",
+        status="ok" if good else "warning",
+        found=f"{apart:.2f} s apart between {len(hosts)} hosts",
+        expected=f"<= {LARGEST_SKEW_S:g} s",
+        remedy="" if good else "synchronise them, by NTP or chrony",
+        numbers={"apart_seconds": apart},
+    )
