@@ -30,6 +30,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"kernels": {"triton"}, "torch_tiles": {"torch"}},
     {"local_triton": {"torch", "triton"}, "local_torch": {"torch"}},
     {"local": {"torch"}},
+    {"transport": {"torch"}},
     {"collectives": {"torch"}},
     {"sharded": {"torch"}},
     {
@@ -66,9 +67,9 @@ ONLY = {
 }
 # ... and all that import these.
 ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench"}}
-TORCH_DISTRIBUTED_IN = {"collectives", "dtensor", "adapters", "train", "testing", "bench", "cli"}
+TORCH_DISTRIBUTED_IN = {"transport", "dtensor", "adapters", "train", "testing", "bench", "cli"}
 # Under `if TYPE_CHECKING`.
-TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "agreement", "compute", "compiled", "loss", "logprobs"}
+TORCH_DISTRIBUTED_TYPES_IN = {"collectives", "compute", "compiled", "loss", "logprobs"}
 
 MAX_FILE_LINES = 400  # aim at 300
 MAX_FUNCTION_LINES = 60  # after the docstring
