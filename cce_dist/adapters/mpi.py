@@ -86,6 +86,8 @@ class MPIGroup:
         self._timeout = timeout
         self._calls = 0
         self._lost = ""
+        # What MPI may still write to, where waiting for it was given up: for as long as it runs.
+        self._pending: Any = None
 
     def rank(self) -> int:
         return self._comm.Get_rank()
@@ -131,15 +133,19 @@ class MPIGroup:
     def _agree(self, kind: int, tensor: Tensor, numbers: Sequence[int] = ()) -> list[list[int]]:
         """What every rank is about to do, and `numbers` of each."""
         assert tensor.device.type == "cpu" and tensor.is_contiguous(), tensor.device
-        if self._lost:
-            raise RuntimeError(f"this MPIGroup has failed before, make a new one: {self._lost}")
+        if self._lost or self._pending is not None:
+            why = self._lost or "it was interrupted while it waited for other ranks"
+            raise RuntimeError(f"this MPIGroup has failed before, make a new one: {why}")
         self._calls += 1
         columns = tensor.shape[1] if kind == _MERGE else 1
         call = [self._calls, kind, tensor.numel(), _DTYPES.index(tensor.dtype), columns]
         sent = [*call, *numbers] + [0] * (_NUMBERS - len(numbers))
         mine = torch.tensor(sent)
         everyone = torch.zeros(self.size(), len(sent), dtype=torch.int64)
-        self._wait(self._comm.Iallgather(_bytes_of(mine), _bytes_of(everyone)), call)
+        request = self._comm.Iallgather(_bytes_of(mine), _bytes_of(everyone))
+        self._pending = request, mine, everyone
+        self._wait(request, call)
+        self._pending = None
         rows = everyone.tolist()
         if any(row[: len(call)] != call for row in rows):
             ranks = defaultdict(list)
@@ -155,8 +161,6 @@ class MPIGroup:
         while not request.Test():
             waited = time.monotonic() - begin
             if waited > self._timeout:
-                # MPI may still write there, as long as the process lives.
-                self._pending = request
                 self._lost = (
                     f"rank {self.rank()} waited {self._timeout:g} s for the other ranks to come to "
                     + _described(call)
