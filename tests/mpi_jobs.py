@@ -297,6 +297,7 @@ def refusals(group: Any) -> dict[str, str]:
         "pipeline": refusal(
             lambda: PipelineHead(given["weight"], group=group, hidden_shape=(24, 16))
         ),
+        "device": refusal(lambda: group.all_reduce(torch.zeros(3, device="meta"))),
         "dtype": refusal(lambda: group.all_reduce(torch.zeros(3, dtype=torch.bfloat16))),
     }
 

@@ -56,7 +56,7 @@ class MPIGroup:
     """An MPI communicator, where `linear_cross_entropy` and others take a group.
 
     Tensors are on the CPU. Before each collective the ranks tell each other which one it is and of
-    what size, in an all-gather of 80 bytes a rank: those that disagree all raise, and a rank that
+    what size, in an all-gather of 88 bytes a rank: those that disagree all raise, and a rank that
     does not come is waited for no longer than `timeout`. After either the group is of no more use.
 
     Args:
@@ -132,7 +132,9 @@ class MPIGroup:
 
     def _agree(self, kind: int, tensor: Tensor, numbers: Sequence[int] = ()) -> list[list[int]]:
         """What every rank is about to do, and `numbers` of each."""
-        assert tensor.device.type == "cpu" and tensor.is_contiguous(), tensor.device
+        if tensor.device.type != self.device_type:
+            raise ValueError(f"tensors must be on the CPU with an MPIGroup, got {tensor.device}")
+        assert tensor.is_contiguous()
         if self._lost or self._pending is not None:
             why = self._lost or "it was interrupted while it waited for other ranks"
             raise RuntimeError(f"this MPIGroup has failed before, make a new one: {why}")
