@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cce_dist.collectives import gather_numbers, group_rank, group_size
+from cce_dist.collectives import gather_numbers
 from cce_dist.options import LossOptions
+from cce_dist.transport import group_rank, group_size
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from cce_dist.transport import Group
 
 SWITCH = "CCE_DIST_CHECK_RANKS"
 # What a rank may choose for itself; and the workspace, but with in_forward, where that decides how
@@ -43,7 +44,7 @@ def is_wanted(options: LossOptions) -> bool:
 
 
 def check_ranks(
-    group: ProcessGroup | None,
+    group: Group | None,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,

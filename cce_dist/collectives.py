@@ -6,85 +6,50 @@ A group of one rank has no second code path: its collectives return their input.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist.partials import MergeKernels, Stats, logaddexp_parts, merge_parts, zero_beyond
 from cce_dist.streams import start_aside
+from cce_dist.transport import (
+    RankGroup,
+    adapter_of,
+    all_gather_into,
+    all_reduce,
+    device_of_numbers,
+    reduce_scatter_into,
+    resolve_group,
+)
 from cce_dist.vocab_shard import VocabShard
 
 # Takes what issues a collective that nobody waits for yet, and returns what waits for it.
-Begin = Callable[[Callable[[], Any]], Callable[[], object]]
+Begin = Callable[[Callable[[], object]], Callable[[], object]]
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-
-def resolve_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
-    """The process group of a ProcessGroup, a 1-D DeviceMesh, or None (one rank).
-
-    Raises:
-        ValueError: another type, a mesh of several dims, or this process is not in the group.
-    """
-    if group is None:
-        return None
-    if not dist.is_available():
-        raise ValueError("group must be None: this build of torch has no torch.distributed")
-    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group must contain the calling rank, got GroupMember.NON_GROUP_MEMBER")
-    if not isinstance(group, dist.ProcessGroup):
-        from torch.distributed.device_mesh import DeviceMesh
-
-        if not isinstance(group, DeviceMesh):
-            raise ValueError(
-                f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(group)}"
-            )
-        if group.ndim != 1:
-            raise ValueError(
-                f"group must be one dim of a DeviceMesh, got a mesh of {group.ndim} dims "
-                f'{group.mesh_dim_names}: slice it, as in mesh["tp"]'
-            )
-        group = group.get_group()
-    if dist.get_rank(group) < 0:
-        raise ValueError("group must contain the calling rank, got a group of other ranks")
-    return group
+    from cce_dist.transport import Group
 
 
-def group_size(group: ProcessGroup | None) -> int:
-    return 1 if group is None else dist.get_world_size(group)
-
-
-def group_rank(group: ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
-
-
-def _single(name: str, until_2_12: str) -> Callable[..., object]:
-    """torch 2.13 renamed the collectives on one tensor and warns of the old names."""
-    return getattr(dist, name, None) or getattr(dist, until_2_12)
-
-
-def _all_gather(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+def _all_gather(tensor: Tensor, group: Group | None) -> Tensor:
     """[...] -> [W, ...] in rank order."""
     return start_all_gather(tensor, group, later=False)()
 
 
 def start_all_gather(
-    tensor: Tensor, group: ProcessGroup | None, *, later: bool, begin: Begin | None = None
+    tensor: Tensor, group: Group | None, *, later: bool, begin: Begin | None = None
 ) -> Callable[[], Tensor]:
     """What returns the result of `_all_gather`; with `later` it waits no sooner than that."""
     if group is None:
         return lambda: tensor[None]
-    size, tensor = dist.get_world_size(group), tensor.contiguous()
+    size, tensor = group.size(), tensor.contiguous()
     out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-    gather = _single("all_gather_single", "all_gather_into_tensor")
     if begin is not None:
-        wait = begin(lambda: gather(out, tensor, group=group, async_op=True))
+        wait = begin(lambda: all_gather_into(out, tensor, group, later=True))
     else:
-        work: Any = gather(out, tensor, group=group, async_op=later)
+        work = all_gather_into(out, tensor, group, later=later)
         wait = None if work is None else work.wait
 
     def finish() -> Tensor:
@@ -97,12 +62,14 @@ def start_all_gather(
 
 def all_reduce_logaddexp(
     tensor: Tensor,  # [...] fp16 | bf16 | fp32 | float64
-    group: ProcessGroup | DeviceMesh | None = None,
+    group: Group | DeviceMesh | None = None,
 ) -> Tensor:
     """log sum_r exp(tensor of rank r), the same bits on every rank, [...] in tensor's dtype.
 
-    -inf (an empty part) adds nothing. The sum is taken in rank order, in fp32 or float64.
-    Collectives: one all-gather of `tensor` over `group`; none for None. Not differentiable.
+    -inf (an empty part) adds nothing. The sum is taken in rank order, in fp32 or float64; over MPI
+    in the order that MPI takes.
+    Collectives: one all-gather of `tensor` over `group`, over MPI one all-reduce of twice as many
+    fp32 or float64 by an operator of its own; none for None. Not differentiable.
     Raises:
         ValueError: tensor is not floating, or requires grad while grad mode is on.
     Source: docs/numerics.md#online-merge.
@@ -115,12 +82,22 @@ def all_reduce_logaddexp(
             "tensor must not require grad: all_reduce_logaddexp is not differentiable, and the "
             "gradient would be lost; pass tensor.detach()"
         )
-    parts = _all_gather(tensor.reshape(-1), resolve_group(group))
-    wide = parts if parts.dtype == torch.float64 else parts.float()
-    return logaddexp_parts(wide).to(tensor.dtype).view(tensor.shape)
+    ranks = resolve_group(group)
+    adapter = adapter_of(ranks)
+    if adapter is None:
+        merged = logaddexp_parts(_widened(_all_gather(tensor.reshape(-1), ranks)))
+    else:
+        records = Stats.record_of(_widened(tensor.reshape(-1)))
+        adapter.all_reduce_logaddexp(records, ())
+        merged = Stats.lse_of(records)
+    return merged.to(tensor.dtype).view(tensor.shape)
 
 
-def gather_bounds(bound: Tensor, group: ProcessGroup | None) -> Tensor:
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def gather_bounds(bound: Tensor, group: Group | None) -> Tensor:
     """[N] of every rank -> [W, N] in rank order. Collectives: one all-gather of `bound`."""
     return _all_gather(bound, group)
 
@@ -128,7 +105,7 @@ def gather_bounds(bound: Tensor, group: ProcessGroup | None) -> Tensor:
 def merge_stats(
     local: Stats,
     shard: VocabShard,
-    group: ProcessGroup | None,
+    group: Group | None,
     count: Tensor | None = None,
     kernels: MergeKernels | None = None,
 ) -> Stats:
@@ -138,7 +115,8 @@ def merge_stats(
         count: [1] int32: only the first tokens count, the others get 0.
         kernels: for lse and target logit alone; all ranks have them, or none.
     Collectives: one all-gather over `group` of the fields of `local` that are present, packed:
-    4 (K N + 6) bytes a rank, K = 2 for the loss alone (8 (K N + 6) for float64).
+    4 (K N + 6) bytes a rank, K = 2 for the loss alone (8 (K N + 6) for float64). Over MPI one
+    all-reduce of N records instead, of 4 (K + 1) bytes, where all of K merge that way.
     Raises:
         ValueError: the ranks' shards overlap or don't cover the vocabulary (on the CPU; a
             device-side assertion on a GPU, where looking would stop the stream).
@@ -149,7 +127,7 @@ def merge_stats(
 def start_merge_stats(
     local: Stats,
     shard: VocabShard,
-    group: ProcessGroup | None,
+    group: Group | None,
     count: Tensor | None = None,
     kernels: MergeKernels | None = None,
     *,
@@ -160,6 +138,10 @@ def start_merge_stats(
     `later` it need not wait."""
     if group is None:
         return lambda: local
+    adapter = adapter_of(group)
+    if adapter is not None and local.adds_up:
+        merged = _reduced(adapter, local, shard, count)
+        return lambda: merged
     if kernels is not None and local.is_plain:
         payload = kernels.pack(local.lse, local.target_logit, _digits_of(shard))
         gather = start_all_gather(payload, group, later=later, begin=begin)
@@ -175,6 +157,14 @@ def start_merge_stats(
     payload = torch.cat([packed.flatten(), _encode_shard(shard, packed)])
     gather = start_all_gather(payload, group, later=later, begin=begin)
     return lambda: _merged(gather(), local, packed, count)
+
+
+def _reduced(adapter: RankGroup, local: Stats, shard: VocabShard, count: Tensor | None) -> Stats:
+    records = local.to_records()
+    digits = torch.tensor(adapter.all_reduce_logaddexp(records, _digits_of(shard)))
+    _require_that(_tiles(_decode_shards(digits)), digits)
+    merged = local.from_records(records)
+    return merged if count is None else zero_beyond(merged, count)
 
 
 def _merged(parts: Tensor, local: Stats, packed: Tensor, count: Tensor | None) -> Stats:
@@ -241,45 +231,41 @@ def require(condition: Tensor, message: Callable[[], str], async_message: str) -
         torch._assert_async(condition, async_message)
 
 
-def gather_numbers(numbers: list[int], group: ProcessGroup | None) -> list[list[int]]:
+def gather_numbers(numbers: list[int], group: Group | None) -> list[list[int]]:
     """[W] lists in rank order; the host waits. Collectives: one all-gather of int64."""
-    # On a device that every rank knows, whatever tensors it was called with.
-    on_cpu = group is None or "gloo" in dist.get_backend(group)
-    device = torch.device("cpu" if on_cpu else "cuda")
+    device = device_of_numbers(group)
     return _all_gather(torch.tensor(numbers, device=device), group).tolist()
 
 
-def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+def sum_over_ranks(tensor: Tensor, group: Group | None) -> Tensor:
     """Sum in rank order, the same bits on every rank. Collectives: one all-gather of `tensor`."""
     return _all_gather(tensor, group).sum(0)
 
 
-def gather_tokens(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
+def gather_tokens(hidden: Tensor, group: Group | None) -> Tensor:
     """[n, ...] of every rank -> [W n, ...] in rank order. Collectives: one all-gather."""
     whole, fill = gather_tokens_later(hidden, group)
     fill()
     return whole
 
 
-def gather_tokens_later(
-    hidden: Tensor, group: ProcessGroup | None
-) -> tuple[Tensor, Callable[[], None]]:
+def gather_tokens_later(hidden: Tensor, group: Group | None) -> tuple[Tensor, Callable[[], None]]:
     """The memory of `gather_tokens`, and what fills it, on the stream that it is called on.
     Collectives: one all-gather, then."""
     if group is None:
         return hidden, lambda: None
     hidden = hidden.contiguous()
-    whole = hidden.new_empty(dist.get_world_size(group) * hidden.shape[0], *hidden.shape[1:])
+    whole = hidden.new_empty(group.size() * hidden.shape[0], *hidden.shape[1:])
 
     def fill() -> None:
-        _single("all_gather_single", "all_gather_into_tensor")(whole, hidden, group=group)
+        all_gather_into(whole, hidden, group)
 
     return whole, fill
 
 
 def reduce_grad_hidden(
     grad_hidden: Tensor,  # [N, D] this rank's part, in the accumulation dtype
-    group: ProcessGroup | None,
+    group: Group | None,
     *,
     scatter: bool,
     dtype: torch.dtype,  # of the sum
@@ -302,7 +288,7 @@ def reduce_grad_hidden(
 
 def start_reduce_grad_hidden(
     grad_hidden: Tensor,
-    group: ProcessGroup,
+    group: Group,
     *,
     scatter: bool,
     dtype: torch.dtype,
@@ -329,22 +315,22 @@ def start_reduce_grad_hidden(
 
 
 def _reduction(
-    grad: Tensor, group: ProcessGroup, scatter: bool, dtype: torch.dtype
+    grad: Tensor, group: Group, scatter: bool, dtype: torch.dtype
 ) -> tuple[Callable[[], None], Tensor]:
     """The collectives of `reduce_grad_hidden`, and the sum, which they will write. All memory is
     the caller's stream's, whichever stream they run on."""
-    size, num_tokens = dist.get_world_size(group), grad.shape[0]
+    size, num_tokens = group.size(), grad.shape[0]
     narrows = dtype.itemsize < grad.element_size()
     if not scatter and not (num_tokens % size == 0 and narrows):
         total = torch.empty_like(grad, dtype=dtype) if dtype != grad.dtype else grad
 
         def sum_up() -> None:
-            dist.all_reduce(grad, group=group)
+            all_reduce(grad, group)
             if total is not grad:
                 total.copy_(grad)
 
         return sum_up, total
-    part = grad.view(size, num_tokens // size, *grad.shape[1:])[dist.get_rank(group)]
+    part = grad.view(size, num_tokens // size, *grad.shape[1:])[group.rank()]
     # NCCL's sum may take the place of what it was made of, where it does not stay there.
     if not grad.is_cuda or dtype == grad.dtype:
         part = torch.empty_like(part)
@@ -352,11 +338,11 @@ def _reduction(
     whole = own if scatter else torch.empty_like(grad, dtype=dtype)
 
     def sum_up_rows() -> None:
-        _single("reduce_scatter_single", "reduce_scatter_tensor")(part, grad, group=group)
+        reduce_scatter_into(part, grad, group)
         if own is not part:
             own.copy_(part)
         # An all-reduce is this and a gathering of sums, which would be rounded afterwards.
         if whole is not own:
-            _single("all_gather_single", "all_gather_into_tensor")(whole, own, group=group)
+            all_gather_into(whole, own, group)
 
     return sum_up_rows, whole

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from cce_dist import validation
 from cce_dist.autograd import Call, TwoPass
-from cce_dist.collectives import group_rank, group_size, resolve_group
 from cce_dist.compute import (
     Finish,
     LossOutput,
@@ -31,10 +30,11 @@ from cce_dist.options import Filter, LossOptions
 from cce_dist.partials import accumulate_dtype
 from cce_dist.reduction import TokenLoss, pick_tokens
 from cce_dist.sharded import Plan
+from cce_dist.transport import group_rank, group_size, resolve_group
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from cce_dist.transport import Group
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Bound:
     """What a compiled call has besides tensors. The operators know it by a string."""
 
     options: LossOptions
-    group: ProcessGroup | None
+    group: Group | None
     shard: VocabShard
 
     def plan(self, hidden: Tensor, num_tokens: int) -> Plan:
@@ -101,6 +101,10 @@ def compute(
     grad_weight_into: Tensor | None,
 ) -> Tensor | LossOutput:
     """As `compute.compute`, while torch.compile traces."""
+    if hasattr(type(group), "all_reduce_logaddexp"):
+        raise ValueError(
+            "group must be a ProcessGroup within torch.compile(fullgraph=True), got an MPIGroup"
+        )
     if grad_weight_into is not None:
         raise ValueError(
             "grad_weight_into must be None within torch.compile, where a backward may not write "

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from cce_dist import agreement, validation
 from cce_dist.autograd import Call, InForward, TwoPass
-from cce_dist.collectives import group_rank, group_size, resolve_group
 from cce_dist.local import choose_backend
 from cce_dist.options import LossOptions
 from cce_dist.partials import Wanted
 from cce_dist.reduction import PickedTokens, TokenLoss, pick_tokens
 from cce_dist.sharded import Plan
+from cce_dist.transport import group_rank, group_size, resolve_group
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from cce_dist.transport import Group
 
 
 class LogitMoments(NamedTuple):
@@ -102,7 +103,7 @@ def prepare(
     targets: Tensor,
     options: LossOptions,
     *,
-    group: ProcessGroup | DeviceMesh | None,
+    group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
     bias: Tensor | None,
     token_weight: Tensor | None,
@@ -115,20 +116,21 @@ def prepare(
     Raises:
         ValueError: as there.
     """
-    process_group = resolve_group(group)
+    ranks = resolve_group(group)
+    validation.check_group_device(ranks, hidden)
     # Before any check that one rank alone may fail, while the others wait for it.
     if agreement.is_wanted(options):
         weights = {"token_weight": token_weight, "class_weight": class_weight}
-        agreement.check_ranks(process_group, hidden, weight, targets, options, bias, weights)
+        agreement.check_ranks(ranks, hidden, weight, targets, options, bias, weights)
     validation.check_hidden_and_weight(hidden, weight)
-    rank, world_size = group_rank(process_group), group_size(process_group)
+    rank, world_size = group_rank(ranks), group_size(ranks)
     shape = validation.check_targets(targets, hidden, options, world_size)
     shard = validation.check_shard(vocab_shard, weight, rank, world_size)
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
     validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
     validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
 
-    plan = plan_of(hidden, targets.numel(), options, process_group, shard)
+    plan = plan_of(hidden, targets.numel(), options, ranks, shard)
     pick = plan.backend.pick_tokens
     picked = pick_tokens(
         targets,
@@ -158,7 +160,7 @@ def plan_of(
     hidden: Tensor,
     num_tokens: int,
     options: LossOptions,
-    group: ProcessGroup | None,
+    group: Group | None,
     shard: VocabShard,
 ) -> Plan:
     """Args: num_tokens: of all ranks, ignored ones included."""

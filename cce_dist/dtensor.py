@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist.collectives import resolve_group
 from cce_dist.options import LossOptions
+from cce_dist.transport import process_group
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+    from cce_dist.transport import Group
 
 T = TypeVar("T")
 
@@ -95,7 +97,7 @@ class LocalParts:
 def local_parts(
     tensors: dict[str, Any],
     options: LossOptions,
-    group: ProcessGroup | DeviceMesh | None,
+    group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
 ) -> LocalParts:
     """Args: tensors: by the loss's names of its arguments, None where not given.
@@ -163,12 +165,10 @@ def _mesh_of(weight: DTensor) -> DeviceMesh:
     return mesh
 
 
-def _group_of(
-    mesh: DeviceMesh, group: ProcessGroup | DeviceMesh | None, hidden: object
-) -> ProcessGroup:
+def _group_of(mesh: DeviceMesh, group: Group | DeviceMesh | None, hidden: object) -> ProcessGroup:
     """The group of the mesh, if it is known that its ranks hold the same tokens."""
     own = mesh.get_group()
-    asked = resolve_group(group)
+    asked = process_group(group, "where weight is a DTensor")
     if asked is not None:
         found, wanted = (dist.get_process_group_ranks(g) for g in (asked, own))
         if found != wanted:

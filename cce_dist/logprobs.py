@@ -14,8 +14,9 @@ from cce_dist.options import Backend, Filter, require_choice, require_finite
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from cce_dist.transport import Group
 
 IGNORED = -100
 GradientOfEach = Literal["filtered", "exact"]
@@ -37,7 +38,7 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
     bias: Tensor | None = None,  # [V_local]
-    group: ProcessGroup | DeviceMesh | None = None,
+    group: Group | DeviceMesh | None = None,
     vocab_shard: VocabShard | None = None,
     sequence_parallel: bool = False,
     shift: int = 0,

@@ -13,8 +13,9 @@ from cce_dist.options import Backend, Filter, GradientMode, LogitsMode, LossOpti
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from cce_dist.transport import Group
 
 
 def linear_cross_entropy(
@@ -22,7 +23,7 @@ def linear_cross_entropy(
     weight: Tensor,  # [V_local, D] as hidden
     targets: Tensor,  # [...] int64, ids of the whole vocabulary
     *,
-    group: ProcessGroup | DeviceMesh | None = None,
+    group: Group | DeviceMesh | None = None,
     vocab_shard: VocabShard | None = None,
     sequence_parallel: bool = False,
     bias: Tensor | None = None,  # [V_local] any float dtype
@@ -56,7 +57,7 @@ def linear_cross_entropy(
         weight: or a DTensor placed Shard(0), whose mesh is the group; then hidden, bias and others
             may be DTensors, and so are results and gradients: docs/parallelism.md#dtensor.
         group: the ranks that share the vocabulary; None for one rank. Every rank passes all
-            targets of the group and gets the same loss.
+            targets of the group and gets the same loss. Over MPI an MPIGroup: docs/mpi.md.
         vocab_shard: which token ids this rank's rows are; None splits evenly by rank (Megatron's
             rule). Rows of ids >= vocab_size are padding: no softmax, gradient 0.
         sequence_parallel: hidden is this rank's slice of dim 0, of the same size on every rank;
@@ -139,7 +140,7 @@ def _compute(
     targets: Tensor,
     options: LossOptions,
     *,
-    group: ProcessGroup | DeviceMesh | None,
+    group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
     **more: Tensor | None,
 ) -> Tensor | LossOutput:
@@ -155,7 +156,7 @@ def _compute(
 
 def _compute_local(
     options: LossOptions,
-    group: ProcessGroup | DeviceMesh | None,
+    group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
     *,
     hidden: Tensor,
@@ -181,7 +182,7 @@ class LinearCrossEntropy(nn.Module):
     def __init__(
         self,
         *,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: Group | DeviceMesh | None = None,
         vocab_shard: VocabShard | None = None,
         **options: object,
     ) -> None:

@@ -130,6 +130,33 @@ class Stats:
         present = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         return Stats(**{name: next(rows) for name in present})
 
+    @property
+    def adds_up(self) -> bool:
+        """Nothing but lse, and what merges by adding."""
+        others = (field.name for field in fields(self)[3:])
+        return all(getattr(self, name) is None for name in others)
+
+    def to_records(self) -> Tensor:
+        """[N, K] where `adds_up`: base and sum, which stand for lse = base + log sum, and whatever
+        is added. Any base will do: lse itself, with a sum of 1, or 0 over no columns."""
+        added = [self.target_logit]
+        if self.smooth_logit is not None:
+            added.append(self.smooth_logit)
+        return Stats.record_of(self.lse, *added)
+
+    def from_records(self, records: Tensor) -> Stats:
+        """What `to_records` of several shards has merged to, with the fields that self has."""
+        _, _, *added = records.unbind(1)
+        return Stats(Stats.lse_of(records), *added)
+
+    @staticmethod
+    def record_of(lse: Tensor, *added: Tensor) -> Tensor:
+        return torch.stack([lse, (lse != -torch.inf).to(lse.dtype), *added], 1)
+
+    @staticmethod
+    def lse_of(records: Tensor) -> Tensor:
+        return records[:, 0] + records[:, 1].log()
+
 
 class MergeKernels(NamedTuple):
     """What a backend merges lse and target logit of ranks with, in place of `merge_parts`."""

@@ -27,7 +27,6 @@ from cce_dist.collectives import (
     gather_bounds,
     gather_tokens,
     gather_tokens_later,
-    group_size,
     merge_stats,
     reduce_grad_hidden,
     start_merge_stats,
@@ -48,10 +47,11 @@ from cce_dist.partials import (
     Wanted,
     accumulate_dtype,
 )
+from cce_dist.transport import group_size
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from cce_dist.transport import Group
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Plan:
 
     options: LossOptions
     shard: VocabShard
-    group: ProcessGroup | None
+    group: Group | None
     backend: LocalBackend
     wanted: Wanted
     threshold: float  # of the filter; 0 keeps every column

@@ -5,13 +5,19 @@ Nothing below this layer checks its arguments again.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from cce_dist.collectives import require
 from cce_dist.options import LossOptions
 from cce_dist.partials import accumulate_dtype
+from cce_dist.transport import adapter_of
 from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from cce_dist.transport import Group
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -46,6 +52,18 @@ def check_hidden_and_weight(hidden: Tensor, weight: Tensor) -> None:
 def require_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
     if tensor.device != hidden.device:
         raise ValueError(f"{name} must be on hidden's device {hidden.device}, got {tensor.device}")
+
+
+def check_group_device(group: Group | None, hidden: object) -> None:
+    """Before ranks say anything, and before hidden itself is checked."""
+    adapter = adapter_of(group)
+    if adapter is None or not isinstance(hidden, Tensor):
+        return
+    if hidden.device.type != adapter.device_type:
+        raise ValueError(
+            f"hidden must be on the {adapter.device_type} with group={type(group).__name__}(...), "
+            f"got {hidden.device}: move hidden, weight and targets, or pass a ProcessGroup"
+        )
 
 
 def check_targets(

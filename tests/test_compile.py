@@ -274,12 +274,19 @@ def test_compiled_on_a_group(place: Place) -> None:
 # -- refusals, the operator's own promises ------------------------------------------------------
 
 
+class OverMpi:
+    """As much of an MPIGroup as is looked at."""
+
+    all_reduce_logaddexp = None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"gradient": "exact", "keep_logits": True}, "keep_logits must be False within torch"),
         ({"check_ranks": True}, "check_ranks must be False within torch.compile"),
         ({"grad_weight_into": torch.zeros(CLASSES, DIM)}, "grad_weight_into must be None within"),
+        ({"group": OverMpi()}, "group must be a ProcessGroup within torch.compile"),
         ({"label_smoothing": 2.0}, r"label_smoothing must lie in \[0, 1\], got 2.0"),
     ],
 )

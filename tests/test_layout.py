@@ -33,6 +33,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"kernels": {"triton"}, "torch_tiles": {"torch"}},
     {"local_triton": {"torch", "triton"}, "local_torch": {"torch"}},
     {"local": {"torch"}},
+    {"transport": {"torch"}},
     {"collectives": {"torch"}},
     {"sharded": {"torch"}},
     {
@@ -74,16 +75,16 @@ TORCH_DISTRIBUTED_IN = {
     "adapters",
     "bench",
     "cli",
-    "collectives",
     "distributed",
     "doctor",
     "dtensor",
     "rendezvous",
     "testing",
     "train",
+    "transport",
 }
 # Under `if TYPE_CHECKING`.
-TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "agreement", "compute", "compiled", "loss", "logprobs"}
+TORCH_DISTRIBUTED_TYPES_IN = {"collectives", "compute", "compiled", "loss", "logprobs"}
 
 MAX_FILE_LINES = 400  # aim at 300
 MAX_FUNCTION_LINES = 60  # after the docstring

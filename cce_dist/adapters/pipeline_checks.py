@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist.collectives import group_size
 from cce_dist.options import LossOptions
+from cce_dist.transport import group_size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -34,10 +34,11 @@ from cce_dist.adapters.pipeline_checks import check_microbatch, check_product, c
 from cce_dist.adapters.pipeline_grads import RowGradients
 from cce_dist.adapters.pipeline_rehearsal import rehearse_head
 from cce_dist.autograd import Call
-from cce_dist.collectives import gather_tokens, group_size, reduce_grad_hidden, resolve_group
+from cce_dist.collectives import gather_tokens, reduce_grad_hidden
 from cce_dist.compute import Finish, prepare
 from cce_dist.options import LossOptions
 from cce_dist.partials import Head, Needs, Stats, Tokens, Upstream, accumulate_dtype
+from cce_dist.transport import group_size, process_group
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -135,8 +136,9 @@ class PipelineHead:
         timeout: datetime.timedelta = TIMEOUT,
         paced: bool | None = None,
     ) -> None:
-        found, tensor = resolve_group(group), resolve_group(tensor_group)
-        whole = found if vocab_group is None else resolve_group(vocab_group)
+        here = "of a pipeline"
+        found, tensor = process_group(group, here), process_group(tensor_group, here)
+        whole = found if vocab_group is None else process_group(vocab_group, here)
         check_weight(found, weight, hidden_shape, options)
         assert found is not None and whole is not None
         check_product(found, whole, tensor, sequence_parallel)

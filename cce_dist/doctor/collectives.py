@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist.collectives import (
-    group_rank,
-    group_size,
     reduce_grad_hidden,
     start_all_gather,
 )
@@ -26,6 +24,7 @@ from cce_dist.distributed import own_group
 from cce_dist.doctor.check import Check
 from cce_dist.doctor.links import TOO_SLOW, Link, link_of
 from cce_dist.doctor.ranks import Ranks
+from cce_dist.transport import group_rank, group_size
 
 WARM_UP = 3
 FEWEST, MOST = 3, 30

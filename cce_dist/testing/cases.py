@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,6 +14,9 @@ from cce_dist.reference import Reference, linear_cross_entropy_reference
 from cce_dist.testing.inputs import Inputs
 from cce_dist.testing.places import Place
 from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from cce_dist.transport import Group
 
 # Options of the loss that change its value; the others choose how it is computed.
 MEANING = (
@@ -77,7 +79,7 @@ class Case:
         return ramp.reshape(output.shape) if output.ndim else torch.ones_like(output)
 
 
-def run_case(group: dist.ProcessGroup | None, case: Case) -> dict[str, Tensor]:
+def run_case(group: Group | None, case: Case) -> dict[str, Tensor]:
     """Calls `linear_cross_entropy` with this rank's shard of `case` and runs its backward.
 
     Returns:
@@ -86,7 +88,7 @@ def run_case(group: dist.ProcessGroup | None, case: Case) -> dict[str, Tensor]:
     """
     from cce_dist import linear_cross_entropy
 
-    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
     whole = case.inputs
     num_rows = len(whole.weight)
     start, stop = case.bounds[rank] if case.bounds else even_bounds(num_rows, world)[rank]
