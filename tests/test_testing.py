@@ -39,6 +39,7 @@ from cce_dist.testing import (
     run_case,
     sample_targets,
     shared_pool,
+    speed_up_interpreter,
     zipf_inputs,
 )
 
@@ -415,11 +416,13 @@ def test_run_case_agrees_with_golden_on_the_plainest_case() -> None:
 @pytest.mark.interpreter
 def test_speed_up_interpreter_is_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     # It changes private names of Triton, and by results no test would tell that they have moved.
+    import triton.language as tl
     from triton.runtime.interpreter import interpreter_builder
 
     assert interpreter_builder.options.sanitize_overflow == interpreter_builder.options.debug
     case = Case(gaussian_inputs(7, 30, 8, generator=generator())).at(TRITON_CPU)
     before = run_case(None, case)
+    assert tl.load.__module__ == speed_up_interpreter.__module__
     monkeypatch.setattr(inspect, "getmembers", pytest.fail)
     after = run_case(None, case)
     assert all(torch.equal(after[name], value) for name, value in before.items())

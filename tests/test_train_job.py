@@ -162,7 +162,7 @@ def test_train_resume_after_kill_is_bitwise_the_same(shared: Path, tmp_path: Pat
         job.finish(30)
     killed_at = len(read_losses(job.run_dir))
     assert 40 <= killed_at < 90
-    resumed, output = run(2, config, "--resume")
+    resumed, output = run(2, config, "--resume", by=run_forked_training)
     resumed_after = int(re.findall(r"after step (\d+)", output)[0])
     assert killed_at - 6 < resumed_after <= killed_at and resumed_after % 3 == 0
     assert resumed == whole
@@ -174,9 +174,10 @@ def test_train_resume_with_another_tp(
     shared: Path, tmp_path: Path, alone: dict[bool, list[float]]
 ) -> None:
     config = write_config(shared, tmp_path, "moved", parallel={"tp": 2})
-    first, _ = run(2, config, "--steps", "6")
+    first, _ = run(2, config, "--steps", "6", by=run_forked_training)
     assert first == pytest.approx(alone[False][:6], abs=1e-5)
-    resumed, output = run(0, config, "--resume", "--parallel.tp", "1")
+    resume = ("--resume", "--parallel.tp", "1")
+    resumed, output = run(0, config, *resume, by=run_forked_training)
     assert "after step 6" in output
     assert resumed[:6] == first
     assert resumed == pytest.approx(alone[False], abs=1e-5)
@@ -185,9 +186,8 @@ def test_train_resume_with_another_tp(
 def test_train_resume_refuses_another_run(shared: Path, tmp_path: Path) -> None:
     config = write_config(shared, tmp_path, "changed", steps=2)
     run(0, config, by=run_forked_training)
-    code, output = run_training(
-        0, config, "--resume", "--optimizer.lr", "0.5", "--batch", "4", "--log_every", "1"
-    )
+    changes = ("--optimizer.lr", "0.5", "--batch", "4", "--log_every", "1")
+    code, output = run_forked_training(0, config, "--resume", *changes)
     assert code == 2
     assert "optimizer.lr was 0.01, got 0.5" in output
     assert "batch x data-parallel ranks was 8, got 4 x 1" in output
@@ -297,7 +297,7 @@ def test_connect_refuses_ranks_that_tp_does_not_divide() -> None:
 
 def test_train_diverging_says_so(shared: Path, tmp_path: Path) -> None:
     config = write_config(shared, tmp_path, "diverging", optimizer={"lr": 1e30, "warmup": 0})
-    code, output = run_training(0, config)
+    code, output = run_forked_training(0, config)
     assert code == 1
     assert "lower optimizer.lr" in output and "Traceback" not in output
 

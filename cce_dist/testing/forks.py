@@ -6,8 +6,8 @@ import functools
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-# What ranks of any kind import, and what torch.optim and torch.distributed.checkpoint import when
-# they are first used. Those not installed are left out.
+# What ranks of any kind import, and what torch.optim, torch.distributed.checkpoint, torch.compile
+# and Megatron's modules import when they are first used. Those not installed are left out.
 IMPORTED = (
     "cce_dist.cli",
     "cce_dist.testing",
@@ -15,6 +15,7 @@ IMPORTED = (
     "cce_dist.train.pipeline_report",
     "matplotlib.backends.backend_agg",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint._fsspec_filesystem",
 )
 
