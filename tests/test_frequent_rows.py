@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from cce_dist import Filter, LossOptions, VocabShard
 from cce_dist.adapters import frequent_rows
+from cce_dist.adapters.courier import Courier
 from cce_dist.adapters.frequent_rows import FrequentRows
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.bench.inputs import make_inputs
@@ -85,7 +86,7 @@ def rows_of_others(group: Any) -> None:
     shard = VocabShard.even(6, rank, 2)
     weight = torch.arange(6.0)[:, None] + 10 * rank
     with patch.object(frequent_rows, "ROWS", 2):
-        rows = FrequentRows(weight, None, shard, group)
+        rows = FrequentRows(weight, None, shard, Courier(group, weight.device))
     other = 10 * (1 - rank)
     head = Head(weight, None, None, 12, None, 1.0)
 
