@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -512,3 +513,40 @@ def test_the_example_gives_one_loss(tmp_path: Path) -> None:
         said.append(output.read_text())
     assert said[0].startswith("1 ranks by slurm: ")
     assert said[1] == said[0].replace("1 ranks", "3 ranks")
+
+
+def sum_over_gpus(place: Place, results: Any) -> None:
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        ranks = init(tp=2, timeout=60, join_timeout=60)
+    except LaunchError as error:
+        results.put((str(error), None))
+        return
+    values = [torch.ones(1, device=device) for device in (ranks.device, "cpu")]
+    for value in values:
+        dist.all_reduce(value, group=ranks.tp_group)
+    results.put((str(ranks.device), [float(value) for value in values]))
+    leave(ranks)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("shared", [False, True], ids=["a GPU each", "one for both"])
+def test_init_on_gpus(shared: bool) -> None:
+    # CUDA does not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    port = free_port()
+    places = [slurm_place(rank, 2, port) for rank in range(2)]
+    if shared:
+        places = [{**place, "CUDA_VISIBLE_DEVICES": 0} for place in places]
+    processes = [context.Process(target=sum_over_gpus, args=(x, results)) for x in places]
+    for process in processes:
+        process.start()
+    found = sorted(results.get() for _ in processes)
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, 0]
+    if shared:
+        assert all("ranks 0 and 1 have both GPU " in message for message, _ in found)
+    else:
+        assert found == [("cuda:0", [2.0, 2.0]), ("cuda:1", [2.0, 2.0])]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cce_dist.testing.agents import ElasticJob, elastic_job
-from cce_dist.testing.torchrun import read_losses, run_forked_training
+from cce_dist.testing.torchrun import kill, read_losses, run_forked_training
 from cce_dist.train.config import TrainConfig
 from cce_dist.train.elastic import fit_to_ranks
 from cce_dist.train.errors import ConfigError
@@ -67,6 +67,35 @@ def starts(output: str) -> list[tuple[int, str]]:
     return found
 
 
+def stop(job: ElasticJob) -> None:
+    """By the signal that makes all ranks save and leave."""
+    os.kill(job.rank_pids(0)[0], signal.SIGTERM)
+    deadline = time.monotonic() + 30
+    while job.rank_pids(0):
+        assert time.monotonic() < deadline, job.output.read_text()
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(120)
+def test_train_restarts_over_a_store_that_has_been_used(config: Path, tmp_path: Path) -> None:
+    folder, endless = tmp_path / "run", ("--parallel.tp", "2", "--steps", "1000000")
+    command = ["train", str(config), "--resume", *endless]
+    with elastic_job(command, tmp_path / "output", num_nodes=1, share_store=True) as job:
+        job.add_node()
+        for attempt in (1, 2):
+            while len(starts(job.output.read_text())) < attempt:
+                wait_for_step(job, folder, len(read_losses(folder)) + 1)
+            wait_for_step(job, folder, len(read_losses(folder)) + 6)
+            if attempt == 1:
+                kill(job.rank_pids(0)[1])
+        stop(job)
+        output = job.output.read_text()
+    assert [size for size, _ in starts(output)] == [2, 2], output
+    losses = read_losses(folder)
+    steps = ("--parallel.tp", "2", "--steps", str(len(losses)))
+    assert losses == train(2, config, "undisturbed", *steps)
+
+
 @pytest.mark.timeout(180)
 def test_train_while_a_node_is_lost_and_comes_back(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -83,11 +112,7 @@ def test_train_while_a_node_is_lost_and_comes_back(config: Path, tmp_path: Path)
         while len(starts(job.output.read_text())) < 3:
             wait_for_step(job, folder, len(read_losses(folder)) + 1)
         wait_for_step(job, folder, len(read_losses(folder)) + 3)
-        os.kill(job.rank_pids(0)[0], signal.SIGTERM)
-        deadline = time.monotonic() + 30
-        while job.rank_pids(0):
-            assert time.monotonic() < deadline, job.output.read_text()
-            time.sleep(0.01)
+        stop(job)
         output = job.output.read_text()
     assert [size for size, _ in starts(output)] == [4, 2, 4], output
     losses = read_losses(folder)

@@ -26,18 +26,23 @@ class ElasticJob:
     The agents are torchrun's own, and agree among themselves as always; they and their ranks are
     forked, which takes a tenth of the time. A node that is gone is noticed after 6 s, not 15; with
     much less, a busy machine makes nodes that live look dead, and each goes on by itself.
+
+    Args:
+        share_store: torch's default, of which docs/ranks.md says when it will not do.
     """
 
     arguments: Sequence[str]
     output: Path
     num_nodes: int = 2
     ranks_per_node: int = 2
+    share_store: bool = False
     agents: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = found.getsockname()[1]
+        self.output.touch()
 
     def add_node(self) -> int:
         """Its number; the first one hosts the rendezvous, and must not be lost."""
@@ -61,7 +66,8 @@ class ElasticJob:
             "start_method": "fork",
         }
         agent = fork_context().Process(
-            target=_run_agent, args=(settings, tuple(self.arguments), self.output)
+            target=_run_agent,
+            args=(settings, tuple(self.arguments), self.output, self.share_store),
         )
         agent.start()
         self.agents.append(agent)
@@ -81,9 +87,9 @@ class ElasticJob:
 
 
 @contextmanager
-def elastic_job(arguments: Sequence[str], output: Path) -> Iterator[ElasticJob]:
-    """None of its processes outlives the context."""
-    job = ElasticJob(arguments, output)
+def elastic_job(arguments: Sequence[str], output: Path, **how: Any) -> Iterator[ElasticJob]:
+    """An ElasticJob of which no process outlives the context."""
+    job = ElasticJob(arguments, output, **how)
     try:
         yield job
     finally:
@@ -92,10 +98,11 @@ def elastic_job(arguments: Sequence[str], output: Path) -> Iterator[ElasticJob]:
                 job.lose_node(number)
 
 
-def _run_agent(settings: dict[str, Any], arguments: tuple[str, ...], output: Path) -> None:
+def _run_agent(
+    settings: dict[str, Any], arguments: tuple[str, ...], output: Path, share_store: bool
+) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Without it a node that comes later never learns where the ranks' store is: docs/ranks.md.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(not share_store))
     with output.open("a") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
