@@ -56,10 +56,21 @@ def test_pipelines_on_gpus() -> None:
     found = pipelines()
     for measured, alone in found:
         if measured.time_error is not None and alone.time_error is not None:
-            assert -0.03 < measured.time_error < 0.0
+            assert -0.035 < measured.time_error < 0.0
             assert abs(alone.time_error) < TIME
         assert alone.memory_error is not None and abs(alone.memory_error) < 0.025 < MEMORY
-    assert len(found) == 14
+    assert len(found) == 28
+
+
+def test_the_vocabulary_over_two_gpus() -> None:
+    """Too optimistic in time: passes wait for the host."""
+    found = pipelines(over=True)
+    for measured, alone in found:
+        if measured.time_error is not None and alone.time_error is not None:
+            assert -0.12 < measured.time_error < 0.0
+            assert -0.14 < alone.time_error < 0.0
+        assert alone.memory_error is not None and abs(alone.memory_error) < 0.035 < MEMORY
+    assert len(found) == 6
 
 
 def test_what_the_software_keeps_is_seen() -> None:
