@@ -41,10 +41,10 @@ def train(
     """Train a decoder on real text. Any key can be overridden: --loss.gradient exact."""
     import json
 
+    from .distributed import rank_from_environment
     from .train.config_file import parse_overrides
     from .train.errors import ConfigError
     from .train.job import run_job
-    from .train.ranks import rank_from_environment
 
     try:
         overrides = parse_overrides(context.args)

@@ -26,6 +26,9 @@ ANY = None
 # of one folder or backend may import each other. After a name: the third-party packages for it.
 LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"allocations": {"torch"}, "options": set(), "streams": {"torch"}, "vocab_shard": {"torch"}},
+    {"launchers": set()},
+    {"rendezvous": {"torch", "mpi4py"}},
+    {"distributed": {"torch"}},
     {"reference": {"torch"}, "partials": {"torch"}},
     {"kernels": {"triton"}, "torch_tiles": {"torch"}},
     {"local_triton": {"torch", "triton"}, "local_torch": {"torch"}},
@@ -61,12 +64,13 @@ ONLY = {
     "reference": {"options", "vocab_shard"},
     "kernels": set(),
     "planner": {"options", "vocab_shard"},
-    "train": {PUBLIC, "allocations", "adapters", "planner"},
+    "train": {PUBLIC, "allocations", "adapters", "distributed", "planner"},
     "megatron_patch": {PUBLIC, "adapters", "planner"},
 }
 # ... and all that import these.
 ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench"}}
-TORCH_DISTRIBUTED_IN = {"collectives", "dtensor", "adapters", "train", "testing", "bench", "cli"}
+TORCH_DISTRIBUTED_IN = {"collectives", "dtensor", "rendezvous", "distributed", "adapters", "train"}
+TORCH_DISTRIBUTED_IN |= {"testing", "bench", "cli"}
 # Under `if TYPE_CHECKING`.
 TORCH_DISTRIBUTED_TYPES_IN = {"sharded", "agreement", "compute", "compiled", "loss", "logprobs"}
 

@@ -217,10 +217,11 @@ def test_parse_overrides_refuses(tmp_path: Path, arguments: list[str], expected:
 def test_train_command_exits_with_2(tmp_path: Path, rank: int) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("model: {dims: 8}")
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     done = subprocess.run(
         [sys.executable, "-m", "cce_dist", "train", str(path)],
         cwd=CONFIGS.parent.parent,
-        env={"RANK": str(rank)},
+        env=place | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
         capture_output=True,
         text=True,
     )

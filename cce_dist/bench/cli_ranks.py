@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -161,18 +160,19 @@ def train_command(
 
     from cce_dist.train.config_file import load_config, parse_overrides
     from cce_dist.train.errors import ConfigError
+    from cce_dist.train.ranks import num_ranks
 
     from .report import Report
     from .training import LOSSES, bench_training
 
     with refusals():
         try:
-            chosen = load_config(config, parse_overrides(context.args))
+            size = num_ranks()
+            chosen = load_config(config, parse_overrides(context.args), num_ranks=size)
         except ConfigError as error:
             raise ValueError(str(error)) from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    report = Report(machine_of(device, 0, ranks), csv_path, json_path, None)
+    report = Report(machine_of(device, 0, size), csv_path, json_path, None)
     model = chosen.model
     sizes = {"V": chosen.data.vocab_size, "D": model.dim, "layers": model.layers}
 

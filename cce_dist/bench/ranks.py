@@ -6,9 +6,7 @@ the same.
 
 from __future__ import annotations
 
-import datetime
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cce_dist import VocabShard
+from cce_dist.distributed import join, leave
 
 from .golden import Gradients, LossFunction, errors, golden_gradients, gradients
 from .guard import describe_failure, recover
@@ -51,31 +50,25 @@ class Job:
 
 @contextmanager
 def joined(device: str, timeout_seconds: float) -> Iterator[Job]:
-    """The ranks that torchrun started, NCCL with a GPU each or gloo; one rank without it.
+    """The ranks that a launcher started, NCCL with a GPU each or gloo; one rank without it.
 
     Raises:
-        ValueError: more ranks on this host than GPUs.
+        ValueError: device is no kind of device, more ranks on this host than GPUs, or a launcher's
+            variables contradict one another.
+        RuntimeError: ranks have not come.
     """
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    chosen = torch.device(device)
-    if chosen.type == "cuda":
-        local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local >= found:
-            raise ValueError(f"each rank needs a GPU of its own, got {found} GPUs on this host")
-        chosen = torch.device("cuda", local)
-        torch.cuda.set_device(chosen)
-    store = None if size > 1 else dist.HashStore()
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    world = join(device=kind, timeout=timeout_seconds)
     try:
-        yield Job(rank, size, chosen)
+        yield Job(world.rank, world.world_size, world.device)
     except BaseException:
         # NCCL would wait here for ranks that are in a collective, and nobody see what was raised.
-        if chosen.type != "cuda" or size == 1:
+        if world.device.type != "cuda" or world.world_size == 1:
             dist.destroy_process_group()
         raise
-    dist.destroy_process_group()
+    leave(world)
 
 
 def make_places(job: Job, sizes: Sequence[int], vocab_size: int, parallel: bool) -> list[Place]:

@@ -24,7 +24,7 @@ from cce_dist.train.heartbeat import Heartbeat
 from cce_dist.train.loop import Job, Run, start_run, train_step
 from cce_dist.train.metrics import read_metrics, reset_peak_memory
 from cce_dist.train.progress import Display
-from cce_dist.train.ranks import Ranks, connect
+from cce_dist.train.ranks import Ranks, connect, leave
 from cce_dist.train.stop import StopRequest
 from cce_dist.train.tokens import prepare_tokens
 
@@ -95,7 +95,7 @@ def bench_training(
         # What FSDP has wrapped holds itself.
         gc.collect()
         torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    leave(ranks)
 
 
 def _dense_head(config: TrainConfig, ranks: Ranks, shard: VocabShard) -> HeadLoss:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from cce_dist.testing.forks import fork_context
 
 ROOT = Path(__file__).parent.parent.parent
+# Environment variables of a rank.
+Place = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class TrainingJob:
     def rank_pids(self) -> dict[int, int]:
         """Process id by rank, of the ranks that torchrun has started so far (Linux)."""
         found = {}
-        for pid in _children(self.launcher.pid):
+        for pid in children(self.launcher.pid):
             try:
                 entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
@@ -102,7 +104,7 @@ def run_forked_training(
     their places, and the store. The exit code is of the last rank that failed.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    places: list[dict[str, Any]] = [
+    places: list[Place] = [
         {
             "RANK": rank,
             "LOCAL_RANK": rank,
@@ -114,12 +116,19 @@ def run_forked_training(
         }
         for rank in range(num_ranks)
     ]
+    return run_placed_training(places or [{}], config, *arguments, timeout=timeout)
+
+
+def run_placed_training(
+    places: Sequence[Place], config: Path, *arguments: str, timeout: float = 100.0
+) -> tuple[int, str]:
+    """As run_forked_training, with the environment variables of each rank."""
     arguments = ("train", str(config), *arguments)
     output = config.with_suffix(".out")
     output.write_text("")
     ranks = [
         fork_context().Process(target=_run_command, args=(place, output, arguments))
-        for place in places or [{}]
+        for place in places
     ]
     deadline = time.monotonic() + timeout
     try:
@@ -137,7 +146,7 @@ def run_forked_training(
     return next((code for code in reversed(codes) if code), 0), output.read_text()
 
 
-def _run_command(place: dict[str, Any], output: Path, arguments: tuple[str, ...]) -> None:
+def _run_command(place: Place, output: Path, arguments: tuple[str, ...]) -> None:
     """As `python -m cce_dist` does."""
     os.environ.update({name: str(value) for name, value in place.items()}, CUDA_VISIBLE_DEVICES="")
     with output.open("a") as file:
@@ -178,7 +187,8 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def _children(parent: int) -> list[int]:
+def children(parent: int) -> list[int]:
+    """Process ids of those whose parent it is (Linux)."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

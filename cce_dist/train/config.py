@@ -160,11 +160,18 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     steps: Count = 200
     batch: Count = 8
+    # Sequences of a step over all data-parallel ranks; load_config makes `batch` of it.
+    global_batch: Count | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     log_every: Count = 10
 
     @model_validator(mode="after")
     def _check_batch(self) -> TrainConfig:
+        if self.global_batch is not None:
+            raise ValueError(
+                "global_batch is for load_config, which knows the number of ranks, got "
+                f"{self.global_batch}: set batch"
+            )
         tp = self.parallel.tp
         if self.parallel.sequence_parallel and self.batch % tp:
             raise ValueError(

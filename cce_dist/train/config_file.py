@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from .config import TrainConfig
+from .elastic import fit_to_ranks
 from .errors import ConfigError
 
 
@@ -46,12 +47,15 @@ _RULES = {
 }
 
 
-def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> TrainConfig:
-    """Read, override, validate.
+def load_config(
+    path: Path, overrides: Sequence[tuple[str, str]] = (), *, num_ranks: int = 1
+) -> TrainConfig:
+    """Read, override, fit to the number of ranks, validate.
 
     Args:
         path: a YAML mapping; see docs/training.md for the keys.
         overrides: dotted key and YAML value, for example ("optimizer.lr", "3e-4").
+        num_ranks: of the job.
     Raises:
         ConfigError: one line for each thing that is wrong, naming key, rule and value.
     """
@@ -66,6 +70,7 @@ def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> TrainC
         raise ConfigError(f"{path} must hold a mapping of keys, got {values!r}")
     for key, value in overrides:
         _set(values, key, _parse(value, f"--{key}"))
+    values = fit_to_ranks(values, num_ranks)
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:

@@ -12,8 +12,6 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from .batches import split_tokens
 from .checkpoint import check_resumable, newest_checkpoint
 from .collectives import wait_for_all
@@ -24,7 +22,7 @@ from .heartbeat import Heartbeat
 from .loop import Job, Run, resume_run, start_run, train
 from .model import count_parameters
 from .progress import Display
-from .ranks import Ranks, connect, rank_from_environment
+from .ranks import Ranks, connect, leave, num_ranks, rank_from_environment
 from .report import Evaluation, describe_ranks, evaluate, write_report
 from .stop import StopRequest, end_at_once
 from .tokens import TokenCache, open_tokens, prepare_tokens
@@ -42,7 +40,7 @@ def run_job(
     stop = StopRequest()
     heartbeat = None
     try:
-        config = load_config(config_path, overrides)
+        config = load_config(config_path, overrides, num_ranks=num_ranks())
         ranks = connect(config.parallel)
         heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
         heartbeat.start()
@@ -58,7 +56,7 @@ def run_job(
             raise
         _leave_failed(heartbeat, error)
     heartbeat.close()
-    dist.destroy_process_group()
+    leave(ranks)
     return 0
 
 
