@@ -18,6 +18,8 @@ RESTARTS=${RESTARTS:-0}      # of all ranks, after one has failed; give --resume
 TIME_LIMIT=${TIME_LIMIT:-0}  # as 90m, 12h, 2d: then ranks are told to save and stop; 0: none
 
 export PATH="$PWD/.venv/bin:$PATH"
+# Else a node that comes back would wait for ever (torch 2.13): docs/ranks.md
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # is_host: by names, torchrun would guess wrong in a container or namespace.
 exec timeout --foreground --kill-after 60 "$TIME_LIMIT" \
     torchrun --nnodes "$NODES" --nproc-per-node "$GPUS" --local-addr "$ADDRESS" \

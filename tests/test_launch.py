@@ -33,6 +33,7 @@ WITHOUT = {
 # Not of the job: how this package or Megatron is set up.
 OTHERS = {"PYTHON", "RANKS", "OMP_NUM_THREADS", "PYRIGHT_PYTHON_IGNORE_WARNINGS", "PATH"}
 OTHERS |= {"MEGATRON_PATCH_GRADIENT", "CUDA_DEVICE_MAX_CONNECTIONS"}
+OTHERS |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
 LAUNCHERS = ("local.sh", "nodes.sh", "slurm-torchrun.sbatch", "slurm-srun.sbatch", "mpi.sh")
 LAUNCHERS += ("megatron.sh", "k8s-trainjob.yaml", "k8s-jobset.yaml", "sky.yaml")
 

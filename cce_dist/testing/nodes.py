@@ -58,7 +58,7 @@ class Node:
 
     def give_up_after(self, retries: int) -> None:
         """Of TCP's packets, each sent twice as long after the one before it; Linux's own is 15."""
-        self.run("sysctl", "-q", "-w", f"net.ipv4.tcp_retries2={retries}")
+        self.run("sh", "-c", f"echo {retries} > /proc/sys/net/ipv4/tcp_retries2")
 
     def pids(self) -> list[int]:
         return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
