@@ -20,9 +20,10 @@ TIME_LIMIT=${TIME_LIMIT:-0}  # as 90m, 12h, 2d: then ranks are told to save and 
 export PATH="$PWD/.venv/bin:$PATH"
 # Else a node that comes back would wait for ever (torch 2.13): docs/ranks.md
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# is_host: by names, torchrun would guess wrong in a container or namespace.
+# is_host: by names, torchrun would guess wrong in a container or namespace. read_timeout: HEAD may
+# be ten minutes late, as any other node may.
 exec timeout --foreground --kill-after 60 "$TIME_LIMIT" \
     torchrun --nnodes "$NODES" --nproc-per-node "$GPUS" --local-addr "$ADDRESS" \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:$PORT" --rdzv-id cce-dist \
-    --rdzv-conf "is_host=$((NODE_RANK == 0))" --max-restarts "$RESTARTS" \
+    --rdzv-conf "is_host=$((NODE_RANK == 0)),read_timeout=600" --max-restarts "$RESTARTS" \
     -m cce_dist train "$CONFIG" ${TP:+"--parallel.tp=$TP"} ${PP:+"--parallel.pp=$PP"} "$@"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import uuid
@@ -43,9 +44,12 @@ class Node:
                 text=True,
             )
 
-    def sent_bytes(self) -> int:
-        """Through this end of the link so far, headers included."""
-        return int(self.run("cat", f"/sys/class/net/{DEVICE}/statistics/tx_bytes"))
+    def sent_bytes(self, pid: int) -> int:
+        """Through this end of the link so far, headers included; `pid` is any process there."""
+        table = Path(f"/proc/{pid}/net/dev").read_text()
+        (counters,) = re.findall(rf"^ *{DEVICE}: *(.+)$", table, re.MULTILINE)
+        # Eight of what was received stand before those of what was sent.
+        return int(counters.split()[8])
 
     def cap(self, bits_per_s: int) -> None:
         """Bound what this end sends, by a token bucket of 4 kB."""
