@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist.partials import MergeKernels, Stats, logaddexp_parts, merge_parts, zero_beyond
+from cce_dist.phases import in_phase
 from cce_dist.streams import start_aside
 from cce_dist.vocab_shard import VocabShard
 
@@ -118,6 +119,7 @@ def gather_bounds(bound: Tensor, group: ProcessGroup | None) -> Tensor:
     return _all_gather(bound, group)
 
 
+@in_phase("merge")
 def merge_stats(
     local: Stats,
     shard: VocabShard,
@@ -139,6 +141,7 @@ def merge_stats(
     return start_merge_stats(local, shard, group, count, kernels, later=False)()
 
 
+@in_phase("merge")
 def start_merge_stats(
     local: Stats,
     shard: VocabShard,
@@ -269,6 +272,7 @@ def gather_tokens_later(
     return whole, fill
 
 
+@in_phase("reduce")
 def reduce_grad_hidden(
     grad_hidden: Tensor,  # [N, D] this rank's part, in the accumulation dtype
     group: ProcessGroup | None,
@@ -292,6 +296,7 @@ def reduce_grad_hidden(
     return result
 
 
+@in_phase("reduce")
 def start_reduce_grad_hidden(
     grad_hidden: Tensor,
     group: ProcessGroup,

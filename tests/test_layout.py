@@ -25,7 +25,13 @@ ANY = None
 # From the bottom up. A module imports rows above its own, never its own row or one below it; files
 # of one folder or backend may import each other. After a name: the third-party packages for it.
 LAYERS: tuple[dict[str, set[str] | None], ...] = (
-    {"allocations": {"torch"}, "options": set(), "streams": {"torch"}, "vocab_shard": {"torch"}},
+    {
+        "allocations": {"torch"},
+        "options": set(),
+        "phases": set(),
+        "streams": {"torch"},
+        "vocab_shard": {"torch"},
+    },
     {"reference": {"torch"}, "partials": {"torch"}},
     {"kernels": {"triton"}, "torch_tiles": {"torch"}},
     {"local_triton": {"torch", "triton"}, "local_torch": {"torch"}},
@@ -61,7 +67,7 @@ ONLY = {
     "reference": {"options", "vocab_shard"},
     "kernels": set(),
     "planner": {"options", "vocab_shard"},
-    "train": {PUBLIC, "allocations", "adapters", "planner"},
+    "train": {PUBLIC, "allocations", "adapters", "phases", "planner"},
     "megatron_patch": {PUBLIC, "adapters", "planner"},
 }
 # ... and all that import these.
