@@ -83,6 +83,7 @@ SKIPS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     ),
     "reduce": (sharded, "reduce_grad_hidden", lambda grad, *others, **named: grad),
     "checkpoint": (loop, "save", lambda job, run, step: None),
+    "step": (loop, "train_step", lambda job, run, step: False),
 }
 
 

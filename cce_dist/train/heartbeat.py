@@ -125,6 +125,7 @@ class Heartbeat:
             # Nobody is to be watched any more: this rank leaves whatever they do.
             self.closed.set()
             self._leave(own, [])
+            # Also if another rank has spoken: it may have failed in another way.
             return own
         time.sleep(GRACE_INTERVALS * self.interval_s)
         # Only one of the threads speaks; the other never comes back.
@@ -182,8 +183,14 @@ class Heartbeat:
         return message if spokesman[0] == str(self.rank) else None
 
     def _find_skipped(self) -> str | None:
-        kin = {rank: p.told for rank, p in self.peers.items() if p.beat.get("kin") == self.kin}
-        return find_skipped({**kin, self.rank: self.place.seen}, in_order=self.in_order)
+        # One at a time: of many ranks the pairs would be too many, and each rank sees to its own.
+        own = self.place.seen
+        for rank, peer in self.peers.items():
+            if peer.beat.get("kin") == self.kin:
+                found = find_skipped({self.rank: own, rank: peer.told}, in_order=self.in_order)
+                if found is not None:
+                    return found
+        return None
 
     def _run(self) -> None:
         while not self.closed.wait(self.interval_s):
