@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -73,7 +74,9 @@ def test_explain_finds_the_lost_peer_in_what_pipelines_raise() -> None:
     wrapped = RuntimeError("Failed to run stage backward")
     wrapped.__cause__ = LOST
     assert first.is_lost_peer(wrapped)
-    assert not first.is_lost_peer(RuntimeError("Failed to run stage backward"))
+    first_of_two, second_of_two = ValueError("one"), RuntimeError("Failed to run stage backward")
+    first_of_two.__cause__, second_of_two.__cause__ = second_of_two, first_of_two
+    assert not first.is_lost_peer(first_of_two)
 
 
 def test_explain_says_where_everyone_is_if_all_live() -> None:
@@ -188,6 +191,29 @@ def test_place_of_several_threads() -> None:
             assert place.seen.count("merge") == 1
     with in_phase("merge"):
         assert place.seen.phase == "evaluating", "it no longer watches"
+
+
+def test_an_error_on_another_thread_is_told_while_the_main_one_waits(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, _ = heartbeats()
+    said: list[str | None] = []
+    monkeypatch.setattr(first, "_die", lambda say: said.append(say()))
+
+    @in_phase("merge")
+    def fail() -> None:
+        with contextlib.suppress(ValueError), in_phase("reduce"):
+            raise ValueError("on a thread")
+
+    with watched_by(first.place), in_phase("forward and backward"):
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        deadline = time.monotonic() + 5
+        while not said and time.monotonic() < deadline:
+            first._watch_own_threads()
+    assert said == ["rank 0 failed in step 0 (reduce): ValueError: on a thread"]
+    assert "ValueError: on a thread" in capfd.readouterr().err
 
 
 def test_phases_tell_the_newest_watcher_first() -> None:

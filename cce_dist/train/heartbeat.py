@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -64,6 +65,7 @@ class Heartbeat:
         self._speaking = threading.Lock()
         self._answered_at = time.monotonic()
         self._skipped_since: float | None = None
+        self._error_since: float | None = None
         self._beat()
         self.threads = [
             threading.Thread(target=run, name=f"heartbeat {run.__name__}", daemon=True)
@@ -212,6 +214,7 @@ class Heartbeat:
                 self._die(lambda lost=lost: self._blame(lost))
             self._follow()
             self._watch_for_skips()
+            self._watch_own_threads()
 
     def _follow(self) -> None:
         """Ranks that leave have said why, or leave it to a rank that knows what they know."""
@@ -233,6 +236,17 @@ class Heartbeat:
             self._skipped_since = time.monotonic()
         elif time.monotonic() - self._skipped_since > GRACE_INTERVALS * self.interval_s:
             self._die(lambda: self._leave(self._find_skipped() or "a rank has skipped", []))
+
+    def _watch_own_threads(self) -> None:
+        """The main thread may wait for ranks that wait for a thread which has failed."""
+        error = self.place.error_aside
+        if error is None or self.is_lost_peer(error):
+            self._error_since = None
+        elif self._error_since is None:
+            self._error_since = time.monotonic()
+        elif time.monotonic() - self._error_since > GRACE_INTERVALS * self.interval_s:
+            traceback.print_exception(error)
+            self._die(lambda: self.explain(error))
 
     def _guard(self) -> None:
         """A store whose host cannot be reached never answers: the other thread waits for ever."""
@@ -298,11 +312,14 @@ def _is_of_launcher() -> bool:
 
 def _lost_in(error: BaseException) -> BaseException | None:
     """The error, or what it came from, which only says that some other rank is missing."""
-    found: BaseException | None = error
-    while found is not None and not _is_connection_error(found):
-        # torch's pipelines wrap it.
+    found, looked_at = error, []
+    while found is not None and found not in looked_at:
+        if _is_connection_error(found):
+            return found
+        looked_at.append(found)
+        # torch's pipelines wrap it. A thread's error that is raised again may come from itself.
         found = found.__cause__
-    return found
+    return None
 
 
 def _is_connection_error(error: BaseException) -> bool:

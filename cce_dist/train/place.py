@@ -58,6 +58,9 @@ class Place:
         self._counts = [0] * len(COUNTED)
         # Where an error began, until another phase begins: its phase is left before it is reported.
         self._failed_in: str | None = None
+        # On another thread than the main one, which may not look at it before it has come to an end
+        # itself.
+        self.error_aside: BaseException | None = None
         self._write()
 
     @property
@@ -78,7 +81,7 @@ class Place:
     @phase.setter
     def phase(self, phase: str) -> None:
         with self._lock:
-            self._phase, self._failed_in = phase, None
+            self._phase, self._failed_in, self.error_aside = phase, None, None
             self._write()
 
     @property
@@ -93,13 +96,16 @@ class Place:
             if begins and phase in COUNTED and phase not in phases:
                 self._counts[COUNTED.index(phase)] += 1
             phases.append(phase)
-            self._failed_in = None
+            if self.error_aside is None:
+                self._failed_in = None
             self._write()
 
     def leave(self, phase: str, error: BaseException | None) -> None:
         with self._lock:
             if error is not None and self._failed_in is None:
                 self._failed_in = phase
+                if threading.current_thread() is not threading.main_thread():
+                    self.error_aside = error
             phases = self._open.get(threading.get_ident(), [])
             if phases:
                 phases.pop()
