@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.partials import MergeKernels, Stats, logaddexp_parts, merge_parts, zero_beyond
+from cce_dist.phases import in_phase
 from cce_dist.streams import start_aside
 from cce_dist.transport import (
     RankGroup,
@@ -102,6 +103,7 @@ def gather_bounds(bound: Tensor, group: Group | None) -> Tensor:
     return _all_gather(bound, group)
 
 
+@in_phase("merge")
 def merge_stats(
     local: Stats,
     shard: VocabShard,
@@ -124,6 +126,7 @@ def merge_stats(
     return start_merge_stats(local, shard, group, count, kernels, later=False)()
 
 
+@in_phase("merge")
 def start_merge_stats(
     local: Stats,
     shard: VocabShard,
@@ -263,6 +266,7 @@ def gather_tokens_later(hidden: Tensor, group: Group | None) -> tuple[Tensor, Ca
     return whole, fill
 
 
+@in_phase("reduce")
 def reduce_grad_hidden(
     grad_hidden: Tensor,  # [N, D] this rank's part, in the accumulation dtype
     group: Group | None,
@@ -286,6 +290,7 @@ def reduce_grad_hidden(
     return result
 
 
+@in_phase("reduce")
 def start_reduce_grad_hidden(
     grad_hidden: Tensor,
     group: Group,

@@ -25,7 +25,13 @@ ANY = None
 # From the bottom up. A module imports rows above its own, never its own row or one below it; files
 # of one folder or backend may import each other. After a name: the third-party packages for it.
 LAYERS: tuple[dict[str, set[str] | None], ...] = (
-    {"allocations": {"torch"}, "options": set(), "streams": {"torch"}, "vocab_shard": {"torch"}},
+    {
+        "allocations": {"torch"},
+        "options": set(),
+        "phases": set(),
+        "streams": {"torch"},
+        "vocab_shard": {"torch"},
+    },
     {"launchers": set()},
     {"rendezvous": {"torch", "mpi4py"}},
     {"distributed": {"torch"}},
@@ -66,7 +72,7 @@ ONLY = {
     "reference": {"options", "vocab_shard"},
     "kernels": set(),
     "planner": {"options", "vocab_shard"},
-    "train": {PUBLIC, "allocations", "adapters", "distributed", "planner"},
+    "train": {PUBLIC, "allocations", "adapters", "distributed", "phases", "planner"},
     "megatron_patch": {PUBLIC, "adapters", "planner"},
 }
 # ... and all that import these.

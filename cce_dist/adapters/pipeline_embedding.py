@@ -16,6 +16,7 @@ from cce_dist.adapters.groups import own_couriers, own_groups, start_broadcast, 
 from cce_dist.adapters.pipeline_head import TIMEOUT, PipelineHead
 from cce_dist.adapters.pipeline_rehearsal import rehearse_embedding
 from cce_dist.collectives import gather_tokens, reduce_grad_hidden, require
+from cce_dist.phases import in_phase
 
 _ONCE = (
     "the first stage must call the embedding once a microbatch, on the tokens that the schedule "
@@ -129,7 +130,9 @@ class TiedEmbedding(nn.Module):
         batch.wait()
         found, batch.rows = batch.rows, None
         head, dtype = self.head, self.head.hidden_dtype
-        found = reduce_grad_hidden(found, self._tensor, scatter=head.slices > 1, dtype=dtype)
+        # Of rows, not of a gradient: only some ranks have it.
+        with in_phase("reduce", begins=False):
+            found = reduce_grad_hidden(found, self._tensor, scatter=head.slices > 1, dtype=dtype)
         return found.view(head.hidden_shape)
 
     def keep(self, index: int, grad: Tensor) -> None:

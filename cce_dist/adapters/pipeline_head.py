@@ -38,6 +38,7 @@ from cce_dist.collectives import gather_tokens, reduce_grad_hidden
 from cce_dist.compute import Finish, prepare
 from cce_dist.options import LossOptions
 from cce_dist.partials import Head, Needs, Stats, Tokens, Upstream, accumulate_dtype
+from cce_dist.phases import in_phase
 from cce_dist.transport import group_size, process_group
 from cce_dist.vocab_shard import VocabShard
 
@@ -333,9 +334,11 @@ class PipelineHead:
         # Nothing but the sum is left of it.
         batch.step = batch.scores = batch.merge = batch.merged = None
         batch.grad, batch.is_taken = out.hidden, self.rank == root
-        batch.summed = start_reduce(root, self._summing, batch.grad)
+        with in_phase("reduce"):
+            batch.summed = start_reduce(root, self._summing, batch.grad)
         return loss
 
+    @in_phase("reduce", begins=False)
     def take(self, index: int) -> Tensor:
         """Waits for the sum. Returns: the hidden gradient [..., D] as hidden, on the ranks of the
         last stage; elsewhere nothing of use. The microbatch is done with."""
@@ -376,7 +379,8 @@ class PipelineHead:
     def _merged(self, batch: _Microbatch) -> tuple[Tensor, Stats, Upstream]:
         assert batch.step is not None and batch.merge is not None
         if batch.merged is None:
-            batch.merged = batch.merge()
+            with in_phase("merge", begins=False):
+                batch.merged = batch.merge()
         stats, finish, scale = batch.merged, batch.step[1], self.loss_scale
         vectors = (stats.lse - stats.target_logit, stats.lse, stats.smooth_logit)
         loss = finish.result(*vectors, None, [])

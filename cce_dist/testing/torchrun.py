@@ -127,7 +127,7 @@ def run_placed_training(
     output = config.with_suffix(".out")
     output.write_text("")
     ranks = [
-        fork_context().Process(target=_run_command, args=(place, output, arguments))
+        fork_context().Process(target=run_command, args=(place, output, arguments))
         for place in places
     ]
     deadline = time.monotonic() + timeout
@@ -146,7 +146,7 @@ def run_placed_training(
     return next((code for code in reversed(codes) if code), 0), output.read_text()
 
 
-def _run_command(place: Place, output: Path, arguments: tuple[str, ...]) -> None:
+def run_command(place: Place, output: Path, arguments: tuple[str, ...]) -> None:
     """As `python -m cce_dist` does."""
     os.environ.update({name: str(value) for name, value in place.items()}, CUDA_VISIBLE_DEVICES="")
     with output.open("a") as file:

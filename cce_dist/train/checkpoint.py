@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ INFO_FILE = "run.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk: `info` holds step, config, dp, data_key."""
+    """A whole checkpoint on disk: `info` holds step, config, dp, data_key, and files' sizes."""
 
     folder: Path
     step: int
@@ -57,11 +58,24 @@ class Checkpoint:
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint with the highest step; those being written have other names."""
+    """The checkpoint with the highest step; those being written have other names.
+
+    Raises:
+        ConfigError: it has lost a part since it was written.
+    """
     found = sorted(path for path in folder.glob("step_*") if (path / INFO_FILE).exists())
     if not found:
         return None
     info = json.loads((found[-1] / INFO_FILE).read_text())
+    for name, size in info.get("files", {}).items():
+        path = found[-1] / name
+        got = path.stat().st_size if path.exists() else None
+        if got != size:
+            raise ConfigError(
+                f"checkpoint {found[-1]} must have {name} of {size} bytes, got "
+                f"{'none' if got is None else f'{got} bytes'}: restore the file, or remove the "
+                "checkpoint's folder to go on from the one before"
+            )
     return Checkpoint(found[-1], info["step"], info)
 
 
@@ -93,10 +107,14 @@ def save_checkpoint(
             "dp": ranks.dp,
             "data_key": data_key,
             "config": config.model_dump(mode="json"),
+            "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
         }
         (partial / INFO_FILE).write_text(json.dumps(info, indent=1))
+        # The other files are on the disk; now the names must follow, in this order.
+        _flush(partial / INFO_FILE, partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
+        _flush(folder)
         _prune(folder, config.checkpoint.keep)
     return final
 
@@ -176,7 +194,19 @@ def _as_saved(tensor: Tensor, vocab_size: int | None, mesh: DeviceMesh) -> Tenso
 
 def _prune(folder: Path, keep: int) -> None:
     for path in sorted(folder.glob("step_*"))[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+        # A kill in between must not leave a part of it under its name.
+        doomed = path.rename(folder / path.name.replace("step_", "partial_"))
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _flush(*paths: Path) -> None:
+    """Files, and the names in folders, to the disk: for a host that loses power."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from cce_dist.phases import watched_by
+
 from .batches import split_tokens
 from .checkpoint import check_resumable, newest_checkpoint
 from .collectives import wait_for_all
@@ -35,16 +37,22 @@ LET_MAIN_SPEAK_S = 5.0
 def run_job(
     config_path: Path, overrides: Sequence[tuple[str, str]], *, resume: bool, compare_dense: bool
 ) -> int:
-    """Train, report, and return the exit code; errors become one message on stderr."""
+    """Train, report, and return the exit code; errors become one message on stderr.
+
+    A launcher that starts the ranks again after a failure gives them the same command: they
+    continue, whatever `resume` says.
+    """
     end_at_once()
+    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     stop = StopRequest()
     heartbeat = None
     try:
         config = load_config(config_path, overrides, num_ranks=num_ranks())
         ranks = connect(config.parallel)
-        heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
+        heartbeat = _make_heartbeat(config, ranks, stop)
         heartbeat.start()
-        _train_and_report(config, ranks, heartbeat, stop, resume, compare_dense)
+        with watched_by(heartbeat.place):
+            _train_and_report(config, ranks, heartbeat, stop, resume, compare_dense)
         heartbeat.phase = "leaving"
         wait_for_all(ranks.device)
     except JobError as error:
@@ -58,6 +66,13 @@ def run_job(
     heartbeat.close()
     leave(ranks)
     return 0
+
+
+def _make_heartbeat(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> Heartbeat:
+    # Only the last stage's ranks merge, unless the head is over the whole pipeline.
+    kin = ranks.pp_rank if ranks.pp > 1 and not config.layout("cce").over_pipeline else 0
+    timeout_s, in_order = config.parallel.timeout_s, ranks.pp == 1
+    return Heartbeat(ranks, timeout_s, lambda: bool(stop), kin=kin, in_order=in_order)
 
 
 def _refuse(error: JobError) -> int:

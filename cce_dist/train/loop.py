@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import LossOutput
+from cce_dist.phases import in_phase
 
 from .batches import Batches
 from .checkpoint import (
@@ -116,6 +117,7 @@ def resume_run(job: Job, run: Run) -> int:
     step = 0
     if checkpoint is not None:
         check_resumable(checkpoint, job.config, job.ranks.dp)
+        job.heartbeat.phase = "loading a checkpoint"
         load_checkpoint(checkpoint, run.model, run.optimizer, job.ranks)
         step = checkpoint.step
     if job.ranks.is_main:
@@ -147,30 +149,25 @@ def train(job: Job, run: Run, start: int) -> bool:
 def train_step(job: Job, run: Run, step: int) -> bool:
     """One step, written to metrics.jsonl; whether any rank was asked to stop."""
     config, ranks = job.config, job.ranks
-    job.heartbeat.step, job.heartbeat.phase = step, "training"
+    job.heartbeat.phase, job.heartbeat.step = "training", step
     began = time.perf_counter()
     is_log_step = step % config.log_every == 0 or step in (1, config.steps)
     ids, targets = job.batches.step(step, ranks.dp_rank, ranks.dp)
     ids, targets = ids.to(ranks.device), targets.to(ranks.device)
     tail_mass = None
     if run.pipeline is not None:
-        loss = run.pipeline.step(ids, targets) / (ranks.dp * ranks.tp)
+        with in_phase("forward and backward"):
+            loss = run.pipeline.step(ids, targets) / (ranks.dp * ranks.tp)
     else:
         filters = run.head == "cce" and config.loss.gradient == "filtered"
         stats: tuple[Stat, ...] = ("tail_mass",) if is_log_step and filters else ()
-        out = forward_loss(run, ids, targets.flatten(), config, stats)
-        out.loss.backward()
+        with in_phase("forward"):
+            out = forward_loss(run, ids, targets.flatten(), config, stats)
+        with in_phase("backward"):
+            out.loss.backward()
         loss, tail_mass = out.loss / ranks.world_size, out.tail_mass
-    sync_gradients(run.model, ranks, sequence_parallel=config.parallel.sequence_parallel)
-    peak_memory = peak_memory_bytes(ranks.device)
-    totals = agree(run.model, ranks, loss, bool(job.stop), peak_memory)
-    _require_finite(totals, step, config)
-    clip_gradients(run.model, totals.grad_norm, config.optimizer.clip)
-    lr = learning_rate(step, config)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
+    with in_phase("update"):
+        totals, lr = update(job, run, step, loss)
     if ranks.is_main:
         seconds = time.perf_counter() - began
         record = {
@@ -188,6 +185,22 @@ def train_step(job: Job, run: Run, step: int) -> bool:
         append_metrics(run.folder, record)
         job.display.step(record, config.steps, is_log_step)
     return totals.stop
+
+
+def update(job: Job, run: Run, step: int, loss: Tensor) -> tuple[StepTotals, float]:
+    """From this rank's gradients to new parameters; what all ranks agree on, the learning rate."""
+    config, ranks = job.config, job.ranks
+    sync_gradients(run.model, ranks, sequence_parallel=config.parallel.sequence_parallel)
+    peak_memory = peak_memory_bytes(ranks.device)
+    totals = agree(run.model, ranks, loss, bool(job.stop), peak_memory, step)
+    _require_finite(totals, step, config)
+    clip_gradients(run.model, totals.grad_norm, config.optimizer.clip)
+    lr = learning_rate(step, config)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return totals, lr
 
 
 def _require_finite(totals: StepTotals, step: int, config: TrainConfig) -> None:
@@ -218,8 +231,8 @@ def _autocast(device: torch.device, config: TrainConfig) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
+@in_phase("checkpoint")
 def save(job: Job, run: Run, step: int) -> None:
-    job.heartbeat.phase = "saving a checkpoint"
     save_checkpoint(
         run.checkpoints,
         step,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .collectives import sum_gradients, sum_over_world
 from .config import OptimizerConfig, TrainConfig
+from .errors import JobError
 from .fsdp import is_fully_sharded, local_part
 from .pipeline_model import AnyDecoder
 from .ranks import Ranks
@@ -83,27 +84,32 @@ class StepTotals:
 
 
 def agree(
-    model: AnyDecoder, ranks: Ranks, loss: Tensor, stop: bool, peak_memory: int
+    model: AnyDecoder, ranks: Ranks, loss: Tensor, stop: bool, peak_memory: int, step: int
 ) -> StepTotals:
-    """Loss, gradient norm, the wish to stop and memory, in the step's one small all-reduce.
+    """Loss, gradient norm, the wish to stop, memory and step, in one small all-reduce.
 
     Every number of the gradient counts once in its norm: the body's are on all tp ranks, all of
     them on all dp ranks but for FSDP, and a tied weight may be on two ranks of a pipeline.
 
     Args:
         loss: this rank's part; the sum over all ranks is the mean over the global batch.
+    Raises:
+        JobError: on every rank, if they are not in the same step.
     """
     vocabulary = _squared_norm(model.sharded_parameters().values()) / model.num_vocabulary_copies
     body = _squared_norm(model.body_parameters().values()) / ranks.tp
     part = (vocabulary + body) / (1 if is_fully_sharded(model) else ranks.dp)
     # A maximum within a sum: each rank adds to a place of its own.
-    peaks = torch.zeros(ranks.world_size, dtype=torch.float64)
-    peaks[ranks.rank] = peak_memory
-    total_loss, squared_norm, num_stops, *all_peaks = sum_over_world(
-        [loss.detach(), part, float(stop), peaks], ranks.device
+    each = torch.zeros(2, ranks.world_size, dtype=torch.float64)
+    each[0, ranks.rank], each[1, ranks.rank] = peak_memory, step
+    total_loss, squared_norm, num_stops, *of_ranks = sum_over_world(
+        [loss.detach(), part, float(stop), each], ranks.device
     )
+    peaks, steps = of_ranks[: ranks.world_size], [int(x) for x in of_ranks[ranks.world_size :]]
+    if len(set(steps)) > 1:
+        raise JobError(f"every rank must be in the same step, got by rank: {steps}")
     return StepTotals(
-        total_loss, math.sqrt(squared_norm), num_stops > 0, [int(peak) for peak in all_peaks]
+        total_loss, math.sqrt(squared_norm), num_stops > 0, [int(peak) for peak in peaks]
     )
 
 
