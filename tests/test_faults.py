@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from cce_dist.testing.faults import Ending, Fault, Kind, finish_all, start_job
-from cce_dist.testing.namespaces import Node, two_nodes
+from cce_dist.testing.nodes import Node, two_nodes
 from cce_dist.testing.torchrun import ROOT, read_losses
 from cce_dist.train.checkpoint import Checkpoint, newest_checkpoint
 from cce_dist.train.errors import ConfigError
@@ -217,7 +217,7 @@ def test_a_rank_that_raises(jobs: Jobs) -> None:
 def nodes() -> Iterator[list[tuple[Node, Node]]]:
     with ExitStack() as stack:
         try:
-            yield [stack.enter_context(two_nodes(number)) for number in range(len(PHASES) + 1)]
+            yield [stack.enter_context(two_nodes()) for _ in range(len(PHASES) + 1)]
         except OSError as error:
             pytest.skip(f"no network namespaces here: {error}")
 

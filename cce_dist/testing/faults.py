@@ -19,7 +19,7 @@ import torch.distributed as dist
 from cce_dist import sharded
 from cce_dist.phases import in_phase, watched_by
 from cce_dist.testing.forks import fork_context
-from cce_dist.testing.namespaces import Node
+from cce_dist.testing.nodes import Node
 from cce_dist.testing.torchrun import run_command
 from cce_dist.train import loop, model
 
