@@ -16,7 +16,7 @@ from typing import Any
 
 @functools.cache
 def speed_up_interpreter() -> None:
-    """From here on a launch in this process computes the same bits, in about a quarter of the time.
+    """From here on a launch in this process computes the same bits, in about a third of the time.
 
     Does nothing where Triton is absent, or compiles.
     """
