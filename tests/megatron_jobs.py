@@ -66,9 +66,10 @@ class _OnCpu(TorchFunctionMode):
     """device="cuda" means the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
+        if kwargs is None:
+            kwargs = {}
+        elif "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
         if func is torch.device and str(args[0]).startswith("cuda"):
             args = ("cpu",)
         return func(*args, **kwargs)

@@ -20,8 +20,8 @@ TINY = (
 @pytest.mark.timeout(180)
 def test_every_place_of_the_head_is_measured(tmp_path: Path) -> None:
     csv_path, png = tmp_path / "rows.csv", tmp_path / "lanes.png"
-    done = bench("pipeline", *TINY, "--csv", str(csv_path), "--plot", str(png))
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = bench(tmp_path, "pipeline", *TINY, "--csv", str(csv_path), "--plot", str(png))
+    assert code == 0, output
     with csv_path.open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["head"], row["stage"]) for row in rows] == [(x, y) for x in HEADS for y in "01"]

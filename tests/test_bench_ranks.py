@@ -27,8 +27,10 @@ def test_ranks_are_measured_beside_one(tmp_path: Path) -> None:
     path = tmp_path / "ranks.csv"
     where = ("--device", "cpu", "--dtype", "float32", "--shape", "64x512x16", "--repeats", "3")
     methods = ("--method", "filtered", "--method", "dense", "--peers", "cce")
-    done = bench("ranks", "--inputs", "zipf-shuffled", *where, *methods, "--csv", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = bench(
+        tmp_path, "ranks", "--inputs", "zipf-shuffled", *where, *methods, "--csv", str(path)
+    )
+    assert code == 0, output
     with path.open() as file:
         rows = list(csv.DictReader(file))
     measured = [row for row in rows if not row["failed"]]
@@ -40,7 +42,7 @@ def test_ranks_are_measured_beside_one(tmp_path: Path) -> None:
         assert row["command"].startswith("torchrun --nproc-per-node 2 -m cce_dist bench ranks")
     # Not installed here: said, rather than left out.
     assert {row["method"]: row["failed"][:7] for row in rows if row["failed"]} == {"cce": "rank 0:"}
-    assert done.stdout.count("zipf-shuffled, N 64") == 1
+    assert output.count("zipf-shuffled, N 64") == 1
 
 
 def test_exposed_communication_is_what_no_kernel_covers() -> None:
@@ -92,8 +94,10 @@ def test_training_steps_are_measured_with_either_loss(tmp_path: Path) -> None:
     config, path = tmp_path / "tiny.yaml", tmp_path / "train.csv"
     config.write_text(TINY)
     files = ("--out", str(tmp_path), "--csv", str(path), "--data.cache", str(tmp_path / "cache"))
-    done = bench("train", str(config), "--warmup-steps", "2", "--timed-steps", "2", *files)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = bench(
+        tmp_path, "train", str(config), "--warmup-steps", "2", "--timed-steps", "2", *files
+    )
+    assert code == 0, output
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert [row["loss"] for row in rows] == ["filtered", "dense"]

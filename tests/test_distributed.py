@@ -28,12 +28,13 @@ from cce_dist.launchers import TORCH, Launch, LaunchError, read_launch
 from cce_dist.rendezvous import JoinError, locate, meet, open_store, part
 from cce_dist.testing.forks import fork_context
 from cce_dist.testing.torchrun import (
-    ROOT,
     Place,
     read_losses,
     run_forked_training,
     run_placed_training,
 )
+
+ROOT = Path(__file__).parent.parent
 
 PATIENCE = timedelta(seconds=20)
 

@@ -11,19 +11,20 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cce_dist.phases import watched_by
 from cce_dist.testing.faults import Ending, Fault, Kind, finish_all, start_job
+from cce_dist.testing.forks import fork_context
 from cce_dist.testing.nodes import Node, two_nodes
-from cce_dist.testing.torchrun import ROOT, read_losses
+from cce_dist.testing.torchrun import read_losses, run_agent, run_rank
 from cce_dist.train.checkpoint import Checkpoint, newest_checkpoint
 from cce_dist.train.errors import ConfigError
 
@@ -284,47 +285,39 @@ def test_the_rank_that_holds_the_store_is_killed(jobs: Jobs) -> None:
     assert not ending.messages
 
 
-# What torchrun starts; it imports no more than it has to.
-FAULTY = """
-import os, runpy, signal, sys
-from cce_dist.phases import watched_by
-
 class Killer:
+    """A watcher of the first attempt."""
+
     count = 0
-    def enter(self, phase, begins):
+
+    def enter(self, phase: str, begins: bool) -> None:
         self.count += phase == "forward"
-        if self.count == 4 and phase == "merge" and os.environ["RANK"] == "1":
+        if self.count == AT and phase == "merge" and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-    def leave(self, phase, error):
+
+    def leave(self, phase: str, error: BaseException | None) -> None:
         pass
 
-killer = Killer()
-if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-    killer.enter = killer.leave
-with watched_by(killer):
-    sys.argv[1:] = ["train", sys.argv[1]]
-    runpy.run_module("cce_dist", run_name="__main__", alter_sys=True)
-"""
+
+def run_faulty(arguments: tuple[str, ...]) -> None:
+    """On a rank that torchrun's agent has started."""
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    with watched_by(Killer()) if first else nullcontext():
+        run_rank(arguments)
 
 
 def test_torchrun_restarts(jobs: Jobs) -> None:
     """The same command, so without --resume; over the store of the attempt that failed."""
-    config = jobs.config("restarted", "tp")
-    script = jobs.folder / "faulty.py"
-    script.write_text(FAULTY)
-    launch = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *launch, str(script), str(config)],
-        env=dict(os.environ, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert re.search(rf"rank 1 .* has died; last seen in step {AT} \(merge\)", done.stdout)
-    assert f"resuming {jobs.folder}/restarted after step {AT - EVERY}" in done.stdout
+    config, output = jobs.config("restarted", "tp"), jobs.folder / "restarted.out"
+    settings = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "max_restarts": 1}
+    arguments = (settings, ("train", str(config)), output)
+    agent = fork_context().Process(target=run_agent, args=arguments, kwargs={"run": run_faulty})
+    agent.start()
+    agent.join(120)
+    said = output.read_text()
+    assert agent.exitcode == 0, said
+    assert re.search(rf"rank 1 .* has died; last seen in step {AT} \(merge\)", said)
+    assert f"resuming {jobs.folder}/restarted after step {AT - EVERY}" in said
     assert read_losses(jobs.folder / "restarted") == jobs.references["tp"].losses
     assert not list(jobs.folder.glob("restarted.previous-*"))
 

@@ -17,29 +17,28 @@ pytestmark = pytest.mark.timeout(180)
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def one_node(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of dp 2 x tp 2, ranks of which nothing is known but their places."""
-    folder = tmp_path_factory.mktemp("one-node")
-    code, output = run_forked_training(4, write_config(folder, steps=STEPS, batch=4, tp=2))
+def one_node(folder: Path, ranks: int) -> list[float]:
+    """Losses of tp 2, of ranks of which nothing is known but their places."""
+    folder.mkdir()
+    code, output = run_forked_training(ranks, write_config(folder, steps=STEPS, batch=4, tp=2))
     assert code == 0, output
     return read_losses(folder / "runs" / "tiny")
 
 
-# The first is two agents of torchrun's, each with two ranks.
+# Two nodes. The first is two agents of torchrun's with a rank each.
 @pytest.mark.parametrize(
-    ("script", "tasks_per_node"),
+    ("script", "tasks_per_node", "gpus_per_node"),
     [
-        pytest.param("slurm-torchrun.sbatch", 1, id="torchrun"),
-        pytest.param("slurm-srun.sbatch", 2, id="srun"),
+        pytest.param("slurm-torchrun.sbatch", 1, 1, id="torchrun"),
+        pytest.param("slurm-srun.sbatch", 2, 2, id="srun"),
     ],
 )
-def test_sbatch(script: str, tasks_per_node: int, tmp_path: Path, one_node: list[float]) -> None:
+def test_sbatch(script: str, tasks_per_node: int, gpus_per_node: int, tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=1, batch=4)
     environment = launch_environment(TP=2, CONFIG=config, PORT=free_port())
     stand_ins = Path(__file__).parent / "launchers"
     environment["PATH"] = f"{stand_ins}{os.pathsep}{environment['PATH']}"
-    options = [f"--ntasks-per-node={tasks_per_node}", "--gpus-per-node=2"]
+    options = [f"--ntasks-per-node={tasks_per_node}", f"--gpus-per-node={gpus_per_node}"]
     command = ["sbatch", *options, f"launch/{script}", "--steps", str(STEPS)]
     done = subprocess.run(
         [str(stand_ins / command[0]), *command[1:]],
@@ -51,5 +50,7 @@ def test_sbatch(script: str, tasks_per_node: int, tmp_path: Path, one_node: list
         timeout=170,
     )
     assert done.returncode == 0, done.stdout
-    assert "4 ranks on cpu, dp 2, tp 2" in done.stdout
-    assert read_losses(tmp_path / "runs" / "tiny") == pytest.approx(one_node, abs=1e-6)
+    ranks = 2 * gpus_per_node
+    assert f"{ranks} ranks on cpu, dp {gpus_per_node}, tp 2" in done.stdout
+    expected = one_node(tmp_path / "one-node", ranks)
+    assert read_losses(tmp_path / "runs" / "tiny") == pytest.approx(expected, abs=1e-6)

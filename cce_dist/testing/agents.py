@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
 from cce_dist.testing.forks import fork_context
-from cce_dist.testing.torchrun import children, kill
+from cce_dist.testing.torchrun import children, kill, run_agent
 
 
 @dataclass
@@ -52,7 +48,6 @@ class ElasticJob:
             "max_nodes": self.num_nodes,
             "nproc_per_node": self.ranks_per_node,
             "run_id": "elastic",
-            "rdzv_backend": "c10d",
             "rdzv_endpoint": f"127.0.0.1:{self.port}",
             "rdzv_configs": {
                 "is_host": number == 0,
@@ -60,14 +55,13 @@ class ElasticJob:
                 "keep_alive_interval": 1,
                 "keep_alive_max_attempt": 6,
             },
-            "local_addr": "127.0.0.1",
             "max_restarts": 3,
-            "monitor_interval": 0.1,
-            "start_method": "fork",
         }
+        sharing = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not self.share_store))}
         agent = fork_context().Process(
-            target=_run_agent,
-            args=(settings, tuple(self.arguments), self.output, self.share_store),
+            target=run_agent,
+            args=(settings, tuple(self.arguments), self.output),
+            kwargs={"environment": sharing},
         )
         agent.start()
         self.agents.append(agent)
@@ -96,25 +90,3 @@ def elastic_job(arguments: Sequence[str], output: Path, **how: Any) -> Iterator[
         for number, agent in enumerate(job.agents):
             if agent.is_alive():
                 job.lose_node(number)
-
-
-def _run_agent(
-    settings: dict[str, Any], arguments: tuple[str, ...], output: Path, share_store: bool
-) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(not share_store))
-    with output.open("a") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-    elastic_launch(LaunchConfig(**settings), _run_command)(arguments)
-
-
-def _run_command(arguments: tuple[str, ...]) -> None:
-    """As `python -m cce_dist` does, whose exit code is the rank's."""
-    sys.argv[1:] = arguments
-    try:
-        runpy.run_module("cce_dist", run_name="__main__", alter_sys=True)
-    except SystemExit as done:
-        sys.stdout.flush()
-        # A function that returns would wait for an agent that has been told to stop it.
-        os._exit(int(done.code or 0))

@@ -6,10 +6,10 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,40 +19,34 @@ import torch.distributed as dist
 
 from cce_dist.testing.forks import fork_context
 
-ROOT = Path(__file__).parent.parent.parent
 # Environment variables of a rank.
 Place = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A started `cce-dist train`. `launcher` is torchrun, or the only rank itself."""
+    """A started `cce-dist train`. `launcher` is torchrun's agent, or the only rank itself."""
 
-    launcher: subprocess.Popen[str]
+    launcher: Any  # a forked process
+    output: Path
     run_dir: Path
 
     def finish(self, timeout: float) -> tuple[int, str]:
         """Exit code of the launcher, and what it and its ranks wrote."""
-        output = self.launcher.communicate(timeout=timeout)[0]
-        return self.launcher.returncode, output
+        self.launcher.join(timeout)
+        if self.launcher.exitcode is None:
+            raise TimeoutError(f"not done within {timeout} s:\n{self.output.read_text()}")
+        return self.launcher.exitcode, self.output.read_text()
 
     def rank_pids(self) -> dict[int, int]:
         """Process id by rank, of the ranks that torchrun has started so far (Linux)."""
-        found = {}
-        for pid in children(self.launcher.pid):
-            try:
-                entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            ranks = [entry[5:] for entry in entries if entry.startswith(b"RANK=")]
-            if ranks:
-                found[int(ranks[0])] = pid
-        return found
+        # It forks them in their order.
+        return dict(enumerate(children(self.launcher.pid)))
 
     def wait_for_step(self, step: int, timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
         while len(read_losses(self.run_dir)) < step:
-            if self.launcher.poll() is not None:
+            if self.launcher.exitcode is not None:
                 raise AssertionError(f"ended before step {step}:\n{self.finish(timeout)[1]}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"did not reach step {step} within {timeout} s")
@@ -61,30 +55,78 @@ class TrainingJob:
 
 @contextmanager
 def started_training(num_ranks: int, config: Path, *arguments: str) -> Iterator[TrainingJob]:
-    """None of the job's processes outlives the context, stopped ones included.
+    """`torchrun --standalone --nproc-per-node NUM_RANKS -m cce_dist train CONFIG`, of which no
+    process outlives the context, stopped ones included.
 
-    `num_ranks` 0 starts it without torchrun; the JSON file `config` names the run's folder.
+    torchrun's own agent starts the ranks and watches over them; it and they are forked, which takes
+    a tenth of the time. `num_ranks` 0 starts one without it. The JSON file `config` names the run's
+    folder.
     """
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [sys.executable, *(launch if num_ranks else []), "-m", "cce_dist", "train"]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
-    environment["OMP_NUM_THREADS"] = "1"
-    launcher = subprocess.Popen(
-        [*command, str(config), *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    output = config.with_suffix(".out")
+    output.write_text("")
+    command = ("train", str(config), *arguments)
+    how: dict[str, Any] = {"target": run_command, "args": ({}, output, command)}
+    if num_ranks:
+        settings = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": num_ranks, "max_restarts": 0}
+        how = {"target": run_agent, "args": (settings, command, output)}
+    launcher = fork_context().Process(**how)
+    launcher.start()
     run = json.loads(config.read_text())["run"]
-    job = TrainingJob(launcher, Path(run["out"]) / run["name"])
+    job = TrainingJob(launcher, output, Path(run["out"]) / run["name"])
     try:
         yield job
     finally:
         for pid in [*job.rank_pids().values(), launcher.pid]:
             kill(pid)
-        launcher.communicate()
+        launcher.join()
+
+
+def run_agent(
+    settings: Mapping[str, Any],
+    arguments: Sequence[str],
+    output: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    run: Callable[..., object] | None = None,
+) -> None:
+    """An agent of torchrun's; its ranks are forks of this process, which call run(arguments).
+
+    Args:
+        settings: of LaunchConfig, in addition to those of `--standalone`.
+        run: a function of a module; None: the command.
+    """
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.update(environment or {}, CUDA_VISIBLE_DEVICES="")
+    with output.open("a") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    alone = {
+        "run_id": "standalone",
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "127.0.0.1:0",
+        "local_addr": "127.0.0.1",
+        "monitor_interval": 0.1,
+        "start_method": "fork",
+    }
+    elastic_launch(LaunchConfig(**{**alone, **settings}), run or run_rank)(tuple(arguments))
+
+
+def run_rank(arguments: tuple[str, ...]) -> None:
+    """As `python -m cce_dist` does, whose exit code is the rank's."""
+    sys.argv[1:] = arguments
+    try:
+        runpy.run_module("cce_dist", run_name="__main__", alter_sys=True)
+    except SystemExit as done:
+        sys.stdout.flush()
+        code = int(done.code or 0)
+        if code:
+            os._exit(code)
+    # The agent takes nothing but a return for success; one that has been told to stop takes nothing
+    # at all, and whoever returns waits until it has.
+    leave = threading.Timer(1.0, os._exit, (0,))
+    leave.daemon = True
+    leave.start()
 
 
 def run_training(
@@ -103,8 +145,19 @@ def run_forked_training(
     For what does not depend on who starts the ranks. This process gives them what torchrun would:
     their places, and the store. The exit code is of the last rank that failed.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    places: list[Place] = [
+    with _held_store() as store:
+        places = _places(num_ranks, store) or [{}]
+        return run_placed_training(places, config, *arguments, timeout=timeout)
+
+
+@contextmanager
+def _held_store() -> Iterator[dist.TCPStore]:
+    """As torchrun's agent does, until the ranks are over."""
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _places(num_ranks: int, store: dist.TCPStore) -> list[Place]:
+    return [
         {
             "RANK": rank,
             "LOCAL_RANK": rank,
@@ -116,15 +169,19 @@ def run_forked_training(
         }
         for rank in range(num_ranks)
     ]
-    return run_placed_training(places or [{}], config, *arguments, timeout=timeout)
 
 
 def run_placed_training(
     places: Sequence[Place], config: Path, *arguments: str, timeout: float = 100.0
 ) -> tuple[int, str]:
     """As run_forked_training, with the environment variables of each rank."""
-    arguments = ("train", str(config), *arguments)
-    output = config.with_suffix(".out")
+    return _run_placed(places, ("train", str(config), *arguments), config, timeout)
+
+
+def _run_placed(
+    places: Sequence[Place], arguments: tuple[str, ...], beside: Path, timeout: float
+) -> tuple[int, str]:
+    output = beside.with_suffix(".out")
     output.write_text("")
     ranks = [
         fork_context().Process(target=run_command, args=(place, output, arguments))
@@ -202,17 +259,8 @@ def children(parent: int) -> list[int]:
     return sorted(found)
 
 
-def bench(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`cce-dist bench COMMAND` on two ranks over gloo."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
-    environment["OMP_NUM_THREADS"] = "1"
-    return subprocess.run(
-        [sys.executable, *launch, "-m", "cce_dist", "bench", command, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+def bench(folder: Path, command: str, *arguments: str) -> tuple[int, str]:
+    """`cce-dist bench COMMAND` on two forked ranks over gloo: exit code and output."""
+    with _held_store() as store:
+        places = _places(2, store)
+        return _run_placed(places, ("bench", command, *arguments), folder / "bench", 150)
