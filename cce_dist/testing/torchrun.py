@@ -100,8 +100,19 @@ def run_forked_training(
 ) -> tuple[int, str]:
     """As run_training, in a tenth of its time: ranks are forked from a process with all imports.
 
-    For what does not depend on who starts the ranks. This process gives them what torchrun would:
-    their places, and the store. The exit code is of the last rank that failed.
+    For what does not depend on who starts the ranks.
+    """
+    output = config.with_suffix(".out")
+    return run_forked(num_ranks, output, "train", str(config), *arguments, timeout=timeout)
+
+
+def run_forked(
+    num_ranks: int, output: Path, *arguments: str, timeout: float = 100.0
+) -> tuple[int, str]:
+    """`cce-dist` with these arguments; `output` is a file for what the ranks write.
+
+    This process gives them what torchrun would: their places, and the store. The exit code is of
+    the last rank that failed.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places: list[Place] = [
@@ -116,15 +127,21 @@ def run_forked_training(
         }
         for rank in range(num_ranks)
     ]
-    return run_placed_training(places or [{}], config, *arguments, timeout=timeout)
+    return run_placed(places or [{}], output, *arguments, timeout=timeout)
 
 
 def run_placed_training(
     places: Sequence[Place], config: Path, *arguments: str, timeout: float = 100.0
 ) -> tuple[int, str]:
     """As run_forked_training, with the environment variables of each rank."""
-    arguments = ("train", str(config), *arguments)
     output = config.with_suffix(".out")
+    return run_placed(places, output, "train", str(config), *arguments, timeout=timeout)
+
+
+def run_placed(
+    places: Sequence[Place], output: Path, *arguments: str, timeout: float
+) -> tuple[int, str]:
+    """As run_forked, with the environment variables of each rank."""
     output.write_text("")
     ranks = [
         fork_context().Process(target=run_command, args=(place, output, arguments))
