@@ -35,7 +35,7 @@ SOFTCAP, SCALE = 3.0, 2.0
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that share 301 rows, and two texts of other lengths than windows."""
+    """A run of two ranks with other layers and other rows each, and two texts."""
     folder = tmp_path_factory.mktemp("eval")
     shutil.copy(argparse.__file__, folder / "train.py")
     held = Path(json.__file__).read_text()
@@ -50,7 +50,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "cache": str(folder / "cache"),
         },
         "model": {"dim": DIM, "layers": LAYERS, "heads": HEADS},
-        "parallel": {"tp": 2, "timeout_s": 20},
+        "parallel": {"pp": 2, "vocab_over_pipeline": True, "timeout_s": 20},
         # An objective that is not the likelihood, of logits that are not hidden @ weight.T.
         "loss": {
             "gradient": "exact",
@@ -184,6 +184,28 @@ def test_eval_with_overlap_and_an_earlier_checkpoint(out: Path) -> None:
     assert found["nats_per_token"] == pytest.approx(float(whole.mean()), rel=1e-6)
 
 
+def test_eval_in_bfloat16(out: Path) -> None:
+    shutil.copytree(out / "run", out / "bf16")
+    change_config(out / "bf16", dtype="bfloat16")
+    checkpoint = find_checkpoint(out / "bf16" / "checkpoints", None)
+    text = texts_of(out, checkpoint)[0]
+    dense = float(dense_nats(weights_of(out, checkpoint), text, LENGTH).mean())
+    found = out / "bf16.json"
+    command = ("eval", str(out / "bf16"), str(out / "a.txt"), "--json", str(found))
+    code, output = run_forked(2, out / "bf16.out", *command)
+    assert code == 0, output
+    nats = json.loads(found.read_text())["nats_per_token"]
+    assert 1e-6 < abs(nats - dense) / dense < 1e-2
+
+
+def change_config(run: Path, **changes: Any) -> None:
+    """What the newest checkpoint says that it was trained with."""
+    info = run / "checkpoints" / "step_00000012" / "run.json"
+    changed = json.loads(info.read_text())
+    changed["config"].update(changes)
+    info.write_text(json.dumps(changed))
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "length", "stride"),
     [
@@ -261,10 +283,7 @@ def test_eval_refuses_texts_and_tokenizers(out: Path, tmp_path: Path) -> None:
 
 def test_eval_refuses_weights_of_another_model(out: Path) -> None:
     shutil.copytree(out / "run", out / "other")
-    info = out / "other" / "checkpoints" / "step_00000012" / "run.json"
-    changed = json.loads(info.read_text())
-    changed["config"]["model"]["dim"] = 24
-    info.write_text(json.dumps(changed))
+    change_config(out / "other", model={"dim": 24, "layers": LAYERS, "heads": HEADS})
     command = ("eval", str(out / "other"), str(out / "a.txt"))
     code, output = run_forked(0, out / "other.out", *command)
     assert code == 2

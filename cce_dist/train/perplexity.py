@@ -32,6 +32,7 @@ from .scores import (
     Findings,
     Score,
     TextScore,
+    count_ids,
     frequency_groups,
     score_groups,
     score_texts,
@@ -131,23 +132,23 @@ def evaluate_texts(
     place(model, config, ranks)
     load_weights(checkpoint, model, ranks)
     heartbeat.phase = "evaluating"
-    counts = np.stack([np.bincount(ids[1:], minlength=config.data.vocab_size) for ids in texts])
-    groups = frequency_groups(counts.sum(0))
+    counts = count_ids(texts, config.data.vocab_size)
+    groups = frequency_groups(counts)
     began = time.perf_counter()
     nats = sum_nll(model, windows, groups, config, ranks, heartbeat).reshape(len(texts), NUM_GROUPS)
     seconds = time.perf_counter() - began
     if not np.isfinite(nats).all():
         raise JobError(f"{checkpoint.folder} must give finite losses, got {nats.sum()} nats")
-    scores = score_texts(counts, nats, num_bytes)
+    num_tokens = [len(ids) - 1 for ids in texts]
     return Findings(
         checkpoint=checkpoint,
         config=config,
         stride=stride,
         dp=ranks.dp,
         device=ranks.device.type,
-        texts=list(zip(request.texts, scores, strict=True)),
-        whole=TextScore(Score(int(counts.sum()), float(nats.sum())), sum(num_bytes)),
-        groups=score_groups(counts.sum(0), groups, nats.sum(0)),
+        texts=score_texts(request.texts, num_tokens, num_bytes, nats.sum(1)),
+        whole=TextScore(Score(sum(num_tokens), float(nats.sum())), sum(num_bytes)),
+        groups=score_groups(counts, groups, nats.sum(0)),
         seconds=seconds,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,14 @@ class Findings:
         }
 
 
+def count_ids(texts: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
+    """[V] of how often the texts have each id, without the token before each text."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for ids in texts:
+        counts += np.bincount(ids[1:], minlength=vocab_size)
+    return counts
+
+
 def frequency_groups(counts: np.ndarray) -> np.ndarray:
     """[V] of how often a text has each id -> [V] the tenth that it is in, 0 of the most frequent.
 
@@ -126,12 +135,13 @@ def frequency_groups(counts: np.ndarray) -> np.ndarray:
 
 
 def score_texts(
-    counts: np.ndarray,  # [texts, V]
-    nats: np.ndarray,  # [texts, NUM_GROUPS]
-    num_bytes: list[int],
-) -> list[TextScore]:
-    sums = zip(counts.sum(1).tolist(), nats.sum(1).tolist(), num_bytes, strict=True)
-    return [TextScore(Score(tokens, part), size) for tokens, part, size in sums]
+    paths: Sequence[Path],
+    num_tokens: Sequence[int],
+    num_bytes: Sequence[int],
+    nats: np.ndarray,  # [texts]
+) -> list[tuple[Path, TextScore]]:
+    each = zip(paths, num_tokens, num_bytes, nats.tolist(), strict=True)
+    return [(path, TextScore(Score(tokens, total), size)) for path, tokens, size, total in each]
 
 
 def score_groups(
