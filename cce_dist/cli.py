@@ -10,6 +10,7 @@ import typer
 
 from .bench.cli import app as bench_app
 from .cli_doctor import doctor
+from .cli_eval import evaluate
 from .cli_plan import app as plan_app
 
 app = typer.Typer(
@@ -60,5 +61,6 @@ def train(
 
 
 app.command("doctor")(doctor)
+app.command("eval")(evaluate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(plan_app, name="plan")

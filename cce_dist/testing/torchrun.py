@@ -142,22 +142,22 @@ def run_forked_training(
 ) -> tuple[int, str]:
     """As run_training, in a tenth of its time: ranks are forked from a process with all imports.
 
-    For what does not depend on who starts the ranks. This process gives them what torchrun would:
-    their places, and the store. The exit code is of the last rank that failed.
+    For what does not depend on who starts the ranks.
     """
-    with _held_store() as store:
-        places = _places(num_ranks, store) or [{}]
-        return run_placed_training(places, config, *arguments, timeout=timeout)
+    output = config.with_suffix(".out")
+    return run_forked(num_ranks, output, "train", str(config), *arguments, timeout=timeout)
 
 
-@contextmanager
-def _held_store() -> Iterator[dist.TCPStore]:
-    """As torchrun's agent does, until the ranks are over."""
-    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def run_forked(
+    num_ranks: int, output: Path, *arguments: str, timeout: float = 100.0
+) -> tuple[int, str]:
+    """`cce-dist` with these arguments; `output` is a file for what the ranks write.
 
-
-def _places(num_ranks: int, store: dist.TCPStore) -> list[Place]:
-    return [
+    This process gives them what torchrun would: their places, and the store. The exit code is of
+    the last rank that failed.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places: list[Place] = [
         {
             "RANK": rank,
             "LOCAL_RANK": rank,
@@ -169,19 +169,21 @@ def _places(num_ranks: int, store: dist.TCPStore) -> list[Place]:
         }
         for rank in range(num_ranks)
     ]
+    return run_placed(places or [{}], output, *arguments, timeout=timeout)
 
 
 def run_placed_training(
     places: Sequence[Place], config: Path, *arguments: str, timeout: float = 100.0
 ) -> tuple[int, str]:
     """As run_forked_training, with the environment variables of each rank."""
-    return _run_placed(places, ("train", str(config), *arguments), config, timeout)
+    output = config.with_suffix(".out")
+    return run_placed(places, output, "train", str(config), *arguments, timeout=timeout)
 
 
-def _run_placed(
-    places: Sequence[Place], arguments: tuple[str, ...], beside: Path, timeout: float
+def run_placed(
+    places: Sequence[Place], output: Path, *arguments: str, timeout: float
 ) -> tuple[int, str]:
-    output = beside.with_suffix(".out")
+    """As run_forked, with the environment variables of each rank."""
     output.write_text("")
     ranks = [
         fork_context().Process(target=run_command, args=(place, output, arguments))
@@ -261,6 +263,4 @@ def children(parent: int) -> list[int]:
 
 def bench(folder: Path, command: str, *arguments: str) -> tuple[int, str]:
     """`cce-dist bench COMMAND` on two forked ranks over gloo: exit code and output."""
-    with _held_store() as store:
-        places = _places(2, store)
-        return _run_placed(places, ("bench", command, *arguments), folder / "bench", 150)
+    return run_forked(2, folder / "bench.out", "bench", command, *arguments, timeout=150)

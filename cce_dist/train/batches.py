@@ -31,17 +31,19 @@ class Batches:
         choices = len(self.train) - self.sequence_length
         starts = np.random.default_rng([self.seed, step]).integers(choices, size=dp * self.batch)
         mine = starts[dp_rank * self.batch : (dp_rank + 1) * self.batch]
-        return self._stack(self.train, mine)
+        return stack_sequences(self.train, mine, self.sequence_length)
 
     def held_out_batch(self) -> tuple[Tensor, Tensor]:
         """The same ids and targets on every call and every rank."""
-        return self._stack(self.held_out, np.arange(self.batch) * self.sequence_length)
+        starts = np.arange(self.batch) * self.sequence_length
+        return stack_sequences(self.held_out, starts, self.sequence_length)
 
-    def _stack(self, tokens: np.ndarray, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-        length = self.sequence_length + 1
-        rows = np.stack([tokens[start : start + length] for start in starts])
-        ids = torch.from_numpy(rows.astype(np.int64))
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+def stack_sequences(tokens: np.ndarray, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+    """ids and targets of the sequences that begin there, [len(starts), length] int64 each."""
+    rows = np.stack([tokens[start : start + length + 1] for start in starts])
+    ids = torch.from_numpy(rows.astype(np.int64))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def split_tokens(tokens: np.ndarray, config: TrainConfig) -> Batches:

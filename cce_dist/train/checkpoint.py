@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .collectives import wait_for_all
@@ -63,20 +62,50 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
     Raises:
         ConfigError: it has lost a part since it was written.
     """
-    found = sorted(path for path in folder.glob("step_*") if (path / INFO_FILE).exists())
+    found = _whole_checkpoints(folder)
+    return _open_checkpoint(found[-1]) if found else None
+
+
+def find_checkpoint(folder: Path, step: int | None) -> Checkpoint:
+    """That of a step; of None the newest one.
+
+    Raises:
+        ConfigError: there is none, or it has lost a part since it was written.
+    """
+    found = _whole_checkpoints(folder)
     if not found:
-        return None
-    info = json.loads((found[-1] / INFO_FILE).read_text())
+        raise ConfigError(f"{folder} must hold a checkpoint of cce-dist train, found none")
+    if step is None:
+        return _open_checkpoint(found[-1])
+    path = folder / _name_of(step)
+    if path not in found:
+        steps = ", ".join(str(int(other.name.removeprefix("step_"))) for other in found)
+        raise ConfigError(
+            f"{folder} must hold a checkpoint of step {step}, found those of steps {steps}"
+        )
+    return _open_checkpoint(path)
+
+
+def _whole_checkpoints(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step_*") if (path / INFO_FILE).exists())
+
+
+def _open_checkpoint(folder: Path) -> Checkpoint:
+    info = json.loads((folder / INFO_FILE).read_text())
     for name, size in info.get("files", {}).items():
-        path = found[-1] / name
+        path = folder / name
         got = path.stat().st_size if path.exists() else None
         if got != size:
             raise ConfigError(
-                f"checkpoint {found[-1]} must have {name} of {size} bytes, got "
+                f"checkpoint {folder} must have {name} of {size} bytes, got "
                 f"{'none' if got is None else f'{got} bytes'}: restore the file, or remove the "
                 "checkpoint's folder to go on from the one before"
             )
-    return Checkpoint(found[-1], info["step"], info)
+    return Checkpoint(folder, info["step"], info)
+
+
+def _name_of(step: int) -> str:
+    return f"step_{step:08d}"
 
 
 def save_checkpoint(
@@ -93,7 +122,7 @@ def save_checkpoint(
 
     Collectives: those of torch.distributed.checkpoint.save, and one small all-reduce.
     """
-    final = folder / f"step_{step:08d}"
+    final = folder / _name_of(step)
     partial = folder / f"partial_{step:08d}"
     if ranks.is_main:
         for left_by_a_killed_job in folder.glob("partial_*"):
@@ -126,6 +155,26 @@ def load_checkpoint(
     state = _state(model, optimizer, ranks)
     dcp.load(state, checkpoint_id=checkpoint.folder)
     torch.set_rng_state(state["rng"])
+
+
+def load_weights(checkpoint: Checkpoint, model: AnyDecoder, ranks: Ranks) -> None:
+    """Fill the model alone, in place, whatever layout it was trained in.
+
+    Raises:
+        ConfigError: the checkpoint has no such weights, or of other shapes.
+    """
+    weights = _weights(model, ranks)
+    saved = dcp.FileSystemReader(checkpoint.folder).read_metadata().state_dict_metadata
+    wrong = []
+    for name, weight in weights.items():
+        found = getattr(saved.get(f"model.{name}"), "size", None)
+        if found != weight.shape:
+            got = "none" if found is None else list(found)
+            wrong.append(f"  {name} of shape {list(weight.shape)}, got {got}")
+    if wrong:
+        rule = f"checkpoint {checkpoint.folder} must have the weights of its configuration:"
+        raise ConfigError("\n".join([rule, *wrong]))
+    dcp.load({"model": weights}, checkpoint_id=checkpoint.folder)
 
 
 def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dp: int) -> None:
@@ -164,18 +213,25 @@ def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dp: int) -> Non
 
 def _state(model: AnyDecoder, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
     """Tensors that share their storage with the live ones, so that loading fills those."""
-    sharded = model.sharded_parameters()
-    weights, moments = {}, {}
+    moments = {}
     for name, parameter in model.named_parameters():
-        mesh = ranks.vocab_mesh if name in model.spread else ranks.mesh
-        rows = model.vocab_size if name in sharded else None
-        weights[name] = _as_saved(parameter.detach(), rows, mesh)
         for key, value in optimizer.state[parameter].items():
-            moments[f"{name}.{key}"] = _as_saved(value, rows, mesh)
+            moments[f"{name}.{key}"] = _as_saved(name, value, model, ranks)
+    weights = _weights(model, ranks)
     return {"model": weights, "optimizer": moments, "rng": torch.get_rng_state()}
 
 
-def _as_saved(tensor: Tensor, vocab_size: int | None, mesh: DeviceMesh) -> Tensor:
+def _weights(model: AnyDecoder, ranks: Ranks) -> dict[str, Tensor]:
+    return {
+        name: _as_saved(name, parameter.detach(), model, ranks)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _as_saved(name: str, tensor: Tensor, model: AnyDecoder, ranks: Ranks) -> Tensor:
+    """The parameter of this name, or a moment of its."""
+    mesh = ranks.vocab_mesh if name in model.spread else ranks.mesh
+    vocab_size = model.vocab_size if name in model.sharded_parameters() else None
     over_dp = isinstance(tensor, DTensor)
     # AdamW counts its steps in a scalar.
     if tensor.dim() == 0 or (vocab_size is None and not over_dp):

@@ -70,11 +70,18 @@ def load_config(
         raise ConfigError(f"{path} must hold a mapping of keys, got {values!r}")
     for key, value in overrides:
         _set(values, key, _parse(value, f"--{key}"))
-    values = fit_to_ranks(values, num_ranks)
+    return make_config(fit_to_ranks(values, num_ranks), str(path))
+
+
+def make_config(values: dict[str, Any], where: str) -> TrainConfig:
+    """
+    Raises:
+        ConfigError: one line for each thing that is wrong, after the name of where they stand.
+    """
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
-        lines = [f"invalid configuration ({path}):", *_describe(error.errors())]
+        lines = [f"invalid configuration ({where}):", *_describe(error.errors())]
         raise ConfigError("\n".join(lines)) from None
 
 

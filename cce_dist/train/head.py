@@ -99,6 +99,37 @@ def _cce_loss(
     return LossOutput(loss=out) if isinstance(out, Tensor) else out
 
 
+def make_token_nll(
+    config: TrainConfig, layout: HeadLayout
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """hidden, weight shard, targets -> [N] fp32: of each token -log of its probability, in nats.
+
+    The softmax of the logits as training forms them, without what its objective adds to that.
+    """
+    dtype, loss = getattr(torch, config.dtype), config.loss
+
+    def token_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            nll = linear_cross_entropy(
+                hidden.to(dtype),
+                weight.to(dtype),
+                targets,
+                group=layout.group,
+                vocab_shard=layout.shard,
+                sequence_parallel=layout.sequence_parallel,
+                reduction="none",
+                softcap=loss.softcap,
+                logit_scale=loss.logit_scale,
+                gradient="exact",
+                backend=loss.backend,
+                workspace_bytes=int(loss.workspace_mib * 2**20),
+            )
+        assert isinstance(nll, Tensor)
+        return nll
+
+    return token_nll
+
+
 def loss_options(config: LossConfig) -> dict[str, Any]:
     """What the configuration says of the loss, as options of `linear_cross_entropy`."""
     return {

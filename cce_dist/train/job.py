@@ -5,33 +5,23 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
-import sys
-import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from cce_dist.phases import watched_by
-
 from .batches import split_tokens
 from .checkpoint import check_resumable, newest_checkpoint
-from .collectives import wait_for_all
 from .config import TrainConfig
 from .config_file import load_config
-from .errors import ConfigError, JobError
+from .errors import ConfigError
 from .heartbeat import Heartbeat
 from .loop import Job, Run, resume_run, start_run, train
 from .model import count_parameters
 from .progress import Display
-from .ranks import Ranks, connect, leave, num_ranks, rank_from_environment
+from .ranks import Ranks, num_ranks
 from .report import Evaluation, describe_ranks, evaluate, write_report
-from .stop import StopRequest, end_at_once
+from .stop import StopRequest
 from .tokens import TokenCache, open_tokens, prepare_tokens
-
-# How long the other ranks let the main one explain an error that all of them found: a launcher
-# ends every rank as soon as one has left.
-LET_MAIN_SPEAK_S = 5.0
+from .watch import run_watched, wait_for_main
 
 
 def run_job(
@@ -42,68 +32,20 @@ def run_job(
     A launcher that starts the ranks again after a failure gives them the same command: they
     continue, whatever `resume` says.
     """
-    end_at_once()
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    stop = StopRequest()
-    heartbeat = None
-    try:
-        config = load_config(config_path, overrides, num_ranks=num_ranks())
-        ranks = connect(config.parallel)
-        heartbeat = _make_heartbeat(config, ranks, stop)
-        heartbeat.start()
-        with watched_by(heartbeat.place):
-            _train_and_report(config, ranks, heartbeat, stop, resume, compare_dense)
-        heartbeat.phase = "leaving"
-        wait_for_all(ranks.device)
-    except JobError as error:
-        if heartbeat is not None:
-            heartbeat.explain(error)
-        return _refuse(error)
-    except Exception as error:
-        if heartbeat is None:
-            raise
-        _leave_failed(heartbeat, error)
-    heartbeat.close()
-    leave(ranks)
-    return 0
+
+    def load() -> TrainConfig:
+        return load_config(config_path, overrides, num_ranks=num_ranks())
+
+    def work(config: TrainConfig, ranks: Ranks, heartbeat: Heartbeat, stop: StopRequest) -> None:
+        _train_and_report(config, ranks, heartbeat, stop, resume, compare_dense)
+
+    return run_watched(load, work, _kin)
 
 
-def _make_heartbeat(config: TrainConfig, ranks: Ranks, stop: StopRequest) -> Heartbeat:
+def _kin(config: TrainConfig, ranks: Ranks) -> int:
     # Only the last stage's ranks merge, unless the head is over the whole pipeline.
-    kin = ranks.pp_rank if ranks.pp > 1 and not config.layout("cce").over_pipeline else 0
-    timeout_s, in_order = config.parallel.timeout_s, ranks.pp == 1
-    return Heartbeat(ranks, timeout_s, lambda: bool(stop), kin=kin, in_order=in_order)
-
-
-def _refuse(error: JobError) -> int:
-    """Say it once, from the main rank; does not return where ranks have to be left."""
-    if rank_from_environment() == 0:
-        _say_error(str(error))
-    else:
-        time.sleep(LET_MAIN_SPEAK_S)
-    _exit(error.exit_code)
-    return error.exit_code
-
-
-def _leave_failed(heartbeat: Heartbeat, error: Exception) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not heartbeat.is_lost_peer(error):
-        traceback.print_exc()
-    message = heartbeat.explain(error)
-    if message is not None:
-        _say_error(message)
-    _exit(1)
-
-
-def _say_error(message: str) -> None:
-    sys.stderr.write(f"error: {message}\n")
-
-
-def _exit(code: int) -> None:
-    # Destructors of process groups wait for peers that will never come.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    return ranks.pp_rank if ranks.pp > 1 and not config.layout("cce").over_pipeline else 0
 
 
 def _train_and_report(
@@ -185,9 +127,7 @@ def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: b
         cache = _prepare_tokens(config, ranks, display, resume)
         ranks.store.set("tokens", json.dumps(cache.key))
         return cache
-    # A collective, or a waiting store, would time out while a large vocabulary is trained.
-    while not ranks.store.check(["tokens"]):
-        time.sleep(0.1)
+    wait_for_main(ranks, "tokens")
     key = json.loads(ranks.store.get("tokens"))
     try:
         return open_tokens(config.data.cache, key)

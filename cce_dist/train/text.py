@@ -56,7 +56,7 @@ def _read_all(paths: Sequence[Path]) -> Iterator[str]:
         elif path.suffix in JSONL_SUFFIXES:
             yield from _read_jsonl(path)
         else:
-            yield _read_named(path)
+            yield read_text(path, "data.paths")
 
 
 def _files_in(root: Path) -> Iterator[Path]:
@@ -77,14 +77,18 @@ def _read_files(files: Sequence[Path]) -> Iterator[str]:
             continue
 
 
-def _read_named(path: Path) -> str:
+def read_text(path: Path, argument: str) -> str:
+    """
+    Raises:
+        ConfigError: it cannot be read, or is not UTF-8; begins with the name of the argument.
+    """
     try:
         return path.read_text(encoding="utf8")
     except OSError as error:
-        raise ConfigError(f"data.paths: cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"{argument}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"data.paths: {path} must be UTF-8 text, got the byte "
+            f"{argument}: {path} must be UTF-8 text, got the byte "
             f"0x{error.object[error.start]:02x} at offset {error.start}"
         ) from None
 

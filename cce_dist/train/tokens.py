@@ -69,6 +69,19 @@ def open_tokens(cache: Path, key: str) -> TokenCache:
     return TokenCache(folder=cache / key, key=key, num_merged=info["num_merged"])
 
 
+def encode_texts(cache: TokenCache, texts: Sequence[str]) -> list[np.ndarray]:
+    """Of each text END_OF_TEXT, which stood before every document in training, and its ids: uint32.
+
+    The tokenizer is the cached one; its tokens.npy is not read.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(cache.folder / "tokenizer.json"))
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    return [np.array([end, *encoding.ids], dtype=np.uint32) for encoding in encodings]
+
+
 def _cache_key(documents: Sequence[str], vocab_size: int) -> str:
     import tokenizers
 

@@ -1,0 +1,104 @@
+"""Work on ranks that watch one another: what goes wrong is one message and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from cce_dist.phases import watched_by
+
+from .collectives import wait_for_all
+from .config import TrainConfig
+from .errors import JobError
+from .heartbeat import Heartbeat
+from .ranks import Ranks, connect, leave, rank_from_environment
+from .stop import StopRequest, end_at_once
+
+# How long the other ranks let the main one explain an error that all of them found: a launcher
+# ends every rank as soon as one has left.
+LET_MAIN_SPEAK_S = 5.0
+
+Work = Callable[[TrainConfig, Ranks, Heartbeat, StopRequest], None]
+
+
+def run_watched(
+    load: Callable[[], TrainConfig], work: Work, kin: Callable[[TrainConfig, Ranks], int]
+) -> int:
+    """Load, join the ranks, work, leave; the exit code. Does not return where ranks are left.
+
+    Args:
+        load: before the ranks are joined; it raises on all of them or on none.
+        work: JobError is one message, and so is the loss of a peer.
+        kin: of Heartbeat.
+    """
+    end_at_once()
+    stop = StopRequest()
+    heartbeat = None
+    try:
+        config = load()
+        ranks = connect(config.parallel)
+        heartbeat = Heartbeat(
+            ranks,
+            config.parallel.timeout_s,
+            lambda: bool(stop),
+            kin=kin(config, ranks),
+            in_order=ranks.pp == 1,
+        )
+        heartbeat.start()
+        with watched_by(heartbeat.place):
+            work(config, ranks, heartbeat, stop)
+        heartbeat.phase = "leaving"
+        wait_for_all(ranks.device)
+    except JobError as error:
+        if heartbeat is not None:
+            heartbeat.explain(error)
+        return _refuse(error)
+    except Exception as error:
+        if heartbeat is None:
+            raise
+        _leave_failed(heartbeat, error)
+    heartbeat.close()
+    leave(ranks)
+    return 0
+
+
+def wait_for_main(ranks: Ranks, key: str) -> None:
+    """For as long as it lives, until it has set `key`."""
+    # A collective, or a waiting store, would time out while a large vocabulary is trained.
+    while not ranks.store.check([key]):
+        time.sleep(0.1)
+
+
+def _refuse(error: JobError) -> int:
+    """Say it once, from the main rank; does not return where ranks have to be left."""
+    if rank_from_environment() == 0:
+        _say_error(str(error))
+    else:
+        time.sleep(LET_MAIN_SPEAK_S)
+    _exit(error.exit_code)
+    return error.exit_code
+
+
+def _leave_failed(heartbeat: Heartbeat, error: Exception) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if not heartbeat.is_lost_peer(error):
+        traceback.print_exc()
+    message = heartbeat.explain(error)
+    if message is not None:
+        _say_error(message)
+    _exit(1)
+
+
+def _say_error(message: str) -> None:
+    sys.stderr.write(f"error: {message}\n")
+
+
+def _exit(code: int) -> None:
+    # Destructors of process groups wait for peers that will never come.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
