@@ -22,6 +22,8 @@ from cce_dist.testing.torchrun import kill
 
 DEVICE = "cce"
 CLONE_NEWUTS = 0x04000000
+# Ranks of one host would look into each other's memory.
+AS_HOST = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,12 @@ class Node:
         return _run("ip", "netns", "exec", self.namespace, *command)
 
     def start(self, *command: str, log: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-        """A command there, in addition to this process's environment; its output goes to `log`."""
+        """A command there, on a host of another name, in addition to this process's environment;
+        its output goes to `log`."""
         sockets = {"GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE}
         with log.open("w") as file:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.namespace, *command],
+                ["ip", "netns", "exec", self.namespace, *AS_HOST, self.namespace, *command],
                 env={**os.environ, **sockets, **environment},
                 stdout=file,
                 stderr=subprocess.STDOUT,
