@@ -13,7 +13,8 @@ try:
     from cce_dist.largest import LargestLogits, largest_logits
     from cce_dist.logprobs import TokenLogprobs, token_logprobs
     from cce_dist.loss import LinearCrossEntropy, linear_cross_entropy
-    from cce_dist.options import Filter, LossOptions
+    from cce_dist.options import Filter, LossOptions, Screen
+    from cce_dist.quantized import QuantizedWeight, quantize_weight
     from cce_dist.vocab_shard import VocabShard
 except (ImportError, OSError) as error:
     # Of our own files, not torch's.
@@ -35,10 +36,13 @@ __all__ = [
     "LogitMoments",
     "LossOptions",
     "LossOutput",
+    "QuantizedWeight",
+    "Screen",
     "TokenLogprobs",
     "VocabShard",
     "all_reduce_logaddexp",
     "largest_logits",
     "linear_cross_entropy",
+    "quantize_weight",
     "token_logprobs",
 ]

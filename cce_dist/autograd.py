@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cce_dist import sharded
-from cce_dist.partials import Head, Needs, Stats, Tokens, Upstream, accumulate_dtype
-from cce_dist.sharded import Plan
+from cce_dist.loss_plan import Plan
+from cce_dist.partials import Head, Needs, QuantizedRows, Stats, Tokens, Upstream, accumulate_dtype
 
 # nll, lse, smooth_logit [N] -> this chunk's part of the scalar loss; the slice says which tokens.
 Objective = Callable[[Tensor, Tensor, Tensor | None, slice], Tensor]
@@ -33,6 +33,7 @@ class Call:
     count: Tensor | None  # [1] int32; None: all N tokens count
     device_type: str
     class_weight: Tensor | None  # [V_local] of this shard
+    quantized: QuantizedRows | None  # of this shard, where the caller keeps them
     grad_weight_into: Tensor | None
     tail_mass: bool  # report it
     record: bool  # a backward may follow
@@ -47,6 +48,7 @@ class Call:
             vocab_size=self.plan.shard.vocab_size,
             softcap=options.softcap,
             logit_scale=options.logit_scale,
+            quantized=self.quantized,
         )
 
     def tokens(self, hidden: Tensor, *, later: bool = False) -> Tokens:
@@ -107,7 +109,7 @@ def _plain_outputs(stats: Stats, tail: Tensor | None) -> tuple[Tensor | None, ..
     mean = stats.mean_logit
     if mean is not None and stats.origin_logit is not None:
         mean = stats.origin_logit + mean
-    return stats.max_logit, stats.target_is_argmax, mean, stats.m2_logit, tail
+    return stats.max_logit, stats.target_is_argmax, mean, stats.m2_logit, stats.screened, tail
 
 
 def _outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,10 +26,10 @@ from cce_dist.compute import (
     slice_of,
     wanted_of,
 )
-from cce_dist.options import Filter, LossOptions
+from cce_dist.loss_plan import Plan
+from cce_dist.options import Filter, LossOptions, Screen
 from cce_dist.partials import accumulate_dtype
 from cce_dist.reduction import TokenLoss, pick_tokens
-from cce_dist.sharded import Plan
 from cce_dist.transport import group_rank, group_size, resolve_group
 from cce_dist.vocab_shard import VocabShard
 
@@ -50,7 +50,7 @@ class Bound:
 
 
 OPTIONS = tuple(LossOptions.__dataclass_fields__)
-FILTER = tuple(Filter.__dataclass_fields__)
+NESTED = tuple((kind, tuple(kind.__dataclass_fields__)) for kind in (Filter, Screen))
 _bound: dict[str, Bound] = {}
 
 
@@ -61,8 +61,9 @@ def _bind(group: Any, shard: Any, num_rows: int, **fields: Any) -> tuple[str, in
     Returns:
         The key; start, stop and vocab_size of the shard; the number of ranks.
     """
-    if isinstance(fields["filter"], tuple):
-        fields["filter"] = Filter(*fields["filter"])
+    for (kind, _), name in zip(NESTED, ("filter", "screen"), strict=True):
+        if isinstance(fields[name], tuple):
+            fields[name] = kind(*fields[name])
     options = LossOptions(**fields)
     # torch 2.13 traces with a stand-in for the group.
     group = resolve_group(getattr(group, "real_obj", group))
@@ -81,8 +82,7 @@ def _bind(group: Any, shard: Any, num_rows: int, **fields: Any) -> tuple[str, in
     rows = torch.empty(num_rows, 0, device="meta")
     shard = VocabShard(*shard) if isinstance(shard, tuple) else shard
     shard = validation.check_shard(shard, rows, rank, size)
-    name = "" if group is None else group.group_name
-    key = f"{name!r} {shard} {options}"
+    key = f"{'' if group is None else group.group_name!r} {shard} {options}"
     _bound[key] = Bound(options, group, shard)
     return key, shard.start, shard.stop, shard.vocab_size, size
 
@@ -99,21 +99,21 @@ def compute(
     token_weight: Tensor | None,
     class_weight: Tensor | None,
     grad_weight_into: Tensor | None,
+    quantized_weight: Any = None,
 ) -> Tensor | LossOutput:
     """As `compute.compute`, while torch.compile traces."""
     if hasattr(type(group), "all_reduce_logaddexp"):
-        raise ValueError(
-            "group must be a ProcessGroup within torch.compile(fullgraph=True), got an MPIGroup"
-        )
+        raise ValueError("group must be a ProcessGroup within torch.compile, got an MPIGroup")
+    if quantized_weight is not None:
+        raise ValueError("quantized_weight must be None within torch.compile")
     if grad_weight_into is not None:
-        raise ValueError(
-            "grad_weight_into must be None within torch.compile, where a backward may not write "
-            "into the caller's tensors"
-        )
+        why = "a backward may not write into the caller's tensors"
+        raise ValueError(f"grad_weight_into must be None within torch.compile, where {why}")
     validation.check_hidden_and_weight(hidden, weight)
     fields = {name: getattr(options, name) for name in OPTIONS}
-    if isinstance(options.filter, Filter):
-        fields["filter"] = tuple(getattr(options.filter, name) for name in FILTER)
+    for (kind, names), name in zip(NESTED, ("filter", "screen"), strict=True):
+        if isinstance(fields[name], kind):
+            fields[name] = tuple(getattr(fields[name], field) for field in names)
     bounds: Any = vocab_shard
     if isinstance(vocab_shard, VocabShard):
         bounds = (vocab_shard.start, vocab_shard.stop, vocab_shard.vocab_size)
@@ -153,11 +153,12 @@ def compute(
 
 
 def _has_plain(options: LossOptions) -> tuple[bool, ...]:
-    """Which of max_logit, target_is_argmax, mean_logit, m2_logit, tail mass there are."""
+    """Which of max_logit, target_is_argmax, mean_logit, m2_logit, screened, tail mass there are."""
     wanted = wanted_of(options)
     some = wanted.correct or wanted.moments
     moments = wanted.moments
-    return some, wanted.correct, moments, moments, "tail_mass" in options.stats
+    has = (some, wanted.correct, moments, moments, wanted.screened)
+    return (*has, "tail_mass" in options.stats)
 
 
 def _plain(others: list[Tensor], options: LossOptions) -> list[Tensor | None]:
@@ -202,6 +203,7 @@ def _call(
         count=device_count,
         device_type=rows.device.type,
         class_weight=class_weight,
+        quantized=None,
         grad_weight_into=None,
         tail_mass="tail_mass" in plan.options.stats,
         record=record,

@@ -12,16 +12,17 @@ from torch import Tensor
 from cce_dist import agreement, validation
 from cce_dist.autograd import Call, InForward, TwoPass
 from cce_dist.local import choose_backend
+from cce_dist.loss_plan import Plan
 from cce_dist.options import LossOptions
 from cce_dist.partials import Wanted
 from cce_dist.reduction import PickedTokens, TokenLoss, pick_tokens
-from cce_dist.sharded import Plan
 from cce_dist.transport import group_rank, group_size, resolve_group
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from cce_dist.quantized import QuantizedWeight
     from cce_dist.transport import Group
 
 
@@ -48,6 +49,8 @@ class LossOutput(NamedTuple):
     correct: Tensor | None = None  # bool: the largest logit is the target's
     tail_mass: Tensor | None = None  # probability mass whose gradient is approximated
     logit_moments: LogitMoments | None = None
+    # bool: logits were of 8 bits, but for those that matter; the same at all tokens that count
+    screened: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Finish:
         """The loss itself, or beside the statistics that were asked for."""
         if not self.options.stats:
             return loss
-        max_logit, is_argmax, mean, m2, tail = plain
+        max_logit, is_argmax, mean, m2, screened, tail = plain
         moments = None
         if max_logit is not None and mean is not None and m2 is not None:
             variance = m2 / self.vocab_size
@@ -91,6 +94,7 @@ class Finish:
             correct=None if is_argmax is None else self._spread(is_argmax.bool()),
             tail_mass=None if tail is None else self._spread(tail),
             logit_moments=moments,
+            screened=None if screened is None else self._spread(screened.bool()),
         )
 
     def _spread(self, values: Tensor) -> Tensor:
@@ -110,6 +114,7 @@ def prepare(
     class_weight: Tensor | None,
     grad_weight_into: Tensor | None,
     record: bool,  # a backward may follow
+    quantized_weight: QuantizedWeight | None = None,
 ) -> tuple[Call, Finish]:
     """Validate, pick tokens and a backend. Arguments are those of the public function.
 
@@ -129,6 +134,8 @@ def prepare(
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
     validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
     validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
+    if quantized_weight is not None:
+        quantized_weight.check(weight, shard.num_classes, options)
 
     plan = plan_of(hidden, targets.numel(), options, ranks, shard)
     pick = plan.backend.pick_tokens
@@ -149,6 +156,7 @@ def prepare(
         count=picked.count,
         device_type=hidden.device.type,
         class_weight=slice_of(class_weight, shard),
+        quantized=None if quantized_weight is None else quantized_weight.rows,
         grad_weight_into=grad_weight_into,
         tail_mass="tail_mass" in options.stats,
         record=record,
@@ -214,6 +222,7 @@ def wanted_of(options: LossOptions) -> Wanted:
         entropy="entropy" in options.stats,
         correct="correct" in options.stats,
         moments="logit_moments" in options.stats,
+        screened="screened" in options.stats,
     )
 
 

@@ -59,6 +59,8 @@ class LocalBackend:
     exchanges: bool = False
     # For ranks' lse and target logits; None: torch merges them. As on every other rank.
     merge_kernels: MergeKernels | None = None
+    # Whether `stats` takes `screen`: 8-bit logits, but for the columns that matter.
+    screens: bool = False
     # Room for the logits that `stats` keeps for `grads` (keep_logits); None: it cannot.
     room_for_logits: Callable[..., Any] | None = None
     # (num_tokens, num_columns, weight) -> what `stats` records for `kept`, by shapes alone, with
@@ -103,6 +105,7 @@ def _triton() -> LocalBackend:
         orders_tokens=True,
         exchanges=True,
         merge_kernels=local_triton_merge.KERNELS,
+        screens=True,
         room_for_logits=local_triton_exact.KeptLogits.make,
         scores_like=local_triton_lists.Marks.like,
         rehearse=local_triton_rehearsal.rehearse,
@@ -114,6 +117,7 @@ def _stats_of_nothing(
     head: Head,
     *,
     gather: Callable[[Tensor], Tensor] | None = None,
+    screen: object = None,
     **how: Any,
 ) -> tuple[Stats, Any]:
     """Of an empty shard, where the other ranks run the Triton backend."""
@@ -156,12 +160,29 @@ def choose_backend(
     """
     chosen = _choose(options.backend, hidden, num_tokens, columns)
     # Where there is nothing to compute, there are no logits to keep.
-    if options.keep_logits and chosen.room_for_logits is None and num_tokens and columns:
+    if not num_tokens or not columns:
+        return chosen
+    if options.keep_logits and chosen.room_for_logits is None:
         raise ValueError(
             'keep_logits=True needs the kernels of backend="triton", and '
             f'backend={options.backend!r} took "torch" here; leave keep_logits out'
         )
+    if options.logits == "screened":
+        _check_screening(chosen, options, hidden)
     return chosen
+
+
+def _check_screening(chosen: LocalBackend, options: LossOptions, hidden: Tensor) -> None:
+    if not chosen.screens:
+        raise ValueError(
+            'logits="screened" needs the kernels of backend="triton", and '
+            f'backend={options.backend!r} took "torch" here; use logits="full"'
+        )
+    from cce_dist.local_triton_tiles import why_not_screened
+
+    reason = why_not_screened(hidden, options.screen.dtype)
+    if reason is not None:
+        raise ValueError(f'logits="screened" cannot run here: {reason}; use logits="full"')
 
 
 def _choose(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> LocalBackend:
@@ -187,6 +208,7 @@ def _choose(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> 
             counts_on_device=True,
             keeps_logits=False,
             exchanges=True,
+            screens=True,
             stores_rows=True,
             merge_kernels=_triton().merge_kernels,
             stats=_stats_of_nothing,

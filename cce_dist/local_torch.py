@@ -211,6 +211,8 @@ def _finish(
         origin_logit=None if running.mean is None else running.origin,
         mean_logit=running.mean,
         m2_logit=running.m2,
+        # There is no logit of no column that might not have been.
+        screened=torch.full_like(lse, head.weight.shape[0] == 0) if wanted.screened else None,
     )
 
 

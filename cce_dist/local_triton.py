@@ -1,4 +1,4 @@
-"""Forward over this rank's shard in Triton: shapes -> allocations, grids, launches.
+"""Forward over this rank's shard in Triton: statistics, and marks for the backward.
 
 No autograd, no groups, and nothing that makes the host wait for the device.
 """
@@ -8,46 +8,19 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
-from cce_dist.kernels.finish import finish_kernel
-from cce_dist.kernels.forward import ALONE, FIRST, LAST, PROBE, forward_kernel
-from cce_dist.kernels.pack import pack_kernel
-from cce_dist.kernels.targets import targets_kernel
 from cce_dist.local_triton_bounds import EXCHANGES, Gather, raise_lower
-from cce_dist.local_triton_exact import KeptLogits, Region
-from cce_dist.local_triton_extras import (
-    NUM_EXTRAS,
-    mean_logit_by_linearity,
-    merge_extras,
-    sums_softcapped,
-)
-from cce_dist.local_triton_hopper import Groups, launch_forward, num_groups
-from cce_dist.local_triton_inputs import (
-    for_kernels,
-    pad_tokens,
-    padded_dim,
-    rows_of,
-    similar_order,
-    tiles_of,
-    with_unit_inner_stride,
-)
-from cce_dist.local_triton_launch import start
+from cce_dist.local_triton_exact import KeptLogits
+from cce_dist.local_triton_forward import Forward
+from cce_dist.local_triton_inputs import similar_order
 from cce_dist.local_triton_lists import Marks, marks_of
-from cce_dist.local_triton_tiles import (
-    Tiles,
-    cached_blocks,
-    interpreted,
-    num_programs,
-    rounds_exp2,
-    takes_tma,
-    tiles_for,
-)
-from cce_dist.options import TOKEN_BLOCK
+from cce_dist.local_triton_operands import Launch
+from cce_dist.local_triton_screen import add_exact_columns, guard, with_eight_bits
+from cce_dist.options import TOKEN_BLOCK, Screen
 from cce_dist.partials import Head, Stats, Tokens, Wanted
 
 
@@ -62,21 +35,25 @@ def local_stats(
     workspace_bytes: int,
     keep_logits: KeptLogits | None = None,
     gather: Gather | None = None,
+    screen: Screen | None = None,
 ) -> tuple[Stats, Marks | None]:
     """Statistics of every token over this rank's shard. Deterministic.
 
     Args: those of `local_torch.local_stats`; `keep_logits`: filled; without `score`; `gather`:
-        called once for each of `EXCHANGES`.
+        called once for each of `EXCHANGES`; `screen`: logits in 8 bits, those that matter
+        exactly; with `score`.
     Returns:
         Stats with fields [N] fp32, 0 for tokens that don't count.
         Marks if `score`, else None.
     Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/performance.md#forward.
     """
-    order = None
+    order = variance = screened = None
     if score and len(tokens) > TOKEN_BLOCK:
         order = similar_order(tokens)
         tokens = tokens.reordered(order)
     run = Forward.of(tokens, head, wanted, score, keep_logits)
+    if screen is not None:
+        run, variance = with_eight_bits(run, screen)
     launches = run.launches(gather is not None)
     own = run.parts["lower"] if gather is None else run.parts["lower"].clone()
     for launch in launches:
@@ -85,312 +62,48 @@ def local_stats(
             raise_lower(gather, own, run.parts, run.shape, len(tokens), launch.number, order)
     last = Launch(launches[-1].number, 0, run.num_tiles, robust=True)
     run.launch(threshold, score_largest, last)
-    stats, log_dropped = run.finish()
-    marks = None
-    if score:
-        assert log_dropped is not None
+    made = run.merge()
+    if screen is not None:
+        assert variance is not None
+        full, screened = guard(run, made, variance, screen)
+        for launch in (full.alone(), full.alone(robust=True)):
+            full.launch(threshold, score_largest, launch)
+        made = run.merge()
+    run.add_targets(made)
+    stats, log_dropped = run.stats(made), made.dropped
+    if wanted.screened:
+        counts = run.counts.to(stats.lse.dtype)
+        screens = 0 * counts if screened is None else counts * (1 - screened.full)
+        stats = replace(stats, screened=screens)
+    if not score:
+        return stats, None
+    assert log_dropped is not None
+    log_dropped = log_dropped[: len(tokens)]
+    if order is not None:
+        stats, log_dropped = in_order(stats, log_dropped, order)
+    marks = marks_of(
+        run.parts["mass"],
+        run.count,
+        log_dropped,
+        stats.lse,
+        run.weight.dtype,
+        threshold=threshold,
+        # Columns are drawn by mass, which a threshold of the largest probability is not.
+        draws=not score_largest,
+        order=order,
+    )
+    if screened is not None:
+        del run.parts["mass"]
+        add_exact_columns(run, made, marks, screened, workspace_bytes)
+        lse = made.lse[: len(tokens)]
         if order is not None:
-            packed = torch.stack([*stats.pack(), log_dropped])
-            packed = torch.empty_like(packed).index_copy_(1, order, packed)
-            stats, log_dropped = stats.unpack(packed[:-1]), packed[-1]
-        marks = marks_of(
-            run.parts["mass"],
-            run.count,
-            log_dropped,
-            stats.lse,
-            run.weight.dtype,
-            threshold=threshold,
-            # Columns are drawn by mass, which a threshold of the largest probability is not.
-            draws=not score_largest,
-            order=order,
-        )
+            lse = torch.empty_like(lse).index_copy_(0, order, lse)
+        stats = replace(stats, lse=lse)
     return stats, marks
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One of the forward kernel's launches, and the tiles of columns it makes, or its share of."""
-
-    number: int
-    begin_tile: int
-    end_tile: int
-    region: Region | None = None  # whose logits it keeps
-    robust: bool = False
-
-
-@dataclass
-class Forward:
-    """One forward: its inputs, packed, and the partial results of the splits."""
-
-    tokens: Tokens
-    head: Head
-    wanted: Wanted
-    tiles: Tiles
-    rows: Tensor
-    count: Tensor
-    targets: Tensor
-    weight: Tensor
-    packed: Tensor
-    shape: Tensor  # [3] int32: blocks that count, splits of the vocabulary, blocks at a time
-    programs: int  # at least as many as blocks x splits / groups
-    groups: int  # splits that a program makes side by side
-    grid: int  # programs x groups
-    cached_blocks: int  # so many blocks' hidden states fit the cache
-    every_block: bool  # the shape is that of all blocks, whatever counts
-    num_blocks: int
-    parts: dict[str, Tensor]  # by the kernel's name of the pointer
-    score: bool
-    keep_logits: KeptLogits | None
-
-    @classmethod
-    def of(
-        cls,
-        tokens: Tokens,
-        head: Head,
-        wanted: Wanted,
-        score: bool,
-        keep_logits: KeptLogits | None,
-    ) -> Forward:
-        head = for_kernels(head)
-        weight = head.weight
-        tiles = tiles_for(weight)
-        num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        cached = cached_blocks(weight)
-        programs = 2 * num_programs(weight)
-        if num_blocks > cached:
-            least = triton.cdiv(num_programs(weight), cached)
-            programs = max(programs, num_blocks * triton.cdiv(3 * least, 2))
-        programs = max(programs, num_blocks)
-        padded = num_blocks * TOKEN_BLOCK
-        rows, count = rows_of(tokens)
-        new = weight.new_empty
-        fp32 = torch.float32
-        has_extras = wanted.correct or wanted.moments or sums_softcapped(wanted, head)
-        portable = has_extras or wanted.entropy or keep_logits is not None
-        groups = 1 if portable else num_groups(weight, tiles)
-        size = programs * groups * TOKEN_BLOCK
-        parts = {"state": new(2, 4, size, dtype=fp32)}
-        if score:
-            parts["mass"] = new(num_blocks, weight.shape[0], dtype=torch.bfloat16)
-        if has_extras:
-            parts["extras"] = weight.new_zeros(NUM_EXTRAS, size, dtype=fp32)
-        return cls(
-            tokens=tokens,
-            head=head,
-            wanted=wanted,
-            tiles=tiles,
-            rows=rows,
-            count=count,
-            targets=pad_tokens(tokens.local_targets.int(), padded, -1),
-            weight=weight,
-            packed=new(padded, padded_dim(weight)),
-            shape=torch.empty(3, dtype=torch.int32, device=weight.device),
-            programs=programs,
-            groups=groups,
-            grid=programs * groups,
-            cached_blocks=cached,
-            every_block="extras" in parts,
-            num_blocks=num_blocks,
-            parts=parts,
-            score=score,
-            keep_logits=keep_logits,
-        )._pack()
-
-    @property
-    def columns(self) -> int:
-        """Of one tile of one split."""
-        return self.tiles.columns // self.groups
-
-    @property
-    def num_tiles(self) -> int:
-        return triton.cdiv(self.weight.shape[0], self.columns)
-
-    @property
-    def counts(self) -> Tensor:
-        """[N] which tokens count, in the order of the packed ones."""
-        return torch.arange(len(self.tokens), device=self.weight.device) < self.count
-
-    def launches(self, ranks_exchange: bool) -> tuple[Launch, ...]:
-        """Each begins with what the splits of the one before have summed."""
-        kept, columns = self.keep_logits, self.tiles.columns
-        if kept is None:
-            # One program at a time makes one split, which has no others to wait for.
-            alone = num_programs(self.weight) == 1 and not ranks_exchange
-            numbers = (ALONE.value,) if alone else range(LAST.value + 1)
-            return tuple(Launch(number, 0, self.num_tiles) for number in numbers)
-        end = kept.first_column // columns
-        # PROBE's sums are for the references alone: of whatever columns come first.
-        launches = [Launch(PROBE.value, 0, self.num_tiles)]
-        launches += [Launch(number, 0, end) for number in range(FIRST.value, LAST.value + 1)]
-        for number, region in enumerate(kept.ascending, LAST.value + 1):
-            begin = end
-            if region is not None:
-                end = triton.cdiv(region.last_column, columns)
-            launches.append(Launch(number, begin, end, region))
-        return tuple(launches)
-
-    def _pack(self) -> Forward:
-        hidden = with_unit_inner_stride(self.tokens.hidden)
-        padded, stride = self.packed.shape
-        self.parts["lower"] = self.parts["state"].new_empty(padded)
-        block = TOKEN_BLOCK if interpreted() else 16
-        start(pack_kernel, (triton.cdiv(padded, block),))(
-            hidden,
-            self.weight,
-            self._or_dummy(self.head.bias),
-            self.rows,
-            self.targets,
-            self.count,
-            self.packed,
-            self.parts["lower"],
-            self.shape,
-            len(self.tokens),
-            self.weight.shape[1],
-            padded,
-            triton.cdiv(self.weight.shape[0], self.tiles.columns),
-            num_programs(self.weight),
-            self.cached_blocks,
-            self.programs,
-            hidden.stride(0),
-            self.weight.stride(0),
-            stride,
-            self.head.logit_scale,
-            self.head.softcap or 1.0,
-            BLOCK_N=block,
-            BLOCK_D=256,
-            HAS_BIAS=self.head.bias is not None,
-            HAS_SOFTCAP=self.head.softcap is not None,
-            TOKENS=TOKEN_BLOCK,
-            EVERY_BLOCK=self.every_block,
-            GROUPS=self.groups,
-        )
-        return self
-
-    def _or_dummy(self, tensor: Tensor | None) -> Tensor:
-        """A pointer for an argument that the kernel was compiled not to read."""
-        return self.count if tensor is None else tensor
-
-    def launch(self, threshold: float, by_largest: bool, launch: Launch) -> None:
-        head, tiles, parts = self.head, self.tiles, self.parts
-        dim = self.weight.shape[1]
-        if self.groups > 1 and not launch.robust:
-            packed = self.packed[:, :dim]
-            how = Groups(self.programs, self.groups, tiles, threshold, by_largest)
-            launch_forward(packed, head, parts, self.count, self.shape, launch.number, how)
-            return
-        use_tma, region = takes_tma(self.weight), launch.region
-        logits = self.count if region is None else region.as_logits()
-        start(forward_kernel, (self.grid,))(
-            tiles_of(self.packed[:, :dim], TOKEN_BLOCK, tiles.dims, use_tma),
-            tiles_of(self.weight, self.columns, tiles.dims, use_tma),
-            self._or_dummy(head.bias),
-            self._or_dummy(head.class_weight),
-            self.count,
-            self.shape,
-            *(self._or_dummy(parts.get(name)) for name in ("lower", "state", "mass", "extras")),
-            tiles_of(logits, self.columns, TOKEN_BLOCK, use_tma and region is not None),
-            logits,
-            self._or_dummy(None if region is None else region.ref),
-            launch.number,
-            launch.begin_tile,
-            launch.end_tile,
-            self.grid * TOKEN_BLOCK,
-            self.packed.shape[0],
-            self.weight.shape[0],
-            dim,
-            self.packed.stride(0),
-            self.weight.stride(0),
-            head.logit_scale,
-            head.softcap or 1.0,
-            threshold,
-            BLOCK_N=TOKEN_BLOCK,
-            BLOCK_V=self.columns,
-            BLOCK_D=tiles.dims,
-            USE_TMA=use_tma,
-            PRECISION="ieee",
-            WIDE=rounds_exp2(self.weight),
-            HAS_BIAS=head.bias is not None,
-            HAS_SOFTCAP=head.softcap is not None,
-            HAS_SCORE=self.score,
-            BY_LARGEST=by_largest,
-            HAS_SURPLUS=self.wanted.entropy,
-            HAS_ARGMAX=self.wanted.correct or self.wanted.moments,
-            HAS_MOMENTS=self.wanted.moments,
-            HAS_SMOOTH=sums_softcapped(self.wanted, head),
-            HAS_CLASS_WEIGHT=head.class_weight is not None,
-            HAS_LOGITS=region is not None,
-            IS_ROBUST=launch.robust,
-            num_warps=tiles.warps,
-            # The tile that is stored through a descriptor needs room of its own.
-            num_stages=tiles.stages if region is None else max(2, tiles.stages - 1),
-        )
-
-    def finish(self) -> tuple[Stats, Tensor | None]:
-        """The splits merged: statistics [N], and the log of the dropped mass."""
-        parts, head = self.parts, self.head
-        num_tokens, padded = len(self.tokens), self.packed.shape[0]
-        lse = parts["state"].new_empty(padded)
-        dropped = torch.empty_like(lse) if self.score else None
-        entropy = torch.empty_like(lse) if self.wanted.entropy else None
-        block = 128
-        start(finish_kernel, (triton.cdiv(padded, block),))(
-            self.count,
-            self.shape,
-            parts["state"],
-            lse,
-            self._or_dummy(dropped),
-            self._or_dummy(entropy),
-            padded,
-            self.grid * TOKEN_BLOCK,
-            TOKENS=TOKEN_BLOCK,
-            BLOCK_N=block,
-            HAS_SCORE=self.score,
-            HAS_SURPLUS=self.wanted.entropy,
-        )
-        logit = self._targets(lse, dropped)
-        extras = {}
-        if "extras" in parts:
-            extras = merge_extras(
-                parts["extras"], padded, self.shape[1], self.targets, self.counts, self.wanted, head
-            )
-        if self.wanted.smooth_logit and "smooth_logit" not in extras:
-            hidden = self.packed[:num_tokens, : self.weight.shape[1]]
-            extras["smooth_logit"] = mean_logit_by_linearity(hidden, self.counts, head)
-        stats = Stats(
-            lse=lse[:num_tokens],
-            target_logit=logit[:num_tokens],
-            entropy=None if entropy is None else entropy[:num_tokens],
-            **extras,
-        )
-        return stats, None if dropped is None else dropped[:num_tokens]
-
-    def _targets(self, lse: Tensor, dropped: Tensor | None) -> Tensor:
-        """The targets' logits [N_padded]; marks their columns as kept."""
-        logit = torch.empty_like(lse)
-        start(targets_kernel, (self.num_blocks,))(
-            self.packed,
-            self.weight,
-            self._or_dummy(self.head.bias),
-            self.targets,
-            lse,
-            self._or_dummy(self.parts.get("mass")),
-            self._or_dummy(dropped),
-            logit,
-            self.count,
-            self.weight.shape[0],
-            self.weight.shape[1],
-            self.packed.stride(0),
-            self.weight.stride(0),
-            self.head.logit_scale,
-            self.head.softcap or 1.0,
-            BLOCK=TOKEN_BLOCK,
-            BLOCK_D=self.tiles.dims,
-            PRECISION="ieee",
-            WIDE=rounds_exp2(self.weight),
-            HAS_BIAS=self.head.bias is not None,
-            HAS_SOFTCAP=self.head.softcap is not None,
-            HAS_SCORE=dropped is not None,
-            num_warps=self.tiles.warps,
-            num_stages=self.tiles.target_stages or self.tiles.stages,
-        )
-        return logit
+def in_order(stats: Stats, log_dropped: Tensor, order: Tensor) -> tuple[Stats, Tensor]:
+    """The order[i]-th token's are the i-th -> the i-th token's are the i-th."""
+    packed = torch.stack([*stats.pack(), log_dropped])
+    packed = torch.empty_like(packed).index_copy_(1, order, packed)
+    return stats.unpack(packed[:-1]), packed[-1]

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from cce_dist.kernels.forward import LAST, PROBE, bound_kernel, lower_kernel
+from cce_dist.kernels.bounds import bound_kernel, lower_kernel
+from cce_dist.kernels.forward import LAST, PROBE
 from cce_dist.local_triton_launch import start
 from cce_dist.options import TOKEN_BLOCK
 

@@ -9,6 +9,7 @@ import functools
 import inspect
 import operator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -18,6 +19,9 @@ from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_tiles import Tiles, interpreted, takes_tma
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head
+
+if TYPE_CHECKING:
+    from cce_dist.local_triton_operands import EightBit
 
 # What the kernel calls, and what it hands over by position: Gluon is Triton's, and not yet stable.
 GLUON = {
@@ -77,31 +81,35 @@ class Groups:
 
 
 def launch_forward(
-    packed: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
     head: Head,
     parts: dict[str, Tensor],
     count: Tensor,
     shape: Tensor,
     number: int,
     how: Groups,
+    eight: EightBit | None,
 ) -> None:
     """One launch of those that `forward_kernel` numbers.
 
-    packed [N_padded, D]; parts: state, lower, and mass where columns are scored; count [1] and
-    shape [3] as the kernels have them.
+    hidden [N_padded, D] packed and weight [V_local, D], both of 8 bits with `eight`; parts: state,
+    lower, and mass where columns are scored; count [1] and shape [3] as the kernels have them.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from cce_dist.kernels.hopper import hopper_forward_kernel
 
-    weight, mass, tiles = head.weight, parts.get("mass"), how.tiles
+    mass, tiles = parts.get("mass"), how.tiles
     size = how.programs * how.groups * TOKEN_BLOCK
     rows = tiles.columns // how.groups
     hidden_tile, weight_tile = [TOKEN_BLOCK, tiles.dims], [rows, tiles.dims]
     start(hopper_forward_kernel, (how.programs,))(
-        TensorDescriptor.from_tensor(packed, hidden_tile, _layout(*hidden_tile, weight.dtype)),
+        TensorDescriptor.from_tensor(hidden, hidden_tile, _layout(*hidden_tile, weight.dtype)),
         TensorDescriptor.from_tensor(weight, weight_tile, _layout(*weight_tile, weight.dtype)),
         count if head.bias is None else head.bias,
+        count if eight is None else eight.of_columns,
+        count if eight is None else eight.of_tokens,
         count,
         shape,
         parts["lower"],
@@ -109,6 +117,7 @@ def launch_forward(
         count if mass is None else mass,
         number,
         size,
+        hidden.shape[0],
         weight.shape[0],
         weight.shape[1],
         head.logit_scale,
@@ -122,6 +131,8 @@ def launch_forward(
         HAS_SOFTCAP=head.softcap is not None,
         HAS_SCORE=mass is not None,
         BY_LARGEST=how.by_largest,
+        IS_SCREENED=eight is not None,
+        ACCUMULATOR=_accumulator(weight.dtype),
         num_warps=4,
     )
 
@@ -130,5 +141,16 @@ def launch_forward(
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> object:
     from triton.experimental.gluon import language as gl
 
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+    elements = {
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+        torch.int8: gl.int8,
+        torch.float8_e4m3fn: gl.float8e4nv,
+    }
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], elements[dtype])
+
+
+def _accumulator(dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.int32 if dtype == torch.int8 else gl.float32

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cce_dist.local_triton import Forward, Launch
 from cce_dist.local_triton_extras import largest_of
+from cce_dist.local_triton_forward import Forward
+from cce_dist.local_triton_operands import Launch
 from cce_dist.partials import Head, Tokens, Wanted
 
 

@@ -56,6 +56,7 @@ def _go_through(tokens: Tokens, head: Head, kind: StepKind) -> None:
         score_largest=kind.by_largest,
         threshold=threshold,
         workspace_bytes=least,
+        screen=kind.screen,
     )
     assert marks is not None
     # What the kernels do know of the number of tokens.

@@ -55,6 +55,9 @@ TABLE = {
     ("sm80", 2): Tiles(128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3),
     ("sm90", 4): Tiles(128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=2),
     ("sm80", 4): Tiles(128, 32, 2, pair=1, slice_dims=128, backward_dims=32, backward_stages=2),
+    # 8 bits: the forward alone.
+    ("sm90", 1): Tiles(256, 128, 4, pair=1, slice_dims=128, backward_dims=64, backward_stages=3),
+    ("sm80", 1): Tiles(128, 64, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3),
 }
 
 
@@ -106,6 +109,18 @@ def takes_tma(matrix: Tensor) -> bool:
     newest = interpreted() or torch.cuda.get_device_capability(matrix.device) >= (9, 0)
     row_bytes = matrix.stride(0) * matrix.element_size()
     return newest and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def why_not_screened(hidden: Tensor, dtype: str) -> str | None:
+    """Why there is nothing to gain from 8-bit logits of it, where `why_not` has no objection."""
+    if hidden.dtype.itemsize > 2:
+        return f"hidden is {hidden.dtype}, whose digits 8-bit logits would lose"
+    if interpreted() or dtype != "e4m3":
+        return None
+    capability = torch.cuda.get_device_capability(hidden.device)
+    if capability < (8, 9):
+        return f"the device has compute capability {capability}, and Screen.dtype e4m3 needs (8, 9)"
+    return None
 
 
 def why_not(hidden: Tensor) -> str | None:

@@ -9,7 +9,17 @@ from torch import Tensor, nn
 
 from cce_dist.compute import LossOutput, cast_by_autocast, compute
 from cce_dist.dtensor import arrived, is_dtensor, local_parts
-from cce_dist.options import Backend, Filter, GradientMode, LogitsMode, LossOptions, Reduction, Stat
+from cce_dist.options import (
+    Backend,
+    Filter,
+    GradientMode,
+    LogitsMode,
+    LossOptions,
+    Reduction,
+    Screen,
+    Stat,
+)
+from cce_dist.quantized import QuantizedWeight
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -39,6 +49,8 @@ def linear_cross_entropy(
     gradient: GradientMode = "filtered",
     filter: Filter = Filter(),  # noqa: B008 - frozen
     logits: LogitsMode = "full",
+    screen: Screen = Screen(),  # noqa: B008 - frozen
+    quantized_weight: QuantizedWeight | None = None,
     grad_weight_into: Tensor | None = None,  # [V_local, D] fp32 | float64
     stats: tuple[Stat, ...] = (),
     backend: Backend = "auto",
@@ -72,10 +84,16 @@ def linear_cross_entropy(
             (`filter`); "exact" computes every column; "in_forward" makes the gradients beside the
             loss, which must be a scalar: backend "torch" of every column, with one matrix product
             less, "triton" filtered.
+        logits: "screened" computes all logits in 8 bits and those of the columns that the filter
+            keeps again in full, in the loss too: docs/numerics.md#screened-logits. For 16-bit
+            hidden and gradient="filtered", or "in_forward", on a GPU.
+        screen: how, and when a call goes without.
+        quantized_weight: `quantize_weight(weight)`, which saves quantising it in each call.
         grad_weight_into: the weight's gradient is added here, and weight.grad stays None.
-        stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments". Where "entropy"
-            is differentiated, the backward computes every column. "tail_mass" recomputes what
-            is kept once more, and gathers [N] numbers.
+        stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments", "screened". Where
+            "entropy" is differentiated, the backward computes every column. "tail_mass"
+            recomputes what is kept once more, and gathers [N] numbers. "screened": whether logits
+            were, on all ranks.
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
             one tile of 128 tokens.
         keep_logits: with gradient="exact" on a GPU, what memory there is from the forward to the
@@ -114,6 +132,7 @@ def linear_cross_entropy(
         gradient=gradient,
         filter=filter,
         logits=logits,
+        screen=screen,
         stats=stats,
         backend=backend,
         workspace_bytes=workspace_bytes,
@@ -131,6 +150,7 @@ def linear_cross_entropy(
         token_weight=token_weight,
         class_weight=class_weight,
         grad_weight_into=grad_weight_into,
+        quantized_weight=quantized_weight,
     )
 
 
@@ -142,22 +162,26 @@ def _compute(
     *,
     group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
+    quantized_weight: QuantizedWeight | None,
     **more: Tensor | None,
 ) -> Tensor | LossOutput:
     """DTensors' local parts go through the plain loss, and its results come back as DTensors."""
+    if quantized_weight is not None and not isinstance(quantized_weight, QuantizedWeight):
+        got = type(quantized_weight)
+        raise ValueError(f"quantized_weight must be what quantize_weight returns, got {got}")
     tensors = {"hidden": hidden, "weight": weight, "targets": targets, **more}
     if not any(map(is_dtensor, tensors.values())):
-        return _compute_local(options, group, vocab_shard, **tensors)
+        return _compute_local(options, group, vocab_shard, quantized_weight, **tensors)
     parts = local_parts(tensors, options, group, vocab_shard)
-    return parts.wrap(
-        _compute_local(parts.options, parts.group, parts.vocab_shard, **parts.tensors)
-    )
+    where = (parts.options, parts.group, parts.vocab_shard)
+    return parts.wrap(_compute_local(*where, quantized_weight, **parts.tensors))
 
 
 def _compute_local(
     options: LossOptions,
     group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
+    quantized_weight: QuantizedWeight | None,
     *,
     hidden: Tensor,
     weight: Tensor,
@@ -168,7 +192,8 @@ def _compute_local(
     if torch.compiler.is_compiling():
         # Imports the compiler, which the caller has.
         from cce_dist.compiled import compute as run
-    return run(hidden, weight, options=options, group=group, vocab_shard=vocab_shard, **more)
+    more |= {"vocab_shard": vocab_shard, "quantized_weight": quantized_weight}
+    return run(hidden, weight, options=options, group=group, **more)
 
 
 class LinearCrossEntropy(nn.Module):
@@ -208,6 +233,7 @@ class LinearCrossEntropy(nn.Module):
         token_weight: Tensor | None = None,
         class_weight: Tensor | None = None,
         grad_weight_into: Tensor | None = None,
+        quantized_weight: QuantizedWeight | None = None,
     ) -> Tensor | LossOutput:
         """See `linear_cross_entropy`."""
         return _compute(
@@ -221,6 +247,7 @@ class LinearCrossEntropy(nn.Module):
             token_weight=token_weight,
             class_weight=class_weight,
             grad_weight_into=grad_weight_into,
+            quantized_weight=quantized_weight,
         )
 
     def extra_repr(self) -> str:

@@ -9,8 +9,9 @@ from typing import Literal, get_args
 Reduction = Literal["mean", "sum", "none"]
 GradientMode = Literal["filtered", "exact", "in_forward"]
 LogitsMode = Literal["full", "screened"]
+EightBitDtype = Literal["auto", "int8", "e4m3"]
 Backend = Literal["auto", "triton", "torch"]
-Stat = Literal["lse", "entropy", "correct", "tail_mass", "logit_moments"]
+Stat = Literal["lse", "entropy", "correct", "tail_mass", "logit_moments", "screened"]
 
 # "auto" in 16 bits keeps a column of a block at this mass; in the wide dtypes at this share of the
 # uniform mass 128 / V, so that what is dropped is at most the dtype's rounding unit per token, on
@@ -116,6 +117,37 @@ class Filter:
 
 
 @dataclass(frozen=True)
+class Screen:
+    """How logits="screened" makes its 8-bit logits, and when a call does without them.
+
+    A call that keeps more columns than `max_kept`, or whose estimated error is larger than
+    `max_error`, is computed in full precision; stats=("screened",) says so.
+
+    Args:
+        dtype: of the 8-bit copies: "int8", "e4m3", or "auto" for the one that is better on the
+            device: int8 up to Hopper, e4m3 after it.
+        max_kept: share of the pairs of a column and a block of 128 tokens, in [0, 1], that may be
+            kept and so computed exactly.
+        max_error: nats, the bound of an estimate of the rms error of a token's log-sum-exp, as if
+            all columns that are not kept erred alike: docs/numerics.md#when-screening-is-refused.
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    dtype: EightBitDtype = "auto"
+    max_kept: float = 0.125
+    max_error: float = 2.0**-7
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(EightBitDtype):
+            require_choice("Screen.dtype", self.dtype, get_args(EightBitDtype))
+        require_finite("Screen.max_kept", self.max_kept, minimum=0)
+        if self.max_kept > 1:
+            raise ValueError(f"Screen.max_kept must be a share in [0, 1], got {self.max_kept!r}")
+        require_finite("Screen.max_error", self.max_error, minimum=0)
+
+
+@dataclass(frozen=True)
 class LossOptions:
     """Every option of `linear_cross_entropy` that is neither a tensor nor a process group.
 
@@ -136,6 +168,7 @@ class LossOptions:
     gradient: GradientMode = "filtered"
     filter: Filter = field(default_factory=Filter)
     logits: LogitsMode = "full"
+    screen: Screen = field(default_factory=Screen)
     stats: tuple[Stat, ...] = ()
     backend: Backend = "auto"
     workspace_bytes: int = 64 * 2**20
@@ -153,6 +186,8 @@ class LossOptions:
             require_choice("every entry of stats", stat, get_args(Stat))
         if not isinstance(self.filter, Filter):
             raise ValueError(f"filter must be a cce_dist.Filter, got {self.filter!r}")
+        if not isinstance(self.screen, Screen):
+            raise ValueError(f"screen must be a cce_dist.Screen, got {self.screen!r}")
         for name in ("shift", "ignore_index", "workspace_bytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -177,9 +212,11 @@ class LossOptions:
 
     def _refuse_combinations(self) -> None:
         if self.logits == "screened":
+            self._refuse_unscreened()
+        elif self.screen != Screen():
             raise ValueError(
-                'logits="screened" needs 8-bit matrix kernels, which no backend of this version '
-                'has; use logits="full"'
+                f'screen={self.screen!r} has no effect with logits="full"; use '
+                'logits="screened", or leave screen out'
             )
         if self.gradient == "exact" and self.filter != Filter():
             raise ValueError(
@@ -203,6 +240,21 @@ class LossOptions:
                 f"softcap={self.softcap!r} with label_smoothing={self.label_smoothing!r} gives "
                 "every column a gradient of its own, which no filter can keep; use "
                 'gradient="exact", or "in_forward" without a filter'
+            )
+
+    def _refuse_unscreened(self) -> None:
+        """What 8-bit logits can't give."""
+        if not self.filters:
+            raise ValueError(
+                'logits="screened" computes the columns that the filter keeps exactly, and '
+                f"gradient={self.gradient!r} with filter={self.filter!r} keeps every column; use "
+                'gradient="filtered", or logits="full"'
+            )
+        wrong = [stat for stat in ("entropy", "correct", "logit_moments") if stat in self.stats]
+        if wrong:
+            raise ValueError(
+                f"stats={tuple(wrong)!r} would be those of 8-bit logits; leave them out, or use "
+                'logits="full"'
             )
 
     @property

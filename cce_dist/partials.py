@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from cce_dist.options import Screen
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,6 +33,20 @@ def largest_operand(dtype: torch.dtype) -> float:
 
 
 @dataclass(frozen=True)
+class QuantizedRows:
+    """A weight's rows in 8 bits: channel (row - centre) is about a scale times values."""
+
+    values: Tensor  # [R, stride] int8 | float8_e4m3fn, the first D of a row
+    of_rows: Tensor  # [2, R] fp32 the scales; row . hidden_centre
+    centre: Tensor  # [D] fp32
+    channel: Tensor  # [D] fp32 powers of two; hidden states are divided by them
+    hidden_centre: Tensor  # [D] fp32 subtracted from hidden states before that
+    # [3] fp32: means over rows of |channel (row - centre)|^2, and of the square of how far off that
+    # is; centre . hidden_centre
+    mean: Tensor
+
+
+@dataclass(frozen=True)
 class Head:
     """One rank's rows of the LM head and how logits are made of them; padded rows cut off."""
 
@@ -39,6 +56,7 @@ class Head:
     vocab_size: int  # V of the whole vocabulary
     softcap: float | None
     logit_scale: float
+    quantized: QuantizedRows | None = None  # the same rows, where the caller keeps them
 
 
 @dataclass(frozen=True)
@@ -94,6 +112,7 @@ class Wanted:
     entropy: bool = False
     correct: bool = False
     moments: bool = False
+    screened: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +132,7 @@ class Stats:
     origin_logit: Tensor | None = None
     mean_logit: Tensor | None = None  # minus origin_logit
     m2_logit: Tensor | None = None  # sum of squared deviations from the mean (Welford)
+    screened: Tensor | None = None  # 1 where logits were of 8 bits, but for those that matter
 
     @property
     def is_plain(self) -> bool:
@@ -215,6 +235,8 @@ def merge_parts(
         merged["max_logit"] = parts.max_logit.amax(0)
     if parts.mean_logit is not None:
         merged |= merge_moments(parts, num_classes)
+    if parts.screened is not None:
+        merged["screened"] = parts.screened.amin(0)
     return Stats(**merged)
 
 
@@ -301,6 +323,7 @@ class StepKind:
     store_as: torch.dtype  # the hidden gradient, in hidden's rows
     in_parts: bool  # ranks sum that while the rest of the weight's is made
     of_lse: bool  # the loss is one of lse too, beside nll
+    screen: Screen | None  # logits are screened so
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +33,8 @@ from cce_dist.collectives import (
     start_reduce_grad_hidden,
     sum_over_ranks,
 )
-from cce_dist.local import LocalBackend
-from cce_dist.options import TOKEN_BLOCK, LossOptions
+from cce_dist.loss_plan import Plan
+from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import (
     Head,
     LocalGrads,
@@ -48,30 +48,9 @@ from cce_dist.partials import (
     accumulate_dtype,
 )
 from cce_dist.transport import group_size
-from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
-    from cce_dist.transport import Group
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What stays the same over the steps of one loss."""
-
-    options: LossOptions
-    shard: VocabShard
-    group: Group | None
-    backend: LocalBackend
-    wanted: Wanted
-    threshold: float  # of the filter; 0 keeps every column
-    beside: bool = False  # kernels that wait for other ranks are on the device
-
-    @property
-    def filters(self) -> bool:
-        # With a chunk's logits at hand, leaving columns out would save nothing.
-        if self.options.gradient == "in_forward" and self.backend.keeps_logits:
-            return False
-        return self.options.filters and self.threshold > 0
+    pass
 
 
 def gather_hidden(
@@ -114,6 +93,7 @@ def rehearse(
         store_as=_store_as(head.weight.dtype, plan, in_fp32),
         in_parts=group_size(plan.group) > 1,
         of_lse=options.z_loss != 0 or plan.wanted.smooth_logit,
+        screen=plan.screen,
     )
     plan.backend.rehearse(tokens, head, kind)
 
@@ -128,6 +108,7 @@ def forward(
 ) -> tuple[Stats, Any]:
     """Steps 1 and 2. Scores stay on this rank, for the filter of the backward; so do logits."""
     how: dict[str, Any] = {}
+    score = score or plan.screen is not None
     if score and plan.filters and plan.backend.exchanges and group_size(plan.group) > 1:
         how["gather"] = functools.partial(gather_bounds, group=plan.group)
     local, scores = _local(tokens, head, plan, score=score, keep_logits=keep_logits, **how)
@@ -142,7 +123,8 @@ def start_forward(
     how: dict[str, Any] = {}
     if score and plan.filters and plan.backend.exchanges and elsewhere is not None:
         nowhere = replace(tokens, local_targets=torch.full_like(tokens.local_targets, -1))
-        known, _ = _local(nowhere, elsewhere, replace(plan, wanted=Wanted()), score=False)
+        full = replace(plan, wanted=Wanted(), backend=replace(plan.backend, screens=False))
+        known, _ = _local(nowhere, elsewhere, full, score=False)
         how["gather"] = lambda own: torch.stack([own, known.lse / math.log(2)])
     local, scores = _local(tokens, head, plan, score=score, **how)
     how = {"kernels": plan.backend.merge_kernels, "begin": begin}
@@ -152,11 +134,14 @@ def start_forward(
 def _local(
     tokens: Tokens, head: Head, plan: Plan, *, score: bool, keep_logits: Any = None, **how: Any
 ) -> tuple[Stats, Any]:
+    if plan.screen is not None:
+        # Which columns are to be exact, their masses tell.
+        how["screen"] = plan.screen
     return plan.backend.stats(
         tokens,
         head,
         wanted=plan.wanted,
-        score=score and plan.filters,
+        score=(score and plan.filters) or "screen" in how,
         score_largest=plan.options.filter.eps is not None,
         threshold=plan.threshold,
         workspace_bytes=plan.options.workspace_bytes,

@@ -17,7 +17,7 @@ from cce_dist.testing import zipf_inputs
 
 triton = pytest.importorskip("triton")
 
-from cce_dist import local_triton, local_triton_hopper  # noqa: E402
+from cce_dist import local_triton_forward, local_triton_hopper  # noqa: E402
 
 COMPILE = """
 import triton
@@ -27,14 +27,22 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from cce_dist.kernels.hopper import hopper_forward_kernel as kernel
 
 TYPES = {
-    "bias": "bf16", "count": "i32", "shape": "i32", "lower": "fp32", "state": "fp32", "mass": "bf16"
+    "bias": "bf16", "column": "fp32", "token": "fp32", "count": "i32", "shape": "i32",
+    "lower": "fp32", "state": "fp32", "mass": "bf16",
 }
-layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.bfloat16)
-tile = f"tensordesc<bf16[128, 64],{layout!r}>"
-for score, softcap in ((True, False), (False, True)):
+KINDS = {
+    "bf16": (gl.bfloat16, gl.float32, True, False),
+    "bf16 with a softcap": (gl.bfloat16, gl.float32, False, True),
+    "i8": (gl.int8, gl.int32, True, False),
+}
+for kind, (dtype, accumulator, score, softcap) in KINDS.items():
+    dims = 1024 // dtype.primitive_bitwidth
+    layout = gl.NVMMASharedLayout.get_default_for([128, dims], dtype)
+    tile = f"tensordesc<{kind.split()[0]}[128, {dims}],{layout!r}>"
     constants = {
-        "BLOCK_N": 128, "ROWS": 128, "BLOCK_D": 64, "STAGES": 4, "HAS_BIAS": softcap,
+        "BLOCK_N": 128, "ROWS": 128, "BLOCK_D": dims, "STAGES": 4, "HAS_BIAS": softcap,
         "HAS_SOFTCAP": softcap, "HAS_SCORE": score, "BY_LARGEST": False,
+        "IS_SCREENED": dtype is gl.int8, "ACCUMULATOR": accumulator,
     }
     signature = {}
     for name in kernel.arg_names:
@@ -102,16 +110,16 @@ def outputs(kernels: int, shape: tuple[int, int, int], dtype: torch.dtype, **opt
     inputs = zipf_inputs(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
     hidden, weight = (tensor.cuda().requires_grad_() for tensor in (inputs.hidden, inputs.weight))
     launches = []
-    whole = local_triton.launch_forward
+    whole = local_triton_forward.launch_forward
 
     def counted(*args: Any) -> None:
         launches.append(args)
         whole(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_triton, "launch_forward", counted)
+        patch.setattr(local_triton_forward, "launch_forward", counted)
         if kernels == 1:
-            patch.setattr(local_triton, "num_groups", lambda *_: 1)
+            patch.setattr(local_triton_forward, "num_groups", lambda *_: 1)
         found: Any = linear_cross_entropy(
             hidden, weight, inputs.targets.cuda(), backend="triton", stats=("lse",), **options
         )

@@ -109,7 +109,7 @@ def test_keep_logits_over_a_poor_reference(
 ) -> None:
     if place.interprets:
         # More than one split of the vocabulary, as a device has.
-        monkeypatch.setattr("cce_dist.local_triton.num_programs", lambda tensor: 4)
+        monkeypatch.setattr("cce_dist.local_triton_forward.num_programs", lambda tensor: 4)
     first, last = hard
     inputs = gaussian_inputs(150, 1300, 32, generator=generator(), dtype=DTYPES[dtype])
     hidden, weight = inputs.hidden.clone(), inputs.weight.clone()

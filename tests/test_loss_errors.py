@@ -150,7 +150,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "gradient": ({"gradient": "fast"}, r"gradient must be one of .*'exact'.*'fast'"),
     "backend": ({"backend": "cuda"}, r"backend must be one of .*'torch'.*'cuda'"),
     "logits": ({"logits": "fp8"}, r"logits must be one of .*'fp8'"),
-    "screened": ({"logits": "screened"}, r"logits=\"screened\".*use logits=\"full\""),
+    "screened_exact": (
+        {"logits": "screened", "gradient": "exact"},
+        r"logits=\"screened\".*keeps every column.*logits=\"full\"",
+    ),
     "stats_str": ({"stats": "lse"}, r"stats must be a tuple.*'lse'"),
     "stats_unknown": ({"stats": ("lse", "argmax")}, r"stats must be one of .*'argmax'"),
     "filter_type": ({"filter": 0.1}, r"filter must be a cce_dist.Filter.*0\.1"),

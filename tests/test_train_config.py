@@ -176,6 +176,16 @@ def test_parse_overrides_win_over_the_file(tmp_path: Path) -> None:
             "loss.gradient=in_forward is not supported with parallel.vocab_over_pipeline=true",
             id="in_forward over a pipeline",
         ),
+        pytest.param(
+            "loss: {logits: screened}\nparallel: {pp: 2, vocab_over_pipeline: true}",
+            "loss.logits=screened is not supported with parallel.vocab_over_pipeline=true",
+            id="screened over a pipeline",
+        ),
+        pytest.param(
+            "loss: {logits: screened, gradient: exact}",
+            "use loss.gradient=filtered, got loss.gradient=exact",
+            id="screened exactly",
+        ),
         pytest.param("[1, 2]", "must hold a mapping of keys, got [1, 2]", id="list"),
         pytest.param("a: [1", "is not valid YAML", id="not YAML"),
     ],

@@ -141,6 +141,42 @@ def filter_command(
         report.finish_case()
 
 
+@app.command("screen")
+def screen_command(
+    tokens: Tokens = None,
+    vocab: Size = 16384,
+    dim: Size = 256,
+    shape: Shapes = None,
+    inputs: Inputs = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cuda",
+    keep: Annotated[
+        float | None, typer.Option(help="The filter's threshold. [its default]")
+    ] = None,
+    max_kept: Annotated[float, typer.Option(min=0, max=1, help="Of Screen.")] = 0.125,
+    max_error: Annotated[float, typer.Option(min=0, help="Of Screen.")] = 2.0**-7,
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Error of each token's log-sum-exp by 8-bit logits, and by dense ones; also its mean by
+    deciles of the tokens' entropy.
+
+    On a CPU in Triton's interpreter: TRITON_INTERPRET=1, --device cpu --dtype float16.
+    """
+    from .report import Report
+    from .screen import bench_screen
+
+    with refusals():
+        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
+    report = Report(machine_of(device, 0), csv_path, json_path, None)
+    for make in cases:
+        made = make()
+        with refusals():
+            rows = bench_screen(made, keep=keep, max_kept=max_kept, max_error=max_error)
+        report.add(made.description, rows)
+        report.finish_case()
+
+
 @app.command("tiles")
 def tiles_command(
     tokens: Tokens = None,

@@ -20,6 +20,8 @@ OURS: tuple[GradientMode, ...] = ("filtered", "exact", "in_forward")
 # A name of ours that is no mode by itself, with its options: `exact` in a GiB of memory.
 WITH_MEMORY = "exact-kept"
 MEMORY: dict[str, Any] = {"keep_logits": True, "workspace_bytes": 900 * 2**20}
+# `filtered` with 8-bit logits where they don't matter.
+SCREENED = "screened"
 # `filtered` within torch.compile(fullgraph=True).
 COMPILED = "filtered-compiled"
 # What a GPU is not needed for, and needs no compiler.
@@ -70,6 +72,8 @@ def choose_methods(
         known[mode] = Method(mode, "ours", build)
     build = functools.partial(LinearCrossEntropy, gradient="exact", backend=backend, **MEMORY)
     known[WITH_MEMORY] = Method(WITH_MEMORY, "ours", build)
+    build = functools.partial(LinearCrossEntropy, logits="screened", backend=backend)
+    known[SCREENED] = Method(SCREENED, "ours", build)
     build = functools.partial(compiled, gradient="filtered", backend=backend)
     known[COMPILED] = Method(COMPILED, "ours", build)
     for name, builder in PEERS.items():

@@ -14,12 +14,14 @@ def finish_kernel(
     lse_ptr,  # [N] natural log: out, 0 for tokens that don't count
     dropped_ptr,  # [N] log of the sum over dropped columns of exp(z) softcap'(z): out
     entropy_ptr,  # [N] nats: out
+    unkept_ptr,  # [N] log of the sum over dropped columns of exp(z): out
     N,
     size,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_SCORE: tl.constexpr,
     HAS_SURPLUS: tl.constexpr,
+    HAS_UNKEPT: tl.constexpr,
 ):
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     counts = tokens < tl.load(count_ptr)
@@ -42,6 +44,8 @@ def finish_kernel(
             part = tl.where(part_sum > 0, part + shift * part_sum, 0.0)
             surplus += share * part
         total += share * part_sum
+        if HAS_UNKEPT:
+            surplus += share * tl.load(at + 3 * size, mask=counts, other=0.0)
         if HAS_SCORE:
             dropped += share * tl.load(at + 2 * size, mask=counts, other=0.0)
     # Rounded to nearest: an error of lse is one of every probability.
@@ -50,6 +54,9 @@ def finish_kernel(
     if HAS_SCORE:
         value = (top + tl.log2(dropped)) / LOG2E
         tl.store(dropped_ptr + tokens, tl.where(counts, value, float("-inf")), mask=tokens < N)
+    if HAS_UNKEPT:
+        value = (top + tl.log2(surplus)) / LOG2E
+        tl.store(unkept_ptr + tokens, tl.where(counts, value, float("-inf")), mask=tokens < N)
     if HAS_SURPLUS:
         entropy = (log2_of(total) - surplus / total) / LOG2E
         # A difference of two numbers near each other where one column holds everything.

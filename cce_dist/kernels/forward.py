@@ -33,6 +33,7 @@ def raise_reference(
     size,
     HAS_SCORE: tl.constexpr,
     HAS_SURPLUS: tl.constexpr,
+    HAS_UNKEPT: tl.constexpr,
 ):
     """Sums relative to the state's reference -> relative to `ref`, which is not below it."""
     gain = ref - tl.load(state_ptrs)
@@ -46,13 +47,15 @@ def raise_reference(
         # Of nothing yet, the first time: the gain is then without end, and 0 times it is no number.
         before = whole_sum(total) + earlier
         surplus = tl.load(state_ptrs + 3 * size) - tl.where(before > 0, gain * before, 0.0)
+    if HAS_UNKEPT:
+        surplus = tl.load(state_ptrs + 3 * size)
     # Two threads may hold a token: both have to read before one of them writes.
     tl.debug_barrier()
     tl.store(state_ptrs, ref)
     tl.store(state_ptrs + size, shrink * earlier)
     if HAS_SCORE:
         tl.store(state_ptrs + 2 * size, shrink * earlier_dropped)
-    if HAS_SURPLUS:
+    if HAS_SURPLUS or HAS_UNKEPT:
         tl.store(state_ptrs + 3 * size, shrink * surplus)
     tl.debug_barrier()
     return total * shrink[None, None, :], dropped * shrink[None, None, :]
@@ -115,6 +118,7 @@ def begin_state(
     BLOCK_N: tl.constexpr,
     HAS_SCORE: tl.constexpr,
     HAS_SURPLUS: tl.constexpr,
+    HAS_UNKEPT: tl.constexpr,
     HAS_LOGITS: tl.constexpr,
     IS_ROBUST: tl.constexpr,
 ):
@@ -142,7 +146,7 @@ def begin_state(
         earlier = tl.load(before_ptrs + own + size, mask=goes_on, other=0.0)
         if HAS_SCORE:
             earlier_dropped = tl.load(before_ptrs + own + 2 * size, mask=goes_on, other=0.0)
-        if HAS_SURPLUS:
+        if HAS_SURPLUS or HAS_UNKEPT:
             surplus = tl.load(before_ptrs + own + 3 * size, mask=goes_on, other=0.0)
     tl.store(state_ptrs, ref)
     tl.store(state_ptrs + size, earlier)
@@ -151,7 +155,25 @@ def begin_state(
     tl.debug_barrier()
     if not IS_ROBUST:
         nothing = tl.zeros((8, 8, BLOCK_N), tl.float32)
-        raise_reference(nothing, nothing, highest, state_ptrs, size, HAS_SCORE, HAS_SURPLUS)
+        raise_reference(
+            nothing, nothing, highest, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
+        )
+
+
+@triton.jit
+def dequantized(
+    x,  # [BLOCK_V, BLOCK_N] products of 8-bit numbers
+    columns,
+    V,
+    column_ptr,  # [2, V]
+    token_ptrs,  # [BLOCK_N] in the first row of [2, N]
+    N,
+):
+    """What they stand for, in fp32. docs/numerics.md#screened-logits"""
+    scale = tl.load(column_ptr + columns, mask=columns < V, other=0.0)
+    shift = tl.load(column_ptr + V + columns, mask=columns < V, other=0.0)
+    x = x.to(tl.float32) * scale[:, None] * tl.load(token_ptrs)[None, :]
+    return x + shift[:, None] + tl.load(token_ptrs + N)[None, :]
 
 
 @triton.jit(do_not_specialize=["launch", "begin_tile", "end_tile"])
@@ -160,13 +182,16 @@ def forward_kernel(
     weight,  # [V, D]
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
+    column_ptr,  # [2, V] fp32: scale of an 8-bit row; what its products are shifted by
+    token_ptr,  # [2, N] fp32: the same of tokens
     count_ptr,  # [1] int32: tokens that count
     shape_ptr,  # [3] int32: blocks of them, splits of the vocabulary, blocks at a time
     lower_ptr,  # [N] a lower bound of the token's lse over all ranks, log2
     state_ptr,  # [2, 4, size], size not below splits * blocks * BLOCK_N. Of a split and a token: a
     # reference `ref`, a lower bound of lse, log2; the sum of exp2(z - ref) over its columns; of
-    # exp2(z - ref) softcap'(z) over those not kept; of exp2(z - ref) (z - ref), log2. A launch
-    # reads the half that the one before wrote, and writes the other: out, the last in the first
+    # exp2(z - ref) softcap'(z) over those not kept; of exp2(z - ref) (z - ref), log2, or, if
+    # HAS_UNKEPT, of exp2(z - ref) over those not kept. A launch reads the half that the one before
+    # wrote, and writes the other: out, the last in the first
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
     extras_ptr,  # [7, size]: see `add_extras`
     logits,  # [columns, N] z - ref, log2, of tiles from `begin_tile`, if HAS_LOGITS: out;
@@ -201,7 +226,10 @@ def forward_kernel(
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_LOGITS: tl.constexpr,
+    HAS_UNKEPT: tl.constexpr,
     IS_ROBUST: tl.constexpr,
+    IS_SCREENED: tl.constexpr,  # hidden and weight are of 8 bits
+    ACCUMULATOR: tl.constexpr,
 ):
     """One program: a block of tokens against every `splits`-th vocabulary tile. How many splits
     there are follows how many blocks count: ignored tokens leave no multiprocessor idle.
@@ -250,7 +278,7 @@ def forward_kernel(
             return
     begin_state(
         lower_ptr + rows, state_ptr + rows, split * stride, splits, stride, size, rows < count,
-        launch, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_LOGITS, IS_ROBUST,
+        launch, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT, HAS_LOGITS, IS_ROBUST,
     )  # fmt: skip
     threshold = keep
     if not BY_LARGEST:
@@ -267,7 +295,7 @@ def forward_kernel(
         if HAS_LOGITS:
             turn = num_turns
         for tile in range(split + first * splits, split + turn * splits, splits):
-            x = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
+            x = tl.zeros((BLOCK_V, BLOCK_N), ACCUMULATOR)
             for k in range(0, tl.cdiv(D, BLOCK_D)):
                 c = load_tile(
                     weight, tile * BLOCK_V, k * BLOCK_D, V, D, stride_wv, BLOCK_V, BLOCK_D, USE_TMA
@@ -275,8 +303,10 @@ def forward_kernel(
                 e = load_tile(
                     hidden, block * BLOCK_N, k * BLOCK_D, N, D, stride_hn, BLOCK_N, BLOCK_D, USE_TMA
                 )
-                x = tl.dot(c, e.T, x, input_precision=PRECISION)
+                x = tl.dot(c, e.T, x, input_precision=PRECISION, out_dtype=ACCUMULATOR)
             columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+            if IS_SCREENED:
+                x = dequantized(x, columns, V, column_ptr, token_ptr + rows, N)
             if HAS_BIAS:
                 bias = tl.load(bias_ptr + columns, mask=columns < V, other=0.0)
                 x += bias.to(tl.float32)[:, None]
@@ -294,7 +324,7 @@ def forward_kernel(
             if IS_ROBUST:
                 ref = tl.maximum(tl.max(x * unit, 0), ref)
                 total, dropped = raise_reference(
-                    total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS
+                    total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
                 )
             log_p = x * unit - ref[None, :]
             if HAS_LOGITS:
@@ -320,62 +350,16 @@ def forward_kernel(
                 tl.store(mass_ptr + block.to(tl.int64) * V + columns, mark, mask=columns < V)
                 drops = tl.where(keeps, 0.0, 1.0)
                 dropped += partial_sums(q * drops[:, None], BLOCK_V, BLOCK_N)
+                if HAS_UNKEPT:
+                    unkept = tl.sum(p * drops[:, None], 0)
+                    tl.store(state_ptrs + 3 * size, tl.load(state_ptrs + 3 * size) + unkept)
+                    tl.debug_barrier()
         found = whole_sum(total) + tl.load(state_ptrs + size)
         ref = tl.load(state_ptrs) + tl.maximum(tl.log2(found), 0.0)
         total, dropped = raise_reference(
-            total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS
+            total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
         )
     tl.store(state_ptrs + size, whole_sum(total) + tl.load(state_ptrs + size))
     if HAS_SCORE:
         of_dropped = whole_sum(dropped) + tl.load(state_ptrs + 2 * size)
         tl.store(state_ptrs + 2 * size, of_dropped)
-
-
-@triton.jit(do_not_specialize=["launch", "N"])
-def bound_kernel(
-    shape_ptr,  # [3] int32
-    lower_ptr,  # [N_padded]
-    state_ptr,  # [2, 4, size]
-    order_ptr,  # [N] the packed tokens' places in the caller's order, if HAS_ORDER
-    bound_ptr,  # [N] in the caller's order: a lower bound of this shard's lse, log2: out
-    launch,  # whose sums it comes from
-    size,
-    N,
-    BLOCK_N: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-):
-    """One program a block of tokens, for the other ranks."""
-    num_blocks = tl.load(shape_ptr)
-    splits = tl.load(shape_ptr + 1)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    bound = tl.load(lower_ptr + rows)
-    if tl.program_id(0) < num_blocks:
-        state_ptrs = state_ptr + launch % 2 * 4 * size + rows
-        merged = merged_reference(state_ptrs, splits, num_blocks * BLOCK_N, size, BLOCK_N)
-        bound = tl.maximum(bound, merged)
-    at = tl.load(order_ptr + rows, mask=rows < N, other=0) if HAS_ORDER else rows
-    tl.store(bound_ptr + at, bound, mask=rows < N)
-
-
-@triton.jit(do_not_specialize=["ranks", "N"])
-def lower_kernel(
-    bounds_ptr,  # [ranks, N] as `bound_kernel` leaves them
-    order_ptr,
-    lower_ptr,  # [N_padded] out
-    ranks,
-    N,
-    BLOCK_N: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-):
-    """log2 of the sum over the ranks, in rank order."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    at = tl.load(order_ptr + rows, mask=rows < N, other=0) if HAS_ORDER else rows
-    top = tl.full((BLOCK_N,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    for _ in range(ranks):
-        bound = tl.load(bounds_ptr + at, mask=rows < N, other=LOWEST)
-        bounds_ptr += N
-        higher = tl.maximum(top, bound)
-        total = total * exp2_of(top - higher) + exp2_of(bound - higher)
-        top = higher
-    tl.store(lower_ptr + rows, top + tl.log2(total), mask=rows < N)

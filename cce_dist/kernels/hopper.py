@@ -1,4 +1,4 @@
-"""The forward for Hopper in 16 bits: one warp loads, two groups of four multiply and exponentiate.
+"""The forward for Hopper in 16 bits, and in 8: one warp loads, two groups of four multiply.
 
 A group has half of the program's columns, and is a split of the vocabulary of its own. While one
 takes exponentials the other has the tensor cores, and the loads of the next tile go on beside both.
@@ -139,10 +139,12 @@ def load_tiles(
 def sum_tiles(
     group,
     bias_ptr,
+    column_ptr,
+    token_ptr,
     lower_ptr,
     state_ptr,  # [2, 4, size]
     mass_ptr,  # [V] of the block
-    ref_tile,  # [BLOCK_N] in shared memory
+    of_token,  # [3 GROUPS, BLOCK_N] in shared memory: reference; of 8 bits, scale and shift
     e_tiles,
     c_tiles,
     full,
@@ -156,6 +158,7 @@ def sum_tiles(
     num_blocks,
     count,
     size,
+    N,
     V,
     D,
     scale,
@@ -169,13 +172,17 @@ def sum_tiles(
     HAS_SOFTCAP: gl.constexpr,
     HAS_SCORE: gl.constexpr,
     BY_LARGEST: gl.constexpr,
+    IS_SCREENED: gl.constexpr,
+    ACCUMULATOR: gl.constexpr,
 ):
     """The group's columns of every tile, [ROWS, BLOCK_N] at a time in four warps' registers."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    step_dims: gl.constexpr = 256 // c_tiles.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, step_dims])
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    of_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    across: gl.constexpr = gl.SliceLayout(0, layout)
     unit = numbers.LOG2E * scale
-    token = block * BLOCK_N + gl.arange(0, BLOCK_N, of_token)
+    token = block * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
     stride = num_blocks * BLOCK_N
     own = (GROUPS * split + group) * stride
     state_ptrs = state_ptr + launch % 2 * 4 * size + own + token
@@ -183,7 +190,11 @@ def sum_tiles(
         lower_ptr + token, state_ptrs, state_ptr + (launch + 1) % 2 * 4 * size + token, own,
         GROUPS * splits, stride, size, token < count, launch, HAS_SCORE,
     )  # fmt: skip
+    ref_tile = of_token.index(3 * group)
     ref_tile.store(first_ref)
+    if IS_SCREENED:
+        of_token.index(3 * group + 1).store(gl.load(token_ptr + token))
+        of_token.index(3 * group + 2).store(gl.load(token_ptr + N + token))
     step = 0
     turn = begin
     while turn < end:
@@ -192,7 +203,7 @@ def sum_tiles(
         total = partial_sums(gl.zeros((ROWS, BLOCK_N), gl.float32, layout), ROWS, BLOCK_N)
         dropped = total
         for at in range(first, turn):
-            x = gl.zeros((ROWS, BLOCK_N), gl.float32, layout)
+            x = gl.zeros((ROWS, BLOCK_N), ACCUMULATOR, layout)
             for k in range(0, D, BLOCK_D):
                 stage = step % STAGES
                 mbarrier.wait(full.index(stage), step // STAGES & 1)
@@ -209,6 +220,12 @@ def sum_tiles(
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
             first_column = ((split + at * splits) * GROUPS + group) * ROWS
             columns = first_column + rows
+            if IS_SCREENED:
+                times = gl.load(column_ptr + columns, mask=columns < V, other=0.0)
+                shift = gl.load(column_ptr + V + columns, mask=columns < V, other=0.0)
+                x = x.to(gl.float32) * times[:, None]
+                x = x * of_token.index(3 * group + 1).load(across)[None, :] + shift[:, None]
+                x += of_token.index(3 * group + 2).load(across)[None, :]
             if HAS_BIAS:
                 bias = gl.load(bias_ptr + columns, mask=columns < V, other=0.0)
                 x += bias.to(gl.float32)[:, None]
@@ -219,7 +236,7 @@ def sum_tiles(
                 slope = 1.0 - t * t
             if first_column + ROWS > V:
                 x = gl.where((columns < V)[:, None], x, float("-inf") * unit)
-            ref = ref_tile.load(gl.SliceLayout(0, layout))
+            ref = ref_tile.load(across)
             p = gl.exp2(x * unit - ref[None, :])
             total += partial_sums(p, ROWS, BLOCK_N)
             if HAS_SCORE:
@@ -236,14 +253,14 @@ def sum_tiles(
                 gl.store(mass_ptr + columns, mark, mask=columns < V)
                 drops = gl.where(keeps, 0.0, 1.0)
                 dropped += partial_sums(q * drops[:, None], ROWS, BLOCK_N)
-        found = gl.load(state_ptrs + size) + whole_sum(total, of_token)
+        found = gl.load(state_ptrs + size) + whole_sum(total, by_token)
         gain = gl.maximum(gl.log2(found), 0.0)
         shrink = exp2_of(-gain)
         next_ref = gl.load(state_ptrs) + gain
         gl.store(state_ptrs, next_ref)
         gl.store(state_ptrs + size, found * shrink)
         if HAS_SCORE:
-            found = gl.load(state_ptrs + 2 * size) + whole_sum(dropped, of_token)
+            found = gl.load(state_ptrs + 2 * size) + whole_sum(dropped, by_token)
             gl.store(state_ptrs + 2 * size, found * shrink)
         ref_tile.store(next_ref)
 
@@ -253,6 +270,8 @@ def hopper_forward_kernel(
     hidden,  # [N, D] packed, a descriptor of BLOCK_N x BLOCK_D
     weight,  # [V, D], of ROWS x BLOCK_D
     bias_ptr,  # [V]
+    column_ptr,  # [2, V] fp32: see `forward_kernel`
+    token_ptr,  # [2, N] fp32
     count_ptr,  # [1] int32: tokens that count
     shape_ptr,  # [3] int32: blocks, GROUPS x splits, blocks at a time
     lower_ptr,  # [N]
@@ -260,6 +279,7 @@ def hopper_forward_kernel(
     mass_ptr,  # [num_blocks, V]: out
     launch,
     size,
+    N,
     V,
     D,
     scale,
@@ -273,6 +293,8 @@ def hopper_forward_kernel(
     HAS_SOFTCAP: gl.constexpr,
     HAS_SCORE: gl.constexpr,
     BY_LARGEST: gl.constexpr,
+    IS_SCREENED: gl.constexpr,
+    ACCUMULATOR: gl.constexpr,
 ):
     """One program: a block of tokens against every `splits`-th tile of GROUPS x ROWS columns.
 
@@ -303,7 +325,7 @@ def hopper_forward_kernel(
         weight.dtype, [STAGES * GROUPS, ROWS, BLOCK_D], weight.layout
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    refs = gl.allocate_shared_memory(gl.float32, [GROUPS, BLOCK_N], plain)
+    of_token = gl.allocate_shared_memory(gl.float32, [3 * GROUPS, BLOCK_N], plain)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -314,19 +336,21 @@ def hopper_forward_kernel(
             (
                 sum_tiles,
                 (
-                    0, bias_ptr, lower_ptr, state_ptr, mass_ptr, refs.index(0), e_tiles, c_tiles,
-                    full, empty, block, split, splits, begin, end, launch, num_blocks, count, size,
-                    V, D, scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS,
-                    HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
+                    0, bias_ptr, column_ptr, token_ptr, lower_ptr, state_ptr, mass_ptr,
+                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, begin,
+                    end, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
+                    BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
+                    IS_SCREENED, ACCUMULATOR,
                 ),
             ),
             (
                 sum_tiles,
                 (
-                    1, bias_ptr, lower_ptr, state_ptr, mass_ptr, refs.index(1), e_tiles, c_tiles,
-                    full, empty, block, split, splits, begin, end, launch, num_blocks, count, size,
-                    V, D, scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS,
-                    HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
+                    1, bias_ptr, column_ptr, token_ptr, lower_ptr, state_ptr, mass_ptr,
+                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, begin,
+                    end, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
+                    BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
+                    IS_SCREENED, ACCUMULATOR,
                 ),
             ),
             (

@@ -7,6 +7,14 @@ from cce_dist.kernels.numbers import LOG2E, softcapped
 
 
 @triton.jit
+def take_from(log_ptrs, mass, lse, mask):
+    """The logarithm of a sum, of which `mass` times exp(lse) is no part any more."""
+    left = tl.exp2((tl.load(log_ptrs) - lse) * LOG2E)
+    left = tl.maximum(left - mass, 0.0)
+    tl.store(log_ptrs, lse + tl.log2(left) / LOG2E, mask=mask)
+
+
+@triton.jit
 def targets_kernel(
     packed_ptr,  # [N, stride_pn]: the tokens that count first; N a multiple of BLOCK
     weight_ptr,  # [V, D]
@@ -15,6 +23,7 @@ def targets_kernel(
     lse_ptr,  # [N] natural log, of this shard
     mass_ptr,  # [num_blocks, V]: its sign set where a target's column was not kept
     dropped_ptr,  # [N] log of the dropped sum: less those columns
+    unkept_ptr,  # [N] log of the sum of exp(z) over the same: less those columns, if HAS_UNKEPT
     logit_ptr,  # [N] z of the target, 0 without one: out
     count_ptr,  # [1] int32
     V,
@@ -30,6 +39,7 @@ def targets_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCORE: tl.constexpr,
+    HAS_UNKEPT: tl.constexpr,
 ):
     """One program: a block's target columns against its tokens, in the forward's own arithmetic.
 
@@ -72,11 +82,11 @@ def targets_kernel(
         lse = tl.load(lse_ptr + token)
         lse = tl.where(lse == float("-inf"), 0.0, lse)
         p = tl.exp2(x * (scale * LOG2E) - (lse * LOG2E)[None, :])
+        p = tl.where(is_new[:, None], p, 0.0)
+        if HAS_UNKEPT:
+            take_from(unkept_ptr + token, tl.sum(p, 0), lse, token < count)
         if HAS_SOFTCAP:
             p *= slope
-        kept = tl.sum(tl.where(is_new[:, None], p, 0.0), 0)
-        dropped = tl.exp2((tl.load(dropped_ptr + token) - lse) * LOG2E)
-        dropped = tl.maximum(dropped - kept, 0.0)
-        tl.store(dropped_ptr + token, lse + tl.log2(dropped) / LOG2E, mask=token < count)
+        take_from(dropped_ptr + token, tl.sum(p, 0), lse, token < count)
         mark = -tl.maximum(mass, 1e-30)
         tl.store(mass_ptrs, mark.to(mass_ptr.dtype.element_ty), mask=here & (mass >= 0))

@@ -109,6 +109,7 @@ class FilterConfig(Section):
 class LossConfig(Section):
     gradient: Literal["filtered", "exact", "in_forward"] = "filtered"
     filter: FilterConfig = FilterConfig()
+    logits: Literal["full", "screened"] = "full"
     label_smoothing: Annotated[Float, Field(ge=0, le=1)] = 0.0
     z_loss: Annotated[Float, Field(ge=0)] = 0.0
     softcap: Annotated[Float, Field(gt=0)] | None = None
@@ -124,6 +125,12 @@ class LossConfig(Section):
                 "column: use loss.gradient=filtered, or leave loss.filter out"
             )
         filters = self.gradient == "filtered" and self.filter.keep != 0
+        if self.logits == "screened" and not filters:
+            raise ValueError(
+                "loss.logits=screened computes exactly what the filter keeps: use "
+                f"loss.gradient=filtered, got loss.gradient={self.gradient} with "
+                f"loss.filter.keep={self.filter.keep}"
+            )
         if filters and self.softcap is not None and self.label_smoothing > 0:
             raise ValueError(
                 f"loss.softcap={self.softcap} with loss.label_smoothing={self.label_smoothing} "
@@ -199,6 +206,11 @@ class TrainConfig(Section):
             raise ValueError(
                 "loss.gradient=in_forward is not supported with parallel.vocab_over_pipeline=true: "
                 "use loss.gradient=filtered or exact"
+            )
+        if parallel.vocab_over_pipeline and self.loss.logits == "screened":
+            raise ValueError(
+                "loss.logits=screened is not supported with parallel.vocab_over_pipeline=true: use "
+                "loss.logits=full"
             )
         return self
 

@@ -139,6 +139,7 @@ def loss_options(config: LossConfig) -> dict[str, Any]:
         "z_loss": config.z_loss,
         "gradient": config.gradient,
         "filter": Filter(keep=config.filter.keep, tail=config.filter.tail, eps=config.filter.eps),
+        "logits": config.logits,
         "backend": config.backend,
         "workspace_bytes": int(config.workspace_mib * 2**20),
     }

@@ -1,0 +1,123 @@
+"""Rows in 8 bits: a scale for each, and how far off what they stand for is."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounded(x, largest, IS_INTEGER: tl.constexpr):
+    """x over its row's scale -> the nearest number of 8 bits, in fp32; at most `largest`."""
+    # The largest may have become larger than that by the division's rounding.
+    x = tl.minimum(tl.maximum(x, -largest), largest)
+    # The addition rounds, ties to even: what is added has no digits below 1, or below 2^-9, the
+    # smallest of e4m3, ...
+    if IS_INTEGER:
+        return (x + 12582912.0) - 12582912.0
+    small = (x + 24576.0) - 24576.0
+    # ... which has three digits after the first from 2^-6 on. (A cast would do, but for the
+    # interpreter of Triton 3.7, which loses what is carried to the next power of two.)
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
+    return tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["num_rows", "every"])
+def moments_kernel(
+    source_ptr,  # [num_rows, D], inner stride 1
+    part_ptr,  # [splits, 2, D] fp32 sum of rows, and of their squares: out
+    num_rows,
+    every,
+    D,
+    stride_sn,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program: BLOCK_D dims of a share of every `every`-th row."""
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    square = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for start in range(split * ROWS, tl.cdiv(num_rows, every), splits * ROWS):
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64) * every
+        inside = (rows < num_rows)[:, None] & (dims < D)[None, :]
+        at = source_ptr + rows[:, None] * stride_sn + dims[None, :]
+        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        total += x
+        square += x * x
+    part_ptrs = part_ptr + split * 2 * D + dims
+    tl.store(part_ptrs, tl.sum(total, 0), mask=dims < D)
+    tl.store(part_ptrs + D, tl.sum(square, 0), mask=dims < D)
+
+
+@triton.jit
+def scaled_tile(source_ptrs, centre_ptr, channel_ptr, start, inside_rows, D, BLOCK_D: tl.constexpr):
+    """[ROWS, BLOCK_D] of the rows, and of `quantize_kernel`'s x; both fp32, 0 beyond."""
+    dims = start + tl.arange(0, BLOCK_D)
+    inside = inside_rows & (dims < D)[None, :]
+    row = tl.load(source_ptrs + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    centre = tl.load(centre_ptr + dims, mask=dims < D, other=0.0)
+    channel = tl.load(channel_ptr + dims, mask=dims < D, other=0.0)
+    return row, tl.where(inside, (row - centre[None, :]) * channel[None, :], 0.0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def quantize_kernel(
+    source_ptr,  # [num_rows, D], inner stride 1
+    centre_ptr,  # [D] fp32: subtracted from each row
+    channel_ptr,  # [D] fp32: by which each is then multiplied
+    across_ptr,  # [D] fp32
+    out_ptr,  # [num_rows, stride_on] 8 bits, 0 beyond D: out
+    of_rows_ptr,  # [2, num_rows] fp32: what `out` is to be multiplied by; row . across: out
+    size_ptr,  # [2, num_rows] fp32 |x|^2, with x = channel (row - centre); |x - scale out|^2: out
+    num_rows,
+    D,
+    stride_sn,
+    stride_on,
+    largest,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+):
+    """One program: ROWS rows, read from memory once; the second time they come from the cache."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside_rows = (rows < num_rows)[:, None]
+    source_ptrs = source_ptr + rows.to(tl.int64)[:, None] * stride_sn
+    top = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    norm = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    dot = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        row, x = scaled_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            source_ptrs, centre_ptr, channel_ptr, start, inside_rows, D, BLOCK_D
+        )
+        dims = start + tl.arange(0, BLOCK_D)
+        dot += row * tl.load(across_ptr + dims, mask=dims < D, other=0.0)[None, :]
+        top = tl.maximum(top, tl.abs(x))
+        norm += x * x
+    # A row of zeros has any scale; 1 over the smallest would be infinite.
+    step = tl.maximum(tl.max(top, 1) / largest, 1e-30)
+    inverse = 1.0 / step
+    cross = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    square = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for start in range(0, stride_on, BLOCK_D):
+        _, x = scaled_tile(  # pyright: ignore[reportGeneralTypeIssues]
+            source_ptrs, centre_ptr, channel_ptr, start, inside_rows, D, BLOCK_D
+        )
+        found = rounded(x * inverse[:, None], largest, IS_INTEGER)
+        cross += x * found
+        square += found * found
+        dims = start + tl.arange(0, BLOCK_D)
+        tl.store(
+            out_ptr + rows.to(tl.int64)[:, None] * stride_on + dims[None, :],
+            found.to(out_ptr.dtype.element_ty),
+            mask=inside_rows & (dims < stride_on)[None, :],
+        )
+    size = tl.sum(norm, 1)
+    along = tl.sum(cross, 1)
+    # With which the rounding has no part along the row itself: docs/numerics.md#screened-logits.
+    scale = tl.where(along > 0, size / along, step)
+    rest = scale * scale * tl.sum(square, 1) - size
+    tl.store(of_rows_ptr + rows, scale, mask=rows < num_rows)
+    tl.store(of_rows_ptr + num_rows + rows, tl.sum(dot, 1), mask=rows < num_rows)
+    tl.store(size_ptr + rows, size, mask=rows < num_rows)
+    # A NaN stays one.
+    tl.store(size_ptr + num_rows + rows, tl.where(rest < 0, 0.0, rest), mask=rows < num_rows)

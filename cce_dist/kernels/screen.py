@@ -1,0 +1,313 @@
+"""After an 8-bit forward: whether it will do, and the exact logits of the columns that matter."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.kernels.backward import arrive, go_on
+from cce_dist.kernels.numbers import LOG2E, exp2_of, log2_of, softcapped
+from cce_dist.kernels.plan import list_task
+from cce_dist.kernels.sdd import logits_of
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def count_kept_kernel(
+    mass_ptr,  # [num_blocks, V], negative where kept
+    shape_ptr,  # [3] int32: blocks that count, ...
+    number_ptr,  # [1] int32, 0: pairs of a column and a block that keeps it: out
+    V,
+    BLOCKS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program: BLOCK_V columns of BLOCKS token blocks."""
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = (block < tl.load(shape_ptr))[:, None] & (column < V)[None, :]
+    at = block.to(tl.int64)[:, None] * V + column[None, :]
+    kept = tl.load(mass_ptr + at, mask=inside, other=0.0) < 0
+    tl.atomic_add(number_ptr, tl.sum(tl.sum(kept.to(tl.int32), 1), 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["N"])
+def guard_kernel(
+    number_ptr,  # [1] int32: pairs of a column and a block that keeps it
+    count_ptr,  # [1] int32: tokens that count
+    shape_ptr,  # [3] int32: see `forward_kernel`
+    lse_ptr,  # [N] natural log, of the 8-bit logits
+    unkept_ptr,  # [N] log of the sum over columns not kept
+    variance_ptr,  # [N] of an 8-bit logit's error
+    lower_ptr,  # [N] lower bound of lse over all ranks, log2; in place
+    full_ptr,  # [1] int32: 1 where full precision is needed: out
+    full_shape_ptr,  # [3] int32: of the forward that then runs; no blocks if none is needed: out
+    error_ptr,  # [1] fp32 nats, rms over tokens of `tail sigma`: out
+    V,
+    N,
+    max_kept,
+    max_error,
+    BLOCK_N: tl.constexpr,
+):
+    """One program. docs/numerics.md#when-screening-is-refused"""
+    count = tl.load(count_ptr)
+    blocks = tl.load(shape_ptr)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        token = start + tl.arange(0, BLOCK_N)
+        counts = token < count
+        lse = tl.load(lse_ptr + token, mask=counts, other=0.0)
+        unkept = tl.load(unkept_ptr + token, mask=counts, other=float("-inf"))
+        variance = tl.load(variance_ptr + token, mask=counts, other=0.0)
+        tail = tl.exp2((unkept - lse) * LOG2E)
+        total += tl.where(counts, tail * tail * variance, 0.0)
+        # Of the full logits too: an 8-bit one is off by a few standard deviations at most.
+        known = (lse - 1.0 - 6.0 * tl.sqrt(variance)) * LOG2E
+        lower = tl.load(lower_ptr + token, mask=counts, other=0.0)
+        raised = tl.where((tl.abs(known) < 1e30) & (known > lower), known, lower)
+        tl.store(lower_ptr + token, raised, mask=counts)
+    error = tl.sqrt(tl.sum(total, 0) / tl.maximum(count, 1))
+    share = tl.load(number_ptr).to(tl.float32) / (blocks.to(tl.float32) * V)
+    # Not true of NaN either.
+    screened = (error <= max_error) & (share <= max_kept)
+    full = 1 - screened.to(tl.int32)
+    tl.store(full_ptr, full)
+    tl.store(error_ptr, error)
+    tl.store(full_shape_ptr, blocks * full)
+    tl.store(full_shape_ptr + 1, tl.load(shape_ptr + 1))
+    tl.store(full_shape_ptr + 2, tl.load(shape_ptr + 2))
+
+
+@triton.jit
+def exact_task(
+    task,
+    first_tile,  # of the chunk
+    last_tile,
+    hidden_ptr,  # [N, D] packed
+    rows_ptr,  # [N] int64
+    weight_ptr,  # [V, D]
+    bias_ptr,
+    target_ptr,  # [N] int32, -1: none here
+    target_logit_ptr,  # [N]
+    reference_ptr,  # [N] natural log: what kept logits are relative to
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    segment_ptr,  # [num_blocks + 1] int32, of the chunk
+    entries_ptr,  # [rows] int32
+    part_ptr,  # [2, tasks, TOKENS] fp32: largest logit, log2; sum of exp2 relative to it: out
+    logits_ptr,  # [rows, TOKENS] logits over the reference, log2, if HAS_LOGITS: out
+    part_size,
+    num_tiles,
+    num_blocks,
+    D,
+    stride_hn,
+    stride_wv,
+    scale,
+    softcap,
+    TOKENS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
+):
+    """SEGMENT entries of one token block's list of columns. Those that are drawn are in no sum."""
+    lane = tl.arange(0, BLOCKS)
+    first_task = tl.load(segment_ptr + lane, mask=lane <= num_blocks, other=2147483647)
+    block = tl.sum((first_task <= task).to(tl.int32), 0) - 1
+    row_ptr = starts_ptr + block * (num_tiles + 1)
+    length = tl.load(row_ptr + last_tile) - tl.load(row_ptr + first_tile)
+    place = (task - tl.load(segment_ptr + block)) * SEGMENT + tl.arange(0, SEGMENT)
+    row = tl.load(base_ptr + block) + place
+    listed = place < length
+    entry = tl.load(entries_ptr + row, mask=listed, other=1)
+    column = tl.where(listed, entry >> 1, 0)
+    kept = (entry & 1) == 0
+    wanted = tl.max(kept.to(tl.int32), 0)
+    if HAS_LOGITS:
+        wanted = 1
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    part_ptrs = part_ptr + task * TOKENS + tl.arange(0, TOKENS)
+    if wanted > 0:
+        c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv
+        x = logits_of(
+            c_ptrs + tl.arange(0, BLOCK_K)[None, :], block, hidden_ptr, rows_ptr, D, stride_hn,
+            SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION,
+        )  # fmt: skip
+        if HAS_BIAS:
+            x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
+        if HAS_SOFTCAP:
+            x, _ = softcapped(x, softcap, False)
+        # nll is a difference of two numbers that share the target's logit.
+        own = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
+        z = tl.where(own, tl.load(target_logit_ptr + token)[None, :], x * scale) * LOG2E
+        if HAS_LOGITS:
+            reference = tl.load(reference_ptr + token) * LOG2E
+            out = logits_ptr + row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+            over = (z - reference[None, :]).to(logits_ptr.dtype.element_ty)
+            tl.store(out, over, mask=listed[:, None])
+        z = tl.where(kept[:, None], z, float("-inf"))
+        top = tl.max(z, 0)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        tl.store(part_ptrs, top)
+        tl.store(part_ptrs + part_size, tl.sum(tl.exp2(z - base[None, :]), 0))
+    else:
+        tl.store(part_ptrs, tl.full((TOKENS,), float("-inf"), tl.float32))
+        tl.store(part_ptrs + part_size, tl.zeros((TOKENS,), tl.float32))
+
+
+@triton.jit
+def merge_task(
+    block,
+    segment_ptr,  # [num_blocks + 1] int32, of the chunk
+    part_ptr,  # [2, tasks, TOKENS]
+    kept_ptr,  # [2, N] fp32: the same over all entries of the token's block so far; in place
+    part_size,
+    N,
+    TOKENS: tl.constexpr,
+):
+    """The parts of one token block's list in this chunk, in order."""
+    lane = tl.arange(0, TOKENS)
+    kept_ptrs = kept_ptr + block * TOKENS + lane
+    top = tl.load(kept_ptrs)
+    total = tl.load(kept_ptrs + N)
+    for task in range(tl.load(segment_ptr + block), tl.load(segment_ptr + block + 1)):
+        part_ptrs = part_ptr + task * TOKENS + lane
+        other = tl.load(part_ptrs)
+        part = tl.load(part_ptrs + part_size)
+        # Not tl.maximum, which would lose a NaN.
+        higher = tl.where(other < top, top, other)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * exp2_of(top - base) + part * exp2_of(other - base)
+        top = higher
+    tl.store(kept_ptrs, top)
+    tl.store(kept_ptrs + N, total)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "words"])
+def exact_columns_kernel(
+    hidden_ptr,  # [N, D] packed, N = num_blocks * TOKENS
+    rows_ptr,  # [N] int64: 0 to N - 1
+    weight_ptr,  # [V, D], inner stride 1
+    bias_ptr,  # [V]
+    target_ptr,  # [N] int32, -1: none here
+    target_logit_ptr,  # [N] fp32
+    reference_ptr,  # [N] fp32
+    full_ptr,  # [1] int32: 1: nothing to do
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    order_ptr,  # [num_tiles * TILE] int32
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    first_ptr,  # [max_chunks + 1] int32
+    num_chunks_ptr,  # [1] int32
+    base_ptr,  # [max_chunks, num_blocks + 1] int32
+    segment_ptr,  # [max_chunks, num_blocks + 1] int32
+    entries_ptr,  # [2, max_rows] int32: lists of this chunk and the next
+    part_ptr,  # [2, 2, max_tasks, TOKENS] fp32: of this chunk and the next
+    logits_ptr,  # [max_rows, TOKENS] of the last chunk, if HAS_LOGITS: out
+    sum_ptr,  # [2, N] fp32: each token's largest kept logit, log2; sum of exp2 relative to it: out
+    queue_ptr,  # [max_chunks + 3] int32, zeros: the next task of each phase; arrivals
+    num_blocks,
+    V,
+    D,
+    num_tiles,
+    max_chunks,
+    max_rows,
+    part_size,  # max_tasks * TOKENS
+    words,
+    stride_hn,
+    stride_wv,
+    scale,
+    softcap,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
+):
+    """Persistent, by the backward's lists of columns. In a phase: lists of one chunk, logits of the
+    one before, sums of the one before that."""
+    num_chunks = tl.where(tl.load(full_ptr) > 0, 0, tl.load(num_chunks_ptr))
+    N = num_blocks * TOKENS
+    arrived_ptr = queue_ptr + max_chunks + 2
+    for phase in range(num_chunks + 2):
+        stride = num_blocks + 1
+        own = phase % 2
+        other = 1 - own
+        num_exact = 0
+        num_merge = 0
+        num_lists = 0
+        first = 0
+        last = 0
+        before = 0
+        if phase < num_chunks:
+            first = tl.load(first_ptr + phase)
+            last = tl.load(first_ptr + phase + 1)
+            num_lists = (last - first) * words
+        if (phase > 0) & (phase <= num_chunks):
+            before = tl.load(first_ptr + phase - 1)
+            last = tl.load(first_ptr + phase)
+            num_exact = tl.load(segment_ptr + (phase - 1) * stride + num_blocks)
+        if phase > 1:
+            num_merge = num_blocks
+        task = tl.atomic_add(queue_ptr + phase, 1)
+        while task < num_exact + num_merge + num_lists:
+            if task < num_exact:
+                at = (phase - 1) * stride
+                exact_task(
+                    task, before, last, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, target_ptr,
+                    target_logit_ptr, reference_ptr, starts_ptr, base_ptr + at, segment_ptr + at,
+                    entries_ptr + other * max_rows, part_ptr + own * 2 * part_size, logits_ptr,
+                    part_size, num_tiles, num_blocks, D, stride_hn, stride_wv, scale, softcap,
+                    TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, HAS_BIAS,
+                    HAS_SOFTCAP, HAS_LOGITS,
+                )  # fmt: skip
+            elif task < num_exact + num_merge:
+                merge_task(
+                    task - num_exact, segment_ptr + (phase - 2) * stride,
+                    part_ptr + other * 2 * part_size, sum_ptr, part_size, N, TOKENS,
+                )  # fmt: skip
+            else:
+                list_task(
+                    task - num_exact - num_merge, first, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
+                    base_ptr + phase * stride, entries_ptr + own * max_rows, V, num_tiles,
+                    num_blocks, words, TILE, HAS_DRAWN,
+                )  # fmt: skip
+            task = tl.atomic_add(queue_ptr + phase, 1)
+        arrive(arrived_ptr, False, IS_INTERPRETED)
+        arrived = 0
+        while arrived < (phase + 1) * tl.num_programs(0):
+            arrived = tl.atomic_add(arrived_ptr, 0, sem="acquire")
+        go_on(False, IS_INTERPRETED)
+
+
+@triton.jit
+def screened_lse_kernel(
+    count_ptr,  # [1] int32
+    full_ptr,  # [1] int32
+    unkept_ptr,  # [N] natural log
+    sum_ptr,  # [2, N]
+    lse_ptr,  # [N] natural log; in place, where logits were screened
+    N,
+    BLOCK_N: tl.constexpr,
+):
+    """lse of the exact logits of kept columns and the 8-bit ones of all others."""
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    counts = token < tl.load(count_ptr)
+    top = tl.load(sum_ptr + token)
+    total = tl.load(sum_ptr + N + token)
+    unkept = tl.load(unkept_ptr + token) * LOG2E
+    higher = tl.where(unkept < top, top, unkept)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    total = total * exp2_of(top - base) + exp2_of(unkept - base)
+    lse = tl.div_rn(base + log2_of(total), tl.full((BLOCK_N,), LOG2E, tl.float32))
+    screened = counts & (tl.load(full_ptr) == 0)
+    tl.store(lse_ptr + token, lse, mask=screened)

@@ -1,0 +1,303 @@
+"""A forward in 8 bits whose columns that matter are computed again, exactly.
+
+No autograd, no groups, and nothing that makes the host wait for the device.
+"""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.kernels.quantize import moments_kernel, quantize_kernel
+from cce_dist.kernels.screen import (
+    count_kept_kernel,
+    exact_columns_kernel,
+    guard_kernel,
+    screened_lse_kernel,
+)
+from cce_dist.local_triton_forward import Forward
+from cce_dist.local_triton_inputs import with_unit_inner_stride
+from cce_dist.local_triton_launch import start
+from cce_dist.local_triton_lists import TILE, Lists, Marks
+from cce_dist.local_triton_operands import EightBit, Finished
+from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
+from cce_dist.options import TOKEN_BLOCK, Screen
+from cce_dist.partials import QuantizedRows
+
+# Of a row's largest element: the largest of the format.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+# So many rows at least make the mean row that is subtracted: any row would do, but a flat softmax
+# shows how far off the mean it is.
+CENTRE_ROWS = 16384
+
+
+def screen_dtype(screen: Screen, weight: Tensor) -> torch.dtype:
+    """ "auto": int8, whose steps in a row's own scale are finer than e4m3's, and whose products are
+    summed exactly; where its rate has gone, on Blackwell, e4m3. docs/numerics.md#int8-or-e4m3"""
+    if screen.dtype == "auto" and not interpreted():
+        newest = torch.cuda.get_device_capability(weight.device) >= (10, 0)
+        return torch.float8_e4m3fn if newest else torch.int8
+    return torch.float8_e4m3fn if screen.dtype == "e4m3" else torch.int8
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and variance of a matrix's rows, [D] fp32 each."""
+
+    mean: Tensor
+    variance: Tensor
+
+    @classmethod
+    def of(cls, matrix: Tensor, count: Tensor | None = None, *, every: int = 1) -> Moments:
+        """Args: count: [1] only so many rows count, and the others are 0."""
+        matrix = with_unit_inner_stride(matrix)
+        num_rows, dim = matrix.shape
+        taken = triton.cdiv(num_rows, every)
+        block_n, block_d = (512, 256) if interpreted() else (16, 128)
+        splits = max(1, min(triton.cdiv(taken, 4 * block_n), 128))
+        part = torch.empty(splits, 2, dim, dtype=torch.float32, device=matrix.device)
+        start(moments_kernel, (triton.cdiv(dim, block_d), splits))(
+            matrix,
+            part,
+            num_rows,
+            every,
+            dim,
+            matrix.stride(0),
+            ROWS=block_n,
+            BLOCK_D=block_d,
+        )
+        mean, square = part.sum(0) / (taken if count is None else count.clamp_min(1))
+        return cls(mean, (square - mean * mean).clamp_min(1e-30))
+
+
+def quantize_weight(
+    weight: Tensor,  # [V_local, D]
+    hidden: Moments | None,
+    dtype: torch.dtype,
+    into: QuantizedRows | None = None,
+) -> QuantizedRows:
+    """The weight in 8 bits. Reads it once, and some of its rows twice.
+
+    Args:
+        hidden: None: those of `into`, or else a mean of 0 and channels as they are.
+        into: of the same shape and dtype: written, in place of new memory.
+    """
+    weight = with_unit_inner_stride(weight)
+    own = Moments.of(weight, every=max(1, weight.shape[0] // CENTRE_ROWS))
+    channel, hidden_centre = torch.ones_like(own.mean), torch.zeros_like(own.mean)
+    if hidden is not None:
+        # What sticks out of either side is shared between the two.
+        ratio = torch.log2(hidden.variance / own.variance)
+        channel = torch.exp2(((ratio - ratio.mean()) / 4).round_())
+        hidden_centre = hidden.mean
+    elif into is not None:
+        channel, hidden_centre = into.channel, into.hidden_centre
+    values, of_rows, size = _quantize(weight, own.mean, channel, hidden_centre, dtype, into)
+    # Both the tokens' shifts and the columns' have the means' product.
+    mean = torch.cat([size.mean(1), (own.mean * hidden_centre).sum()[None]])
+    if into is None:
+        return QuantizedRows(values, of_rows, own.mean, channel, hidden_centre, mean)
+    into.centre.copy_(own.mean)
+    into.channel.copy_(channel)
+    into.hidden_centre.copy_(hidden_centre)
+    into.mean.copy_(mean)
+    return into
+
+
+def _quantize(
+    source: Tensor,  # [R, D]
+    centre: Tensor,
+    channel: Tensor,
+    across: Tensor,
+    dtype: torch.dtype,
+    into: QuantizedRows | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[R, stride] of 8 bits, [2, R] scale and inner product with `across`, [2, R] sizes: see
+    `quantize_kernel`."""
+    num_rows, dim = source.shape
+    device, fp32 = source.device, torch.float32
+    if into is None:
+        padded = triton.cdiv(dim, 16) * 16
+        values = torch.empty(num_rows, padded, dtype=dtype, device=device)
+        of_rows = torch.empty(2, num_rows, dtype=fp32, device=device)
+    else:
+        values, of_rows = into.values, into.of_rows
+    size = torch.empty(2, num_rows, dtype=fp32, device=device)
+    rows = 512 if interpreted() else 8
+    start(quantize_kernel, (triton.cdiv(num_rows, rows),))(
+        source,
+        centre,
+        channel,
+        across,
+        values,
+        of_rows,
+        size,
+        num_rows,
+        dim,
+        source.stride(0),
+        values.stride(0),
+        LARGEST[dtype],
+        ROWS=rows,
+        BLOCK_D=256,
+        IS_INTEGER=dtype == torch.int8,
+    )
+    return values, of_rows, size
+
+
+def with_eight_bits(run: Forward, screen: Screen) -> tuple[Forward, Tensor]:
+    """The same forward of 8-bit operands, and [N_padded] the variance of its logits' errors."""
+    head, dim = run.head, run.weight.shape[1]
+    hidden, weight = run.packed[:, :dim], head.quantized
+    if weight is None:
+        dtype = screen_dtype(screen, run.weight)
+        weight = quantize_weight(run.weight, Moments.of(hidden, run.count), dtype)
+    values, of_tokens, size = _quantize(
+        hidden, weight.hidden_centre, 1 / weight.channel, weight.centre, weight.values.dtype
+    )
+    mean_norm, mean_rest, of_means = weight.mean
+    # Roundings on one side are as good as independent of the other.
+    variance = (size[1] * mean_norm + size[0] * mean_rest) / dim
+    # The mean of exp over an error of that variance is too large by half of it.
+    of_tokens[1] -= of_means + 0.5 * head.logit_scale * variance
+    operands = EightBit(values, weight.values, weight.of_rows, of_tokens)
+    return replace(run, eight=operands), variance * head.logit_scale**2
+
+
+@dataclass(frozen=True)
+class Screened:
+    """What came of an 8-bit forward."""
+
+    full: Tensor  # [1] int32: 1 where full precision was needed in its place
+    error: Tensor  # [1] fp32, nats: estimated
+
+
+def guard(
+    run: Forward, made: Finished, variance: Tensor, screen: Screen
+) -> tuple[Forward, Screened]:
+    """Whether 8 bits will do, decided on the device; and the forward that runs if they won't."""
+    device, fp32 = run.weight.device, torch.float32
+    number = torch.zeros(1, dtype=torch.int32, device=device)
+    num_blocks, columns = run.num_blocks, run.weight.shape[0]
+    block_v = 4096 if interpreted() else 1024
+    start(count_kept_kernel, (triton.cdiv(num_blocks, 16), triton.cdiv(columns, block_v)))(
+        run.parts["mass"], run.shape, number, columns, BLOCKS=16, BLOCK_V=block_v
+    )
+    found = Screened(torch.empty_like(number), torch.empty(1, dtype=fp32, device=device))
+    shape = torch.empty_like(run.shape)
+    padded = run.packed.shape[0]
+    start(guard_kernel, (1,))(
+        number,
+        run.count,
+        run.shape,
+        made.lse,
+        made.unkept,
+        variance,
+        run.parts["lower"],
+        found.full,
+        shape,
+        found.error,
+        columns,
+        padded,
+        screen.max_kept,
+        screen.max_error,
+        BLOCK_N=1024,
+    )
+    return replace(run, shape=shape, eight=None), found
+
+
+def add_exact_columns(
+    run: Forward, made: Finished, marks: Marks, screened: Screened, workspace_bytes: int
+) -> None:
+    """`made.lse` in place: kept columns by their exact logits, all others by their 8-bit ones."""
+    padded = run.packed.shape[0]
+    sums = run.weight.new_zeros(2, padded, dtype=torch.float32)
+    sums[0] = -torch.inf
+    room = workspace_bytes - marks.num_bytes
+    lists = Lists.of(marks, run.weight, run.num_blocks, room, draws=False)
+    programs, together = num_programs(run.weight), {}
+    if not interpreted():
+        # Programs wait for each other: all of them must be there before the first begins.
+        programs *= tiles_for(run.weight).residents
+        together["launch_cooperative_grid"] = True
+    arguments = _of_lists(lists, marks, run.weight) | _inputs(run, made)
+    start(exact_columns_kernel, (programs,))(
+        **arguments, full_ptr=screened.full, sum_ptr=sums, **together
+    )
+    block = TOKEN_BLOCK
+    start(screened_lse_kernel, (triton.cdiv(padded, block),))(
+        run.count, screened.full, made.unkept, sums, made.lse, padded, BLOCK_N=block
+    )
+
+
+def _inputs(run: Forward, made: Finished) -> dict[str, Any]:
+    """What the exact logits are made of, and the tiles of their products."""
+    weight, head, table = run.weight, run.head, tiles_for(run.weight)
+    padded, dim = run.packed.shape[0], weight.shape[1]
+    block_k = table.backward_dims
+    return {
+        "hidden_ptr": run.packed,
+        "rows_ptr": torch.arange(padded, device=weight.device),
+        "weight_ptr": weight,
+        "bias_ptr": run.count if head.bias is None else head.bias,
+        "target_ptr": run.targets,
+        "target_logit_ptr": made.target_logit,
+        "reference_ptr": made.lse,
+        "num_blocks": run.num_blocks,
+        "V": weight.shape[0],
+        "D": dim,
+        "stride_hn": run.packed.stride(0),
+        "stride_wv": weight.stride(0),
+        "scale": head.logit_scale,
+        "softcap": head.softcap or 1.0,
+        "TOKENS": TOKEN_BLOCK,
+        "BLOCK_K": block_k,
+        "EVEN_K": dim % block_k == 0,
+        "STAGES": table.backward_stages,
+        "PRECISION": "ieee",
+        "IS_INTERPRETED": interpreted(),
+        "HAS_BIAS": head.bias is not None,
+        "HAS_SOFTCAP": head.softcap is not None,
+        "num_warps": table.backward_warps,
+    }
+
+
+def _of_lists(lists: Lists, marks: Marks, weight: Tensor) -> dict[str, Any]:
+    """Which columns are kept, and room for the parts of the sums over them."""
+    segment = tiles_for(weight).pair * TILE
+    num_tiles, num_blocks = lists.blocks.shape
+    max_tasks = triton.cdiv(lists.max_rows, segment) + num_blocks
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=weight.device)
+
+    return {
+        "kept_ptr": marks.kept,
+        "drawn_ptr": marks.drawn,
+        "order_ptr": lists.order,
+        "starts_ptr": lists.starts,
+        "first_ptr": lists.first,
+        "num_chunks_ptr": lists.num_chunks,
+        "base_ptr": lists.base,
+        "segment_ptr": lists.segment,
+        "entries_ptr": zeros(2, lists.max_rows),
+        "part_ptr": weight.new_empty(2, 2, max_tasks, TOKEN_BLOCK, dtype=torch.float32),
+        "logits_ptr": marks.seed,
+        "queue_ptr": zeros(lists.max_chunks + 3),
+        "num_tiles": num_tiles,
+        "max_chunks": lists.max_chunks,
+        "max_rows": lists.max_rows,
+        "part_size": max_tasks * TOKEN_BLOCK,
+        "words": marks.kept.shape[1],
+        "TILE": TILE,
+        "SEGMENT": segment,
+        "BLOCKS": marks.blocks_padded,
+        "HAS_DRAWN": lists.draws,
+        "HAS_LOGITS": False,
+    }

@@ -1,0 +1,41 @@
+"""What stays the same over the steps of one loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cce_dist.local import LocalBackend
+from cce_dist.options import LossOptions, Screen
+from cce_dist.partials import Wanted
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from cce_dist.transport import Group
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to compute, of which rows, with whom and by which backend."""
+
+    options: LossOptions
+    shard: VocabShard
+    group: Group | None
+    backend: LocalBackend
+    wanted: Wanted
+    threshold: float  # of the filter; 0 keeps every column
+    beside: bool = False  # kernels that wait for other ranks are on the device
+
+    @property
+    def filters(self) -> bool:
+        # With a chunk's logits at hand, leaving columns out would save nothing.
+        if self.options.gradient == "in_forward" and self.backend.keeps_logits:
+            return False
+        return self.options.filters and self.threshold > 0
+
+    @property
+    def screen(self) -> Screen | None:
+        """How logits are screened; None: they are not, nor where every column is kept."""
+        if self.options.logits == "full" or not self.backend.screens or not self.filters:
+            return None
+        return self.options.screen

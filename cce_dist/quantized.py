@@ -1,0 +1,148 @@
+"""The 8-bit copy of a weight, kept from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cce_dist.options import LossOptions, Screen
+from cce_dist.partials import QuantizedRows
+from cce_dist.vocab_shard import VocabShard
+
+
+@dataclass
+class QuantizedWeight:
+    """What logits="screened" multiplies hidden by, so that a step need not make it again.
+
+    Make it with `quantize_weight`, pass it as `quantized_weight`, and call `refresh` after each
+    step of the optimiser; without it every call quantises. Holds V_local (D + 12) bytes.
+    """
+
+    rows: QuantizedRows  # of those that are no padding
+    screen: Screen
+    dtype: torch.dtype  # of the weight
+    address: int
+    version: int  # of the weight's values, as autograd counts them
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [x for x in vars(self.rows).values() if isinstance(x, Tensor)]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor, hidden: Tensor | None = None) -> None:
+        """Quantise the weight's present values, in place. Collectives: none.
+
+        Args:
+            hidden: [..., D] hidden states, as of the last step: their mean is subtracted, and their
+                channels' scales evened out, before hidden states are quantised; None: those of
+                before.
+        Raises:
+            ValueError: the weight has another shape, dtype or device than the one at the start.
+        """
+        from cce_dist.local_triton_screen import quantize_weight
+
+        rows, values = self.rows, self.rows.values
+        shape = [values.shape[0], rows.centre.shape[0]]
+        got = [weight.shape[0], weight.shape[1]]
+        if got[0] < shape[0] or got[1] != shape[1] or weight.dtype != self.dtype:
+            raise ValueError(
+                f"weight must have the shape and dtype it was quantised with, {shape} (without "
+                f"padding) of {self.dtype}, got {got} of {weight.dtype}"
+            )
+        if weight.device != values.device:
+            raise ValueError(f"weight must be on {values.device}, got {weight.device}")
+        moments = _moments_of(hidden, weight)
+        quantize_weight(weight[: values.shape[0]].detach(), moments, values.dtype, rows)
+        self.address, self.version = weight.data_ptr(), version_of(weight)
+
+    def check(self, weight: Tensor, num_classes: int, options: LossOptions) -> None:
+        """Whether it is that weight's, as it is now.
+
+        Raises:
+            ValueError: it is another weight's, or of earlier values, or of no use.
+        """
+        if options.logits != "screened":
+            raise ValueError(
+                'quantized_weight has no effect with logits="full"; use logits="screened", or '
+                "leave quantized_weight out"
+            )
+        if options.screen != self.screen:
+            raise ValueError(
+                f"quantized_weight was made for screen={self.screen}, got screen={options.screen}"
+            )
+        if self.rows.values.shape[0] != num_classes or weight.dtype != self.dtype:
+            raise ValueError(
+                f"quantized_weight has {self.rows.values.shape[0]} rows of {self.dtype}, and "
+                f"weight has {num_classes} that are no padding, of {weight.dtype}; make it anew "
+                "with quantize_weight"
+            )
+        if weight.data_ptr() != self.address:
+            raise ValueError(
+                "quantized_weight is of another tensor than weight (autocast makes a new one for "
+                "each call); make it of the tensor that is passed, or leave it out"
+            )
+        if version_of(weight) != self.version:
+            raise ValueError(
+                "quantized_weight is of earlier values of weight, which has been written to since; "
+                "call quantized_weight.refresh(weight) after the optimiser's step"
+            )
+
+
+def _moments_of(hidden: Tensor | None, weight: Tensor) -> Any:
+    from cce_dist.local_triton_screen import Moments
+
+    if hidden is None:
+        return None
+    dim = weight.shape[1]
+    if hidden.shape[-1] != dim or hidden.numel() == 0 or hidden.device != weight.device:
+        raise ValueError(
+            f"hidden must have shape [..., D] with D={dim} (from weight) on {weight.device}, got "
+            f"{list(hidden.shape)} on {hidden.device}"
+        )
+    return Moments.of(hidden.detach().reshape(-1, dim))
+
+
+def version_of(weight: Tensor) -> int:
+    """How often autograd has seen it written to; inference tensors are not counted."""
+    return 0 if weight.is_inference() else weight._version
+
+
+@torch.no_grad()
+def quantize_weight(
+    weight: Tensor,  # [V_local, D] bf16 | fp16
+    hidden: Tensor | None = None,  # [..., D]
+    *,
+    vocab_shard: VocabShard | None = None,
+    screen: Screen = Screen(),  # noqa: B008 - frozen
+) -> QuantizedWeight:
+    """The weight's rows in 8 bits, for `linear_cross_entropy(..., quantized_weight=...)`.
+
+    Args:
+        hidden: some hidden states, whose mean is subtracted, and whose channels' scales are evened
+            out, before hidden states are quantised: any will do, and those of a step like the next
+            leave the least to round. None: neither.
+        vocab_shard: as in the loss: rows beyond vocab_size are left out.
+        screen: as in the loss.
+    Raises:
+        ValueError: the weight is no matrix of a 16-bit dtype, or the Triton kernels can't run.
+    Collectives: none. Source: docs/numerics.md#screened-logits.
+    """
+    from cce_dist.local_triton_screen import quantize_weight as quantize
+    from cce_dist.local_triton_screen import screen_dtype
+    from cce_dist.local_triton_tiles import why_not, why_not_screened
+
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or 0 in weight.shape:
+        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight)
+        raise ValueError(f"weight must have shape [V_local, D], got {got}")
+    reason = why_not(weight) or why_not_screened(weight, screen.dtype)
+    if reason is not None:
+        raise ValueError(f"weight cannot be quantised here: {reason.replace('hidden', 'weight')}")
+    classes = weight.shape[0] if vocab_shard is None else vocab_shard.num_classes
+    dtype = screen_dtype(screen, weight)
+    rows = quantize(weight[:classes].detach(), _moments_of(hidden, weight), dtype)
+    address, version = weight.data_ptr(), version_of(weight)
+    return QuantizedWeight(rows, screen, weight.dtype, address, version)

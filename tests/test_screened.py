@@ -1,0 +1,464 @@
+"""logits="screened": 8-bit logits, exact where they count; closer to golden than dense 16-bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cce_dist import Filter, QuantizedWeight, Screen, linear_cross_entropy, quantize_weight
+from cce_dist.testing import (
+    DTYPES,
+    TRITON_CPU,
+    TRITON_PLACES,
+    Case,
+    Inputs,
+    Place,
+    check_outputs,
+    check_promise,
+    dense_outputs,
+    gaussian_inputs,
+    golden_outputs,
+    grid,
+    join_ranks,
+    run_case,
+    shared_pool,
+    zipf_inputs,
+)
+from cce_dist.vocab_shard import VocabShard
+
+pytest.importorskip("triton")
+
+# Half the dense mass of a token's d_logits is kept by none: what is dropped is what is screened.
+KEEP = Filter(keep=0.05)
+# A small vocabulary keeps many of its columns.
+WIDE = Screen(max_kept=1.0)
+SCREENED = {
+    "logits": "screened",
+    "filter": KEEP,
+    "screen": WIDE,
+    "stats": ("lse", "screened", "tail_mass"),
+}
+IN_16_BITS = ("bf16", "fp16")
+Bounds = tuple[tuple[int, int], ...]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def dtype_of(place: Place) -> torch.dtype:
+    return torch.float16 if place.interprets else torch.bfloat16
+
+
+def check_screened(case: Case, outputs: dict[str, Tensor], *, screened: bool = True) -> None:
+    """The promise of 16 bits for the loss and lse, which `check_outputs` holds to fp32's."""
+    golden, dense = golden_outputs(case), dense_outputs(case)
+    check_promise("lse", outputs["lse"], golden["lse"], dense["lse"], torch.float32)
+    if golden["loss"].ndim:
+        check_promise("loss", outputs["loss"], golden["loss"], dense["loss"], torch.float32)
+    else:
+        # Dense's own error, a single number, may be 0 by luck: that of a token, then.
+        of_a_token = float((dense["token_loss"].double() - golden["token_loss"]).abs().max())
+        assert abs(float(outputs["loss"].double() - golden["loss"])) <= of_a_token
+    counts = outputs["lse"] != 0
+    assert bool((outputs["screened"][counts] == screened).all())
+
+
+def error_of(outputs: dict[str, Tensor], golden: dict[str, Tensor], name: str = "lse") -> float:
+    difference = outputs[name].double() - golden[name]
+    return float(difference.square().mean().sqrt())
+
+
+# -- the loss -----------------------------------------------------------------------------------
+
+EIGHT_BITS = ("int8", "e4m3")
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, dtype=IN_16_BITS, bits=EIGHT_BITS))
+def test_screened_is_closer_than_dense_16_bit(place: Place, dtype: str, bits: str) -> None:
+    inputs = zipf_inputs(300, 3000, 72, generator=generator(), dtype=DTYPES[dtype])
+    case = Case(inputs, {**SCREENED, "screen": replace(WIDE, dtype=bits)}).at(place)
+    outputs, golden, dense = run_case(None, case), golden_outputs(case), dense_outputs(case)
+    check_screened(case, outputs)
+    assert error_of(outputs, golden) <= error_of(dense, golden) / (4 if bits == "int8" else 1)
+    # Where the probabilities' mass is, nothing was rounded; elsewhere nothing is biased.
+    bias = (outputs["lse"].double() - golden["lse"]).mean()
+    assert abs(float(bias)) < (2e-5 if bits == "int8" else 2e-4)
+    assert float(outputs["tail_mass"].mean()) > 0.01, "nothing was screened"
+
+
+def test_screened_gradients_are_those_of_full_logits() -> None:
+    """With everything that has mass kept, what is left of 8 bits is lse."""
+    inputs = zipf_inputs(300, 3000, 40, generator=generator(), dtype=torch.float16)
+    options = {**SCREENED, "filter": Filter(keep=2e-4)}
+    case = Case(inputs, options, upstream={"loss": 1024.0}).at(TRITON_CPU)
+    outputs = run_case(None, case)
+    check_screened(case, outputs)
+    check_outputs(case, outputs, but=("loss", "lse"))
+
+
+OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "bias": (("bias",), {}),
+    "softcap": ((), {"softcap": 6.0}),
+    "softcap_scale_bias": (("bias",), {"softcap": 8.0, "logit_scale": 1.3}),
+    "negative_scale": ((), {"logit_scale": -0.9}),
+    "label_smoothing": ((), {"label_smoothing": 0.1}),
+    "z_loss_none": ((), {"z_loss": 0.01, "reduction": "none"}),
+    "weights": (("token_weight", "class_weight"), {"label_smoothing": 0.1, "shift": 1}),
+    "in_forward": ((), {"gradient": "in_forward"}),
+    "by_largest": ((), {"filter": Filter(eps=2**-9)}),
+    "no_tail": ((), {"filter": Filter(keep=0.05, tail=False)}),
+}
+
+
+def with_extras(inputs: Inputs, extras: tuple[str, ...]) -> Inputs:
+    made = {
+        "bias": 0.5 * torch.randn(len(inputs.weight), generator=generator(1)),
+        "token_weight": torch.rand(len(inputs.hidden), generator=generator(2)),
+        "class_weight": 0.5 + torch.rand(len(inputs.weight), generator=generator(3)),
+    }
+    found = {name: made[name] for name in extras}
+    if "bias" in found:
+        found["bias"] = found["bias"].to(inputs.hidden.dtype)
+    return replace(inputs, **found)
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, options=OPTIONS))
+def test_screened_with_other_options(
+    place: Place, options: tuple[tuple[str, ...], dict[str, Any]]
+) -> None:
+    extras, given = options
+    inputs = zipf_inputs(150, 1500, 40, generator=generator(), dtype=dtype_of(place))
+    inputs = with_extras(inputs, extras).ignoring(generator(4), 0.2)
+    case = Case(inputs, {**SCREENED, **given}).at(place)
+    outputs = run_case(None, case)
+    check_screened(case, outputs)
+    in_full = {**case.options, "logits": "full", "screen": Screen()}
+    full = run_case(None, replace(case, options=in_full))
+    # The filter's own error is no matter here; nor that other columns are drawn.
+    for name in ("grad_hidden", "grad_weight", "grad_bias"):
+        if name in full:
+            difference = (outputs[name] - full[name]).double().norm()
+            assert difference < 0.1 * full[name].double().norm(), name
+
+
+SHAPES: dict[str, tuple[int, int, int]] = {
+    "one_token": (1, 700, 24),
+    "two_blocks_of_one_token": (129, 700, 24),
+    "ragged": (7, 1283, 17),  # rows that no descriptor can read
+    "few_columns": (40, 130, 8),
+}
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, shape=SHAPES))
+def test_screened_at_odd_shapes(place: Place, shape: tuple[int, int, int]) -> None:
+    inputs = gaussian_inputs(*shape, generator=generator(), dtype=dtype_of(place))
+    case = Case(inputs, SCREENED).at(place)
+    check_screened(case, run_case(None, case))
+
+
+@pytest.mark.parametrize("ignored", [0.5, 1.0], ids=["half", "all"])
+def test_screened_with_ignored_tokens(ignored: float) -> None:
+    inputs = zipf_inputs(260, 900, 24, generator=generator(), dtype=torch.float16)
+    case = Case(inputs.ignoring(generator(1), ignored), SCREENED).at(TRITON_CPU)
+    outputs = run_case(None, case)
+    check_screened(case, outputs)
+    assert not outputs["screened"][case.inputs.targets < 0].any()
+
+
+def test_screened_without_tokens() -> None:
+    inputs = zipf_inputs(3, 900, 24, generator=generator(), dtype=torch.float16)
+    none = Inputs(inputs.hidden[:0], inputs.weight, inputs.targets[:0])
+    outputs = run_case(None, Case(none, SCREENED).at(TRITON_CPU))
+    assert float(outputs["loss"]) == 0 and not outputs["grad_weight"].any()
+
+
+def test_screened_is_deterministic() -> None:
+    inputs = zipf_inputs(300, 900, 24, generator=generator(), dtype=torch.float16)
+    case = Case(inputs, SCREENED).at(TRITON_CPU)
+    first, again = run_case(None, case), run_case(None, case)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_screened_keeps_nan() -> None:
+    inputs = zipf_inputs(40, 700, 24, generator=generator(), dtype=torch.float16)
+    for name in ("hidden", "weight"):
+        broken = getattr(inputs, name).clone()
+        broken[3, 5] = math.nan
+        case = Case(replace(inputs, **{name: broken}), SCREENED, backward=False).at(TRITON_CPU)
+        lse = run_case(None, case)["lse"]
+        assert bool(lse[3].isnan()) if name == "hidden" else bool(lse.isnan().all())
+
+
+# -- what 8 bits are bad at ---------------------------------------------------------------------
+
+
+def with_outliers(inputs: Inputs, kind: str) -> Inputs:
+    """A 24th of hidden's channels 30 times as large as others: at all tokens alike, as a bias is;
+    or not, with a weight that makes up for it."""
+    hidden, weight = inputs.hidden.float(), inputs.weight.float()
+    some = slice(0, hidden.shape[1] // 24)
+    if kind == "alike":
+        hidden[:, some] += 30 * hidden.std()
+    else:
+        hidden[:, some] *= 30
+        weight[:, some] /= 30
+    dtype = inputs.hidden.dtype
+    return replace(inputs, hidden=hidden.to(dtype), weight=weight.to(dtype))
+
+
+@pytest.mark.parametrize("kind", ["alike", "varying"])
+def test_outlier_channels_cost_no_digits(kind: str) -> None:
+    plain = zipf_inputs(300, 1500, 96, generator=generator(), dtype=torch.float16)
+    errors = []
+    for inputs in (plain, with_outliers(plain, kind)):
+        case = Case(inputs, SCREENED, backward=False).at(TRITON_CPU)
+        outputs = run_case(None, case)
+        check_screened(case, outputs)
+        errors.append(error_of(outputs, golden_outputs(case)))
+    assert errors[1] < 3 * errors[0] + 1e-6, errors
+
+
+GUARDS: dict[str, tuple[Screen, float]] = {
+    "kept": (Screen(max_kept=1e-4), 1.0),
+    "error": (Screen(max_error=1e-5), 1.0),
+    "large_logits": (WIDE, 8.0),
+}
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, guard=GUARDS))
+def test_a_call_that_8_bits_are_not_enough_for_is_computed_in_full(
+    place: Place, guard: tuple[Screen, float]
+) -> None:
+    screen, size = guard
+    inputs = gaussian_inputs(150, 900, 40, generator=generator(), dtype=dtype_of(place))
+    inputs = replace(inputs, hidden=(size * inputs.hidden.float()).to(dtype_of(place)))
+    case = Case(inputs, {**SCREENED, "screen": screen}).at(place)
+    outputs = run_case(None, case)
+    if size > 1:
+        # What has no mass matters to nobody, however large its error.
+        check_screened(case, outputs, screened=bool(outputs["screened"].all()))
+        return
+    check_screened(case, outputs, screened=False)
+    check_outputs(case, outputs, but=("grad_hidden", "grad_weight"))
+
+
+def test_a_small_vocabulary_is_computed_in_full() -> None:
+    inputs = zipf_inputs(20, 700, 24, generator=generator(), dtype=torch.float16)
+    case = Case(inputs, {**SCREENED, "filter": Filter()}).at(TRITON_CPU)
+    outputs = run_case(None, case)
+    check_outputs(case, outputs)
+    assert not outputs["screened"].any()
+
+
+def test_full_logits_are_not_screened() -> None:
+    inputs = zipf_inputs(20, 700, 24, generator=generator())
+    for backend in ("torch", "triton"):
+        outputs = run_case(None, Case(inputs, {"stats": ("screened",), "backend": backend}))
+        assert outputs["screened"].dtype == torch.bool and not outputs["screened"].any()
+
+
+# -- ranks --------------------------------------------------------------------------------------
+
+RANKS: dict[str, Bounds] = {
+    "two": ((0, 750), (750, 1500)),
+    "uneven": ((0, 1100), (1100, 1207), (1207, 1500)),
+    "an_empty_one": ((0, 900), (900, 900), (900, 1500)),
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("bounds", RANKS.values(), ids=RANKS)
+def test_screened_on_a_group(bounds: Bounds) -> None:
+    inputs = zipf_inputs(150, 1500, 40, generator=generator(), dtype=torch.float16)
+    options = {**SCREENED, "softcap": 20.0} if len(bounds) == 2 else SCREENED
+    case = Case(inputs, options, bounds=bounds).at(TRITON_CPU)
+    outputs = join_ranks(case, shared_pool().run(len(bounds), run_case, case))
+    check_screened(case, outputs)
+
+
+@pytest.mark.interpreter
+def test_screened_says_no_where_one_rank_was_not() -> None:
+    """Frequent tokens on one rank: it keeps more than it may, the other one next to nothing."""
+    inputs = zipf_inputs(150, 1500, 40, generator=generator(), dtype=torch.float16)
+    options = {**SCREENED, "filter": Filter(keep=0.5), "screen": Screen(max_kept=0.004)}
+    case = Case(inputs, options, bounds=((0, 300), (300, 1500))).at(TRITON_CPU)
+    outputs = join_ranks(case, shared_pool().run(2, run_case, case))
+    check_screened(case, outputs, screened=False)
+    alone = replace(case, options={**options, "screen": WIDE}).at(TRITON_CPU)
+    check_screened(alone, join_ranks(alone, shared_pool().run(2, run_case, alone)))
+
+
+# -- the 8-bit copy of the weight ---------------------------------------------------------------
+
+
+def rows_in_8_bits(rows: Tensor, bits: str) -> Tensor:
+    """What the nearest numbers in a row's own scale stand for, by torch."""
+    largest, dtype = (127, torch.int8) if bits == "int8" else (448, torch.float8_e4m3fn)
+    step = rows.abs().amax(1, keepdim=True) / largest
+    values = rows / step
+    values = values.round() if bits == "int8" else values.to(dtype).float()
+    return values * (rows.square().sum(1, keepdim=True) / (rows * values).sum(1, keepdim=True))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("bits", EIGHT_BITS)
+@pytest.mark.parametrize(
+    "shape", [(700, 24), (33, 300), (1, 1)], ids=["whole", "two_slices", "one_number"]
+)
+def test_quantize_weight_rounds_to_the_nearest(bits: str, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=generator()).half()
+    hidden = 3 + torch.randn(50, shape[1], generator=generator(1)).half()
+    made = quantize_weight(weight, hidden, screen=Screen(dtype=bits)).rows
+    torch.testing.assert_close(made.centre, weight.float().mean(0), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(made.hidden_centre, hidden.float().mean(0), atol=1e-5, rtol=1e-5)
+    assert bool((torch.log2(made.channel) % 1 == 0).all())
+    rows = made.channel * (weight.float() - made.centre)
+    values = made.values[:, : shape[1]].float()
+    assert not made.values[:, shape[1] :].float().any()
+    if shape[0] > 1:
+        expected = rows_in_8_bits(rows, bits)
+        # The last digit of a scale decides how a number in the middle of two rounds.
+        off = (values * made.of_rows[0, :, None] - expected).abs() > 1e-2 * expected.abs()
+        assert float(off.float().mean()) < 1e-3
+    torch.testing.assert_close(
+        made.of_rows[1], weight.float() @ made.hidden_centre, atol=1e-3, rtol=1e-4
+    )
+
+
+@pytest.mark.interpreter
+def test_quantized_weight_saves_a_step() -> None:
+    inputs = zipf_inputs(150, 900, 40, generator=generator(), dtype=torch.float16)
+    weight = inputs.weight.clone().requires_grad_()
+    kept = quantize_weight(weight, inputs.hidden, screen=WIDE)
+    assert isinstance(kept, QuantizedWeight)
+    assert 900 * 40 < kept.num_bytes < 900 * 70
+    options: dict[str, Any] = {**SCREENED, "backend": "triton"}
+
+    def lse(given: QuantizedWeight | None) -> Tensor:
+        found: Any = linear_cross_entropy(
+            inputs.hidden, weight, inputs.targets, quantized_weight=given, **options
+        )
+        return found.lse.detach()
+
+    torch.testing.assert_close(lse(kept), lse(None), atol=1e-3, rtol=0)
+    # A step of the optimiser.
+    with torch.no_grad():
+        weight.mul_(1.5)
+    with pytest.raises(ValueError, match=r"earlier values of weight.*refresh"):
+        lse(kept)
+    address = kept.rows.values.data_ptr()
+    kept.refresh(weight)
+    assert kept.rows.values.data_ptr() == address
+    torch.testing.assert_close(lse(kept), lse(None), atol=2e-3, rtol=0)
+    kept.refresh(weight, inputs.hidden)
+    torch.testing.assert_close(lse(kept), lse(None), atol=1e-3, rtol=0)
+
+
+@pytest.mark.interpreter
+def test_quantized_weight_of_a_padded_shard() -> None:
+    inputs = zipf_inputs(40, 700, 24, generator=generator(), dtype=torch.float16)
+    padded = torch.cat([inputs.weight, torch.full((68, 24), math.nan).half()])
+    shard = VocabShard(0, 768, 700)
+    options: dict[str, Any] = {**SCREENED, "backend": "triton", "vocab_shard": shard}
+    kept = quantize_weight(padded, inputs.hidden, vocab_shard=shard, screen=WIDE)
+    found: Any = linear_cross_entropy(
+        inputs.hidden, padded, inputs.targets, quantized_weight=kept, **options
+    )
+    golden = golden_outputs(Case(inputs, {"stats": ("lse",)}))["lse"]
+    torch.testing.assert_close(found.lse.double(), golden, atol=2e-3, rtol=0)
+    whole = quantize_weight(inputs.weight, screen=WIDE)
+    with pytest.raises(ValueError, match=r"700 rows.*has 600"):
+        short = replace(inputs, weight=inputs.weight[:600], targets=inputs.targets % 600)
+        linear_cross_entropy(
+            short.hidden,
+            short.weight,
+            short.targets,
+            quantized_weight=whole,
+            **{**options, "vocab_shard": None},
+        )
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+def call(**options: Any) -> None:
+    inputs = zipf_inputs(9, 50, 8, generator=generator(), dtype=options.pop("dtype", torch.float16))
+    given = {"logits": "screened", "filter": KEEP, "backend": "triton", **options}
+    linear_cross_entropy(inputs.hidden, inputs.weight, inputs.targets, **given)
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "torch": ({"backend": "torch"}, r'needs the kernels of backend="triton".*"torch"'),
+    "auto": ({"backend": "auto"}, r'needs the kernels of backend="triton".*"auto"|\'auto\''),
+    "exact": ({"gradient": "exact", "filter": Filter()}, r"keeps every column.*filtered"),
+    "keep": ({"filter": Filter(keep=0)}, r"keeps every column"),
+    "fp32": ({"dtype": torch.float32}, r"hidden is torch.float32, whose digits"),
+    "entropy": ({"stats": ("lse", "entropy")}, r"stats=\('entropy',\) would be those of 8-bit"),
+    "no_effect": ({"logits": "full", "screen": Screen(max_kept=0.5)}, r"has no effect"),
+    "no_screen": ({"screen": "int8"}, r"screen must be a cce_dist.Screen, got 'int8'"),
+    "no_copy": ({"quantized_weight": torch.ones(3)}, r"what quantize_weight returns"),
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("options", "pattern"), REFUSALS.values(), ids=REFUSALS)
+def test_screened_refuses(options: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        call(**options)
+
+
+BAD_SCREENS: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"dtype": "fp8"}, r"Screen.dtype must be one of .*'e4m3', got 'fp8'"),
+    "kept": ({"max_kept": 1.5}, r"Screen.max_kept must be a share in \[0, 1\], got 1.5"),
+    "error": ({"max_error": -1.0}, r"Screen.max_error must be >= 0, got -1.0"),
+}
+
+
+@pytest.mark.parametrize(("given", "pattern"), BAD_SCREENS.values(), ids=BAD_SCREENS)
+def test_screen_refuses(given: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        Screen(**given)
+
+
+WEIGHTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "vector": (lambda: quantize_weight(torch.ones(3).half()), r"weight must have shape .*\[3\]"),
+    "fp32": (lambda: quantize_weight(torch.ones(3, 4)), r"weight is torch.float32, whose digits"),
+    "hidden": (
+        lambda: quantize_weight(torch.ones(3, 4).half(), torch.ones(2, 5).half()),
+        r"hidden must have shape \[..., D\] with D=4",
+    ),
+    "other": (
+        lambda: quantize_weight(torch.ones(3, 4).half()).refresh(torch.ones(3, 5).half()),
+        r"\[3, 4\] \(without padding\) of torch.float16, got \[3, 5\]",
+    ),
+    "screen": (
+        lambda: call(
+            screen=Screen(dtype="e4m3"), quantized_weight=quantize_weight(torch.ones(50, 8).half())
+        ),
+        r"quantized_weight was made for screen=Screen\(dtype='auto'",
+    ),
+    "another_tensor": (
+        lambda: call(quantized_weight=quantize_weight(torch.ones(50, 8).half())),
+        r"quantized_weight is of another tensor",
+    ),
+    "full": (
+        lambda: call(
+            logits="full", quantized_weight=quantize_weight(torch.ones(50, 8).half())
+        ),
+        r'quantized_weight has no effect with logits="full"',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("wrong", "pattern"), WEIGHTS.values(), ids=WEIGHTS)
+def test_quantize_weight_refuses(wrong: Callable[[], Any], pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        wrong()
