@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import numpy as np
 
-NUM_DECILES = 10
-# Of ids that the text does not have.
-UNSEEN = 0
+from cce_dist.train.scores import NUM_GROUPS, frequency_groups
+
+# Of ids that the text does not have: behind the rarest.
+UNSEEN = NUM_GROUPS + 1
 
 
-def frequency_deciles(
+def frequency_tenths(
     tokens: np.ndarray,  # [num_tokens] any integers in [0, vocab_size)
     vocab_size: int,
 ) -> np.ndarray:
-    """[vocab_size] int8: of each id 1, the rarest, to 10, the most frequent; UNSEEN if it has none.
+    """[V] int64: of each id 1, of the most frequent, to 10, of the rarest; UNSEEN if it has none.
 
-    Each decile has about a tenth of `tokens`, not of the ids: tenths of the ids would put nearly
-    all of a text into the last. Ids stand in the order of their counts, those of one count in their
-    own; an id belongs to the decile that the middle one of its occurrences falls into.
+    Each tenth has about a tenth of `tokens`, as `cce-dist eval` has them: tenths of the ids would
+    put nearly all of a text into the first.
     """
     counts = np.bincount(tokens, minlength=vocab_size)
-    order = np.argsort(counts, kind="stable")
-    ordered = counts[order]
-    middle = np.cumsum(ordered) - ordered / 2
-    share = middle / max(len(tokens), 1)
-    deciles = np.empty(vocab_size, dtype=np.int8)
-    deciles[order] = np.minimum(share * NUM_DECILES, NUM_DECILES - 1).astype(np.int8) + 1
-    deciles[counts == 0] = UNSEEN
-    return deciles
+    tenths = frequency_groups(counts) + 1
+    tenths[counts == 0] = UNSEEN
+    return tenths
+
+
+def name_of(tenth: int) -> str:
+    """For a reader: "1, most frequent", ..., "10, rarest", "unseen"."""
+    named = {1: "1, most frequent", NUM_GROUPS: f"{NUM_GROUPS}, rarest", UNSEEN: "unseen"}
+    return named.get(tenth, str(tenth))
