@@ -26,6 +26,5 @@ def frequency_tenths(
 
 
 def name_of(tenth: int) -> str:
-    """For a reader: "1, most frequent", ..., "10, rarest", "unseen"."""
-    named = {1: "1, most frequent", NUM_GROUPS: f"{NUM_GROUPS}, rarest", UNSEEN: "unseen"}
-    return named.get(tenth, str(tenth))
+    """The `group` of a row: "1" to "10", or "never"."""
+    return "never" if tenth == UNSEEN else str(tenth)

@@ -28,7 +28,7 @@ Cell = str | int | float | bool | None
 Row = Mapping[str, Cell]
 
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-# What all rows share of a row: cce_dist.bench.cases.machine_of gives these beside the machine.
+# What cce_dist.bench.cases.machine_of gives beside the machine.
 _OWN_FIELDS = ("command", "date", "commit")
 
 
