@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from cce_dist import Filter, LossOutput, linear_cross_entropy
 from cce_dist.allocations import track_allocations
 
-CLASSES, DIM, BATCH, STEPS = 100_000, 64, 256, 800
-SIDE, CROP, SEED_SIDE = 20, 16, 6
+CLASSES, DIM, BATCH, STEPS = 100_000, 64, 128, 800
+SIDE, CROP, HIDDEN, SEED_SIDE = 18, 16, 6, 6
 # Cosines are at most 1: at this scale the softmax over 100,000 of them can be sharp.
-LOGIT_SCALE = 14.0
+LOGIT_SCALE = 20.0
 # Of a column in a block of 128 images. In fp32 the default would drop next to nothing.
 FILTER = Filter(keep=2.0**-10)
 WORKSPACE_BYTES = 8 * 2**20
@@ -63,7 +63,7 @@ def make_images(num_classes: int, generator: torch.Generator) -> Tensor:
 
 
 def draw_views(images: Tensor, generator: torch.Generator) -> Tensor:
-    """[N, 1, 16, 16]: cropped anywhere, of another contrast, noisy, a quarter of it hidden."""
+    """[N, 1, 16, 16]: cropped anywhere, of another contrast, noisy, with a square hidden."""
     count = len(images)
     large = F.interpolate(images, size=(SIDE, SIDE), mode="bicubic", align_corners=True)
 
@@ -76,8 +76,8 @@ def draw_views(images: Tensor, generator: torch.Generator) -> Tensor:
     rows, columns = corners(CROP, SIDE)
     views = large[:, 0][each, rows, columns]
     views = views * (0.5 + torch.rand(count, 1, 1, generator=generator))
-    views = views + 0.3 * torch.randn(views.shape, generator=generator)
-    rows, columns = corners(CROP // 2, CROP)
+    views = views + 0.2 * torch.randn(views.shape, generator=generator)
+    rows, columns = corners(HIDDEN, CROP)
     views[each, rows, columns] = 0
     return views[:, None]
 
@@ -119,10 +119,9 @@ class Classifier:
         with torch.no_grad():
             rows = [self.encoder(clean_views(part).to(device)) for part in images.split(1000)]
         self.weight = nn.Parameter(torch.cat(rows))
-        # A row is a target once or twice in this run: what it learns has to come at once.
         self.optimizers = [
-            torch.optim.AdamW(self.encoder.parameters(), lr=2e-3),
-            torch.optim.SGD([self.weight], lr=2.0),
+            torch.optim.AdamW(self.encoder.parameters(), lr=4e-3),
+            torch.optim.SGD([self.weight], lr=0.3),
         ]
 
     def hidden(self, ids: Tensor, generator: torch.Generator) -> Tensor:
