@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from cce_dist import Filter, LossOutput, linear_cross_entropy
 from cce_dist.allocations import track_allocations
 
-CLASSES, DIM, BATCH, STEPS = 100_000, 64, 128, 800
+CLASSES, DIM, BATCH, STEPS = 100_000, 64, 128, 300
 SIDE, CROP, HIDDEN, SEED_SIDE = 18, 16, 6, 6
 # Cosines are at most 1: at this scale the softmax over 100,000 of them can be sharp.
 LOGIT_SCALE = 20.0
