@@ -160,7 +160,7 @@ def _compare(trial: Trial, inputs: BenchInputs, truth: Truth) -> None:
     trial.compared = compare_groups(found, truth.golden, truth.groups)
     right = float(truth.golden.loss)
     trial.whole["loss_error"] = abs(float(found.loss) - right) / abs(right)
-    if isinstance(function, LinearCrossEntropy) and function.options.filters:
+    if isinstance(function, LinearCrossEntropy) and candidate.by == "mass":
         trial.whole["tail_mass"] = mean_tail_mass(inputs, function.options)
     if candidate.by == "probability":
         assert truth.peaks is not None and candidate.threshold is not None
