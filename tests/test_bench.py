@@ -251,9 +251,15 @@ def test_bench_capture_command(tmp_path: Path) -> None:
     assert start["weight"].shape == (300, 16)
     assert torch.equal(start["targets"], trained["targets"])
     assert not torch.equal(start["weight"], trained["weight"])
+    assert [stored["training"]["step"] for stored in (start, trained)] == [0, 2]
+    counts = trained["token_counts"]
+    assert counts.shape == (300,)
+    assert int(counts.sum()) == trained["training"]["text_tokens"]
     made = make_inputs(str(tmp_path / "step-2.pt"), Shape(20, 0, 0), dtype=torch.bfloat16)
     assert made.description["N"] == 20
     assert made.weight.dtype == torch.bfloat16
+    assert made.token_counts is not None and torch.equal(made.token_counts, counts)
+    assert made.training["batch"] == 2
 
 
 def test_parse_shape() -> None:

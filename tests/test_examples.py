@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cce_dist.evidence.records import read_record
+
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+# Of instance_classes.
+LOSSES = ("filtered", "dense")
 
 
 def load(name: str) -> dict[str, Any]:
@@ -144,3 +148,30 @@ def test_gemma(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [abs(figures["log-sum-exp"]) for figures in found.values()]
     assert sizes[-1] < sizes[0]
     assert f"of at most {cap:g}" in capsys.readouterr().out
+
+
+def test_instance_classes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    example = load("instance_classes")
+    hidden = F.normalize(torch.randn(150, 16), dim=-1).requires_grad_()
+    weight = torch.randn(400, 16).mul_(0.1).requires_grad_()
+    targets = torch.randint(400, (150,))
+    # Of so few classes each has more mass than the filter asks for.
+    ours, dense = (example["LOSSES"][name](hidden, weight, targets) for name in LOSSES)
+    assert ours.item() == pytest.approx(dense.item(), rel=1e-6)
+    check(gradients(ours, [hidden, weight]), gradients(dense, [hidden, weight]))
+    views = example["draw_views"](torch.zeros(3, 1, 6, 6), torch.Generator())
+    assert views.shape == (3, 1, 16, 16)
+    # Of 6 x 6 is nothing left but 0.
+    assert views.eq(0).sum((1, 2, 3)).tolist() == [36, 36, 36]
+    found = example["main"](num_classes=300, steps=24, batch=64)
+    for name in LOSSES:
+        rows = [row for row in found["training"] if row["method"] == name]
+        assert [row["step"] for row in rows] == list(range(0, 25, 3))
+        assert rows[-1]["loss"] < rows[1]["loss"]
+        assert rows[-1]["top1"] > rows[0]["top1"]
+    rows = {row["method"]: row for row in found["loss"]}
+    assert rows["filtered"]["loss"] == pytest.approx(rows["dense"]["loss"], rel=1e-5)
+    assert rows["filtered"]["grad_weight_error"] < 1e-2
+    assert "logits of one batch: 0.1 MiB" in capsys.readouterr().out
+    example["record"](tmp_path / "classes-tiny.json", found)
+    assert len(read_record(tmp_path / "classes-tiny.json").rows) == 20

@@ -11,6 +11,15 @@ Size = Annotated[int, typer.Option(min=1)]
 Names = list[str] | None
 CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows here as well.")]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="The same, numbers unrounded.")]
+RecordPath = Annotated[
+    Path | None,
+    typer.Option("--record", help="A .json of docs/evidence/: write the rows here as evidence."),
+]
+Title = Annotated[str, typer.Option(help="Of the record: what was run where. [sizes and device]")]
+Captured = Annotated[
+    list[str],
+    typer.Option("--inputs", help="A file of `bench capture`; repeat it for other steps."),
+]
 Inputs = Annotated[
     Names,
     typer.Option(

@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from cce_dist.train.batches import split_tokens
 from cce_dist.train.config import TrainConfig
@@ -91,6 +93,7 @@ def capture_inputs(
     job = Job(config, ranks, batches, cache.key, display, heartbeat, stop)
     folder.mkdir(parents=True, exist_ok=True)
     run = dataclasses.replace(start_run(job, folder, "dense"), head_loss=_head_loss(config))
+    counts = torch.from_numpy(np.bincount(batches.train, minlength=config.data.vocab_size))
     began, written, step = time.perf_counter(), [], 0
     with display.training("capture", 0, config.steps):
         while True:
@@ -98,7 +101,8 @@ def capture_inputs(
             last = late or (seconds is None and step == max(steps))
             if step in steps or last:
                 path = folder / f"step-{step}.pt"
-                _save(job, run, num_tokens, path)
+                about = {"token_counts": counts, "training": {"step": step, **_describe(job)}}
+                torch.save({**about, **_tensors(job, run, num_tokens)}, path)
                 written.append(path)
             if last:
                 return written
@@ -112,17 +116,29 @@ def _head_loss(config: TrainConfig) -> HeadLoss:
     return head_loss_of(function, getattr(torch, config.dtype))
 
 
+def _describe(job: Job) -> dict[str, int | float | bool]:
+    config = job.config
+    return {
+        "seed": config.run.seed,
+        "layers": config.model.layers,
+        "tied": config.model.tied,
+        "batch": config.batch,
+        "sequence_length": config.data.sequence_length,
+        "lr": config.optimizer.lr,
+        "text_tokens": len(job.batches.train),
+    }
+
+
 @torch.no_grad()
-def _save(job: Job, run: Run, num_tokens: int, path: Path) -> None:
+def _tensors(job: Job, run: Run, num_tokens: int) -> dict[str, Tensor]:
     length = job.config.data.sequence_length
     held_out = torch.from_numpy(job.batches.held_out[: num_tokens + 1].astype("int64"))
     num_tokens = min(num_tokens, len(held_out) - 1) // length * length
     ids, targets = held_out[:num_tokens].view(-1, length), held_out[1 : num_tokens + 1]
     device, dtype = job.ranks.device, getattr(torch, job.config.dtype)
     parts = [forward_body(run.whole_model, part.to(device), job.config) for part in ids.split(8)]
-    stored = {
+    return {
         "hidden": torch.cat(parts).to(dtype).cpu(),
         "weight": run.model.head_weight.detach().to(dtype).cpu(),
         "targets": targets,
     }
-    torch.save(stored, path)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,12 +21,19 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class BenchInputs:
-    """hidden [N, D], weight [V, D], targets [N] int64; `kind` names where they come from."""
+    """hidden [N, D], weight [V, D], targets [N] int64; `kind` names where they come from.
+
+    Args:
+        token_counts: [V] int64, how often the training text has each id; None: not known.
+        training: of a captured file: its step, and how the model was trained.
+    """
 
     kind: str
     hidden: Tensor
     weight: Tensor
     targets: Tensor
+    token_counts: Tensor | None = None
+    training: Mapping[str, int | float | bool] = field(default_factory=dict)
 
     @property
     def description(self) -> dict[str, str | int]:
@@ -93,7 +101,10 @@ def make_inputs(
         hidden, targets = (stored[name][: shape.num_tokens] for name in ("hidden", "targets"))
         weight = stored["weight"].to(dtype)
         # They were saved as a view that starts one token into its storage: QuACK wants 32 bytes.
-        return BenchInputs(Path(kind).stem, hidden.to(dtype), weight, targets.clone())
+        tensors = (hidden.to(dtype), weight, targets.clone())
+        # Of a file of an older version: neither.
+        about = (stored.get("token_counts"), stored.get("training", {}))
+        return BenchInputs(Path(kind).stem, *tensors, *about)
     generator = torch.Generator(device).manual_seed(seed)
     num_tokens, vocab_size, dim = shape.num_tokens, shape.vocab_size, shape.dim
     if kind.startswith("zipf"):

@@ -119,6 +119,7 @@ def mean_tail_mass(inputs: BenchInputs, options: LossOptions) -> float:
             inputs.weight,
             inputs.targets,
             filter=options.filter,
+            logits=options.logits,
             backend=options.backend,
             stats=("tail_mass",),
         )
