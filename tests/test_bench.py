@@ -219,6 +219,19 @@ def test_bench_filter_command(tmp_path: Path) -> None:
     assert all(float(row["median_ms"]) > 0 for row in (dense, one, zero))
 
 
+@pytest.mark.interpreter
+def test_bench_screen_command(tmp_path: Path) -> None:
+    path = tmp_path / "screen.csv"
+    arguments = ["--tokens", "64", "--vocab", "500", "--dim", "16", "--inputs", "zipf"]
+    where = ["--device", "cpu", "--dtype", "float16", "--csv", str(path)]
+    invoke("screen", *arguments, *where, "--keep", "0.05", "--max-kept", "1")
+    rows = {row["logits"]: row for row in read_csv(path)}
+    assert list(rows) == ["dense float16", "dense bfloat16", "full", "int8", "e4m3"]
+    assert [rows[name]["screened"] for name in ("full", "int8", "e4m3")] == ["no", "yes", "yes"]
+    assert float(rows["full"]["lse rms"]) < float(rows["int8"]["lse rms"])
+    assert float(rows["int8"]["lse rms"]) < float(rows["dense bfloat16"]["lse rms"])
+
+
 def test_bench_paper_command(tmp_path: Path) -> None:
     chosen = ["--method", "dense", "--method", "filtered", "--peers", "quack"]
     where = ["--device", "cpu", "--dtype", "float32", "--out", str(tmp_path)]
