@@ -85,6 +85,19 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.fixture(scope="module")
+def megatron_pools() -> Iterator[dict[int, RankPool]]:
+    """The same, of forks of a process that has imported Megatron without CUDA, which takes seconds.
+    The module's own: each job of Megatron's leaves threads behind."""
+    from megatron_jobs import import_megatron
+
+    prepare = functools.partial(import_megatron, "cpu")
+    pools = {size: RankPool(size, prepare=prepare) for size in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
 def gpu_pools() -> Iterator[dict[int, RankPool]]:
     """The same over NCCL; a job starts no more processes than it has GPUs for."""
     pools = {size: RankPool(size, backend="nccl") for size in (2, 4)}

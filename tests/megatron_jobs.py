@@ -1,7 +1,7 @@
 """A small pretraining with real megatron-core: over NCCL; or on a CPU, over gloo, with what stands
 in for torch.cuda there.
 
-In ranks of their own (`pools`), which nothing else uses: the stand-ins stay in a process.
+In ranks of their own (`megatron_pools`), which nothing else uses: the stand-ins stay in a process.
 """
 
 from __future__ import annotations

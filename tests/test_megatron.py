@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron_checks import CHECKS, run_check  # noqa: E402
 from megatron_jobs import Setup, compare  # noqa: E402
 
 from cce_dist.testing import RankPool  # noqa: E402
+from cce_dist.testing.forks import run_module  # noqa: E402
 from megatron_patch.__main__ import main as command  # noqa: E402
 
 # A rank imports Megatron for seconds, the first time.
@@ -76,10 +78,10 @@ def test_pretraining_on_gpus(gpu_pools: dict[int, RankPool], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_pretraining_is_the_same(pools: dict[int, RankPool], name: str) -> None:
+def test_pretraining_is_the_same(megatron_pools: dict[int, RankPool], name: str) -> None:
     if name == "fsdp_megatron" and core.__version__.startswith("0.14"):
         pytest.skip("0.14's Megatron-FSDP asks torch for what 2.13 has no longer")
-    check_pretraining(pools[JOBS[name].world], name, JOBS[name], EXACT)
+    check_pretraining(megatron_pools[JOBS[name].world], name, JOBS[name], EXACT)
 
 
 def check_pretraining(pool: RankPool, name: str, setup: Setup, patch: dict[str, str]) -> None:
@@ -102,13 +104,15 @@ def check_pretraining(pool: RankPool, name: str, setup: Setup, patch: dict[str, 
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_head(pools: dict[int, RankPool], name: str) -> None:
-    pools[2].run(2, run_check, name, timeout=100)
+def test_head(megatron_pools: dict[int, RankPool], name: str) -> None:
+    megatron_pools[2].run(2, run_check, name, timeout=100)
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["tp", "sequence parallel, tied"])
-def test_the_benchmark_measures_every_loss(pools: dict[int, RankPool], parallel: bool) -> None:
-    rows = pools[2].run(2, measure, parallel, timeout=100)[0]
+def test_the_benchmark_measures_every_loss(
+    megatron_pools: dict[int, RankPool], parallel: bool
+) -> None:
+    rows = megatron_pools[2].run(2, measure, parallel, timeout=100)[0]
     assert [row["loss"] for row in rows] == ["unfused", "native", "exact", "filtered", "no head"]
     means = [row["mean_loss"] for row in rows[:-1]]
     assert means == pytest.approx([means[0]] * 4, rel=2e-3)
@@ -142,6 +146,20 @@ def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProc
     )
 
 
+def run_forked_command(
+    folder: Path, *arguments: str, path: Sequence[Path] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """As run_command, in a process that has imported torch already.
+
+    Args:
+        folder: for its output.
+        path: folders in which modules are looked for first.
+    """
+    # As with -m, the folder that it is started in comes before all.
+    first = [ROOT, *path, ROOT]
+    return run_module("megatron_patch", arguments, folder, environment=environment, path=first)
+
+
 def test_command_runs_a_script(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("")
     script = tmp_path / "pretrain.py"
@@ -157,13 +175,14 @@ def test_command_runs_a_script(tmp_path: Path) -> None:
     assert first.endswith("gradient=exact, backend=torch")
     assert second == "argv ['--gradient', 'theirs', '--check'] __main__ exact"
     # One line of all ranks.
-    assert run_command(*given, RANK="1").stdout.splitlines() == [second]
+    done = run_forked_command(tmp_path, *given, RANK="1")
+    assert done.returncode == 0 and done.stdout.splitlines() == [second], done.stderr
 
 
 def test_command_checks_and_refuses(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert "gradient=filtered" in run_command("--check").stdout
+    assert "gradient=filtered" in run_forked_command(tmp_path, "--check").stdout
     for arguments, environment, message in (
         (("--gradient", "none", "x.py"), {}, "gradient must be one of 'filtered', 'exact'"),
         (("--keep-logits", "true", "x.py"), {}, "keep_logits needs gradient='exact'"),
@@ -183,9 +202,8 @@ def test_command_says_once_why_it_cannot_run(tmp_path: Path) -> None:
     other = tmp_path / "megatron"
     other.mkdir()
     (other / "__init__.py").write_text("")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
     for rank, argument, lines in (("0", "x.py", 1), ("1", "x.py", 0), ("1", "--check", 1)):
-        done = run_command(argument, RANK=rank, PYTHONPATH=path)
+        done = run_forked_command(tmp_path, argument, path=[tmp_path], RANK=rank)
         assert done.returncode == 1 and len(done.stderr.splitlines()) == lines, done.stderr
         if lines:
             assert "megatron_patch: cannot run: megatron.core cannot be imported" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 from megatron_jobs import Setup
 from megatron_pipeline_checks import CHECKS, run_check
 from megatron_pipeline_jobs import ROWS, compare, expected_of
-from test_megatron import run_command
+from test_megatron import run_forked_command
 
 from cce_dist.testing import RankPool
 
@@ -45,16 +46,16 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_pretraining_is_the_same(pools: dict[int, RankPool], name: str) -> None:
+def test_pretraining_is_the_same(megatron_pools: dict[int, RankPool], name: str) -> None:
     setup = JOBS[name]
-    check_pretraining(pools[setup.world], setup, {"gradient": "exact", "backend": "torch"})
+    check_pretraining(megatron_pools[setup.world], setup, {"gradient": "exact", "backend": "torch"})
 
 
 @pytest.mark.interpreter
-def test_filtered_by_the_kernels(pools: dict[int, RankPool]) -> None:
+def test_filtered_by_the_kernels(megatron_pools: dict[int, RankPool]) -> None:
     # Steps begin with the rows that all ranks know, on weights that DDP gathers late.
     setup = job(steps=2, microbatches=2, tied=True, dp=2, distributed_optimizer=True, overlap=True)
-    check_pretraining(pools[4], setup, {"gradient": "filtered", "backend": "triton"})
+    check_pretraining(megatron_pools[4], setup, {"gradient": "filtered", "backend": "triton"})
 
 
 @pytest.mark.multigpu
@@ -93,10 +94,10 @@ def check_pretraining(pool: RankPool, setup: Setup, patch: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_model(pools: dict[int, RankPool], name: str) -> None:
-    pools[2].run(2, run_check, name, timeout=100)
+def test_model(megatron_pools: dict[int, RankPool], name: str) -> None:
+    megatron_pools[2].run(2, run_check, name, timeout=100)
 
 
-def test_command_says_where_the_vocabulary_is() -> None:
-    done = run_command("--vocab-over-pipeline", "true", "--check")
+def test_command_says_where_the_vocabulary_is(tmp_path: Path) -> None:
+    done = run_forked_command(tmp_path, "--vocab-over-pipeline", "true", "--check")
     assert done.returncode == 0 and "without logits, over all pipeline stages, " in done.stdout

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
 
 # What ranks of any kind import, and what torch.optim, torch.distributed.checkpoint, torch.compile
 # and Megatron's modules import when they are first used. Those not installed are left out.
@@ -30,3 +37,49 @@ def fork_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     return context
+
+
+def run_module(
+    name: str,
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    path: Sequence[Path] = (),
+    timeout: float = 100.0,
+) -> subprocess.CompletedProcess[str]:
+    """`python -m NAME ARGUMENTS`, in a process that has imported torch already.
+
+    Args:
+        folder: for what it writes.
+        environment: in addition to this process's, as the first fork has found it.
+        path: folders in which modules are looked for first.
+    """
+    outputs = [folder / name for name in ("stdout", "stderr")]
+    given = (name, tuple(arguments), outputs, dict(environment or {}), [str(each) for each in path])
+    process: Any = fork_context().Process(target=_be_module, args=given)
+    process.start()
+    process.join(timeout)
+    code = process.exitcode
+    process.kill()
+    process.join()
+    said = [output.read_text() for output in outputs]
+    if code is None:
+        raise TimeoutError(f"not done within {timeout} s: {said}")
+    return subprocess.CompletedProcess([name, *arguments], code, *said)
+
+
+def _be_module(
+    name: str,
+    arguments: Sequence[str],
+    outputs: Sequence[Path],
+    environment: Mapping[str, str],
+    path: Sequence[str],
+) -> None:
+    for descriptor, output in enumerate(outputs, 1):
+        with output.open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
+    sys.path[:0] = path
+    sys.argv[1:] = arguments
+    runpy.run_module(name, run_name="__main__", alter_sys=True)

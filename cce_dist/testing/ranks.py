@@ -6,13 +6,15 @@ import atexit
 import contextlib
 import functools
 import multiprocessing
+import os
 import pickle
 import shutil
+import signal
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -48,12 +50,25 @@ class RankPool:
     Over "nccl" each has the CUDA device of its rank.
     Processes start at the first call and again after a call that timed out or killed a rank.
     Tensors travel as pickled bytes. A function must be importable by its module's name.
+
+    Args:
+        timeout: seconds for each call.
+        prepare: called before the first call, over "gloo" once for all ranks: they are forks of a
+            process that has called it. Over "nccl" each rank calls it.
     """
 
-    def __init__(self, size: int = 4, *, timeout: float = 50.0, backend: str = "gloo") -> None:
+    def __init__(
+        self,
+        size: int = 4,
+        *,
+        timeout: float = 50.0,
+        backend: str = "gloo",
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
         self.size = size
         self.backend = backend
         self.timeout = timeout
+        self.prepare = prepare
         self._workers: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: str | None = None
@@ -98,6 +113,9 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         for worker in self._workers:
+            # With its forks.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
             worker.kill()
             worker.join()
         self._workers, self._connections = [], []
@@ -110,14 +128,17 @@ class RankPool:
         # An import may have touched CUDA, which no fork can then use.
         spawned = multiprocessing.get_context("spawn")
         context: Any = spawned if self.backend == "nccl" else fork_context()
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            store = str(Path(self._folder, "store"))
-            arguments = (rank, self.size, store, theirs, self.backend)
-            worker = context.Process(target=_serve, args=arguments, daemon=True)
+        store = str(Path(self._folder, "store"))
+        pipes = [context.Pipe() for _ in range(self.size)]
+        ranks = [
+            (rank, self.size, store, theirs, self.backend) for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for own in [[rank] for rank in ranks] if self.backend == "nccl" else [ranks]:
+            worker = context.Process(target=_serve_all, args=(self.prepare, own), daemon=True)
             worker.start()
-            theirs.close()
             self._workers.append(worker)
+        for ours, theirs in pipes:
+            theirs.close()
             self._connections.append(ours)
         _, failures = self._collect(self._connections, START_SECONDS)
         if failures:
@@ -172,6 +193,24 @@ def nccl_pool() -> RankPool:
     pool = RankPool(4 if torch.cuda.device_count() >= 4 else 2, timeout=250, backend="nccl")
     atexit.register(pool.close)
     return pool
+
+
+def _serve_all(prepare: Callable[[], object] | None, ranks: Sequence[tuple[Any, ...]]) -> None:
+    """Ranks of the pool, each by a fork of this process; it is the last one itself."""
+    os.setpgid(0, 0)
+    if prepare is not None:
+        prepare()
+    for number, rank in enumerate(ranks):
+        others = ranks[number + 1 :]
+        if others and os.fork():
+            # A pipe ends when all who have it are gone.
+            rank[3].close()
+            continue
+        for other in others:
+            other[3].close()
+        _serve(*rank)
+        if others:
+            os._exit(0)
 
 
 def _serve(rank: int, size: int, store_path: str, connection: Connection, backend: str) -> None:
