@@ -11,6 +11,10 @@ Size = Annotated[int, typer.Option(min=1)]
 Names = list[str] | None
 CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows here as well.")]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="The same, numbers unrounded.")]
+RecordPath = Annotated[
+    Path | None,
+    typer.Option("--record", help="Write them as evidence, such as docs/evidence/NAME.json."),
+]
 Inputs = Annotated[
     Names,
     typer.Option(

@@ -62,11 +62,12 @@ def converge_command(
     peer_path: PeerPath = None,
     backend: BackendName = "auto",
     threads: Threads = 0,
-    name: Annotated[str, typer.Option(help="Of the record.")] = "convergence",
+    record: Annotated[Path, typer.Option(help="What finished runs are appended to.")] = Path(
+        "docs/evidence/convergence.json"
+    ),
     title: Annotated[
         str, typer.Option(help="Of the record.")
     ] = "Small models trained on real text",
-    out: Annotated[Path, typer.Option(help="Folder of records.")] = Path("docs/evidence"),
     cache: Annotated[Path, typer.Option(help="Folder of token ids and checkpoints.")] = Path(
         "runs/converge"
     ),
@@ -115,9 +116,9 @@ def converge_command(
             plan=plan,
             sizes=sizes,
             record=make_record(
-                "convergence", name, title, machine, seeds=range(seeds), settings=settings
+                "convergence", record.stem, title, machine, seeds=range(seeds), settings=settings
             ),
-            folder=out,
+            folder=record.parent,
             cache=cache,
             paths=tuple(data or ()),
             fine_tune_paths=tuple(fine_tune_data or ()),

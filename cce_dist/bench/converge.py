@@ -122,6 +122,7 @@ def prepare(work: Work, vocab_size: int, say: Say) -> Vocabulary:
         sizes.megabytes,
         sizes.held_out_tokens,
         sizes.sequence_length,
+        work.plan.starts,
     )
     return Vocabulary(vocab_size, cache.key, texts)
 

@@ -101,12 +101,15 @@ class Trainer:
             "tokens": config.steps * config.batch * config.data.sequence_length,
             "seconds": sum(seconds),
             "median_step_ms": 1e3 * statistics.median(seconds),
-            "peak_gib": peak_memory_bytes(device) / GIB,
+            # On a CPU it is that of the process, ever.
+            "peak_gib": peak_memory_bytes(device) / GIB if device.type == "cuda" else None,
         }
         return [*rows, {**about, "part": "run", **timing}]
 
     def _timed_step(self, run: Run, step: int) -> float:
-        """Seconds; a step waits for the device before it updates the weights."""
-        began = time.perf_counter()
+        """Seconds; a step waits for the device before it updates the weights. On a CPU of the
+        process's threads together, for others may be at work beside it."""
+        clock = time.perf_counter if self.ranks.device.type == "cuda" else time.process_time
+        began = clock()
         train_step(self.job, run, step)
-        return time.perf_counter() - began
+        return clock() - began

@@ -72,8 +72,10 @@ def texts_of(
     megabytes: float,
     held_out_tokens: int,
     sequence_length: int,
+    starts: Sequence[Start],
 ) -> dict[Start, Text]:
-    """What is trained on from random weights (and for the checkpoint), and from the checkpoint.
+    """What is trained on from random weights (and for the checkpoint), and from the checkpoint, if
+    `starts` have that.
 
     Without `fine_tune_paths` the last third of the documents is the second text.
 
@@ -91,7 +93,10 @@ def texts_of(
         cut = int(ends[np.searchsorted(ends, FIRST_SHARE * len(tokens))]) + 1
         first, second = tokens[:cut], tokens[cut:]
     how = (vocab_size, held_out_tokens, sequence_length)
-    return {"random": _split(first, *how), "checkpoint": _split(second, *how)}
+    found: dict[Start, Text] = {"random": _split(first, *how)}
+    if "checkpoint" in starts:
+        found["checkpoint"] = _split(second, *how)
+    return found
 
 
 def _split(tokens: np.ndarray, vocab_size: int, held_out_tokens: int, sequence_length: int) -> Text:
@@ -101,7 +106,7 @@ def _split(tokens: np.ndarray, vocab_size: int, held_out_tokens: int, sequence_l
         raise ValueError(
             f"each text must have more than {num_held_out + sequence_length} tokens for "
             f"held_out_tokens={held_out_tokens} and sequence_length={sequence_length}, got "
-            f"{len(tokens)}: add text, or lower them"
+            f"{len(tokens)}: add documents, or lower them"
         )
     train = tokens[:num_train]
     return Text(train, tokens[num_train:], frequency_tenths(train, vocab_size))
