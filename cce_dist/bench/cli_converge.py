@@ -133,6 +133,8 @@ def _run(work: Work, budget_seconds: float, *, retry: bool, prepare_only: bool) 
     Raises:
         ValueError: the text cannot be used, or the record's file is another's.
     """
+    import torch
+
     from cce_dist.train.config import ParallelConfig
     from cce_dist.train.errors import ConfigError
     from cce_dist.train.ranks import connect, leave
@@ -147,6 +149,8 @@ def _run(work: Work, budget_seconds: float, *, retry: bool, prepare_only: bool) 
                 typer.echo(f"V={vocab_size}: {work.cache / found.key}")
             return 0
         ranks = connect(ParallelConfig())
+        # Joining takes every core there is.
+        torch.set_num_threads(int(work.record.machine["threads"]))
         left = converge(work, ranks, typer.echo, budget_seconds=budget_seconds, retry=retry)
     except ConfigError as error:
         raise ValueError(str(error)) from None

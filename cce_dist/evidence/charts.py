@@ -12,7 +12,7 @@ from html import escape
 from typing import Literal
 
 WIDTH, HEIGHT = 380, 250
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 26, 38
+LEFT, RIGHT, TOP, BOTTOM = 58, 18, 26, 38
 LEGEND_ROW = 17
 CHARACTER = 6.3  # of the legend's font, on average
 MARKERS = ("circle", "square", "triangle", "diamond")

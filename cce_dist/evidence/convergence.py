@@ -54,7 +54,7 @@ class Verdict:
         return f"{text}; at most {self.worst:+.2f} ({where}, step {self.step})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """All runs of one vocabulary from one start.
 

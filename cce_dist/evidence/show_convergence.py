@@ -77,6 +77,7 @@ def _step_ratio(case: Case, method: str) -> float | None:
 
 def _case_blocks(record: Record, place: int, case: Case) -> list[Block]:
     title = f"V={case.vocab_size}, {STARTS[case.start]}"
+    short = f"V={case.vocab_size}, {case.start}"
     trained = [method for method in case.methods if case.seeds(method)]
     found: list[Block] = [Words(f"**{title}**{_sizes(case)}")]
     found.append(_table(case))
@@ -88,7 +89,7 @@ def _case_blocks(record: Record, place: int, case: Case) -> list[Block]:
     if verdicts:
         found.append(Points(verdicts))
     if trained:
-        found.append(Figures(f"{record.name}-{place}", _charts(case, trained, title)))
+        found.append(Figures(f"{record.name}-{place}", _charts(case, trained, short)))
         found.append(_perplexities(case, trained))
     return found
 
@@ -153,7 +154,7 @@ def _charts(case: Case, methods: list[str], title: str) -> list[Chart]:
         curves.append(Line(name, points, look.colour, band, dashed=look.dashed))
     charts = [
         Chart(
-            f"{title}: held-out loss and its seeds",
+            f"{title}: held-out loss",
             Axis("step"),
             Axis("nats per token"),
             curves,
