@@ -268,7 +268,8 @@ def _marker(shape: str, x: float, y: float, colour: str) -> str:
 
 def _legend(chart: Chart) -> tuple[list[str], int]:
     """Its parts below the picture, and its height."""
-    entries = list({line.name: line for line in chart.lines if line.name}.values())
+    named = [line for line in chart.lines if line.name and line.points]
+    entries = list({line.name: line for line in named}.values())
     parts, x, row = [], 8.0, 0
     shade = [(chart.shade[2], None)] if chart.shade is not None else []
     for name, line in [*shade, *((line.name, line) for line in entries)]:

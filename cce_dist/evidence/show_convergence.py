@@ -12,6 +12,8 @@ from .methods import OURS, look_of, title_of
 from .page import Block, Figures, Points, Table, Words, number
 from .records import Record
 
+# Its gradients are right to rounding.
+CONTROL = "exact"
 STARTS = {"random": "from random weights", "checkpoint": "from a checkpoint, on other text"}
 
 
@@ -48,6 +50,7 @@ def findings(record: Record) -> Findings:
             losses.append(
                 name.format("does not train within the spread of dense", len(outside))
                 + _at(outside)
+                + (_control(outside) if method != CONTROL else "")
             )
         refused = [verdict.reason for verdict in known.values() if verdict.within is None]
         if refused:
@@ -63,6 +66,13 @@ def findings(record: Record) -> Findings:
 
 def _at(cases: list[Case]) -> str:
     return ": " + "; ".join(f"V={case.vocab_size} {STARTS[case.start]}" for case in cases)
+
+
+def _control(cases: list[Case]) -> str:
+    undecided = [
+        case for case in cases if CONTROL in case.methods and not case.verdict(CONTROL).within
+    ]
+    return f" (nor does `{CONTROL}` in {len(undecided)} of these)" if undecided else ""
 
 
 def _range(values: list[float]) -> str:
@@ -88,6 +98,14 @@ def _case_blocks(record: Record, place: int, case: Case) -> list[Block]:
     ]
     if verdicts:
         found.append(Points(verdicts))
+    control = case.verdict(CONTROL) if CONTROL in case.methods else None
+    if control is not None and control.within is False:
+        found.append(
+            Words(
+                f"**These runs decide nothing that is smaller than {abs(control.worst):.2f} "
+                f"spreads:** so far `{CONTROL}` itself is from dense, by rounding alone."
+            )
+        )
     if trained:
         found.append(Figures(f"{record.name}-{place}", _charts(case, trained, short)))
         found.append(_perplexities(case, trained))
