@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .charts import Axis, Chart, Line
 from .findings import Findings
-from .methods import OURS, title_of
+from .methods import OURS, look_of, title_of
 from .page import Block, Figures, Table, Words, number
 from .records import Record, Row
 
@@ -20,17 +20,25 @@ def blocks(record: Record) -> list[Block]:
     ]
     training = _of(record, "training")
     charts = []
+    methods = list(dict.fromkeys(str(row["method"]) for row in training))
     for key, title in (("top1", "share recognised"), ("loss", "loss")):
-        points = [(_value(row, "views"), _value(row, key)) for row in training if key in row]
-        if points:
-            line = Line("", points, "red")
-            charts.append(Chart(title, Axis("views shown"), Axis(title), [line]))
+        lines = []
+        for method in methods:
+            mine = [row for row in training if row["method"] == method and key in row]
+            points = [(_value(row, "views"), _value(row, key)) for row in mine]
+            look = look_of(method)
+            lines.append(Line(title_of(method), points, look.colour, dashed=look.dashed))
+        if any(line.points for line in lines):
+            charts.append(Chart(title, Axis("views shown"), Axis(title), lines))
     if charts:
         found.append(Figures(record.name, charts))
     if training:
         columns = ("step", "views", "seconds", "loss", "top1")
-        last = [number(training[-1].get(key), 4) for key in columns]
-        found.append(Table(("at the end: step", *columns[1:]), [last]))
+        rows = []
+        for method in methods:
+            last = [row for row in training if row["method"] == method][-1]
+            rows.append([title_of(method), *(number(last.get(key), 4) for key in columns)])
+        found.append(Table(("at the end", *columns), rows))
     compared = _of(record, "loss")
     if compared:
         keys = ("median_ms", "peak_mib", "loss", "grad_hidden_error", "grad_weight_error")
