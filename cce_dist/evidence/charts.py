@@ -155,7 +155,8 @@ class _Mapping:
                 powers = [factor * 10.0**power for power in span for factor in (1, 2, 5)]
         else:
             largest = math.ceil(max(abs(self.first), abs(self.last)))
-            sides = [10.0**power for power in range(largest)]
+            factors = (1, 2, 5) if largest <= 2 else (1,)
+            sides = [factor * 10.0**power for power in range(largest) for factor in factors]
             powers = [-value for value in reversed(sides)] + [0.0, *sides]
         return [x for x in powers if self.first <= self.transform(x) <= self.last]
 
