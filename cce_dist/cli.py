@@ -12,6 +12,7 @@ from .bench.cli import app as bench_app
 from .cli_doctor import doctor
 from .cli_eval import evaluate
 from .cli_plan import app as plan_app
+from .cli_report import report
 
 app = typer.Typer(
     help="Train with, and measure, a loss whose vocabulary is sharded over ranks.",
@@ -62,5 +63,6 @@ def train(
 
 app.command("doctor")(doctor)
 app.command("eval")(evaluate)
+app.command("report")(report)
 app.add_typer(bench_app, name="bench")
 app.add_typer(plan_app, name="plan")

@@ -186,7 +186,8 @@ def _ask(
         store.wait([f"answer/{number}"], timeout)
         attempt = store.get(f"answer/{number}").decode()
         store.set(f"{attempt}/here/{number}", "")
-        store.wait([f"{attempt}/verdict"], timeout)
+        # Rank 0 says who stays away when its time is over: a little later than this one's.
+        store.wait([f"{attempt}/verdict"], timeout + timedelta(seconds=LET_HEAR_S))
         error, all_here = json.loads(store.get(f"{attempt}/verdict"))
         store.add(f"{attempt}/heard", 1)
     except dist.DistError as lost:

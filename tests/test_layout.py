@@ -64,7 +64,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"cli_plan_plot": {"matplotlib"}, "cli_plan_tables": {"rich"}},
     {"cli_plan_model": {"typer"}, "cli_doctor": {"typer", "rich"}, "cli_eval": {"typer", "rich"}},
     {"evidence": {"numpy"}},
-    {"bench": ANY, "cli_plan": ANY},
+    {"bench": ANY, "cli_plan": ANY, "cli_report": {"typer"}},
     {"cli": ANY},
     {"__main__": ANY},
 )

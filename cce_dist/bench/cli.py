@@ -32,6 +32,7 @@ from .arguments import (
     WorstRatio,
 )
 from .cases import case_of, cases_of, machine_of, reasons_of, refusals, shapes_of
+from .cli_converge import converge_command
 from .cli_evidence import fidelity_command, probabilities_command
 from .cli_pipeline import pipeline_command
 from .cli_ranks import megatron_command, ranks_command, train_command
@@ -235,6 +236,7 @@ def first_call_command(
 
 app.command("fidelity")(fidelity_command)
 app.command("probabilities")(probabilities_command)
+app.command("converge")(converge_command)
 app.command("ranks")(ranks_command)
 app.command("megatron")(megatron_command)
 app.command("pipeline")(pipeline_command)

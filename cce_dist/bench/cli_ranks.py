@@ -17,6 +17,7 @@ from .arguments import (
     JsonPath,
     Names,
     PeerPath,
+    RecordPath,
     Repeats,
     Shapes,
     Size,
@@ -144,20 +145,32 @@ def megatron_command(
 def train_command(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="Of `cce-dist train`; keys are overridden alike.")],
-    loss: Annotated[Names, typer.Option(help="cce or dense; may be repeated. [both]")] = None,
+    loss: Annotated[
+        Names,
+        typer.Option(
+            help="cce, dense or, with tp 1, a peer such as apple-cce; may be repeated. [cce, dense]"
+        ),
+    ] = None,
     warmup_steps: Size = 10,
     timed_steps: Size = 10,
     largest: Annotated[bool, typer.Option(help="Also the largest batch that fits.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/bench-train"),
+    peer_path: PeerPath = None,
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
+    record: RecordPath = None,
+    title: Annotated[
+        str, typer.Option(help="Of the record.")
+    ] = "Whole training steps of a decoder",
 ) -> None:
-    """Tokens a second and memory of whole training steps, with our loss and the dense one.
+    """Tokens a second and memory of whole training steps, with our loss, the dense one and peers.
 
     torchrun --nproc-per-node 4 -m cce_dist bench train launch/configs/gpus.yaml --parallel.tp 4
     """
     import torch
 
+    from cce_dist.evidence.records import write_record
+    from cce_dist.evidence.show_end_to_end import end_to_end_record
     from cce_dist.train.config_file import load_config, parse_overrides
     from cce_dist.train.errors import ConfigError
     from cce_dist.train.ranks import num_ranks
@@ -165,6 +178,7 @@ def train_command(
     from .report import Report
     from .training import LOSSES, bench_training
 
+    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
     with refusals():
         try:
             size = num_ranks()
@@ -179,6 +193,9 @@ def train_command(
     def save(rows: list[Cells], is_main: bool) -> None:
         if is_main:
             report.add({**sizes, "dtype": chosen.dtype}, rows)
+            if record is not None:
+                made = end_to_end_record(report.rows, report.machine, record.stem, title)
+                write_record(made, record.parent)
 
     how = {"warmup": warmup_steps, "steps": timed_steps, "largest": largest}
     with refusals():

@@ -51,8 +51,11 @@ class Report:
         self.cases.append(self.current)
         self.current = None
         title = ", ".join(f"{key} {value}" for key, value in description.items())
-        failures = [(row["method"], row["failed"]) for row in rows if row.get("failed")]
-        show(title, [_shown(row) for row in rows if not row.get("failed")], self.console)
+        failures = [
+            (row.get("method") or row["loss"], row["failed"]) for row in rows if row.get("failed")
+        ]
+        if shown := [_shown(row) for row in rows if not row.get("failed")]:
+            show(title, shown, self.console)
         for name, reason in failures:
             self.say(f"{name} failed: {reason}")
         self.say(", ".join(f"{key} {value}" for key, value in self.machine.items()))

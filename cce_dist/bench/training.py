@@ -1,4 +1,4 @@
-"""Whole training steps: tokens a second and memory with this library's loss and the dense one.
+"""Whole training steps: tokens a second and memory with this library's loss, the dense one, peers.
 
 Every rank of the job runs this.
 """
@@ -28,6 +28,8 @@ from cce_dist.train.ranks import Ranks, connect, leave
 from cce_dist.train.stop import StopRequest
 from cce_dist.train.tokens import prepare_tokens
 
+from .guard import describe_failure
+from .peers import PEERS
 from .rank_methods import Place, dense
 from .table import Cells
 
@@ -37,6 +39,12 @@ OBJECTIVE = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 # Of the device's memory: the rest is for NCCL's buffers, and what the allocator cannot make use of.
 USABLE = 0.88
 GIB = 2**30
+# "cce" alone is this library's.
+RIVALS = {"apple-cce" if name == "cce" else name: build for name, build in PEERS.items()}
+COLUMNS = (
+    *("loss", "dp", "tp", "fsdp", "sequence_parallel"),
+    *("batch", "tokens_a_step", "tokens_per_s", "last_loss", "peak_gib", "failed"),
+)
 
 
 def bench_training(
@@ -56,17 +64,9 @@ def bench_training(
         save: called with all rows so far.
 
     Raises:
-        ValueError: a loss is none, the dense one lacks what the config asks for, or that is a
-            pipeline.
+        ValueError: a loss is none, or knows not what the config asks for, or that is a pipeline.
     """
-    unknown = sorted(set(losses) - set(LOSSES))
-    if unknown:
-        raise ValueError(f"loss must be among {list(LOSSES)}, got {unknown}")
-    given = config.loss.model_dump(include=set(OBJECTIVE))
-    if "dense" in losses and given != LossConfig().model_dump(include=set(OBJECTIVE)):
-        raise ValueError(f"loss dense has none of {list(OBJECTIVE)}: leave them out, got {given}")
-    if config.parallel.pp > 1:
-        raise ValueError(f"parallel.pp must be 1 in this benchmark, got {config.parallel.pp}")
+    _check(config, losses)
     ranks = connect(config.parallel)
     display, stop = Display(False), StopRequest()
     heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
@@ -79,6 +79,11 @@ def bench_training(
     cache = prepare_tokens(config.data, print)
     rows: list[Cells] = []
     for name in losses:
+        peer = _peer_head(config, name) if name in RIVALS else None
+        if isinstance(peer, str):
+            rows.append({**dict.fromkeys(COLUMNS), **_layout(config, ranks, name), "failed": peer})
+            save(rows, ranks.is_main)
+            continue
         batches = split_tokens(cache.tokens(), config)
         job = Job(config, ranks, batches, cache.key, display, heartbeat, stop)
         part = folder / f"{name}-dp{ranks.dp}-tp{ranks.tp}"
@@ -87,6 +92,8 @@ def bench_training(
         if name == "dense":
             dense_head = _dense_head(config, ranks, run.whole_model.shard)
             run = dataclasses.replace(run, head="dense", head_loss=dense_head)
+        elif peer is not None:
+            run = dataclasses.replace(run, head=name, head_loss=peer)
         meter = Meter(job, run, name, cache.tokens())
         for row in meter.rows(warmup, steps, largest and ranks.device.type == "cuda"):
             rows.append(row)
@@ -96,6 +103,35 @@ def bench_training(
         gc.collect()
         torch.cuda.empty_cache()
     leave(ranks)
+
+
+def _check(config: TrainConfig, losses: Sequence[str]) -> None:
+    unknown = sorted(set(losses) - {*LOSSES, *RIVALS})
+    if unknown:
+        raise ValueError(f"loss must be among {[*LOSSES, *RIVALS]}, got {unknown}")
+    given = config.loss.model_dump(include=set(OBJECTIVE))
+    others = [name for name in losses if name != "cce"]
+    if others and given != LossConfig().model_dump(include=set(OBJECTIVE)):
+        raise ValueError(
+            f"loss {others[0]} has none of {list(OBJECTIVE)}: leave them out, got {given}"
+        )
+    peers = [name for name in losses if name in RIVALS]
+    if peers and config.parallel.tp > 1:
+        raise ValueError(
+            f"loss {peers[0]} takes the whole vocabulary: parallel.tp must be 1, got "
+            f"{config.parallel.tp}"
+        )
+    if config.parallel.pp > 1:
+        raise ValueError(f"parallel.pp must be 1 in this benchmark, got {config.parallel.pp}")
+
+
+def _peer_head(config: TrainConfig, name: str) -> HeadLoss | str:
+    """Why it cannot run here, if it cannot."""
+    try:
+        return head_loss_of(RIVALS[name](), getattr(torch, config.dtype))
+    # Other people's code; it fails alike on all ranks.
+    except Exception as error:
+        return describe_failure(error)
 
 
 def _dense_head(config: TrainConfig, ranks: Ranks, shard: VocabShard) -> HeadLoss:
@@ -143,16 +179,23 @@ class Meter:
         dist.broadcast_object_list(found)
         records = found[0]
         assert records is not None
-        ranks, parallel = job.ranks, config.parallel
         return {
-            "loss": self.name if self.name == "dense" else config.loss.gradient,
-            "dp": ranks.dp,
-            "tp": ranks.tp,
-            "fsdp": "yes" if parallel.fsdp else "",
-            "sequence_parallel": "yes" if parallel.sequence_parallel else "",
+            **_layout(config, job.ranks, self.name),
             "batch": batch,
-            "tokens_a_step": ranks.dp * batch * config.data.sequence_length,
+            "tokens_a_step": job.ranks.dp * batch * config.data.sequence_length,
             "tokens_per_s": statistics.median(x["tokens_per_s"] for x in records),
             "last_loss": f"{records[-1]['loss']:.4f}",
             "peak_gib": max(x["peak_memory"] for x in records) / GIB,
+            "failed": "",
         }
+
+
+def _layout(config: TrainConfig, ranks: Ranks, name: str) -> Cells:
+    """What begins every row, where "cce" is Apple's."""
+    return {
+        "loss": config.loss.gradient if name == "cce" else name.removeprefix("apple-"),
+        "dp": ranks.dp,
+        "tp": ranks.tp,
+        "fsdp": "yes" if config.parallel.fsdp else "",
+        "sequence_parallel": "yes" if config.parallel.sequence_parallel else "",
+    }

@@ -178,7 +178,7 @@ def append_rows(record: Record, folder: Path = FOLDER) -> Record:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record.name}.json"
-    with _locked(folder):
+    with locked(folder):
         if path.exists():
             found = read_record(path)
             check_same(found, record)
@@ -244,7 +244,8 @@ def _numbered(rows: Sequence[Row]) -> Iterator[tuple[str, Row]]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time, of those on this host."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

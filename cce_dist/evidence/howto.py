@@ -1,0 +1,34 @@
+"""How each kind of evidence is made: the report's last section."""
+
+from __future__ import annotations
+
+from .page import Block, Points, Words
+
+HOW_TO: tuple[Block, ...] = (
+    Words(
+        "Each command writes a record, a JSON file in docs/evidence with its command, machine, "
+        "commit, seeds, settings and rows; `cce-dist report` makes this page of them, with the "
+        "figures, and `--html PAGE` one file for a browser. RECORD is a file to write in "
+        "docs/evidence, PEERS a folder with the sources of peers that are not installed."
+    ),
+    Points(
+        (
+            "**convergence**: `cce-dist bench converge --peer-path PEERS`, on one GPU. Runs are "
+            "appended one by one, and the same command goes on where it was ended; "
+            "`--budget-seconds 540` ends it between two runs. On several GPUs: `for k in 0 1 2 3; "
+            "do CUDA_VISIBLE_DEVICES=$k cce-dist bench converge --slice $k/4 & done; wait`. "
+            "`--prepare` makes the token ids alone, which takes minutes of a CPU and no GPU; "
+            "`--vocab`, `--start`, `--method` and `--seeds` choose among the runs.",
+            "**fidelity** and **probabilities**: `cce-dist bench capture --step 0 --step 10 "
+            "--step 100 --step 1000 --step 5000`, then `cce-dist bench fidelity --inputs FILE ... "
+            "--device cuda --peer-path PEERS --record RECORD` and `cce-dist bench probabilities "
+            "--inputs FILE ... --device cuda --record RECORD`, an `--inputs` for each file.",
+            "**classes**: `python docs/examples/instance_classes.py RECORD`.",
+            "**end-to-end**: `cce-dist bench train launch/configs/gpus.yaml --parallel.tp 1 "
+            "--parallel.sequence_parallel false --loss cce --loss dense --loss torch-compile "
+            "--loss liger --loss apple-cce --peer-path PEERS --record RECORD`, on one GPU; on four "
+            "`torchrun --nproc-per-node 4 -m cce_dist bench train launch/configs/gpus.yaml "
+            "--parallel.tp 4 --record RECORD`, where the peers have no form.",
+        )
+    ),
+)

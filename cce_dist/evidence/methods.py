@@ -1,0 +1,42 @@
+"""How a method looks in every figure, and which are ours."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Look(NamedTuple):
+    colour: str
+    dashed: bool = False
+    marker: str = "circle"
+
+
+OURS = ("exact", "in_forward", "filtered", "screened")
+# Ours with a part switched off, to see what it is for: neither a win nor a loss.
+ABLATIONS = ("no-tail",)
+
+_LOOKS = {
+    "dense": Look("ink", marker="square"),
+    "exact": Look("blue", marker="diamond"),
+    "in_forward": Look("green", marker="triangle"),
+    "filtered": Look("red"),
+    "no-tail": Look("purple", dashed=True),
+    "screened": Look("pink", marker="diamond"),
+    "cce": Look("amber", dashed=True, marker="triangle"),
+    "cce-kahan-full-c": Look("olive", dashed=True, marker="square"),
+}
+_OTHER = Look("grey", dashed=True)
+
+
+def look_of(method: str) -> Look:
+    return _LOOKS.get(method, _OTHER)
+
+
+def title_of(method: str) -> str:
+    """For a reader: whose a peer is."""
+    return {
+        "no-tail": "filtered without tail",
+        "screened": "filtered, screened logits",
+        "cce": "Apple cce",
+        "cce-kahan-full-c": "Apple cce_kahan_full_c",
+    }.get(method, method)

@@ -1,0 +1,124 @@
+"""All records as one page: docs/evidence.md with its figures, or one HTML file.
+
+The same records give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+from . import show_classes, show_convergence, show_end_to_end, show_fidelity, show_probabilities
+from .findings import Findings
+from .howto import HOW_TO
+from .page import (
+    Block,
+    Heading,
+    Page,
+    Points,
+    Section,
+    Words,
+    html,
+    markdown,
+    provenance,
+    settings_of,
+)
+from .records import FOLDER, Kind, Record, read_records
+from .wanted import missing
+
+TITLE = "Evidence: does it train the same, and what does it buy?"
+HEAD = "<!-- Written by `cce-dist report` from docs/evidence/*.json: change those, not this. -->"
+
+
+class Shown(NamedTuple):
+    question: str
+    blocks: Callable[[Record], list[Block]]
+    findings: Callable[[Record], Findings]
+
+
+KINDS: dict[Kind, Shown] = {
+    "convergence": Shown(
+        "Does a model train the same?", show_convergence.blocks, show_convergence.findings
+    ),
+    "fidelity": Shown(
+        "How far are the gradients from right?", show_fidelity.blocks, show_fidelity.findings
+    ),
+    "probabilities": Shown(
+        "How sparse is a softmax?", show_probabilities.blocks, show_probabilities.findings
+    ),
+    "end-to-end": Shown(
+        "What does it buy in a training job?", show_end_to_end.blocks, show_end_to_end.findings
+    ),
+    "classes": Shown(
+        "And a classifier that is no language model?", show_classes.blocks, show_classes.findings
+    ),
+}
+
+
+def page_of(records: Sequence[Record]) -> Page:
+    ordered = sorted(records, key=lambda record: (get_args(Kind).index(record.kind), record.name))
+    sections = [_summary(ordered), Section("What is missing", [_missing(ordered)])]
+    for kind, shown in KINDS.items():
+        blocks: list[Block] = []
+        for record in (record for record in ordered if record.kind == kind):
+            head = (Heading(record.title), provenance(record), settings_of(record))
+            blocks += [*head, *shown.blocks(record)]
+        nothing = Words(f"No record of kind {kind} yet.")
+        sections.append(Section(shown.question, blocks or [nothing]))
+    sections.append(Section("How to make these numbers", HOW_TO))
+    return Page(TITLE, sections)
+
+
+def _missing(records: Sequence[Record]) -> Block:
+    gaps = missing(records)
+    return Points(gaps) if gaps else Words("Nothing of what was asked for.")
+
+
+def _summary(records: Sequence[Record]) -> Section:
+    wins, losses = [], []
+    for record in records:
+        found = KINDS[record.kind].findings(record)
+        for where, sentences in ((wins, found.wins), (losses, found.losses)):
+            if sentences:
+                where.append(f"{record.title}: {'; '.join(sentences)}")
+    nothing = ("none recorded",)
+    return Section(
+        "Wins and losses",
+        [
+            Words(
+                "Worked out from the rows below: our methods against the dense loss and against "
+                "other libraries."
+            ),
+            Words("**Wins**"),
+            Points(wins or nothing),
+            Words("**Losses**"),
+            Points(losses or nothing),
+        ],
+    )
+
+
+def write_report(folder: Path = FOLDER, html_path: Path | None = None) -> list[Path]:
+    """folder.md, with figures in folder/figures, and the HTML page; the paths of both.
+
+    Figures that no record has any more are removed.
+
+    Raises:
+        RecordError: a record is broken.
+    """
+    page = page_of(read_records(folder))
+    text, figures = markdown(page, HEAD)
+    pictures = folder / "figures"
+    pictures.mkdir(parents=True, exist_ok=True)
+    for old in pictures.glob("*.svg"):
+        if old.name not in figures:
+            old.unlink()
+    for name, picture in figures.items():
+        (pictures / name).write_text(picture, encoding="utf8")
+    written = [folder.with_suffix(".md")]
+    written[0].write_text(text, encoding="utf8")
+    if html_path is not None:
+        html_path.parent.mkdir(parents=True, exist_ok=True)
+        html_path.write_text(html(page), encoding="utf8")
+        written.append(html_path)
+    return written

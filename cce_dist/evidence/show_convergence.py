@@ -1,0 +1,229 @@
+"""A record of kind "convergence" for a reader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from .charts import Axis, Chart, Line
+from .convergence import ALL, NEVER, RAREST, REFERENCE, Case, cases_of, describe_group
+from .findings import Findings
+from .methods import OURS, look_of, title_of
+from .page import Block, Figures, Points, Table, Words, number
+from .records import Record
+
+# Its gradients are right to rounding.
+CONTROL = "exact"
+STARTS = {"random": "from random weights", "checkpoint": "from a checkpoint, on other text"}
+
+
+def blocks(record: Record) -> list[Block]:
+    found: list[Block] = [
+        Words(
+            "Each seed has its own first weights (from a checkpoint: the same) and its own order "
+            "of the text, the same for every method. Differences to dense are means over seeds, "
+            "in units of the spread: the standard deviation between the seeds of dense. "
+            "**Within the spread** means at most one of it at every evaluation, in every tenth of "
+            "the text by the frequency of its tokens. `exact` leaves nothing out: what it differs "
+            "by is rounding, grown in training."
+        )
+    ]
+    for place, case in enumerate(cases_of(record), 1):
+        found += _case_blocks(record, place, case)
+    return found
+
+
+def findings(record: Record) -> Findings:
+    """Of each of our methods: whether it trains as dense does, and how long a step takes."""
+    cases = cases_of(record)
+    wins, losses = [], []
+    for method in dict.fromkeys(name for case in cases for name in case.methods):
+        if method not in OURS:
+            continue
+        known = {case: case.verdict(method) for case in cases if method in case.methods}
+        outside = [case for case, verdict in known.items() if verdict.within is False]
+        inside = [case for case, verdict in known.items() if verdict.within]
+        name = f"`{method}` {{}} in {{}} of {len(known)} comparisons"
+        if inside:
+            wins.append(name.format("trains within the spread of dense", len(inside)) + _at(inside))
+        if outside:
+            losses.append(
+                name.format("does not train within the spread of dense", len(outside))
+                + _at(outside)
+                + (_control(outside) if method != CONTROL else "")
+            )
+        refused = [verdict.reason for verdict in known.values() if verdict.within is None]
+        if refused:
+            losses.append(f"`{method}` did not run: {refused[0]}")
+        ratios = [ratio for case in known if (ratio := _step_ratio(case, method))]
+        if ratios:
+            where = losses if max(ratios) > 1 else wins
+            where.append(
+                f"a step with `{method}` takes {_range(ratios)} times dense's, model included"
+            )
+    return Findings(wins, losses)
+
+
+def _at(cases: list[Case]) -> str:
+    return ": " + "; ".join(f"V={case.vocab_size} {STARTS[case.start]}" for case in cases)
+
+
+def _control(cases: list[Case]) -> str:
+    undecided = [
+        case for case in cases if CONTROL in case.methods and not case.verdict(CONTROL).within
+    ]
+    return f" (nor does `{CONTROL}` in {len(undecided)} of these)" if undecided else ""
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _step_ratio(case: Case, method: str) -> float | None:
+    ours, dense = (_mean_of(case, name, "median_step_ms") for name in (method, REFERENCE))
+    return ours / dense if ours and dense else None
+
+
+def _case_blocks(record: Record, place: int, case: Case) -> list[Block]:
+    title = f"V={case.vocab_size}, {STARTS[case.start]}"
+    short = f"V={case.vocab_size}, {case.start}"
+    trained = [method for method in case.methods if case.seeds(method)]
+    found: list[Block] = [Words(f"**{title}**{_sizes(case)}")]
+    found.append(_table(case))
+    verdicts = [
+        f"{title_of(method)}: within the spread of dense: {case.verdict(method)}"
+        for method in case.methods
+        if method != REFERENCE
+    ]
+    if verdicts:
+        found.append(Points(verdicts))
+    control = case.verdict(CONTROL) if CONTROL in case.methods else None
+    if control is not None and control.within is False:
+        found.append(
+            Words(
+                f"**These runs decide nothing that is smaller than {abs(control.worst):.2f} "
+                f"spreads:** so far `{CONTROL}` itself is from dense, by rounding alone."
+            )
+        )
+    if trained:
+        found.append(Figures(f"{record.name}-{place}", _charts(case, trained, short)))
+        found.append(_perplexities(case, trained))
+    return found
+
+
+def _sizes(case: Case) -> str:
+    if not case.text:
+        return ""
+    tokens = sum(int(row["num_trained"] or 0) for row in case.text.values())
+    held_out = sum(int(row["num_held_out"] or 0) for row in case.text.values())
+    return f": {tokens / 1e6:.2f} M tokens to train on, {held_out} held out"
+
+
+def _table(case: Case) -> Table:
+    columns = (
+        "method",
+        "seeds",
+        "held-out loss",
+        "between seeds",
+        "to dense",
+        "in spreads",
+        "rarest tenth, in spreads",
+        "never seen, in spreads",
+        "ms a step",
+        "peak GiB",
+    )
+    rows = []
+    for method in case.methods:
+        failure = case.failure(method)
+        if failure:
+            rows.append([title_of(method), f"did not run: {failure}", *[""] * (len(columns) - 2)])
+            continue
+        end = case.steps[-1]
+        seeds = case.seeds(method)
+        row = [title_of(method), str(len(seeds)), f"{case.mean(method, end):.4f}"]
+        row.append(f"{case.deviation(method, end):.4f}" if len(seeds) > 1 else "")
+        compared = method != REFERENCE and case.verdict(method).within is not None
+        row.append(f"{case.difference(method, end):+.4f}" if compared else "")
+        for group in (ALL, RAREST, NEVER):
+            known = compared and group in case.groups
+            row.append(f"{case.in_spreads(method, end, group):+.2f}" if known else "")
+        row += [number(_mean_of(case, method, key)) for key in ("median_step_ms", "peak_gib")]
+        rows.append(row)
+    return Table(columns, rows)
+
+
+def _mean_of(case: Case, method: str, key: str) -> float | None:
+    values = [row.get(key) for (name, _), row in case.runs.items() if name == method]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def _charts(case: Case, methods: list[str], title: str) -> list[Chart]:
+    steps = [step for step in case.steps if step]
+    curves = []
+    for method in methods:
+        look = look_of(method)
+        points = [(step, case.mean(method, step)) for step in steps]
+        band = [
+            (x, y - case.deviation(method, x), y + case.deviation(method, x)) for x, y in points
+        ]
+        name = title_of(method)
+        curves.append(Line(name, points, look.colour, band, dashed=look.dashed))
+    charts = [
+        Chart(
+            f"{title}: held-out loss",
+            Axis("step"),
+            Axis("nats per token"),
+            curves,
+        )
+    ]
+    compared = [
+        method
+        for method in methods
+        if method != REFERENCE and case.verdict(method).within is not None
+    ]
+    if not compared:
+        return charts
+    shade = (-1.0, 1.0, "spread of dense")
+    over_steps = [_difference(case, method, steps, ALL) for method in compared]
+    rarest = [_difference(case, method, steps, RAREST) for method in compared]
+    places = range(len(case.groups))
+    by_group = []
+    for method in compared:
+        look = look_of(method)
+        values = (case.in_spreads(method, steps[-1], group) for group in case.groups)
+        points = _finite(zip(places, values, strict=True))
+        by_group.append(
+            Line(title_of(method), points, look.colour, dashed=look.dashed, marker=look.marker)
+        )
+    spreads = Axis("difference to dense, in spreads", "signed")
+    charts.append(Chart(f"{title}: all tokens", Axis("step"), spreads, over_steps, shade))
+    if RAREST in case.groups:
+        charts.append(Chart(f"{title}: rarest tenth", Axis("step"), spreads, rarest, shade))
+    tenths = Axis("tenths, the most frequent ids first", names=case.groups)
+    charts.append(Chart(f"{title}: at the end", tenths, spreads, by_group, shade))
+    return charts
+
+
+def _difference(case: Case, method: str, steps: list[int], group: str) -> Line:
+    look = look_of(method)
+    if group not in case.groups:
+        return Line(title_of(method), ())
+    points = _finite((step, case.in_spreads(method, step, group)) for step in steps)
+    return Line(title_of(method), points, look.colour, dashed=look.dashed, marker=look.marker)
+
+
+def _finite(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in points if math.isfinite(y)]
+
+
+def _perplexities(case: Case, methods: list[str]) -> Table:
+    columns = ["perplexity at the end", "ids", "held out", *map(title_of, methods)]
+    rows = []
+    for group in case.groups:
+        text = case.text.get(group, {})
+        counts = [number(text.get(key)) for key in ("num_ids", "num_held_out")]
+        cells = [f"{math.exp(case.mean(name, case.steps[-1], group)):.5g}" for name in methods]
+        rows.append([describe_group(group), *counts, *cells])
+    return Table(columns, rows)

@@ -1,0 +1,217 @@
+"""A record of kind "fidelity" for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .charts import Axis, Chart, Line
+from .convergence import GROUPS, describe_group
+from .findings import Findings
+from .methods import OURS, look_of, title_of
+from .page import Block, Figures, Points, Table, Words, number
+from .records import Record, Row
+
+# What is right; its rows say how many tokens a group has.
+GOLDEN = "float64"
+GRADIENTS = {"grad_hidden": "hidden gradient", "grad_weight": "weight gradient"}
+
+
+class Measured(NamedTuple):
+    """Of a method's own threshold, over all tokens."""
+
+    milliseconds: float
+    error: float  # the larger of the two gradients'
+
+
+def blocks(record: Record) -> list[Block]:
+    found: list[Block] = [
+        Words(
+            "Errors are relative, in the Frobenius norm, against gradients in float64. A curve is "
+            "a method over its threshold; the mark is the threshold that it takes by itself. "
+            "Down and to the left is better."
+        )
+    ]
+    charts = [
+        chart for name in _moments(record) for chart in _time_error(_of(record.rows, name), name)
+    ]
+    if charts:
+        found.append(Figures(f"{record.name}-time", charts))
+    by_group = [
+        chart for name in _moments(record)[-1:] for chart in _by_group(_of(record.rows, name), name)
+    ]
+    if by_group:
+        found.append(Figures(f"{record.name}-groups", by_group))
+    for name in _moments(record):
+        found += [Words(f"**{name}**"), _table(_of(record.rows, name))]
+        failed = [
+            f"{title_of(str(row['method']))} did not run: {row['failed']}"
+            for row in _of(record.rows, name)
+            if "failed" in row
+        ]
+        if failed:
+            found.append(Points(failed))
+    return found
+
+
+def findings(record: Record) -> Findings:
+    """Our methods against every other at its own threshold: time, and the larger error."""
+    moments = _moments(record)
+    measured = {name: _measured(_of(record.rows, name)) for name in moments}
+    methods = list(dict.fromkeys(method for found in measured.values() for method in found))
+    wins: list[str] = []
+    losses: list[str] = []
+    for ours in (method for method in methods if method in OURS):
+        for rival in (method for method in methods if method not in (*OURS, "no-tail")):
+            pairs = {
+                name: (found[ours], found[rival])
+                for name, found in measured.items()
+                if ours in found and rival in found
+            }
+            _compare(pairs, f"`{ours}`", title_of(rival), wins, losses)
+    return Findings(wins, losses)
+
+
+def _compare(
+    pairs: dict[str, tuple[Measured, Measured]],
+    ours: str,
+    rival: str,
+    wins: list[str],
+    losses: list[str],
+) -> None:
+    aspects: tuple[tuple[str, Callable[[Measured], float]], ...] = (
+        ("takes {} times the time of {}", lambda found: found.milliseconds),
+        ("has {} times the error of {}", lambda found: found.error),
+    )
+    for text, value in aspects:
+        ratios = {name: value(one) / value(other) for name, (one, other) in pairs.items()}
+        better = {name: ratio for name, ratio in ratios.items() if ratio <= 1}
+        worse = {name: ratio for name, ratio in ratios.items() if ratio > 1}
+        for where, found in ((wins, better), (losses, worse)):
+            if found:
+                low, high = f"{min(found.values()):.3g}", f"{max(found.values()):.3g}"
+                factor = low if low == high else f"{low} to {high}"
+                where.append(f"{ours} {text.format(factor, rival)} at {', '.join(found)}")
+
+
+def _measured(rows: Sequence[Row]) -> dict[str, Measured]:
+    found = {}
+    for row in rows:
+        errors = [row.get(f"{name}_error") for name in GRADIENTS]
+        values = [row.get("median_ms"), *errors]
+        if _is_default(row) and all(isinstance(value, float | int) for value in values):
+            milliseconds, *both = (float(value or 0) for value in values)
+            found[str(row["method"])] = Measured(milliseconds, max(both))
+    return found
+
+
+def _is_default(row: Row) -> bool:
+    return row.get("group") == "all" and ("threshold" not in row or row.get("default") is True)
+
+
+def _moments(record: Record) -> list[str]:
+    """Names of the captured inputs, in the order of their steps."""
+    steps = {_name(row): int(row.get("step") or 0) for row in record.rows}
+    return sorted(steps, key=lambda name: (steps[name], name))
+
+
+def _name(row: Row) -> str:
+    return f"step {row['step']}" if "step" in row else str(row["inputs"])
+
+
+def _of(rows: Sequence[Row], moment: str) -> list[Row]:
+    return [row for row in rows if _name(row) == moment]
+
+
+def _methods(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(str(row["method"]) for row in rows if row["method"] != GOLDEN))
+
+
+def _time_error(rows: Sequence[Row], moment: str) -> list[Chart]:
+    charts = []
+    for name, title in GRADIENTS.items():
+        lines = []
+        for method in _methods(rows):
+            look = look_of(method)
+            mine = [
+                row
+                for row in rows
+                if row["method"] == method and row.get("group") == "all" and "median_ms" in row
+            ]
+            mine.sort(key=lambda row: _number_of(row, "threshold"))
+            points = _points(mine, "median_ms", f"{name}_error")
+            own = _points([row for row in mine if _is_default(row)], "median_ms", f"{name}_error")
+            shown = title_of(method)
+            if len(points) > 1:
+                lines.append(Line(shown, points, look.colour, dashed=look.dashed))
+            lines.append(Line(shown, own, look.colour, marker=look.marker, joined=False))
+        if any(line.points for line in lines):
+            time, error = Axis("milliseconds", "log"), Axis(f"error of the {title}", "log")
+            charts.append(Chart(f"{moment}: {title}", time, error, lines))
+    return charts
+
+
+def _by_group(rows: Sequence[Row], moment: str) -> list[Chart]:
+    groups = [group for group in GROUPS if any(row.get("group") == group for row in rows)]
+    if len(groups) < 2:
+        return []
+    charts = []
+    for name, title in GRADIENTS.items():
+        lines = []
+        for method in _methods(rows):
+            look = look_of(method)
+            points = [
+                (float(groups.index(str(row["group"]))), _number_of(row, f"{name}_error"))
+                for row in rows
+                if row["method"] == method
+                and ("threshold" not in row or row.get("default") is True)
+                and _number_of(row, f"{name}_error") > 0
+            ]
+            points.sort()
+            line = Line(title_of(method), points, look.colour, (), look.dashed, look.marker)
+            lines.append(line)
+        tenths = Axis("tenths, the most frequent ids first", names=groups)
+        error = Axis(f"error of the {title}", "log")
+        charts.append(Chart(f"{moment}: {title} by frequency", tenths, error, lines))
+    return charts
+
+
+def _points(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
+    """Of a logarithmic chart."""
+    found = [(_number_of(row, x), _number_of(row, y)) for row in rows]
+    return [point for point in found if min(point) > 0]
+
+
+def _number_of(row: Row, key: str) -> float:
+    value = row.get(key)
+    return float(value) if isinstance(value, float | int) else 0.0
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """Each method at its own threshold; the smallest groups of tokens apart."""
+    columns = {
+        "threshold": "threshold",
+        "kept": "kept",
+        "tail_mass": "tail mass",
+        "median_ms": "ms",
+        "grad_hidden_error": "hidden",
+        "grad_weight_error": "weight",
+        "grad_hidden_cosine_distance": "1 - cosine, hidden",
+        "grad_weight_cosine_distance": "1 - cosine, weight",
+        "grad_weight_norm_ratio": "weight's norm over float64's",
+    }
+    found = []
+    for row in rows:
+        if _is_default(row) and row["method"] != GOLDEN and "failed" not in row:
+            cells = [number(row.get(key)) for key in columns]
+            found.append([title_of(str(row["method"])), *cells, _rarest(rows, row)])
+    rarest = f"weight, {describe_group('10')}"
+    return Table(("method", *columns.values(), rarest), found)
+
+
+def _rarest(rows: Sequence[Row], of: Row) -> str:
+    for row in rows:
+        same = all(row.get(key) == of.get(key) for key in ("method", "threshold"))
+        if same and row.get("group") == "10":
+            return number(row.get("grad_weight_error"))
+    return ""

@@ -1,0 +1,82 @@
+"""What evidence there should be, and which of it no record has yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from .convergence import cases_of
+from .records import Kind, Record
+
+VOCABULARIES = (32768, 131072, 262144)
+STARTS = {"random": "from random weights", "checkpoint": "from a checkpoint"}
+METHODS = (
+    "dense",
+    "exact",
+    "in_forward",
+    "filtered",
+    "no-tail",
+    "screened",
+    "cce",
+    "cce-kahan-full-c",
+)
+NUM_SEEDS = 3
+STEPS = (0, 10, 100, 1000, 5000)
+
+
+def is_on_gpu(record: Record) -> bool:
+    return "driver" in record.machine.get("device", "")
+
+
+def missing(records: Sequence[Record]) -> list[str]:
+    """A sentence for each gap: kinds without a record first."""
+    kinds = {record.kind for record in records}
+    found = [f"**{kind}**: no record at all" for kind in get_args(Kind) if kind not in kinds]
+    measured = [record for record in records if is_on_gpu(record)]
+    found += [
+        f"**{kind}**: no record from a GPU"
+        for kind in get_args(Kind)
+        if kind in kinds and kind not in {record.kind for record in measured}
+    ]
+    if any(record.kind == "convergence" for record in measured):
+        found += _missing_runs(measured)
+    for kind in ("fidelity", "probabilities"):
+        mine = [record for record in measured if record.kind == kind]
+        steps = {row.get("step") for record in mine for row in record.rows}
+        absent = [str(step) for step in STEPS if step not in steps]
+        if mine and absent:
+            found.append(f"**{kind}**: steps {', '.join(absent)}")
+    trained = [record for record in measured if record.kind == "end-to-end"]
+    sizes = {
+        int(row.get("dp") or 1) * int(row.get("tp") or 1)
+        for record in trained
+        for row in record.rows
+    }
+    if trained:
+        words = {1: "one GPU", 4: "four GPUs"}
+        found += [f"**end-to-end**: on {words[size]}" for size in words if size not in sizes]
+    return found
+
+
+def _missing_runs(records: Sequence[Record]) -> list[str]:
+    """What is left of V x start x method, at NUM_SEEDS seeds."""
+    done: dict[tuple[int, str, str], int] = {}
+    for record in records:
+        for case in cases_of(record) if record.kind == "convergence" else ():
+            for method in case.methods:
+                key = (case.vocab_size, case.start, method)
+                done[key] = max(done.get(key, 0), len(case.seeds(method)))
+    found = []
+    for vocab_size in VOCABULARIES:
+        for start, words in STARTS.items():
+            short = [
+                f"{method} ({done.get((vocab_size, start, method), 0)})"
+                for method in METHODS
+                if done.get((vocab_size, start, method), 0) < NUM_SEEDS
+            ]
+            if short:
+                found.append(
+                    f"**convergence**, V={vocab_size} {words}: {NUM_SEEDS} seeds of "
+                    f"{', '.join(short)}"
+                )
+    return found

@@ -1,0 +1,254 @@
+"""Records, what is concluded from them, and the report: docs/evidence.md is what they render to."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from evidence_records import STEPS, classes, convergence, end_to_end, every_kind, fidelity, loss_at
+from typer.testing import CliRunner
+
+from cce_dist.cli import app
+from cce_dist.evidence import show_classes, show_convergence, show_end_to_end, show_fidelity
+from cce_dist.evidence.charts import Axis, Chart, Line, svg
+from cce_dist.evidence.convergence import ALL, RAREST, cases_of
+from cce_dist.evidence.frequency import frequency_tenths, name_of
+from cce_dist.evidence.page import html
+from cce_dist.evidence.records import (
+    Record,
+    RecordError,
+    append_rows,
+    make_record,
+    read_record,
+    read_records,
+    write_record,
+)
+from cce_dist.evidence.report import HEAD, markdown, page_of, write_report
+from cce_dist.evidence.wanted import missing
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_write_record(tmp_path: Path) -> None:
+    record = fidelity()
+    rounded = replace(record, rows=({"a": 1 / 3, "b": None, "c": 12345678, "d": True},))
+    path = write_record(rounded, tmp_path)
+    assert read_record(path).rows == ({"a": 0.333333, "c": 12345678, "d": True},)
+    # A line a row, so that a diff shows what was measured anew.
+    assert json.dumps({"a": 0.333333, "c": 12345678, "d": True}, separators=(",", ":")) in (
+        path.read_text().splitlines()
+    )
+    write_record(classes(), tmp_path)
+    assert [found.name for found in read_records(tmp_path, "classes")] == ["classes"]
+    assert read_records(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"kind": "speed"}, "kind must be among", id="kind"),
+        pytest.param({"name": "A b"}, "name must be lower-case words", id="name"),
+        pytest.param({"commit": ""}, "commit must be text, got ''", id="commit"),
+        pytest.param({"seeds": (0.5,)}, "seeds must be integers", id="seeds"),
+        pytest.param({"rows": ({"a": math.nan},)}, r"rows\[0\].a must be finite", id="nan"),
+        pytest.param({"rows": ({"a": [1]},)}, r"rows\[0\].a must be text, a number", id="list"),
+        pytest.param({"settings": {"a": {}}}, "settings.a must be text", id="settings"),
+    ],
+)
+def test_record_refuses(change: dict, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        replace(classes(), **change)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        pytest.param(lambda text: text[:-20], "must be a record in JSON", id="half"),
+        pytest.param(lambda text: text.replace(": 1,", ": 2,", 1), "schema 1, got 2", id="schema"),
+        pytest.param(lambda text: text.replace('"title"', '"tilte"'), "unknown", id="field"),
+        pytest.param(lambda text: text.replace('"step":0', '"step":NaN'), "finite", id="nan"),
+        pytest.param(lambda text: "[]", "schema 1, got None", id="list"),
+    ],
+)
+def test_read_record_refuses(spoil: Callable[[str], str], message: str, tmp_path: Path) -> None:
+    path = write_record(classes(), tmp_path)
+    path.write_text(spoil(path.read_text()))
+    with pytest.raises(RecordError, match=message) as caught:
+        read_record(path)
+    assert str(path) in str(caught.value)
+    # The command says the same.
+    result = CliRunner().invoke(app, ["report", "--records", str(tmp_path)])
+    assert result.exit_code == 2
+
+
+def test_append_rows(tmp_path: Path) -> None:
+    record = replace(classes(), rows=({"a": 1},), seeds=(0,))
+    append_rows(record, tmp_path)
+    found = append_rows(replace(record, rows=({"a": 2},), seeds=(1,), date="later"), tmp_path)
+    assert (found.rows, found.seeds, found.date) == (({"a": 1}, {"a": 2}), (0, 1), record.date)
+    assert read_records(tmp_path) == [found]
+    with pytest.raises(RecordError, match="commit was '0123abc', got 'else'"):
+        append_rows(replace(record, commit="else"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["classes.json"]
+
+
+def test_make_record() -> None:
+    with pytest.raises(RecordError, match="commit must be text"):
+        make_record("classes", "a", "A", {"date": "d", "command": "c"})
+
+
+def test_frequency_tenths() -> None:
+    # Twice as many of each id as of the one before; 9 never.
+    tokens = np.repeat(np.arange(9), 2 ** np.arange(9))
+    tenths = frequency_tenths(tokens, 10)
+    # The last has half of all, the one before a quarter: their middles are at 0.25 and 0.625.
+    assert tenths[8] == 3 and tenths[7] == 7 and tenths[0] == 10
+    assert [name_of(tenth) for tenth in tenths[-3:]] == ["7", "3", "never"]
+
+
+def test_verdict_within_the_spread() -> None:
+    (case,) = cases_of(convergence({"dense": 0.0, "filtered": 0.008, "no-tail": 0.02}))
+    end = STEPS[-1]
+    # Seeds are 0.01 apart, so that the standard deviation is that at every step.
+    assert case.spread(end) == pytest.approx(0.01)
+    assert case.difference("filtered", end, RAREST) == pytest.approx(0.008 * 11 / 12)
+    verdict = case.verdict("filtered")
+    assert verdict.within and verdict.worst == pytest.approx(0.8)
+    assert (verdict.step, verdict.group) == (end, "never")
+    assert verdict.rarest_at_end == pytest.approx(0.8 * 11 / 12)
+    assert str(verdict) == "yes; at most +0.80 (ids never trained on, step 80)"
+    outside = case.verdict("no-tail")
+    assert outside.within is False and outside.worst == pytest.approx(2.0)
+    assert 0 < outside.share_within < 1 and "**no**" in str(outside)
+    assert case.verdict("screened").reason == "ValueError: not here"
+
+
+def test_spread_is_of_the_evaluations_around() -> None:
+    record = convergence({"dense": 0.0})
+    # Seeds that are apart in the last evaluation alone.
+    rows = [
+        {**row, ALL: 5.0 + (0.4 * row["seed"] if row["step"] == 80 else 0.0)}
+        if row["part"] == "curve"
+        else row
+        for row in record.rows
+    ]
+    (case,) = cases_of(replace(record, rows=tuple(rows)))
+    assert case.spread(20, ALL) == 0
+    assert case.spread(80, ALL) == pytest.approx(0.4 / math.sqrt(3))
+    assert case.deviation("dense", 80) == pytest.approx(statistics.stdev([0.0, 0.4, 0.8]))
+
+
+def test_verdict_needs_seeds() -> None:
+    (case,) = cases_of(convergence({"dense": 0.0, "filtered": 0.0}, seeds=1))
+    assert case.verdict("filtered").within is None
+    assert "two seeds" in str(case.verdict("filtered"))
+    assert case.loss("dense", 0, 0) == pytest.approx(loss_at(0, ALL, 0))
+
+
+def test_convergence_findings() -> None:
+    offsets = {"dense": 0.0, "exact": 0.001, "filtered": 0.5, "no-tail": 0.9, "cce": 0.9}
+    found = show_convergence.findings(convergence(offsets))
+    assert any("`exact` trains within the spread" in text for text in found.wins)
+    assert any("`filtered` does not train within" in text for text in found.losses)
+    assert any("`screened` did not run: ValueError" in text for text in found.losses)
+    # A step of 70 ms beside dense's 20.
+    assert any("a step with `filtered` takes 3.50 times" in text for text in found.losses)
+    # Neither a part switched off nor a peer is one of ours.
+    assert not any("no-tail" in text or "cce" in text for text in (*found.wins, *found.losses))
+
+
+def test_undecided_where_exact_is_outside() -> None:
+    record = convergence({"dense": 0.0, "exact": 0.02, "filtered": 0.03})
+    text, _ = markdown(page_of([record]), HEAD)
+    assert "decide nothing that is smaller than 2.00 spreads" in text
+    losses = show_convergence.findings(record).losses
+    assert any("`filtered`" in x and "nor does `exact` in 1 of these" in x for x in losses)
+
+
+def test_findings_list_what_is_worse() -> None:
+    speed = show_end_to_end.findings(end_to_end())
+    assert any("1.07 times the tokens a second at batch 8 of liger" in x for x in speed.wins)
+    assert any("0.71 times the tokens a second at batch 16 of liger" in x for x in speed.losses)
+    assert any("3.12 times the largest batch" in x for x in speed.wins)
+    other = show_classes.findings(classes())
+    assert other.wins == ["`filtered` takes 0.025 times the memory of dense"]
+    assert other.losses == ["`filtered` takes 1.25 times the time of dense"]
+    gradients = show_fidelity.findings(fidelity())
+    assert any("0.35 times the time of dense at step 10, step 1000" in x for x in gradients.wins)
+    assert gradients.losses == []
+
+
+@pytest.mark.parametrize("records", [every_kind(), []], ids=["every kind", "none"])
+def test_write_report(records: list[Record], tmp_path: Path) -> None:
+    folder, page = tmp_path / "evidence", tmp_path / "page.html"
+    folder.mkdir()
+    for record in records:
+        write_record(record, folder)
+    (folder / "figures").mkdir()
+    (folder / "figures" / "old.svg").write_text("")
+    written = write_report(folder, page)
+    first = {path: path.read_bytes() for path in (*written, *folder.rglob("*.svg"))}
+    assert folder / "figures" / "old.svg" not in first
+    write_report(folder, page)
+    assert first == {path: path.read_bytes() for path in (*written, *folder.rglob("*.svg"))}
+    text = written[0].read_text()
+    for record in records:
+        assert f"`{record.command}`" in text and record.title in page.read_text()
+    for name in re.findall(r'src="evidence/([^"]*)"', text):
+        assert (folder / name).exists()
+    if not records:
+        assert text.count("no record at all") == 5
+
+
+def test_html_asks_nothing_of_the_network() -> None:
+    page = html(page_of(every_kind()))
+    assert not re.search(r"(src|href)=|url\(|@import|<script", page)
+    assert re.findall(r"https?://[^\"<\s]*", page) == ["http://www.w3.org/2000/svg"] * page.count(
+        "<svg"
+    )
+    assert "prefers-color-scheme:dark" in page and 'name="viewport"' in page
+
+
+def test_svg() -> None:
+    lines = [
+        Line("a < b", [(1, 1e-3), (10, 1e-1)], "red", band=[(1, 1e-4, 1e-2), (10, 1e-2, 1)]),
+        Line("c", [(5, 0.2)], "blue", marker="diamond", joined=False),
+        Line("nothing", []),
+    ]
+    chart = Chart("A & B", Axis("x"), Axis("y", "log"), lines, verticals=[(3, "here")])
+    root = ElementTree.fromstring(svg(chart, alone=True))
+    assert root.get("aria-label") == "A & B"
+    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert {"a < b", "c", "0.01", "here"} <= set(texts) and "nothing" not in texts
+    signed = Chart("", Axis("x", names=("all", "1")), Axis("y", "signed"), [
+        Line("d", [(0, -150.0), (1, 0.5)])
+    ])  # fmt: skip
+    texts = [element.text for element in ElementTree.fromstring(svg(signed, alone=False)).iter()]
+    assert {"-100", "-10", "-1", "0", "all", "1"} <= set(texts)
+
+
+def test_missing() -> None:
+    gaps = missing(every_kind())
+    assert "**convergence**, V=32768 from random weights: 3 seeds of in_forward (0), " in gaps[0]
+    assert "**fidelity**: steps 0, 100, 5000" in gaps
+    assert "**end-to-end**: on four GPUs" in gaps
+    on_cpu = [replace(record, machine={"device": "AMD, 2 cores"}) for record in every_kind()]
+    assert missing(on_cpu)[0] == "**convergence**: no record from a GPU"
+
+
+def test_evidence_page_is_what_the_records_render_to() -> None:
+    folder = ROOT / "docs" / "evidence"
+    text, figures = markdown(page_of(read_records(folder)), HEAD)
+    hint = "run `cce-dist report` and commit what it writes"
+    assert (ROOT / "docs" / "evidence.md").read_text() == text, hint
+    found = {path.name: path.read_text() for path in (folder / "figures").glob("*.svg")}
+    assert found == figures, hint
+    assert sum(path.stat().st_size for path in folder.rglob("*.*") if path.is_file()) < 5e6
