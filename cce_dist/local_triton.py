@@ -51,7 +51,7 @@ def local_stats(
     if score and len(tokens) > TOKEN_BLOCK:
         order = similar_order(tokens)
         tokens = tokens.reordered(order)
-    run = Forward.of(tokens, head, wanted, score, keep_logits)
+    run = Forward.of(tokens, head, wanted, score, keep_logits, screen is not None)
     if screen is not None:
         run, variance = with_eight_bits(run, screen)
     launches = run.launches(gather is not None)

@@ -84,6 +84,7 @@ class Forward:
         wanted: Wanted,
         score: bool,
         keep_logits: KeptLogits | None,
+        screened: bool = False,
     ) -> Forward:
         head = for_kernels(head)
         weight = head.weight
@@ -101,6 +102,8 @@ class Forward:
         fp32 = torch.float32
         has_extras = wanted.correct or wanted.moments or sums_softcapped(wanted, head)
         portable = has_extras or wanted.entropy or keep_logits is not None
+        # It sums what is dropped twice.
+        portable |= screened and head.softcap is not None
         groups = 1 if portable else num_groups(weight, tiles)
         size = programs * groups * TOKEN_BLOCK
         parts = {"state": new(2, 4, size, dtype=fp32)}
@@ -220,7 +223,7 @@ class Forward:
         if eight is not None:
             tiles = tiles_for(eight.weight)
             hidden, weight = eight.hidden[:, :dim], eight.weight[:, :dim]
-        if self.groups > 1 and not launch.robust and not self.has_unkept:
+        if self.groups > 1 and not launch.robust:
             how = Groups(self.programs, self.groups, tiles, threshold, by_largest)
             launch_forward(
                 hidden, weight, head, parts, self.count, self.shape, launch.number, how, eight

@@ -606,7 +606,9 @@ def test_loss_output_is_none_where_not_asked() -> None:
     assert result.lse is None and result.entropy is None and result.logit_moments is None
     assert result.tail_mass is None and result.correct.dtype == torch.bool
     fields = LossOutput._fields
-    assert fields == ("loss", "lse", "entropy", "correct", "tail_mass", "logit_moments")
+    *before, last = fields
+    assert before == ["loss", "lse", "entropy", "correct", "tail_mass", "logit_moments"]
+    assert last == "screened" and result.screened is None
 
 
 @pytest.mark.parametrize(**grid(dtype=tuple(DTYPES), gradient=MODES))

@@ -25,7 +25,7 @@ from cce_dist.testing.torchrun import (
 from cce_dist.train.checkpoint import newest_checkpoint
 from cce_dist.train.config import ParallelConfig, TrainConfig
 from cce_dist.train.errors import ConfigError
-from cce_dist.train.pipeline import planned_times
+from cce_dist.train.pipeline import check_split_backward, planned_times
 from cce_dist.train.pipeline_layout import Layout
 from cce_dist.train.ranks import connect
 
@@ -249,6 +249,21 @@ def test_layout_places_stages() -> None:
     v = layout(schedule="zbv", layers_per_stage=[0, 2, 1, 2, 1, 2, 2, 0])
     assert (v.stages_of(0), v.stages_of(1), v.last_rank) == ([0, 7], [1, 6], 0)
     assert [len(held) for held in v.layers] == [0, 2, 1, 2, 1, 2, 2, 0]
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
+def test_split_backward_needs_a_torch_that_can(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    def check(version: str, **parallel: Any) -> None:
+        monkeypatch.setattr(torch, "__version__", version)
+        check_split_backward(TrainConfig.model_validate({"parallel": {"pp": 2, **parallel}}))
+
+    with pytest.raises(ConfigError, match=rf"parallel.schedule={schedule} .*needs torch 2.13, got"):
+        check("2.12.0+cu130", schedule=schedule)
+    check("2.12.0+cu130", schedule=schedule, vocab_over_pipeline=True)
+    check("2.12.0+cu130", schedule="1f1b")
+    check("2.13.0", schedule=schedule)
 
 
 def test_planned_times_are_those_of_the_products() -> None:

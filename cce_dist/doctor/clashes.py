@@ -85,6 +85,15 @@ CLASHES = (
         source="docs/pipelines.md",
     ),
     Clash(
+        name="torch's pipelines: zero-bubble schedules",
+        applies=lambda facts, pp: pp > 1 and is_before(facts, "torch", 2, 13),
+        status="warning",
+        what="torch before 2.13 cannot make the weights' gradients of an autograd.Function apart: "
+        "a step fails with the head on the last stage",
+        remedy="the vocabulary over the pipeline, another schedule, or torch 2.13",
+        source="https://github.com/pytorch/pytorch/issues/166577",
+    ),
+    Clash(
         name="torch's pipelines: ZBV's eval",
         applies=lambda facts, pp: pp > 1 and (facts.version("torch") or ())[:2] == (2, 13),
         status="warning",

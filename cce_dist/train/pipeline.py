@@ -33,9 +33,10 @@ from cce_dist.planner.orders import Times
 
 from .collectives import sum_gradients
 from .config import TrainConfig
+from .errors import ConfigError
 from .head import head_layout, loss_options, make_head_loss
 from .model import count_parameters
-from .pipeline_layout import Layout, ScheduleName
+from .pipeline_layout import SPLIT_BACKWARD, Layout, ScheduleName
 from .pipeline_model import RowsEmbedding, Stage, StagedDecoder
 from .ranks import Ranks, own_group
 
@@ -47,6 +48,24 @@ SCHEDULES: dict[ScheduleName, type] = {
     "zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
+
+
+def check_split_backward(config: TrainConfig) -> None:
+    """
+    Raises:
+        ConfigError: the schedule makes the weights' gradients apart, which torch before 2.13 cannot
+            for an autograd.Function (its issue 166577).
+    """
+    parallel = config.parallel
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    splits = parallel.schedule in SPLIT_BACKWARD and not parallel.vocab_over_pipeline
+    if splits and version < (2, 13):
+        raise ConfigError(
+            f"parallel.schedule={parallel.schedule} with the head on the last stage needs torch "
+            f"2.13, got {torch.__version__}, which cannot make the weights' gradients of an "
+            "autograd.Function by themselves: use parallel.vocab_over_pipeline=true, or another "
+            "schedule"
+        )
 
 
 class Pipeline:
@@ -61,6 +80,8 @@ class Pipeline:
 
     def __init__(self, config: TrainConfig, ranks: Ranks, model: StagedDecoder, head: str) -> None:
         assert ranks.pp_group is not None
+        if head == "cce":
+            check_split_backward(config)
         self.config, self.ranks, self.model = config, ranks, model
         self.layout, self.group = model.layout, ranks.pp_group
         self.head: PipelineHead | None = None
