@@ -175,21 +175,19 @@ class Screened:
     """What came of an 8-bit forward."""
 
     full: Tensor  # [1] int32: 1 where full precision was needed in its place
-    error: Tensor  # [1] fp32, nats: estimated
 
 
 def guard(
     run: Forward, made: Finished, variance: Tensor, screen: Screen
 ) -> tuple[Forward, Screened]:
     """Whether 8 bits will do, decided on the device; and the forward that runs if they won't."""
-    device, fp32 = run.weight.device, torch.float32
-    number = torch.zeros(1, dtype=torch.int32, device=device)
+    number = torch.zeros(1, dtype=torch.int32, device=run.weight.device)
     num_blocks, columns = run.num_blocks, run.weight.shape[0]
     block_v = 4096 if interpreted() else 1024
     start(count_kept_kernel, (triton.cdiv(num_blocks, 16), triton.cdiv(columns, block_v)))(
         run.parts["mass"], run.shape, number, columns, BLOCKS=16, BLOCK_V=block_v
     )
-    found = Screened(torch.empty_like(number), torch.empty(1, dtype=fp32, device=device))
+    found = Screened(torch.empty_like(number))
     shape = torch.empty_like(run.shape)
     padded = run.packed.shape[0]
     start(guard_kernel, (1,))(
@@ -202,7 +200,6 @@ def guard(
         run.parts["lower"],
         found.full,
         shape,
-        found.error,
         columns,
         padded,
         screen.max_kept,
@@ -248,7 +245,6 @@ def _inputs(run: Forward, made: Finished) -> dict[str, Any]:
         "bias_ptr": run.count if head.bias is None else head.bias,
         "target_ptr": run.targets,
         "target_logit_ptr": made.target_logit,
-        "reference_ptr": made.lse,
         "num_blocks": run.num_blocks,
         "V": weight.shape[0],
         "D": dim,
@@ -288,7 +284,6 @@ def _of_lists(lists: Lists, marks: Marks, weight: Tensor) -> dict[str, Any]:
         "segment_ptr": lists.segment,
         "entries_ptr": zeros(2, lists.max_rows),
         "part_ptr": weight.new_empty(2, 2, max_tasks, TOKEN_BLOCK, dtype=torch.float32),
-        "logits_ptr": marks.seed,
         "queue_ptr": zeros(lists.max_chunks + 3),
         "num_tiles": num_tiles,
         "max_chunks": lists.max_chunks,
@@ -299,5 +294,4 @@ def _of_lists(lists: Lists, marks: Marks, weight: Tensor) -> dict[str, Any]:
         "SEGMENT": segment,
         "BLOCKS": marks.blocks_padded,
         "HAS_DRAWN": lists.draws,
-        "HAS_LOGITS": False,
     }

@@ -38,7 +38,6 @@ def guard_kernel(
     lower_ptr,  # [N] lower bound of lse over all ranks, log2; in place
     full_ptr,  # [1] int32: 1 where full precision is needed: out
     full_shape_ptr,  # [3] int32: of the forward that then runs; no blocks if none is needed: out
-    error_ptr,  # [1] fp32 nats, rms over tokens of `tail sigma`: out
     V,
     N,
     max_kept,
@@ -68,7 +67,6 @@ def guard_kernel(
     screened = (error <= max_error) & (share <= max_kept)
     full = 1 - screened.to(tl.int32)
     tl.store(full_ptr, full)
-    tl.store(error_ptr, error)
     tl.store(full_shape_ptr, blocks * full)
     tl.store(full_shape_ptr + 1, tl.load(shape_ptr + 1))
     tl.store(full_shape_ptr + 2, tl.load(shape_ptr + 2))
@@ -85,13 +83,11 @@ def exact_task(
     bias_ptr,
     target_ptr,  # [N] int32, -1: none here
     target_logit_ptr,  # [N]
-    reference_ptr,  # [N] natural log: what kept logits are relative to
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     segment_ptr,  # [num_blocks + 1] int32, of the chunk
     entries_ptr,  # [rows] int32
     part_ptr,  # [2, tasks, TOKENS] fp32: largest logit, log2; sum of exp2 relative to it: out
-    logits_ptr,  # [rows, TOKENS] logits over the reference, log2, if HAS_LOGITS: out
     part_size,
     num_tiles,
     num_blocks,
@@ -109,7 +105,6 @@ def exact_task(
     PRECISION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_LOGITS: tl.constexpr,
 ):
     """SEGMENT entries of one token block's list of columns. Those that are drawn are in no sum."""
     lane = tl.arange(0, BLOCKS)
@@ -123,12 +118,9 @@ def exact_task(
     entry = tl.load(entries_ptr + row, mask=listed, other=1)
     column = tl.where(listed, entry >> 1, 0)
     kept = (entry & 1) == 0
-    wanted = tl.max(kept.to(tl.int32), 0)
-    if HAS_LOGITS:
-        wanted = 1
     token = block * TOKENS + tl.arange(0, TOKENS)
     part_ptrs = part_ptr + task * TOKENS + tl.arange(0, TOKENS)
-    if wanted > 0:
+    if tl.max(kept.to(tl.int32), 0) > 0:
         c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv
         x = logits_of(
             c_ptrs + tl.arange(0, BLOCK_K)[None, :], block, hidden_ptr, rows_ptr, D, stride_hn,
@@ -141,11 +133,6 @@ def exact_task(
         # nll is a difference of two numbers that share the target's logit.
         own = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
         z = tl.where(own, tl.load(target_logit_ptr + token)[None, :], x * scale) * LOG2E
-        if HAS_LOGITS:
-            reference = tl.load(reference_ptr + token) * LOG2E
-            out = logits_ptr + row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-            over = (z - reference[None, :]).to(logits_ptr.dtype.element_ty)
-            tl.store(out, over, mask=listed[:, None])
         z = tl.where(kept[:, None], z, float("-inf"))
         top = tl.max(z, 0)
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -192,7 +179,6 @@ def exact_columns_kernel(
     bias_ptr,  # [V]
     target_ptr,  # [N] int32, -1: none here
     target_logit_ptr,  # [N] fp32
-    reference_ptr,  # [N] fp32
     full_ptr,  # [1] int32: 1: nothing to do
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
@@ -204,7 +190,6 @@ def exact_columns_kernel(
     segment_ptr,  # [max_chunks, num_blocks + 1] int32
     entries_ptr,  # [2, max_rows] int32: lists of this chunk and the next
     part_ptr,  # [2, 2, max_tasks, TOKENS] fp32: of this chunk and the next
-    logits_ptr,  # [max_rows, TOKENS] of the last chunk, if HAS_LOGITS: out
     sum_ptr,  # [2, N] fp32: each token's largest kept logit, log2; sum of exp2 relative to it: out
     queue_ptr,  # [max_chunks + 3] int32, zeros: the next task of each phase; arrivals
     num_blocks,
@@ -231,7 +216,6 @@ def exact_columns_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
-    HAS_LOGITS: tl.constexpr,
 ):
     """Persistent, by the backward's lists of columns. In a phase: lists of one chunk, logits of the
     one before, sums of the one before that."""
@@ -264,11 +248,11 @@ def exact_columns_kernel(
                 at = (phase - 1) * stride
                 exact_task(
                     task, before, last, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, target_ptr,
-                    target_logit_ptr, reference_ptr, starts_ptr, base_ptr + at, segment_ptr + at,
-                    entries_ptr + other * max_rows, part_ptr + own * 2 * part_size, logits_ptr,
-                    part_size, num_tiles, num_blocks, D, stride_hn, stride_wv, scale, softcap,
+                    target_logit_ptr, starts_ptr, base_ptr + at, segment_ptr + at,
+                    entries_ptr + other * max_rows, part_ptr + own * 2 * part_size, part_size,
+                    num_tiles, num_blocks, D, stride_hn, stride_wv, scale, softcap,
                     TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, HAS_BIAS,
-                    HAS_SOFTCAP, HAS_LOGITS,
+                    HAS_SOFTCAP,
                 )  # fmt: skip
             elif task < num_exact + num_merge:
                 merge_task(
