@@ -324,6 +324,7 @@ class StepKind:
     in_parts: bool  # ranks sum that while the rest of the weight's is made
     of_lse: bool  # the loss is one of lse too, beside nll
     screen: Screen | None  # logits are screened so
+    keeps_listed: bool  # and the exact ones kept for the backward
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ def rehearse(
         in_parts=group_size(plan.group) > 1,
         of_lse=options.z_loss != 0 or plan.wanted.smooth_logit,
         screen=plan.screen,
+        keeps_listed=plan.keeps_listed,
     )
     plan.backend.rehearse(tokens, head, kind)
 
@@ -154,13 +155,25 @@ def _merge(local: Stats, tokens: Tokens, plan: Plan) -> Stats:
     return merge_stats(local, plan.shard, plan.group, tokens.count, plan.backend.merge_kernels)
 
 
-def room_for_logits(head: Head, num_tokens: int, plan: Plan, grad_weight: Tensor | None) -> Any:
-    """Where the forward keeps logits for the backward: in the workspace, and in `grad_weight` as
-    long as nothing else is there; None: nowhere."""
+def room_for_logits(
+    head: Head, num_tokens: int, plan: Plan, needs: Needs, grad_weight: Tensor | None
+) -> Any:
+    """Where the forward keeps logits for the backward: in the workspace, and, where all of them are
+    made exactly, in `grad_weight` as long as nothing else is there; None: nowhere."""
+    if plan.screen is not None:
+        return room_for_listed(plan, needs)
     make = plan.backend.room_for_logits
     if make is None or not plan.options.keep_logits:
         return None
     return make(head.weight, num_tokens, plan.options.workspace_bytes, grad_weight)
+
+
+def room_for_listed(plan: Plan, needs: Needs) -> Any:
+    """`room_for_logits` of a screened forward."""
+    make = plan.backend.room_for_listed
+    if make is None or not plan.keeps_listed:
+        return None
+    return make(plan.options.draws and needs.hidden)
 
 
 def find_kept(tokens: Tokens, head: Head, plan: Plan, scores: Any, lse: Tensor) -> Any:
@@ -305,7 +318,8 @@ def forward_with_grads(
     in_fp32 = not scales_by_any(head.weight.dtype)
     dtype = None if grad_weight is None else grad_weight.dtype
     rehearse(tokens, head, plan, needs, dtype, accumulate=False, in_fp32=in_fp32)
-    stats, scores = forward(tokens, head, plan, score=True)
+    logits = room_for_listed(plan, needs)
+    stats, scores = forward(tokens, head, plan, score=True, keep_logits=logits)
     kept = find_kept(tokens, head, plan, scores, stats.lse)
     tail = tail_mass(kept, stats.lse, plan) if tail_mass_wanted else None
     grads = backward(
@@ -318,6 +332,7 @@ def forward_with_grads(
         needs=needs,
         grad_weight=grad_weight,
         accumulate=False,
+        logits=logits,
         in_fp32=in_fp32,
     )
     return grads, tail
