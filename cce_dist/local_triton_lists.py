@@ -287,6 +287,11 @@ class ListedLogits:
         self.poor = weight.new_empty(num_blocks, dtype=torch.int32)
         return self.workspace.view(torch.float16), self.ref, self.poor
 
+    def take_workspace(self) -> Tensor | None:
+        """Whoever takes it frees it, for what is allocated after the products."""
+        workspace, self.workspace = self.workspace, None
+        return workspace
+
 
 def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
     """Columns, those kept in many runs of blocks first, [V_local] int32."""

@@ -146,7 +146,7 @@ def _of_lists(run: Backward, lists: Lists) -> dict[str, Any]:
         return torch.empty(*shape, dtype=torch.int32, device=weight.device)
 
     made = run.listed
-    workspace = None if made is None else made.workspace
+    workspace = None if made is None else made.take_workspace()
     if workspace is None:
         workspace = lists.new_workspace(weight)
     return {
