@@ -218,5 +218,6 @@ _PAGE_STYLE = (
     "gap:16px}figure{margin:0}.chart{width:100%;height:auto}"
     ".table{overflow-x:auto}table{border-collapse:collapse;font-size:.85em}"
     "td,th{padding:3px 10px;border-bottom:1px solid var(--edge);text-align:right;"
-    "font-variant-numeric:tabular-nums}td:first-child,th:first-child{text-align:left}"
+    "font-variant-numeric:tabular-nums}td{white-space:nowrap}"
+    "td:first-child,th:first-child{text-align:left}"
 )
