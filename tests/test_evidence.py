@@ -21,7 +21,7 @@ from cce_dist.evidence import show_classes, show_convergence, show_end_to_end, s
 from cce_dist.evidence.charts import Axis, Chart, Line, svg
 from cce_dist.evidence.convergence import ALL, RAREST, cases_of
 from cce_dist.evidence.frequency import frequency_tenths, name_of
-from cce_dist.evidence.page import html
+from cce_dist.evidence.page import Points, html
 from cce_dist.evidence.records import (
     Record,
     RecordError,
@@ -151,6 +151,19 @@ def test_verdict_needs_seeds() -> None:
     assert case.verdict("filtered").within is None
     assert "two seeds" in str(case.verdict("filtered"))
     assert case.loss("dense", 0, 0) == pytest.approx(loss_at(0, ALL, 0))
+
+
+def test_convergence_says_how_often_logits_were_screened() -> None:
+    record = convergence({"dense": 0.0, "filtered": 0.0})
+    rows = tuple(
+        {**row, "screened_share": (0.0, 0.25, 0.5)[int(row["seed"] or 0)]}
+        if row["part"] == "run" and row["method"] == "filtered"
+        else row
+        for row in record.rows
+    )
+    points = [x for x in show_convergence.blocks(replace(record, rows=rows)) if type(x) is Points]
+    (verdicts,) = points
+    assert any("logits were screened in 25.0% of its steps" in text for text in verdicts.items)
 
 
 def test_convergence_findings() -> None:
