@@ -157,24 +157,29 @@ def screen_command(
     ] = None,
     max_kept: Annotated[float, typer.Option(min=0, max=1, help="Of Screen.")] = 0.125,
     max_error: Annotated[float, typer.Option(min=0, help="Of Screen.")] = 2.0**-7,
+    backend: BackendName = "triton",
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
 ) -> None:
     """Error of each token's log-sum-exp by 8-bit logits, and by dense ones; also its mean by
     deciles of the tokens' entropy.
 
-    On a CPU in Triton's interpreter: TRITON_INTERPRET=1, --device cpu --dtype float16.
+    On a CPU with --device cpu: --backend torch, or TRITON_INTERPRET=1 --dtype float16.
     """
+    from .methods import parse_backend
     from .report import Report
     from .screen import bench_screen
 
     with refusals():
         cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
+        chosen = parse_backend(backend)
     report = Report(machine_of(device, 0), csv_path, json_path, None)
     for make in cases:
         made = make()
         with refusals():
-            rows = bench_screen(made, keep=keep, max_kept=max_kept, max_error=max_error)
+            rows = bench_screen(
+                made, keep=keep, max_kept=max_kept, max_error=max_error, backend=chosen
+            )
         report.add(made.description, rows)
         report.finish_case()
 
