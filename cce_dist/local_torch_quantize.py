@@ -19,8 +19,8 @@ from cce_dist.torch_tiles import spans
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # So many rows at least make the mean row that is subtracted.
 CENTRE_ROWS = 16384
-# Rows that are widened to fp32 at a time.
-CHUNK_ROWS = 2048
+# Numbers that are widened to fp32 at a time.
+CHUNK_ELEMENTS = 2**18
 # A row of values is this many long, or a multiple: the kernels' descriptors ask for 16 bytes.
 ALIGNED = 16
 
@@ -126,5 +126,5 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _in_fp32(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    for start, stop in spans(matrix.shape[0], CHUNK_ROWS):
+    for start, stop in spans(matrix.shape[0], max(1, CHUNK_ELEMENTS // matrix.shape[1])):
         yield slice(start, stop), matrix[start:stop].float()
