@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist import local_torch, local_torch_filter, local_torch_grads
-from cce_dist.options import Backend, LossOptions
+from cce_dist import (
+    local_torch,
+    local_torch_filter,
+    local_torch_grads,
+    local_torch_quantize,
+    local_torch_screen,
+)
+from cce_dist.options import Backend, LossOptions, Screen
 from cce_dist.partials import (
     Head,
     LocalGrads,
@@ -162,6 +168,9 @@ def choose_backend(
             the one that can run has not what the options ask for.
     """
     chosen = _choose(options.backend, hidden, num_tokens, columns)
+    by_kernels = chosen.screens
+    if options.logits == "screened" and not by_kernels:
+        chosen = _screened_torch(chosen)
     # Where there is nothing to compute, there are no logits to keep.
     if not num_tokens or not columns:
         return chosen
@@ -171,21 +180,52 @@ def choose_backend(
             f'backend={options.backend!r} took "torch" here; leave keep_logits out'
         )
     if options.logits == "screened":
-        _check_screening(chosen, options, hidden)
+        _check_screening(options, hidden, by_kernels)
     return chosen
 
 
-def _check_screening(chosen: LocalBackend, options: LossOptions, hidden: Tensor) -> None:
-    if not chosen.screens:
-        raise ValueError(
-            'logits="screened" needs the kernels of backend="triton", and '
-            f'backend={options.backend!r} took "torch" here; use logits="full"'
-        )
+def _screened_torch(torch_backend: LocalBackend) -> LocalBackend:
+    """It filters in every gradient mode, and keeps no logits: as the kernels do, and on each rank,
+    whatever there is to compute."""
+    return replace(
+        torch_backend,
+        stats=local_torch_screen.local_stats,
+        keeps_logits=False,
+        exchanges=True,
+        screens=True,
+    )
+
+
+def _check_screening(options: LossOptions, hidden: Tensor, by_kernels: bool) -> None:
     from cce_dist.local_triton_tiles import why_not_screened
 
-    reason = why_not_screened(hidden, options.screen.dtype)
+    reason = why_not_screened(hidden, options.screen.dtype, by_kernels=by_kernels)
     if reason is not None:
         raise ValueError(f'logits="screened" cannot run here: {reason}; use logits="full"')
+
+
+def quantizer_for(backend: Backend, weight: Tensor, screen: Screen) -> Any:
+    """The module whose `Moments`, `screen_dtype` and `quantize_weight` make rows of 8 bits. Both
+    backends' rows are the same, but for the last digit of an fp32 number.
+
+    Raises:
+        ValueError: the backend asked for by name cannot run, or the weight is not of 16 bits.
+    """
+    from cce_dist.local_triton_tiles import interpreted, why_not, why_not_screened
+
+    by_kernels = backend == "triton"
+    if backend == "auto":
+        # The interpreter is for tests, which ask for it by name.
+        by_kernels = not interpreted() and why_not(weight) is None
+    reason = why_not(weight) if by_kernels else None
+    reason = reason or why_not_screened(weight, screen.dtype, by_kernels=by_kernels)
+    if reason is not None:
+        raise ValueError(f"weight cannot be quantised here: {reason.replace('hidden', 'weight')}")
+    if not by_kernels:
+        return local_torch_quantize
+    from cce_dist import local_triton_screen
+
+    return local_triton_screen
 
 
 def _choose(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> LocalBackend:

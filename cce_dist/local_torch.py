@@ -11,6 +11,7 @@ from torch import Tensor
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, Scores, Stats, Tokens, Wanted, accumulate_dtype
 from cce_dist.torch_tiles import (
+    Tiles,
     TileSize,
     find_targets,
     logits_tile,
@@ -18,6 +19,7 @@ from cce_dist.torch_tiles import (
     operand_dtype,
     spans,
     sum_over_blocks,
+    tiles_of,
 )
 
 
@@ -106,6 +108,7 @@ def local_stats(
     threshold: float = 0.0,
     workspace_bytes: int,
     keep_logits: Tensor | None = None,  # [N, V_local]: filled with z, for in_forward
+    tiles: Tiles | None = None,  # of other logits than the exact ones
 ) -> tuple[Stats, Scores | None]:
     """Statistics of every token over this rank's shard (no communication).
 
@@ -121,7 +124,7 @@ def local_stats(
     weight, dtype = head.weight, accumulate_dtype(head.weight.dtype)
     num_tokens, num_columns = len(tokens), weight.shape[0]
     size = TileSize.choose(weight, workspace_bytes)
-    operands = operand_dtype(weight)
+    tiles = tiles_of(tokens, head) if tiles is None else tiles
     softcapped_mean = wanted.smooth_logit and head.softcap is not None
     collect = Wanted(softcapped_mean, wanted.entropy, wanted.correct, wanted.moments)
     running = _RunningStats(num_tokens, weight, collect, head.softcap is not None)
@@ -132,12 +135,11 @@ def local_stats(
         target_bound = _target_bound(tokens, head, size)
 
     for tile, (v0, v1) in enumerate(spans(num_columns, size.columns)):
-        columns = weight[v0:v1].to(operands)
-        bias = None if head.bias is None else head.bias[v0:v1]
+        of_columns = tiles(v0, v1)
         class_weight = None if head.class_weight is None else head.class_weight[v0:v1].to(dtype)
         for i0, i1 in spans(num_tokens, size.tokens):
             at = slice(i0, i1)
-            z, slope = logits_tile(tokens.take(i0, i1).to(operands), columns, bias, head)
+            z, slope = of_columns(i0, i1)
             # From the tile itself: nll is then a difference of numbers that share their rounding.
             rows, columns_of = find_targets(tokens.local_targets[at], slice(v0, v1))
             target_logit[rows + i0] = z[rows, columns_of]

@@ -25,33 +25,31 @@ def local_kept(
     """Turn scores into the columns that each block keeps; None if nothing is dropped.
 
     A column is kept if its score reaches `threshold` or if it is the target of one of the block's
-    tokens. Recomputes the smaller one of kept and dropped columns once, for `dropped_mass`.
+    tokens; or where the forward has chosen (screened logits) as it has. Recomputes the smaller one
+    of kept and dropped columns once, for `dropped_mass`, if the forward has not summed that.
     """
     if len(tokens) == 0:
         return None
-    tighten = max_over_blocks((scores.tile_bound - lse).T).exp()  # [blocks, tiles]
-    tighten = tighten.repeat_interleave(scores.tile_columns, 1)[:, : scores.mass.shape[1]]
-    mass = scores.mass * tighten
-    score = mass
-    if by_largest:
-        assert scores.largest is not None
-        score = scores.largest * tighten
-    full = 1 if by_largest else _block_tokens(len(tokens), score) / TOKEN_BLOCK
-    mask = score >= threshold * full
-    here = (tokens.local_targets >= 0).nonzero()[:, 0]
-    mask[here // TOKEN_BLOCK, tokens.local_targets[here]] = True
+    mask = scores.mask
+    if mask is None:
+        mask = keep_targets(reaches(scores, lse, threshold, by_largest), tokens)
     if bool(mask.all()):
         return None
-    size = TileSize.choose(head.weight, workspace_bytes)
-    total = (scores.log_slope_sum - lse).exp()
-    dropped = _dropped_mass(tokens, head, lse, mask, total, size)
+    if scores.log_dropped is None:
+        size = TileSize.choose(head.weight, workspace_bytes)
+        total = (scores.log_slope_sum - lse).exp()
+        dropped = _dropped_mass(tokens, head, lse, mask, total, size)
+    else:
+        dropped = (scores.log_dropped - lse).exp()
     if not tail:
         return Kept(mask, dropped, None)
+    mass = scores.mass * _tighten(scores, lse)
     drawn = times = None
     if draws:
         # Of the data: the same for the same inputs, another one in the next step.
         seed = scores.log_slope_sum[:1].float().view(torch.int32)
         level = levels_of(mask.shape[1], seed)
+        full = _block_tokens(len(tokens), mass) / TOKEN_BLOCK
         ratio = DRAW_FACTOR * threshold * full / mass.clamp_min(torch.finfo(mass.dtype).tiny)
         exponent = torch.frexp(ratio).exponent - 1
         drawn = (exponent.clamp_min(0) + 1 == level) & (mass > 0) & ~mask
@@ -59,6 +57,27 @@ def local_kept(
     share = mass.masked_fill_(mask, 0)
     share /= share.sum(1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
     return Kept(mask, dropped, share, drawn, times)
+
+
+def reaches(scores: Scores, lse: Tensor, threshold: float, by_largest: bool) -> Tensor:
+    """Columns whose score reaches the threshold by an lse over all ranks, [num_blocks, V_local]."""
+    score = scores.largest if by_largest else scores.mass
+    assert score is not None
+    full = 1 if by_largest else _block_tokens(lse.shape[0], score) / TOKEN_BLOCK
+    return score * _tighten(scores, lse) >= threshold * full
+
+
+def keep_targets(mask: Tensor, tokens: Tokens) -> Tensor:
+    """`mask` [num_blocks, V_local] in place: the targets of a block's tokens are kept."""
+    here = (tokens.local_targets >= 0).nonzero()[:, 0]
+    mask[here // TOKEN_BLOCK, tokens.local_targets[here]] = True
+    return mask
+
+
+def _tighten(scores: Scores, lse: Tensor) -> Tensor:
+    """What the forward's bound of a block's mass is multiplied by once lse is known."""
+    tighten = max_over_blocks((scores.tile_bound - lse).T).exp()  # [blocks, tiles]
+    return tighten.repeat_interleave(scores.tile_columns, 1)[:, : scores.mass.shape[1]]
 
 
 def levels_of(num_columns: int, seed: Tensor) -> Tensor:

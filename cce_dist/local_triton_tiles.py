@@ -111,11 +111,11 @@ def takes_tma(matrix: Tensor) -> bool:
     return newest and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
-def why_not_screened(hidden: Tensor, dtype: str) -> str | None:
-    """Why there is nothing to gain from 8-bit logits of it, where `why_not` has no objection."""
+def why_not_screened(hidden: Tensor, dtype: str, *, by_kernels: bool) -> str | None:
+    """Why there are no 8-bit logits of it, where what computes them has no objection."""
     if hidden.dtype.itemsize > 2:
         return f"hidden is {hidden.dtype}, whose digits 8-bit logits would lose"
-    if interpreted() or dtype != "e4m3":
+    if not by_kernels or interpreted() or dtype != "e4m3":
         return None
     capability = torch.cuda.get_device_capability(hidden.device)
     if capability < (8, 9):

@@ -83,10 +83,11 @@ def linear_cross_entropy(
         gradient: "filtered" computes the columns that matter and keeps the mass of the others
             (`filter`); "exact" computes every column; "in_forward" makes the gradients beside the
             loss, which must be a scalar: backend "torch" of every column, with one matrix product
-            less, "triton" filtered.
+            less, "triton" filtered, as either is where logits are screened.
         logits: "screened" computes all logits in 8 bits and those of the columns that the filter
             keeps again in full, in the loss too: docs/numerics.md#screened-logits. For 16-bit
-            hidden and gradient="filtered", or "in_forward", on a GPU.
+            hidden and gradient="filtered", or "in_forward". Backend "torch" has it as a reference,
+            slower than full logits.
         screen: how, and when a call goes without.
         quantized_weight: `quantize_weight(weight)`, which saves quantising it in each call.
         grad_weight_into: the weight's gradient is added here, and weight.grad stays None.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from cce_dist.options import LossOptions, Screen
+from cce_dist.local import quantizer_for
+from cce_dist.options import Backend, LossOptions, Screen, require_choice
 from cce_dist.partials import QuantizedRows
 from cce_dist.vocab_shard import VocabShard
 
@@ -24,6 +25,7 @@ class QuantizedWeight:
     rows: QuantizedRows  # of those that are no padding
     screen: Screen
     dtype: torch.dtype  # of the weight
+    backend: Backend  # that makes it; either's loss may read it
     address: int
     version: int  # of the weight's values, as autograd counts them
 
@@ -43,8 +45,6 @@ class QuantizedWeight:
         Raises:
             ValueError: the weight has another shape, dtype or device than the one at the start.
         """
-        from cce_dist.local_triton_screen import quantize_weight
-
         rows, values = self.rows, self.rows.values
         shape = [values.shape[0], rows.centre.shape[0]]
         got = [weight.shape[0], weight.shape[1]]
@@ -55,8 +55,9 @@ class QuantizedWeight:
             )
         if weight.device != values.device:
             raise ValueError(f"weight must be on {values.device}, got {weight.device}")
-        moments = _moments_of(hidden, weight)
-        quantize_weight(weight[: values.shape[0]].detach(), moments, values.dtype, rows)
+        how = quantizer_for(self.backend, weight, self.screen)
+        moments = _moments_of(hidden, weight, how)
+        how.quantize_weight(weight[: values.shape[0]].detach(), moments, values.dtype, rows)
         self.address, self.version = weight.data_ptr(), version_of(weight)
 
     def check(self, weight: Tensor, num_classes: int, options: LossOptions) -> None:
@@ -92,9 +93,7 @@ class QuantizedWeight:
             )
 
 
-def _moments_of(hidden: Tensor | None, weight: Tensor) -> Any:
-    from cce_dist.local_triton_screen import Moments
-
+def _moments_of(hidden: Tensor | None, weight: Tensor, how: Any) -> Any:
     if hidden is None:
         return None
     dim = weight.shape[1]
@@ -103,7 +102,7 @@ def _moments_of(hidden: Tensor | None, weight: Tensor) -> Any:
             f"hidden must have shape [..., D] with D={dim} (from weight) on {weight.device}, got "
             f"{list(hidden.shape)} on {hidden.device}"
         )
-    return Moments.of(hidden.detach().reshape(-1, dim))
+    return how.Moments.of(hidden.detach().reshape(-1, dim))
 
 
 def version_of(weight: Tensor) -> int:
@@ -118,6 +117,7 @@ def quantize_weight(
     *,
     vocab_shard: VocabShard | None = None,
     screen: Screen = Screen(),  # noqa: B008 - frozen
+    backend: Backend = "auto",
 ) -> QuantizedWeight:
     """The weight's rows in 8 bits, for `linear_cross_entropy(..., quantized_weight=...)`.
 
@@ -127,22 +127,19 @@ def quantize_weight(
             leave the least to round. None: neither.
         vocab_shard: as in the loss: rows beyond vocab_size are left out.
         screen: as in the loss.
+        backend: what quantises, here and in `refresh`; as in the loss, which may have another one.
     Raises:
-        ValueError: the weight is no matrix of a 16-bit dtype, or the Triton kernels can't run.
+        ValueError: the weight is no matrix of a 16-bit dtype, or the backend can't run.
     Collectives: none. Source: docs/numerics.md#screened-logits.
     """
-    from cce_dist.local_triton_screen import quantize_weight as quantize
-    from cce_dist.local_triton_screen import screen_dtype
-    from cce_dist.local_triton_tiles import why_not, why_not_screened
-
+    require_choice("backend", backend, get_args(Backend))
     if not isinstance(weight, Tensor) or weight.dim() != 2 or 0 in weight.shape:
         got = list(weight.shape) if isinstance(weight, Tensor) else type(weight)
         raise ValueError(f"weight must have shape [V_local, D], got {got}")
-    reason = why_not(weight) or why_not_screened(weight, screen.dtype)
-    if reason is not None:
-        raise ValueError(f"weight cannot be quantised here: {reason.replace('hidden', 'weight')}")
+    how = quantizer_for(backend, weight, screen)
     classes = weight.shape[0] if vocab_shard is None else vocab_shard.num_classes
-    dtype = screen_dtype(screen, weight)
-    rows = quantize(weight[:classes].detach(), _moments_of(hidden, weight), dtype)
+    dtype = how.screen_dtype(screen, weight)
+    moments = _moments_of(hidden, weight, how)
+    rows = how.quantize_weight(weight[:classes].detach(), moments, dtype)
     address, version = weight.data_ptr(), version_of(weight)
-    return QuantizedWeight(rows, screen, weight.dtype, address, version)
+    return QuantizedWeight(rows, screen, weight.dtype, backend, address, version)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import Head, accumulate_dtype
+from cce_dist.partials import Head, Tokens, accumulate_dtype
 
 # A CPU tile of 512 x 2048 fp32 (4 MiB) stays in the last-level cache between its five passes, and
 # its matrix products run as fast as those of larger tiles.
 CPU_TOKENS, CPU_COLUMNS = 512, 2048
 GPU_TOKENS, GPU_COLUMNS = 4096, 8192
+# First and last column -> first and last token -> (z, softcap'(z)) of that tile, which is its own.
+Tiles = Callable[[int, int], Callable[[int, int], tuple[Tensor, Tensor | None]]]
 # z, softcap's slope, the gradient, and one temporary of the same size.
 TILES_ALIVE = 4
 
@@ -92,6 +94,18 @@ def logits_tile(
     if bias is not None:
         x.add_(bias.to(x.dtype))
     return squash(x, head)
+
+
+def tiles_of(tokens: Tokens, head: Head) -> Tiles:
+    """The exact logits."""
+    operands = operand_dtype(head.weight)
+
+    def of_columns(v0: int, v1: int) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
+        columns = head.weight[v0:v1].to(operands)
+        bias = None if head.bias is None else head.bias[v0:v1]
+        return lambda i0, i1: logits_tile(tokens.take(i0, i1).to(operands), columns, bias, head)
+
+    return of_columns
 
 
 def sum_over_blocks(scale: Tensor, values: Tensor) -> Tensor:

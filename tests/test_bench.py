@@ -28,6 +28,7 @@ from cce_dist.bench.shapes import Shape, parse_shape
 from cce_dist.bench.table import Row, percentiles_ms, show
 from cce_dist.cli import app
 from cce_dist.local_triton_tiles import TABLE
+from cce_dist.testing import CPU_PLACES, Place, grid
 
 TINY = ["--shape", "64x500x16", "--repeats", "3"]
 OURS = ["filtered", "exact", "in_forward"]
@@ -219,18 +220,22 @@ def test_bench_filter_command(tmp_path: Path) -> None:
     assert all(float(row["median_ms"]) > 0 for row in (dense, one, zero))
 
 
-@pytest.mark.interpreter
-def test_bench_screen_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_bench_screen_command(place: Place, tmp_path: Path) -> None:
     path = tmp_path / "screen.csv"
     arguments = ["--tokens", "64", "--vocab", "500", "--dim", "16", "--inputs", "zipf"]
-    where = ["--device", "cpu", "--dtype", "float16", "--csv", str(path)]
+    where = ["--device", "cpu", "--backend", place.backend, "--csv", str(path)]
+    if place.interprets:
+        where += ["--dtype", "float16"]
     others = ["--outliers", "varying", "--times", "2"]
     invoke("screen", *arguments, *where, "--keep", "0.05", "--max-kept", "1", *others)
     found = read_csv(path)
     kinds = ["zipf", "zipf, outliers varying", "zipf x 2"]
     assert list(dict.fromkeys(row["inputs"] for row in found)) == kinds
     rows = {row["logits"]: row for row in found if row["inputs"] == "zipf"}
-    assert list(rows) == ["dense float16", "dense bfloat16", "full", "int8", "e4m3"]
+    halves = ["dense float16"] if place.interprets else []
+    assert list(rows) == [*halves, "dense bfloat16", "full", "int8", "e4m3"]
+    assert rows["int8"]["kept"].endswith(" %") and rows["dense bfloat16"]["kept"] == ""
     assert [rows[name]["screened"] for name in ("full", "int8", "e4m3")] == ["no", "yes", "yes"]
     assert float(rows["full"]["lse rms"]) < float(rows["int8"]["lse rms"])
     assert float(rows["int8"]["lse rms"]) < float(rows["dense bfloat16"]["lse rms"])

@@ -102,6 +102,19 @@ def test_compare_groups_by_hand() -> None:
     assert starved == {"error": 1.0, "cosine_distance": None, "norm_ratio": 0.0}
 
 
+def test_bench_fidelity_says_where_logits_were_screened() -> None:
+    made = skewed()
+    inputs = replace(made, hidden=made.hidden.bfloat16(), weight=made.weight.bfloat16())
+    candidates = candidates_of(["filtered", "screened"], inputs, [1.0], [], "torch")
+    rows = bench_fidelity(inputs, candidates, tenths=False, repeats=1)
+    own, listed = of(rows, "screened")
+    # A vocabulary as small keeps every column by itself.
+    assert own.screened is False and listed.screened is True
+    _, full = of(rows, "filtered")
+    assert full.screened is None and full.grad_weight_error and listed.grad_weight_error
+    assert listed.grad_weight_error < 1.1 * full.grad_weight_error
+
+
 def test_bench_fidelity_rows() -> None:
     inputs = skewed()
     keep = 128 / V
@@ -126,7 +139,7 @@ def test_bench_fidelity_rows() -> None:
     (_, rare), (_, right) = of(rows, "no-tail", "10"), of(rows, "filtered", "10")
     assert rare.grad_weight_norm_ratio < right.grad_weight_norm_ratio
     (screened,) = of(rows, "screened")
-    assert 'logits="screened" needs the kernels of backend="triton"' in (screened.failed or "")
+    assert 'logits="screened" cannot run here: hidden is torch.float32' in (screened.failed or "")
     assert screened.median_ms is screened.grad_hidden_error is None
     # Without the peer's folder; one row says so for all its thresholds.
     assert [row.failed for row in of(rows, "cce")] == [

@@ -16,7 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from cce_dist import Filter, LinearCrossEntropy, LossOutput, VocabShard, linear_cross_entropy
+from cce_dist import (
+    Filter,
+    LinearCrossEntropy,
+    LossOutput,
+    Screen,
+    VocabShard,
+    linear_cross_entropy,
+)
 from cce_dist.testing import CPU_PLACES, DTYPES, PLACES, Place, grid, shared_pool
 
 WARNING = ".torch.jit.script_method"
@@ -107,6 +114,20 @@ def test_compiled_as_eager(place: Place, option: dict[str, Any], dtype: str) -> 
     for name, expected in eager.items():
         # What a graph adds up may be in another order.
         torch.testing.assert_close(found[name], expected, msg=name)
+
+
+def test_compiled_with_screened_logits() -> None:
+    tensors = made(torch.bfloat16)
+    how: dict[str, Any] = {"logits": "screened", "screen": Screen(max_kept=1.0)}
+    how |= {"filter": Filter(keep=0.2), "stats": ("lse", "screened")}
+
+    def run(**tensors: Tensor) -> Any:
+        return linear_cross_entropy(**tensors, **how)  # pyright: ignore
+
+    eager = step(run, tensors)
+    found = step(torch.compile(run, fullgraph=True, backend="aot_eager"), tensors)
+    assert bool(eager["screened"].any())
+    torch.testing.assert_close(found, eager)
 
 
 def test_compiled_with_dataclasses_made_in_the_graph() -> None:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cce_dist.bench.converge_plan import Plan, Sizes, as_start, parse_slice
+from cce_dist.bench.converge_plan import Plan, Sizes, as_start, builders, parse_slice
 from cce_dist.cli import app
 from cce_dist.evidence.convergence import cases_of
 from cce_dist.evidence.records import read_record
+from cce_dist.testing import zipf_inputs
 from cce_dist.testing.torchrun import run_forked
+from cce_dist.train.head import head_loss_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -90,9 +92,30 @@ def test_bench_train_records_peers(tmp_path: Path) -> None:
         assert rows[name]["last_loss"] == rows["dense"]["last_loss"]
 
 
+def test_builders_keep_and_screen_as_told() -> None:
+    inputs = zipf_inputs(
+        200, 1500, 40, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16
+    )
+    given = (inputs.hidden, inputs.weight, inputs.targets)
+    screened = []
+    for sizes in (Sizes(keep=0.05, max_kept=1.0), Sizes(keep=0.05, max_kept=0.0), Sizes()):
+        losses = builders("torch", False, sizes)
+        right = losses["exact"]()(*given)
+        for name in ("filtered", "no-tail"):
+            torch.testing.assert_close(losses[name]()(*given), right)
+        found = head_loss_of(losses["screened"](), torch.bfloat16)(*given)
+        torch.testing.assert_close(found.loss, right, atol=1e-4, rtol=0)
+        assert found.screened is not None
+        screened.append(bool(found.screened.all()))
+    assert screened == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        pytest.param(["--keep", "129"], 'Filter.keep must be "auto" or a mass', id="keep"),
+        pytest.param(["--keep", "half"], "keep must be a number above 0", id="no number"),
+        pytest.param(["--max-kept", "2"], "Screen.max_kept must be a share", id="max kept"),
         pytest.param(["--method", "mine"], "method must be among", id="method"),
         pytest.param(["--start", "zero"], "start must be among", id="start"),
         pytest.param(["--slice", "2/2"], "slice must be K/N with 0 <= K < N, got 2/2", id="slice"),

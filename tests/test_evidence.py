@@ -21,8 +21,9 @@ from cce_dist.evidence import show_classes, show_convergence, show_end_to_end, s
 from cce_dist.evidence.charts import Axis, Chart, Line, svg
 from cce_dist.evidence.convergence import ALL, RAREST, cases_of
 from cce_dist.evidence.frequency import frequency_tenths, name_of
-from cce_dist.evidence.page import html
+from cce_dist.evidence.page import Points, html
 from cce_dist.evidence.records import (
+    Cell,
     Record,
     RecordError,
     append_rows,
@@ -153,6 +154,19 @@ def test_verdict_needs_seeds() -> None:
     assert case.loss("dense", 0, 0) == pytest.approx(loss_at(0, ALL, 0))
 
 
+def test_convergence_says_how_often_logits_were_screened() -> None:
+    record = convergence({"dense": 0.0, "filtered": 0.0})
+    rows = tuple(
+        {**row, "screened_share": (0.0, 0.25, 0.5)[int(row["seed"] or 0)]}
+        if row["part"] == "run" and row["method"] == "filtered"
+        else row
+        for row in record.rows
+    )
+    points = [x for x in show_convergence.blocks(replace(record, rows=rows)) if type(x) is Points]
+    (verdicts,) = points
+    assert any("logits were screened in 25.0% of its steps" in text for text in verdicts.items)
+
+
 def test_convergence_findings() -> None:
     offsets = {"dense": 0.0, "exact": 0.001, "filtered": 0.5, "no-tail": 0.9, "cce": 0.9}
     found = show_convergence.findings(convergence(offsets))
@@ -184,6 +198,24 @@ def test_findings_list_what_is_worse() -> None:
     gradients = show_fidelity.findings(fidelity())
     assert any("0.35 times the time of dense at step 10, step 1000" in x for x in gradients.wins)
     assert gradients.losses == []
+
+
+def test_fidelity_tells_screened_from_refused() -> None:
+    found: dict[str, Cell] = {"inputs": "step-10", "step": 10, "method": "screened", "group": "all"}
+    found |= {"by": "mass", "median_ms": 1.0, "grad_hidden_error": 1e-9, "grad_weight_error": 1e-9}
+    rows = [{**found, "threshold": 2.0**-10, "default": True, "screened": False}]
+    rows.append({**found, "threshold": 2.0**-6, "screened": True})
+    record = fidelity()
+    kept = [row for row in record.rows if row["method"] != "screened"]
+    record = replace(record, rows=(*kept, *rows))
+    listed = show_fidelity.findings(record)
+    assert not any("screened" in text for text in listed.wins)
+    assert listed.losses == ["`screened` was computed in full at step 10"]
+    (points,) = [x for x in show_fidelity.blocks(record) if isinstance(x, Points)]
+    assert points.items == [
+        "filtered, screened logits: 8 bits were not enough at 1 of 2 thresholds (9.77e-04), where "
+        "logits are full"
+    ]
 
 
 @pytest.mark.parametrize("records", [every_kind(), []], ids=["every kind", "none"])

@@ -93,10 +93,12 @@ def test_linear_cross_entropy_never_holds_the_logits_by_triton(
         pytest.param({"filter": Filter(keep=0)}, id="keep_everything"),
         pytest.param({"gradient": "exact", "reduction": "none"}, id="none"),
         pytest.param({"gradient": "exact", "stats": ("entropy",)}, id="entropy_gradient"),
+        pytest.param({"filter": Filter(keep=0.5), "logits": "screened"}, id="screened"),
     ],
 )
 def test_linear_cross_entropy_never_holds_the_logits_more_options(options: dict[str, Any]) -> None:
-    inputs = zipf_inputs(N, V, D, generator=generator())
+    dtype = torch.bfloat16 if "logits" in options else torch.float32
+    inputs = zipf_inputs(N, V, D, generator=generator(), dtype=dtype)
     upstream = {"entropy": 0.1} if "stats" in options else {}
     case = Case(inputs, {**options, "workspace_bytes": WORKSPACE}, upstream=upstream)
     largest, _ = largest_tensor(None, case)

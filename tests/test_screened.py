@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cce_dist import Filter, QuantizedWeight, Screen, linear_cross_entropy, quantize_weight
 from cce_dist.testing import (
+    CPU_PLACES,
     DTYPES,
-    TRITON_CPU,
-    TRITON_PLACES,
+    PLACES,
     Case,
     Inputs,
     Place,
@@ -80,7 +80,7 @@ def error_of(outputs: dict[str, Tensor], golden: dict[str, Tensor], name: str = 
 EIGHT_BITS = ("int8", "e4m3")
 
 
-@pytest.mark.parametrize(**grid(places=TRITON_PLACES, dtype=IN_16_BITS, bits=EIGHT_BITS))
+@pytest.mark.parametrize(**grid(places=PLACES, dtype=IN_16_BITS, bits=EIGHT_BITS))
 def test_screened_is_closer_than_dense_16_bit(place: Place, dtype: str, bits: str) -> None:
     inputs = zipf_inputs(300, 3000, 72, generator=generator(), dtype=DTYPES[dtype])
     case = Case(inputs, {**SCREENED, "screen": replace(WIDE, dtype=bits)}).at(place)
@@ -93,14 +93,37 @@ def test_screened_is_closer_than_dense_16_bit(place: Place, dtype: str, bits: st
     assert float(outputs["tail_mass"].mean()) > 0.01, "nothing was screened"
 
 
-def test_screened_gradients_are_those_of_full_logits() -> None:
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_screened_gradients_are_those_of_full_logits(place: Place) -> None:
     """With everything that has mass kept, what is left of 8 bits is lse."""
     inputs = zipf_inputs(300, 3000, 40, generator=generator(), dtype=torch.float16)
     options = {**SCREENED, "filter": Filter(keep=2e-4)}
-    case = Case(inputs, options, upstream={"loss": 1024.0}).at(TRITON_CPU)
+    case = Case(inputs, options, upstream={"loss": 1024.0}).at(place)
     outputs = run_case(None, case)
     check_screened(case, outputs)
     check_outputs(case, outputs, but=("loss", "lse"))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("bits", EIGHT_BITS)
+@pytest.mark.parametrize("capped", [False, True], ids=["linear", "softcap"])
+def test_kernels_and_torch_screen_alike(capped: bool, bits: str) -> None:
+    """Where both must keep the same columns: five hold two thirds of the mass, others next to
+    nothing each. A block of tokens, whose order is then no matter."""
+    inputs = gaussian_inputs(100, 1500, 40, generator=generator(), dtype=torch.float16)
+    bias = torch.where(torch.arange(1500) < 5, 6.5, 0).half()
+    inputs = replace(inputs, targets=inputs.targets % 5, bias=bias)
+    options = {**SCREENED, "filter": Filter(keep=7.0, draw=False), "screen": WIDE}
+    if capped:
+        options |= {"softcap": 15.0, "logit_scale": 0.8}
+    options["screen"] = Screen(dtype=bits, max_kept=1.0, max_error=1.0)  # type: ignore
+    case = Case(inputs, options, upstream={"loss": 1024.0})
+    torch_, kernels = (run_case(None, case.at(place)) for place in CPU_PLACES)
+    assert bool(torch_["screened"].all() & kernels["screened"].all())
+    for name in ("loss", "lse", "tail_mass"):
+        torch.testing.assert_close(torch_[name], kernels[name], atol=5e-6, rtol=1e-6, msg=name)
+    # What 8 bits are off by themselves is far more.
+    assert error_of(torch_, golden_outputs(case)) > 5e-5
 
 
 OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -129,7 +152,7 @@ def with_extras(inputs: Inputs, extras: tuple[str, ...]) -> Inputs:
     return replace(inputs, **found)
 
 
-@pytest.mark.parametrize(**grid(places=TRITON_PLACES, options=OPTIONS))
+@pytest.mark.parametrize(**grid(places=PLACES, options=OPTIONS))
 def test_screened_with_other_options(
     place: Place, options: tuple[tuple[str, ...], dict[str, Any]]
 ) -> None:
@@ -156,42 +179,45 @@ SHAPES: dict[str, tuple[int, int, int]] = {
 }
 
 
-@pytest.mark.parametrize(**grid(places=TRITON_PLACES, shape=SHAPES))
+@pytest.mark.parametrize(**grid(places=PLACES, shape=SHAPES))
 def test_screened_at_odd_shapes(place: Place, shape: tuple[int, int, int]) -> None:
     inputs = gaussian_inputs(*shape, generator=generator(), dtype=dtype_of(place))
     case = Case(inputs, SCREENED).at(place)
     check_screened(case, run_case(None, case))
 
 
-@pytest.mark.parametrize("ignored", [0.5, 1.0], ids=["half", "all"])
-def test_screened_with_ignored_tokens(ignored: float) -> None:
+@pytest.mark.parametrize(**grid(places=CPU_PLACES, ignored={"half": 0.5, "all": 1.0}))
+def test_screened_with_ignored_tokens(place: Place, ignored: float) -> None:
     inputs = zipf_inputs(260, 900, 24, generator=generator(), dtype=torch.float16)
-    case = Case(inputs.ignoring(generator(1), ignored), SCREENED).at(TRITON_CPU)
+    case = Case(inputs.ignoring(generator(1), ignored), SCREENED).at(place)
     outputs = run_case(None, case)
     check_screened(case, outputs)
     assert not outputs["screened"][case.inputs.targets < 0].any()
 
 
-def test_screened_without_tokens() -> None:
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_screened_without_tokens(place: Place) -> None:
     inputs = zipf_inputs(3, 900, 24, generator=generator(), dtype=torch.float16)
     none = Inputs(inputs.hidden[:0], inputs.weight, inputs.targets[:0])
-    outputs = run_case(None, Case(none, SCREENED).at(TRITON_CPU))
+    outputs = run_case(None, Case(none, SCREENED).at(place))
     assert float(outputs["loss"]) == 0 and not outputs["grad_weight"].any()
 
 
-def test_screened_is_deterministic() -> None:
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_screened_is_deterministic(place: Place) -> None:
     inputs = zipf_inputs(300, 900, 24, generator=generator(), dtype=torch.float16)
-    case = Case(inputs, SCREENED).at(TRITON_CPU)
+    case = Case(inputs, SCREENED).at(place)
     first, again = run_case(None, case), run_case(None, case)
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_screened_keeps_nan() -> None:
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_screened_keeps_nan(place: Place) -> None:
     inputs = zipf_inputs(40, 700, 24, generator=generator(), dtype=torch.float16)
     for name in ("hidden", "weight"):
         broken = getattr(inputs, name).clone()
         broken[3, 5] = math.nan
-        case = Case(replace(inputs, **{name: broken}), SCREENED, backward=False).at(TRITON_CPU)
+        case = Case(replace(inputs, **{name: broken}), SCREENED, backward=False).at(place)
         lse = run_case(None, case)["lse"]
         assert bool(lse[3].isnan()) if name == "hidden" else bool(lse.isnan().all())
 
@@ -213,12 +239,12 @@ def with_outliers(inputs: Inputs, kind: str) -> Inputs:
     return replace(inputs, hidden=hidden.to(dtype), weight=weight.to(dtype))
 
 
-@pytest.mark.parametrize("kind", ["alike", "varying"])
-def test_outlier_channels_cost_no_digits(kind: str) -> None:
+@pytest.mark.parametrize(**grid(places=CPU_PLACES, kind=("alike", "varying")))
+def test_outlier_channels_cost_no_digits(place: Place, kind: str) -> None:
     plain = zipf_inputs(300, 1500, 96, generator=generator(), dtype=torch.float16)
     errors = []
     for inputs in (plain, with_outliers(plain, kind)):
-        case = Case(inputs, SCREENED, backward=False).at(TRITON_CPU)
+        case = Case(inputs, SCREENED, backward=False).at(place)
         outputs = run_case(None, case)
         check_screened(case, outputs)
         errors.append(error_of(outputs, golden_outputs(case)))
@@ -232,7 +258,7 @@ GUARDS: dict[str, tuple[Screen, float]] = {
 }
 
 
-@pytest.mark.parametrize(**grid(places=TRITON_PLACES, guard=GUARDS))
+@pytest.mark.parametrize(**grid(places=PLACES, guard=GUARDS))
 def test_a_call_that_8_bits_are_not_enough_for_is_computed_in_full(
     place: Place, guard: tuple[Screen, float]
 ) -> None:
@@ -249,9 +275,10 @@ def test_a_call_that_8_bits_are_not_enough_for_is_computed_in_full(
     check_outputs(case, outputs, but=("grad_hidden", "grad_weight"))
 
 
-def test_a_small_vocabulary_is_computed_in_full() -> None:
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_a_small_vocabulary_is_computed_in_full(place: Place) -> None:
     inputs = zipf_inputs(20, 700, 24, generator=generator(), dtype=torch.float16)
-    case = Case(inputs, {**SCREENED, "filter": Filter()}).at(TRITON_CPU)
+    case = Case(inputs, {**SCREENED, "filter": Filter()}).at(place)
     outputs = run_case(None, case)
     check_outputs(case, outputs)
     assert not outputs["screened"].any()
@@ -273,25 +300,28 @@ RANKS: dict[str, Bounds] = {
 }
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("bounds", RANKS.values(), ids=RANKS)
-def test_screened_on_a_group(bounds: Bounds) -> None:
+@pytest.mark.parametrize(**grid(places=CPU_PLACES, bounds=RANKS))
+def test_screened_on_a_group(place: Place, bounds: Bounds) -> None:
     inputs = zipf_inputs(150, 1500, 40, generator=generator(), dtype=torch.float16)
-    options = {**SCREENED, "softcap": 20.0} if len(bounds) == 2 else SCREENED
-    case = Case(inputs, options, bounds=bounds).at(TRITON_CPU)
+    options = dict(SCREENED)
+    if len(bounds) == 2:
+        options["softcap"] = 20.0
+    if any(start == stop for start, stop in bounds):
+        options["gradient"] = "in_forward"
+    case = Case(inputs, options, bounds=bounds).at(place)
     outputs = join_ranks(case, shared_pool().run(len(bounds), run_case, case))
     check_screened(case, outputs)
 
 
-@pytest.mark.interpreter
-def test_screened_says_no_where_one_rank_was_not() -> None:
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_screened_says_no_where_one_rank_was_not(place: Place) -> None:
     """Frequent tokens on one rank: it keeps more than it may, the other one next to nothing."""
     inputs = zipf_inputs(150, 1500, 40, generator=generator(), dtype=torch.float16)
     options = {**SCREENED, "filter": Filter(keep=0.5), "screen": Screen(max_kept=0.004)}
-    case = Case(inputs, options, bounds=((0, 300), (300, 1500))).at(TRITON_CPU)
+    case = Case(inputs, options, bounds=((0, 300), (300, 1500))).at(place)
     outputs = join_ranks(case, shared_pool().run(2, run_case, case))
     check_screened(case, outputs, screened=False)
-    alone = replace(case, options={**options, "screen": WIDE}).at(TRITON_CPU)
+    alone = replace(case, options={**options, "screen": WIDE}).at(place)
     check_screened(alone, join_ranks(alone, shared_pool().run(2, run_case, alone)))
 
 
@@ -307,15 +337,16 @@ def rows_in_8_bits(rows: Tensor, bits: str) -> Tensor:
     return values * (rows.square().sum(1, keepdim=True) / (rows * values).sum(1, keepdim=True))
 
 
-@pytest.mark.interpreter
-@pytest.mark.parametrize("bits", EIGHT_BITS)
-@pytest.mark.parametrize(
-    "shape", [(700, 24), (33, 300), (1, 1)], ids=["whole", "two_slices", "one_number"]
-)
-def test_quantize_weight_rounds_to_the_nearest(bits: str, shape: tuple[int, int]) -> None:
+ROWS = {"whole": (700, 24), "two_slices": (33, 300), "one_number": (1, 1)}
+
+
+@pytest.mark.parametrize(**grid(places=CPU_PLACES, bits=EIGHT_BITS, shape=ROWS))
+def test_quantize_weight_rounds_to_the_nearest(
+    place: Place, bits: str, shape: tuple[int, int]
+) -> None:
     weight = torch.randn(shape, generator=generator()).half()
     hidden = 3 + torch.randn(50, shape[1], generator=generator(1)).half()
-    made = quantize_weight(weight, hidden, screen=Screen(dtype=bits)).rows
+    made = quantize_weight(weight, hidden, screen=Screen(dtype=bits), **place.options).rows  # type: ignore
     torch.testing.assert_close(made.centre, weight.float().mean(0), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(made.hidden_centre, hidden.float().mean(0), atol=1e-5, rtol=1e-5)
     assert bool((torch.log2(made.channel) % 1 == 0).all())
@@ -332,14 +363,14 @@ def test_quantize_weight_rounds_to_the_nearest(bits: str, shape: tuple[int, int]
     )
 
 
-@pytest.mark.interpreter
-def test_quantized_weight_saves_a_step() -> None:
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_quantized_weight_saves_a_step(place: Place) -> None:
     inputs = zipf_inputs(150, 900, 40, generator=generator(), dtype=torch.float16)
     weight = inputs.weight.clone().requires_grad_()
-    kept = quantize_weight(weight, inputs.hidden, screen=WIDE)
+    kept = quantize_weight(weight, inputs.hidden, screen=WIDE, **place.options)
     assert isinstance(kept, QuantizedWeight)
     assert 900 * 40 < kept.num_bytes < 900 * 70
-    options: dict[str, Any] = {**SCREENED, "backend": "triton"}
+    options: dict[str, Any] = {**SCREENED, **place.options}
 
     def lse(given: QuantizedWeight | None) -> Tensor:
         found: Any = linear_cross_entropy(
@@ -361,19 +392,20 @@ def test_quantized_weight_saves_a_step() -> None:
     torch.testing.assert_close(lse(kept), lse(None), atol=1e-3, rtol=0)
 
 
-@pytest.mark.interpreter
-def test_quantized_weight_of_a_padded_shard() -> None:
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_quantized_weight_of_a_padded_shard(place: Place) -> None:
     inputs = zipf_inputs(40, 700, 24, generator=generator(), dtype=torch.float16)
     padded = torch.cat([inputs.weight, torch.full((68, 24), math.nan).half()])
     shard = VocabShard(0, 768, 700)
-    options: dict[str, Any] = {**SCREENED, "backend": "triton", "vocab_shard": shard}
-    kept = quantize_weight(padded, inputs.hidden, vocab_shard=shard, screen=WIDE)
+    options: dict[str, Any] = {**SCREENED, **place.options, "vocab_shard": shard}
+    how: dict[str, Any] = {"screen": WIDE, **place.options}
+    kept = quantize_weight(padded, inputs.hidden, vocab_shard=shard, **how)
     found: Any = linear_cross_entropy(
         inputs.hidden, padded, inputs.targets, quantized_weight=kept, **options
     )
     golden = golden_outputs(Case(inputs, {"stats": ("lse",)}))["lse"]
     torch.testing.assert_close(found.lse.double(), golden, atol=2e-3, rtol=0)
-    whole = quantize_weight(inputs.weight, screen=WIDE)
+    whole = quantize_weight(inputs.weight, **how)
     with pytest.raises(ValueError, match=r"700 rows.*has 600"):
         short = replace(inputs, weight=inputs.weight[:600], targets=inputs.targets % 600)
         linear_cross_entropy(
@@ -395,11 +427,13 @@ def call(**options: Any) -> None:
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "torch": ({"backend": "torch"}, r'needs the kernels of backend="triton".*"torch"'),
-    "auto": ({"backend": "auto"}, r'needs the kernels of backend="triton".*"auto"|\'auto\''),
     "exact": ({"gradient": "exact", "filter": Filter()}, r"keeps every column.*filtered"),
     "keep": ({"filter": Filter(keep=0)}, r"keeps every column"),
     "fp32": ({"dtype": torch.float32}, r"hidden is torch.float32, whose digits"),
+    "fp32_torch": (
+        {"dtype": torch.float32, "backend": "torch"},
+        r"cannot run here: hidden is torch.float32, whose digits",
+    ),
     "entropy": ({"stats": ("lse", "entropy")}, r"stats=\('entropy',\) would be those of 8-bit"),
     "no_effect": ({"logits": "full", "screen": Screen(max_kept=0.5)}, r"has no effect"),
     "no_screen": ({"screen": "int8"}, r"screen must be a cce_dist.Screen, got 'int8'"),
@@ -430,6 +464,14 @@ def test_screen_refuses(given: dict[str, Any], pattern: str) -> None:
 WEIGHTS: dict[str, tuple[Callable[[], Any], str]] = {
     "vector": (lambda: quantize_weight(torch.ones(3).half()), r"weight must have shape .*\[3\]"),
     "fp32": (lambda: quantize_weight(torch.ones(3, 4)), r"weight is torch.float32, whose digits"),
+    "triton": (
+        lambda: quantize_weight(torch.ones(3, 4).bfloat16(), backend="triton"),
+        r"weight cannot be quantised here: Triton's interpreter has no bf16",
+    ),
+    "backend": (
+        lambda: quantize_weight(torch.ones(3, 4).half(), backend="cuda"),  # type: ignore
+        r"backend must be one of 'auto', 'triton', 'torch', got 'cuda'",
+    ),
     "hidden": (
         lambda: quantize_weight(torch.ones(3, 4).half(), torch.ones(2, 5).half()),
         r"hidden must have shape \[..., D\] with D=4",

@@ -164,19 +164,22 @@ def screen_command(
     times: Annotated[
         list[float] | None, typer.Option(help="Also with logits so many times as large.")
     ] = None,
+    backend: BackendName = "triton",
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
 ) -> None:
     """Error of each token's log-sum-exp by 8-bit logits, and by dense ones; also its mean by
     deciles of the tokens' entropy.
 
-    On a CPU in Triton's interpreter: TRITON_INTERPRET=1, --device cpu --dtype float16.
+    On a CPU with --device cpu: --backend torch, or TRITON_INTERPRET=1 --dtype float16.
     """
+    from .methods import parse_backend
     from .report import Report
     from .screen import bench_screen
 
     with refusals():
         cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
+        chosen = parse_backend(backend)
     report = Report(machine_of(device, 0), csv_path, json_path, None)
     for make in cases:
         made = make()
@@ -184,7 +187,9 @@ def screen_command(
             kinds = [made, *(made.with_outliers(kind) for kind in outliers or ())]
             kinds += [made.times(factor) for factor in times or ()]
             for each in kinds:
-                rows = bench_screen(each, keep=keep, max_kept=max_kept, max_error=max_error)
+                rows = bench_screen(
+                    each, keep=keep, max_kept=max_kept, max_error=max_error, backend=chosen
+                )
                 report.add(each.description, rows)
                 report.finish_case()
 

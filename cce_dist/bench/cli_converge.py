@@ -41,6 +41,10 @@ def converge_command(
     warmup: Annotated[int, typer.Option(min=0, help="Steps.")] = 40,
     megabytes: Annotated[float, typer.Option(min=0, help="Of text.")] = 160.0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    keep: Annotated[
+        str, typer.Option(help="Mass at which the filter keeps a column, 2^-6.5 or 1e-3, or auto.")
+    ] = "auto",
+    max_kept: Annotated[float, typer.Option(help="Of Screen.")] = 0.125,
     data: Annotated[
         list[Path] | None,
         typer.Option(help="A file, folder or JSONL; may be repeated. [the Python installation]"),
@@ -80,6 +84,7 @@ def converge_command(
 
     from cce_dist.evidence.records import make_record
 
+    from .cli_evidence import parse_power
     from .converge import Work
     from .converge_plan import Plan, Sizes, as_start, default_methods, parse_slice, settings_of
     from .methods import parse_backend
@@ -102,6 +107,8 @@ def converge_command(
             warmup=warmup,
             megabytes=megabytes,
             dtype=dtype,
+            keep="auto" if keep == "auto" else parse_power("keep", keep),
+            max_kept=max_kept,
         )
         plan = Plan(
             vocab_sizes=tuple(vocab or (32768, 131072, 262144)),

@@ -79,7 +79,7 @@ def converge(work: Work, ranks: Ranks, say: Say, *, budget_seconds: float, retry
     """
     began, longest, left = time.perf_counter(), 0.0, 0
     work.append([])
-    losses = builders(work.backend, ranks.device.type == "cuda")
+    losses = builders(work.backend, ranks.device.type == "cuda", work.sizes)
     vocabulary = None
     for group in work.plan.groups():
         trainer = None
@@ -160,6 +160,8 @@ def _checkpoint(
     """
     sizes = dataclasses.replace(work.sizes, steps=work.sizes.checkpoint_steps)
     what = {**dataclasses.asdict(sizes), "vocab": vocabulary.size, "key": vocabulary.key}
+    # Of other methods than the dense one.
+    del what["keep"], what["max_kept"]
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
     path = work.cache / f"checkpoint-{key}.pt"
     about: dict[str, Cell] = {"part": "checkpoint", "vocab": vocabulary.size}
@@ -171,7 +173,7 @@ def _checkpoint(
             text = vocabulary.texts["random"]
             maker = Trainer(config, (sizes.steps,), text, about, vocabulary.key, ranks)
             on_gpu = ranks.device.type == "cuda"
-            rows = maker.run("dense", builders(work.backend, on_gpu)["dense"])
+            rows = maker.run("dense", builders(work.backend, on_gpu, sizes)["dense"])
             if "failed" in rows[-1]:
                 raise JobError(f"the checkpoint of V={vocabulary.size}: {rows[-1]['failed']}")
             found = {**rows[-2], **rows[-1], **about}

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
-from cce_dist import Filter, LinearCrossEntropy
+from cce_dist import Filter, LinearCrossEntropy, Screen
 from cce_dist.options import Backend
 from cce_dist.train.config import TrainConfig
 
@@ -38,6 +38,8 @@ class Sizes:
         evaluations: in equal distances, the last after the last step; one more before the first.
         held_out_tokens: at the end of either text, at most.
         megabytes: of text, million characters.
+        keep: of the `Filter` of those that have one, "auto" or a mass.
+        max_kept: of the `Screen` of screened logits.
     """
 
     dim: int = 512
@@ -54,6 +56,8 @@ class Sizes:
     warmup: int = 40
     megabytes: float = 160.0
     dtype: str = "bfloat16"
+    keep: float | Literal["auto"] = "auto"
+    max_kept: float = Screen.max_kept
 
     def __post_init__(self) -> None:
         if self.evaluations > self.steps:
@@ -63,6 +67,9 @@ class Sizes:
                 f"held_out_tokens must be at least sequence_length={self.sequence_length}, got "
                 f"{self.held_out_tokens}"
             )
+        # They refuse what is out of bounds.
+        Filter(keep=self.keep)
+        Screen(max_kept=self.max_kept)
 
     @property
     def marks(self) -> tuple[int, ...]:
@@ -173,18 +180,21 @@ def as_start(text: str) -> Start:
     raise ValueError(f"start must be among {list(STARTS)}, got {text!r}")
 
 
-def builders(backend: Backend, on_gpu: bool) -> dict[str, Callable[[], LossFunction]]:
+def builders(backend: Backend, on_gpu: bool, sizes: Sizes) -> dict[str, Callable[[], LossFunction]]:
     """Each method's loss, made once; what making one raises is why it does not run here."""
     ours = functools.partial(LinearCrossEntropy, backend=backend)
+    filtered = functools.partial(ours, gradient="filtered", filter=Filter(keep=sizes.keep))
+    screen = Screen(max_kept=sizes.max_kept)
     # Eager, the fp32 copies of the logits would be three quarters of a step.
     dense = (lambda: torch.compile(dense_loss, dynamic=False)) if on_gpu else (lambda: dense_loss)
     made: dict[str, Callable[[], LossFunction]] = {
         "dense": dense,
         "exact": lambda: ours(gradient="exact"),
         "in_forward": lambda: ours(gradient="in_forward"),
-        "filtered": lambda: ours(gradient="filtered"),
-        "no-tail": lambda: ours(gradient="filtered", filter=Filter(tail=False)),
-        "screened": lambda: ours(gradient="filtered", logits="screened"),
+        "filtered": filtered,
+        "no-tail": lambda: filtered(filter=Filter(keep=sizes.keep, tail=False)),
+        # Whether they were is counted: a call that 8 bits are not enough for is computed in full.
+        "screened": lambda: filtered(logits="screened", screen=screen, stats=("screened",)),
         **{name: PEERS[name] for name in PEER_METHODS},
     }
     return {name: functools.cache(build) for name, build in made.items()}

@@ -8,10 +8,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cce_dist import LossOutput
 from cce_dist.evidence.records import Cell
 from cce_dist.train.config import TrainConfig
 from cce_dist.train.head import head_loss_of
@@ -63,7 +65,8 @@ class Trainer:
         self.initial = {name: value.clone() for name, value in weights.items()}
 
     def run(self, method: str, build: Callable[[], LossFunction]) -> list[Cells]:
-        """A row of part "curve" for each evaluation; the last row's part is "run".
+        """A row of part "curve" for each evaluation; the last row's part is "run". Its
+        `screened_share` is that of the steps whose logits were screened, where they may be.
 
         A failure is a finding as well: then that row is alone, and its `failed` says why.
         """
@@ -74,20 +77,28 @@ class Trainer:
         except Exception as error:
             return [{**about, "part": "run", "failed": describe_failure(error)}]
 
-    def _train(self, about: Cells, head_loss: Callable[..., object]) -> list[Cells]:
+    def _train(self, about: Cells, head_loss: Callable[..., LossOutput]) -> list[Cells]:
         config, device = self.config, self.ranks.device
         model = self.run_of_model.whole_model
         model.load_state_dict(self.initial)
         torch.manual_seed(config.run.seed)
         reset_peak_memory(device)
         rows, seconds = [], []
+        screened: list[Tensor] = []
+
+        def counting_loss(*inputs: Any) -> LossOutput:
+            found = head_loss(*inputs)
+            if found.screened is not None:
+                screened.append(found.screened.all())
+            return found
+
         with tempfile.TemporaryDirectory() as folder:
             run = dataclasses.replace(
                 self.run_of_model,
                 folder=Path(folder),
                 # Not "cce", which is asked for statistics.
                 head=str(about["method"]),
-                head_loss=head_loss,
+                head_loss=counting_loss,
                 optimizer=make_optimizer(model, config.optimizer, device),
             )
             for step in range(config.steps + 1):
@@ -104,6 +115,8 @@ class Trainer:
             # On a CPU it is that of the process, ever.
             "peak_gib": peak_memory_bytes(device) / GIB if device.type == "cuda" else None,
         }
+        if screened:
+            timing["screened_share"] = float(torch.stack(screened).float().mean())
         return [*rows, {**about, "part": "run", **timing}]
 
     def _timed_step(self, run: Run, step: int) -> float:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cce_dist import LinearCrossEntropy
+from cce_dist import LinearCrossEntropy, LossOutput, linear_cross_entropy
+from cce_dist.options import LossOptions
 
 from .candidates import MAY_FAIL, Candidate
 from .filter import shares_kept
@@ -31,7 +32,8 @@ class FidelityRow:
 
     Errors are relative Frobenius errors against float64, cosine distances 1 - cosine, norm ratios
     over float64's. `kept` is the share of pairs of column and block of 128 tokens whose true mass
-    reaches the threshold; of Apple's methods that of the tiles it computes. Rows of "float64" say
+    reaches the threshold; of Apple's methods that of the tiles it computes. `screened` is False
+    where 8 bits were not enough and the call was computed in full. Rows of "float64" say
     what each group is, and its share of the squared norm of the whole gradient. None: nothing to
     say.
     """
@@ -43,6 +45,7 @@ class FidelityRow:
     default: bool | None = None
     kept: float | None = None
     tail_mass: float | None = None
+    screened: bool | None = None
     loss_error: float | None = None
     grad_hidden_error: float | None = None
     grad_weight_error: float | None = None
@@ -162,11 +165,30 @@ def _compare(trial: Trial, inputs: BenchInputs, truth: Truth) -> None:
     trial.whole["loss_error"] = abs(float(found.loss) - right) / abs(right)
     if isinstance(function, LinearCrossEntropy) and candidate.by == "mass":
         trial.whole["tail_mass"] = mean_tail_mass(inputs, function.options)
+        if function.options.logits == "screened":
+            trial.whole["screened"] = _was_screened(inputs, function.options)
     if candidate.by == "probability":
         assert truth.peaks is not None and candidate.threshold is not None
         order = truth.peaks.by_mean_logit
         trial.whole["kept"] = share_of_tiles(truth.peaks.gradient, candidate.threshold, order)
     trial.function = function
+
+
+@torch.no_grad()
+def _was_screened(inputs: BenchInputs, options: LossOptions) -> bool:
+    """Whether 8 bits were enough."""
+    out = linear_cross_entropy(
+        inputs.hidden,
+        inputs.weight,
+        inputs.targets,
+        filter=options.filter,
+        logits=options.logits,
+        screen=options.screen,
+        backend=options.backend,
+        stats=("screened",),
+    )
+    assert isinstance(out, LossOutput) and out.screened is not None
+    return bool(out.screened.all())
 
 
 def _add_shares(trials: Sequence[Trial], inputs: BenchInputs) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from cce_dist import Filter, Screen, linear_cross_entropy
-from cce_dist.options import TOKEN_BLOCK
+from cce_dist.options import TOKEN_BLOCK, Backend
 
+from .candidates import default_keep
+from .filter import shares_kept
 from .golden import CHUNK_ELEMENTS
 from .inputs import BenchInputs
 from .kept import bits_set, marks_seen
@@ -23,9 +25,17 @@ Losses = Callable[[BenchInputs], tuple[Tensor, bool | None]]
 
 
 def bench_screen(
-    inputs: BenchInputs, *, keep: float | None, max_kept: float, max_error: float
+    inputs: BenchInputs,
+    *,
+    keep: float | None,
+    max_kept: float,
+    max_error: float,
+    backend: Backend = "triton",
 ) -> list[Cells]:
     """A row for logits rounded to 16 bits, for ours in full, and for each 8-bit dtype.
+
+    `kept` is the share of the pairs of a column and a block of 128 tokens; of kernels what they
+    keep, else those whose true mass reaches the threshold.
 
     Args:
         keep: the filter's threshold; None: the default.
@@ -42,16 +52,18 @@ def bench_screen(
         if torch.finfo(dtype).eps >= torch.finfo(inputs.hidden.dtype).eps
     }
     methods |= {
-        "full": _ours(filter_),
+        "full": _ours(filter_, backend=backend),
     }
     for dtype in ("int8", "e4m3"):
         screen = Screen(dtype=dtype, max_kept=max_kept, max_error=max_error)
-        methods[dtype] = _ours(filter_, logits="screened", screen=screen)
+        methods[dtype] = _ours(filter_, backend=backend, logits="screened", screen=screen)
+    threshold = default_keep(valid, backend) if keep is None else keep
+    (true_share,) = shares_kept(valid, [threshold])
     for name, run in methods.items():
         with marks_seen() as seen:
             lse, screened = run(valid)
         error = lse - golden
-        kept = None
+        kept = None if screened is None else true_share
         if seen:
             blocks = -(-len(valid.targets) // TOKEN_BLOCK)
             kept = bits_set(seen[-1].kept) / (blocks * len(valid.weight))
@@ -77,7 +89,6 @@ def _ours(filter_: Filter, **options: Any) -> Losses:
             inputs.weight,
             inputs.targets,
             filter=filter_,
-            backend="triton",
             stats=("lse", "screened"),
             **options,
         )

@@ -18,7 +18,9 @@ HOW_TO: tuple[Block, ...] = (
             "`--budget-seconds 540` ends it between two runs. On several GPUs: `for k in 0 1 2 3; "
             "do CUDA_VISIBLE_DEVICES=$k cce-dist bench converge --slice $k/4 & done; wait`. "
             "`--prepare` makes the token ids alone, which takes minutes of a CPU and no GPU; "
-            "`--vocab`, `--start`, `--method` and `--seeds` choose among the runs.",
+            "`--vocab`, `--start`, `--method` and `--seeds` choose among the runs. A small "
+            "vocabulary keeps so much by default that no logit is screened; `--keep 2^-6.5 "
+            "--max-kept 1` is for V=16384.",
             "**fidelity** and **probabilities**: `cce-dist bench capture --step 0 --step 10 "
             "--step 100 --step 1000 --step 5000`, then `cce-dist bench fidelity --inputs FILE ... "
             "--device cuda --peer-path PEERS --record RECORD` and `cce-dist bench probabilities "

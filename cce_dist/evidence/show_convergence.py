@@ -93,6 +93,7 @@ def _case_blocks(record: Record, place: int, case: Case) -> list[Block]:
     found.append(_table(case))
     verdicts = [
         f"{title_of(method)}: within the spread of dense: {case.verdict(method)}"
+        + _screened(case, method)
         for method in case.methods
         if method != REFERENCE
     ]
@@ -110,6 +111,12 @@ def _case_blocks(record: Record, place: int, case: Case) -> list[Block]:
         found.append(Figures(f"{record.name}-{place}", _charts(case, trained, short)))
         found.append(_perplexities(case, trained))
     return found
+
+
+def _screened(case: Case, method: str) -> str:
+    """In how many steps 8 bits were enough; others are computed in full."""
+    share = _mean_of(case, method, "screened_share")
+    return "" if share is None else f"; logits were screened in {share:.1%} of its steps"
 
 
 def _sizes(case: Case) -> str:

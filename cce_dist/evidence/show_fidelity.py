@@ -18,7 +18,7 @@ GRADIENTS = {"grad_hidden": "hidden gradient", "grad_weight": "weight gradient"}
 
 
 class Measured(NamedTuple):
-    """Of a method's own threshold, over all tokens."""
+    """Of a method's own threshold, over all tokens; not of 8-bit logits that were refused."""
 
     milliseconds: float
     error: float  # the larger of the two gradients'
@@ -51,6 +51,23 @@ def blocks(record: Record) -> list[Block]:
         ]
         if failed:
             found.append(Points(failed))
+        if in_full := _in_full(_of(record.rows, name)):
+            found.append(Points(in_full))
+    return found
+
+
+def _in_full(rows: Sequence[Row]) -> list[str]:
+    """Where a method of 8-bit logits had none: its rows are then those of full ones."""
+    asked = [row for row in rows if "screened" in row]
+    found = []
+    for method in dict.fromkeys(str(row["method"]) for row in asked):
+        mine = [row for row in asked if row["method"] == method]
+        refused = [number(row.get("threshold")) for row in mine if not row["screened"]]
+        if refused:
+            found.append(
+                f"{title_of(method)}: 8 bits were not enough at {len(refused)} of {len(mine)} "
+                f"thresholds ({', '.join(refused)}), where logits are full"
+            )
     return found
 
 
@@ -69,6 +86,11 @@ def findings(record: Record) -> Findings:
                 if ours in found and rival in found
             }
             _compare(pairs, f"`{ours}`", title_of(rival), wins, losses)
+    refused = [
+        _name(row) for row in record.rows if _is_default(row) and row.get("screened") is False
+    ]
+    if refused:
+        losses.append(f"`screened` was computed in full at {', '.join(refused)}")
     return Findings(wins, losses)
 
 
@@ -99,6 +121,8 @@ def _measured(rows: Sequence[Row]) -> dict[str, Measured]:
     for row in rows:
         errors = [row.get(f"{name}_error") for name in GRADIENTS]
         values = [row.get("median_ms"), *errors]
+        if row.get("screened") is False:
+            continue
         if _is_default(row) and all(isinstance(value, float | int) for value in values):
             milliseconds, *both = (float(value or 0) for value in values)
             found[str(row["method"])] = Measured(milliseconds, max(both))

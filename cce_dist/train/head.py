@@ -66,14 +66,18 @@ def make_head_loss(config: TrainConfig, layout: HeadLayout, kind: str) -> HeadLo
     return head_loss
 
 
-def head_loss_of(loss: Callable[[Tensor, Tensor, Tensor], Tensor], dtype: torch.dtype) -> HeadLoss:
-    """Another loss of hidden, weight and targets in a training run; it has no statistics."""
+def head_loss_of(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor | LossOutput], dtype: torch.dtype
+) -> HeadLoss:
+    """Another loss of hidden, weight and targets in a training run; it is asked for no statistics,
+    and has what it has."""
 
     def head_loss(
         hidden: Tensor, weight: Tensor, targets: Tensor, stats: Sequence[Stat] = ()
     ) -> LossOutput:
         with torch.autocast(hidden.device.type, enabled=False):
-            return LossOutput(loss=loss(hidden.to(dtype), weight.to(dtype), targets))
+            found = loss(hidden.to(dtype), weight.to(dtype), targets)
+            return found if isinstance(found, LossOutput) else LossOutput(loss=found)
 
     return head_loss
 

@@ -1,0 +1,182 @@
+"""A forward in 8 bits whose columns that matter are computed again, exactly, in eager torch.
+
+What the kernels of cce_dist/local_triton_screen.py compute, of the same numbers: a reference for
+them, and for machines that have none. It saves no time. docs/numerics.md#screened-logits
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cce_dist import local_torch
+from cce_dist.local_torch_filter import gathered_logits, keep_targets, reaches
+from cce_dist.local_torch_quantize import Moments, quantize, quantize_weight, screen_dtype
+from cce_dist.options import TOKEN_BLOCK, Screen
+from cce_dist.partials import (
+    Head,
+    QuantizedRows,
+    Scores,
+    Stats,
+    Tokens,
+    logaddexp_parts,
+)
+from cce_dist.torch_tiles import TileSize, find_targets, operand_dtype, spans, squash
+
+
+def local_stats(
+    tokens: Tokens,
+    head: Head,
+    *,
+    gather: Callable[[Tensor], Tensor] | None = None,
+    screen: Screen | None = None,
+    score: bool,
+    **how: Any,
+) -> tuple[Stats, Scores | None]:
+    """Statistics of every token over this rank's shard. Deterministic.
+
+    Args:
+        gather: a lower bound of each token's lse over this shard, log2, [N] fp32 -> those of all
+            shards, [W, N]; called once, and not without `screen`.
+        screen: logits in 8 bits, those of columns that matter exactly; with `score`.
+        how: as `local_torch.local_stats`, as is what it returns.
+    """
+    if screen is None:
+        assert gather is None
+        return local_torch.local_stats(tokens, head, score=score, **how)
+    empty = len(tokens) == 0 or head.weight.shape[0] == 0
+    eight = None if empty else EightBit.of(tokens, head, screen)
+    tiles = None if eight is None else eight.tiles
+    stats, scores = local_torch.local_stats(tokens, head, score=True, tiles=tiles, **how)
+    assert scores is not None
+    lse = stats.lse
+    if gather is not None:
+        # A rank that holds little of a token's mass would else take its few columns for all.
+        lse = logaddexp_parts(gather(lse / math.log(2)) * math.log(2))
+    if eight is None:
+        return stats, scores
+    mask = reaches(scores, lse, how["threshold"], how["score_largest"])
+    share = float(mask.float().mean())
+    if share <= screen.max_kept:
+        size = TileSize.choose(head.weight, how["workspace_bytes"])
+        made = _Screened.of(eight, stats, scores, keep_targets(mask, tokens), size)
+        # Not true of NaN either.
+        if made.error <= screen.max_error:
+            return made.stats, made.scores
+    return local_torch.local_stats(tokens, head, score=True, **how)
+
+
+@dataclass(frozen=True)
+class EightBit:
+    """Hidden states and the weight in 8 bits, and what their products stand for."""
+
+    tokens: Tokens
+    head: Head
+    hidden: Tensor  # [N, stride] int8 | e4m3, the first D of a row
+    of_tokens: Tensor  # [2, N] fp32: what a product is multiplied by, and shifted by
+    rows: QuantizedRows  # of the weight
+    variance: Tensor  # [N] of a logit's error
+
+    @classmethod
+    def of(cls, tokens: Tokens, head: Head, screen: Screen) -> EightBit:
+        hidden, rows = tokens.take(0, len(tokens)), head.quantized
+        if rows is None:
+            dtype = screen_dtype(screen, head.weight)
+            rows = quantize_weight(head.weight, Moments.of(hidden), dtype)
+        values, of_tokens, size = quantize(
+            hidden, rows.hidden_centre, 1 / rows.channel, rows.centre, rows.values.dtype
+        )
+        mean_norm, mean_rest, of_means = rows.mean
+        # Roundings on one side are as good as independent of the other.
+        variance = (size[1] * mean_norm + size[0] * mean_rest) / hidden.shape[1]
+        # The mean of exp over an error of that variance is too large by half of it.
+        of_tokens[1] -= of_means + 0.5 * head.logit_scale * variance
+        return cls(tokens, head, values, of_tokens, rows, variance * head.logit_scale**2)
+
+    def tiles(self, v0: int, v1: int) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
+        """See `torch_tiles.Tiles`."""
+        return self._tiles_of(slice(v0, v1))
+
+    def gathered(self, i0: int, i1: int, index: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(z, softcap'(z)) of some tokens and the columns `index`, [n, len(index)]."""
+        return self._tiles_of(index)(i0, i1)
+
+    def _tiles_of(self, at: slice | Tensor) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
+        # Rows of e4m3 can't be gathered; as bytes they can.
+        columns = self.rows.values.view(torch.uint8)[at].view(self.rows.values.dtype).float()
+        scale, shift = self.rows.of_rows[:, at]
+        bias = None if self.head.bias is None else self.head.bias[at].float()
+
+        def tile(i0: int, i1: int) -> tuple[Tensor, Tensor | None]:
+            of_token, moved = self.of_tokens[:, i0:i1, None]
+            # int8: whole numbers, whose sums fp32 holds exactly up to some 1,000 dims.
+            x = (self.hidden[i0:i1].float() @ columns.T).mul_(scale).mul_(of_token)
+            x.add_(shift).add_(moved)
+            return squash(x if bias is None else x.add_(bias), self.head)
+
+        return tile
+
+
+@dataclass(frozen=True)
+class _Screened:
+    """Statistics with kept columns by their exact logits, all others by their 8-bit ones."""
+
+    stats: Stats
+    scores: Scores
+    error: float  # nats: the guard's estimate
+
+    @classmethod
+    def of(
+        cls,
+        eight: EightBit,
+        stats: Stats,  # of 8-bit logits alone, as are scores
+        scores: Scores,
+        mask: Tensor,  # [num_blocks, V_local] bool: columns that are kept
+        size: TileSize,
+    ) -> _Screened:
+        tokens, head = eight.tokens, eight.head
+        kept = torch.full_like(stats.lse, -torch.inf)
+        target_logit = torch.zeros_like(kept)
+        # Of exp(z - lse) over columns that are not kept, and of the same times softcap'(z).
+        unkept, dropped = torch.empty_like(kept), torch.empty_like(kept)
+        totals = (torch.ones_like(kept), (scores.log_slope_sum - stats.lse).exp())
+        for block, (i0, i1) in enumerate(spans(len(tokens), TOKEN_BLOCK)):
+            hidden = tokens.take(i0, i1).to(operand_dtype(head.weight))
+            for index in mask[block].nonzero()[:, 0].split(size.columns):
+                z, _ = gathered_logits(hidden, head, index)
+                # nll is then a difference of two numbers that share the target's logit.
+                rows, at = find_targets(tokens.local_targets[i0:i1], index)
+                target_logit[i0 + rows] = z[rows, at]
+                kept[i0:i1] = torch.logaddexp(kept[i0:i1], z.logsumexp(1))
+            few_kept = bool(mask[block].sum() * 2 <= mask.shape[1])
+            summed = mask[block] if few_kept else ~mask[block]
+            found = _sums(eight, stats.lse[i0:i1], i0, i1, summed.nonzero()[:, 0], size)
+            for out, total, part in zip((unkept, dropped), totals, found, strict=True):
+                out[i0:i1] = (total[i0:i1] - part).clamp_min_(0) if few_kept else part
+        error = (unkept.square() * eight.variance).mean().sqrt()
+        lse = torch.logaddexp(kept, stats.lse + unkept.log())
+        screened = None if stats.screened is None else torch.ones_like(lse)
+        log_dropped = stats.lse + dropped.log()
+        return cls(
+            replace(stats, lse=lse, target_logit=target_logit, screened=screened),
+            replace(scores, mask=mask, log_dropped=log_dropped),
+            float(error),
+        )
+
+
+def _sums(
+    eight: EightBit, lse: Tensor, i0: int, i1: int, columns: Tensor, size: TileSize
+) -> tuple[Tensor, Tensor]:
+    """Of exp(z - lse), and of that times softcap'(z), over some columns' 8-bit logits, [n]."""
+    plain, sloped = torch.zeros_like(lse), torch.zeros_like(lse)
+    for index in columns.split(size.columns):
+        z, slope = eight.gathered(i0, i1, index)
+        p = z.sub_(lse[:, None]).exp_()
+        plain += p.sum(1)
+        sloped += (p if slope is None else p.mul_(slope)).sum(1)
+    return plain, sloped
