@@ -17,6 +17,7 @@ from cce_dist.partials import (
     MergeKernels,
     Needs,
     Picked,
+    QuantizedRows,
     StartSum,
     Stats,
     StepKind,
@@ -61,6 +62,9 @@ class LocalBackend:
     merge_kernels: MergeKernels | None = None
     # Whether `stats` takes `screen`: 8-bit logits, but for the columns that matter.
     screens: bool = False
+    # (tokens, weight, Screen) -> QuantizedRows, which `stats` takes as Head.quantized; None: it
+    # takes none.
+    quantize: Callable[..., QuantizedRows] | None = None
     # Room for the logits that `stats` keeps for `grads` (keep_logits); None: it cannot.
     room_for_logits: Callable[..., Any] | None = None
     # (num_tokens, num_columns, weight) -> what `stats` records for `kept`, by shapes alone, with
@@ -90,6 +94,7 @@ def _triton() -> LocalBackend:
         local_triton_merge,
         local_triton_pick,
         local_triton_rehearsal,
+        local_triton_screen,
     )
 
     return LocalBackend(
@@ -106,6 +111,7 @@ def _triton() -> LocalBackend:
         exchanges=True,
         merge_kernels=local_triton_merge.KERNELS,
         screens=True,
+        quantize=local_triton_screen.quantize_for,
         room_for_logits=local_triton_exact.KeptLogits.make,
         scores_like=local_triton_lists.Marks.like,
         rehearse=local_triton_rehearsal.rehearse,

@@ -23,13 +23,13 @@ from cce_dist.kernels.screen import (
     screened_lse_kernel,
 )
 from cce_dist.local_triton_forward import Forward
-from cce_dist.local_triton_inputs import with_unit_inner_stride
+from cce_dist.local_triton_inputs import rows_of, with_unit_inner_stride
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, Lists, Marks
 from cce_dist.local_triton_operands import EightBit, Finished
 from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
 from cce_dist.options import TOKEN_BLOCK, Screen
-from cce_dist.partials import QuantizedRows
+from cce_dist.partials import QuantizedRows, Tokens
 
 # Of a row's largest element: the largest of the format.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -75,6 +75,11 @@ class Moments:
         )
         mean, square = part.sum(0) / (taken if count is None else count.clamp_min(1))
         return cls(mean, (square - mean * mean).clamp_min(1e-30))
+
+    def for_others(self) -> Moments:
+        """For rows like these, which may vary in a dim in which these hardly do, as few rows may
+        not: they would be rounded by its scale alone."""
+        return replace(self, variance=self.variance.maximum(2.0**-8 * self.variance.mean()))
 
 
 def quantize_weight(
@@ -149,6 +154,15 @@ def _quantize(
         IS_INTEGER=dtype == torch.int8,
     )
     return values, of_rows, size
+
+
+def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRows:
+    """The weight in 8 bits, as it suits these tokens, for them and others."""
+    rows, count = rows_of(tokens)
+    hidden = tokens.hidden.index_select(0, rows)
+    counts = torch.arange(len(rows), device=hidden.device) < count
+    moments = Moments.of(hidden.masked_fill_(~counts[:, None], 0), count)
+    return quantize_weight(weight, moments.for_others(), screen_dtype(screen, weight))
 
 
 def with_eight_bits(run: Forward, screen: Screen) -> tuple[Forward, Tensor]:

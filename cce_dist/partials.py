@@ -57,6 +57,8 @@ class Head:
     softcap: float | None
     logit_scale: float
     quantized: QuantizedRows | None = None  # the same rows, where the caller keeps them
+    # (weight, screen, what makes them) -> them, made or of an earlier call; None: each call's own.
+    quantize_once: Callable[..., QuantizedRows | None] | None = None
 
 
 @dataclass(frozen=True)

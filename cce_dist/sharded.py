@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,9 +48,6 @@ from cce_dist.partials import (
     accumulate_dtype,
 )
 from cce_dist.transport import group_size
-
-if TYPE_CHECKING:
-    pass
 
 
 def gather_hidden(
@@ -137,6 +134,9 @@ def _local(
     if plan.screen is not None:
         # Which columns are to be exact, their masses tell.
         how["screen"] = plan.screen
+        if head.quantize_once is not None and plan.backend.quantize is not None:
+            make = functools.partial(plan.backend.quantize, tokens, head.weight, plan.screen)
+            head = replace(head, quantized=head.quantize_once(head.weight, plan.screen, make))
     return plan.backend.stats(
         tokens,
         head,
