@@ -118,6 +118,7 @@ def start_forward(
     """`forward` whose second step is begun by `begin`: what waits for it, and scores. Ranks at
     different microbatches can't tell each other bounds; `elsewhere`: some of the others' rows."""
     how: dict[str, Any] = {}
+    score = score or plan.screen is not None
     if score and plan.filters and plan.backend.exchanges and elsewhere is not None:
         nowhere = replace(tokens, local_targets=torch.full_like(tokens.local_targets, -1))
         full = replace(plan, wanted=Wanted(), backend=replace(plan.backend, screens=False))
