@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cce_dist import VocabShard, linear_cross_entropy
 from megatron_patch.options import PatchOptions
+from megatron_patch.quantized import quantizer_of
 
 IGNORED = -100
 WORKSPACE_BYTES = 64 * 2**20
@@ -42,6 +43,7 @@ def head_loss(
     inside = (labels >= 0) & (labels < shard.vocab_size)
     into = main_grad_of(layer, weight)
     keeps = keeps_logits(hidden, options)
+    once = options.logits == "screened" and options.quantize_once
     default_bytes = WORKSPACE_BYTES_OF_KEPT if keeps else WORKSPACE_BYTES
     loss = linear_cross_entropy(
         hidden,
@@ -55,6 +57,8 @@ def head_loss(
         softcap=options.softcap,
         logit_scale=scale,
         gradient=options.gradient,  # pyright: ignore[reportArgumentType]
+        logits=options.logits,  # pyright: ignore[reportArgumentType]
+        quantized_weight=quantizer_of(layer) if once else None,
         grad_weight_into=into,
         backend=options.backend,  # pyright: ignore[reportArgumentType]
         workspace_bytes=options.workspace_bytes or default_bytes,
