@@ -60,7 +60,8 @@ class LocalBackend:
     exchanges: bool = False
     # For ranks' lse and target logits; None: torch merges them. As on every other rank.
     merge_kernels: MergeKernels | None = None
-    # Whether `stats` takes `screen`: 8-bit logits, but for the columns that matter.
+    # Whether `stats` takes `screen`: 8-bit logits, but for the columns that matter. One that stores
+    # rows takes `beside` with it, as `grads` does.
     screens: bool = False
     # (tokens, weight, Screen) -> QuantizedRows, which `stats` takes as Head.quantized; None: it
     # takes none.
@@ -124,6 +125,7 @@ def _stats_of_nothing(
     *,
     gather: Callable[[Tensor], Tensor] | None = None,
     screen: object = None,
+    beside: bool = False,
     **how: Any,
 ) -> tuple[Stats, Any]:
     """Of an empty shard, where the other ranks run the Triton backend."""

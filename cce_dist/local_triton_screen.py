@@ -27,6 +27,7 @@ from cce_dist.local_triton_inputs import rows_of, with_unit_inner_stride
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, Lists, Marks
 from cce_dist.local_triton_operands import EightBit, Finished
+from cce_dist.local_triton_products import LEFT_TO_OTHERS
 from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
 from cce_dist.options import TOKEN_BLOCK, Screen
 from cce_dist.partials import QuantizedRows, Tokens
@@ -224,9 +225,17 @@ def guard(
 
 
 def add_exact_columns(
-    run: Forward, made: Finished, marks: Marks, screened: Screened, workspace_bytes: int
+    run: Forward,
+    made: Finished,
+    marks: Marks,
+    screened: Screened,
+    workspace_bytes: int,
+    beside: bool = False,
 ) -> None:
-    """`made.lse` in place: kept columns by their exact logits, all others by their 8-bit ones."""
+    """`made.lse` in place: kept columns by their exact logits, all others by their 8-bit ones.
+
+    Args: beside: as of `local_grads`.
+    """
     padded = run.packed.shape[0]
     sums = run.weight.new_zeros(2, padded, dtype=torch.float32)
     sums[0] = -torch.inf
@@ -235,8 +244,11 @@ def add_exact_columns(
     programs, together = num_programs(run.weight), {}
     if not interpreted():
         # Programs wait for each other: all of them must be there before the first begins.
-        programs *= tiles_for(run.weight).residents
+        residents = tiles_for(run.weight).residents
+        programs *= residents
         together["launch_cooperative_grid"] = True
+        if beside:
+            programs = max(programs - LEFT_TO_OTHERS * residents, programs // 2)
     arguments = _of_lists(lists, marks, run.weight) | _inputs(run, made)
     start(exact_columns_kernel, (programs,))(
         **arguments, full_ptr=screened.full, sum_ptr=sums, **together

@@ -135,6 +135,8 @@ def _local(
     if plan.screen is not None:
         # Which columns are to be exact, their masses tell.
         how["screen"] = plan.screen
+        if plan.backend.stores_rows:
+            how["beside"] = plan.beside
         if head.quantize_once is not None and plan.backend.quantize is not None:
             make = functools.partial(plan.backend.quantize, tokens, head.weight, plan.screen)
             head = replace(head, quantized=head.quantize_once(head.weight, plan.screen, make))

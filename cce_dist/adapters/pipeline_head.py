@@ -238,6 +238,8 @@ class PipelineHead:
             record=record,
             quantized_weight=self._quantizer,
         )
+        # Ranks are at different microbatches.
+        call = replace(call, plan=replace(call.plan, beside=True))
         tokens = call.tokens(batch.hidden.reshape(-1, self.hidden_shape[-1]))
         head = call.head(self.weight.detach(), self.bias)
         batch.step = call, finish, tokens, head
@@ -295,8 +297,8 @@ class PipelineHead:
         out = sharded.backward(
             tokens,
             head,
-            # Ranks are at different microbatches: the sum is begun here.
-            replace(call.plan, group=None, beside=True),
+            # The sum is begun here.
+            replace(call.plan, group=None),
             stats,
             upstream,
             kept=sharded.find_kept(tokens, head, call.plan, batch.scores, stats.lse),
