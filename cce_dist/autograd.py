@@ -135,10 +135,8 @@ class TwoPass(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call):
         tokens, head = call.tokens(hidden), call.head(weight, bias)
         ctx.logits = ctx.target = None
-        if call.record and call.plan.options.keep_logits:
-            ctx.target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
-            spare = None if ctx.target.accumulate else ctx.target.rows
-            ctx.logits = sharded.room_for_logits(head, len(tokens), call.plan, spare)
+        if call.record:
+            ctx.logits, ctx.target = TwoPass._room_for_logits(ctx, call, tokens, head, weight)
         if call.record:
             call.rehearse(tokens, head, weight.dtype, ctx.needs_input_grad)
         stats, scores = sharded.forward(
@@ -164,6 +162,18 @@ class TwoPass(torch.autograd.Function):
         ctx.mark_non_differentiable(*(x for x in plain if x is not None))
         nll = stats.lse - stats.target_logit
         return (nll, stats.lse, stats.smooth_logit, stats.entropy, *plain)
+
+    @staticmethod
+    def _room_for_logits(
+        ctx: Any, call: Call, tokens: Tokens, head: Head, weight: Tensor
+    ) -> tuple[Any, GradWeight | None]:
+        """And the weight's gradient, where that is to be made in the memory of some of it."""
+        needed, target, spare = ctx.needs_input_grad, None, None
+        if call.plan.options.keep_logits and call.plan.screen is None:
+            target = GradWeight.prepare(call, weight, needed[1])
+            spare = None if target.accumulate else target.rows
+        needs = Needs(needed[0], needed[2])
+        return sharded.room_for_logits(head, len(tokens), call.plan, needs, spare), target
 
     @staticmethod
     @once_differentiable

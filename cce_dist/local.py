@@ -68,6 +68,8 @@ class LocalBackend:
     quantize: Callable[..., QuantizedRows] | None = None
     # Room for the logits that `stats` keeps for `grads` (keep_logits); None: it cannot.
     room_for_logits: Callable[..., Any] | None = None
+    # (draws) -> the same for a screened `stats`, which knows how many; None: it keeps none.
+    room_for_listed: Callable[[bool], Any] | None = None
     # (num_tokens, num_columns, weight) -> what `stats` records for `kept`, by shapes alone, with
     # `tensors` and `with_tensors`; None: it cannot know.
     scores_like: Callable[[int, int, Tensor], Any] | None = None
@@ -114,6 +116,7 @@ def _triton() -> LocalBackend:
         screens=True,
         quantize=local_triton_screen.quantize_for,
         room_for_logits=local_triton_exact.KeptLogits.make,
+        room_for_listed=local_triton_lists.ListedLogits,
         scores_like=local_triton_lists.Marks.like,
         rehearse=local_triton_rehearsal.rehearse,
     )

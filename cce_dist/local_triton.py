@@ -17,7 +17,7 @@ from cce_dist.local_triton_bounds import EXCHANGES, Gather, raise_lower
 from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_forward import Forward
 from cce_dist.local_triton_inputs import similar_order
-from cce_dist.local_triton_lists import Marks, marks_of
+from cce_dist.local_triton_lists import ListedLogits, Marks, marks_of
 from cce_dist.local_triton_operands import Launch
 from cce_dist.local_triton_screen import add_exact_columns, guard, with_eight_bits
 from cce_dist.options import TOKEN_BLOCK, Screen
@@ -33,16 +33,17 @@ def local_stats(
     score_largest: bool,
     threshold: float,
     workspace_bytes: int,
-    keep_logits: KeptLogits | None = None,
+    keep_logits: KeptLogits | ListedLogits | None = None,
     gather: Gather | None = None,
     screen: Screen | None = None,
     beside: bool = False,
 ) -> tuple[Stats, Marks | None]:
     """Statistics of every token over this rank's shard. Deterministic.
 
-    Args: those of `local_torch.local_stats`; `keep_logits`: filled; without `score`; `gather`:
-        called once for each of `EXCHANGES`; `screen`: logits in 8 bits, those that matter
-        exactly; with `score`; `beside`: as of `local_grads`.
+    Args: those of `local_torch.local_stats`; `keep_logits`: filled; with `screen`
+        ListedLogits, or else without `score`; `gather`: called once for each of `EXCHANGES`;
+        `screen`: logits in 8 bits, those that matter exactly; with `score`;
+        `beside`: as of `local_grads`.
     Returns:
         Stats with fields [N] fp32, 0 for tokens that don't count.
         Marks if `score`, else None.
@@ -52,7 +53,9 @@ def local_stats(
     if score and len(tokens) > TOKEN_BLOCK:
         order = similar_order(tokens)
         tokens = tokens.reordered(order)
-    run = Forward.of(tokens, head, wanted, score, keep_logits, screen is not None)
+    every = keep_logits if isinstance(keep_logits, KeptLogits) else None
+    listed = keep_logits if isinstance(keep_logits, ListedLogits) else None
+    run = Forward.of(tokens, head, wanted, score, every, screen is not None)
     if screen is not None:
         run, variance = with_eight_bits(run, screen)
     launches = run.launches(gather is not None)
@@ -95,7 +98,7 @@ def local_stats(
     )
     if screened is not None:
         del run.parts["mass"]
-        add_exact_columns(run, made, marks, screened, workspace_bytes, beside)
+        add_exact_columns(run, made, marks, screened, workspace_bytes, listed, beside)
         lse = made.lse[: len(tokens)]
         if order is not None:
             lse = torch.empty_like(lse).index_copy_(0, order, lse)

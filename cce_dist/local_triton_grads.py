@@ -21,7 +21,7 @@ from cce_dist.kernels.tail import group_sums_kernel, token_sums_kernel
 from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_inputs import for_kernels, with_unit_inner_stride
 from cce_dist.local_triton_launch import start
-from cce_dist.local_triton_lists import TILE, KeptColumns, Lists
+from cce_dist.local_triton_lists import TILE, KeptColumns, ListedLogits, Lists
 from cce_dist.local_triton_products import products
 from cce_dist.local_triton_tail import GROUPS, centroids
 from cce_dist.local_triton_tiles import REST, UNTIL_HIDDEN, WHOLE, Tiles, tiles_for
@@ -44,7 +44,7 @@ def local_grads(
     grad_weight: Tensor | None,  # [V_local, D], written; None: not needed
     accumulate: bool,  # add to grad_weight (fp32) instead of overwriting it
     workspace_bytes: int,
-    logits: KeptLogits | None = None,
+    logits: KeptLogits | ListedLogits | None = None,
     store_as: torch.dtype,
     start_sum: StartSum | None = None,
     beside: bool = False,
@@ -114,6 +114,7 @@ class Backward:
     drawn_total: Tensor  # [num_blocks * 128] sum of the drawn columns' d_logits
     lists: Lists | None
     logits: KeptLogits | None  # None: none; else of the last columns, used up
+    listed: ListedLogits | None  # None: none; else of the last chunk of `lists`, used up
     centroid: Tensor | None = None  # [GROUPS, D] mean column of what a group drops
     sums: Tensor | None = None  # [GROUPS, D] what a unit of a group's share adds to a column
     bias_sums: Tensor | None = None  # [GROUPS]
@@ -130,15 +131,15 @@ class Backward:
         kept: KeptColumns | None,
         needs: Needs,
         workspace_bytes: int,
-        logits: KeptLogits | None,
+        logits: KeptLogits | ListedLogits | None,
     ) -> Backward:
         head = for_kernels(head)
         weight = head.weight
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        # Vectors of tokens, and the tail's sums.
         room = workspace_bytes - 160 * num_blocks * TOKEN_BLOCK
         if kept is not None:
-            room -= kept.marks.num_bytes
+            room = kept.marks.room(workspace_bytes, num_blocks)
+        listed = logits if kept is not None and isinstance(logits, ListedLogits) else None
         has_tail = kept is not None and kept.tail
         of_tokens = Pull.of(
             tokens,
@@ -167,7 +168,8 @@ class Backward:
             room=room,
             drawn_total=lse.new_empty(num_blocks * TOKEN_BLOCK),
             lists=None,
-            logits=logits,
+            logits=logits if isinstance(logits, KeptLogits) else None,
+            listed=listed,
         )
         draws = kept is not None and kept.draws and needs.hidden
         steps = [step for step in (tokens.fill, run._tail_sums(draws)) if step is not None]
@@ -179,7 +181,9 @@ class Backward:
         # Which columns are kept has nothing to do with it. Small kernels, either.
         wait = start_aside(weight.device, fill_and_sum) if steps else None
         try:
-            if kept is not None:
+            if listed is not None:
+                run.lists = listed.lists
+            elif kept is not None:
                 run.lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
         finally:
             if wait is not None:

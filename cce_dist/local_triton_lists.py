@@ -43,6 +43,10 @@ class Marks:
     blocks_per_group: int
     blocks_padded: int  # a power of two above num_blocks
 
+    def room(self, workspace_bytes: int, num_blocks: int) -> int:
+        """Bytes of the workspace for chunks: not these, vectors of tokens, nor the tail's sums."""
+        return workspace_bytes - 160 * num_blocks * TOKEN_BLOCK - self.num_bytes
+
     @property
     def num_bytes(self) -> int:
         tensors = (self.kept, self.drawn, self.share, self.log_dropped, self.order)
@@ -238,6 +242,12 @@ class Lists:
         lists._cut(windows, step, segment, marks.blocks_padded)
         return lists
 
+    def new_workspace(self, weight: Tensor) -> Tensor:
+        """[max_rows + TILE, 128]: a chunk's rows, uninitialised, then zeros."""
+        workspace = weight.new_empty(self.max_rows + TILE, TOKEN_BLOCK)
+        workspace[self.max_rows :] = 0
+        return workspace
+
     def _cut(self, windows: tuple[int, int], step: int, segment: int, padded: int) -> None:
         """Where chunks end, and where blocks' lists stand in them."""
         num_tiles, num_blocks = self.blocks.shape
@@ -256,6 +266,31 @@ class Lists:
             ROWS=step,
             SEGMENT=segment,
         )
+
+
+@dataclass
+class ListedLogits:
+    """What a screened forward has made exactly of the last chunk, with which the backward begins:
+    in the workspace, where d_logits then replace it. Filled once, used up once."""
+
+    draws: bool  # the backward draws columns
+    lists: Lists | None = None  # its lists
+    workspace: Tensor | None = None  # see `entries_made`
+    ref: Tensor | None = None  # [N_padded] fp32, log2
+    poor: Tensor | None = None  # [num_blocks] int32: 1 where it is not to be used
+
+    def make_room(self, lists: Lists, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The workspace as fp16, `ref`, `poor`: uninitialised."""
+        num_blocks = lists.blocks.shape[1]
+        self.lists, self.workspace = lists, lists.new_workspace(weight)
+        self.ref = weight.new_empty(num_blocks * TOKEN_BLOCK, dtype=torch.float32)
+        self.poor = weight.new_empty(num_blocks, dtype=torch.int32)
+        return self.workspace.view(torch.float16), self.ref, self.poor
+
+    def take_workspace(self) -> Tensor | None:
+        """Whoever takes it frees it, for what is allocated after the products."""
+        workspace, self.workspace = self.workspace, None
+        return workspace
 
 
 def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:

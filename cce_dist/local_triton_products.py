@@ -145,8 +145,10 @@ def _of_lists(run: Backward, lists: Lists) -> dict[str, Any]:
     def int32(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=weight.device)
 
-    workspace = weight.new_empty(lists.max_rows + TILE, TOKEN_BLOCK)
-    workspace[lists.max_rows :] = 0
+    made = run.listed
+    workspace = None if made is None else made.take_workspace()
+    if workspace is None:
+        workspace = lists.new_workspace(weight)
     return {
         "seed_ptr": marks.seed,
         "kept_ptr": marks.kept,
@@ -167,6 +169,10 @@ def _of_lists(run: Backward, lists: Lists) -> dict[str, Any]:
         "pair_rows_ptr": int32(lists.max_pairs, TILE),
         "workspace_ptr": workspace,
         "workspace_rows": tiles_of(workspace, table.backward_dims, TOKEN_BLOCK, takes_tma(weight)),
+        "made_ptr": workspace if made is None else workspace.view(torch.float16),
+        "ref_ptr": run.or_dummy(None if made is None else made.ref),
+        "poor_ptr": run.or_dummy(None if made is None else made.poor),
+        "HAS_MADE": made is not None,
         "drawn_sum_ptr": weight.new_empty(max_tasks, TOKEN_BLOCK, dtype=torch.float32),
         "drawn_total_ptr": run.drawn_total,
         "max_chunks": lists.max_chunks,

@@ -15,7 +15,12 @@ from torch import Tensor
 from cce_dist.local_triton import local_stats
 from cce_dist.local_triton_grads import local_grads
 from cce_dist.local_triton_launch import can_rehearse, rehearsal
-from cce_dist.local_triton_lists import blocks_padded, local_kept, order_dtype
+from cce_dist.local_triton_lists import (
+    ListedLogits,
+    blocks_padded,
+    local_kept,
+    order_dtype,
+)
 from cce_dist.local_triton_tiles import interpreted
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, StepKind, Tokens, Upstream
@@ -48,6 +53,7 @@ def _go_through(tokens: Tokens, head: Head, kind: StepKind) -> None:
     few = tokens.slice(0, min(len(tokens), 2 * TOKEN_BLOCK))
     # Any will do for a binary that takes them as numbers.
     least, threshold = 1, 1.0
+    listed = ListedLogits(kind.draws and kind.needs.hidden) if kind.keeps_listed else None
     stats, marks = local_stats(
         few,
         head,
@@ -56,6 +62,7 @@ def _go_through(tokens: Tokens, head: Head, kind: StepKind) -> None:
         score_largest=kind.by_largest,
         threshold=threshold,
         workspace_bytes=least,
+        keep_logits=listed,
         screen=kind.screen,
     )
     assert marks is not None
@@ -91,6 +98,7 @@ def _go_through(tokens: Tokens, head: Head, kind: StepKind) -> None:
         grad_weight=grad_weight,
         accumulate=kind.accumulate,
         workspace_bytes=least,
+        logits=listed,
         store_as=kind.store_as,
         start_sum=_sum_nothing if kind.in_parts else None,
     )

@@ -25,7 +25,7 @@ from cce_dist.kernels.screen import (
 from cce_dist.local_triton_forward import Forward
 from cce_dist.local_triton_inputs import rows_of, with_unit_inner_stride
 from cce_dist.local_triton_launch import start
-from cce_dist.local_triton_lists import TILE, Lists, Marks
+from cce_dist.local_triton_lists import TILE, ListedLogits, Lists, Marks
 from cce_dist.local_triton_operands import EightBit, Finished
 from cce_dist.local_triton_products import LEFT_TO_OTHERS
 from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
@@ -230,17 +230,22 @@ def add_exact_columns(
     marks: Marks,
     screened: Screened,
     workspace_bytes: int,
+    logits: ListedLogits | None,
     beside: bool = False,
 ) -> None:
     """`made.lse` in place: kept columns by their exact logits, all others by their 8-bit ones.
 
-    Args: beside: as of `local_grads`.
+    Args: logits: filled; beside: as of `local_grads`.
     """
     padded = run.packed.shape[0]
     sums = run.weight.new_zeros(2, padded, dtype=torch.float32)
     sums[0] = -torch.inf
-    room = workspace_bytes - marks.num_bytes
-    lists = Lists.of(marks, run.weight, run.num_blocks, room, draws=False)
+    room = marks.room(workspace_bytes, run.num_blocks)
+    draws = logits is not None and logits.draws
+    lists = Lists.of(marks, run.weight, run.num_blocks, room, draws=draws)
+    workspace, ref, poor = (run.count,) * 3
+    if logits is not None:
+        workspace, ref, poor = logits.make_room(lists, run.weight)
     programs, together = num_programs(run.weight), {}
     if not interpreted():
         # Programs wait for each other: all of them must be there before the first begins.
@@ -251,11 +256,25 @@ def add_exact_columns(
             programs = max(programs - LEFT_TO_OTHERS * residents, programs // 2)
     arguments = _of_lists(lists, marks, run.weight) | _inputs(run, made)
     start(exact_columns_kernel, (programs,))(
-        **arguments, full_ptr=screened.full, sum_ptr=sums, **together
+        **arguments,
+        made_ptr=workspace,
+        full_ptr=screened.full,
+        sum_ptr=sums,
+        HAS_MADE=logits is not None,
+        **together,
     )
     block = TOKEN_BLOCK
     start(screened_lse_kernel, (triton.cdiv(padded, block),))(
-        run.count, screened.full, made.unkept, sums, made.lse, padded, BLOCK_N=block
+        run.count,
+        screened.full,
+        made.unkept,
+        sums,
+        made.lse,
+        ref,
+        poor,
+        padded,
+        BLOCK_N=block,
+        HAS_MADE=logits is not None,
     )
 
 
@@ -271,6 +290,7 @@ def _inputs(run: Forward, made: Finished) -> dict[str, Any]:
         "bias_ptr": run.count if head.bias is None else head.bias,
         "target_ptr": run.targets,
         "target_logit_ptr": made.target_logit,
+        "lse_ptr": made.lse,
         "num_blocks": run.num_blocks,
         "V": weight.shape[0],
         "D": dim,

@@ -39,3 +39,11 @@ class Plan:
         if self.options.logits == "full" or not self.backend.screens or not self.filters:
             return None
         return self.options.screen
+
+    @property
+    def keeps_listed(self) -> bool:
+        """Whether a screened forward keeps the exact logits of what the backward begins with."""
+        room = self.backend.room_for_listed
+        return (
+            self.screen is not None and room is not None and self.options.keep_logits is not False
+        )

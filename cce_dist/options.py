@@ -172,7 +172,7 @@ class LossOptions:
     stats: tuple[Stat, ...] = ()
     backend: Backend = "auto"
     workspace_bytes: int = 64 * 2**20
-    keep_logits: bool = False
+    keep_logits: bool | None = None
     check_ranks: bool = False
 
     def __post_init__(self) -> None:
@@ -192,9 +192,10 @@ class LossOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} must be an int, got {value!r}")
-        for name in ("keep_logits", "check_ranks"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.check_ranks, bool):
+            raise ValueError(f"check_ranks must be True or False, got {self.check_ranks!r}")
+        if self.keep_logits is not None and not isinstance(self.keep_logits, bool):
+            raise ValueError(f"keep_logits must be True, False or None, got {self.keep_logits!r}")
         require_finite("shift", self.shift, minimum=0)
         require_finite("workspace_bytes", self.workspace_bytes, minimum=2**16)
         require_finite("logit_scale", self.logit_scale)
@@ -223,10 +224,11 @@ class LossOptions:
                 f"filter={self.filter!r} has no effect with gradient={self.gradient!r}, which "
                 'keeps every column; use gradient="filtered", or leave filter out'
             )
-        if self.keep_logits and self.gradient != "exact":
+        if self.keep_logits and self.gradient != "exact" and self.logits != "screened":
             raise ValueError(
                 f"keep_logits=True has no effect with gradient={self.gradient!r}, which computes "
-                'few logits again or none; use gradient="exact", or leave keep_logits out'
+                'few logits again or none; use gradient="exact" or logits="screened", or leave '
+                "keep_logits out"
             )
         if self.gradient == "in_forward" and self.reduction == "none":
             raise ValueError(

@@ -91,6 +91,7 @@ def rehearse(
         in_parts=group_size(plan.group) > 1,
         of_lse=options.z_loss != 0 or plan.wanted.smooth_logit,
         screen=plan.screen,
+        keeps_listed=plan.keeps_listed,
     )
     plan.backend.rehearse(tokens, head, kind)
 
@@ -118,8 +119,7 @@ def start_forward(
     """`forward` whose second step is begun by `begin`: what waits for it, and scores. Ranks at
     different microbatches can't tell each other bounds; `elsewhere`: some of the others' rows."""
     how: dict[str, Any] = {}
-    score = score or plan.screen is not None
-    if score and plan.filters and plan.backend.exchanges and elsewhere is not None:
+    if (score or plan.screen) and plan.filters and plan.backend.exchanges and elsewhere is not None:
         nowhere = replace(tokens, local_targets=torch.full_like(tokens.local_targets, -1))
         full = replace(plan, wanted=Wanted(), backend=replace(plan.backend, screens=False))
         known, _ = _local(nowhere, elsewhere, full, score=False)
@@ -137,9 +137,7 @@ def _local(
         how["screen"] = plan.screen
         if plan.backend.stores_rows:
             how["beside"] = plan.beside
-        if head.quantize_once is not None and plan.backend.quantize is not None:
-            make = functools.partial(plan.backend.quantize, tokens, head.weight, plan.screen)
-            head = replace(head, quantized=head.quantize_once(head.weight, plan.screen, make))
+        head = head.quantized_by(plan.backend.quantize, tokens, plan.screen)
     return plan.backend.stats(
         tokens,
         head,
@@ -157,13 +155,25 @@ def _merge(local: Stats, tokens: Tokens, plan: Plan) -> Stats:
     return merge_stats(local, plan.shard, plan.group, tokens.count, plan.backend.merge_kernels)
 
 
-def room_for_logits(head: Head, num_tokens: int, plan: Plan, grad_weight: Tensor | None) -> Any:
-    """Where the forward keeps logits for the backward: in the workspace, and in `grad_weight` as
-    long as nothing else is there; None: nowhere."""
+def room_for_logits(
+    head: Head, num_tokens: int, plan: Plan, needs: Needs, grad_weight: Tensor | None
+) -> Any:
+    """Where the forward keeps logits for the backward: in the workspace, and, where all of them are
+    made exactly, in `grad_weight` as long as nothing else is there; None: nowhere."""
+    if plan.screen is not None:
+        return room_for_listed(plan, needs)
     make = plan.backend.room_for_logits
     if make is None or not plan.options.keep_logits:
         return None
     return make(head.weight, num_tokens, plan.options.workspace_bytes, grad_weight)
+
+
+def room_for_listed(plan: Plan, needs: Needs) -> Any:
+    """`room_for_logits` of a screened forward."""
+    make = plan.backend.room_for_listed
+    if make is None or not plan.keeps_listed:
+        return None
+    return make(plan.options.draws and needs.hidden)
 
 
 def find_kept(tokens: Tokens, head: Head, plan: Plan, scores: Any, lse: Tensor) -> Any:
@@ -308,7 +318,8 @@ def forward_with_grads(
     in_fp32 = not scales_by_any(head.weight.dtype)
     dtype = None if grad_weight is None else grad_weight.dtype
     rehearse(tokens, head, plan, needs, dtype, accumulate=False, in_fp32=in_fp32)
-    stats, scores = forward(tokens, head, plan, score=True)
+    logits = room_for_listed(plan, needs)
+    stats, scores = forward(tokens, head, plan, score=True, keep_logits=logits)
     kept = find_kept(tokens, head, plan, scores, stats.lse)
     tail = tail_mass(kept, stats.lse, plan) if tail_mass_wanted else None
     grads = backward(
@@ -321,6 +332,7 @@ def forward_with_grads(
         needs=needs,
         grad_weight=grad_weight,
         accumulate=False,
+        logits=logits,
         in_fp32=in_fp32,
     )
     return grads, tail

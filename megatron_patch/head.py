@@ -44,7 +44,8 @@ def head_loss(
     into = main_grad_of(layer, weight)
     keeps = keeps_logits(hidden, options)
     once = options.logits == "screened" and options.quantize_once
-    default_bytes = WORKSPACE_BYTES_OF_KEPT if keeps else WORKSPACE_BYTES
+    every = keeps and options.gradient == "exact"
+    default_bytes = WORKSPACE_BYTES_OF_KEPT if every else WORKSPACE_BYTES
     loss = linear_cross_entropy(
         hidden,
         weight if into is None else _IntoMainGrad.apply(weight),
@@ -69,9 +70,9 @@ def head_loss(
     return loss.contiguous()
 
 
-def keeps_logits(hidden: Tensor, options: PatchOptions) -> bool:
-    """Whether logits stay from the forward to the backward."""
-    if options.keep_logits is not None:
+def keeps_logits(hidden: Tensor, options: PatchOptions) -> bool | None:
+    """Whether logits stay from the forward to the backward; None: as the loss has it."""
+    if options.keep_logits is not None or options.logits == "screened":
         return options.keep_logits
     if options.gradient != "exact" or options.backend == "torch" or not hidden.is_cuda:
         return False

@@ -30,11 +30,12 @@ class PatchOptions:
         vocab_size: rows of the head from this one on are padding and leave the softmax; None: they
             are classes, as in Megatron.
         backend: "triton", "torch", or "auto" for the fastest that can run.
-        workspace_bytes: bound of the logits in memory at once; None: 64 MiB, 128 where they are
-            kept.
+        workspace_bytes: bound of the logits in memory at once; None: 64 MiB, 128 where "exact"
+            keeps them.
         keep_logits: with "exact" on a GPU, what logits fit the workspace and the weight's
             gradient, allocated in the forward then, stay for the backward; None: they do where
-            the Triton kernels compute.
+            the Triton kernels compute. With "screened" the exact ones that fit the workspace do;
+            None: yes.
         check_ranks: compare what ranks must share before every loss; for debugging.
         vocab_over_pipeline: GPTModel's output layer has its rows on all pipeline stages, and
             Megatron's schedule without interleaving computes the loss on all of them.
@@ -65,8 +66,9 @@ class PatchOptions:
             )
         if not self.quantize_once and self.logits != "screened":
             raise ValueError(f"quantize_once=False needs logits='screened', got {self.logits!r}")
-        if self.keep_logits and self.gradient != "exact":
-            raise ValueError(f"keep_logits needs gradient='exact', got {self.gradient!r}")
+        if self.keep_logits and self.gradient != "exact" and self.logits != "screened":
+            rule = "keep_logits needs gradient='exact' or logits='screened'"
+            raise ValueError(f"{rule}, got {self.gradient!r} and {self.logits!r}")
         if self.vocab_over_pipeline and (self.keep_logits or self.check_ranks):
             name = "keep_logits" if self.keep_logits else "check_ranks"
             raise ValueError(f"{name} is not supported with vocab_over_pipeline")
@@ -147,7 +149,7 @@ def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
         "vocab_size": "rows of the head from this one on are padding",
         "backend": "auto, torch or triton",
         "workspace_bytes": "bound of the logits in memory at once",
-        "keep_logits": "with exact, logits stay where there is room: true (on GPUs) or false",
+        "keep_logits": "with exact or screened, logits stay where there is room: true or false",
         "check_ranks": "compare what ranks must share before every loss: true or false",
         "vocab_over_pipeline": "the output layer's rows on all pipeline stages: true or false",
     }

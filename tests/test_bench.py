@@ -224,12 +224,19 @@ def test_bench_screen_command(tmp_path: Path) -> None:
     path = tmp_path / "screen.csv"
     arguments = ["--tokens", "64", "--vocab", "500", "--dim", "16", "--inputs", "zipf"]
     where = ["--device", "cpu", "--dtype", "float16", "--csv", str(path)]
-    invoke("screen", *arguments, *where, "--keep", "0.05", "--max-kept", "1")
-    rows = {row["logits"]: row for row in read_csv(path)}
+    others = ["--outliers", "varying", "--times", "2"]
+    invoke("screen", *arguments, *where, "--keep", "0.05", "--max-kept", "1", *others)
+    found = read_csv(path)
+    kinds = ["zipf", "zipf, outliers varying", "zipf x 2"]
+    assert list(dict.fromkeys(row["inputs"] for row in found)) == kinds
+    rows = {row["logits"]: row for row in found if row["inputs"] == "zipf"}
     assert list(rows) == ["dense float16", "dense bfloat16", "full", "int8", "e4m3"]
     assert [rows[name]["screened"] for name in ("full", "int8", "e4m3")] == ["no", "yes", "yes"]
     assert float(rows["full"]["lse rms"]) < float(rows["int8"]["lse rms"])
     assert float(rows["int8"]["lse rms"]) < float(rows["dense bfloat16"]["lse rms"])
+    assert "outliers must be one of ['alike', 'varying'], got 'all'" in refuse(
+        "screen", *arguments, *where, "--outliers", "all"
+    )
 
 
 def test_bench_paper_command(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
-"""gradient="exact" with keep_logits: the same gradients, whatever was kept, and where."""
+"""keep_logits: the same gradients, whatever was kept, and where."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from cce_dist import linear_cross_entropy
+from cce_dist import Filter, Screen, linear_cross_entropy, sharded
 from cce_dist.testing import (
     DTYPES,
     TRITON_CPU,
@@ -161,3 +162,126 @@ def test_keep_logits_is_refused_by_the_torch_backend() -> None:
         inputs.hidden[:0], inputs.weight, inputs.targets[:0], gradient="exact", keep_logits=True
     )
     assert float(loss) == 0
+
+
+# -- logits="screened" --------------------------------------------------------------------------
+
+SCREENED: dict[str, Any] = {
+    "logits": "screened",
+    "filter": Filter(keep=2e-3),
+    "screen": Screen(max_kept=1.0),
+    "reduction": "sum",
+}
+SCREENED_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap_scale": {"softcap": 6.0, "logit_scale": 1.3},
+    "no_draw_z_loss": {"filter": Filter(keep=2e-3, draw=False), "z_loss": 0.01},
+    "no_tail_smoothing": {"filter": Filter(keep=2e-3, tail=False), "label_smoothing": 0.1},
+    "in_forward": {"gradient": "in_forward"},
+    # Of which the backward computes the first ones again.
+    "chunks": {"workspace_bytes": WORKSPACES["no"]},
+    "chunks_softcap": {"workspace_bytes": WORKSPACES["no"], "softcap": 6.0},
+}
+
+
+def screened_case(place: Place, options: dict[str, Any]) -> Case:
+    dtype = torch.float16 if place.interprets else torch.bfloat16
+    inputs = zipf_inputs(150, 1400, 24, generator=generator(), dtype=dtype)
+    inputs = inputs.with_options(generator(), "bias").ignoring(generator(), 0.1)
+    return Case(inputs, {**SCREENED, **options}).at(place)
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each forward has kept."""
+    found: list[Any] = []
+    make = sharded.room_for_listed
+
+    def spy(*given: Any) -> Any:
+        found.append(make(*given))
+        return found[-1]
+
+    monkeypatch.setattr(sharded, "room_for_listed", spy)
+    return found
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], dtype: torch.dtype) -> None:
+    for name, value in expected.items():
+        difference = float((found[name].double() - value.double()).norm())
+        # d_logits are rounded to 16 bits, in the same places; the probabilities of them, too.
+        assert difference <= torch.finfo(dtype).eps * float(value.double().norm()), name
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, options=SCREENED_OPTIONS))
+def test_screened_keeps_logits(place: Place, options: dict[str, Any], rooms: list[Any]) -> None:
+    case = replace(screened_case(place, options), upstream={"loss": 0.3})
+    kept = run_case(None, case)
+    again = run_case(None, replace(case, options={**case.options, "keep_logits": False}))
+    assert [room is not None for room in rooms] == [True, False]
+    assert not bool(rooms[0].poor.any())
+    assert (int(rooms[0].lists.num_chunks) == 1) == ("workspace_bytes" not in options)
+    assert_close(kept, again, case.inputs.hidden.dtype)
+
+
+@pytest.mark.parametrize("trainable", ["hidden", "weight", "bias"])
+def test_screened_keeps_logits_with_frozen_inputs(trainable: str) -> None:
+    case = replace(screened_case(TRITON_CPU, {}), trainable=(trainable,))
+    again = replace(case, options={**case.options, "keep_logits": False})
+    assert_close(run_case(None, case), run_case(None, again), case.inputs.hidden.dtype)
+
+
+def test_screened_backward_begins_with_what_was_kept(rooms: list[Any]) -> None:
+    """And only the first one: over a retained graph the second computes logits again."""
+    case = screened_case(TRITON_CPU, {"backend": "triton"})
+    hidden, weight = (x.clone().requires_grad_() for x in (case.inputs.hidden, case.inputs.weight))
+    loss = partial(linear_cross_entropy, hidden, weight, case.inputs.targets, bias=case.inputs.bias)
+
+    def grads(of: Any, **how: Any) -> dict[str, Any]:
+        return dict(enumerate(torch.autograd.grad(of, (hidden, weight), **how)))
+
+    plain = grads(loss(**case.options, keep_logits=False))
+    made = loss(**case.options)
+    first = grads(made, retain_graph=True)
+    # Not in memory until the graph goes.
+    assert rooms[-1].workspace is None
+    second = grads(made)
+    assert_close(first, plain, hidden.dtype)
+    assert_close(second, plain, hidden.dtype)
+    made = loss(**case.options)
+    rooms[-1].workspace.zero_()
+    changed = grads(made)
+    assert all(float((changed[i] - plain[i]).norm()) > 0.1 * plain[i].norm() for i in plain)
+    made = loss(**case.options)
+    rooms[-1].workspace.zero_()
+    rooms[-1].poor.fill_(1)
+    unchanged = grads(made)
+    assert all(torch.equal(unchanged[name], second[name]) for name in plain)
+
+
+REFUSED = {
+    # The call is computed in full, or 8-bit logits are too far from those that are to be kept.
+    "guard": (Screen(max_kept=0.0), 1.0),
+    "far_off": (Screen(max_kept=1.0, max_error=1e9), 600.0),
+}
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, refused=REFUSED))
+def test_screened_keeps_no_poor_logits(
+    place: Place, refused: tuple[Screen, float], rooms: list[Any]
+) -> None:
+    screen, size = refused
+    case = screened_case(place, {"screen": screen})
+    hidden = case.inputs.hidden.clone()
+    hidden[:20] *= size
+    case = replace(case, inputs=replace(case.inputs, hidden=hidden))
+    kept = run_case(None, case)
+    again = run_case(None, replace(case, options={**case.options, "keep_logits": False}))
+    assert bool(rooms[0].poor.any())
+    assert_close(kept, again, hidden.dtype)
+
+
+def test_screened_keeps_nothing_without_a_gradient(rooms: list[Any]) -> None:
+    case = replace(screened_case(TRITON_CPU, {}), backward=False)
+    with torch.no_grad():
+        run_case(None, case)
+    assert rooms == []

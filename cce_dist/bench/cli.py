@@ -157,6 +157,13 @@ def screen_command(
     ] = None,
     max_kept: Annotated[float, typer.Option(min=0, max=1, help="Of Screen.")] = 0.125,
     max_error: Annotated[float, typer.Option(min=0, help="Of Screen.")] = 2.0**-7,
+    outliers: Annotated[
+        list[str] | None,
+        typer.Option(help="Also with some channels 30 times as large: alike, varying."),
+    ] = None,
+    times: Annotated[
+        list[float] | None, typer.Option(help="Also with logits so many times as large.")
+    ] = None,
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -174,9 +181,12 @@ def screen_command(
     for make in cases:
         made = make()
         with refusals():
-            rows = bench_screen(made, keep=keep, max_kept=max_kept, max_error=max_error)
-        report.add(made.description, rows)
-        report.finish_case()
+            kinds = [made, *(made.with_outliers(kind) for kind in outliers or ())]
+            kinds += [made.times(factor) for factor in times or ()]
+            for each in kinds:
+                rows = bench_screen(each, keep=keep, max_kept=max_kept, max_error=max_error)
+                report.add(each.description, rows)
+                report.finish_case()
 
 
 @app.command("tiles")

@@ -17,6 +17,9 @@ KINDS = ("gaussian", "zipf", "zipf-shuffled", "zipf-interleaved")
 # Ranks among which the last of these deals out the vocabulary.
 DEALT_TO = 4
 IGNORE_INDEX = -100
+# Channels that stick out by so much, and so many of them.
+OUTLIERS = ("alike", "varying")
+OUTLIER_SIZE, OUTLIER_SHARE = 30, 1 / 24
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,31 @@ class BenchInputs:
         targets = self.targets.clone()
         targets[chosen] = IGNORE_INDEX
         return replace(self, targets=targets)
+
+    def with_outliers(self, kind: str) -> BenchInputs:
+        """Some of hidden's channels far larger than others, and the weight's as much smaller, as
+        trained models have them: "alike", at all tokens by the same, or "varying".
+
+        Raises:
+            ValueError: neither of those.
+        """
+        if kind not in OUTLIERS:
+            raise ValueError(f"outliers must be one of {list(OUTLIERS)}, got {kind!r}")
+        hidden, weight = (x.to(torch.float32, copy=True) for x in (self.hidden, self.weight))
+        some = slice(0, math.ceil(hidden.shape[1] * OUTLIER_SHARE))
+        if kind == "alike":
+            hidden[:, some] += OUTLIER_SIZE * hidden.std()
+        else:
+            hidden[:, some] *= OUTLIER_SIZE
+        weight[:, some] /= OUTLIER_SIZE
+        hidden, weight = hidden.to(self.hidden.dtype), weight.to(self.weight.dtype)
+        return replace(self, kind=f"{self.kind}, outliers {kind}", hidden=hidden, weight=weight)
+
+    def times(self, factor: float) -> BenchInputs:
+        """Hidden states, and so logits, that many times as large."""
+        if factor == 1:
+            return self
+        return replace(self, kind=f"{self.kind} x {factor:g}", hidden=self.hidden * factor)
 
 
 def make_inputs(

@@ -24,8 +24,16 @@ class Heading:
 
 
 @dataclass(frozen=True)
-class Points:
+class Under:
+    """Points of a point."""
+
+    text: str
     items: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Points:
+    items: Sequence[str | Under]
 
 
 @dataclass(frozen=True)
@@ -106,10 +114,24 @@ def markdown(page: Page, head: str) -> tuple[str, dict[str, str]]:
             elif isinstance(block, Heading):
                 parts.append(f"### {block.text}")
             elif isinstance(block, Points):
-                parts.append("\n".join(f"- {item}" for item in block.items))
+                parts.append("\n".join(_markdown_point(item) for item in block.items))
             else:
                 parts.append(block.text)
     return "\n\n".join(parts) + "\n", files
+
+
+def _markdown_point(item: str | Under) -> str:
+    if isinstance(item, str):
+        return f"- {item}"
+    return "\n".join([f"- {item.text}", *(f"  - {under}" for under in item.items)])
+
+
+def _html_points(items: Sequence[str | Under]) -> str:
+    found = []
+    for item in items:
+        text, under = (item, "") if isinstance(item, str) else (item.text, _html_points(item.items))
+        found.append(f"<li>{_inline(text)}{under}</li>")
+    return f"<ul>{''.join(found)}</ul>"
 
 
 def _pictures(figures: Figures, files: dict[str, str]) -> list[str]:
@@ -155,7 +177,7 @@ def _html_block(block: Block) -> str:
         charts = "".join(f"<figure>{svg(chart, alone=False)}</figure>" for chart in block.charts)
         return f'<div class="figures">{charts}</div>'
     if isinstance(block, Points):
-        return "<ul>" + "".join(f"<li>{_inline(item)}</li>" for item in block.items) + "</ul>"
+        return _html_points(block.items)
     if isinstance(block, Heading):
         return f"<h3>{escape(block.text)}</h3>"
     if isinstance(block, Words):
@@ -196,5 +218,6 @@ _PAGE_STYLE = (
     "gap:16px}figure{margin:0}.chart{width:100%;height:auto}"
     ".table{overflow-x:auto}table{border-collapse:collapse;font-size:.85em}"
     "td,th{padding:3px 10px;border-bottom:1px solid var(--edge);text-align:right;"
-    "font-variant-numeric:tabular-nums}td:first-child,th:first-child{text-align:left}"
+    "font-variant-numeric:tabular-nums}td{white-space:nowrap}"
+    "td:first-child,th:first-child{text-align:left}"
 )

@@ -18,6 +18,7 @@ from .page import (
     Page,
     Points,
     Section,
+    Under,
     Words,
     html,
     markdown,
@@ -76,12 +77,13 @@ def _missing(records: Sequence[Record]) -> Block:
 
 
 def _summary(records: Sequence[Record]) -> Section:
-    wins, losses = [], []
+    wins: list[Under] = []
+    losses: list[Under] = []
     for record in records:
         found = KINDS[record.kind].findings(record)
         for where, sentences in ((wins, found.wins), (losses, found.losses)):
             if sentences:
-                where.append(f"{record.title}: {'; '.join(sentences)}")
+                where.append(Under(record.title, sentences))
     nothing = ("none recorded",)
     return Section(
         "Wins and losses",

@@ -60,6 +60,9 @@ def filtered_kernel(
     pair_rows_ptr,  # [max_pairs, TILE] int32
     workspace_ptr,  # [max_rows + TILE, TOKENS], the last rows 0
     workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
+    made_ptr,  # the same: of the last chunk's entries, if HAS_MADE: see `entries_made`
+    ref_ptr,  # [num_blocks * TOKENS] log2
+    poor_ptr,  # [num_blocks] int32: 1 where they are not to be used
     drawn_sum_ptr,  # [max_tasks, TOKENS] fp32
     grad_hidden_ptr,  # [num_rows, D] fp32
     drawn_total_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out
@@ -96,6 +99,7 @@ def filtered_kernel(
     IS_INTERPRETED: tl.constexpr,
     WIDE: tl.constexpr,  # fp32 inputs
     GROUPS: tl.constexpr,
+    HAS_MADE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
@@ -194,11 +198,12 @@ def filtered_kernel(
             while task < num_sdd + num_pairs:
                 if task < num_sdd:
                     sdd_kept_task(
-                        task, seed, first, middle, hidden_ptr, rows_ptr, weight_ptr, bias_ptr,
-                        target_ptr, pull_ptr, starts_ptr, base_ptr + at, segment_ptr + at,
-                        entries_ptr + other, workspace_ptr, drawn_sum_ptr, num_tiles, num_blocks, D,
-                        stride_hn, stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K,
-                        EVEN_K, STAGES, PRECISION, WIDE, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
+                        task, turn == 0, seed, first, middle, hidden_ptr, rows_ptr, weight_ptr,
+                        bias_ptr, target_ptr, pull_ptr, starts_ptr, base_ptr + at, segment_ptr + at,
+                        entries_ptr + other, workspace_ptr, made_ptr, ref_ptr, poor_ptr,
+                        drawn_sum_ptr, num_tiles, num_blocks, D, stride_hn, stride_wv, scale,
+                        softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE,
+                        HAS_MADE, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
                     )  # fmt: skip
                 else:
                     pair_task(

@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels.backward import arrive, go_on
-from cce_dist.kernels.numbers import LOG2E, exp2_of, log2_of, softcapped
+from cce_dist.kernels.numbers import LOG2E, exp2_of, log2_of
 from cce_dist.kernels.plan import list_task
-from cce_dist.kernels.sdd import logits_of
+from cce_dist.kernels.sdd import MADE_FURTHEST, MADE_MOST, MADE_SCALE, fresh_logits
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -75,6 +75,7 @@ def guard_kernel(
 @triton.jit
 def exact_task(
     task,
+    stores,  # True: the logits are the backward's, too
     first_tile,  # of the chunk
     last_tile,
     hidden_ptr,  # [N, D] packed
@@ -83,6 +84,8 @@ def exact_task(
     bias_ptr,
     target_ptr,  # [N] int32, -1: none here
     target_logit_ptr,  # [N]
+    lse_ptr,  # [N] natural log, of the 8-bit logits
+    made_ptr,  # [rows, TOKENS] of each entry: see `entries_made`: out
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     segment_ptr,  # [num_blocks + 1] int32, of the chunk
@@ -105,6 +108,7 @@ def exact_task(
     PRECISION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_MADE: tl.constexpr,
 ):
     """SEGMENT entries of one token block's list of columns. Those that are drawn are in no sum."""
     lane = tl.arange(0, BLOCKS)
@@ -120,19 +124,25 @@ def exact_task(
     kept = (entry & 1) == 0
     token = block * TOKENS + tl.arange(0, TOKENS)
     part_ptrs = part_ptr + task * TOKENS + tl.arange(0, TOKENS)
-    if tl.max(kept.to(tl.int32), 0) > 0:
-        c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv
-        x = logits_of(
-            c_ptrs + tl.arange(0, BLOCK_K)[None, :], block, hidden_ptr, rows_ptr, D, stride_hn,
-            SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION,
+    wanted = tl.max(kept.to(tl.int32), 0) > 0
+    if HAS_MADE:
+        wanted = wanted | stores
+    if wanted:
+        z, _ = fresh_logits(
+            column, block, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, D, stride_hn, stride_wv,
+            scale, softcap, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, False, HAS_BIAS,
+            HAS_SOFTCAP,
         )  # fmt: skip
-        if HAS_BIAS:
-            x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
-        if HAS_SOFTCAP:
-            x, _ = softcapped(x, softcap, False)
         # nll is a difference of two numbers that share the target's logit.
         own = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
-        z = tl.where(own, tl.load(target_logit_ptr + token)[None, :], x * scale) * LOG2E
+        z = tl.where(own, tl.load(target_logit_ptr + token)[None, :] * LOG2E, z)
+        if HAS_MADE:
+            above = tl.exp2(z - tl.load(lse_ptr + token)[None, :] * LOG2E + MADE_SCALE)
+            # Of a token that doesn't count lse is 0. Not tl.minimum, which would lose a NaN.
+            above = tl.where(above > MADE_MOST, MADE_MOST, above)
+            at = row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+            out = above.to(made_ptr.dtype.element_ty)
+            tl.store(made_ptr + at, out, mask=(listed & stores)[:, None])
         z = tl.where(kept[:, None], z, float("-inf"))
         top = tl.max(z, 0)
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -179,6 +189,8 @@ def exact_columns_kernel(
     bias_ptr,  # [V]
     target_ptr,  # [N] int32, -1: none here
     target_logit_ptr,  # [N] fp32
+    lse_ptr,  # [N] natural log, of the 8-bit logits
+    made_ptr,  # [max_rows, TOKENS] of the last chunk's entries: see `entries_made`: out
     full_ptr,  # [1] int32: 1: nothing to do
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
@@ -216,6 +228,7 @@ def exact_columns_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
+    HAS_MADE: tl.constexpr,
 ):
     """Persistent, by the backward's lists of columns. In a phase: lists of one chunk, logits of the
     one before, sums of the one before that."""
@@ -247,12 +260,12 @@ def exact_columns_kernel(
             if task < num_exact:
                 at = (phase - 1) * stride
                 exact_task(
-                    task, before, last, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, target_ptr,
-                    target_logit_ptr, starts_ptr, base_ptr + at, segment_ptr + at,
-                    entries_ptr + other * max_rows, part_ptr + own * 2 * part_size, part_size,
-                    num_tiles, num_blocks, D, stride_hn, stride_wv, scale, softcap,
-                    TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, HAS_BIAS,
-                    HAS_SOFTCAP,
+                    task, phase == num_chunks, before, last, hidden_ptr, rows_ptr, weight_ptr,
+                    bias_ptr, target_ptr, target_logit_ptr, lse_ptr, made_ptr, starts_ptr,
+                    base_ptr + at, segment_ptr + at, entries_ptr + other * max_rows,
+                    part_ptr + own * 2 * part_size, part_size, num_tiles, num_blocks, D, stride_hn,
+                    stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES,
+                    PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_MADE,
                 )  # fmt: skip
             elif task < num_exact + num_merge:
                 merge_task(
@@ -280,8 +293,11 @@ def screened_lse_kernel(
     unkept_ptr,  # [N] natural log
     sum_ptr,  # [2, N]
     lse_ptr,  # [N] natural log; in place, where logits were screened
+    ref_ptr,  # [N] log2: what it was before: out
+    poor_ptr,  # [N / BLOCK_N] int32: 1 where a block's `entries_made` are not to be used: out
     N,
     BLOCK_N: tl.constexpr,
+    HAS_MADE: tl.constexpr,
 ):
     """lse of the exact logits of kept columns and the 8-bit ones of all others."""
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -293,5 +309,10 @@ def screened_lse_kernel(
     base = tl.where(higher == float("-inf"), 0.0, higher)
     total = total * exp2_of(top - base) + exp2_of(unkept - base)
     lse = tl.div_rn(base + log2_of(total), tl.full((BLOCK_N,), LOG2E, tl.float32))
-    screened = counts & (tl.load(full_ptr) == 0)
-    tl.store(lse_ptr + token, lse, mask=screened)
+    full = tl.load(full_ptr)
+    if HAS_MADE:
+        ref = tl.load(lse_ptr + token) * LOG2E
+        good = tl.abs(lse * LOG2E - ref) <= MADE_FURTHEST
+        tl.store(ref_ptr + token, ref)
+        tl.store(poor_ptr + tl.program_id(0), tl.max((counts & ~good).to(tl.int32), 0) | full)
+    tl.store(lse_ptr + token, lse, mask=counts & (full == 0))

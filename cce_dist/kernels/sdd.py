@@ -6,6 +6,13 @@ import triton.language as tl
 from cce_dist.kernels.numbers import LOG2E, exp2_of, softcapped
 from cce_dist.kernels.plan import level_of
 
+# What a forward leaves of an entry's logit is its exp2 over a reference, in fp16: that has more
+# digits of a probability than bf16, down to 2^-25. This is added to the difference ...
+MADE_SCALE = tl.constexpr(11.0)
+# ... which is below this where the reference is within this of lse; all in log2, but for the most.
+MADE_FURTHEST = tl.constexpr(4.0)
+MADE_MOST = tl.constexpr(65504.0)
+
 
 @triton.jit
 def slope_at(z, scale, softcap):
@@ -47,8 +54,61 @@ def logits_of(
 
 
 @triton.jit
+def fresh_logits(
+    column,  # [COLUMNS]
+    block,  # of tokens
+    hidden_ptr,
+    rows_ptr,
+    weight_ptr,
+    bias_ptr,
+    D,
+    stride_hn,
+    stride_wv,
+    scale,
+    softcap,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """[COLUMNS, TOKENS] fp32, log2; and softcap' of them, or 1."""
+    c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + tl.arange(0, BLOCK_K)[None, :]
+    x = logits_of(
+        c_ptrs, block, hidden_ptr, rows_ptr, D, stride_hn, COLUMNS, TOKENS, BLOCK_K, EVEN_K, STAGES,
+        PRECISION,
+    )  # fmt: skip
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
+    slope = 1.0
+    if HAS_SOFTCAP:
+        x, slope = softcapped(x, softcap, WIDE)
+    return x * (scale * LOG2E), slope
+
+
+@triton.jit
+def entries_made(
+    at,  # [COLUMNS, TOKENS] int64
+    listed,  # [COLUMNS] bool
+    token,  # [TOKENS]
+    made_ptr,  # [rows, TOKENS] by the forward: 2^MADE_SCALE exp2(z - ref)
+    ref_ptr,  # [N] log2
+):
+    """[COLUMNS, TOKENS] fp32, log2: -inf where nothing is left of one."""
+    above = tl.load(made_ptr + at, mask=listed[:, None], other=0.0).to(tl.float32)
+    # What replaces them is another thread's, maybe.
+    tl.debug_barrier()
+    return tl.log2(above) + (tl.load(ref_ptr + token) - MADE_SCALE)[None, :]
+
+
+@triton.jit
 def sdd_kept_task(
     task,
+    may_be_made,  # not 0: logits of blocks that are not poor are the forward's
     seed,
     first_tile,  # of the chunk
     last_tile,
@@ -63,6 +123,9 @@ def sdd_kept_task(
     segment_ptr,  # [num_blocks + 1] int32, of the chunk
     entries_ptr,  # [rows] int32
     workspace_ptr,  # [rows, TOKENS] d_logits of each entry: out
+    made_ptr,  # the same memory
+    ref_ptr,  # [N] log2
+    poor_ptr,  # [num_blocks] int32
     drawn_sum_ptr,  # [tasks, TOKENS] fp32 sum of those of drawn entries: out
     num_tiles,
     num_blocks,
@@ -79,6 +142,7 @@ def sdd_kept_task(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
+    HAS_MADE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
@@ -96,24 +160,34 @@ def sdd_kept_task(
     entry = tl.load(entries_ptr + row, mask=listed, other=0)
     drawn = (entry & 1) > 0
     column = entry >> 1
-    c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + tl.arange(0, BLOCK_K)[None, :]
-    x = logits_of(
-        c_ptrs, block, hidden_ptr, rows_ptr, D, stride_hn, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES,
-        PRECISION,
-    )  # fmt: skip
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
-    slope = 1.0
-    if HAS_SOFTCAP:
-        x, slope = softcapped(x, softcap, WIDE)
+    at = row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
     token = block * TOKENS + tl.arange(0, TOKENS)
+    slope = 1.0
+    if HAS_MADE:
+        if may_be_made & (tl.load(poor_ptr + block) == 0):
+            of_entry = entries_made(at, listed, token, made_ptr, ref_ptr)
+        else:
+            of_entry, _ = fresh_logits(
+                column, block, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, D, stride_hn, stride_wv,
+                scale, softcap, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_BIAS,
+                HAS_SOFTCAP,
+            )  # fmt: skip
+        if HAS_SOFTCAP:
+            slope = slope_at(of_entry, scale, softcap)
+            slope = tl.where(of_entry == float("-inf"), 0.0, slope)
+    else:
+        of_entry, slope = fresh_logits(
+            column, block, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, D, stride_hn, stride_wv,
+            scale, softcap, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_BIAS,
+            HAS_SOFTCAP,
+        )  # fmt: skip
     pull_ptrs = pull_ptr + token
     # The target's element is the forward's own logit; it is kept, wherever it is.
     own = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
     z = tl.load(pull_ptrs + 6 * N)[None, :]
     if HAS_SOFTCAP:
         slope = tl.where(own, slope_at(z, scale, softcap), slope)
-    log_p = tl.where(own, z, x * (scale * LOG2E)) - tl.load(pull_ptrs + 5 * N)[None, :]
+    log_p = tl.where(own, z, of_entry) - tl.load(pull_ptrs + 5 * N)[None, :]
     if HAS_DRAWN:
         # A drawn column stands for 2^level of its kind.
         log_p += tl.where(drawn, level_of(column, seed), 0).to(tl.float32)[:, None]
@@ -121,10 +195,9 @@ def sdd_kept_task(
     grad = p * tl.load(pull_ptrs)[None, :]
     grad -= tl.where(own, tl.load(pull_ptrs + N)[None, :], 0.0)
     grad = tl.where(listed[:, None], grad * slope, 0.0)
-    out = workspace_ptr + row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
     # The products read whole steps of the list.
     written = (place < tl.cdiv(length, BLOCK_K) * BLOCK_K)[:, None]
-    tl.store(out, grad.to(workspace_ptr.dtype.element_ty), mask=written)
+    tl.store(workspace_ptr + at, grad.to(workspace_ptr.dtype.element_ty), mask=written)
     if HAS_DRAWN:
         total = tl.sum(tl.where(drawn[:, None], grad, 0.0), 0)
         tl.store(drawn_sum_ptr + task.to(tl.int64) * TOKENS + tl.arange(0, TOKENS), total)
