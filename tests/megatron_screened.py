@@ -39,11 +39,12 @@ SETUP = Setup(tp=2, fp16=True)
 
 
 @contextlib.contextmanager
-def filtering(screens: bool = True) -> Iterator[None]:
+def filtering() -> Iterator[None]:
     """Of a softmax that is nearly flat some columns are kept, and not all."""
-    how: dict[str, Any] = {"filter": Filter(keep=5.0, draw=False)}
-    if screens:
-        how["screen"] = Screen(max_kept=1.0)
+    how: dict[str, Any] = {
+        "filter": Filter(keep=2.5, draw=False),
+        "screen": Screen(max_kept=1.0),
+    }
     with (
         mock.patch.object(
             head, "linear_cross_entropy", functools.partial(head.linear_cross_entropy, **how)
@@ -84,7 +85,7 @@ def loss() -> None:
     for grad, name in ((hidden.grad, "hidden"), (weight.grad, "weight")):
         expected = right[name].chunk(2)[rank] if name == "weight" else right[name]
         off = (grad.double() - expected).norm() / expected.norm()
-        assert float(off) < 0.1, (name, float(off))
+        assert float(off) < 0.05, (name, float(off))
 
 
 def one_copy_a_step() -> None:
@@ -159,20 +160,16 @@ def refusals() -> None:
 
 
 def over_the_pipeline(_: Any) -> None:
+    """Two steps of two microbatches, and an evaluation of three: as with Megatron's own loss."""
     setup = Setup(pp=2, fp16=True, microbatches=2, steps=2)
-    found = {}
-    with megatron(setup):
-        for logits in ("full", "screened"):
-            patch = {"vocab_over_pipeline": True, "backend": "triton", "logits": logits}
-            with filtering(logits == "screened"), screened_seen() as seen:
-                found[logits] = pretrain(setup, patch)
-    # Two steps of two microbatches, and an evaluation of three.
+    patch = {"vocab_over_pipeline": True, **OPTIONS}
+    with megatron(setup), filtering(), screened_seen() as seen:
+        theirs, ours = pretrain(setup, None), pretrain(setup, patch)
     assert seen == {"screened": 7, "full": 0, "copies": 3}
-    full, screened = found["full"], found["screened"]
+    assert ours["losses"][:2] == pytest.approx(theirs["losses"][:2], abs=1e-4)
     for what in ("losses", "evaluated"):
-        assert screened[what] == pytest.approx(full[what], abs=5e-3)
-        assert screened[what] != full[what] or not full[what]
-    assert isinstance(full["grads"], dict)
-    for name, grad in full["grads"].items():
-        off = (screened["grads"][name] - grad).norm() / grad.norm()
-        assert float(off) < 0.1, (name, float(off))
+        assert ours[what] == pytest.approx(theirs[what], abs=2e-2)
+    for name, grad in theirs["grads"].items():
+        if "output_layer" not in name:
+            off = (ours["grads"][name] - grad).norm() / grad.norm()
+            assert float(off) < 0.05, (name, float(off))

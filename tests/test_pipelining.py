@@ -148,9 +148,9 @@ def test_screened_phases(pools: dict[int, RankPool]) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("schedule", ["1f1b", PLANNED])
 def test_screened(pools: dict[int, RankPool], schedule: str) -> None:
-    """The planned one with one copy of the weight for a step's three microbatches."""
+    """The planned one with one copy of the weight for a step's two microbatches."""
     for seen in pools[2].run(2, train_screened, schedule):
-        assert seen == {"screened": 9, "full": 0, "copies": 3 if schedule == PLANNED else 9}
+        assert seen == {"screened": 4, "full": 0, "copies": 2 if schedule == PLANNED else 4}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", PLANNED])
