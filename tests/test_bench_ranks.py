@@ -138,4 +138,5 @@ def test_rank_methods_by_name() -> None:
         "cce",
         "verl",
     ]
-    assert [method.name for method in choose_rank_methods(["exact"], "none")] == ["exact"]
+    chosen = choose_rank_methods(["screened", "exact"], "none")
+    assert [method.name for method in chosen] == ["exact", "screened"]

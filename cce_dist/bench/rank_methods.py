@@ -19,7 +19,7 @@ from cce_dist.options import Backend
 
 from .golden import LossFunction
 from .inputs import IGNORE_INDEX
-from .methods import COMPILED, OURS
+from .methods import COMPILED, OURS, SCREENED
 from .recipes import mean_of
 
 
@@ -70,10 +70,11 @@ def _logits(hidden: Tensor, weight: Tensor, place: Place) -> Tensor:
     return _Whole.apply(hidden, place) @ weight.T
 
 
-def ours(mode: str, backend: Backend, place: Place) -> LossFunction:
+def ours(mode: str, backend: Backend, place: Place, **options: Any) -> LossFunction:
     loss = LinearCrossEntropy(
         gradient=mode,  # pyright: ignore[reportArgumentType]
         backend=backend,
+        **options,
         group=place.group,
         sequence_parallel=place.sequence_parallel,
     )
@@ -236,6 +237,8 @@ def choose_rank_methods(
         ValueError: an unknown name.
     """
     known = {mode: RankMethod(mode, True, functools.partial(ours, mode, backend)) for mode in OURS}
+    in_8_bits = functools.partial(ours, "filtered", backend, logits="screened")
+    known[SCREENED] = RankMethod(SCREENED, True, in_8_bits)
     for_all = functools.partial(compiled_over_ranks, backend)
     known[COMPILED] = RankMethod(COMPILED, True, for_all)
     known["dense"] = RankMethod("dense", False, dense)

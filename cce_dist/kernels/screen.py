@@ -6,7 +6,7 @@ import triton.language as tl
 from cce_dist.kernels.backward import arrive, go_on
 from cce_dist.kernels.numbers import LOG2E, exp2_of, log2_of
 from cce_dist.kernels.plan import list_task
-from cce_dist.kernels.sdd import MADE_FURTHEST, MADE_MOST, MADE_SCALE, fresh_logits
+from cce_dist.kernels.sdd import MADE_FURTHEST, MADE_MOST, MADE_SCALE, fresh_logits, segment_of
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -111,13 +111,10 @@ def exact_task(
     HAS_MADE: tl.constexpr,
 ):
     """SEGMENT entries of one token block's list of columns. Those that are drawn are in no sum."""
-    lane = tl.arange(0, BLOCKS)
-    first_task = tl.load(segment_ptr + lane, mask=lane <= num_blocks, other=2147483647)
-    block = tl.sum((first_task <= task).to(tl.int32), 0) - 1
-    row_ptr = starts_ptr + block * (num_tiles + 1)
-    length = tl.load(row_ptr + last_tile) - tl.load(row_ptr + first_tile)
-    place = (task - tl.load(segment_ptr + block)) * SEGMENT + tl.arange(0, SEGMENT)
-    row = tl.load(base_ptr + block) + place
+    block, place, length, row = segment_of(  # pyright: ignore[reportGeneralTypeIssues]
+        task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
+        SEGMENT, BLOCKS,
+    )  # fmt: skip
     listed = place < length
     entry = tl.load(entries_ptr + row, mask=listed, other=1)
     column = tl.where(listed, entry >> 1, 0)

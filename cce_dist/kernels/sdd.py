@@ -91,6 +91,30 @@ def fresh_logits(
 
 
 @triton.jit
+def segment_of(
+    task,
+    first_tile,  # of the chunk
+    last_tile,
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    segment_ptr,  # [num_blocks + 1] int32, of the chunk
+    num_tiles,
+    num_blocks,
+    SEGMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The task's token block, its entries' places in the block's list, how long that is, and their
+    rows of the workspace."""
+    lane = tl.arange(0, BLOCKS)
+    first_task = tl.load(segment_ptr + lane, mask=lane <= num_blocks, other=2147483647)
+    block = tl.sum((first_task <= task).to(tl.int32), 0) - 1
+    row_ptr = starts_ptr + block * (num_tiles + 1)
+    length = tl.load(row_ptr + last_tile) - tl.load(row_ptr + first_tile)
+    place = (task - tl.load(segment_ptr + block)) * SEGMENT + tl.arange(0, SEGMENT)
+    return block, place, length, tl.load(base_ptr + block) + place
+
+
+@triton.jit
 def entries_made(
     at,  # [COLUMNS, TOKENS] int64
     listed,  # [COLUMNS] bool
@@ -148,14 +172,11 @@ def sdd_kept_task(
     HAS_DRAWN: tl.constexpr,
 ):
     """SEGMENT entries of one token block's list of columns."""
-    lane = tl.arange(0, BLOCKS)
-    first_task = tl.load(segment_ptr + lane, mask=lane <= num_blocks, other=2147483647)
-    block = tl.sum((first_task <= task).to(tl.int32), 0) - 1
+    block, place, length, row = segment_of(  # pyright: ignore[reportGeneralTypeIssues]
+        task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
+        SEGMENT, BLOCKS,
+    )  # fmt: skip
     N = num_blocks * TOKENS
-    row_ptr = starts_ptr + block * (num_tiles + 1)
-    length = tl.load(row_ptr + last_tile) - tl.load(row_ptr + first_tile)
-    place = (task - tl.load(segment_ptr + block)) * SEGMENT + tl.arange(0, SEGMENT)
-    row = tl.load(base_ptr + block) + place
     listed = place < length
     entry = tl.load(entries_ptr + row, mask=listed, other=0)
     drawn = (entry & 1) > 0
