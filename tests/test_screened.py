@@ -295,6 +295,16 @@ def test_screened_says_no_where_one_rank_was_not() -> None:
     check_screened(alone, join_ranks(alone, shared_pool().run(2, run_case, alone)))
 
 
+@pytest.mark.interpreter
+def test_screened_where_a_rank_has_no_mass() -> None:
+    """Its columns' probabilities are 0 in fp32."""
+    inputs = zipf_inputs(40, 600, 24, generator=generator(), dtype=torch.float16)
+    bias = torch.where(torch.arange(600) < 300, 0.0, -300.0).half()
+    inputs = replace(inputs, bias=bias, targets=inputs.targets % 300)
+    case = Case(inputs, SCREENED, bounds=((0, 300), (300, 600))).at(TRITON_CPU)
+    check_screened(case, join_ranks(case, shared_pool().run(2, run_case, case)))
+
+
 # -- the 8-bit copy of the weight ---------------------------------------------------------------
 
 

@@ -82,7 +82,8 @@ class PipelineHead:
         of the last stage; there one all-reduce more over tensor_group, or a reduce-scatter under
         sequence_parallel, which gathers hidden over tensor_group first. With reduction "none" one
         more group, and a broadcast of 4 N bytes over it. With gradient="filtered" and the Triton
-        backend a step begins with one all-gather over vocab_group, `FrequentRows`'s. On GPUs three
+        backend a step begins with one all-gather over vocab_group, `FrequentRows`'s; with
+        logits="screened" one without gradients, too. On GPUs three
         microbatches of zeros go through when it is made.
     Determinism: as the loss's own.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
