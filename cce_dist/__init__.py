@@ -14,7 +14,7 @@ try:
     from cce_dist.logprobs import TokenLogprobs, token_logprobs
     from cce_dist.loss import LinearCrossEntropy, linear_cross_entropy
     from cce_dist.options import Filter, LossOptions, Screen
-    from cce_dist.quantized import QuantizedWeight, quantize_weight
+    from cce_dist.quantized import QuantizedWeight, StepQuantizer, quantize_weight
     from cce_dist.vocab_shard import VocabShard
 except (ImportError, OSError) as error:
     # Of our own files, not torch's.
@@ -38,6 +38,7 @@ __all__ = [
     "LossOutput",
     "QuantizedWeight",
     "Screen",
+    "StepQuantizer",
     "TokenLogprobs",
     "VocabShard",
     "all_reduce_logaddexp",

@@ -37,6 +37,7 @@ class Call:
     grad_weight_into: Tensor | None
     tail_mass: bool  # report it
     record: bool  # a backward may follow
+    quantize_once: Callable[..., QuantizedRows | None] | None = None  # as Head's
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """Rows beyond vocab_size are cut off here: no step below sees padding."""
@@ -49,6 +50,7 @@ class Call:
             softcap=options.softcap,
             logit_scale=options.logit_scale,
             quantized=self.quantized,
+            quantize_once=self.quantize_once,
         )
 
     def tokens(self, hidden: Tensor, *, later: bool = False) -> Tokens:

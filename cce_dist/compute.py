@@ -15,6 +15,7 @@ from cce_dist.local import choose_backend
 from cce_dist.loss_plan import Plan
 from cce_dist.options import LossOptions
 from cce_dist.partials import Wanted
+from cce_dist.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.reduction import PickedTokens, TokenLoss, pick_tokens
 from cce_dist.transport import group_rank, group_size, resolve_group
 from cce_dist.vocab_shard import VocabShard
@@ -22,7 +23,6 @@ from cce_dist.vocab_shard import VocabShard
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from cce_dist.quantized import QuantizedWeight
     from cce_dist.transport import Group
 
 
@@ -114,7 +114,7 @@ def prepare(
     class_weight: Tensor | None,
     grad_weight_into: Tensor | None,
     record: bool,  # a backward may follow
-    quantized_weight: QuantizedWeight | None = None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None = None,
 ) -> tuple[Call, Finish]:
     """Validate, pick tokens and a backend. Arguments are those of the public function.
 
@@ -156,10 +156,13 @@ def prepare(
         count=picked.count,
         device_type=hidden.device.type,
         class_weight=slice_of(class_weight, shard),
-        quantized=None if quantized_weight is None else quantized_weight.rows,
+        quantized=quantized_weight.rows if isinstance(quantized_weight, QuantizedWeight) else None,
         grad_weight_into=grad_weight_into,
         tail_mass="tail_mass" in options.stats,
         record=record,
+        quantize_once=quantized_weight.rows
+        if isinstance(quantized_weight, StepQuantizer)
+        else None,
     )
     return call, Finish(terms, picked, shape, options, shard.vocab_size)
 

@@ -23,6 +23,7 @@ from cce_dist.partials import (
     MergeKernels,
     Needs,
     Picked,
+    QuantizedRows,
     StartSum,
     Stats,
     StepKind,
@@ -65,8 +66,12 @@ class LocalBackend:
     exchanges: bool = False
     # For ranks' lse and target logits; None: torch merges them. As on every other rank.
     merge_kernels: MergeKernels | None = None
-    # Whether `stats` takes `screen`: 8-bit logits, but for the columns that matter.
+    # Whether `stats` takes `screen`: 8-bit logits, but for the columns that matter. One that stores
+    # rows takes `beside` with it, as `grads` does.
     screens: bool = False
+    # (tokens, weight, Screen) -> QuantizedRows, which `stats` takes as Head.quantized; None: it
+    # takes none.
+    quantize: Callable[..., QuantizedRows] | None = None
     # Room for the logits that `stats` keeps for `grads` (keep_logits); None: it cannot.
     room_for_logits: Callable[..., Any] | None = None
     # (draws) -> the same for a screened `stats`, which knows how many; None: it keeps none.
@@ -98,6 +103,7 @@ def _triton() -> LocalBackend:
         local_triton_merge,
         local_triton_pick,
         local_triton_rehearsal,
+        local_triton_screen,
     )
 
     return LocalBackend(
@@ -114,6 +120,7 @@ def _triton() -> LocalBackend:
         exchanges=True,
         merge_kernels=local_triton_merge.KERNELS,
         screens=True,
+        quantize=local_triton_screen.quantize_for,
         room_for_logits=local_triton_exact.KeptLogits.make,
         room_for_listed=local_triton_lists.ListedLogits,
         scores_like=local_triton_lists.Marks.like,
@@ -127,6 +134,7 @@ def _stats_of_nothing(
     *,
     gather: Callable[[Tensor], Tensor] | None = None,
     screen: object = None,
+    beside: bool = False,
     **how: Any,
 ) -> tuple[Stats, Any]:
     """Of an empty shard, where the other ranks run the Triton backend."""
@@ -193,6 +201,7 @@ def _screened_torch(torch_backend: LocalBackend) -> LocalBackend:
         keeps_logits=False,
         exchanges=True,
         screens=True,
+        quantize=local_torch_quantize.quantize_for,
     )
 
 

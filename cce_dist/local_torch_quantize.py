@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from cce_dist.options import Screen
-from cce_dist.partials import QuantizedRows
+from cce_dist.partials import QuantizedRows, Tokens
 from cce_dist.torch_tiles import spans
 
 # Of a row's largest element: the largest of the format.
@@ -50,6 +50,17 @@ class Moments:
             total[1] += rows.square().sum(0)
         mean, square = total / max(1, taken.shape[0])
         return cls(mean, (square - mean * mean).clamp_min(1e-30))
+
+    def for_others(self) -> Moments:
+        """For rows like these, which may vary in a dim in which these hardly do, as few rows may
+        not: they would be rounded by its scale alone."""
+        return replace(self, variance=self.variance.maximum(2.0**-8 * self.variance.mean()))
+
+
+def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRows:
+    """The weight in 8 bits for several losses, for hidden states like these tokens'."""
+    moments = Moments.of(tokens.take(0, len(tokens))).for_others()
+    return quantize_weight(weight, moments, screen_dtype(screen, weight))
 
 
 def quantize_weight(

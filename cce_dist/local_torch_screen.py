@@ -64,7 +64,8 @@ def local_stats(
     share = float(mask.float().mean())
     if share <= screen.max_kept:
         size = TileSize.choose(head.weight, how["workspace_bytes"])
-        made = _Screened.of(eight, stats, scores, keep_targets(mask, tokens), size)
+        mask = keep_targets(mask, tokens)
+        made = _Screened.of(eight, stats, scores, mask, size, (stats.lse - lse).exp())
         # Not true of NaN either.
         if made.error <= screen.max_error:
             return made.stats, made.scores
@@ -138,6 +139,7 @@ class _Screened:
         scores: Scores,
         mask: Tensor,  # [num_blocks, V_local] bool: columns that are kept
         size: TileSize,
+        here: Tensor,  # [N] share of the mass over all ranks that this shard's columns have
     ) -> _Screened:
         tokens, head = eight.tokens, eight.head
         kept = torch.full_like(stats.lse, -torch.inf)
@@ -158,7 +160,7 @@ class _Screened:
             found = _sums(eight, stats.lse[i0:i1], i0, i1, summed.nonzero()[:, 0], size)
             for out, total, part in zip((unkept, dropped), totals, found, strict=True):
                 out[i0:i1] = (total[i0:i1] - part).clamp_min_(0) if few_kept else part
-        error = (unkept.square() * eight.variance).mean().sqrt()
+        error = ((here * unkept).square() * eight.variance).mean().sqrt()
         lse = torch.logaddexp(kept, stats.lse + unkept.log())
         screened = None if stats.screened is None else torch.ones_like(lse)
         log_dropped = stats.lse + dropped.log()

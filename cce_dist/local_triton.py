@@ -36,12 +36,14 @@ def local_stats(
     keep_logits: KeptLogits | ListedLogits | None = None,
     gather: Gather | None = None,
     screen: Screen | None = None,
+    beside: bool = False,
 ) -> tuple[Stats, Marks | None]:
     """Statistics of every token over this rank's shard. Deterministic.
 
     Args: those of `local_torch.local_stats`; `keep_logits`: filled; with `screen`
         ListedLogits, or else without `score`; `gather`: called once for each of `EXCHANGES`;
-        `screen`: logits in 8 bits, those that matter exactly; with `score`.
+        `screen`: logits in 8 bits, those that matter exactly; with `score`;
+        `beside`: as of `local_grads`.
     Returns:
         Stats with fields [N] fp32, 0 for tokens that don't count.
         Marks if `score`, else None.
@@ -96,7 +98,7 @@ def local_stats(
     )
     if screened is not None:
         del run.parts["mass"]
-        add_exact_columns(run, made, marks, screened, workspace_bytes, listed)
+        add_exact_columns(run, made, marks, screened, workspace_bytes, listed, beside)
         lse = made.lse[: len(tokens)]
         if order is not None:
             lse = torch.empty_like(lse).index_copy_(0, order, lse)

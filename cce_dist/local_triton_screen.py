@@ -23,13 +23,14 @@ from cce_dist.kernels.screen import (
     screened_lse_kernel,
 )
 from cce_dist.local_triton_forward import Forward
-from cce_dist.local_triton_inputs import with_unit_inner_stride
+from cce_dist.local_triton_inputs import rows_of, with_unit_inner_stride
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, ListedLogits, Lists, Marks
 from cce_dist.local_triton_operands import EightBit, Finished
+from cce_dist.local_triton_products import LEFT_TO_OTHERS
 from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
 from cce_dist.options import TOKEN_BLOCK, Screen
-from cce_dist.partials import QuantizedRows
+from cce_dist.partials import QuantizedRows, Tokens
 
 # Of a row's largest element: the largest of the format.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -75,6 +76,11 @@ class Moments:
         )
         mean, square = part.sum(0) / (taken if count is None else count.clamp_min(1))
         return cls(mean, (square - mean * mean).clamp_min(1e-30))
+
+    def for_others(self) -> Moments:
+        """For rows like these, which may vary in a dim in which these hardly do, as few rows may
+        not: they would be rounded by its scale alone."""
+        return replace(self, variance=self.variance.maximum(2.0**-8 * self.variance.mean()))
 
 
 def quantize_weight(
@@ -151,6 +157,15 @@ def _quantize(
     return values, of_rows, size
 
 
+def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRows:
+    """The weight in 8 bits, as it suits these tokens, for them and others."""
+    rows, count = rows_of(tokens)
+    hidden = tokens.hidden.index_select(0, rows)
+    counts = torch.arange(len(rows), device=hidden.device) < count
+    moments = Moments.of(hidden.masked_fill_(~counts[:, None], 0), count)
+    return quantize_weight(weight, moments.for_others(), screen_dtype(screen, weight))
+
+
 def with_eight_bits(run: Forward, screen: Screen) -> tuple[Forward, Tensor]:
     """The same forward of 8-bit operands, and [N_padded] the variance of its logits' errors."""
     head, dim = run.head, run.weight.shape[1]
@@ -216,10 +231,11 @@ def add_exact_columns(
     screened: Screened,
     workspace_bytes: int,
     logits: ListedLogits | None,
+    beside: bool = False,
 ) -> None:
     """`made.lse` in place: kept columns by their exact logits, all others by their 8-bit ones.
 
-    Args: logits: filled.
+    Args: logits: filled; beside: as of `local_grads`.
     """
     padded = run.packed.shape[0]
     sums = run.weight.new_zeros(2, padded, dtype=torch.float32)
@@ -233,8 +249,11 @@ def add_exact_columns(
     programs, together = num_programs(run.weight), {}
     if not interpreted():
         # Programs wait for each other: all of them must be there before the first begins.
-        programs *= tiles_for(run.weight).residents
+        residents = tiles_for(run.weight).residents
+        programs *= residents
         together["launch_cooperative_grid"] = True
+        if beside:
+            programs = max(programs - LEFT_TO_OTHERS * residents, programs // 2)
     arguments = _of_lists(lists, marks, run.weight) | _inputs(run, made)
     start(exact_columns_kernel, (programs,))(
         **arguments,

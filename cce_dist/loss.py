@@ -19,7 +19,7 @@ from cce_dist.options import (
     Screen,
     Stat,
 )
-from cce_dist.quantized import QuantizedWeight
+from cce_dist.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def linear_cross_entropy(
     filter: Filter = Filter(),  # noqa: B008 - frozen
     logits: LogitsMode = "full",
     screen: Screen = Screen(),  # noqa: B008 - frozen
-    quantized_weight: QuantizedWeight | None = None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None = None,
     grad_weight_into: Tensor | None = None,  # [V_local, D] fp32 | float64
     stats: tuple[Stat, ...] = (),
     backend: Backend = "auto",
@@ -89,7 +89,8 @@ def linear_cross_entropy(
             hidden and gradient="filtered", or "in_forward". Backend "torch" has it as a reference,
             slower than full logits.
         screen: how, and when a call goes without.
-        quantized_weight: `quantize_weight(weight)`, which saves quantising it in each call.
+        quantized_weight: `quantize_weight(weight)`, or a `StepQuantizer`, which save quantising it
+            in each call.
         grad_weight_into: the weight's gradient is added here, and weight.grad stays None.
         stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments", "screened". Where
             "entropy" is differentiated, the backward computes every column. "tail_mass"
@@ -165,13 +166,14 @@ def _compute(
     *,
     group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
-    quantized_weight: QuantizedWeight | None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None,
     **more: Tensor | None,
 ) -> Tensor | LossOutput:
     """DTensors' local parts go through the plain loss, and its results come back as DTensors."""
-    if quantized_weight is not None and not isinstance(quantized_weight, QuantizedWeight):
-        got = type(quantized_weight)
-        raise ValueError(f"quantized_weight must be what quantize_weight returns, got {got}")
+    known = (QuantizedWeight, StepQuantizer)
+    if quantized_weight is not None and not isinstance(quantized_weight, known):
+        rule = "what quantize_weight returns, or a StepQuantizer"
+        raise ValueError(f"quantized_weight must be {rule}, got {type(quantized_weight)}")
     tensors = {"hidden": hidden, "weight": weight, "targets": targets, **more}
     if not any(map(is_dtensor, tensors.values())):
         return _compute_local(options, group, vocab_shard, quantized_weight, **tensors)
@@ -184,7 +186,7 @@ def _compute_local(
     options: LossOptions,
     group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
-    quantized_weight: QuantizedWeight | None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None,
     *,
     hidden: Tensor,
     weight: Tensor,
@@ -236,7 +238,7 @@ class LinearCrossEntropy(nn.Module):
         token_weight: Tensor | None = None,
         class_weight: Tensor | None = None,
         grad_weight_into: Tensor | None = None,
-        quantized_weight: QuantizedWeight | None = None,
+        quantized_weight: QuantizedWeight | StepQuantizer | None = None,
     ) -> Tensor | LossOutput:
         """See `linear_cross_entropy`."""
         return _compute(

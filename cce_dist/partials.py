@@ -6,8 +6,9 @@ pipeline ranks all merge by log-add-exp. Derivations: docs/numerics.md#online-me
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -57,6 +58,20 @@ class Head:
     softcap: float | None
     logit_scale: float
     quantized: QuantizedRows | None = None  # the same rows, where the caller keeps them
+    # (weight, screen, what makes them) -> them, made or of an earlier call; None: each call's own.
+    quantize_once: Callable[..., QuantizedRows | None] | None = None
+
+    def quantized_by(
+        self,
+        quantize: Callable[..., QuantizedRows] | None,  # a backend's
+        tokens: Tokens,
+        screen: Screen,
+    ) -> Head:
+        """With `quantized`, where one call makes it for others too."""
+        if self.quantize_once is None or quantize is None:
+            return self
+        make = functools.partial(quantize, tokens, self.weight, screen)
+        return replace(self, quantized=self.quantize_once(self.weight, screen, make))
 
 
 @dataclass(frozen=True)

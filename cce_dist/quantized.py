@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -31,8 +33,7 @@ class QuantizedWeight:
 
     @property
     def num_bytes(self) -> int:
-        tensors = [x for x in vars(self.rows).values() if isinstance(x, Tensor)]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        return _num_bytes(self.rows)
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, hidden: Tensor | None = None) -> None:
@@ -66,11 +67,7 @@ class QuantizedWeight:
         Raises:
             ValueError: it is another weight's, or of earlier values, or of no use.
         """
-        if options.logits != "screened":
-            raise ValueError(
-                'quantized_weight has no effect with logits="full"; use logits="screened", or '
-                "leave quantized_weight out"
-            )
+        _check_screened(options)
         if options.screen != self.screen:
             raise ValueError(
                 f"quantized_weight was made for screen={self.screen}, got screen={options.screen}"
@@ -93,6 +90,82 @@ class QuantizedWeight:
             )
 
 
+class StepQuantizer:
+    """Makes a weight's 8-bit copy once a step, for the losses of all its microbatches.
+
+        quantizer = StepQuantizer()  # one for each weight
+        with quantizer.step():
+            for hidden, targets in microbatches:
+                how = {"logits": "screened", "quantized_weight": quantizer}
+                linear_cross_entropy(hidden, weight, targets, **how).backward()
+        optimizer.step()
+
+    The weight keeps its values until the context ends, and the copy, of V_local (D + 8) bytes, is
+    gone then: no copy outlives a step, since an optimiser that writes a parameter by another tensor
+    of its memory, as Megatron's do, leaves no trace of it. Outside of a step every call quantises.
+    The copy is made for the hidden states of the first microbatch. Collectives: none.
+    """
+
+    def __init__(self) -> None:
+        self._is_in_step = False
+        self._rows: QuantizedRows | None = None
+        self._of: Any = None  # of which weight they are
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """As the beginning of `step`."""
+        self.end()
+        self._is_in_step = True
+
+    def end(self) -> None:
+        """As the end of `step`; once more it does nothing."""
+        self._is_in_step, self._rows, self._of = False, None, None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copy that there is."""
+        return 0 if self._rows is None else _num_bytes(self._rows)
+
+    def check(self, weight: Tensor, num_classes: int, options: LossOptions) -> None:
+        """Raises:
+        ValueError: it is of no use.
+        """
+        _check_screened(options)
+
+    def rows(
+        self, weight: Tensor, screen: Screen, make: Callable[[], QuantizedRows]
+    ) -> QuantizedRows | None:
+        """What `make` makes of the weight, the first time in a step; None: there is no step."""
+        if not self._is_in_step:
+            return None
+        place = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device)
+        of = (*place, version_of(weight), screen)
+        if self._rows is None or self._of != of:
+            self._rows = None  # its memory is free for the next
+            self._rows, self._of = make(), of
+        return self._rows
+
+
+def _check_screened(options: LossOptions) -> None:
+    if options.logits != "screened":
+        raise ValueError(
+            'quantized_weight has no effect with logits="full"; use logits="screened", or '
+            "leave quantized_weight out"
+        )
+
+
+def _num_bytes(rows: QuantizedRows) -> int:
+    tensors = [x for x in vars(rows).values() if isinstance(x, Tensor)]
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
 def _moments_of(hidden: Tensor | None, weight: Tensor, how: Any) -> Any:
     if hidden is None:
         return None
@@ -102,7 +175,7 @@ def _moments_of(hidden: Tensor | None, weight: Tensor, how: Any) -> Any:
             f"hidden must have shape [..., D] with D={dim} (from weight) on {weight.device}, got "
             f"{list(hidden.shape)} on {hidden.device}"
         )
-    return how.Moments.of(hidden.detach().reshape(-1, dim))
+    return how.Moments.of(hidden.detach().reshape(-1, dim)).for_others()
 
 
 def version_of(weight: Tensor) -> int:

@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,9 +48,6 @@ from cce_dist.partials import (
     accumulate_dtype,
 )
 from cce_dist.transport import group_size
-
-if TYPE_CHECKING:
-    pass
 
 
 def gather_hidden(
@@ -122,7 +119,7 @@ def start_forward(
     """`forward` whose second step is begun by `begin`: what waits for it, and scores. Ranks at
     different microbatches can't tell each other bounds; `elsewhere`: some of the others' rows."""
     how: dict[str, Any] = {}
-    if score and plan.filters and plan.backend.exchanges and elsewhere is not None:
+    if (score or plan.screen) and plan.filters and plan.backend.exchanges and elsewhere is not None:
         nowhere = replace(tokens, local_targets=torch.full_like(tokens.local_targets, -1))
         full = replace(plan, wanted=Wanted(), backend=replace(plan.backend, screens=False))
         known, _ = _local(nowhere, elsewhere, full, score=False)
@@ -138,6 +135,9 @@ def _local(
     if plan.screen is not None:
         # Which columns are to be exact, their masses tell.
         how["screen"] = plan.screen
+        if plan.backend.stores_rows:
+            how["beside"] = plan.beside
+        head = head.quantized_by(plan.backend.quantize, tokens, plan.screen)
     return plan.backend.stats(
         tokens,
         head,

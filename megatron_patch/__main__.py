@@ -37,11 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
 def describe(found: Status, options: PatchOptions) -> str:
     versions = {name: _version(name) for name in ("cce-dist", "torch", "triton")}
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
+    screened = "logits=screened, " if options.logits == "screened" else ""
     where = "over all pipeline stages, " if options.vocab_over_pipeline else ""
     return (
         f"megatron_patch: {libraries}, megatron.core {found.version} ({found.file}): the losses of "
         f"language models are computed without logits, {where}gradient={options.gradient}, "
-        f"backend={options.backend}"
+        f"{screened}backend={options.backend}"
     )
 
 

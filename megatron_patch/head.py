@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cce_dist import VocabShard, linear_cross_entropy
 from megatron_patch.options import PatchOptions
+from megatron_patch.quantized import quantizer_of
 
 IGNORED = -100
 WORKSPACE_BYTES = 64 * 2**20
@@ -42,7 +43,9 @@ def head_loss(
     inside = (labels >= 0) & (labels < shard.vocab_size)
     into = main_grad_of(layer, weight)
     keeps = keeps_logits(hidden, options)
-    default_bytes = WORKSPACE_BYTES_OF_KEPT if keeps else WORKSPACE_BYTES
+    once = options.logits == "screened" and options.quantize_once
+    every = keeps and options.gradient == "exact"
+    default_bytes = WORKSPACE_BYTES_OF_KEPT if every else WORKSPACE_BYTES
     loss = linear_cross_entropy(
         hidden,
         weight if into is None else _IntoMainGrad.apply(weight),
@@ -55,6 +58,8 @@ def head_loss(
         softcap=options.softcap,
         logit_scale=scale,
         gradient=options.gradient,  # pyright: ignore[reportArgumentType]
+        logits=options.logits,  # pyright: ignore[reportArgumentType]
+        quantized_weight=quantizer_of(layer) if once else None,
         grad_weight_into=into,
         backend=options.backend,  # pyright: ignore[reportArgumentType]
         workspace_bytes=options.workspace_bytes or default_bytes,
@@ -65,9 +70,9 @@ def head_loss(
     return loss.contiguous()
 
 
-def keeps_logits(hidden: Tensor, options: PatchOptions) -> bool:
-    """Whether logits stay from the forward to the backward."""
-    if options.keep_logits is not None:
+def keeps_logits(hidden: Tensor, options: PatchOptions) -> bool | None:
+    """Whether logits stay from the forward to the backward; None: as the loss has it."""
+    if options.keep_logits is not None or options.logits == "screened":
         return options.keep_logits
     if options.gradient != "exact" or options.backend == "torch" or not hidden.is_cuda:
         return False

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 GRADIENTS = ("filtered", "exact")
+LOGITS = ("full", "screened")
 BACKENDS = ("auto", "torch", "triton")
 PREFIX = "MEGATRON_PATCH_"
 
@@ -20,16 +21,21 @@ class PatchOptions:
     Args:
         gradient: "filtered" computes the columns that matter and keeps the mass of the others;
             "exact" computes every column.
+        logits: "full", or for 16-bit models with "filtered" "screened": in 8 bits, those of the
+            columns that matter again exactly.
+        quantize_once: with "screened" the head's 8-bit copy, V / tp (h + 8) bytes, serves all
+            microbatches of a call of Megatron's schedule; False: each makes its own.
         softcap: c of logits c tanh(z / c), as Gemma's; None: none. Of the loss alone: logits that
             someone asks for are Megatron's.
         vocab_size: rows of the head from this one on are padding and leave the softmax; None: they
             are classes, as in Megatron.
         backend: "triton", "torch", or "auto" for the fastest that can run.
-        workspace_bytes: bound of the logits in memory at once; None: 64 MiB, 128 where they are
-            kept.
+        workspace_bytes: bound of the logits in memory at once; None: 64 MiB, 128 where "exact"
+            keeps them.
         keep_logits: with "exact" on a GPU, what logits fit the workspace and the weight's
             gradient, allocated in the forward then, stay for the backward; None: they do where
-            the Triton kernels compute.
+            the Triton kernels compute. With "screened" the exact ones that fit the workspace do;
+            None: yes.
         check_ranks: compare what ranks must share before every loss; for debugging.
         vocab_over_pipeline: GPTModel's output layer has its rows on all pipeline stages, and
             Megatron's schedule without interleaving computes the loss on all of them.
@@ -38,6 +44,8 @@ class PatchOptions:
     """
 
     gradient: str = "filtered"
+    logits: str = "full"
+    quantize_once: bool = True
     softcap: float | None = None
     vocab_size: int | None = None
     backend: str = "auto"
@@ -47,12 +55,20 @@ class PatchOptions:
     vocab_over_pipeline: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("gradient", GRADIENTS), ("backend", BACKENDS)):
+        for name, allowed in (("gradient", GRADIENTS), ("logits", LOGITS), ("backend", BACKENDS)):
             if getattr(self, name) not in allowed:
                 names = ", ".join(map(repr, allowed))
                 raise ValueError(f"{name} must be one of {names}, got {getattr(self, name)!r}")
-        if self.keep_logits and self.gradient != "exact":
-            raise ValueError(f"keep_logits needs gradient='exact', got {self.gradient!r}")
+        if self.logits == "screened" and self.gradient != "filtered":
+            raise ValueError(
+                "logits='screened' computes exactly what the filter keeps and needs "
+                f"gradient='filtered', got {self.gradient!r}"
+            )
+        if not self.quantize_once and self.logits != "screened":
+            raise ValueError(f"quantize_once=False needs logits='screened', got {self.logits!r}")
+        if self.keep_logits and self.gradient != "exact" and self.logits != "screened":
+            rule = "keep_logits needs gradient='exact' or logits='screened'"
+            raise ValueError(f"{rule}, got {self.gradient!r} and {self.logits!r}")
         if self.vocab_over_pipeline and (self.keep_logits or self.check_ranks):
             name = "keep_logits" if self.keep_logits else "check_ranks"
             raise ValueError(f"{name} is not supported with vocab_over_pipeline")
@@ -104,6 +120,8 @@ def _flag_or_none(text: str) -> bool | None:
 # How the text of each option is read.
 READ: dict[str, Any] = {
     "gradient": str,
+    "logits": str,
+    "quantize_once": _flag,
     "softcap": _number_or_none(float),
     "vocab_size": _number_or_none(int),
     "backend": str,
@@ -125,11 +143,13 @@ def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
     parser.add_argument("--check", action="store_true", help="say what would happen, and end")
     helps = {
         "gradient": "filtered or exact",
+        "logits": "full, or screened: in 8 bits, those that matter exactly",
+        "quantize_once": "with screened, one 8-bit copy of the head a step: true or false",
         "softcap": "c of logits c tanh(z / c), as Gemma's",
         "vocab_size": "rows of the head from this one on are padding",
         "backend": "auto, torch or triton",
         "workspace_bytes": "bound of the logits in memory at once",
-        "keep_logits": "with exact, logits stay where there is room: true (on GPUs) or false",
+        "keep_logits": "with exact or screened, logits stay where there is room: true or false",
         "check_ranks": "compare what ranks must share before every loss: true or false",
         "vocab_over_pipeline": "the output layer's rows on all pipeline stages: true or false",
     }

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron_patch import over_pipeline
+from megatron_patch import over_pipeline, quantized
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError
 from megatron_patch.head import head_loss
@@ -74,12 +74,14 @@ def apply(model: Any = None, options: PatchOptions | None = None, **given: Any) 
     wanted = PatchOptions.from_environment(**given) if options is None else options
     seams = find_seams()
     pipeline = find_pipeline_seams() if wanted.vocab_over_pipeline else None
+    schedules = quantized.schedules_for(wanted)
     if model is not None:
         models = list(_language_models(model, seams))
         if pipeline is None:
             _apply_to(models, wanted, seams)
         else:
             _spread(models, wanted, seams, pipeline)
+        quantized.replace_schedules(schedules)
         return status()
     if _State.options is not None:
         if _State.options != wanted:
@@ -105,6 +107,7 @@ def apply(model: Any = None, options: PatchOptions | None = None, **given: Any) 
         over_pipeline.replace_schedule(pipeline)
         over_pipeline.spread_models_to_be_built(wanted, seams, pipeline)
     setattr(seams.language_module, SETUP, setup)
+    quantized.replace_schedules(schedules)
     _State.options, _State.seams, _State.setup = wanted, seams, setup
     return status()
 
@@ -116,6 +119,8 @@ def remove(model: Any = None) -> None:
     if model is not None:
         for one in _language_models(model, find_seams()):
             _restore(one)
+        if not _State.models and _State.options is None:
+            quantized.restore()
         return
     for one in list(_State.models):
         _restore(one)
@@ -124,6 +129,7 @@ def remove(model: Any = None) -> None:
         # Where someone has wrapped ours since, it stays under theirs, and does nothing.
         if getattr(owner, SETUP) is _State.setup:
             setattr(owner, SETUP, _State.setup.__wrapped__)
+    quantized.restore()
     over_pipeline.restore()
     _State.options = _State.seams = _State.setup = None
 
@@ -184,7 +190,7 @@ def _apply_to(models: list[Any], options: PatchOptions, seams: Seams) -> None:
                 f"this {type(model).__name__} is patched with {has}, now asked for {options}; "
                 "call remove() between them"
             )
-        reason = why_not(model, layer, seams)
+        reason = why_not(model, layer, seams, options)
         if reason is not None:
             raise PatchError(f"{type(model).__name__} cannot be patched: {reason}")
         todo.append((model, layer))

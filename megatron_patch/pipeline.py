@@ -61,10 +61,12 @@ class Pipeline:
                 ignore_index=IGNORED,
                 softcap=options.softcap,
                 gradient=options.gradient,  # pyright: ignore[reportArgumentType]
+                logits=options.logits,  # pyright: ignore[reportArgumentType]
                 backend=options.backend,  # pyright: ignore[reportArgumentType]
                 workspace_bytes=options.workspace_bytes or WORKSPACE_BYTES,
             ),
             timeout=TIMEOUT,
+            quantize_once=options.quantize_once,
         )
         self.embedding = TiedEmbedding(self.head, timeout=TIMEOUT) if rows.is_tied else None
         self.rank, self.size = group.rank(), group.size()

@@ -75,5 +75,5 @@ def why_not_over_pipeline(
     if tied and model.pre_process and not model.embedding.scatter_to_sequence_parallel:
         return "scatter_embedding_sequence_parallel=False with a tied embedding is not supported"
     if model.post_process:
-        return why_not(model, model.output_layer, seams)
+        return why_not(model, model.output_layer, seams, options)
     return None

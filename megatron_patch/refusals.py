@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_patch.options import PatchOptions
 from megatron_patch.seams import Seams
 
 # Forward hooks of these only gather or free parameters.
 HARMLESS = ("megatron.core.distributed", "torch.distributed")
 
 
-def why_not(model: Any, layer: Any, seams: Seams) -> str | None:
+def why_not(model: Any, layer: Any, seams: Seams, options: PatchOptions) -> str | None:
     """Why this model's head cannot be patched; None: it can."""
     config = model.config
     if _class_of(layer) is not seams.head:
@@ -38,6 +40,11 @@ def why_not(model: Any, layer: Any, seams: Seams) -> str | None:
             f"cross_entropy_fusion_impl={implementation!r} asks for another loss: drop "
             "--cross-entropy-loss-fusion and --cross-entropy-fusion-impl"
         )
+    if options.logits == "screened" and _is_of_fp32(config):
+        return (
+            "logits='screened' has not the digits of an fp32 model (params_dtype): set --bf16 or "
+            "--fp16, or drop --logits"
+        )
     if layer.disable_grad_reduce:
         return "disable_grad_reduce leaves the hidden gradient's sum to others: not supported"
     if "compute_language_model_loss" in vars(model):
@@ -48,6 +55,12 @@ def why_not(model: Any, layer: Any, seams: Seams) -> str | None:
     if "forward" in vars(layer):
         return "forward of this output_layer is replaced already: run one of the two"
     return why_hooked(layer)
+
+
+def _is_of_fp32(config: Any) -> bool:
+    """Models are cast after they are built, or within autocast."""
+    sixteen = any(getattr(config, name, False) for name in ("bf16", "fp16", "enable_autocast"))
+    return config.params_dtype == torch.float32 and not sixteen
 
 
 def _class_of(layer: Any) -> type:

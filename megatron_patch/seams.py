@@ -24,6 +24,12 @@ EXPECTED = (
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 GPT_MODEL = "megatron.core.models.gpt.gpt_model"
 SCHEDULE = "forward_backward_pipelining_without_interleaving"
+# All of them, of whose arguments nothing is asked.
+SCHEDULES_OF_ALL_KINDS = (
+    SCHEDULE,
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+)
 # With the vocabulary over the pipeline: functions, their arguments, and those that some releases
 # have besides.
 FORWARD_BACKWARD = (
@@ -135,6 +141,22 @@ def find_pipeline_seams() -> PipelineSeams:
                 "does not know this release; run without vocab_over_pipeline"
             )
     return PipelineSeams(schedules, gpt_model)
+
+
+def find_schedules() -> Any:
+    """The module of Megatron's schedules.
+
+    Raises:
+        PatchError: one of them is not there.
+    """
+    schedules = importlib.import_module(SCHEDULES)
+    for name in SCHEDULES_OF_ALL_KINDS:
+        if not callable(getattr(schedules, name, None)):
+            raise PatchError(
+                f"{SCHEDULES}.{name} is not there: the patch does not know this release; run with "
+                "quantize_once=False, or logits='full'"
+            )
+    return schedules
 
 
 def parallel_state() -> Any:

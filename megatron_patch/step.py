@@ -80,9 +80,10 @@ class Step:
             timers("forward-backward", log_level=1).start(barrier=barrier)
         if self.trains:
             self._sync.disable()
-            # By its __call__: hooks that gather parameters run before it.
-            self.rows()
-            self.head.start_step()
+        # By its __call__: hooks that gather parameters run before it.
+        self.rows()
+        self.head.start_step(record=self.trains)
+        if self.trains:
             self._begin_grads()
         passes = {
             "F": self._forward,
@@ -111,6 +112,8 @@ class Step:
                     self._num_tokens if per_token else None,
                     **{name: getattr(given, name) for name in self.seams.finalizing()},
                 )
+        else:
+            self.head.finish_step()
         if timers is not None:
             timers("forward-backward").stop()
         return self._store

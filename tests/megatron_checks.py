@@ -49,8 +49,7 @@ def inputs(setup: Setup = SETUP) -> tuple[Tensor, Tensor]:
     labels[:, ::4], labels[0, 1] = -100, CLASSES + 7
     if setup.sequence_parallel:
         hidden = hidden.chunk(2)[dist.get_rank()]
-    dtype = torch.bfloat16 if setup.bf16 else torch.float32
-    return hidden.to(dtype).clone().requires_grad_(), labels
+    return hidden.to(setup.dtype).clone().requires_grad_(), labels
 
 
 def head_loss(model: Any, hidden: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:

@@ -48,6 +48,7 @@ class Setup:
     overlap: bool = False  # of gradients' reduction and parameters' gathering
     per_token: bool = False
     bf16: bool = False
+    fp16: bool = False
     native: bool = False  # Megatron's fused loss
     layout: str | None = None
     fsdp: str | None = None  # torch's, the head in the "root" group or its own ("head"); "megatron"
@@ -60,6 +61,12 @@ class Setup:
     @property
     def world(self) -> int:
         return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.fp16:
+            return torch.float16
+        return torch.bfloat16 if self.bf16 else torch.float32
 
 
 class _OnCpu(TorchFunctionMode):
@@ -177,16 +184,16 @@ def make_config(setup: Setup) -> Any:
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    dtype = torch.bfloat16 if setup.bf16 else torch.float32
     return TransformerConfig(
         num_layers=setup.layers,
         hidden_size=HIDDEN,
         num_attention_heads=2,
         ffn_hidden_size=2 * HIDDEN,
         use_cpu_initialization=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
+        params_dtype=setup.dtype,
+        pipeline_dtype=setup.dtype,
         bf16=setup.bf16,
+        fp16=setup.fp16,
         tensor_model_parallel_size=setup.tp,
         pipeline_model_parallel_size=setup.pp,
         virtual_pipeline_model_parallel_size=setup.vpp,
@@ -279,7 +286,7 @@ def wrap(setup: Setup, config: Any, models: list[Any]) -> list[Any]:
     )
     from megatron.core.transformer.module import Float16Module
 
-    if setup.bf16:
+    if setup.bf16 or setup.fp16:
         models = [Float16Module(config, model) for model in models]
     if setup.fsdp is not None:
         return [shard(setup, config, model) for model in models]

@@ -83,6 +83,16 @@ class Model:
             torch.randint(0, setup.vocab_size, targets.shape).to(setup.device),
         )
 
+    def in_dtype(self, dtype: torch.dtype) -> Model:
+        return Model(
+            [copy.deepcopy(block).to(dtype) for block in self.blocks],
+            self.weight.to(dtype),
+            None if self.bias is None else self.bias.to(dtype),
+            self.x.to(dtype),
+            self.targets,
+            self.tokens,
+        )
+
     def whole(self, setup: Setup) -> dict[str, Tensor]:
         """Losses of microbatches and gradients of their scaled sum, from dense logits."""
         blocks = copy.deepcopy(self.blocks)

@@ -17,6 +17,7 @@ core = pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 from megatron_bench import measure  # noqa: E402
 from megatron_checks import CHECKS, run_check  # noqa: E402
 from megatron_jobs import Setup, compare  # noqa: E402
+from megatron_screened import on_tensor_parallel_ranks  # noqa: E402
 
 from cce_dist.testing import RankPool  # noqa: E402
 from cce_dist.testing.forks import run_module  # noqa: E402
@@ -108,6 +109,11 @@ def test_head(megatron_pools: dict[int, RankPool], name: str) -> None:
     megatron_pools[2].run(2, run_check, name, timeout=100)
 
 
+@pytest.mark.interpreter
+def test_screened(megatron_pools: dict[int, RankPool]) -> None:
+    megatron_pools[2].run(2, on_tensor_parallel_ranks, timeout=100)
+
+
 @pytest.mark.parametrize("parallel", [False, True], ids=["tp", "sequence parallel, tied"])
 def test_the_benchmark_measures_every_loss(
     megatron_pools: dict[int, RankPool], parallel: bool
@@ -182,10 +188,18 @@ def test_command_runs_a_script(tmp_path: Path) -> None:
 def test_command_checks_and_refuses(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert "gradient=filtered" in run_forked_command(tmp_path, "--check").stdout
+    found = run_forked_command(tmp_path, "--logits", "screened", "--check").stdout
+    assert found.rstrip().endswith("gradient=filtered, logits=screened, backend=auto")
     for arguments, environment, message in (
         (("--gradient", "none", "x.py"), {}, "gradient must be one of 'filtered', 'exact'"),
         (("--keep-logits", "true", "x.py"), {}, "keep_logits needs gradient='exact'"),
+        (
+            ("--gradient", "exact", "x.py"),
+            {"MEGATRON_PATCH_LOGITS": "screened"},
+            "computes exactly what the filter keeps and needs gradient='filtered', got 'exact'",
+        ),
+        (("--logits", "8", "x.py"), {}, "logits must be one of 'full', 'screened', got '8'"),
+        (("--quantize-once", "0", "x.py"), {}, "quantize_once=False needs logits='screened'"),
         ((), {}, "name the script to run"),
         (("x.py",), {"MEGATRON_PATCH_GRADIENTS": "exact"}, "MEGATRON_PATCH_GRADIENTS is no option"),
         (("x.py",), {"MEGATRON_PATCH_SOFTCAP": "a"}, "MEGATRON_PATCH_SOFTCAP: could not convert"),

@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 from megatron_jobs import Setup
 from megatron_pipeline_checks import CHECKS, run_check
 from megatron_pipeline_jobs import ROWS, compare, expected_of
+from megatron_screened import over_the_pipeline
 from test_megatron import run_forked_command
 
 from cce_dist.testing import RankPool
@@ -56,6 +57,11 @@ def test_filtered_by_the_kernels(megatron_pools: dict[int, RankPool]) -> None:
     # Steps begin with the rows that all ranks know, on weights that DDP gathers late.
     setup = job(steps=2, microbatches=2, tied=True, dp=2, distributed_optimizer=True, overlap=True)
     check_pretraining(megatron_pools[4], setup, {"gradient": "filtered", "backend": "triton"})
+
+
+@pytest.mark.interpreter
+def test_screened(megatron_pools: dict[int, RankPool]) -> None:
+    megatron_pools[2].run(2, over_the_pipeline, timeout=100)
 
 
 @pytest.mark.multigpu

@@ -17,6 +17,7 @@ from pipeline_mistakes import (
     mix_up,
     phases_under_autocast,
 )
+from pipeline_screened import check_phases, phases, train_screened
 
 from cce_dist import LossOptions
 from cce_dist.adapters.pipelining import prepare_mode
@@ -131,6 +132,25 @@ def test_triton(pools: dict[int, RankPool]) -> None:
     options = LossOptions(reduction="sum", backend="triton")
     setup = Setup("gpipe", microbatches=2, dtype=torch.float32, options=options)
     pools[2].run(2, train, setup, 1e-5, 1)
+
+
+@pytest.mark.interpreter
+def test_screened_phases(pools: dict[int, RankPool]) -> None:
+    ranks = pools[2].run(2, phases)
+    check_phases(ranks)
+    for found in ranks:
+        assert found["seen"] == found["seen of values"] == {"screened": 2, "full": 0, "copies": 1}
+        assert found["seen of alone"] == {"screened": 2, "full": 0, "copies": 2}
+    # Of a rank of rare tokens, which would take its columns for all there is.
+    assert 0 < ranks[1]["kept of values"] < 0.75 * ranks[1]["kept of alone"]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("schedule", ["1f1b", PLANNED])
+def test_screened(pools: dict[int, RankPool], schedule: str) -> None:
+    """The planned one with one copy of the weight for a step's two microbatches."""
+    for seen in pools[2].run(2, train_screened, schedule):
+        assert seen == {"screened": 4, "full": 0, "copies": 2 if schedule == PLANNED else 4}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", PLANNED])

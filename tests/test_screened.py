@@ -325,6 +325,33 @@ def test_screened_says_no_where_one_rank_was_not(place: Place) -> None:
     check_screened(alone, join_ranks(alone, shared_pool().run(2, run_case, alone)))
 
 
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_screened_where_a_rank_has_no_mass(place: Place) -> None:
+    """Its columns' probabilities are 0 in fp32."""
+    inputs = zipf_inputs(40, 600, 24, generator=generator(), dtype=torch.float16)
+    bias = torch.where(torch.arange(600) < 300, 0.0, -300.0).half()
+    inputs = replace(inputs, bias=bias, targets=inputs.targets % 300)
+    case = Case(inputs, SCREENED, bounds=((0, 300), (300, 600))).at(place)
+    check_screened(case, join_ranks(case, shared_pool().run(2, run_case, case)))
+
+
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_screened_where_a_rank_has_little_mass(place: Place) -> None:
+    """It errs about what nobody sees; alone it would be refused."""
+    inputs = gaussian_inputs(150, 600, 40, generator=generator(), dtype=torch.float16)
+    little = torch.arange(600) >= 300
+    bias = torch.where(little, -6.0, 0.0).half()
+    inputs = replace(inputs, bias=bias, targets=inputs.targets % 300)
+    options = {**SCREENED, "screen": Screen(max_kept=1.0, max_error=1e-3)}
+    case = Case(inputs, options, bounds=((0, 300), (300, 600))).at(place)
+    check_screened(case, join_ranks(case, shared_pool().run(2, run_case, case)))
+    # As much of what it holds is dropped.
+    options["filter"] = Filter(keep=4.0)
+    rare = Inputs(inputs.hidden, inputs.weight[300:], inputs.targets, bias=bias[300:])
+    alone = run_case(None, Case(rare, options, backward=False).at(place))
+    assert not alone["screened"].any()
+
+
 # -- the 8-bit copy of the weight ---------------------------------------------------------------
 
 

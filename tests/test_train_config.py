@@ -177,11 +177,6 @@ def test_parse_overrides_win_over_the_file(tmp_path: Path) -> None:
             id="in_forward over a pipeline",
         ),
         pytest.param(
-            "loss: {logits: screened}\nparallel: {pp: 2, vocab_over_pipeline: true}",
-            "loss.logits=screened is not supported with parallel.vocab_over_pipeline=true",
-            id="screened over a pipeline",
-        ),
-        pytest.param(
             "loss: {logits: screened, gradient: exact}",
             "use loss.gradient=filtered, got loss.gradient=exact",
             id="screened exactly",

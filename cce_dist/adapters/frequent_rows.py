@@ -70,6 +70,10 @@ class FrequentRows:
         if self.bias is not None:
             self._biases = start_all_gather(self.bias.detach()[chosen], group, **how)
 
+    def forget(self) -> None:
+        """What was sent: the rows are about to change."""
+        self._weights = self._biases = None
+
     def elsewhere(self, head: Head) -> Head | None:
         """The other ranks' rows as a head; None: they are not known."""
         if self._weights is None:

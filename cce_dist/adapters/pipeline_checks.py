@@ -44,7 +44,6 @@ def check_weight(
         "sequence_parallel": options.sequence_parallel,
         "keep_logits": options.keep_logits,
         "check_ranks": options.check_ranks,
-        "logits": options.logits != "full",
     }
     for name, is_refused in refused.items():
         if is_refused:

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,16 +28,17 @@ from torch import Tensor
 from cce_dist import sharded
 from cce_dist.adapters.frequent_rows import FrequentRows
 from cce_dist.adapters.groups import own_couriers, own_groups, start_broadcast, start_reduce
+from cce_dist.adapters.microbatch import Microbatch, plainly
 from cce_dist.adapters.neighbours import Neighbours
 from cce_dist.adapters.pipeline_checks import check_microbatch, check_product, check_weight
 from cce_dist.adapters.pipeline_grads import RowGradients
 from cce_dist.adapters.pipeline_rehearsal import rehearse_head
-from cce_dist.autograd import Call
 from cce_dist.collectives import gather_tokens, reduce_grad_hidden
-from cce_dist.compute import Finish, prepare
+from cce_dist.compute import prepare
 from cce_dist.options import LossOptions
-from cce_dist.partials import Head, Needs, Stats, Tokens, Upstream, accumulate_dtype
+from cce_dist.partials import Needs, Stats, Upstream, accumulate_dtype
 from cce_dist.phases import in_phase
+from cce_dist.quantized import StepQuantizer
 from cce_dist.transport import group_size, process_group
 from cce_dist.vocab_shard import VocabShard
 
@@ -47,40 +47,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT = datetime.timedelta(minutes=10)
-
-
-@dataclass
-class _Microbatch:
-    """From `post` to `take`."""
-
-    hidden: Tensor  # [..., D]
-    targets: Tensor  # [...] int64
-    arrive: Callable[[], object]  # waits for both
-    step: tuple[Call, Finish, Tokens, Head] | None = None
-    scores: Any = None
-    merge: Callable[[], Stats] | None = None
-    merged: Stats | None = None
-    grad_losses: Tensor | None = None  # as targets
-    weighed: Callable[[], object] | None = None
-    grad: Tensor | None = None  # [N, D] this rank's part, then the sum
-    is_taken: bool = False  # here is the last stage
-    summed: Callable[[], object] | None = None
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _plainly(phase: Callable[P, R]) -> Callable[P, R]:
-    """Without autograd; and within an autocast region fp32 products must not be cast."""
-
-    @functools.wraps(phase)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        device: torch.device = args[0].weight.device  # pyright: ignore
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            return phase(*args, **kwargs)
-
-    return run
 
 
 class PipelineHead:
@@ -103,6 +69,8 @@ class PipelineHead:
         options: of the loss; reduction "mean" or "sum" of a microbatch, or "none".
         loss_scale: factor of the gradients of all microbatches, such as 1 / their number.
         timeout: of the groups that it makes.
+        quantize_once: with logits="screened" a step's first microbatch quantises the weight for all
+            of them: V_local (D + 8) bytes until `finish_step`. False: each of them does.
         paced: ranks meet on the host before each of its collectives begins, rather than wait for
             each other in kernels, which slow down the stages'; None: on GPUs.
     Raises:
@@ -114,7 +82,8 @@ class PipelineHead:
         of the last stage; there one all-reduce more over tensor_group, or a reduce-scatter under
         sequence_parallel, which gathers hidden over tensor_group first. With reduction "none" one
         more group, and a broadcast of 4 N bytes over it. With gradient="filtered" and the Triton
-        backend a step begins with one all-gather over vocab_group, `FrequentRows`'s. On GPUs three
+        backend a step begins with one all-gather over vocab_group, `FrequentRows`'s; with
+        logits="screened" one without gradients, too. On GPUs three
         microbatches of zeros go through when it is made.
     Determinism: as the loss's own.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
@@ -135,6 +104,7 @@ class PipelineHead:
         options: LossOptions = LossOptions(),  # noqa: B008 - frozen
         loss_scale: float = 1.0,
         timeout: datetime.timedelta = TIMEOUT,
+        quantize_once: bool = True,
         paced: bool | None = None,
     ) -> None:
         here = "of a pipeline"
@@ -165,23 +135,30 @@ class PipelineHead:
             ranks = dist.get_process_group_ranks(tensor)
             (self._tensor,) = own_groups(ranks, 1, timeout, weight.device)
         self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
-        self._microbatches: dict[int, _Microbatch] = {}
+        self._microbatches: dict[int, Microbatch] = {}
         self.grads = RowGradients(weight, bias, self.own_shard.num_classes)
         self._neighbours: Neighbours | None = None
         self._timeout = timeout
+        self.screens = options.logits == "screened"
+        self._quantizer = StepQuantizer() if self.screens and quantize_once else None
         self._frequent = None
         kernels = weight.device.type == "cuda" or options.backend == "triton"
         if options.filters and kernels and group_size(whole) > 1:
             self._frequent = FrequentRows(weight, bias, self.own_shard, self._merging)
         rehearse_head(self)
 
-    def start_step(self) -> None:
-        """Before the first microbatch of a step with gradients: begins to tell all ranks of the
-        rows that say most of a token's lse, as the filter of the Triton backend needs. Without
-        waiting; on every rank. A step without it has the same loss, and a filter that keeps more.
+    def start_step(self, *, record: bool = True) -> None:
+        """Before the first microbatch of a step: begins to tell all ranks of the rows that say most
+        of a token's lse, as the filter of the Triton backend needs. Without waiting; on every rank.
+        A step without it has the same loss, and a filter that keeps more. Until `finish_step`,
+        which also ends one without gradients, the weight keeps its values.
+
+        Args: record: the step has gradients.
         """
-        if self._frequent is not None:
+        if self._frequent is not None and (record or self.screens):
             self._frequent.exchange()
+        if self._quantizer is not None:
+            self._quantizer.begin()
 
     def neighbours(self) -> Neighbours:
         """What a schedule of its own may send between stages by; made at the first call, for which
@@ -227,7 +204,7 @@ class PipelineHead:
             hidden = torch.empty(self.hidden_shape, dtype=self.hidden_dtype, device=device)
             targets = torch.empty(self.targets_shape, dtype=torch.int64, device=device)
         arrive = start_broadcast(root, self._posting, hidden, targets)
-        self._microbatches[index] = _Microbatch(hidden, targets, arrive)
+        self._microbatches[index] = Microbatch(hidden, targets, arrive)
 
     def expect(self, index: int, root: int, count: int) -> None:
         """`post` where another rank has the last stage, and of the next of `count` microbatches,
@@ -236,7 +213,7 @@ class PipelineHead:
             if each not in self._microbatches:
                 self.post(each, root)
 
-    @_plainly
+    @plainly
     def statistics(self, index: int, *, record: bool = True) -> None:
         """Waits for what was posted; begins the merge.
 
@@ -261,13 +238,17 @@ class PipelineHead:
             class_weight=self.class_weight,
             grad_weight_into=None,
             record=record,
+            quantized_weight=self._quantizer,
         )
+        # Ranks are at different microbatches.
+        call = replace(call, plan=replace(call.plan, beside=True))
         tokens = call.tokens(batch.hidden.reshape(-1, self.hidden_shape[-1]))
         head = call.head(self.weight.detach(), self.bias)
         batch.step = call, finish, tokens, head
         elsewhere = None
-        if record and self._frequent is not None:
+        if self._frequent is not None and (record or self.screens):
             elsewhere = self._frequent.elsewhere(head)
+        if self._frequent is not None and record:
             self._frequent.count(tokens.local_targets)
         batch.merge, batch.scores = sharded.start_forward(
             tokens,
@@ -278,13 +259,13 @@ class PipelineHead:
             elsewhere=elsewhere,
         )
 
-    @_plainly
+    @plainly
     def value(self, index: int) -> Tensor:
         """Waits for the merge. Returns: the loss [], or with reduction "none" as targets, fp32 or
         float64, on every rank. The microbatch is done with."""
         return self._merged(self._microbatches.pop(index))[0]
 
-    @_plainly
+    @plainly
     def losses(self, index: int) -> Tensor:
         """With reduction "none": `value` of a microbatch that goes on."""
         return self._merged(self._microbatches[index])[0]
@@ -302,7 +283,7 @@ class PipelineHead:
         batch.grad_losses = grad_losses.to(dtype).contiguous()
         batch.weighed = start_broadcast(root, self._weighing, batch.grad_losses)
 
-    @_plainly
+    @plainly
     def gradients(self, index: int, root: int) -> Tensor:
         """Waits for the merge, adds this microbatch's part to the gradients of weight and bias, and
         begins the sum of the hidden gradient. Returns: the loss [], on every rank."""
@@ -318,8 +299,8 @@ class PipelineHead:
         out = sharded.backward(
             tokens,
             head,
-            # Ranks are at different microbatches: the sum is begun here.
-            replace(call.plan, group=None, beside=True),
+            # The sum is begun here.
+            replace(call.plan, group=None),
             stats,
             upstream,
             kept=sharded.find_kept(tokens, head, call.plan, batch.scores, stats.lse),
@@ -355,7 +336,8 @@ class PipelineHead:
         return grad.to(dtype).view(self.hidden_shape)
 
     def finish_step(self, divide_by: int = 1) -> None:
-        """Adds what the microbatches left to the gradients of weight and bias.
+        """Adds what the microbatches left to the gradients of weight and bias, and forgets what
+        `start_step` has begun; also of a step without gradients.
 
         Args: divide_by: as a schedule's `scale_grads` divides those of its stages.
         Raises:
@@ -365,6 +347,15 @@ class PipelineHead:
             left = sorted(self._microbatches)
             raise RuntimeError(f"microbatches {left} were begun and not finished in this step")
         self.grads.finish(divide_by)
+        self.forget()
+
+    def forget(self) -> None:
+        """What is left of a step: its gradients, and what is known of the weight as it is now."""
+        self.grads.forget()
+        if self._frequent is not None:
+            self._frequent.forget()
+        if self._quantizer is not None:
+            self._quantizer.end()
 
     def close(self) -> None:
         """Destroys the groups that it made, and nothing else."""
@@ -376,7 +367,7 @@ class PipelineHead:
         if self._tensor is not None:
             dist.destroy_process_group(self._tensor)
 
-    def _merged(self, batch: _Microbatch) -> tuple[Tensor, Stats, Upstream]:
+    def _merged(self, batch: Microbatch) -> tuple[Tensor, Stats, Upstream]:
         assert batch.step is not None and batch.merge is not None
         if batch.merged is None:
             with in_phase("merge", begins=False):

@@ -38,7 +38,7 @@ def rehearse_head(head: PipelineHead) -> None:
     head.post(-3, ROOT, *given)
     head.statistics(-3, record=False)
     head.value(-3)
-    head.grads.forget()
+    head.forget()
     torch.cuda.synchronize(device)
 
 

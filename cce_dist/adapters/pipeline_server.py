@@ -150,8 +150,7 @@ class Server(threading.Thread):
             if stream is not None:
                 torch.cuda.set_device(device)
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                if self.backward:
-                    self.head.start_step()
+                self.head.start_step(record=self.backward)
                 for index in range(self.count):
                     if not self._serve(index):
                         return

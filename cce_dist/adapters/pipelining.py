@@ -101,8 +101,7 @@ class VocabOverPipeline:
             raise
         finally:
             self._server = None
-        if backward:
-            self.head.finish_step(count if schedule.scale_grads else 1)
+        self.head.finish_step(count if schedule.scale_grads else 1)
         self.losses, self._broken = server.losses, False
 
 

@@ -141,8 +141,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         if not self.head.paced:
             connect_stages(self._stages, self._connected)
         prepare_mode(self, backward=self._has_backward)
-        if self._has_backward:
-            self.head.start_step()
+        self.head.start_step(record=self._has_backward)
         with without_dry_run(self._stages, answers):
             result = super().step(*args, **kwargs)
         while self._sent:
@@ -152,8 +151,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             if self._has_backward:
                 self.embedding.add(self._n_microbatches - 1)
             self.embedding.finish_step()
-        if self._has_backward:
-            self.head.finish_step(self._n_microbatches if self.scale_grads else 1)
+        self.head.finish_step(self._n_microbatches if self.scale_grads else 1)
         self._run_before.add(self._has_backward)
         self._broken = False
         return result

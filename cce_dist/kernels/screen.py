@@ -54,11 +54,14 @@ def guard_kernel(
         lse = tl.load(lse_ptr + token, mask=counts, other=0.0)
         unkept = tl.load(unkept_ptr + token, mask=counts, other=float("-inf"))
         variance = tl.load(variance_ptr + token, mask=counts, other=0.0)
-        tail = tl.exp2((unkept - lse) * LOG2E)
+        lower = tl.load(lower_ptr + token, mask=counts, other=0.0)
+        # Of the mass over all ranks: one that holds little of it may well be wrong about that.
+        whole = tl.where(lower > lse * LOG2E, lower, lse * LOG2E)
+        # Of a token with no mass at all here, which lse is of too, nothing can err.
+        tail = tl.where(unkept == float("-inf"), 0.0, tl.exp2(unkept * LOG2E - whole))
         total += tl.where(counts, tail * tail * variance, 0.0)
         # Of the full logits too: an 8-bit one is off by a few standard deviations at most.
         known = (lse - 1.0 - 6.0 * tl.sqrt(variance)) * LOG2E
-        lower = tl.load(lower_ptr + token, mask=counts, other=0.0)
         raised = tl.where((tl.abs(known) < 1e30) & (known > lower), known, lower)
         tl.store(lower_ptr + token, raised, mask=counts)
     error = tl.sqrt(tl.sum(total, 0) / tl.maximum(count, 1))

@@ -207,11 +207,6 @@ class TrainConfig(Section):
                 "loss.gradient=in_forward is not supported with parallel.vocab_over_pipeline=true: "
                 "use loss.gradient=filtered or exact"
             )
-        if parallel.vocab_over_pipeline and self.loss.logits == "screened":
-            raise ValueError(
-                "loss.logits=screened is not supported with parallel.vocab_over_pipeline=true: use "
-                "loss.logits=full"
-            )
         return self
 
     @property
