@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cce_dist import sharded
+from cce_dist import in_forward, sharded
 from cce_dist.loss_plan import Plan
 from cce_dist.partials import Head, Needs, QuantizedRows, Stats, Tokens, Upstream, accumulate_dtype
 
@@ -274,7 +274,7 @@ class InForward(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             classes = head.weight.shape[0]
             wide = call.plan.backend.keeps_logits or call.grad_weight_into is not None
-            if wide or not sharded.scales_by_any(weight.dtype):
+            if wide or not in_forward.scales_by_any(weight.dtype):
                 whole = rows = torch.empty_like(
                     head.weight,
                     dtype=loss.dtype,
@@ -284,7 +284,7 @@ class InForward(torch.autograd.Function):
                 whole = torch.empty_like(weight, memory_format=torch.contiguous_format)
                 whole[classes:].zero_()
                 rows = whole[:classes]
-        grads, tail = sharded.forward_with_grads(
+        grads, tail = in_forward.grads_in_forward(
             tokens,
             head,
             call.plan,

@@ -43,6 +43,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"loss_plan": set()},
     {"collectives": {"torch"}},
     {"sharded": {"torch"}},
+    {"in_forward": {"torch"}},
     {
         "agreement": {"torch"},
         "autograd": {"torch"},
