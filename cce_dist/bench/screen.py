@@ -1,10 +1,10 @@
-"""Screened logits: how far each token's log-sum-exp is from float64, and on which side."""
+"""Screened logits: how far each token's log-sum-exp and loss are from float64."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,17 @@ from .kept import bits_set, marks_seen
 from .table import Cells
 
 DECILES = 10
-# nats [N] float64 by inputs, and whether logits were screened (None: not asked).
-Losses = Callable[[BenchInputs], tuple[Tensor, bool | None]]
+
+
+class Losses(NamedTuple):
+    """Of each token, [N] float64, nats."""
+
+    lse: Tensor
+    nll: Tensor
+    screened: bool | None = None  # None: not asked
+
+
+Method = Callable[[BenchInputs], Losses]
 
 
 def bench_screen(
@@ -42,12 +51,12 @@ def bench_screen(
         max_kept, max_error: of `Screen`.
     """
     valid = inputs.without_ignored()
-    golden, entropy = golden_lse(valid)
+    golden, entropy = golden_losses(valid)
     order = entropy.argsort()
     rows = []
     filter_ = Filter() if keep is None else Filter(keep=keep)
-    methods: dict[str, Losses] = {
-        f"dense {name}": functools.partial(dense_lse, dtype=dtype)
+    methods: dict[str, Method] = {
+        f"dense {name}": functools.partial(dense_losses, dtype=dtype)
         for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16))
         if torch.finfo(dtype).eps >= torch.finfo(inputs.hidden.dtype).eps
     }
@@ -61,19 +70,20 @@ def bench_screen(
     (true_share,) = shares_kept(valid, [threshold])
     for name, run in methods.items():
         with marks_seen() as seen:
-            lse, screened = run(valid)
-        error = lse - golden
-        kept = None if screened is None else true_share
+            found = run(valid)
+        error = found.lse - golden.lse
+        kept = None if found.screened is None else true_share
         if seen:
             blocks = -(-len(valid.targets) // TOKEN_BLOCK)
             kept = bits_set(seen[-1].kept) / (blocks * len(valid.weight))
         row = {
             "logits": name,
-            "screened": {None: "", True: "yes", False: "no"}[screened],
+            "screened": {None: "", True: "yes", False: "no"}[found.screened],
             "kept": "" if kept is None else f"{100 * kept:.2f} %",
             "lse rms": float(error.square().mean().sqrt()),
             "lse mean": float(error.mean()),
             "lse max": float(error.abs().max()),
+            "loss rms": float((found.nll - golden.nll).square().mean().sqrt()),
         }
         for index, part in enumerate(error[order].tensor_split(DECILES), 1):
             row[f"mean, decile {index}"] = float(part.mean())
@@ -81,43 +91,56 @@ def bench_screen(
     return rows
 
 
-def _ours(filter_: Filter, **options: Any) -> Losses:
-    def run(inputs: BenchInputs) -> tuple[Tensor, bool]:
+def _ours(filter_: Filter, **options: Any) -> Method:
+    def run(inputs: BenchInputs) -> Losses:
         # As for a backward: the columns that matter are found by what it would keep.
         found: Any = linear_cross_entropy(
             inputs.hidden.detach().requires_grad_(),
             inputs.weight,
             inputs.targets,
             filter=filter_,
+            reduction="none",
             stats=("lse", "screened"),
             **options,
         )
-        return found.lse.detach().double(), bool(found.screened.all())
+        lse, nll = (x.detach().double() for x in (found.lse, found.loss))
+        return Losses(lse, nll, bool(found.screened.all()))
 
     return run
 
 
 @torch.no_grad()
-def dense_lse(inputs: BenchInputs, *, dtype: torch.dtype) -> tuple[Tensor, None]:
+def dense_losses(inputs: BenchInputs, *, dtype: torch.dtype) -> Losses:
     """Of logits rounded to that dtype, as dense training has them."""
-    weight, parts = inputs.weight.float(), []
-    for hidden in inputs.hidden.split(_chunk(inputs)):
-        parts.append((hidden.float() @ weight.T).to(dtype).double().logsumexp(1))
-    return torch.cat(parts), None
+    weight = inputs.weight.float()
+    parts = [_losses_of((e.float() @ weight.T).to(dtype), t) for e, t in _chunks(inputs)]
+    return _together(parts)
 
 
 @torch.no_grad()
-def golden_lse(inputs: BenchInputs) -> tuple[Tensor, Tensor]:
-    """lse and entropy in float64, [N] each, nats."""
+def golden_losses(inputs: BenchInputs) -> tuple[Losses, Tensor]:
+    """Of logits in float64; and entropies [N]."""
     weight = inputs.weight.double()
-    lse, entropy = [], []
-    for hidden in inputs.hidden.split(_chunk(inputs)):
+    parts, entropy = [], []
+    for hidden, targets in _chunks(inputs):
         log_p = hidden.double() @ weight.T
-        lse.append(log_p.logsumexp(1))
-        log_p -= lse[-1][:, None]
+        parts.append(_losses_of(log_p, targets))
+        log_p -= parts[-1][0][:, None]
         entropy.append(-(log_p.exp() * log_p).sum(1))
-    return torch.cat(lse), torch.cat(entropy)
+    return _together(parts), torch.cat(entropy)
 
 
-def _chunk(inputs: BenchInputs) -> int:
-    return max(64, min(2048, CHUNK_ELEMENTS // len(inputs.weight)))
+def _together(parts: Sequence[tuple[Tensor, Tensor]]) -> Losses:
+    lse, nll = zip(*parts, strict=True)
+    return Losses(torch.cat(lse), torch.cat(nll))
+
+
+def _losses_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    lse = logits.double().logsumexp(1)
+    return lse, lse - logits.gather(1, targets[:, None])[:, 0]
+
+
+def _chunks(inputs: BenchInputs) -> Iterator[tuple[Tensor, Tensor]]:
+    """Hidden states and targets of some tokens."""
+    size = max(64, min(2048, CHUNK_ELEMENTS // len(inputs.weight)))
+    return zip(inputs.hidden.split(size), inputs.targets.split(size), strict=True)
