@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import random
@@ -132,6 +133,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(COMPILING_SECONDS))
         for reason in reasons_to_skip(item):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    # What has been imported and collected is never garbage, and slow to look through.
+    gc.freeze()
 
 
 def reasons_to_skip(item: pytest.Item) -> Iterator[str]:
