@@ -39,11 +39,14 @@ def speed_up_interpreter() -> None:
     interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)
     types: Any = core
     types.block_type.__init__ = _remembering_shapes(types.block_type.__init__)
+    types.block_type.with_element_ty = _sharing_types(types)
+    types.block_type.to_ir = _remembering_types(types.block_type.to_ir)
     types.tensor.__init__ = _sharing_shapes(types.tensor.__init__)
     types.dtype.__eq__ = _equal_to_itself(types.dtype.__eq__)
     types._unwrap_if_constexpr = _unwrapping_constants(types._unwrap_if_constexpr, core)
-    broadcast_less = _broadcasting_less(interpreter, types.block_type)
-    interpreter.interpreter_semantic.broadcast_impl_value = broadcast_less
+    semantic = interpreter.interpreter_semantic
+    semantic.broadcast_impl_value = _broadcasting_less(interpreter, types.block_type)
+    semantic.binary_op_type_checking_impl = _checking_less(interpreter, types)
 
 
 def _patching_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -109,14 +112,46 @@ def _remembering_shapes(make: Callable[..., None]) -> Callable[..., None]:
         sizes = tuple([getattr(size, "value", size) for size in shape])
         if not all(type(size) is int for size in sizes):
             make(self, element_ty, shape)
+            self.sizes = tuple(self.shape)
             return
         key = (element_ty.name, sizes)
         if key not in made:
             make(self, element_ty, shape)
             made[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+            made[key]["sizes"] = sizes
         vars(self).update(made[key], element_ty=element_ty)
 
     return make_block_type
+
+
+def _sharing_types(core: Any) -> Callable[[Any, Any], Any]:
+    """The type of a block of other elements: one object, unless they are pointers."""
+    shared: dict[Any, Any] = {}
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        if type(scalar_ty) is not core.dtype:
+            return core.block_type(scalar_ty, self.shape)
+        key = (scalar_ty.name, self.sizes)
+        if key not in shared:
+            shared[key] = core.block_type(scalar_ty, self.shape)
+        return shared[key]
+
+    return with_element_ty
+
+
+def _remembering_types(to_ir: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The interpreter's type of a block's, which it makes anew for each operation."""
+    made: dict[Any, Any] = {}
+
+    def to_ir_of(self: Any, builder: Any) -> Any:
+        if self.element_ty.is_ptr():
+            return to_ir(self, builder)
+        key = (self.element_ty.name, self.sizes)
+        if key not in made:
+            made[key] = to_ir(self, builder)
+        return made[key]
+
+    return to_ir_of
 
 
 def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
@@ -124,7 +159,7 @@ def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
     made: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
+        sizes = type.sizes if type.is_block() else ()
         if sizes not in made:
             make(self, handle, type)
             made[sizes] = self.numel, self.shape
@@ -134,30 +169,83 @@ def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
     return make_tensor
 
 
+def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]]:
+    """Two operands of one type, or a block of pointers and integers, as most are: there is nothing
+    to convert, and nothing that could be refused. A number beside a tensor: its tensor is made the
+    first time alone."""
+    semantic = interpreter.interpreter_semantic
+    check = semantic.binary_op_type_checking_impl
+    tensor, dtype = core.tensor, core.dtype
+    constants: dict[Any, tuple[Any, Any]] = {}
+
+    def constant_beside(element: Any, number: Any, how: tuple[Any, ...]) -> tuple[Any, Any]:
+        """What the interpreter makes of both: the other's type, and the number's handle."""
+        key = (element.name, type(number), number, how)
+        if key not in constants:
+            one = semantic.tensor(interpreter.interpreter_builder.get_null_value(element), element)
+            found, constant = check(one, number, *how)
+            constant.handle.data.flags.writeable = False
+            constants[key] = found.dtype, constant
+        return constants[key]
+
+    def check_less(
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        how = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        if type(lhs) is not tensor or (type(rhs) is not tensor and type(rhs) not in (int, float)):
+            return check(lhs, rhs, *how)
+        left = lhs.dtype
+        if type(rhs) is not tensor:
+            if type(left) is not dtype:
+                return check(lhs, rhs, *how)
+            common, constant = constant_beside(left, rhs, how)
+            if common.name != left.name:
+                lhs = semantic.cast(lhs, common)
+            handle = interpreter.TensorHandle(constant.handle.data, constant.handle.dtype)
+            return semantic.broadcast_impl_value(lhs, tensor(handle, constant.type))
+        right = rhs.dtype
+        if type(left) is dtype and type(right) is dtype:
+            alike = left.name == right.name and not (div_or_mod and left.name in ("fp16", "bf16"))
+        else:
+            alike = allow_lhs_ptr and left.is_ptr() and type(right) is dtype and right.is_int()
+        return semantic.broadcast_impl_value(lhs, rhs) if alike else check(lhs, rhs, *how)
+
+    return check_less
+
+
 def _broadcasting_less(interpreter: Any, block_type: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Two operands brought to one shape; nothing is done where they have it, as most do."""
     semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     broadcast = semantic.broadcast_impl_value
 
-    def expanded(operand: Any, sizes: list[int]) -> Any:
-        if list(operand.type.shape) == sizes:
+    def expanded(operand: Any, sizes: tuple[int, ...]) -> Any:
+        if operand.type.sizes == sizes:
             return operand
         handle = builder.create_broadcast(operand.handle, sizes)
-        return semantic.tensor(handle, block_type(operand.type.scalar, sizes))
+        return semantic.tensor(handle, block_type(operand.type.scalar, list(sizes)))
+
+    def splat(operand: Any, type: Any) -> Any:
+        of_block = type.with_element_ty(operand.dtype)
+        return semantic.tensor(builder.create_splat(of_block, operand.handle), of_block)
 
     def broadcast_impl_value(lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        if lhs.type.is_block() != rhs.type.is_block():
-            return broadcast(lhs, rhs)
         if not lhs.type.is_block():
-            return lhs, rhs
-        left, right = list(lhs.type.shape), list(rhs.type.shape)
+            return (splat(lhs, rhs.type) if rhs.type.is_block() else lhs), rhs
+        if not rhs.type.is_block():
+            return lhs, splat(rhs, lhs.type)
+        left, right = lhs.type.sizes, rhs.type.sizes
         if left == right:
             return lhs, rhs
         if len(left) != len(right) or any(
             one != other and 1 not in (one, other) for one, other in zip(left, right, strict=True)
         ):
             return broadcast(lhs, rhs)
-        sizes = [max(pair) for pair in zip(left, right, strict=True)]
+        sizes = tuple([max(pair) for pair in zip(left, right, strict=True)])
         return expanded(lhs, sizes), expanded(rhs, sizes)
 
     return broadcast_impl_value
