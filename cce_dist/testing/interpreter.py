@@ -170,23 +170,30 @@ def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]]:
-    """Two operands of one type, or a block of pointers and integers, as most are: there is nothing
-    to convert, and nothing that could be refused. A number beside a tensor: its tensor is made the
-    first time alone."""
-    semantic = interpreter.interpreter_semantic
+    """Two operands as they are computed with. What is checked and converted depends on their types
+    and on numbers alone, and is found out the first time. Operands of one type, and a block of
+    pointers beside integers, stay what they are."""
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     check = semantic.binary_op_type_checking_impl
     tensor, dtype = core.tensor, core.dtype
-    constants: dict[Any, tuple[Any, Any]] = {}
+    known: dict[Any, tuple[Any, Any]] = {}
 
-    def constant_beside(element: Any, number: Any, how: tuple[Any, ...]) -> tuple[Any, Any]:
-        """What the interpreter makes of both: the other's type, and the number's handle."""
-        key = (element.name, type(number), number, how)
-        if key not in constants:
-            one = semantic.tensor(interpreter.interpreter_builder.get_null_value(element), element)
-            found, constant = check(one, number, *how)
-            constant.handle.data.flags.writeable = False
-            constants[key] = found.dtype, constant
-        return constants[key]
+    def kind_of(operand: Any) -> Any:
+        if type(operand) is tensor:
+            return operand.dtype.name if type(operand.dtype) is dtype else None
+        return (type(operand), operand) if type(operand) in (int, float) else None
+
+    def example_of(operand: Any) -> Any:
+        if type(operand) is not tensor:
+            return operand
+        return semantic.tensor(builder.get_null_value(operand.dtype), operand.dtype)
+
+    def as_in(example: Any, operand: Any) -> Any:
+        if type(operand) is tensor:
+            same = operand.dtype.name == example.dtype.name
+            return operand if same else semantic.cast(operand, example.dtype)
+        handle = interpreter.TensorHandle(example.handle.data, example.handle.dtype)
+        return semantic.tensor(handle, example.type)
 
     def check_less(
         lhs: Any,
@@ -196,24 +203,24 @@ def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> tuple[Any, Any]:
+        left, right = kind_of(lhs), kind_of(rhs)
         how = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-        if type(lhs) is not tensor or (type(rhs) is not tensor and type(rhs) not in (int, float)):
+        if left is None or right is None:
+            pointers = allow_lhs_ptr and type(lhs) is tensor and lhs.dtype.is_ptr()
+            if pointers and type(right) is str and rhs.dtype.is_int():
+                return semantic.broadcast_impl_value(lhs, rhs)
             return check(lhs, rhs, *how)
-        left = lhs.dtype
-        if type(rhs) is not tensor:
-            if type(left) is not dtype:
-                return check(lhs, rhs, *how)
-            common, constant = constant_beside(left, rhs, how)
-            if common.name != left.name:
-                lhs = semantic.cast(lhs, common)
-            handle = interpreter.TensorHandle(constant.handle.data, constant.handle.dtype)
-            return semantic.broadcast_impl_value(lhs, tensor(handle, constant.type))
-        right = rhs.dtype
-        if type(left) is dtype and type(right) is dtype:
-            alike = left.name == right.name and not (div_or_mod and left.name in ("fp16", "bf16"))
-        else:
-            alike = allow_lhs_ptr and left.is_ptr() and type(right) is dtype and right.is_int()
-        return semantic.broadcast_impl_value(lhs, rhs) if alike else check(lhs, rhs, *how)
+        if type(left) is str and left == right and not (div_or_mod and left in ("fp16", "bf16")):
+            return semantic.broadcast_impl_value(lhs, rhs)
+        key = (left, right, how)
+        if key not in known:
+            examples = check(example_of(lhs), example_of(rhs), *how)
+            for example in examples:
+                # A number's array is shared from here on.
+                example.handle.data.flags.writeable = False
+            known[key] = examples
+        first, second = known[key]
+        return semantic.broadcast_impl_value(as_in(first, lhs), as_in(second, rhs))
 
     return check_less
 
@@ -259,8 +266,11 @@ def _equal_to_itself(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], 
 def _unwrapping_constants(unwrap: Callable[[Any], Any], core: Any) -> Callable[[Any], Any]:
     """The value of a constant; what is neither one nor a sequence is itself, and is asked first."""
     sequences = (list, tuple, core.tuple)
+    plain = {core.tensor, int, float, bool, type(None)}
 
     def unwrap_if_constexpr(value: Any) -> Any:
+        if type(value) in plain:
+            return value
         if isinstance(value, core.constexpr):
             return value.value
         return unwrap(value) if isinstance(value, sequences) else value
