@@ -88,7 +88,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 @pytest.fixture(scope="module")
 def megatron_pools() -> Iterator[dict[int, RankPool]]:
     """The same, of forks of a process that has imported Megatron without CUDA, which takes seconds.
-    The module's own: each job of Megatron's leaves threads behind."""
+    The module's own: threads of their groups wake a hundred times a second."""
     from megatron_jobs import import_megatron
 
     prepare = functools.partial(import_megatron, "cpu")
