@@ -15,6 +15,8 @@ if [[ -f $stamp && $(<"$stamp") == "$inputs" ]]; then
 fi
 [[ -x .venv/bin/pip ]] || "$PYTHON" -m venv .venv
 echo "setup: installing cce-dist[$extra] and PyTorch into .venv; this can take minutes" >&2
-.venv/bin/python -m pip install --quiet --disable-pip-version-check \
+# pip itself compiles on one core. What cannot be compiled are templates of files.
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
     --constraint constraints-test.txt --editable ".[$extra]"
+.venv/bin/python -m compileall -qq -j 0 .venv/lib || true
 echo "$inputs" > "$stamp"

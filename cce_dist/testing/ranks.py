@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -200,6 +201,7 @@ def _serve_all(prepare: Callable[[], object] | None, ranks: Sequence[tuple[Any, 
     os.setpgid(0, 0)
     if prepare is not None:
         prepare()
+        gc.freeze()
     for number, rank in enumerate(ranks):
         others = ranks[number + 1 :]
         if others and os.fork():
