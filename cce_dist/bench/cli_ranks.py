@@ -86,7 +86,8 @@ def ranks_command(
 def megatron_command(
     model: Annotated[Names, typer.Option(help="May be repeated. [all there are]")] = None,
     loss: Annotated[
-        Names, typer.Option(help="unfused, native, exact, exact-kept, filtered, no head. [all]")
+        Names,
+        typer.Option(help="unfused, native, exact, exact-kept, filtered, screened, no head. [all]"),
     ] = None,
     sequence: Size = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a microbatch.")] = 2,

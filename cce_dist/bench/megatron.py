@@ -43,6 +43,7 @@ OURS: dict[str, dict[str, Any]] = {
     # What "exact" is by default.
     "exact-kept": {"gradient": "exact"},
     "filtered": {"gradient": "filtered"},
+    "screened": {"logits": "screened"},
 }
 # Megatron's, ours, and a step without head and loss: what the others add to it is theirs.
 LOSSES = ("unfused", "native", *OURS, "no head")
