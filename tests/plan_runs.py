@@ -251,7 +251,8 @@ def _times_of_stages(stages: list[dict[str, str]]) -> StageTimes:
     if float(stages[0]["s_ms"]) == 0:
         return StageTimes(each("f_ms", "loss_ms"), each("b_ms"))
     # What looks embeddings up and sums them is measured with none of the passes.
-    return StageTimes(each("f_ms"), each("b_ms"), statistics=each("s_ms"), gradients=each("t_ms"))
+    of_head = {"statistics": each("s_ms"), "gradients": each("t_ms")}
+    return StageTimes(each("f_ms"), each("b_ms"), **of_head).with_stalls()
 
 
 def _model_of(stages: list[dict[str, str]]) -> Model:

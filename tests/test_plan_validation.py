@@ -63,12 +63,12 @@ def test_pipelines_on_gpus() -> None:
 
 
 def test_the_vocabulary_over_two_gpus() -> None:
-    """Too optimistic in time: passes wait for the host."""
+    """What is lost between passes, a tenth of a cycle, was taken from these runs."""
     found = pipelines(over=True)
     for measured, alone in found:
         if measured.time_error is not None and alone.time_error is not None:
-            assert -0.12 < measured.time_error < 0.0
-            assert -0.14 < alone.time_error < 0.0
+            assert abs(measured.time_error) < 0.035 < TIME
+            assert abs(alone.time_error) < 0.055
         assert alone.memory_error is not None and abs(alone.memory_error) < 0.035 < MEMORY
     assert len(found) == 6
 

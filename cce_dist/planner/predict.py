@@ -11,6 +11,10 @@ from .orders import Times
 from .schedules import Schedule, make_schedule, peak_held
 from .timeline import Task, Timeline, Work, run_orders
 
+# Of a cycle: what three runs on two H200s spent between its passes, of which nobody knows on what.
+# docs/planner.md#validation
+STALLED = 0.1
+
 
 @dataclass(frozen=True)
 class StageTimes:
@@ -23,6 +27,7 @@ class StageTimes:
         embedding: of each rank's rows, forward and again backward; over all ranks as well.
         latency: until the next stage has what a stage sends.
         head_latency: of a collective of the head.
+        stalled: each rank's in every cycle of the head over all ranks, between its passes.
         weight_share: of a backward that is split, the part which makes the weights' gradients.
     Raises:
         ValueError: lists of other lengths, or a time that is negative or not finite.
@@ -35,6 +40,7 @@ class StageTimes:
     embedding: tuple[float, ...] = ()
     latency: float = 0.0
     head_latency: float = 0.0
+    stalled: float = 0.0
     weight_share: float = 0.5
 
     def __post_init__(self) -> None:
@@ -56,7 +62,7 @@ class StageTimes:
                     raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
         if not 0 <= self.weight_share <= 1:
             raise ValueError(f"weight_share must be within 0 and 1, got {self.weight_share!r}")
-        for name in ("latency", "head_latency"):
+        for name in ("latency", "head_latency", "stalled"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)!r}")
 
@@ -64,12 +70,17 @@ class StageTimes:
     def is_over_ranks(self) -> bool:
         return bool(self.statistics or self.gradients)
 
+    def with_stalls(self) -> StageTimes:
+        """As this library's planned order was measured: the same times, and `stalled`."""
+        return replace(self, stalled=STALLED * replace(self, stalled=0.0).slowest().cycle)
+
     def slowest(self) -> Times:
         """One cycle for all ranks, for planner/orders.py."""
         return Times(
             forward=max(self.forward),
             backward=max(self.backward),
-            statistics=max(self.statistics),
+            # It is anywhere between two passes.
+            statistics=max(self.statistics) + self.stalled,
             gradients=max(self.gradients),
             latency=self.head_latency,
             embedding=max(self.embedding, default=0.0),
@@ -196,7 +207,8 @@ def _work_of_head(schedule: Schedule, times: StageTimes, rank: int, task: Task) 
         "G": ((("B", 0, index), times.head_latency),),
     }
     lists = {"S": times.statistics, "T": times.gradients}
-    return Work(lists.get(kind, times.embedding)[rank], waits[kind], (kind, index))
+    taken = lists.get(kind, times.embedding)[rank] + (times.stalled if kind == "S" else 0.0)
+    return Work(taken, waits[kind], (kind, index))
 
 
 def closed_form(schedule: Schedule, times: StageTimes) -> float | None:

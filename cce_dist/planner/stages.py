@@ -198,7 +198,7 @@ def stage_times(costs: Costs, stages: Sequence[Stage]) -> StageTimes:
         return StageTimes(forward, backward, latency=costs.latency)
     every = len(stages)
     embedding = (costs.embedding_seconds,) * every if costs.is_embedding_shared else ()
-    return StageTimes(
+    times = StageTimes(
         forward,
         backward,
         statistics=(head.forward,) * every,
@@ -207,3 +207,4 @@ def stage_times(costs: Costs, stages: Sequence[Stage]) -> StageTimes:
         latency=costs.latency,
         head_latency=phase_latency(costs.model, job, costs.hardware),
     )
+    return times.with_stalls()
