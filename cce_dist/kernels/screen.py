@@ -181,7 +181,7 @@ def merge_task(
     tl.store(kept_ptrs + N, total)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "words"])
+@triton.jit(do_not_specialize=["num_blocks", "max_chunks", "words"])
 def exact_columns_kernel(
     hidden_ptr,  # [N, D] packed, N = num_blocks * TOKENS
     rows_ptr,  # [N] int64: 0 to N - 1
