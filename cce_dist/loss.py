@@ -55,7 +55,7 @@ def linear_cross_entropy(
     stats: tuple[Stat, ...] = (),
     backend: Backend = "auto",
     workspace_bytes: int = 64 * 2**20,
-    keep_logits: bool | None = None,
+    keep_logits: bool = False,
     check_ranks: bool = False,
 ) -> Tensor | LossOutput:
     """Cross-entropy of hidden @ weight.T against targets; logits [N, V] never exist in memory.
@@ -99,11 +99,10 @@ def linear_cross_entropy(
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
             one tile of 128 tokens.
         keep_logits: whether memory from the forward to the backward saves time, on a GPU. With
-            gradient="exact" (None: no) logits of as many columns as fit the workspace, and the
-            weight's gradient, which the forward then allocates, are kept in 16 bits (fp32 for fp32
-            inputs) and not computed again. With logits="screened" (None: yes) those that are
-            exact, as many as fit the workspace. A second backward over a retained graph computes
-            them again.
+            gradient="exact" logits of as many columns as fit the workspace, and the weight's
+            gradient, which the forward then allocates, are kept in 16 bits (fp32 for fp32 inputs)
+            and not computed again. With logits="screened" those that are exact, as many as fit the
+            workspace. A second backward over a retained graph computes them again.
         check_ranks: first compare, bit by bit, what all ranks of the group must share; for
             debugging, on every rank or on none: the host waits. So does CCE_DIST_CHECK_RANKS=1.
     Returns:

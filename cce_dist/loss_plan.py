@@ -44,6 +44,4 @@ class Plan:
     def keeps_listed(self) -> bool:
         """Whether a screened forward keeps the exact logits of what the backward begins with."""
         room = self.backend.room_for_listed
-        return (
-            self.screen is not None and room is not None and self.options.keep_logits is not False
-        )
+        return self.screen is not None and room is not None and self.options.keep_logits

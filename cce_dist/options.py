@@ -172,7 +172,7 @@ class LossOptions:
     stats: tuple[Stat, ...] = ()
     backend: Backend = "auto"
     workspace_bytes: int = 64 * 2**20
-    keep_logits: bool | None = None
+    keep_logits: bool = False
     check_ranks: bool = False
 
     def __post_init__(self) -> None:
@@ -192,10 +192,9 @@ class LossOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} must be an int, got {value!r}")
-        if not isinstance(self.check_ranks, bool):
-            raise ValueError(f"check_ranks must be True or False, got {self.check_ranks!r}")
-        if self.keep_logits is not None and not isinstance(self.keep_logits, bool):
-            raise ValueError(f"keep_logits must be True, False or None, got {self.keep_logits!r}")
+        for name in ("keep_logits", "check_ranks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         require_finite("shift", self.shift, minimum=0)
         require_finite("workspace_bytes", self.workspace_bytes, minimum=2**16)
         require_finite("logit_scale", self.logit_scale)

@@ -171,6 +171,7 @@ SCREENED: dict[str, Any] = {
     "filter": Filter(keep=2e-3),
     "screen": Screen(max_kept=1.0),
     "reduction": "sum",
+    "keep_logits": True,
 }
 SCREENED_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -239,7 +240,7 @@ def test_screened_backward_begins_with_what_was_kept(rooms: list[Any]) -> None:
     def grads(of: Any, **how: Any) -> dict[str, Any]:
         return dict(enumerate(torch.autograd.grad(of, (hidden, weight), **how)))
 
-    plain = grads(loss(**case.options, keep_logits=False))
+    plain = grads(loss(**{**case.options, "keep_logits": False}))
     made = loss(**case.options)
     first = grads(made, retain_graph=True)
     # Not in memory until the graph goes.
