@@ -214,8 +214,8 @@ def _check_screening(options: LossOptions, hidden: Tensor, by_kernels: bool) -> 
 
 
 def quantizer_for(backend: Backend, weight: Tensor, screen: Screen) -> Any:
-    """The module whose `Moments`, `screen_dtype` and `quantize_weight` make rows of 8 bits. Both
-    backends' rows are the same, but for the last digit of an fp32 number.
+    """The module whose `moments_of` and `quantize_weight` make rows of 8 bits. Both backends'
+    rows are the same, but for the last digit of an fp32 number.
 
     Raises:
         ValueError: the backend asked for by name cannot run, or the weight is not of 16 bits.

@@ -5,61 +5,42 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from cce_dist.eight_bits import (
+    LARGEST,
+    Moments,
+    every_for_centre,
+    quantized_rows,
+    screen_dtype,
+)
 from cce_dist.options import Screen
 from cce_dist.partials import QuantizedRows, Tokens
 from cce_dist.torch_tiles import spans
 
-# Of a row's largest element: the largest of the format.
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-# So many rows at least make the mean row that is subtracted.
-CENTRE_ROWS = 16384
 # Numbers that are widened to fp32 at a time.
 CHUNK_ELEMENTS = 2**18
 # A row of values is this many long, or a multiple: the kernels' descriptors ask for 16 bytes.
 ALIGNED = 16
 
 
-def screen_dtype(screen: Screen, weight: Tensor) -> torch.dtype:
-    """ "auto" is what the kernels take on the weight's device, and int8 on a CPU."""
-    if screen.dtype == "auto" and weight.is_cuda:
-        newest = torch.cuda.get_device_capability(weight.device) >= (10, 0)
-        return torch.float8_e4m3fn if newest else torch.int8
-    return torch.float8_e4m3fn if screen.dtype == "e4m3" else torch.int8
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Mean and variance of a matrix's rows, [D] fp32 each."""
-
-    mean: Tensor
-    variance: Tensor
-
-    @classmethod
-    def of(cls, matrix: Tensor, *, every: int = 1) -> Moments:
-        """Args: every: only each so many-th row is read."""
-        taken = matrix[::every]
-        total = torch.zeros(2, matrix.shape[1], dtype=torch.float32, device=matrix.device)
-        for _, rows in _in_fp32(taken):
-            total[0] += rows.sum(0)
-            total[1] += rows.square().sum(0)
-        mean, square = total / max(1, taken.shape[0])
-        return cls(mean, (square - mean * mean).clamp_min(1e-30))
-
-    def for_others(self) -> Moments:
-        """For rows like these, which may vary in a dim in which these hardly do, as few rows may
-        not: they would be rounded by its scale alone."""
-        return replace(self, variance=self.variance.maximum(2.0**-8 * self.variance.mean()))
+def moments_of(matrix: Tensor, *, every: int = 1) -> Moments:
+    """Args: every: only each so many-th row is read."""
+    taken = matrix[::every]
+    sums = torch.zeros(2, matrix.shape[1], dtype=torch.float32, device=matrix.device)
+    for _, rows in _in_fp32(taken):
+        sums[0] += rows.sum(0)
+        sums[1] += rows.square().sum(0)
+    return Moments.of_sums(sums, max(1, taken.shape[0]))
 
 
 def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRows:
-    """The weight in 8 bits for several losses, for hidden states like these tokens'."""
-    moments = Moments.of(tokens.take(0, len(tokens))).for_others()
+    """The weight in 8 bits, as it suits these tokens, for them and others."""
+    moments = moments_of(tokens.take(0, len(tokens))).for_others()
     return quantize_weight(weight, moments, screen_dtype(screen, weight))
 
 
@@ -69,30 +50,10 @@ def quantize_weight(
     dtype: torch.dtype,
     into: QuantizedRows | None = None,
 ) -> QuantizedRows:
-    """The weight in 8 bits.
-
-    Args:
-        hidden: None: those of `into`, or else a mean of 0 and channels as they are.
-        into: of the same shape and dtype: written, in place of new memory.
-    """
-    own = Moments.of(weight, every=max(1, weight.shape[0] // CENTRE_ROWS))
-    channel, hidden_centre = torch.ones_like(own.mean), torch.zeros_like(own.mean)
-    if hidden is not None:
-        # What sticks out of either side is shared between the two.
-        ratio = torch.log2(hidden.variance / own.variance)
-        channel = torch.exp2(((ratio - ratio.mean()) / 4).round_())
-        hidden_centre = hidden.mean
-    elif into is not None:
-        channel, hidden_centre = into.channel, into.hidden_centre
-    values, of_rows, size = quantize(weight, own.mean, channel, hidden_centre, dtype)
-    # Both the tokens' shifts and the columns' have the means' product.
-    mean = torch.cat([size.mean(1), (own.mean * hidden_centre).sum()[None]])
-    made = QuantizedRows(values, of_rows, own.mean, channel, hidden_centre, mean)
-    if into is None:
-        return made
-    for name, tensor in vars(made).items():
-        getattr(into, name).copy_(tensor)
-    return into
+    """The weight in 8 bits. Args: as of `eight_bits.quantized_rows`."""
+    own = moments_of(weight, every=every_for_centre(weight))
+    make = functools.partial(quantize, weight, dtype=dtype)
+    return quantized_rows(own, hidden, into, make)
 
 
 def quantize(

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from cce_dist import local_torch
+from cce_dist.eight_bits import correct_for_rounding, screen_dtype
 from cce_dist.local_torch_filter import gathered_logits, keep_targets, reaches
-from cce_dist.local_torch_quantize import Moments, quantize, quantize_weight, screen_dtype
+from cce_dist.local_torch_quantize import moments_of, quantize, quantize_weight
 from cce_dist.options import TOKEN_BLOCK, Screen
 from cce_dist.partials import (
     Head,
@@ -88,16 +89,12 @@ class EightBit:
         hidden, rows = tokens.take(0, len(tokens)), head.quantized
         if rows is None:
             dtype = screen_dtype(screen, head.weight)
-            rows = quantize_weight(head.weight, Moments.of(hidden), dtype)
+            rows = quantize_weight(head.weight, moments_of(hidden), dtype)
         values, of_tokens, size = quantize(
             hidden, rows.hidden_centre, 1 / rows.channel, rows.centre, rows.values.dtype
         )
-        mean_norm, mean_rest, of_means = rows.mean
-        # Roundings on one side are as good as independent of the other.
-        variance = (size[1] * mean_norm + size[0] * mean_rest) / hidden.shape[1]
-        # The mean of exp over an error of that variance is too large by half of it.
-        of_tokens[1] -= of_means + 0.5 * head.logit_scale * variance
-        return cls(tokens, head, values, of_tokens, rows, variance * head.logit_scale**2)
+        variance = correct_for_rounding(of_tokens, size, rows, head.logit_scale)
+        return cls(tokens, head, values, of_tokens, rows, variance)
 
     def tiles(self, v0: int, v1: int) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
         """See `torch_tiles.Tiles`."""

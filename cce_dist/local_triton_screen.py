@@ -8,6 +8,7 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,14 @@ import torch
 import triton
 from torch import Tensor
 
+from cce_dist.eight_bits import (
+    LARGEST,
+    Moments,
+    correct_for_rounding,
+    every_for_centre,
+    quantized_rows,
+    screen_dtype,
+)
 from cce_dist.kernels.quantize import moments_kernel, quantize_kernel
 from cce_dist.kernels.screen import (
     count_kept_kernel,
@@ -32,55 +41,26 @@ from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
 from cce_dist.options import TOKEN_BLOCK, Screen
 from cce_dist.partials import QuantizedRows, Tokens
 
-# Of a row's largest element: the largest of the format.
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-# So many rows at least make the mean row that is subtracted: any row would do, but a flat softmax
-# shows how far off the mean it is.
-CENTRE_ROWS = 16384
 
-
-def screen_dtype(screen: Screen, weight: Tensor) -> torch.dtype:
-    """ "auto": int8, whose steps in a row's own scale are finer than e4m3's, and whose products are
-    summed exactly; where its rate has gone, on Blackwell, e4m3. docs/numerics.md#int8-or-e4m3"""
-    if screen.dtype == "auto" and not interpreted():
-        newest = torch.cuda.get_device_capability(weight.device) >= (10, 0)
-        return torch.float8_e4m3fn if newest else torch.int8
-    return torch.float8_e4m3fn if screen.dtype == "e4m3" else torch.int8
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Mean and variance of a matrix's rows, [D] fp32 each."""
-
-    mean: Tensor
-    variance: Tensor
-
-    @classmethod
-    def of(cls, matrix: Tensor, count: Tensor | None = None, *, every: int = 1) -> Moments:
-        """Args: count: [1] only so many rows count, and the others are 0."""
-        matrix = with_unit_inner_stride(matrix)
-        num_rows, dim = matrix.shape
-        taken = triton.cdiv(num_rows, every)
-        block_n, block_d = (512, 256) if interpreted() else (16, 128)
-        splits = max(1, min(triton.cdiv(taken, 4 * block_n), 128))
-        part = torch.empty(splits, 2, dim, dtype=torch.float32, device=matrix.device)
-        start(moments_kernel, (triton.cdiv(dim, block_d), splits))(
-            matrix,
-            part,
-            num_rows,
-            every,
-            dim,
-            matrix.stride(0),
-            ROWS=block_n,
-            BLOCK_D=block_d,
-        )
-        mean, square = part.sum(0) / (taken if count is None else count.clamp_min(1))
-        return cls(mean, (square - mean * mean).clamp_min(1e-30))
-
-    def for_others(self) -> Moments:
-        """For rows like these, which may vary in a dim in which these hardly do, as few rows may
-        not: they would be rounded by its scale alone."""
-        return replace(self, variance=self.variance.maximum(2.0**-8 * self.variance.mean()))
+def moments_of(matrix: Tensor, count: Tensor | None = None, *, every: int = 1) -> Moments:
+    """Args: count: [1] only so many rows count, and the others are 0."""
+    matrix = with_unit_inner_stride(matrix)
+    num_rows, dim = matrix.shape
+    taken = triton.cdiv(num_rows, every)
+    block_n, block_d = (512, 256) if interpreted() else (16, 128)
+    splits = max(1, min(triton.cdiv(taken, 4 * block_n), 128))
+    part = torch.empty(splits, 2, dim, dtype=torch.float32, device=matrix.device)
+    start(moments_kernel, (triton.cdiv(dim, block_d), splits))(
+        matrix,
+        part,
+        num_rows,
+        every,
+        dim,
+        matrix.stride(0),
+        ROWS=block_n,
+        BLOCK_D=block_d,
+    )
+    return Moments.of_sums(part.sum(0), taken if count is None else count.clamp_min(1))
 
 
 def quantize_weight(
@@ -91,30 +71,12 @@ def quantize_weight(
 ) -> QuantizedRows:
     """The weight in 8 bits. Reads it once, and some of its rows twice.
 
-    Args:
-        hidden: None: those of `into`, or else a mean of 0 and channels as they are.
-        into: of the same shape and dtype: written, in place of new memory.
+    Args: as of `eight_bits.quantized_rows`.
     """
     weight = with_unit_inner_stride(weight)
-    own = Moments.of(weight, every=max(1, weight.shape[0] // CENTRE_ROWS))
-    channel, hidden_centre = torch.ones_like(own.mean), torch.zeros_like(own.mean)
-    if hidden is not None:
-        # What sticks out of either side is shared between the two.
-        ratio = torch.log2(hidden.variance / own.variance)
-        channel = torch.exp2(((ratio - ratio.mean()) / 4).round_())
-        hidden_centre = hidden.mean
-    elif into is not None:
-        channel, hidden_centre = into.channel, into.hidden_centre
-    values, of_rows, size = _quantize(weight, own.mean, channel, hidden_centre, dtype, into)
-    # Both the tokens' shifts and the columns' have the means' product.
-    mean = torch.cat([size.mean(1), (own.mean * hidden_centre).sum()[None]])
-    if into is None:
-        return QuantizedRows(values, of_rows, own.mean, channel, hidden_centre, mean)
-    into.centre.copy_(own.mean)
-    into.channel.copy_(channel)
-    into.hidden_centre.copy_(hidden_centre)
-    into.mean.copy_(mean)
-    return into
+    own = moments_of(weight, every=every_for_centre(weight))
+    make = functools.partial(_quantize, weight, dtype=dtype, into=into)
+    return quantized_rows(own, hidden, into, make)
 
 
 def _quantize(
@@ -162,7 +124,7 @@ def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRow
     rows, count = rows_of(tokens)
     hidden = tokens.hidden.index_select(0, rows)
     counts = torch.arange(len(rows), device=hidden.device) < count
-    moments = Moments.of(hidden.masked_fill_(~counts[:, None], 0), count)
+    moments = moments_of(hidden.masked_fill_(~counts[:, None], 0), count)
     return quantize_weight(weight, moments.for_others(), screen_dtype(screen, weight))
 
 
@@ -172,17 +134,13 @@ def with_eight_bits(run: Forward, screen: Screen) -> tuple[Forward, Tensor]:
     hidden, weight = run.packed[:, :dim], head.quantized
     if weight is None:
         dtype = screen_dtype(screen, run.weight)
-        weight = quantize_weight(run.weight, Moments.of(hidden, run.count), dtype)
+        weight = quantize_weight(run.weight, moments_of(hidden, run.count), dtype)
     values, of_tokens, size = _quantize(
         hidden, weight.hidden_centre, 1 / weight.channel, weight.centre, weight.values.dtype
     )
-    mean_norm, mean_rest, of_means = weight.mean
-    # Roundings on one side are as good as independent of the other.
-    variance = (size[1] * mean_norm + size[0] * mean_rest) / dim
-    # The mean of exp over an error of that variance is too large by half of it.
-    of_tokens[1] -= of_means + 0.5 * head.logit_scale * variance
+    variance = correct_for_rounding(of_tokens, size, weight, head.logit_scale)
     operands = EightBit(values, weight.values, weight.of_rows, of_tokens)
-    return replace(run, eight=operands), variance * head.logit_scale**2
+    return replace(run, eight=operands), variance
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from cce_dist.eight_bits import screen_dtype
 from cce_dist.local import quantizer_for
 from cce_dist.options import Backend, LossOptions, Screen, require_choice
 from cce_dist.partials import QuantizedRows
@@ -175,7 +176,7 @@ def _moments_of(hidden: Tensor | None, weight: Tensor, how: Any) -> Any:
             f"hidden must have shape [..., D] with D={dim} (from weight) on {weight.device}, got "
             f"{list(hidden.shape)} on {hidden.device}"
         )
-    return how.Moments.of(hidden.detach().reshape(-1, dim)).for_others()
+    return how.moments_of(hidden.detach().reshape(-1, dim)).for_others()
 
 
 def version_of(weight: Tensor) -> int:
@@ -211,7 +212,7 @@ def quantize_weight(
         raise ValueError(f"weight must have shape [V_local, D], got {got}")
     how = quantizer_for(backend, weight, screen)
     classes = weight.shape[0] if vocab_shard is None else vocab_shard.num_classes
-    dtype = how.screen_dtype(screen, weight)
+    dtype = screen_dtype(screen, weight)
     moments = _moments_of(hidden, weight, how)
     rows = how.quantize_weight(weight[:classes].detach(), moments, dtype)
     address, version = weight.data_ptr(), version_of(weight)

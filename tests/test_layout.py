@@ -36,7 +36,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"rendezvous": {"torch", "mpi4py"}},
     {"distributed": {"torch"}},
     {"reference": {"torch"}, "partials": {"torch"}},
-    {"kernels": {"triton"}, "torch_tiles": {"torch"}},
+    {"kernels": {"triton"}, "torch_tiles": {"torch"}, "eight_bits": {"torch"}},
     {"local_triton": {"torch", "triton"}, "local_torch": {"torch"}},
     {"local": {"torch"}},
     {"transport": {"torch"}},

@@ -1,0 +1,101 @@
+"""Rows in 8 bits, where both backends do alike: formats, moments, what a weight's rows share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cce_dist.options import Screen
+from cce_dist.partials import QuantizedRows
+
+# Of a row's largest element: the largest of the format.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+# So many rows at least make the mean row that is subtracted: any row would do, but a flat softmax
+# shows how far off the mean it is.
+CENTRE_ROWS = 16384
+# centre, channel, across, [D] fp32 each -> see `local_torch_quantize.quantize`.
+Quantize = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def screen_dtype(screen: Screen, weight: Tensor) -> torch.dtype:
+    """ "auto": int8, whose steps in a row's own scale are finer than e4m3's, and whose products are
+    summed exactly; where its rate has gone, on Blackwell, e4m3. docs/numerics.md#int8-or-e4m3"""
+    if screen.dtype == "auto" and weight.is_cuda:
+        newest = torch.cuda.get_device_capability(weight.device) >= (10, 0)
+        return torch.float8_e4m3fn if newest else torch.int8
+    return torch.float8_e4m3fn if screen.dtype == "e4m3" else torch.int8
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and variance of a matrix's rows, [D] fp32 each."""
+
+    mean: Tensor
+    variance: Tensor
+
+    @classmethod
+    def of_sums(cls, sums: Tensor, count: Tensor | int) -> Moments:
+        """Args: sums: [2, D] of the rows, and of their squares."""
+        mean, square = sums / count
+        return cls(mean, (square - mean * mean).clamp_min(1e-30))
+
+    def for_others(self) -> Moments:
+        """For rows like these, which may vary in a dim in which these hardly do, as few rows may
+        not: they would be rounded by its scale alone."""
+        return replace(self, variance=self.variance.maximum(2.0**-8 * self.variance.mean()))
+
+
+def every_for_centre(weight: Tensor) -> int:
+    """Each so many-th row is enough for its moments."""
+    return max(1, weight.shape[0] // CENTRE_ROWS)
+
+
+def quantized_rows(
+    own: Moments, hidden: Moments | None, into: QuantizedRows | None, quantize: Quantize
+) -> QuantizedRows:
+    """A weight's rows in 8 bits.
+
+    Args:
+        own: of the weight.
+        hidden: None: those of `into`, or else a mean of 0 and channels as they are.
+        into: written, in place of new memory.
+        quantize: the rows; it may write into `into.values` and `into.of_rows` by itself.
+    """
+    channel, hidden_centre = torch.ones_like(own.mean), torch.zeros_like(own.mean)
+    if hidden is not None:
+        # What sticks out of either side is shared between the two.
+        ratio = torch.log2(hidden.variance / own.variance)
+        channel = torch.exp2(((ratio - ratio.mean()) / 4).round_())
+        hidden_centre = hidden.mean
+    elif into is not None:
+        channel, hidden_centre = into.channel, into.hidden_centre
+    values, of_rows, size = quantize(own.mean, channel, hidden_centre)
+    # Both the tokens' shifts and the columns' have the means' product.
+    mean = torch.cat([size.mean(1), (own.mean * hidden_centre).sum()[None]])
+    made = QuantizedRows(values, of_rows, own.mean, channel, hidden_centre, mean)
+    if into is None:
+        return made
+    for name, tensor in vars(made).items():
+        kept = getattr(into, name)
+        if kept is not tensor:
+            kept.copy_(tensor)
+    return into
+
+
+def correct_for_rounding(
+    of_tokens: Tensor,  # [2, N]: the second is shifted, in place
+    size: Tensor,  # [2, N] of the tokens, as `quantize` gives them
+    rows: QuantizedRows,
+    logit_scale: float,
+) -> Tensor:
+    """The tokens' shifts, without the bias of a sum of exponentials; [N] the variance of an 8-bit
+    logit's error. Source: docs/numerics.md#screened-logits."""
+    mean_norm, mean_rest, of_means = rows.mean
+    # Roundings on one side are as good as independent of the other.
+    variance = (size[1] * mean_norm + size[0] * mean_rest) / rows.centre.shape[0]
+    # The mean of exp over an error of that variance is too large by half of it.
+    of_tokens[1] -= of_means + 0.5 * logit_scale * variance
+    return variance * logit_scale**2
