@@ -125,20 +125,27 @@ def test_meet_of_the_cpu_has_no_gpus_to_tell_apart(server: dist.TCPStore) -> Non
 
 
 def test_part_waits_for_those_who_use_the_store(server: dist.TCPStore) -> None:
-    store = dist.PrefixStore("parting", server)
     order: list[int] = []
 
-    def call(rank: int) -> None:
-        if rank:
-            store.wait(["rank 0 is about to leave"], PATIENCE)
-            order.append(rank)
-        else:
-            store.set("rank 0 is about to leave", "")
-        part(store, rank, 3, host=True)
-        if rank == 0:
-            order.append(rank)
+    def call(rank: int) -> Callable[[], None]:
+        # A rank's client is its own: one shared by threads that waits keeps the others from setting
+        # what it waits for.
+        client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+        store = dist.PrefixStore("parting", client)
 
-    side_by_side([lambda rank=rank: call(rank) for rank in range(3)])
+        def ends() -> None:
+            if rank:
+                store.wait(["rank 0 is about to leave"], PATIENCE)
+                order.append(rank)
+            else:
+                store.set("rank 0 is about to leave", "")
+            part(store, rank, 3, host=True)
+            if rank == 0:
+                order.append(rank)
+
+        return ends
+
+    assert side_by_side([call(rank) for rank in range(3)]) == [None] * 3
     assert order[-1] == 0 and len(order) == 3
 
 
