@@ -50,6 +50,7 @@ def test_every_pass_once_and_nobody_waits_in_a_circle(
                 assert found == list(range(microbatches))
         require_no_circle(orders)
         require_no_circle(orders, ahead=1, unawaited=2)
+        cycle_alone = plan_vocab_order(ranks, microbatches, times, runs_ahead=False, **how)
         # Whatever the times turn out to be, the order has no circle.
         simulate(orders, Times(1.0, 1.0, 3.0, 0.1, 0.5, 0.2))
         assert makespan(orders, times) >= microbatches * times.cycle
@@ -57,17 +58,40 @@ def test_every_pass_once_and_nobody_waits_in_a_circle(
         more = (latency > 0 or head > 2) + weighs
         assert max(most) <= min(microbatches, ranks + 2 + more)
         assert most == sorted(most, reverse=True)
+        # Whoever runs ahead holds no more.
+        assert most == [most_in_flight(order) for order in cycle_alone]
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 16), (8, 64), (16, 128)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 16), (4, 16), (8, 64), (16, 128)])
 def test_time_of_the_order(ranks: int, microbatches: int, head: float) -> None:
-    """m - 1 cycles, and what the first and last microbatch take: ranks + 2 cycles at most."""
+    """m cycles, and one microbatch on its way through the other ranks; without running ahead m - 1
+    cycles, and what the first and last microbatch take: ranks + 2 cycles at most."""
     times = times_of(ranks, head)
-    took = makespan(plan_vocab_order(ranks, microbatches, times), times)
-    assert took <= (microbatches - 1 + ranks + 2) * times.cycle * (1 + 1e-9)
     ideal = microbatches * times.cycle + (ranks - 1) * 3.0
-    assert took <= (1.22 if ranks == 4 else 1.08) * ideal
+    took = makespan(plan_vocab_order(ranks, microbatches, times), times)
+    assert took <= (1.025 if ranks == 2 else 1.006) * ideal
+    cycle_alone = makespan(plan_vocab_order(ranks, microbatches, times, runs_ahead=False), times)
+    assert took < cycle_alone <= (microbatches - 1 + ranks + 2) * times.cycle * (1 + 1e-9)
+    assert cycle_alone <= (1.22 if ranks == 4 else 1.08) * ideal
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 16), (4, 16), (8, 32)])
+def test_running_ahead_pays_where_times_are_not_as_planned(ranks: int, microbatches: int) -> None:
+    planned = times_of(ranks, 1.0)
+    orders, cycle_alone = (
+        plan_vocab_order(ranks, microbatches, planned, runs_ahead=ahead) for ahead in (True, False)
+    )
+    for forward in (0.7, 1.4):
+        for head in (0.5, 2.0):
+            for latency in (0.0, 0.1, 0.5):
+                times = Times(
+                    forward,
+                    statistics=head * planned.statistics,
+                    gradients=head * planned.gradients,
+                    latency=latency,
+                )
+                assert makespan(orders, times) < makespan(cycle_alone, times)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -161,8 +161,9 @@ def test_vocab_is_the_planned_order(embeds: bool) -> None:
         12,
         schedule="vocab",
     )
-    # There, the first stage does not wait for the sum of the embedding's rows to arrive.
-    assert found.seconds == pytest.approx(wanted + (0.1 if embeds else 0.0))
+    # There, the first stage does not wait for the sum of the embedding's rows to arrive; here it
+    # looks later ones up meanwhile.
+    assert found.seconds == pytest.approx(wanted)
     assert found.most_held[0] <= 4 + 3
     assert found.closed_form is not None and found.seconds <= found.closed_form + 4 * 0.1
 

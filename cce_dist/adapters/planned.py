@@ -64,7 +64,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
     Args:
         stage: this rank's; one a rank.
         n_microbatches: a rank holds at most ranks + 2 of them between forward and backward, where
-            1F1B's first rank holds as many as there are ranks.
+            1F1B's first rank holds as many as there are ranks; it begins with so many forwards.
         head: over the stage's group. After a step weight.grad has what the step added.
         embedding: that the first stage's module calls; every rank makes one.
         times: of a microbatch's passes on a rank, in any unit; the order follows from them, the

@@ -4,10 +4,12 @@ A microbatch is F on every rank from the first to the last, S on all of them (lo
 rank's columns), T on all of them when all S are merged (gradients), and B from the last to the
 first when all T are summed. One cycle F, B, S, T is repeated on every rank, each begins one F later
 than the rank before it, and every pass takes the first slot of its kind after what it waits for.
+Only, each rank runs ahead: it begins with as many F as it will hold microbatches at once, so that
+no F waits for an S or T while the pipeline fills.
 Where the gradient of each token's loss is known to the last rank alone: U there (the gradient, and
 to all) between S and T. Where the input embedding is over all ranks, too: E on all of them (look
 the tokens up) before F of the first rank, and G (add the gradient to the rows) after its B.
-Source: arXiv:2411.05288, its schedule of two barriers.
+Source: arXiv:2411.05288, its schedule of two barriers, which does not run ahead.
 """
 
 from __future__ import annotations
@@ -65,7 +67,13 @@ class Times:
 
 
 def plan_vocab_order(
-    ranks: int, microbatches: int, times: Times, *, embeds: bool = False, weighs: bool = False
+    ranks: int,
+    microbatches: int,
+    times: Times,
+    *,
+    embeds: bool = False,
+    weighs: bool = False,
+    runs_ahead: bool = True,
 ) -> list[list[Pass]]:
     """Each rank's passes in order; with `embeds` E and G as well, with `weighs` U on the last rank,
     which find no place in the cycle but between its passes.
@@ -122,7 +130,24 @@ def plan_vocab_order(
         here = kinds if weighs and rank == ranks - 1 else kinds[1:]
         passes = [Pass(kind, index) for index in range(microbatches) for kind in here]
         orders.append(sorted(passes, key=lambda each: when(rank, each)))
-    return orders
+    return _run_ahead(orders) if runs_ahead else orders
+
+
+def _run_ahead(orders: list[list[Pass]]) -> list[list[Pass]]:
+    """With the first microbatches' F before all else, and before these E, for which F of the first
+    rank would wait until all others have come to it."""
+    most = [most_in_flight(order) for order in orders]
+
+    def turn(rank: int, each: Pass) -> int:
+        if each.kind == "E" and each.microbatch < most[0]:
+            return 0
+        return 1 if each.kind == "F" and each.microbatch < most[rank] else 2
+
+    # Within a turn as they were.
+    return [
+        sorted(order, key=lambda each, rank=rank: turn(rank, each))
+        for rank, order in enumerate(orders)
+    ]
 
 
 def plan_slow_start(

@@ -215,7 +215,8 @@ def closed_form(schedule: Schedule, times: StageTimes) -> float | None:
     """A step's time by formula, p2p latencies left out; of uneven stages, where one is known.
 
     gpipe: exact. 1f1b: (m - 1) max(F + B) + sum(F + B), exact where one stage is the slowest in
-    both. interleaved: even stages alone. vocab: m + p + 1 cycles of the slowest, an upper bound.
+    both. interleaved: even stages alone. vocab: m cycles of the slowest, and one microbatch on its
+    way through the other stages.
     """
     count, ranks = schedule.microbatches, schedule.ranks
     forward, backward = times.forward, times.backward
@@ -226,7 +227,8 @@ def closed_form(schedule: Schedule, times: StageTimes) -> float | None:
         return (count - 1) * max(both) + sum(both)
     if schedule.name == "vocab":
         each = replace(times, head_latency=0.0).slowest()
-        return (count + ranks + 1) * (each.cycle + 2 * each.embedding)
+        way = (ranks - 1) * (each.forward + each.backward)
+        return count * (each.cycle + 2 * each.embedding) + way
     even = max(both) <= min(both) * (1 + 1e-9)
     if schedule.name == "interleaved" and even and count % ranks == 0:
         return (count * schedule.chunks + ranks - 1) * both[0]
