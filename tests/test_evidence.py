@@ -121,6 +121,8 @@ def test_verdict_within_the_spread() -> None:
     # Seeds are 0.01 apart, so that the standard deviation is that at every step.
     assert case.spread(end) == pytest.approx(0.01)
     assert case.difference("filtered", end, RAREST) == pytest.approx(0.008 * 11 / 12)
+    # The seeds differ by themselves; each differs from its own dense by the same.
+    assert case.standard_error("filtered", end) == pytest.approx(0, abs=1e-12)
     verdict = case.verdict("filtered")
     assert verdict.within and verdict.worst == pytest.approx(0.8)
     assert (verdict.step, verdict.group) == (end, "never")
@@ -147,10 +149,27 @@ def test_spread_is_of_the_evaluations_around() -> None:
     assert case.deviation("dense", 80) == pytest.approx(statistics.stdev([0.0, 0.4, 0.8]))
 
 
+def test_standard_error_is_of_the_seeds_own_differences() -> None:
+    record = convergence({"dense": 0.0, "filtered": 0.0})
+    rows = tuple(
+        {**row, ALL: float(row[ALL] or 0) + (0.01, 0.02, 0.06)[int(row["seed"] or 0)]}
+        if row["part"] == "curve" and row["method"] == "filtered"
+        else row
+        for row in record.rows
+    )
+    record = replace(record, rows=rows)
+    (case,) = cases_of(record)
+    error = statistics.stdev([0.01, 0.02, 0.06]) / math.sqrt(3)
+    assert case.standard_error("filtered", STEPS[-1]) == pytest.approx(error)
+    text, _ = markdown(page_of([record]), HEAD)
+    assert f"| +0.0300 ± {error:.4f} | +3.00 |" in text
+
+
 def test_verdict_needs_seeds() -> None:
     (case,) = cases_of(convergence({"dense": 0.0, "filtered": 0.0}, seeds=1))
     assert case.verdict("filtered").within is None
     assert "two seeds" in str(case.verdict("filtered"))
+    assert case.standard_error("filtered", 80) is None
     assert case.loss("dense", 0, 0) == pytest.approx(loss_at(0, ALL, 0))
 
 

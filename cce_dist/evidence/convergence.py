@@ -108,11 +108,19 @@ class Case:
 
     def difference(self, method: str, step: int, group: str = ALL) -> float:
         """To dense, the mean over the seeds that both have; positive is worse."""
+        return statistics.fmean(self._differences(method, step, group))
+
+    def standard_error(self, method: str, step: int, group: str = ALL) -> float | None:
+        """Of that mean, by how much the seeds' own differences differ; None: of a single one."""
+        found = self._differences(method, step, group)
+        return statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
+
+    def _differences(self, method: str, step: int, group: str) -> list[float]:
         seeds = set(self.seeds(method)) & set(self.seeds(REFERENCE))
-        return statistics.fmean(
+        return [
             self.loss(method, seed, step, group) - self.loss(REFERENCE, seed, step, group)
-            for seed in seeds
-        )
+            for seed in sorted(seeds)
+        ]
 
     def in_spreads(self, method: str, step: int, group: str = ALL) -> float:
         difference, spread = self.difference(method, step, group), self.spread(step, group)

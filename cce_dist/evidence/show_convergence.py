@@ -25,7 +25,9 @@ def blocks(record: Record) -> list[Block]:
             "in units of the spread: the standard deviation between the seeds of dense. "
             "**Within the spread** means at most one of it at every evaluation, in every tenth of "
             "the text by the frequency of its tokens. `exact` leaves nothing out: what it differs "
-            "by is rounding, grown in training."
+            "by is rounding, grown in training. After a ± is the standard error of a mean "
+            "difference, from the differences of its seeds, which have all else in common: it "
+            "shows differences that are far smaller than the spread, and which of them are chance."
         )
     ]
     for place, case in enumerate(cases_of(record), 1):
@@ -151,13 +153,19 @@ def _table(case: Case) -> Table:
         row = [title_of(method), str(len(seeds)), f"{case.mean(method, end):.4f}"]
         row.append(f"{case.deviation(method, end):.4f}" if len(seeds) > 1 else "")
         compared = method != REFERENCE and case.verdict(method).within is not None
-        row.append(f"{case.difference(method, end):+.4f}" if compared else "")
+        row.append(_with_error(case, method, end) if compared else "")
         for group in (ALL, RAREST, NEVER):
             known = compared and group in case.groups
             row.append(f"{case.in_spreads(method, end, group):+.2f}" if known else "")
         row += [number(_mean_of(case, method, key)) for key in ("median_step_ms", "peak_gib")]
         rows.append(row)
     return Table(columns, rows)
+
+
+def _with_error(case: Case, method: str, step: int) -> str:
+    error = case.standard_error(method, step)
+    after = "" if error is None else f" ± {error:.4f}"
+    return f"{case.difference(method, step):+.4f}{after}"
 
 
 def _mean_of(case: Case, method: str, key: str) -> float | None:
