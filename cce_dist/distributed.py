@@ -298,6 +298,8 @@ def own_group(rank: int, members: list[list[int]], timeout: timedelta) -> dist.P
 def choose_device(launch: Launch, device: DeviceChoice = "auto") -> torch.device:
     """This rank's device, made the current one.
 
+    A rank on the CPU takes its share of the cores, unless OMP_NUM_THREADS says how many.
+
     Raises:
         ValueError: device is none of the choices, or "cuda" without a GPU.
         LaunchError: more ranks on this host than GPUs.
@@ -310,7 +312,10 @@ def choose_device(launch: Launch, device: DeviceChoice = "auto") -> torch.device
     if found == 0:
         if device == "cuda":
             raise ValueError("device must be auto or cpu where torch finds no GPU, got cuda")
-        torch.set_num_threads(max(1, _num_cores() // local_world_size))
+        # torchrun says 1 to several ranks where nobody says anything.
+        said = os.environ.get("OMP_NUM_THREADS")
+        if not said or (said == "1" and launch.launcher == "torchrun" and local_world_size > 1):
+            torch.set_num_threads(max(1, _num_cores() // local_world_size))
         return torch.device("cpu")
     if 1 < found < local_world_size:
         name = launch.variables.local_world_size

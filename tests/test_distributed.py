@@ -312,6 +312,37 @@ def test_choose_device(
     assert choose_device(launch, "cpu") == torch.device("cpu")
 
 
+@pytest.mark.parametrize(
+    ("launcher", "local_size", "said", "threads"),
+    [
+        ("single", 1, None, 6),
+        ("single", 1, "3", None),
+        ("single", 1, "1", None),
+        ("torchrun", 2, "1", 3),
+        ("torchrun", 2, "2", None),
+        ("openmpi", 2, "1", None),
+        ("openmpi", 4, None, 1),
+    ],
+)
+def test_threads_of_a_rank_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: Any,
+    local_size: int,
+    said: str | None,
+    threads: int | None,
+) -> None:
+    """None: as torch has them, by OMP_NUM_THREADS."""
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(distributed, "_num_cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    launch = replace(launch_of(), launcher=launcher, local_rank=0, local_world_size=local_size)
+    choose_device(launch, "cpu")
+    assert found == ([] if threads is None else [threads])
+
+
 def test_choose_device_refuses(gpus: Callable[[int], list[int]]) -> None:
     gpus(2)
     launch = replace(launch_of(), local_rank=0, local_world_size=4)
