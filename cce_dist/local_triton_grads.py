@@ -24,11 +24,21 @@ from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, KeptColumns, ListedLogits, Lists
 from cce_dist.local_triton_products import products
 from cce_dist.local_triton_tail import GROUPS, centroids
-from cce_dist.local_triton_tiles import REST, UNTIL_HIDDEN, WHOLE, Tiles, tiles_for
+from cce_dist.local_triton_tiles import (
+    REST,
+    UNTIL_HIDDEN,
+    WHOLE,
+    Tiles,
+    num_programs,
+    tiles_for,
+)
 from cce_dist.local_triton_upstream import Pull
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, LocalGrads, Needs, StartSum, Tokens, Upstream
 from cce_dist.streams import start_aside
+
+# Columns: fewer take no longer than what it takes to begin and to add up.
+LEAST_OF_A_PIECE = 1024
 
 
 def local_grads(
@@ -66,13 +76,16 @@ def local_grads(
     if needs.bias:
         grad_bias = weight.new_empty(weight.shape[0], dtype=torch.float32)
     if needs.hidden:
-        grad_hidden = weight.new_empty(len(tokens), weight.shape[1], dtype=torch.float32)
+        shape = (run.pieces, len(tokens), weight.shape[1])
+        grad_hidden = weight.new_empty(shape, dtype=torch.float32)
     if grad_weight is not None and grad_weight.stride(1) != 1 and grad_weight.shape[1] != 1:
         # A buffer whose rows are not contiguous: through a copy, rather than a slower kernel.
         rows = grad_weight.contiguous()
     launch = products(run, grad_hidden, rows, grad_bias, accumulate, beside)
     has_rest = start_sum is not None and needs.hidden and (needs.bias or grad_weight is not None)
     launch(UNTIL_HIDDEN if has_rest else WHOLE)
+    if grad_hidden is not None:
+        grad_hidden = grad_hidden[0] if run.pieces == 1 else grad_hidden.sum(0)
     if not has_rest:
         # Its workspace makes room for the stored hidden gradient.
         launch = None
@@ -94,6 +107,30 @@ def local_grads(
     return LocalGrads(grad_hidden, grad_bias)
 
 
+def _pieces_and_room(
+    num_tokens: int, weight: Tensor, kept: KeptColumns | None, workspace_bytes: int
+) -> tuple[int, int]:
+    """Into how many pieces the columns go, each with a hidden gradient of its own, and the bytes
+    of the workspace that are left for chunks.
+
+    A task of the hidden gradient is a block of tokens and some dims, over all columns that come
+    into question. Those of a few tokens are no work for a whole device.
+    """
+    num_columns, dim = weight.shape
+    num_blocks, table = triton.cdiv(num_tokens, TOKEN_BLOCK), tiles_for(weight)
+    if kept is None:
+        room, slice_dims = workspace_bytes - 160 * num_blocks * TOKEN_BLOCK, table.columns
+    else:
+        room, slice_dims = kept.marks.room(workspace_bytes, num_blocks), table.slice_dims
+    tasks, num_bytes = num_blocks * triton.cdiv(dim, slice_dims), 4 * num_tokens * dim
+    pieces = min(
+        num_programs(weight) // max(tasks, 1),
+        num_columns // LEAST_OF_A_PIECE,
+        room // 4 // max(num_bytes, 1),
+    )
+    return (pieces, room - pieces * num_bytes) if pieces > 1 else (1, room)
+
+
 @dataclass
 class Backward:
     """One backward: its inputs as the kernels read them, and the tail's sums."""
@@ -110,6 +147,7 @@ class Backward:
     has_smooth: bool
     num_blocks: int
     num_tiles: int
+    pieces: int  # of the columns, for each of which there is a hidden gradient apart
     room: int  # bytes of the workspace for chunks
     drawn_total: Tensor  # [num_blocks * 128] sum of the drawn columns' d_logits
     lists: Lists | None
@@ -136,9 +174,10 @@ class Backward:
         head = for_kernels(head)
         weight = head.weight
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        room = workspace_bytes - 160 * num_blocks * TOKEN_BLOCK
-        if kept is not None:
-            room = kept.marks.room(workspace_bytes, num_blocks)
+        pieces, room = _pieces_and_room(len(tokens), weight, kept, workspace_bytes)
+        if logits is not None:
+            # Whose workspace is there already, and takes all of the room.
+            pieces = 1
         listed = logits if kept is not None and isinstance(logits, ListedLogits) else None
         has_tail = kept is not None and kept.tail
         of_tokens = Pull.of(
@@ -165,6 +204,7 @@ class Backward:
             has_smooth=upstream.smooth_logit is not None and head.softcap is not None,
             num_blocks=num_blocks,
             num_tiles=triton.cdiv(weight.shape[0], TILE),
+            pieces=pieces,
             room=room,
             drawn_total=lse.new_empty(num_blocks * TOKEN_BLOCK),
             lists=None,

@@ -56,6 +56,8 @@ def products(
         "tail_ptr": run.or_dummy(run.sums),
         "tail_bias_ptr": run.or_dummy(run.bias_sums),
         "grad_hidden_ptr": run.or_dummy(grad_hidden),
+        "pieces": run.pieces,
+        "num_rows": run.num_tokens,
         "grad_weight_ptr": run.or_dummy(grad_weight),
         "grad_bias_ptr": run.or_dummy(grad_bias),
         "count_ptr": run.count,

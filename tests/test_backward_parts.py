@@ -75,6 +75,38 @@ def test_hidden_is_done_before_the_rest(
         assert torch.equal(found[name], wanted), name
 
 
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, kind=KINDS))
+def test_few_tokens_are_summed_in_pieces(
+    place: Place, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = zipf_inputs(130, 700, 16, generator=generator, dtype=torch.float32)
+    inputs = inputs.with_options(generator, "bias").ignoring(generator, 0.1)
+    options = {**kind["options"], "reduction": "sum"}
+    if chunks := "workspace_bytes" in options:
+        # Of which pieces may take a quarter.
+        options["workspace_bytes"] = 2**17
+    case = Case(inputs, **{"trainable": ALL, **kind, "options": options}).at(place)
+    expected = run_case(None, case)
+    sums: list[int] = []
+    of = Backward.of
+
+    def remember(*args: Any) -> Backward:
+        run = of(*args)
+        sums.append(run.pieces)
+        return run
+
+    # Two blocks, one slice of dims.
+    monkeypatch.setattr(local_triton_grads, "num_programs", lambda _: 10)
+    monkeypatch.setattr(local_triton_grads, "LEAST_OF_A_PIECE", 100)
+    monkeypatch.setattr(Backward, "of", remember)
+    found = run_case(None, case)
+    # Logits that are kept have taken the room.
+    assert set(sums) == {1 if "keep_logits" in options else 2 if chunks else 5}
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES))
 def test_workspace_is_gone_before_the_hidden_gradient_is_stored(
     place: Place, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,9 @@ def go_on(USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
         proxy_fence(IS_INTERPRETED)
 
 
-@triton.jit(do_not_specialize=["part", "num_blocks", "max_chunks", "words", "groups"])
+@triton.jit(
+    do_not_specialize=["pieces", "part", "num_rows", "num_blocks", "max_chunks", "words", "groups"]
+)
 def filtered_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
     rows_ptr,  # [num_blocks * TOKENS] int64, of a token that counts for those that don't
@@ -64,12 +66,14 @@ def filtered_kernel(
     ref_ptr,  # [num_blocks * TOKENS] log2
     poor_ptr,  # [num_blocks] int32: 1 where they are not to be used
     drawn_sum_ptr,  # [max_tasks, TOKENS] fp32
-    grad_hidden_ptr,  # [num_rows, D] fp32
+    grad_hidden_ptr,  # [pieces, num_rows, D] fp32: their sum is the hidden gradient
     drawn_total_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
     queue_ptr,  # [2 * max_chunks + 3] int32, zeros: the next task of each phase; arrivals; the next
     # columns that no block keeps
+    pieces,  # of each block's columns, so that few tokens are work for all programs
+    num_rows,
     part,  # 0: all; 1: without what the kernels of kernels/rest.py make
     num_blocks,
     V,
@@ -157,7 +161,7 @@ def filtered_kernel(
                     num_dds = tl.maximum(tl.minimum(last, num_active) - middle, 0) * dds_slices
                     num_dds = tl.where(is_last & (part == 1), 0, num_dds)
                 if HAS_GRAD_HIDDEN:
-                    num_dsd = tl.cdiv(count, TOKENS) * num_slices
+                    num_dsd = tl.cdiv(count, TOKENS) * num_slices * pieces
             num_lists = tl.where(is_last, 0, (middle - first) * words)
             task = tl.atomic_add(queue_ptr + phase, 1)
             while task < num_dds + num_dsd + num_lists:
@@ -177,12 +181,12 @@ def filtered_kernel(
                     if HAS_GRAD_HIDDEN:
                         before = at + num_blocks + 1
                         dsd_kept_task(
-                            task - num_dds, turn - 1, middle, last, weight_ptr, starts_ptr,
+                            task - num_dds, pieces, turn - 1, middle, last, weight_ptr, starts_ptr,
                             base_ptr + before, segment_ptr + before, entries_ptr + own,
                             workspace_ptr, workspace_rows, drawn_sum_ptr, rows_ptr,
-                            grad_hidden_ptr, drawn_total_ptr, count, unit, num_tiles, D, stride_wv,
-                            TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION, USE_TMA, WIDE,
-                            HAS_DRAWN,
+                            grad_hidden_ptr, num_rows, drawn_total_ptr, count, unit, num_tiles, D,
+                            stride_wv, TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION, USE_TMA,
+                            WIDE, HAS_DRAWN,
                         )  # fmt: skip
                 else:
                     list_task(

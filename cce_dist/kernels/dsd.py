@@ -24,8 +24,17 @@ def add_rows(
 
 
 @triton.jit
+def piece_of(piece, pieces, length, BLOCK_K: tl.constexpr):
+    """[begin, end) of a list's piece; all but the last end at a multiple of BLOCK_K."""
+    each = tl.cdiv(tl.cdiv(length, pieces), BLOCK_K) * BLOCK_K
+    begin = tl.minimum(piece * each, length)
+    return begin, tl.minimum(begin + each, length)
+
+
+@triton.jit
 def dsd_kept_task(
     task,
+    pieces,  # sums over columns apart, each into a hidden gradient of its own
     turn,  # 0 for the first chunk that is computed: it stores where the others add
     first_tile,
     last_tile,
@@ -38,7 +47,8 @@ def dsd_kept_task(
     workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
     drawn_sum_ptr,  # [tasks, TOKENS] fp32
     rows_ptr,  # [N_padded] int64: row of each token in it
-    grad_hidden_ptr,  # [num_rows, D] fp32
+    grad_hidden_ptr,  # [pieces, num_rows, D] fp32
+    num_rows,
     drawn_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out, over the chunks
     count,
     unit,
@@ -54,8 +64,10 @@ def dsd_kept_task(
     WIDE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """The entries of one token block x SLICE dims."""
+    """A piece of the entries of one token block x SLICE dims."""
     num_slices = tl.cdiv(D, SLICE)
+    piece = task % pieces
+    task //= pieces
     block = task // num_slices
     dims = (task % num_slices) * SLICE + tl.arange(0, SLICE)
     inside = (dims < D)[None, :]
@@ -64,7 +76,8 @@ def dsd_kept_task(
     base = tl.load(base_ptr + block)
     lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros((TOKENS, SLICE), tl.float32)
-    for k in tl.range(0, length, BLOCK_K, num_stages=STAGES):
+    begin, end = piece_of(piece, pieces, length, BLOCK_K)  # pyright: ignore[reportGeneralTypeIssues]
+    for k in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         # Past the list's end stands some column: its d_logits are 0.
         column = (tl.load(entries_ptr + base + k + lane) >> 1).to(tl.int64)
         if USE_TMA:
@@ -82,9 +95,10 @@ def dsd_kept_task(
     if (turn == 0) | (length > 0):
         token = block * TOKENS + tl.arange(0, TOKENS)
         row = tl.load(rows_ptr + token)
-        add_rows(acc * unit, row, token < count, dims, turn == 0, grad_hidden_ptr, D)
+        own_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
+        add_rows(acc * unit, row, token < count, dims, turn == 0, own_ptr, D)
     if HAS_DRAWN:  # noqa: SIM102
-        if task % num_slices == 0:
+        if (task % num_slices == 0) & (piece == 0):
             token = tl.arange(0, TOKENS)
             total = tl.zeros((TOKENS,), tl.float32)
             for i in range(tl.load(segment_ptr + block), tl.load(segment_ptr + block + 1)):

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from cce_dist.kernels.dds import store_columns
-from cce_dist.kernels.dsd import add_rows
+from cce_dist.kernels.dsd import add_rows, piece_of
 from cce_dist.kernels.numbers import add_product, load_tile
 
 
@@ -80,12 +80,14 @@ def exact_dds_task(
 @triton.jit
 def exact_dsd_task(
     task,
+    pieces,
     first_column,
     num_columns,
     weight,
     workspace_tokens,
     row_ptr,
     grad_hidden_ptr,
+    num_rows,
     count,
     unit,
     rows,
@@ -102,17 +104,16 @@ def exact_dsd_task(
     WIDE: tl.constexpr,
     IS_FIRST: tl.constexpr,
 ):
-    """One token block x SLICE dims over the columns of the chunk."""
+    """One token block x SLICE dims over a piece of the chunk's columns."""
+    piece = task % pieces
+    task //= pieces
     first_token = task // num_slices * TOKENS
     first_dim = task % num_slices * SLICE
     acc = tl.zeros((TOKENS, SLICE), tl.float32)
-    for k in range(0, tl.cdiv(num_columns, BLOCK_K)):
-        p = load_tile(
-            workspace_tokens, k * BLOCK_K, first_token, rows, N, N, BLOCK_K, TOKENS, USE_TMA
-        )
-        c = load_tile(
-            weight, first_column + k * BLOCK_K, first_dim, V, D, stride_wv, BLOCK_K, SLICE, USE_TMA
-        )
+    begin, end = piece_of(piece, pieces, num_columns, BLOCK_K)  # pyright: ignore[reportGeneralTypeIssues]
+    for k in range(begin, end, BLOCK_K):
+        p = load_tile(workspace_tokens, k, first_token, rows, N, N, BLOCK_K, TOKENS, USE_TMA)
+        c = load_tile(weight, first_column + k, first_dim, V, D, stride_wv, BLOCK_K, SLICE, USE_TMA)
         if WIDE:
             acc = add_product(acc, p.T, c, unit - unit, PRECISION)
         else:
@@ -120,10 +121,11 @@ def exact_dsd_task(
     token = first_token + tl.arange(0, TOKENS)
     row = tl.load(row_ptr + token)
     dims = first_dim + tl.arange(0, SLICE)
-    add_rows(acc * unit, row, token < count, dims, IS_FIRST, grad_hidden_ptr, D)
+    own_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
+    add_rows(acc * unit, row, token < count, dims, IS_FIRST, own_ptr, D)
 
 
-@triton.jit(do_not_specialize=["part", "first_column", "num_columns"])
+@triton.jit(do_not_specialize=["pieces", "num_rows", "part", "first_column", "num_columns"])
 def exact_products_kernel(
     hidden,  # [N, D] packed, a descriptor of BLOCK_K x SLICE or a pointer
     weight,  # [V, D], of BLOCK_K x SLICE
@@ -134,12 +136,14 @@ def exact_products_kernel(
     tail_ptr,  # [GROUPS, D]: of the mean logit
     tail_bias_ptr,  # [GROUPS]
     row_ptr,  # [N] int64: row of each token in the hidden gradient
-    grad_hidden_ptr,  # [num_rows, D] fp32
+    grad_hidden_ptr,  # [pieces, num_rows, D] fp32: their sum is the hidden gradient
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
     count_ptr,  # [1] int32
     unit_ptr,  # [1] fp32: power of two by which the workspace was divided
     queue_ptr,  # [1] int32: the next task
+    pieces,  # of the columns, so that few tokens are work for all programs
+    num_rows,
     part,  # 0: DDS and DSD; 1: DSD alone; 2: DDS alone
     first_column,
     num_columns,
@@ -178,7 +182,7 @@ def exact_products_kernel(
     if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
         num_dds = tl.where(part == 1, 0, tl.cdiv(num_columns, TILE) * dds_slices)
     if HAS_GRAD_HIDDEN:
-        num_dsd = tl.where(part == 2, 0, tl.cdiv(count, TOKENS) * num_slices)
+        num_dsd = tl.where(part == 2, 0, tl.cdiv(count, TOKENS) * num_slices * pieces)
     # The first task of each kind: a DSD sums over columns, a DDS over tokens.
     first_dsd = tl.where(num_columns > count, 0, num_dds)
     first_dds = tl.where(num_columns > count, num_dsd, 0)
@@ -196,8 +200,8 @@ def exact_products_kernel(
         else:
             if HAS_GRAD_HIDDEN:
                 exact_dsd_task(
-                    task - first_dsd, first_column, num_columns, weight, workspace_tokens, row_ptr,
-                    grad_hidden_ptr, count, unit, rows, N, V, D, num_slices, stride_wv, TOKENS,
-                    SLICE, BLOCK_K, PRECISION, USE_TMA, WIDE, IS_FIRST,
+                    task - first_dsd, pieces, first_column, num_columns, weight, workspace_tokens,
+                    row_ptr, grad_hidden_ptr, num_rows, count, unit, rows, N, V, D, num_slices,
+                    stride_wv, TOKENS, SLICE, BLOCK_K, PRECISION, USE_TMA, WIDE, IS_FIRST,
                 )  # fmt: skip
         task = tl.atomic_add(queue_ptr, 1)
