@@ -40,6 +40,25 @@ def test_every_place_of_the_head_is_measured(tmp_path: Path) -> None:
     assert png.stat().st_size > 10_000
 
 
+@pytest.mark.timeout(120)
+def test_screened_logits_are_measured(tmp_path: Path) -> None:
+    csv_path = tmp_path / "rows.csv"
+    heads = ("dense", "fused", "vocab-1f1b")
+    options = [*TINY, "--dtype", "bfloat16", "--logits", "screened", "--csv", str(csv_path)]
+    options += [option for head in heads for option in ("--head", head)]
+    code, output = bench(tmp_path, "pipeline", *options)
+    assert code == 0, output
+    with csv_path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["head"] for row in rows] == [head for head in heads for _ in "01"]
+    assert {row["logits"] for row in rows} == {"screened"}
+    # Close, and of other arithmetic.
+    losses = {row["head"]: float(row["mean_loss"]) for row in rows}
+    assert losses["fused"] == pytest.approx(losses["dense"], rel=1e-3)
+    assert losses["vocab-1f1b"] == pytest.approx(losses["dense"], rel=1e-3)
+    assert losses["dense"] not in (losses["fused"], losses["vocab-1f1b"])
+
+
 def test_layers_move_away_from_the_head() -> None:
     assert even_layout(26, 4) == [7, 7, 6, 6]
     assert relayout(26, 4, 1.0, 0.0) == [7, 7, 6, 6]

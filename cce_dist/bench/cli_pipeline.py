@@ -22,6 +22,7 @@ def pipeline_command(
     dim: Annotated[int | None, typer.Option(min=2, help="In place of the model's.")] = None,
     head: Annotated[Names, typer.Option(help="Where it is; may be repeated. [all]")] = None,
     gradient: Annotated[str, typer.Option(help="Of our losses: filtered or exact.")] = "filtered",
+    logits: Annotated[str, typer.Option(help="Of our losses: full or screened.")] = "full",
     sequence: Size = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a microbatch.")] = 1,
     microbatches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 16,
@@ -67,8 +68,9 @@ def pipeline_command(
         report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path, None)
         shape = Shape(batch * sequence, sizes.vocab_size, sizes.dim)
         inputs = make_inputs("zipf", shape, dtype=getattr(torch, dtype), device=job.device)
-        about = {"model": model, "stages": job.size, "gradient": gradient, **inputs.description}
-        plan = Plan(head or HEADS, sequence, batch, microbatches, repeats, gradient)
+        ours = {"gradient": gradient, "logits": logits}
+        about = {"model": model, "stages": job.size, **ours, **inputs.description}
+        plan = Plan(head or HEADS, sequence, batch, microbatches, repeats, **ours)
 
         def save(rows: list[Cells]) -> None:
             if job.is_main:

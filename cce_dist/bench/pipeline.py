@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from cce_dist import LossOptions, VocabShard
+from cce_dist import LossOptions, StepQuantizer, VocabShard
 from cce_dist.adapters.last_stage import LastStageLoss
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
@@ -54,6 +54,7 @@ class Plan:
     microbatches: int
     repeats: int
     gradient: str  # of our losses
+    logits: str = "full"  # of our losses
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,10 @@ class _Runner:
             group=_world(),
             vocab_shard=shard,
             hidden_shape=(plan.batch, plan.sequence, whole.shape[1]),
-            options=LossOptions(gradient=plan.gradient),  # pyright: ignore[reportArgumentType]
+            options=LossOptions(
+                gradient=plan.gradient,  # pyright: ignore[reportArgumentType]
+                logits=plan.logits,  # pyright: ignore[reportArgumentType]
+            ),
             loss_scale=1 / plan.microbatches,
         )
         self.embedding = TiedEmbedding(self.head)
@@ -262,7 +266,11 @@ class _Runner:
         assert weight is not None or not self.is_last
         fused = None
         if name.startswith("fused") and weight is not None:
-            fused = LastStageLoss(weight, gradient=self.plan.gradient)
+            how: dict[str, Any] = {"gradient": self.plan.gradient, "logits": self.plan.logits}
+            if self.plan.logits == "screened":
+                how["quantized_weight"] = quantizer = StepQuantizer()
+                self.serving = quantizer.step
+            fused = LastStageLoss(weight, **how)
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             with self.recorder.span("loss"):
