@@ -127,7 +127,7 @@ def test_verdict_within_the_spread() -> None:
     assert verdict.within and verdict.worst == pytest.approx(0.8)
     assert (verdict.step, verdict.group) == (end, "never")
     assert verdict.rarest_at_end == pytest.approx(0.8 * 11 / 12)
-    assert str(verdict) == "yes; at most +0.80 (ids never trained on, step 80)"
+    assert str(verdict) == "yes; at most +0.80 ± 0.00 (ids never trained on, step 80)"
     outside = case.verdict("no-tail")
     assert outside.within is False and outside.worst == pytest.approx(2.0)
     assert 0 < outside.share_within < 1 and "**no**" in str(outside)
@@ -163,6 +163,7 @@ def test_standard_error_is_of_the_seeds_own_differences() -> None:
     assert case.standard_error("filtered", STEPS[-1]) == pytest.approx(error)
     text, _ = markdown(page_of([record]), HEAD)
     assert f"| +0.0300 ± {error:.4f} | +3.00 |" in text
+    assert f"at most +3.00 ± {100 * error:.2f} (all tokens" in text
 
 
 def test_verdict_needs_seeds() -> None:

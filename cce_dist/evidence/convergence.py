@@ -30,6 +30,7 @@ class Verdict:
         within: whether the difference to dense is at most one spread everywhere; None: unknown,
             and `reason` says why.
         worst: the largest difference in units of the spread, with its sign.
+        error: its standard error, in the same units; None: of a single seed.
         step, group: where that is.
         at_end, rarest_at_end: the difference of all tokens and of the rarest tenth at the end.
         share_within: of all evaluations and groups.
@@ -38,6 +39,7 @@ class Verdict:
     within: bool | None
     reason: str = ""
     worst: float = 0.0
+    error: float | None = None
     step: int = 0
     group: str = ALL
     at_end: float = 0.0
@@ -51,7 +53,13 @@ class Verdict:
         text = "yes" if self.within else "**no**"
         if not self.within:
             text += f", within at {self.share_within:.0%} of all places"
-        return f"{text}; at most {self.worst:+.2f} ({where}, step {self.step})"
+        return f"{text}; at most {self.at_most} ({where}, step {self.step})"
+
+    @property
+    def at_most(self) -> str:
+        """`worst` with its error, for a reader."""
+        error = "" if self.error is None else f" ± {self.error:.2f}"
+        return f"{self.worst:+.2f}{error}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +136,10 @@ class Case:
             return 0.0
         return difference / spread if spread else math.copysign(math.inf, difference)
 
+    def _error_in_spreads(self, method: str, step: int, group: str) -> float | None:
+        error, spread = self.standard_error(method, step, group), self.spread(step, group)
+        return error / spread if error is not None and spread else None
+
     def failure(self, method: str) -> str:
         """Why a run of it has failed; "" where none has."""
         return next(
@@ -155,6 +167,7 @@ class Case:
         return Verdict(
             within=num_within == len(found),
             worst=found[step, group],
+            error=self._error_in_spreads(method, step, group),
             step=step,
             group=group,
             at_end=found[end, ALL],

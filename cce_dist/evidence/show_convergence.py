@@ -51,7 +51,7 @@ def findings(record: Record) -> Findings:
         if outside:
             losses.append(
                 name.format("does not train within the spread of dense", len(outside))
-                + _at(outside)
+                + _at(outside, [f"at most {known[case].at_most} spreads" for case in outside])
                 + (_control(outside) if method != CONTROL else "")
             )
         refused = [verdict.reason for verdict in known.values() if verdict.within is None]
@@ -66,8 +66,9 @@ def findings(record: Record) -> Findings:
     return Findings(wins, losses)
 
 
-def _at(cases: list[Case]) -> str:
-    return ": " + "; ".join(f"V={case.vocab_size} {STARTS[case.start]}" for case in cases)
+def _at(cases: list[Case], more: list[str] | None = None) -> str:
+    named = [f"V={case.vocab_size} {STARTS[case.start]}" for case in cases]
+    return ": " + "; ".join(map(", ".join, zip(named, more, strict=True)) if more else named)
 
 
 def _control(cases: list[Case]) -> str:
