@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class QuantizedWeight:
     screen: Screen
     dtype: torch.dtype  # of the weight
     backend: Backend  # that makes it; either's loss may read it
+    # Of the weight, which its address is not enough for: it is another's once the weight is freed.
+    storage: weakref.ref[torch.UntypedStorage]
     address: int
     version: int  # of the weight's values, as autograd counts them
 
@@ -60,7 +63,7 @@ class QuantizedWeight:
         how = quantizer_for(self.backend, weight, self.screen)
         moments = _moments_of(hidden, weight, how)
         how.quantize_weight(weight[: values.shape[0]].detach(), moments, values.dtype, rows)
-        self.address, self.version = weight.data_ptr(), version_of(weight)
+        self.storage, self.address, self.version = _identity(weight)
 
     def check(self, weight: Tensor, num_classes: int, options: LossOptions) -> None:
         """Whether it is that weight's, as it is now.
@@ -79,7 +82,7 @@ class QuantizedWeight:
                 f"weight has {num_classes} that are no padding, of {weight.dtype}; make it anew "
                 "with quantize_weight"
             )
-        if weight.data_ptr() != self.address:
+        if self.storage() is not weight.untyped_storage() or weight.data_ptr() != self.address:
             raise ValueError(
                 "quantized_weight is of another tensor than weight (autocast makes a new one for "
                 "each call); make it of the tensor that is passed, or leave it out"
@@ -179,6 +182,10 @@ def _moments_of(hidden: Tensor | None, weight: Tensor, how: Any) -> Any:
     return how.moments_of(hidden.detach().reshape(-1, dim)).for_others()
 
 
+def _identity(weight: Tensor) -> tuple[weakref.ref[torch.UntypedStorage], int, int]:
+    return weakref.ref(weight.untyped_storage()), weight.data_ptr(), version_of(weight)
+
+
 def version_of(weight: Tensor) -> int:
     """How often autograd has seen it written to; inference tensors are not counted."""
     return 0 if weight.is_inference() else weight._version
@@ -215,5 +222,4 @@ def quantize_weight(
     dtype = screen_dtype(screen, weight)
     moments = _moments_of(hidden, weight, how)
     rows = how.quantize_weight(weight[:classes].detach(), moments, dtype)
-    address, version = weight.data_ptr(), version_of(weight)
-    return QuantizedWeight(rows, screen, weight.dtype, backend, address, version)
+    return QuantizedWeight(rows, screen, weight.dtype, backend, *_identity(weight))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -524,6 +525,24 @@ WEIGHTS: dict[str, tuple[Callable[[], Any], str]] = {
         r'quantized_weight has no effect with logits="full"',
     ),
 }  # fmt: skip
+
+
+@pytest.mark.interpreter
+def test_a_weight_in_the_memory_of_a_freed_one_is_another() -> None:
+    memory = np.ones((50, 8), np.float16)
+    first = torch.from_numpy(memory)
+    kept = quantize_weight(first)
+    hidden, targets = torch.ones(4, 8).half(), torch.zeros(4, dtype=torch.int64)
+    how: dict[str, Any] = {"logits": "screened", "quantized_weight": kept}
+    expected = linear_cross_entropy(hidden, first, targets, **how)
+    # Whatever of the same memory the caller passes.
+    assert torch.equal(linear_cross_entropy(hidden, first.detach()[:], targets, **how), expected)
+    del first
+    second = torch.from_numpy(memory)
+    with pytest.raises(ValueError, match="quantized_weight is of another tensor"):
+        linear_cross_entropy(hidden, second, targets, **how)
+    kept.refresh(second)
+    assert torch.equal(linear_cross_entropy(hidden, second, targets, **how), expected)
 
 
 @pytest.mark.interpreter
