@@ -108,10 +108,10 @@ def local_grads(
 
 
 def _pieces_and_room(
-    num_tokens: int, weight: Tensor, kept: KeptColumns | None, workspace_bytes: int
+    num_tokens: int, weight: Tensor, kept: KeptColumns | None, workspace_bytes: int, splits: bool
 ) -> tuple[int, int]:
-    """Into how many pieces the columns go, each with a hidden gradient of its own, and the bytes
-    of the workspace that are left for chunks.
+    """Into how many pieces the columns go, each with a hidden gradient of its own (one, unless
+    `splits`), and the bytes of the workspace that are left for chunks.
 
     A task of the hidden gradient is a block of tokens and some dims, over all columns that come
     into question. Those of a few tokens are no work for a whole device.
@@ -128,7 +128,7 @@ def _pieces_and_room(
         num_columns // LEAST_OF_A_PIECE,
         room // 4 // max(num_bytes, 1),
     )
-    return (pieces, room - pieces * num_bytes) if pieces > 1 else (1, room)
+    return (pieces, room - pieces * num_bytes) if splits and pieces > 1 else (1, room)
 
 
 @dataclass
@@ -174,10 +174,9 @@ class Backward:
         head = for_kernels(head)
         weight = head.weight
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        pieces, room = _pieces_and_room(len(tokens), weight, kept, workspace_bytes)
-        if logits is not None:
-            # Whose workspace is there already, and takes all of the room.
-            pieces = 1
+        # The workspace of logits that were kept is there already, and takes all of the room.
+        splits = needs.hidden and logits is None
+        pieces, room = _pieces_and_room(len(tokens), weight, kept, workspace_bytes, splits)
         listed = logits if kept is not None and isinstance(logits, ListedLogits) else None
         has_tail = kept is not None and kept.tail
         of_tokens = Pull.of(
