@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from cce_dist.planner.orders import (
@@ -18,6 +20,7 @@ from cce_dist.planner.orders import (
 )
 
 SIZES = [(1, 1), (1, 6), (2, 1), (2, 3), (2, 16), (3, 12), (4, 2), (4, 16), (8, 64), (16, 128)]
+PLANNER = Path(__file__).parent.parent / "docs" / "planner.md"
 HEADS = [0.05, 0.3, 1.0, 2.0, 6.0]  # stage times
 
 
@@ -74,6 +77,21 @@ def test_time_of_the_order(ranks: int, microbatches: int, head: float) -> None:
     cycle_alone = makespan(plan_vocab_order(ranks, microbatches, times, runs_ahead=False), times)
     assert took < cycle_alone <= (microbatches - 1 + ranks + 2) * times.cycle * (1 + 1e-9)
     assert cycle_alone <= (1.22 if ranks == 4 else 1.08) * ideal
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 16), (4, 16), (8, 64), (16, 128)])
+def test_the_planners_document_has_these_makespans(ranks: int, microbatches: int) -> None:
+    lines = []
+    for ahead in (False, True):
+        name = "| running ahead" if ahead else f"{ranks}, {microbatches} |"
+        cells = []
+        for head in (0.3, 1.0, 2.0, 6.0):
+            times = times_of(ranks, head)
+            orders = plan_vocab_order(ranks, microbatches, times, runs_ahead=ahead)
+            ideal = microbatches * times.cycle + (ranks - 1) * 3.0
+            cells.append(f"{makespan(orders, times) / ideal:.3f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    assert "\n".join(lines) in PLANNER.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 16), (4, 16), (8, 32)])
