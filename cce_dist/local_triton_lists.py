@@ -102,7 +102,8 @@ def marks_of(
     share_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
     bits = torch.zeros(2, num_columns, words, dtype=torch.int64, device=mass.device)
     share = torch.empty(groups, num_columns, dtype=share_dtype, device=mass.device)
-    seed = lse[:1].view(torch.int32)
+    # A copy: a screened forward writes another lse into the same memory.
+    seed = lse[:1].clone().view(torch.int32)
     if order is not None:
         order = order.to(order_dtype(len(order)))
     padded = blocks_padded(num_blocks)

@@ -105,6 +105,26 @@ def test_screened_gradients_are_those_of_full_logits(place: Place) -> None:
     check_outputs(case, outputs, but=("loss", "lse"))
 
 
+@pytest.mark.parametrize(**grid(places=PLACES, num_tokens=(40, 128, 129)))
+def test_screened_hidden_gradients_are_as_close_as_filtered_ones(
+    place: Place, num_tokens: int
+) -> None:
+    """Columns are drawn before the exact logits are there, and weighed after them."""
+    inputs = zipf_inputs(num_tokens, 4000, 72, generator=generator(), dtype=dtype_of(place))
+    options = {**SCREENED, "filter": Filter(keep=2.0**-8)}
+    upstream = {"loss": 1024.0}
+    screened = Case(inputs, options, upstream=upstream).at(place)
+    of_full = {name: options[name] for name in ("filter", "stats")}
+    filtered = Case(inputs, of_full, upstream=upstream).at(place)
+    golden = golden_outputs(screened)
+    outputs = run_case(None, screened)
+    assert bool(outputs["screened"].all()) and float(outputs["tail_mass"].mean()) > 1e-3
+    error, allowed = (
+        error_of(found, golden, "grad_hidden") for found in (outputs, run_case(None, filtered))
+    )
+    assert error <= 1.2 * allowed
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("bits", EIGHT_BITS)
 @pytest.mark.parametrize("capped", [False, True], ids=["linear", "softcap"])
