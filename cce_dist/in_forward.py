@@ -116,7 +116,7 @@ def _grads_by_chunks(
             needs=needs,
             grad_weight=grad_weight,
             accumulate=True,
-            workspace_bytes=plan.options.workspace_bytes,
+            workspace_bytes=plan.options.workspace_for(len(tokens)),
             logits=logits,
         )
         if hidden is not None and grads.hidden is not None:
@@ -132,6 +132,7 @@ def chunk_tokens(num_tokens: int, plan: Plan) -> int:
     At most a quarter of the tokens: the chunk's logits [chunk, V_local] are in memory at once.
     """
     columns = -(-plan.shard.vocab_size // group_size(plan.group))
-    by_memory = plan.options.workspace_bytes // (4 * columns) // TOKEN_BLOCK * TOKEN_BLOCK
+    room = plan.options.workspace_for(num_tokens)
+    by_memory = room // (4 * columns) // TOKEN_BLOCK * TOKEN_BLOCK
     quarter = -(-num_tokens // (4 * TOKEN_BLOCK)) * TOKEN_BLOCK
     return max(TOKEN_BLOCK, min(by_memory, quarter))

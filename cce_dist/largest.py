@@ -30,7 +30,7 @@ def largest_logits(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     backend: Backend = "auto",
-    workspace_bytes: int = 64 * 2**20,
+    workspace_bytes: int | None = None,
 ) -> LargestLogits:
     """max and argmax over this rank's rows of z = logit_scale * softcap(hidden @ weight.T + bias).
 
@@ -55,8 +55,7 @@ def largest_logits(
     nobody = torch.full((flat.shape[0],), -1, dtype=torch.int64, device=hidden.device)
     head = Head(weight, bias, None, weight.shape[0], softcap, options.logit_scale)
     chosen = choose_backend(options, hidden, len(flat), weight.shape[0])
+    room = options.workspace_for(len(flat))
     with torch.autocast(hidden.device.type, enabled=False):
-        value, index = chosen.largest(
-            Tokens(flat, None, nobody), head, workspace_bytes=workspace_bytes
-        )
+        value, index = chosen.largest(Tokens(flat, None, nobody), head, workspace_bytes=room)
     return LargestLogits(value.view(shape), index.view(shape))

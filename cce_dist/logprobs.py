@@ -47,7 +47,7 @@ def token_logprobs(
     gradient: GradientOfEach = "filtered",
     filter: Filter = Filter(),  # noqa: B008 - frozen
     backend: Backend = "auto",
-    workspace_bytes: int = 64 * 2**20,
+    workspace_bytes: int | None = None,
 ) -> TokenLogprobs:
     """log softmax(z / temperature)[target] of every token; logits [N, V] never exist in memory.
 

@@ -54,7 +54,7 @@ def linear_cross_entropy(
     grad_weight_into: Tensor | None = None,  # [V_local, D] fp32 | float64
     stats: tuple[Stat, ...] = (),
     backend: Backend = "auto",
-    workspace_bytes: int = 64 * 2**20,
+    workspace_bytes: int | None = None,
     keep_logits: bool = False,
     check_ranks: bool = False,
 ) -> Tensor | LossOutput:
@@ -97,7 +97,8 @@ def linear_cross_entropy(
             recomputes what is kept once more, and gathers [N] numbers. "screened": whether logits
             were, on all ranks.
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
-            one tile of 128 tokens.
+            one tile of 128 tokens. None: 64 MiB, and 8 KiB a token of more than 8,192, so that
+            more tokens take no longer each.
         keep_logits: whether memory from the forward to the backward saves time, on a GPU. With
             gradient="exact" logits of as many columns as fit the workspace, and the weight's
             gradient, which the forward then allocates, are kept in 16 bits (fp32 for fp32 inputs)

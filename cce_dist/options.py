@@ -31,6 +31,11 @@ DRAW_FACTOR = 3
 # One score per column and block of this many tokens; the kernels' token tile has the same size.
 TOKEN_BLOCK = 128
 
+# The workspace that the loss takes by itself. What a chunk adds to the hidden gradient costs the
+# more the more tokens there are, and so many more columns have to share it.
+LEAST_WORKSPACE_BYTES = 64 * 2**20
+WORKSPACE_BYTES_PER_TOKEN = 2**13
+
 
 def require_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
     if got not in choices:
@@ -43,6 +48,10 @@ def require_finite(name: str, got: object, *, minimum: float | None = None) -> N
         raise ValueError(f"{name} must be a finite number, got {got!r}")
     if minimum is not None and got < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {got!r}")
+
+
+def default_workspace_bytes(num_tokens: int) -> int:
+    return max(LEAST_WORKSPACE_BYTES, WORKSPACE_BYTES_PER_TOKEN * num_tokens)
 
 
 @dataclass(frozen=True)
@@ -171,7 +180,7 @@ class LossOptions:
     screen: Screen = field(default_factory=Screen)
     stats: tuple[Stat, ...] = ()
     backend: Backend = "auto"
-    workspace_bytes: int = 64 * 2**20
+    workspace_bytes: int | None = None
     keep_logits: bool = False
     check_ranks: bool = False
 
@@ -190,13 +199,16 @@ class LossOptions:
             raise ValueError(f"screen must be a cce_dist.Screen, got {self.screen!r}")
         for name in ("shift", "ignore_index", "workspace_bytes"):
             value = getattr(self, name)
+            if name == "workspace_bytes" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} must be an int, got {value!r}")
         for name in ("keep_logits", "check_ranks"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         require_finite("shift", self.shift, minimum=0)
-        require_finite("workspace_bytes", self.workspace_bytes, minimum=2**16)
+        if self.workspace_bytes is not None:
+            require_finite("workspace_bytes", self.workspace_bytes, minimum=2**16)
         require_finite("logit_scale", self.logit_scale)
         if self.logit_scale == 0:
             raise ValueError("logit_scale must not be 0: every logit would be 0")
@@ -257,6 +269,12 @@ class LossOptions:
                 f"stats={tuple(wrong)!r} would be those of 8-bit logits; leave them out, or use "
                 'logits="full"'
             )
+
+    def workspace_for(self, num_tokens: int) -> int:
+        """Bytes of the workspace of a call on so many tokens."""
+        if self.workspace_bytes is not None:
+            return self.workspace_bytes
+        return default_workspace_bytes(num_tokens)
 
     @property
     def _reaches_every_column(self) -> bool:

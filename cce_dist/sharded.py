@@ -143,7 +143,7 @@ def _local(
         score=(score and plan.filters) or "screen" in how,
         score_largest=plan.options.filter.eps is not None,
         threshold=plan.threshold,
-        workspace_bytes=plan.options.workspace_bytes,
+        workspace_bytes=plan.options.workspace_for(len(tokens)),
         keep_logits=keep_logits,
         **how,
     )
@@ -163,7 +163,7 @@ def room_for_logits(
     make = plan.backend.room_for_logits
     if make is None or not plan.options.keep_logits:
         return None
-    return make(head.weight, num_tokens, plan.options.workspace_bytes, grad_weight)
+    return make(head.weight, num_tokens, plan.options.workspace_for(num_tokens), grad_weight)
 
 
 def room_for_listed(plan: Plan, needs: Needs) -> Any:
@@ -187,7 +187,7 @@ def find_kept(tokens: Tokens, head: Head, plan: Plan, scores: Any, lse: Tensor) 
         by_largest=plan.options.filter.eps is not None,
         tail=plan.options.filter.tail,
         draws=plan.options.draws,
-        workspace_bytes=plan.options.workspace_bytes,
+        workspace_bytes=plan.options.workspace_for(len(tokens)),
     )
 
 
@@ -236,7 +236,7 @@ def backward(
         needs=needs,
         grad_weight=grad_weight,
         accumulate=accumulate,
-        workspace_bytes=plan.options.workspace_bytes,
+        workspace_bytes=plan.options.workspace_for(len(tokens)),
         logits=logits,
         **how,
     )

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cce_dist
-from megatron_patch.head import WORKSPACE_BYTES
 from megatron_patch.options import PatchOptions
 
 
@@ -32,6 +31,6 @@ def largest_logits(
         weight,
         logit_scale=scale,
         backend=options.backend,  # pyright: ignore[reportArgumentType]
-        workspace_bytes=options.workspace_bytes or WORKSPACE_BYTES,
+        workspace_bytes=options.workspace_bytes,
     )
     return found.value.to(hidden.dtype), found.index

@@ -30,8 +30,8 @@ class PatchOptions:
         vocab_size: rows of the head from this one on are padding and leave the softmax; None: they
             are classes, as in Megatron.
         backend: "triton", "torch", or "auto" for the fastest that can run.
-        workspace_bytes: bound of the logits in memory at once; None: 64 MiB, 128 where "exact"
-            keeps them.
+        workspace_bytes: bound of the logits in memory at once; None: that of the loss, 64 MiB
+            or 8 KiB a token if that is more, and twice that where "exact" keeps them.
         keep_logits: with "exact" on a GPU, what logits fit the workspace and the weight's
             gradient, allocated in the forward then, stay for the backward; None: they do where
             the Triton kernels compute. With "screened" the exact ones that fit the workspace do;

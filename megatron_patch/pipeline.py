@@ -21,7 +21,7 @@ from cce_dist.planner.orders import (
     require_no_circle,
 )
 from megatron_patch.errors import PatchError
-from megatron_patch.head import IGNORED, WORKSPACE_BYTES
+from megatron_patch.head import IGNORED
 from megatron_patch.rows import Rows
 from megatron_patch.seams import parallel_state
 from megatron_patch.tied import AHEAD
@@ -63,7 +63,7 @@ class Pipeline:
                 gradient=options.gradient,  # pyright: ignore[reportArgumentType]
                 logits=options.logits,  # pyright: ignore[reportArgumentType]
                 backend=options.backend,  # pyright: ignore[reportArgumentType]
-                workspace_bytes=options.workspace_bytes or WORKSPACE_BYTES,
+                workspace_bytes=options.workspace_bytes,
             ),
             timeout=TIMEOUT,
             quantize_once=options.quantize_once,

@@ -80,9 +80,26 @@ def test_filter_threshold(dtype: str, mass: float, ordered: float) -> None:
 def test_loss_options_defaults_are_those_of_the_function() -> None:
     made = LossOptions()
     assert made.reduction == "mean" and made.gradient == "filtered" and made.filter == Filter()
-    assert made.ignore_index == -100 and made.workspace_bytes == 64 * 2**20 and made.stats == ()
+    assert made.ignore_index == -100 and made.workspace_bytes is None and made.stats == ()
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.shift = 1
+
+
+@pytest.mark.parametrize(
+    ("workspace_bytes", "num_tokens", "expected"),
+    [
+        (None, 1, 2**26),
+        (None, 8192, 2**26),
+        (None, 8193, 2**26 + 2**13),
+        (None, 65536, 2**29),
+        (2**20, 65536, 2**20),
+        (2**30, 1, 2**30),
+    ],
+)
+def test_the_workspace_grows_with_the_tokens_unless_it_is_given(
+    workspace_bytes: int | None, num_tokens: int, expected: int
+) -> None:
+    assert LossOptions(workspace_bytes=workspace_bytes).workspace_for(num_tokens) == expected
 
 
 @pytest.mark.parametrize(

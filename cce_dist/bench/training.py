@@ -38,6 +38,8 @@ LOSSES = ("cce", "dense")
 OBJECTIVE = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 # Of the device's memory: the rest is for NCCL's buffers, and what the allocator cannot make use of.
 USABLE = 0.88
+# Times the batch that did not fit: the allocator's pieces need not be where they are wanted.
+LESS = 0.92
 GIB = 2**30
 # "cce" alone is this library's.
 RIVALS = {"apple-cce" if name == "cce" else name: build for name, build in PEERS.items()}
@@ -161,7 +163,23 @@ class Meter:
         room = USABLE * torch.cuda.get_device_properties(self.job.ranks.device).total_memory / GIB
         unit = self.job.config.parallel.tp
         most = batch + (room - once["peak_gib"]) / each
-        yield self.measure(int(most) // unit * unit, 2, 3)
+        found = None
+        while found is None and most >= unit:
+            found = self.measure_if_it_fits(int(most) // unit * unit)
+            most *= LESS
+        if found is not None:
+            yield found
+
+    def measure_if_it_fits(self, batch: int) -> Cells | None:
+        try:
+            return self.measure(batch, 2, 3)
+        except torch.OutOfMemoryError:
+            # The other ranks wait in a collective.
+            if dist.get_world_size() > 1:
+                raise
+        # What the error's traceback held is free only now.
+        gc.collect()
+        return None
 
     def measure(self, batch: int, warmup: int, steps: int) -> Cells:
         # A step that is logged asks for statistics.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cce_dist.options import default_workspace_bytes
+
 from .cost import collective
 from .hardware import Hardware
 from .job import Job
@@ -16,7 +18,6 @@ KEPT = 4.0
 CHUNKED_TRAFFIC, CHUNKED_PEAK, CHUNKS = 30.0, 6.0, 8
 # Of our kernels, beside one large product; measured on an H200, docs/planner.md.
 STATISTICS, EXACT_BACKWARD, KEPT_PRODUCTS = 0.92, 0.87, 0.59
-WORKSPACE = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,13 @@ def _ours(model: Model, job: Job, hardware: Hardware, told: tuple[float, float])
         backward = kept + 2 * gradient / hardware.bytes_per_second
         marks = logits / 512 + 16 * rows
     # The hidden gradient in fp32 and in 16 bits; packed hidden.
-    working = gradient + 8.0 * tokens * dim + WORKSPACE
+    loose = 8.0 * tokens * dim + default_workspace_bytes(tokens)
+    working = gradient + loose
     transient = gradient
     if job.is_over_ranks:
         # Of the microbatches that are between the two phases, hidden and its gradient; the
         # weight's gradient is added up in fp32.
-        working = 2 * gradient + 3 * 2.0 * tokens * dim + 8.0 * tokens * dim + WORKSPACE
+        working = 2 * gradient + 3 * 2.0 * tokens * dim + loose
         told, transient = (0.0, 0.0), 0.0
     return HeadCost(
         product,

@@ -114,8 +114,12 @@ class LossConfig(Section):
     z_loss: Annotated[Float, Field(ge=0)] = 0.0
     softcap: Annotated[Float, Field(gt=0)] | None = None
     logit_scale: Float = 1.0
-    workspace_mib: Annotated[Float, Field(ge=0.0625)] = 64.0
+    workspace_mib: Annotated[Float, Field(ge=0.0625)] | None = None
     backend: Literal["auto", "triton", "torch"] = "auto"
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        return None if self.workspace_mib is None else int(self.workspace_mib * 2**20)
 
     @model_validator(mode="after")
     def _check_filter(self) -> LossConfig:

@@ -126,7 +126,7 @@ def make_token_nll(
                 logit_scale=loss.logit_scale,
                 gradient="exact",
                 backend=loss.backend,
-                workspace_bytes=int(loss.workspace_mib * 2**20),
+                workspace_bytes=loss.workspace_bytes,
             )
         assert isinstance(nll, Tensor)
         return nll
@@ -145,7 +145,7 @@ def loss_options(config: LossConfig) -> dict[str, Any]:
         "filter": Filter(keep=config.filter.keep, tail=config.filter.tail, eps=config.filter.eps),
         "logits": config.logits,
         "backend": config.backend,
-        "workspace_bytes": int(config.workspace_mib * 2**20),
+        "workspace_bytes": config.workspace_bytes,
     }
 
 
