@@ -26,9 +26,10 @@ HOW_TO: tuple[Block, ...] = (
             "--device cuda --peer-path PEERS --record RECORD` and `cce-dist bench probabilities "
             "--inputs FILE ... --device cuda --record RECORD`, an `--inputs` for each file.",
             "**classes**: `python docs/examples/instance_classes.py RECORD`.",
-            "**end-to-end**: `cce-dist bench train launch/configs/gpus.yaml --parallel.tp 1 "
-            "--parallel.sequence_parallel false --loss cce --loss dense --loss torch-compile "
-            "--loss liger --loss apple-cce --peer-path PEERS --record RECORD`, on one GPU; on four "
+            "**end-to-end**: `PYTORCH_ALLOC_CONF=expandable_segments:True cce-dist bench train "
+            "launch/configs/gpus.yaml --parallel.tp 1 --parallel.sequence_parallel false "
+            "--warmup-steps 40 --loss cce --loss dense --loss torch-compile --loss liger "
+            "--loss apple-cce --peer-path PEERS --record RECORD`, on one GPU; on four "
             "`torchrun --nproc-per-node 4 -m cce_dist bench train launch/configs/gpus.yaml "
             "--parallel.tp 4 --record RECORD`, where the peers have no form.",
         )
