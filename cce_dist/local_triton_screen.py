@@ -98,7 +98,10 @@ def _quantize(
     else:
         values, of_rows = into.values, into.of_rows
     size = torch.empty(2, num_rows, dtype=fp32, device=device)
-    rows = 512 if interpreted() else 8
+    rows, block_d = 512 if interpreted() else 1, 256
+    chunks = triton.cdiv(values.stride(0), block_d)
+    # A row is in registers: as many threads as leave each 48 numbers of it at most.
+    warps = min(16, max(2, triton.next_power_of_2(triton.cdiv(chunks, 6))))
     start(quantize_kernel, (triton.cdiv(num_rows, rows),))(
         source,
         centre,
@@ -113,8 +116,11 @@ def _quantize(
         values.stride(0),
         LARGEST[dtype],
         ROWS=rows,
-        BLOCK_D=256,
+        BLOCK_D=block_d,
+        CHUNKS=chunks,
+        EVEN=dim == chunks * block_d and num_rows % rows == 0,
         IS_INTEGER=dtype == torch.int8,
+        num_warps=warps,
     )
     return values, of_rows, size
 

@@ -5,16 +5,13 @@ import triton.language as tl
 
 
 @triton.jit
-def rounded(x, largest, IS_INTEGER: tl.constexpr):
-    """x over its row's scale -> the nearest number of 8 bits, in fp32; at most `largest`."""
+def rounded_to_e4m3(x, largest):
+    """x over its row's scale -> the nearest number of e4m3, in fp32; at most `largest`."""
     # The largest may have become larger than that by the division's rounding.
     x = tl.minimum(tl.maximum(x, -largest), largest)
-    # The addition rounds, ties to even: what is added has no digits below 1, or below 2^-9, the
-    # smallest of e4m3, ...
-    if IS_INTEGER:
-        return (x + 12582912.0) - 12582912.0
+    # The addition rounds, ties to even: what is added has no digits below 2^-9, the smallest, ...
     small = (x + 24576.0) - 24576.0
-    # ... which has three digits after the first from 2^-6 on. (A cast would do, but for the
+    # ... but there are three digits after the first from 2^-6 on. (A cast would do, but for the
     # interpreter of Triton 3.7, which loses what is carried to the next power of two.)
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
@@ -49,17 +46,6 @@ def moments_kernel(
     tl.store(part_ptrs + D, tl.sum(square, 0), mask=dims < D)
 
 
-@triton.jit
-def scaled_tile(source_ptrs, centre_ptr, channel_ptr, start, inside_rows, D, BLOCK_D: tl.constexpr):
-    """[ROWS, BLOCK_D] of the rows, and of `quantize_kernel`'s x; both fp32, 0 beyond."""
-    dims = start + tl.arange(0, BLOCK_D)
-    inside = inside_rows & (dims < D)[None, :]
-    row = tl.load(source_ptrs + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-    centre = tl.load(centre_ptr + dims, mask=dims < D, other=0.0)
-    channel = tl.load(channel_ptr + dims, mask=dims < D, other=0.0)
-    return row, tl.where(inside, (row - centre[None, :]) * channel[None, :], 0.0)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def quantize_kernel(
     source_ptr,  # [num_rows, D], inner stride 1
@@ -76,41 +62,60 @@ def quantize_kernel(
     largest,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of BLOCK_D, that stride_on dims take
+    EVEN: tl.constexpr,  # all tiles are full
     IS_INTEGER: tl.constexpr,
 ):
-    """One program: ROWS rows, read from memory once; the second time they come from the cache."""
+    """One program: ROWS rows, which are in registers from when they are read to when they are
+    written: that the largest is known late costs no second read."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside_rows = (rows < num_rows)[:, None]
     source_ptrs = source_ptr + rows.to(tl.int64)[:, None] * stride_sn
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_on
     top = tl.zeros((ROWS, BLOCK_D), tl.float32)
     norm = tl.zeros((ROWS, BLOCK_D), tl.float32)
     dot = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for start in range(0, D, BLOCK_D):
-        row, x = scaled_tile(  # pyright: ignore[reportGeneralTypeIssues]
-            source_ptrs, centre_ptr, channel_ptr, start, inside_rows, D, BLOCK_D
-        )
-        dims = start + tl.arange(0, BLOCK_D)
-        dot += row * tl.load(across_ptr + dims, mask=dims < D, other=0.0)[None, :]
+    tiles = ()
+    for chunk in tl.static_range(CHUNKS):
+        dims = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+        if EVEN:
+            row = tl.load(source_ptrs + dims[None, :]).to(tl.float32)
+            across = tl.load(across_ptr + dims)
+            x = row - tl.load(centre_ptr + dims)[None, :]
+            x *= tl.load(channel_ptr + dims)[None, :]
+        else:
+            inside = inside_rows & (dims < D)[None, :]
+            row = tl.load(source_ptrs + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+            across = tl.load(across_ptr + dims, mask=dims < D, other=0.0)
+            x = row - tl.load(centre_ptr + dims, mask=dims < D, other=0.0)[None, :]
+            x *= tl.load(channel_ptr + dims, mask=dims < D, other=0.0)[None, :]
+        dot += row * across[None, :]
         top = tl.maximum(top, tl.abs(x))
         norm += x * x
+        tiles = tiles + (x,)  # noqa: RUF005 - as Triton takes it
     # A row of zeros has any scale; 1 over the smallest would be infinite.
     step = tl.maximum(tl.max(top, 1) / largest, 1e-30)
     inverse = 1.0 / step
     cross = tl.zeros((ROWS, BLOCK_D), tl.float32)
     square = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for start in range(0, stride_on, BLOCK_D):
-        _, x = scaled_tile(  # pyright: ignore[reportGeneralTypeIssues]
-            source_ptrs, centre_ptr, channel_ptr, start, inside_rows, D, BLOCK_D
-        )
-        found = rounded(x * inverse[:, None], largest, IS_INTEGER)
+    for chunk in tl.static_range(CHUNKS):
+        x = tiles[chunk]
+        if IS_INTEGER:
+            # The addition rounds, ties to even: to what then are the number's last digits.
+            shifted = x * inverse[:, None] + 12582912.0
+            found = shifted - 12582912.0
+            value = shifted.to(tl.int32, bitcast=True).to(tl.int8)
+        else:
+            found = rounded_to_e4m3(x * inverse[:, None], largest)
+            value = found.to(out_ptr.dtype.element_ty)
         cross += x * found
         square += found * found
-        dims = start + tl.arange(0, BLOCK_D)
-        tl.store(
-            out_ptr + rows.to(tl.int64)[:, None] * stride_on + dims[None, :],
-            found.to(out_ptr.dtype.element_ty),
-            mask=inside_rows & (dims < stride_on)[None, :],
-        )
+        dims = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+        if EVEN:
+            tl.store(out_ptrs + dims[None, :], value)
+        else:
+            inside = inside_rows & (dims < stride_on)[None, :]
+            tl.store(out_ptrs + dims[None, :], value, mask=inside)
     size = tl.sum(norm, 1)
     along = tl.sum(cross, 1)
     # With which the rounding has no part along the row itself: docs/numerics.md#screened-logits.
