@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from cce_dist.bench.kept import kept_share
 from cce_dist.bench.rank_methods import Place, choose_rank_methods
 from cce_dist.bench.ranks import uncovered
 from cce_dist.bench.shapes import Shape
+from cce_dist.bench.training import Meter
 from cce_dist.cli import app
 from cce_dist.testing import shared_pool
 from cce_dist.testing.torchrun import bench
+from cce_dist.train.config import TrainConfig
 
 
 @pytest.mark.timeout(180)
@@ -106,6 +109,35 @@ def test_training_steps_are_measured_with_either_loss(tmp_path: Path) -> None:
     for row in rows:
         assert (row["dp"], row["tp"], row["tokens_a_step"]) == ("1", "2", "128")
         assert float(row["tokens_per_s"]) > 0 and float(row["peak_gib"]) > 0
+
+
+def test_the_largest_batch_is_a_smaller_one_where_the_predicted_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+
+    class OfALine(Meter):
+        """2 GiB and 1 GiB a sequence, of which no more than 60 fit."""
+
+        def measure(self, batch: int, warmup: int, steps: int) -> dict[str, Any]:
+            tried.append(batch)
+            if batch > 60:
+                raise torch.OutOfMemoryError
+            return {"batch": batch, "peak_gib": 2.0 + batch}
+
+    job: Any = SimpleNamespace(
+        config=TrainConfig.model_validate({"batch": 8}), ranks=SimpleNamespace(device="cuda")
+    )
+    memory = SimpleNamespace(total_memory=100 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    rows = list(OfALine(job, None, "cce", None).rows(2, 3, largest=True))  # pyright: ignore[reportArgumentType]
+    assert tried == [8, 16, 86, 79, 72, 66, 61, 56]
+    assert [row["batch"] for row in rows] == [8, 16, 56]
+    # The other ranks of a job would wait for this one.
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(OfALine(job, None, "cce", None).rows(2, 3, largest=True))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
