@@ -101,8 +101,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {"gradient": "exact"},
 }
 # Tokens, classes, dim: whole tiles; a second group without columns; ragged; one class more than a
-# program's tile; fewer tokens than a block.
-SHAPES = ((512, 8192, 128), (256, 5000, 64), (1000, 4997, 200), (130, 257, 64), (7, 100, 8))
+# program's tile; fewer tokens than a block; and so few of so many classes that hundreds of splits
+# have them.
+SHAPES = (
+    *((512, 8192, 128), (256, 5000, 64), (1000, 4997, 200), (130, 257, 64), (7, 100, 8)),
+    (100, 60000, 64),
+)
 
 
 def outputs(kernels: int, shape: tuple[int, int, int], dtype: torch.dtype, **options: Any) -> Any:

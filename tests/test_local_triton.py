@@ -41,6 +41,35 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+@pytest.mark.parametrize("splits", [1, 7, 8, 9, 19])
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES))
+def test_what_splits_have_summed_is_merged(place: Place, splits: int) -> None:
+    """Of two blocks; some have summed nothing, in one the sum overflowed."""
+    from cce_dist.kernels.bounds import bound_kernel
+
+    tokens, num = 128, 200
+    size = 20 * 2 * tokens
+    state = torch.full((2, 4, size), float("nan"))
+    ref, part = state[1, :2, : splits * 2 * tokens].view(2, splits, 2 * tokens)
+    ref.copy_(40 * torch.randn(ref.shape, generator=generator()))
+    part.copy_(torch.rand(part.shape, generator=generator()) + 0.1)
+    part[0, :50] = 0
+    part[splits // 2, 40:90] = float("inf")
+    lower = torch.full((2 * tokens,), -1e30)
+    known = torch.where(
+        (part > 0) & (part < float("inf")), ref.double() + part.double().log2(), -1e30
+    )
+    top = known.amax(0)
+    expected = top + (known - top).exp2().sum(0).log2()
+    shape = torch.tensor([2, splits, 2], dtype=torch.int32)
+    shape, lower, state = (tensor.to(place.device) for tensor in (shape, lower, state))
+    bound = lower.new_full((num,), float("nan"))
+    bound_kernel[(2,)](
+        *(shape, lower, state, shape, bound, 3, size, num), BLOCK_N=tokens, HAS_ORDER=False
+    )
+    torch.testing.assert_close(bound.cpu().double(), expected[:num], rtol=1e-6, atol=1e-5)
+
+
 # -- shapes -------------------------------------------------------------------------------------
 
 EDGES = {

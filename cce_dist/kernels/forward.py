@@ -22,6 +22,8 @@ PROBE = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 LAST = tl.constexpr(4)
 ALONE = tl.constexpr(8)
+# Splits whose sums a program reads at a time.
+READ_AT_ONCE = tl.constexpr(8)
 
 
 @triton.jit
@@ -93,15 +95,21 @@ def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
     """[BLOCK_N] log2 of what all splits have summed; LOWEST where that is nothing."""
     top = tl.full((BLOCK_N,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
-    for split in range(splits):
-        ref = tl.load(before_ptrs + split * stride)
-        part = tl.load(before_ptrs + split * stride + size)
-        # A sum that overflowed is repeated at the end; here it says nothing.
-        part = tl.where(part < float("inf"), part, 0.0)
-        ref = tl.where(part > 0, ref, LOWEST)
-        higher = tl.maximum(top, ref)
-        total = total * exp2_of(top - higher) + part * exp2_of(ref - higher)
-        top = higher
+    for first in range(0, splits, READ_AT_ONCE):
+        refs = ()
+        parts = ()
+        # Of a few tokens there are hundreds of splits: each read by itself would be waited for.
+        for i in tl.static_range(READ_AT_ONCE):
+            ptrs = before_ptrs + (first + i) * stride
+            refs = refs + (tl.load(ptrs, mask=first + i < splits, other=LOWEST),)  # noqa: RUF005
+            parts = parts + (tl.load(ptrs + size, mask=first + i < splits, other=0.0),)  # noqa: RUF005
+        for i in tl.static_range(READ_AT_ONCE):
+            # A sum that overflowed is repeated at the end; here it says nothing.
+            part = tl.where(parts[i] < float("inf"), parts[i], 0.0)
+            ref = tl.where(part > 0, refs[i], LOWEST)
+            higher = tl.maximum(top, ref)
+            total = total * exp2_of(top - higher) + part * exp2_of(ref - higher)
+            top = higher
     return tl.where(total > 0, top + tl.log2(total), LOWEST)
 
 

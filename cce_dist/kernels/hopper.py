@@ -67,15 +67,21 @@ def begin_state(
     dropped = total
     if (launch >= forward.FIRST) & (launch < forward.ALONE):
         top = total + numbers.LOWEST
-        for split in range(splits):
-            other = gl.load(before_ptrs + split * stride)
-            part = gl.load(before_ptrs + split * stride + size)
-            # A sum that overflowed is repeated at the end; here it says nothing.
-            part = gl.where(part < float("inf"), part, 0.0)
-            other = gl.where(part > 0, other, numbers.LOWEST)
-            higher = gl.maximum(top, other)
-            total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
-            top = higher
+        for first in range(0, splits, forward.READ_AT_ONCE):
+            others = ()
+            parts = ()
+            for i in gl.static_range(forward.READ_AT_ONCE):
+                ptrs = before_ptrs + (first + i) * stride
+                there = first + i < splits
+                others = others + (gl.load(ptrs, mask=there, other=numbers.LOWEST),)  # noqa: RUF005
+                parts = parts + (gl.load(ptrs + size, mask=there, other=0.0),)  # noqa: RUF005
+            for i in gl.static_range(forward.READ_AT_ONCE):
+                # A sum that overflowed is repeated at the end; here it says nothing.
+                part = gl.where(parts[i] < float("inf"), parts[i], 0.0)
+                other = gl.where(part > 0, others[i], numbers.LOWEST)
+                higher = gl.maximum(top, other)
+                total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
+                top = higher
         before = gl.load(before_ptrs + own)
         # What other ranks have summed may have raised the lower bound.
         ref = gl.maximum(ref, before)
