@@ -212,6 +212,12 @@ def test_findings_list_what_is_worse() -> None:
     assert any("1.07 times the tokens a second at batch 8 of liger" in x for x in speed.wins)
     assert any("0.71 times the tokens a second at batch 16 of liger" in x for x in speed.losses)
     assert any("3.12 times the largest batch" in x for x in speed.wins)
+    record = end_to_end()
+    ties = [
+        {**row, "tokens_per_s": 5.0 if row["loss"] == "filtered" else 5.01} for row in record.rows
+    ]
+    tied = show_end_to_end.findings(replace(record, rows=tuple(ties)))
+    assert not any("tokens a second" in text for text in (*tied.wins, *tied.losses))
     other = show_classes.findings(classes())
     assert other.wins == ["`filtered` takes 0.025 times the memory of dense"]
     assert other.losses == ["`filtered` takes 1.25 times the time of dense"]

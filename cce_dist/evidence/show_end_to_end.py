@@ -67,7 +67,9 @@ def findings(record: Record) -> Findings:
             for name in (name for name in found if name in OURS):
                 ratio = found[name] / rivals[best]
                 text = f"`{name}` has {ratio:.2f} times the {what} of {title_of(best)}{where}"
-                (wins if ratio >= 1 else losses).append(text)
+                # A tie, as it is printed, is neither.
+                if f"{ratio:.2f}" != "1.00":
+                    (wins if ratio > 1 else losses).append(text)
     return Findings(wins, losses)
 
 
