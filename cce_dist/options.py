@@ -198,11 +198,11 @@ class LossOptions:
         if not isinstance(self.screen, Screen):
             raise ValueError(f"screen must be a cce_dist.Screen, got {self.screen!r}")
         for name in ("shift", "ignore_index", "workspace_bytes"):
-            value = getattr(self, name)
-            if name == "workspace_bytes" and value is None:
+            value, also = getattr(self, name), " or None" if name == "workspace_bytes" else ""
+            if also and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name} must be an int, got {value!r}")
+                raise ValueError(f"{name} must be an int{also}, got {value!r}")
         for name in ("keep_logits", "check_ranks"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -224,6 +225,19 @@ def test_findings_list_what_is_worse() -> None:
     gradients = show_fidelity.findings(fidelity())
     assert any("0.35 times the time of dense at step 10, step 1000" in x for x in gradients.wins)
     assert gradients.losses == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs/evidence").glob("convergence-*.json")), ids=lambda path: path.stem
+)
+def test_recorded_runs_begin_with_the_same_weights(path: Path) -> None:
+    """Runs are appended: one that went on elsewhere may have trained a checkpoint of its own."""
+    first: dict[tuple[Any, ...], set[float]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        if row.get("part") == "curve" and row["step"] == 0:
+            seed = row["seed"] if row["start"] == "random" else None
+            first.setdefault((row["vocab"], row["start"], seed), set()).add(row["all"])
+    assert first and all(max(found) - min(found) < 2e-3 for found in first.values()), first
 
 
 def test_fidelity_tells_screened_from_refused() -> None:
