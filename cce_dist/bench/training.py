@@ -164,7 +164,8 @@ class Meter:
         unit = self.job.config.parallel.tp
         most = batch + (room - once["peak_gib"]) / each
         found = None
-        while found is None and most >= unit:
+        # Twice the config's does fit.
+        while found is None and most > 2 * batch:
             found = self.measure_if_it_fits(int(most) // unit * unit)
             most *= LESS
         if found is not None:
