@@ -100,12 +100,16 @@ def _quantize(
     size = torch.empty(2, num_rows, dtype=fp32, device=device)
     rows, block_d = 512 if interpreted() else 1, 256
     chunks = triton.cdiv(values.stride(0), block_d)
-    # A row is in registers: as many threads as leave each 48 numbers of it at most.
-    warps = min(16, max(2, triton.next_power_of_2(triton.cdiv(chunks, 6))))
-    start(quantize_kernel, (triton.cdiv(num_rows, rows),))(
+    # Threads that leave each 64 numbers of a row at most, which stay in registers; of two rows 36.
+    warps = min(16, max(2, triton.next_power_of_2(triton.cdiv(chunks, 8))))
+    slots = 2 if chunks * block_d <= 36 * 32 * warps else 1
+    groups = triton.cdiv(num_rows, rows * slots)
+    # Enough that the last ones to end have company, and each goes on to some ten groups.
+    programs = min(groups, (60 // slots) * num_programs(source))
+    start(quantize_kernel, (programs,))(
         source,
-        centre,
         channel,
+        -centre * channel,
         across,
         values,
         of_rows,
@@ -116,9 +120,10 @@ def _quantize(
         values.stride(0),
         LARGEST[dtype],
         ROWS=rows,
+        SLOTS=slots,
         BLOCK_D=block_d,
         CHUNKS=chunks,
-        EVEN=dim == chunks * block_d and num_rows % rows == 0,
+        EVEN=dim == chunks * block_d and num_rows % (rows * slots) == 0,
         IS_INTEGER=dtype == torch.int8,
         num_warps=warps,
     )

@@ -7,7 +7,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
+from cce_dist import quantize_weight
 from cce_dist.bench.filter import bench_filter
 from cce_dist.bench.golden import dense_loss, errors, golden_gradients, gradients
 from cce_dist.bench.guard import describe_failure, time_limit
@@ -24,6 +25,7 @@ from cce_dist.bench.inputs import IGNORE_INDEX, make_inputs
 from cce_dist.bench.loss import Settings, bench_loss
 from cce_dist.bench.machine import Timer, Variant, interleaved_times
 from cce_dist.bench.methods import Method, choose_methods
+from cce_dist.bench.quantize import bench_quantize
 from cce_dist.bench.shapes import Shape, parse_shape
 from cce_dist.bench.table import Row, percentiles_ms, show
 from cce_dist.cli import app
@@ -193,6 +195,45 @@ def test_bench_tiles_needs_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     got = refuse("tiles", "--shape", "64x300x16", "--device", "cpu", "--dtype", "float64")
     assert "the Triton kernels do not run here" in got
+
+
+@pytest.mark.parametrize(
+    "backend", ["torch", pytest.param("triton", marks=pytest.mark.interpreter)]
+)
+def test_bench_quantize_command(tmp_path: Path, backend: str) -> None:
+    path = tmp_path / "quantize.csv"
+    tiny = ["--shape", "64x300x80", "--device", "cpu", "--dtype", "float16", "--repeats", "3"]
+    invoke("quantize", *tiny, "--backend", backend, "--csv", str(path))
+    rows = {row["method"]: row for row in read_csv(path)}
+    names = [
+        "copy",
+        *(f"{dtype}{more}" for dtype in ("int8", "e4m3") for more in ("", ", with hidden")),
+    ]
+    assert list(rows) == names
+    assert all(float(row["median_ms"]) >= 0 and row["failed"] == "" for row in rows.values())
+    assert float(rows["copy"]["of_copy"]) == 1
+    # Of 127 steps either way half a one at most; e4m3 has three digits after the first.
+    assert 1e-4 < float(rows["int8"]["error"]) < 0.01 < float(rows["e4m3"]["error"]) < 0.03
+
+
+def test_bench_quantize_counts_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times_of(variants: Mapping[str, object], *_: object) -> dict[str, list[float]]:
+        return {name: [1e-3, 1e-3, 1e-3] for name in variants}
+
+    monkeypatch.setattr("cce_dist.bench.quantize.interleaved_times", times_of)
+    inputs = make_inputs("gaussian", Shape(32, 100, 16), dtype=torch.float16)
+    rows = {row["method"]: row for row in bench_quantize(inputs, backend="torch")}
+    # 1600 numbers: 2 bytes read and 2 or 1 written, and of each row a scale and two sums, of each
+    # dim three numbers, and three sums.
+    kept = quantize_weight(inputs.weight, inputs.hidden, backend="torch")
+    assert rows["copy"]["gb_per_s"] == pytest.approx(6400 / 1e6)
+    assert rows["int8"]["gb_per_s"] == pytest.approx((3200 + kept.num_bytes) / 1e6)
+    assert 1600 < kept.num_bytes < 1600 + 12 * 100 + 16 * 16 + 16
+
+
+def test_bench_quantize_refuses_fp32() -> None:
+    got = refuse("quantize", "--shape", "64x300x16", "--device", "cpu", "--dtype", "float32")
+    assert "weight is torch.float32" in got
 
 
 def test_bench_first_call_command(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from .cli_converge import converge_command
 from .cli_evidence import fidelity_command, probabilities_command
 from .cli_pipeline import pipeline_command
 from .cli_ranks import megatron_command, ranks_command, train_command
+from .cli_screen import quantize_command, screen_command
 
 app = typer.Typer(
     help="Measure time, memory and error; correctness is checked first.", no_args_is_help=True
@@ -143,57 +144,6 @@ def filter_command(
         report.finish_case()
 
 
-@app.command("screen")
-def screen_command(
-    tokens: Tokens = None,
-    vocab: Size = 16384,
-    dim: Size = 256,
-    shape: Shapes = None,
-    inputs: Inputs = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    keep: Annotated[
-        float | None, typer.Option(help="The filter's threshold. [its default]")
-    ] = None,
-    max_kept: Annotated[float, typer.Option(min=0, max=1, help="Of Screen.")] = 0.125,
-    max_error: Annotated[float, typer.Option(min=0, help="Of Screen.")] = 2.0**-7,
-    outliers: Annotated[
-        list[str] | None,
-        typer.Option(help="Also with some channels 30 times as large: alike, varying."),
-    ] = None,
-    times: Annotated[
-        list[float] | None, typer.Option(help="Also with logits so many times as large.")
-    ] = None,
-    backend: BackendName = "triton",
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
-) -> None:
-    """Error of each token's log-sum-exp by 8-bit logits, and by dense ones; also its mean by
-    deciles of the tokens' entropy.
-
-    On a CPU with --device cpu: --backend torch, or TRITON_INTERPRET=1 --dtype float16.
-    """
-    from .methods import parse_backend
-    from .report import Report
-    from .screen import bench_screen
-
-    with refusals():
-        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
-        chosen = parse_backend(backend)
-    report = Report(machine_of(device, 0), csv_path, json_path, None)
-    for make in cases:
-        made = make()
-        with refusals():
-            kinds = [made, *(made.with_outliers(kind) for kind in outliers or ())]
-            kinds += [made.times(factor) for factor in times or ()]
-            for each in kinds:
-                rows = bench_screen(
-                    each, keep=keep, max_kept=max_kept, max_error=max_error, backend=chosen
-                )
-                report.add(each.description, rows)
-                report.finish_case()
-
-
 @app.command("tiles")
 def tiles_command(
     tokens: Tokens = None,
@@ -249,6 +199,8 @@ def first_call_command(
         report.finish_case()
 
 
+app.command("screen")(screen_command)
+app.command("quantize")(quantize_command)
 app.command("fidelity")(fidelity_command)
 app.command("probabilities")(probabilities_command)
 app.command("converge")(converge_command)

@@ -69,6 +69,8 @@ FORMATS = {
     "grad_weight_norm_ratio": ".4f",
     "tflop_per_s": ".3g",
     "of_roofline": ".2f",
+    "gb_per_s": ".0f",
+    "of_copy": ".2f",
     "peak_extra_mib": ".0f",
     "over_gradients_mib": ".0f",
     "tokens_per_s": ".0f",

@@ -1,5 +1,8 @@
 """Rows in 8 bits: a scale for each, and how far off what they stand for is."""
 
+# Triton's loops are none that Python may run, and its tuples grow by static ones.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
 import triton
 import triton.language as tl
 
@@ -46,83 +49,139 @@ def moments_kernel(
     tl.store(part_ptrs + D, tl.sum(square, 0), mask=dims < D)
 
 
+@triton.jit
+def read_rows(
+    source_ptr,
+    rows,
+    num_rows,
+    D,
+    stride_sn,
+    BLOCK_D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """CHUNKS tiles [ROWS, BLOCK_D] of rows, as they are; 0 beyond the last."""
+    source_ptrs = source_ptr + rows.to(tl.int64)[:, None] * stride_sn
+    tiles = ()
+    for chunk in tl.static_range(CHUNKS):
+        dims = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+        inside = (rows < num_rows)[:, None]
+        if not EVEN:
+            inside &= (dims < D)[None, :]
+        tiles += (tl.load(source_ptrs + dims[None, :], mask=inside, other=0.0),)
+    return tiles
+
+
+@triton.jit
+def sums_of(a, b, c, d):
+    """Four sums along the rows, with one exchange between warps."""
+    sums = tl.sum(tl.join(tl.join(a, b), tl.join(c, d)), 1)
+    of_ab, of_cd = tl.split(sums)
+    sum_a, sum_b = tl.split(of_ab)
+    sum_c, sum_d = tl.split(of_cd)
+    return sum_a, sum_b, sum_c, sum_d
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def quantize_kernel(
     source_ptr,  # [num_rows, D], inner stride 1
-    centre_ptr,  # [D] fp32: subtracted from each row
-    channel_ptr,  # [D] fp32: by which each is then multiplied
+    channel_ptr,  # [D] fp32: by which each row is multiplied
+    shift_ptr,  # [D] fp32: and what is then added
     across_ptr,  # [D] fp32
     out_ptr,  # [num_rows, stride_on] 8 bits, 0 beyond D: out
     of_rows_ptr,  # [2, num_rows] fp32: what `out` is to be multiplied by; row . across: out
-    size_ptr,  # [2, num_rows] fp32 |x|^2, with x = channel (row - centre); |x - scale out|^2: out
+    size_ptr,  # [2, num_rows] fp32 |x|^2, with x = channel row + shift; |x - scale out|^2: out
     num_rows,
     D,
     stride_sn,
     stride_on,
     largest,
     ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,  # so many times ROWS rows at once, which share what they are multiplied by
     BLOCK_D: tl.constexpr,
     CHUNKS: tl.constexpr,  # of BLOCK_D, that stride_on dims take
     EVEN: tl.constexpr,  # all tiles are full
     IS_INTEGER: tl.constexpr,
 ):
-    """One program: ROWS rows, which are in registers from when they are read to when they are
-    written: that the largest is known late costs no second read."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside_rows = (rows < num_rows)[:, None]
-    source_ptrs = source_ptr + rows.to(tl.int64)[:, None] * stride_sn
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_on
-    top = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    norm = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    dot = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    tiles = ()
-    for chunk in tl.static_range(CHUNKS):
-        dims = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
-        if EVEN:
-            row = tl.load(source_ptrs + dims[None, :]).to(tl.float32)
-            across = tl.load(across_ptr + dims)
-            x = row - tl.load(centre_ptr + dims)[None, :]
-            x *= tl.load(channel_ptr + dims)[None, :]
-        else:
-            inside = inside_rows & (dims < D)[None, :]
-            row = tl.load(source_ptrs + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-            across = tl.load(across_ptr + dims, mask=dims < D, other=0.0)
-            x = row - tl.load(centre_ptr + dims, mask=dims < D, other=0.0)[None, :]
-            x *= tl.load(channel_ptr + dims, mask=dims < D, other=0.0)[None, :]
-        dot += row * across[None, :]
-        top = tl.maximum(top, tl.abs(x))
-        norm += x * x
-        tiles = tiles + (x,)  # noqa: RUF005 - as Triton takes it
-    # A row of zeros has any scale; 1 over the smallest would be infinite.
-    step = tl.maximum(tl.max(top, 1) / largest, 1e-30)
-    inverse = 1.0 / step
-    cross = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    square = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        x = tiles[chunk]
-        if IS_INTEGER:
-            # The addition rounds, ties to even: to what then are the number's last digits.
-            shifted = x * inverse[:, None] + 12582912.0
-            found = shifted - 12582912.0
-            value = shifted.to(tl.int32, bitcast=True).to(tl.int8)
-        else:
-            found = rounded_to_e4m3(x * inverse[:, None], largest)
-            value = found.to(out_ptr.dtype.element_ty)
-        cross += x * found
-        square += found * found
-        dims = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
-        if EVEN:
-            tl.store(out_ptrs + dims[None, :], value)
-        else:
-            inside = inside_rows & (dims < stride_on)[None, :]
-            tl.store(out_ptrs + dims[None, :], value, mask=inside)
-    size = tl.sum(norm, 1)
-    along = tl.sum(cross, 1)
-    # With which the rounding has no part along the row itself: docs/numerics.md#screened-logits.
-    scale = tl.where(along > 0, size / along, step)
-    rest = scale * scale * tl.sum(square, 1) - size
-    tl.store(of_rows_ptr + rows, scale, mask=rows < num_rows)
-    tl.store(of_rows_ptr + num_rows + rows, tl.sum(dot, 1), mask=rows < num_rows)
-    tl.store(size_ptr + rows, size, mask=rows < num_rows)
-    # A NaN stays one.
-    tl.store(size_ptr + num_rows + rows, tl.where(rest < 0, 0.0, rest), mask=rows < num_rows)
+    """One program: every num_programs-th group of rows. They are in registers from when they are
+    read to when they are written: that the largest is known late costs no second read. The next
+    ones are on their way meanwhile."""
+    group: tl.constexpr = ROWS * SLOTS
+    first = tl.program_id(0) * group
+    ahead = ()
+    for slot in tl.static_range(SLOTS):
+        rows = first + slot * ROWS + tl.arange(0, ROWS)
+        ahead += read_rows(source_ptr, rows, num_rows, D, stride_sn, BLOCK_D, CHUNKS, EVEN)
+    for start in tl.range(first, num_rows, tl.num_programs(0) * group, num_stages=1):
+        read = ahead
+        ahead = ()
+        tops = ()
+        norms = ()
+        dots = ()
+        for slot in tl.static_range(SLOTS):
+            rows = start + tl.num_programs(0) * group + slot * ROWS + tl.arange(0, ROWS)
+            ahead += read_rows(source_ptr, rows, num_rows, D, stride_sn, BLOCK_D, CHUNKS, EVEN)
+            zeros = tl.zeros((ROWS, BLOCK_D), tl.float32)
+            tops += (zeros,)
+            norms += (zeros,)
+            dots += (zeros,)
+        tiles = ()
+        for chunk in tl.static_range(CHUNKS):
+            dims = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+            if EVEN:
+                channel = tl.load(channel_ptr + dims)[None, :]
+                shift = tl.load(shift_ptr + dims)[None, :]
+                across = tl.load(across_ptr + dims)[None, :]
+            else:
+                channel = tl.load(channel_ptr + dims, mask=dims < D, other=0.0)[None, :]
+                shift = tl.load(shift_ptr + dims, mask=dims < D, other=0.0)[None, :]
+                across = tl.load(across_ptr + dims, mask=dims < D, other=0.0)[None, :]
+            tops_before, norms_before, dots_before = tops, norms, dots
+            tops = ()
+            norms = ()
+            dots = ()
+            for slot in tl.static_range(SLOTS):
+                row = read[slot * CHUNKS + chunk].to(tl.float32)
+                # channel is a power of two: as exact as (row - centre) channel.
+                x = row * channel + shift
+                tops += (tl.maximum(tops_before[slot], tl.abs(x)),)
+                norms += (norms_before[slot] + x * x,)
+                dots += (dots_before[slot] + row * across,)
+                tiles += (x,)
+        for slot in tl.static_range(SLOTS):
+            rows = start + slot * ROWS + tl.arange(0, ROWS)
+            out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_on
+            # A row of zeros has any scale; 1 over the smallest would be infinite.
+            step = tl.maximum(tl.max(tops[slot], 1) / largest, 1e-30)
+            inverse = 1.0 / step
+            cross = tl.zeros((ROWS, BLOCK_D), tl.float32)
+            square = tl.zeros((ROWS, BLOCK_D), tl.float32)
+            for chunk in tl.static_range(CHUNKS):
+                x = tiles[chunk * SLOTS + slot]
+                if IS_INTEGER:
+                    # The addition rounds, ties to even: to what then are the number's last digits.
+                    shifted = x * inverse[:, None] + 12582912.0
+                    found = shifted - 12582912.0
+                    value = shifted.to(tl.int32, bitcast=True).to(tl.int8)
+                else:
+                    found = rounded_to_e4m3(x * inverse[:, None], largest)
+                    value = found.to(out_ptr.dtype.element_ty)
+                cross += x * found
+                square += found * found
+                dims = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+                if EVEN:
+                    tl.store(out_ptrs + dims[None, :], value)
+                else:
+                    inside = (rows < num_rows)[:, None] & (dims < stride_on)[None, :]
+                    tl.store(out_ptrs + dims[None, :], value, mask=inside)
+            size, along, dot, square_sum = sums_of(norms[slot], cross, dots[slot], square)
+            # With which the rounding has no part along the row itself:
+            # docs/numerics.md#screened-logits.
+            scale = tl.where(along > 0, size / along, step)
+            rest = scale * scale * square_sum - size
+            inside = rows < num_rows
+            tl.store(of_rows_ptr + rows, scale, mask=inside)
+            tl.store(of_rows_ptr + num_rows + rows, dot, mask=inside)
+            tl.store(size_ptr + rows, size, mask=inside)
+            # A NaN stays one.
+            tl.store(size_ptr + num_rows + rows, tl.where(rest < 0, 0.0, rest), mask=inside)
