@@ -36,16 +36,20 @@ def loss_at(step: int, group: str, seed: int) -> float:
 
 
 def convergence(
-    offsets: dict[str, float], *, starts: Sequence[str] = ("random",), seeds: int = 3
+    offsets: dict[str, float],
+    *,
+    starts: Sequence[str] = ("random",),
+    seeds: int = 3,
+    vocab: int = 32768,
 ) -> Record:
     """Each method's loss is dense's and an offset, which grows with the group and with the step."""
     rows: list[dict[str, Cell]] = []
     for start in starts:
         for number, group in enumerate(GROUPS[1:], 1):
             text = {"group": group, "num_ids": number**3, "num_trained": 1000, "num_held_out": 90}
-            rows.append({"part": "text", "vocab": 32768, "start": start, **text})
+            rows.append({"part": "text", "vocab": vocab, "start": start, **text})
         for seed, (method, offset) in itertools.product(range(seeds), offsets.items()):
-            about: dict[str, Cell] = {"vocab": 32768, "start": start, "method": method}
+            about: dict[str, Cell] = {"vocab": vocab, "start": start, "method": method}
             about["seed"] = seed
             for step in STEPS:
                 grown = offset * step / STEPS[-1] / len(GROUPS)
@@ -57,7 +61,7 @@ def convergence(
             timing = {"steps": STEPS[-1], "seconds": 2.0, "median_step_ms": 20.0 + 100 * offset}
             rows.append({"part": "run", **about, **timing, "peak_gib": 1.5})
         failed = {"method": "screened", "seed": 0, "failed": "ValueError: not here"}
-        rows.append({"part": "run", "vocab": 32768, "start": start, **failed})
+        rows.append({"part": "run", "vocab": vocab, "start": start, **failed})
     return record_of("convergence", rows)
 
 

@@ -5,9 +5,10 @@ The runs of a seed differ in the loss alone, so that differences are taken seed 
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .records import Record, Row
@@ -131,12 +132,9 @@ class Case:
         ]
 
     def in_spreads(self, method: str, step: int, group: str = ALL) -> float:
-        difference, spread = self.difference(method, step, group), self.spread(step, group)
-        if difference == 0:
-            return 0.0
-        return difference / spread if spread else math.copysign(math.inf, difference)
+        return over(self.difference(method, step, group), self.spread(step, group))
 
-    def _error_in_spreads(self, method: str, step: int, group: str) -> float | None:
+    def error_in_spreads(self, method: str, step: int, group: str) -> float | None:
         error, spread = self.standard_error(method, step, group), self.spread(step, group)
         return error / spread if error is not None and spread else None
 
@@ -159,21 +157,45 @@ class Case:
             return Verdict(None, "a spread takes two seeds of dense")
         if not shared:
             return Verdict(None, "no seed that dense has, too")
-        places = [(step, group) for step in self.steps if step for group in self.groups]
-        found = {place: self.in_spreads(method, *place) for place in places}
-        step, group = max(found, key=lambda place: abs(found[place]))
-        num_within = sum(abs(value) <= WITHIN for value in found.values())
-        end = self.steps[-1]
-        return Verdict(
-            within=num_within == len(found),
-            worst=found[step, group],
-            error=self._error_in_spreads(method, step, group),
-            step=step,
-            group=group,
-            at_end=found[end, ALL],
-            rarest_at_end=found.get((end, RAREST)),
-            share_within=num_within / len(found),
+        return verdict_of(
+            self.steps,
+            self.groups,
+            functools.partial(self.in_spreads, method),
+            functools.partial(self.error_in_spreads, method),
         )
+
+
+Difference = Callable[[int, str], float]
+
+
+def verdict_of(
+    steps: Sequence[int],
+    groups: Sequence[str],
+    in_spreads: Difference,
+    error_in_spreads: Callable[[int, str], float | None],
+) -> Verdict:
+    """Of a method's differences to dense at a step, in a group; step 0 is before any."""
+    places = [(step, group) for step in steps if step for group in groups]
+    found = {place: in_spreads(*place) for place in places}
+    step, group = max(found, key=lambda place: abs(found[place]))
+    num_within = sum(abs(value) <= WITHIN for value in found.values())
+    return Verdict(
+        within=num_within == len(found),
+        worst=found[step, group],
+        error=error_in_spreads(step, group),
+        step=step,
+        group=group,
+        at_end=found[steps[-1], ALL],
+        rarest_at_end=found.get((steps[-1], RAREST)),
+        share_within=num_within / len(found),
+    )
+
+
+def over(difference: float, spread: float) -> float:
+    """`difference` in units of `spread`; where that is none, none or infinite."""
+    if difference == 0:
+        return 0.0
+    return difference / spread if spread else math.copysign(math.inf, difference)
 
 
 def cases_of(record: Record) -> list[Case]:

@@ -26,6 +26,7 @@ from .page import (
     settings_of,
 )
 from .records import FOLDER, Kind, Record, read_records
+from .show_pooled import together
 from .wanted import missing
 
 TITLE = "Evidence: does it train the same, and what does it buy?"
@@ -62,13 +63,20 @@ def page_of(records: Sequence[Record]) -> Page:
     sections = [_summary(ordered), Section("What is missing", [_missing(ordered)])]
     for kind, shown in KINDS.items():
         blocks: list[Block] = []
-        for record in (record for record in ordered if record.kind == kind):
+        if kind == "convergence":
+            for part in together(_of(ordered, kind)):
+                blocks += [Heading(part.title), *part.blocks]
+        for record in _of(ordered, kind):
             head = (Heading(record.title), provenance(record), settings_of(record))
             blocks += [*head, *shown.blocks(record)]
         nothing = Words(f"No record of kind {kind} yet.")
         sections.append(Section(shown.question, blocks or [nothing]))
     sections.append(Section("How to make these numbers", HOW_TO))
     return Page(TITLE, sections)
+
+
+def _of(records: Sequence[Record], kind: Kind) -> list[Record]:
+    return [record for record in records if record.kind == kind]
 
 
 def _missing(records: Sequence[Record]) -> Block:
@@ -79,11 +87,12 @@ def _missing(records: Sequence[Record]) -> Block:
 def _summary(records: Sequence[Record]) -> Section:
     wins: list[Under] = []
     losses: list[Under] = []
-    for record in records:
-        found = KINDS[record.kind].findings(record)
+    parts = [(part.title, part.findings) for part in together(_of(records, "convergence"))]
+    parts += [(record.title, KINDS[record.kind].findings(record)) for record in records]
+    for title, found in parts:
         for where, sentences in ((wins, found.wins), (losses, found.losses)):
             if sentences:
-                where.append(Under(record.title, sentences))
+                where.append(Under(title, sentences))
     nothing = ("none recorded",)
     return Section(
         "Wins and losses",
