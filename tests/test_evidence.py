@@ -311,6 +311,8 @@ def test_missing() -> None:
     gaps = missing(every_kind())
     assert "**convergence**, V=32768 from random weights: 3 seeds of in_forward (0), " in gaps[0]
     assert "**fidelity**: steps 0, 100, 5000" in gaps
+    # One of its peers has failed.
+    assert "**end-to-end**, on one GPU: cce" in gaps
     assert "**end-to-end**: on four GPUs" in gaps
     on_cpu = [replace(record, machine={"device": "AMD, 2 cores"}) for record in every_kind()]
     assert missing(on_cpu)[0] == "**convergence**: no record from a GPU"

@@ -31,7 +31,9 @@ HOW_TO: tuple[Block, ...] = (
             "--warmup-steps 40 --loss cce --loss dense --loss torch-compile --loss liger "
             "--loss apple-cce --peer-path PEERS --record RECORD`, on one GPU; on four "
             "`torchrun --nproc-per-node 4 -m cce_dist bench train launch/configs/gpus.yaml "
-            "--parallel.tp 4 --record RECORD`, where the peers have no form.",
+            "--parallel.tp 4 --record RECORD`; peers, which hold all of the head, with "
+            "`--parallel.tp 1`, data-parallel.",
+            "All of it at once: `launch/measure.sh`, and with `GPUS=4` what takes four.",
         )
     ),
 )

@@ -22,6 +22,9 @@ METHODS = (
 )
 NUM_SEEDS = 3
 STEPS = (0, 10, 100, 1000, 5000)
+# Whole training steps.
+TRAINED = ("filtered", "dense", "liger", "cce")
+GPUS = {1: "one GPU", 4: "four GPUs"}
 
 
 def is_on_gpu(record: Record) -> bool:
@@ -47,14 +50,26 @@ def missing(records: Sequence[Record]) -> list[str]:
         if mine and absent:
             found.append(f"**{kind}**: steps {', '.join(absent)}")
     trained = [record for record in measured if record.kind == "end-to-end"]
-    sizes = {
-        int(row.get("dp") or 1) * int(row.get("tp") or 1)
-        for record in trained
-        for row in record.rows
-    }
     if trained:
-        words = {1: "one GPU", 4: "four GPUs"}
-        found += [f"**end-to-end**: on {words[size]}" for size in words if size not in sizes]
+        found += _missing_steps(trained)
+    return found
+
+
+def _missing_steps(records: Sequence[Record]) -> list[str]:
+    done = {
+        (int(row.get("dp") or 1) * int(row.get("tp") or 1), row["loss"])
+        for record in records
+        for row in record.rows
+        if "failed" not in row
+    }
+    sizes = {size for size, _ in done}
+    found = []
+    for size, words in GPUS.items():
+        absent = [loss for loss in TRAINED if (size, loss) not in done]
+        if size not in sizes:
+            found.append(f"**end-to-end**: on {words}")
+        elif absent:
+            found.append(f"**end-to-end**, on {words}: {', '.join(absent)}")
     return found
 
 
