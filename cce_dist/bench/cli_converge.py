@@ -24,7 +24,11 @@ def converge_command(
         Names, typer.Option(help="random or checkpoint; may be repeated. [both]")
     ] = None,
     method: Annotated[
-        Names, typer.Option(help="May be repeated. [all; peers only on a GPU]")
+        Names,
+        typer.Option(
+            help="May be repeated; tile-filter, -hidden, -weight: Apple's, in dense torch. [all "
+            "but those; peers only on a GPU]"
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="From 0 on.")] = 3,
     dim: Size = 512,

@@ -17,6 +17,7 @@ from cce_dist.train.config import TrainConfig
 
 from .golden import LossFunction, dense_loss
 from .peers import PEERS
+from .tile_filter import tile_filter_loss
 
 Start = Literal["random", "checkpoint"]
 STARTS = get_args(Start)
@@ -24,6 +25,8 @@ STARTS = get_args(Start)
 OURS = ("exact", "in_forward", "filtered", "no-tail", "screened")
 PEER_METHODS = ("cce", "cce-kahan-full-c")
 METHODS = ("dense", *OURS, *PEER_METHODS)
+# What a peer's filter drops, from both gradients and from either: to look into, when asked for.
+TILE_FILTERS = ("tile-filter", "tile-filter-hidden", "tile-filter-weight")
 HEAD_DIM = 64
 CHECKPOINT_SEED = 1000
 
@@ -133,7 +136,10 @@ class Plan:
     part: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
-        for name, got, known in (("start", self.starts, STARTS), ("method", self.methods, METHODS)):
+        for name, got, known in (
+            ("start", self.starts, STARTS),
+            ("method", self.methods, (*METHODS, *TILE_FILTERS)),
+        ):
             unknown = sorted(set(got) - set(known))
             if unknown:
                 raise ValueError(f"{name} must be among {list(known)}, got {unknown}")
@@ -196,6 +202,9 @@ def builders(backend: Backend, on_gpu: bool, sizes: Sizes) -> dict[str, Callable
         # Whether they were is counted: a call that 8 bits are not enough for is computed in full.
         "screened": lambda: filtered(logits="screened", screen=screen, stats=("screened",)),
         **{name: PEERS[name] for name in PEER_METHODS},
+        "tile-filter": tile_filter_loss,
+        "tile-filter-hidden": lambda: tile_filter_loss(of_weight=False),
+        "tile-filter-weight": lambda: tile_filter_loss(of_hidden=False),
     }
     return {name: functools.cache(build) for name, build in made.items()}
 

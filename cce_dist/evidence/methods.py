@@ -22,6 +22,9 @@ _LOOKS = {
     "filtered": Look("red"),
     "no-tail": Look("purple", dashed=True),
     "screened": Look("pink", marker="diamond"),
+    "tile-filter": Look("amber"),
+    "tile-filter-hidden": Look("purple", marker="triangle"),
+    "tile-filter-weight": Look("olive", marker="diamond"),
     "cce": Look("amber", dashed=True, marker="triangle"),
     "cce-kahan-full-c": Look("olive", dashed=True, marker="square"),
 }
@@ -37,6 +40,9 @@ def title_of(method: str) -> str:
     return {
         "no-tail": "filtered without tail",
         "screened": "filtered, screened logits",
+        "tile-filter": "tiles dropped from both gradients",
+        "tile-filter-hidden": "tiles dropped from hidden's alone",
+        "tile-filter-weight": "tiles dropped from the weight's alone",
         "cce": "Apple cce",
         "cce-kahan-full-c": "Apple cce_kahan_full_c",
     }.get(method, method)
