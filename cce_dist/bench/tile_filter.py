@@ -68,9 +68,8 @@ def kept_entries(d_logits: Tensor, order: Tensor) -> Tensor:
     Args: order: [V] of the columns, of which TILE after another share a tile.
     """
     tokens, columns = d_logits.shape
-    padding = (0, -columns % TILE, 0, -tokens % TILE)
-    sizes = F.pad(d_logits[:, order].abs(), padding)
-    tiles = sizes.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).amax((1, 3))
-    kept = tiles >= TIMES_UNIFORM / columns
-    kept = kept.repeat_interleave(TILE, 0)[:tokens].repeat_interleave(TILE, 1)[:, :columns]
-    return torch.empty_like(kept).index_copy_(1, order, kept)
+    blocks = F.pad(d_logits.abs(), (0, 0, 0, -tokens % TILE)).unflatten(0, (-1, TILE)).amax(1)
+    tiles = F.pad(blocks[:, order], (0, -columns % TILE)).unflatten(1, (-1, TILE)).amax(2)
+    kept = torch.empty_like(blocks, dtype=torch.bool)
+    kept[:, order] = (tiles >= TIMES_UNIFORM / columns).repeat_interleave(TILE, 1)[:, :columns]
+    return kept.repeat_interleave(TILE, 0)[:tokens]
