@@ -105,7 +105,8 @@ def _quantize(
     slots = 2 if chunks * block_d <= 36 * 32 * warps else 1
     groups = triton.cdiv(num_rows, rows * slots)
     # Enough that the last ones to end have company, and each goes on to some ten groups.
-    programs = min(groups, (60 // slots) * num_programs(source))
+    # Interpreted, one goes on to all of them.
+    programs = min(groups, num_programs(source) * (1 if interpreted() else 60 // slots))
     start(quantize_kernel, (programs,))(
         source,
         channel,

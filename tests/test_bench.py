@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from cce_dist import quantize_weight
+from cce_dist import Screen, quantize_weight
 from cce_dist.bench.filter import bench_filter
 from cce_dist.bench.golden import dense_loss, errors, golden_gradients, gradients
 from cce_dist.bench.guard import describe_failure, time_limit
@@ -229,6 +230,19 @@ def test_bench_quantize_counts_what_is_moved(monkeypatch: pytest.MonkeyPatch) ->
     assert rows["copy"]["gb_per_s"] == pytest.approx(6400 / 1e6)
     assert rows["int8"]["gb_per_s"] == pytest.approx((3200 + kept.num_bytes) / 1e6)
     assert 1600 < kept.num_bytes < 1600 + 12 * 100 + 16 * 16 + 16
+
+
+def test_bench_quantize_says_what_a_device_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quantize(*given: Any, screen: Screen, **how: Any) -> Any:
+        if screen.dtype == "e4m3":
+            raise RuntimeError("no such type here")
+        return quantize_weight(*given, screen=screen, **how)
+
+    monkeypatch.setattr("cce_dist.bench.quantize.quantize_weight", quantize)
+    inputs = make_inputs("gaussian", Shape(32, 100, 16), dtype=torch.float16)
+    rows = {row["method"]: row for row in bench_quantize(inputs, repeats=3, backend="torch")}
+    assert "no such type here" in rows["e4m3"]["failed"] and rows["e4m3"]["median_ms"] is None
+    assert rows["int8"]["median_ms"] > 0 and rows["int8"]["failed"] == ""
 
 
 def test_bench_quantize_refuses_fp32() -> None:

@@ -17,6 +17,7 @@ from cce_dist.testing import (
     CPU_PLACES,
     DTYPES,
     PLACES,
+    TRITON_PLACES,
     Case,
     Inputs,
     Place,
@@ -385,7 +386,15 @@ def rows_in_8_bits(rows: Tensor, bits: str) -> Tensor:
     return values * (rows.square().sum(1, keepdim=True) / (rows * values).sum(1, keepdim=True))
 
 
-ROWS = {"whole": (700, 24), "two_slices": (33, 300), "one_number": (1, 1)}
+# The kernel interpreted takes 512 rows twice, above 2304 dims once, and goes on to the next.
+ROWS = {
+    "whole": (700, 24),
+    "two_slices": (33, 300),
+    "one_number": (1, 1),
+    "several_groups": (2500, 24),
+    "even_groups": (2048, 256),
+    "groups_of_long_rows": (1100, 2400),
+}
 
 
 @pytest.mark.parametrize(**grid(places=CPU_PLACES, bits=EIGHT_BITS, shape=ROWS))
@@ -409,6 +418,22 @@ def test_quantize_weight_rounds_to_the_nearest(
     torch.testing.assert_close(
         made.of_rows[1], weight.float() @ made.hidden_centre, atol=1e-3, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, bits=EIGHT_BITS, dim=(40, 2304, 4096)))
+def test_quantized_rows_are_those_of_torch(place: Place, bits: str, dim: int) -> None:
+    # On 132 multiprocessors a program has three groups of rows or more.
+    num_rows = 30_001 if place.compiles else 1500
+    weight = torch.randn(num_rows, dim, generator=generator()).to(dtype_of(place)).to(place.device)
+    hidden = 3 + torch.randn(50, dim, generator=generator(1)).to(weight.dtype).to(place.device)
+    screen = Screen(dtype=bits)  # type: ignore
+    made = quantize_weight(weight, hidden, screen=screen, **place.options).rows
+    expected = quantize_weight(weight, hidden, screen=screen, backend="torch").rows
+    # A step's last digit decides how a number in the middle of two rounds.
+    off = made.values.float() != expected.values.float()
+    assert float(off.float().mean()) < 1e-3
+    torch.testing.assert_close(made.of_rows, expected.of_rows, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(made.mean, expected.mean, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize(**grid(places=CPU_PLACES))
