@@ -98,15 +98,14 @@ def _quantize(
     else:
         values, of_rows = into.values, into.of_rows
     size = torch.empty(2, num_rows, dtype=fp32, device=device)
-    rows, block_d = 512 if interpreted() else 1, 256
-    chunks = triton.cdiv(values.stride(0), block_d)
-    # Threads that leave each 64 numbers of a row at most, which stay in registers; of two rows 36.
-    warps = min(16, max(2, triton.next_power_of_2(triton.cdiv(chunks, 8))))
-    slots = 2 if chunks * block_d <= 36 * 32 * warps else 1
-    groups = triton.cdiv(num_rows, rows * slots)
+    rows = 512 if interpreted() else 1
+    # Threads that read 8 bytes of a row at once, and keep up to 36 of its numbers in registers.
+    warps = min(16, triton.next_power_of_2(triton.cdiv(dim, 36 * 32)))
+    block_d = 4 * 32 * warps
+    groups = triton.cdiv(num_rows, rows)
     # Enough that the last ones to end have company, and each goes on to some ten groups.
     # Interpreted, one goes on to all of them.
-    programs = min(groups, num_programs(source) * (1 if interpreted() else 60 // slots))
+    programs = min(groups, num_programs(source) * (1 if interpreted() else 120))
     start(quantize_kernel, (programs,))(
         source,
         channel,
@@ -121,12 +120,13 @@ def _quantize(
         values.stride(0),
         LARGEST[dtype],
         ROWS=rows,
-        SLOTS=slots,
         BLOCK_D=block_d,
-        CHUNKS=chunks,
-        EVEN=dim == chunks * block_d and num_rows % (rows * slots) == 0,
+        CHUNKS=triton.cdiv(values.stride(0), block_d),
+        EVEN=dim % block_d == 0 and num_rows % rows == 0,
         IS_INTEGER=dtype == torch.int8,
         num_warps=warps,
+        # That as many programs are at work as their sums, which wait for one another, need.
+        maxnreg=96,
     )
     return values, of_rows, size
 

@@ -97,7 +97,6 @@ def quantize_kernel(
     stride_on,
     largest,
     ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,  # so many times ROWS rows at once, which share what they are multiplied by
     BLOCK_D: tl.constexpr,
     CHUNKS: tl.constexpr,  # of BLOCK_D, that stride_on dims take
     EVEN: tl.constexpr,  # all tiles are full
@@ -106,25 +105,17 @@ def quantize_kernel(
     """One program: every num_programs-th group of rows. They are in registers from when they are
     read to when they are written: that the largest is known late costs no second read. The next
     ones are on their way meanwhile."""
-    group: tl.constexpr = ROWS * SLOTS
-    first = tl.program_id(0) * group
-    ahead = ()
-    for slot in tl.static_range(SLOTS):
-        rows = first + slot * ROWS + tl.arange(0, ROWS)
-        ahead += read_rows(source_ptr, rows, num_rows, D, stride_sn, BLOCK_D, CHUNKS, EVEN)
-    for start in tl.range(first, num_rows, tl.num_programs(0) * group, num_stages=1):
+    first = tl.program_id(0) * ROWS
+    apart = tl.num_programs(0) * ROWS
+    rows = first + tl.arange(0, ROWS)
+    ahead = read_rows(source_ptr, rows, num_rows, D, stride_sn, BLOCK_D, CHUNKS, EVEN)
+    for start in tl.range(first, num_rows, apart, num_stages=1):
+        rows = start + tl.arange(0, ROWS)
         read = ahead
-        ahead = ()
-        tops = ()
-        norms = ()
-        dots = ()
-        for slot in tl.static_range(SLOTS):
-            rows = start + tl.num_programs(0) * group + slot * ROWS + tl.arange(0, ROWS)
-            ahead += read_rows(source_ptr, rows, num_rows, D, stride_sn, BLOCK_D, CHUNKS, EVEN)
-            zeros = tl.zeros((ROWS, BLOCK_D), tl.float32)
-            tops += (zeros,)
-            norms += (zeros,)
-            dots += (zeros,)
+        ahead = read_rows(source_ptr, rows + apart, num_rows, D, stride_sn, BLOCK_D, CHUNKS, EVEN)
+        top = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        norm = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        dot = tl.zeros((ROWS, BLOCK_D), tl.float32)
         tiles = ()
         for chunk in tl.static_range(CHUNKS):
             dims = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -136,52 +127,45 @@ def quantize_kernel(
                 channel = tl.load(channel_ptr + dims, mask=dims < D, other=0.0)[None, :]
                 shift = tl.load(shift_ptr + dims, mask=dims < D, other=0.0)[None, :]
                 across = tl.load(across_ptr + dims, mask=dims < D, other=0.0)[None, :]
-            tops_before, norms_before, dots_before = tops, norms, dots
-            tops = ()
-            norms = ()
-            dots = ()
-            for slot in tl.static_range(SLOTS):
-                row = read[slot * CHUNKS + chunk].to(tl.float32)
-                # channel is a power of two: as exact as (row - centre) channel.
-                x = row * channel + shift
-                tops += (tl.maximum(tops_before[slot], tl.abs(x)),)
-                norms += (norms_before[slot] + x * x,)
-                dots += (dots_before[slot] + row * across,)
-                tiles += (x,)
-        for slot in tl.static_range(SLOTS):
-            rows = start + slot * ROWS + tl.arange(0, ROWS)
-            out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_on
-            # A row of zeros has any scale; 1 over the smallest would be infinite.
-            step = tl.maximum(tl.max(tops[slot], 1) / largest, 1e-30)
-            inverse = 1.0 / step
-            cross = tl.zeros((ROWS, BLOCK_D), tl.float32)
-            square = tl.zeros((ROWS, BLOCK_D), tl.float32)
-            for chunk in tl.static_range(CHUNKS):
-                x = tiles[chunk * SLOTS + slot]
-                if IS_INTEGER:
-                    # The addition rounds, ties to even: to what then are the number's last digits.
-                    shifted = x * inverse[:, None] + 12582912.0
-                    found = shifted - 12582912.0
-                    value = shifted.to(tl.int32, bitcast=True).to(tl.int8)
-                else:
-                    found = rounded_to_e4m3(x * inverse[:, None], largest)
-                    value = found.to(out_ptr.dtype.element_ty)
-                cross += x * found
-                square += found * found
-                dims = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
-                if EVEN:
-                    tl.store(out_ptrs + dims[None, :], value)
-                else:
-                    inside = (rows < num_rows)[:, None] & (dims < stride_on)[None, :]
-                    tl.store(out_ptrs + dims[None, :], value, mask=inside)
-            size, along, dot, square_sum = sums_of(norms[slot], cross, dots[slot], square)
-            # With which the rounding has no part along the row itself:
-            # docs/numerics.md#screened-logits.
-            scale = tl.where(along > 0, size / along, step)
-            rest = scale * scale * square_sum - size
-            inside = rows < num_rows
-            tl.store(of_rows_ptr + rows, scale, mask=inside)
-            tl.store(of_rows_ptr + num_rows + rows, dot, mask=inside)
-            tl.store(size_ptr + rows, size, mask=inside)
-            # A NaN stays one.
-            tl.store(size_ptr + num_rows + rows, tl.where(rest < 0, 0.0, rest), mask=inside)
+            row = read[chunk].to(tl.float32)
+            # channel is a power of two: as exact as (row - centre) channel.
+            x = row * channel + shift
+            top = tl.maximum(top, tl.abs(x))
+            norm += x * x
+            dot += row * across
+            tiles += (x,)
+        # A row of zeros has any scale; 1 over the smallest would be infinite.
+        step = tl.maximum(tl.max(top, 1) / largest, 1e-30)
+        inverse = 1.0 / step
+        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_on
+        cross = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        square = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            x = tiles[chunk]
+            if IS_INTEGER:
+                # The addition rounds, ties to even: to what then are the number's last digits.
+                shifted = x * inverse[:, None] + 12582912.0
+                found = shifted - 12582912.0
+                value = shifted.to(tl.int32, bitcast=True).to(tl.int8)
+            else:
+                found = rounded_to_e4m3(x * inverse[:, None], largest)
+                value = found.to(out_ptr.dtype.element_ty)
+            cross += x * found
+            square += found * found
+            dims = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+            if EVEN:
+                tl.store(out_ptrs + dims[None, :], value)
+            else:
+                inside = (rows < num_rows)[:, None] & (dims < stride_on)[None, :]
+                tl.store(out_ptrs + dims[None, :], value, mask=inside)
+        size, along, of_across, square_sum = sums_of(norm, cross, dot, square)
+        # With which the rounding has no part along the row itself:
+        # docs/numerics.md#screened-logits.
+        scale = tl.where(along > 0, size / along, step)
+        rest = scale * scale * square_sum - size
+        inside = rows < num_rows
+        tl.store(of_rows_ptr + rows, scale, mask=inside)
+        tl.store(of_rows_ptr + num_rows + rows, of_across, mask=inside)
+        tl.store(size_ptr + rows, size, mask=inside)
+        # A NaN stays one.
+        tl.store(size_ptr + num_rows + rows, tl.where(rest < 0, 0.0, rest), mask=inside)
