@@ -102,6 +102,7 @@ def _quantize(
     # Threads that read 8 bytes of a row at once, and keep up to 36 of its numbers in registers.
     warps = min(16, triton.next_power_of_2(triton.cdiv(dim, 36 * 32)))
     block_d = 4 * 32 * warps
+    chunks = triton.cdiv(values.stride(0), block_d)
     groups = triton.cdiv(num_rows, rows)
     # Enough that the last ones to end have company, and each goes on to some ten groups.
     # Interpreted, one goes on to all of them.
@@ -121,12 +122,13 @@ def _quantize(
         LARGEST[dtype],
         ROWS=rows,
         BLOCK_D=block_d,
-        CHUNKS=triton.cdiv(values.stride(0), block_d),
+        CHUNKS=chunks,
         EVEN=dim % block_d == 0 and num_rows % rows == 0,
         IS_INTEGER=dtype == torch.int8,
         num_warps=warps,
-        # That as many programs are at work as their sums, which wait for one another, need.
-        maxnreg=96,
+        # Where the compiler would take more, fewer programs are at work than the sums, for which
+        # a program's warps wait for one another, can do with.
+        maxnreg=96 if chunks in (8, 9) else None,
     )
     return values, of_rows, size
 

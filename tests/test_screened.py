@@ -422,7 +422,7 @@ def test_quantize_weight_rounds_to_the_nearest(
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, bits=EIGHT_BITS, dim=(40, 2304, 4096)))
 def test_quantized_rows_are_those_of_torch(place: Place, bits: str, dim: int) -> None:
-    # On 132 multiprocessors a program has three groups of rows or more.
+    # On 132 multiprocessors 15,840 programs begin, most of which go on to a second row.
     num_rows = 30_001 if place.compiles else 1500
     weight = torch.randn(num_rows, dim, generator=generator()).to(dtype_of(place)).to(place.device)
     hidden = 3 + torch.randn(50, dim, generator=generator(1)).to(weight.dtype).to(place.device)
