@@ -40,7 +40,7 @@ def two(method: str, *nats: float, wobble: float = 0.0) -> list[Record]:
 
 def test_differences_of_the_vocabularies_are_averaged() -> None:
     (pool,) = pools_of(two("filtered", 0.012, -0.006))
-    assert pool.vocab_sizes == [32768, 65536] and pool.methods == ["filtered"]
+    assert pool.vocab_sizes == [32768, 65536] and pool.methods == ("filtered",)
     assert pool.num_seeds("filtered") == 6
     assert pool.difference("filtered", END) == pytest.approx(0.003)
     # Dense's seeds are 0.01 apart at either vocabulary.
@@ -69,9 +69,8 @@ def test_spread_is_the_root_of_the_mean_variance() -> None:
 def test_only_what_every_vocabulary_has_is_compared() -> None:
     first, second = two("filtered", 0.0, 0.0)
     rows = tuple(row for row in second.rows if row.get("method") != "filtered")
-    (pool,) = pools_of([first, replace(second, rows=rows)])
     # "screened" has failed at both.
-    assert pool.methods == []
+    assert pools_of([first, replace(second, rows=rows)]) == []
     text, _ = markdown(page_of([first, replace(second, rows=rows)]), HEAD)
     assert "All vocabularies together" not in text
 
@@ -104,6 +103,20 @@ def test_of_two_records_of_a_vocabulary_the_one_with_more_seeds_counts() -> None
         (pool,) = pools_of(records)
         assert pool.vocab_sizes == [32768, 65536]
         assert pool.num_seeds("filtered") == 3 + 5
+
+
+def test_what_the_record_with_more_seeds_lacks_is_of_the_other() -> None:
+    losses = {"dense": 0.0, "exact": 0.0, "filtered": 0.0}
+    fewer = [
+        replace(convergence(losses, vocab=vocab), name=f"v{vocab}") for vocab in (32768, 65536)
+    ]
+    more = convergence({"dense": 0.0, "filtered": 0.0}, seeds=5, vocab=65536)
+    for records in ([*fewer, more], [more, *fewer]):
+        found = {pool.methods: pool for pool in pools_of(records)}
+        assert set(found) == {("exact",), ("filtered",)}
+        assert found[("exact",)].num_seeds("exact") == 3 + 3
+        assert found[("filtered",)].num_seeds("filtered") == 3 + 5
+        assert all(pool.vocab_sizes == [32768, 65536] for pool in found.values())
 
 
 def test_one_vocabulary_is_no_pool() -> None:

@@ -20,11 +20,13 @@ class Pool:
         device: that all were made on.
         start: of all.
         cases: of a vocabulary each, the smallest first.
+        methods: those that are taken from these cases, which all can compare them with dense.
     """
 
     device: str
     start: str
     cases: tuple[Case, ...]
+    methods: tuple[str, ...]
 
     @property
     def vocab_sizes(self) -> list[int]:
@@ -40,22 +42,9 @@ class Pool:
         first, *rest = (case.groups for case in self.cases)
         return [group for group in first if all(group in other for other in rest)]
 
-    @property
-    def methods(self) -> list[str]:
-        """Those that can be compared with dense at every vocabulary."""
-        return [
-            method
-            for method in self.cases[0].methods
-            if method != REFERENCE
-            and all(
-                method in case.methods and case.verdict(method).within is not None
-                for case in self.cases
-            )
-        ]
-
     def num_seeds(self, method: str) -> int:
         """That it shares with dense, of all vocabularies."""
-        return sum(len(set(case.seeds(method)) & set(case.seeds(REFERENCE))) for case in self.cases)
+        return sum(num_shared(case, method) for case in self.cases)
 
     def difference(self, method: str, step: int, group: str = ALL) -> float:
         """To dense, nats: the mean over the vocabularies of their seeds' mean."""
@@ -93,17 +82,50 @@ class Pool:
 
 def pools_of(records: Sequence[Record]) -> list[Pool]:
     """From each start, of the records of one device and the same settings that have at least two
-    vocabularies; of two cases of one vocabulary the one with more seeds of dense."""
-    found: dict[tuple[str, str, str], dict[int, Case]] = {}
+    vocabularies. A method is taken of each vocabulary from the case that has most seeds of it;
+    methods that thereby are of the same cases stand together."""
+    found: dict[tuple[str, str, str], dict[int, list[Case]]] = {}
     for record in records:
         device, settings = record.machine.get("device", ""), json.dumps(dict(record.settings))
         for case in cases_of(record):
             cases = found.setdefault((device, settings, case.start), {})
-            other = cases.get(case.vocab_size)
-            if other is None or len(case.seeds(REFERENCE)) > len(other.seeds(REFERENCE)):
-                cases[case.vocab_size] = case
+            cases.setdefault(case.vocab_size, []).append(case)
     return [
-        Pool(device, start, tuple(case for _, case in sorted(cases.items())))
-        for (device, _, start), cases in found.items()
-        if len(cases) > 1
+        Pool(device, start, cases, tuple(methods))
+        for (device, _, start), by_size in found.items()
+        if len(by_size) > 1
+        for cases, methods in _by_cases([by_size[size] for size in sorted(by_size)])
     ]
+
+
+def _by_cases(alternatives: Sequence[Sequence[Case]]) -> list[tuple[tuple[Case, ...], list[str]]]:
+    """Methods that each vocabulary has a comparable case of, by the cases they are taken from."""
+    every = dict.fromkeys(
+        method for cases in alternatives for case in cases for method in case.methods
+    )
+    found: list[tuple[tuple[Case, ...], list[str]]] = []
+    for method in every:
+        comparable = [
+            [case for case in cases if _can_compare(case, method)] for cases in alternatives
+        ]
+        if not all(comparable):
+            continue
+        chosen = tuple(
+            max(cases, key=lambda case: num_shared(case, method)) for cases in comparable
+        )
+        together = next((methods for cases, methods in found if cases == chosen), None)
+        if together is None:
+            found.append((chosen, [method]))
+        else:
+            together.append(method)
+    return found
+
+
+def _can_compare(case: Case, method: str) -> bool:
+    known = method != REFERENCE and method in case.methods
+    return known and case.verdict(method).within is not None
+
+
+def num_shared(case: Case, method: str) -> int:
+    """Seeds of a method that dense has too."""
+    return len(set(case.seeds(method)) & set(case.seeds(REFERENCE)))

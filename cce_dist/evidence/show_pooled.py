@@ -24,9 +24,7 @@ def together(records: Sequence[Record]) -> list[Together]:
     """A part for each device whose records differ in their vocabulary alone."""
     found: dict[str, list[Pool]] = {}
     for pool in pools_of(records):
-        # What holds for some seeds of dense alone is no spread.
-        if pool.methods:
-            found.setdefault(pool.device, []).append(pool)
+        found.setdefault(pool.device, []).append(pool)
     return [
         Together(f"All vocabularies together: {device}", _blocks(pools), _findings(pools))
         for device, pools in found.items()
