@@ -123,7 +123,7 @@ def _quantize(
         ROWS=rows,
         BLOCK_D=block_d,
         CHUNKS=chunks,
-        EVEN=dim % block_d == 0 and num_rows % rows == 0,
+        EVEN=dim == chunks * block_d and num_rows % rows == 0,
         IS_INTEGER=dtype == torch.int8,
         num_warps=warps,
         # Where the compiler would take more, fewer programs are at work than the sums, for which

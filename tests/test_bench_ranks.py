@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.metadata
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,11 @@ from typer.testing import CliRunner
 from cce_dist import Filter, LinearCrossEntropy, VocabShard
 from cce_dist.bench.inputs import make_inputs
 from cce_dist.bench.kept import kept_share
+from cce_dist.bench.machine import describe_peers
 from cce_dist.bench.rank_methods import Place, choose_rank_methods
 from cce_dist.bench.ranks import uncovered
 from cce_dist.bench.shapes import Shape
-from cce_dist.bench.training import Meter
+from cce_dist.bench.training import Meter, layout_of
 from cce_dist.cli import app
 from cce_dist.testing import shared_pool
 from cce_dist.testing.torchrun import bench
@@ -109,6 +111,36 @@ def test_training_steps_are_measured_with_either_loss(tmp_path: Path) -> None:
     for row in rows:
         assert (row["dp"], row["tp"], row["tokens_a_step"]) == ("1", "2", "128")
         assert float(row["tokens_per_s"]) > 0 and float(row["peak_gib"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "expected"),
+    [
+        ("cce", {}, "filtered"),
+        ("cce", {"gradient": "exact"}, "exact"),
+        ("cce", {"logits": "screened"}, "screened"),
+        ("dense", {"logits": "screened"}, "dense"),
+        ("apple-cce", {"logits": "screened"}, "cce"),
+    ],
+)
+def test_rows_of_training_steps_name_the_loss(name: str, loss: dict, expected: str) -> None:
+    ranks: Any = SimpleNamespace(dp=1, tp=1)
+    assert layout_of(TrainConfig.model_validate({"loss": loss}), ranks, name)["loss"] == expected
+
+
+def test_peers_are_named_with_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"liger-kernel": "0.8.5", "cut-cross-entropy": "25.1", "flash-attn": "2.8"}
+
+    def version(package: str) -> str:
+        if package in versions:
+            return versions[package]
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert describe_peers(["dense", "filtered", "exact-kept", "torch-compile", "screened"]) == {}
+    methods = ["liger-8", "cce", "liger-sm90", "cce-exact", "flash-attn", "fla-16bit", "dense"]
+    expected = "cut-cross-entropy 25.1, flash-attn 2.8, flash-linear-attention unknown, "
+    assert describe_peers(methods) == {"peers": f"{expected}liger-kernel 0.8.5"}
 
 
 def test_the_largest_batch_is_a_smaller_one_where_the_predicted_does_not_fit(

@@ -71,7 +71,10 @@ def test_converge_command(tmp_path: Path) -> None:
 
 
 def test_bench_train_records_peers(tmp_path: Path) -> None:
-    """Both of CPU's: one that runs, and one that is not installed."""
+    """Both of CPU's: one that runs, and one of which there is nothing but its version."""
+    told = tmp_path / "peers" / "cut_cross_entropy-9.9.dist-info" / "METADATA"
+    told.parent.mkdir(parents=True)
+    told.write_text("Metadata-Version: 2.1\nName: cut-cross-entropy\nVersion: 9.9\n")
     (tmp_path / "text.txt").write_text(Path(argparse.__file__).read_text()[:9000])
     (tmp_path / "run.yaml").write_text(
         f"data: {{paths: [{tmp_path / 'text.txt'}], vocab_size: 300, sequence_length: 16, "
@@ -82,8 +85,10 @@ def test_bench_train_records_peers(tmp_path: Path) -> None:
     losses = ("--loss", "cce", "--loss", "dense", "--loss", "torch-chunked", "--loss", "apple-cce")
     steps = ("--warmup-steps", "1", "--timed-steps", "2", "--out", str(tmp_path / "runs"))
     command = ("bench", "train", str(tmp_path / "run.yaml"), *losses, *steps)
-    code, output = run_forked(1, tmp_path / "a.out", *command, "--record", str(path))
+    files = ("--peer-path", str(tmp_path / "peers"), "--record", str(path))
+    code, output = run_forked(1, tmp_path / "a.out", *command, *files)
     assert code == 0, output
+    assert read_record(path).machine["peers"] == "cut-cross-entropy 9.9"
     rows = {row["loss"]: row for row in read_record(path).rows}
     assert list(rows) == ["filtered", "dense", "torch-chunked", "cce"]
     assert "Error" in str(rows["cce"]["failed"]) and "tokens_per_s" not in rows["cce"]

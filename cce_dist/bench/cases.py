@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,10 +76,15 @@ def case_of(
     return lambda: make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)
 
 
-def machine_of(device: str, threads: int, ranks: int = 1) -> dict[str, str]:
+def machine_of(
+    device: str, threads: int, ranks: int = 1, peers: Iterable[str] = ()
+) -> dict[str, str]:
+    """
+    Args: peers: methods that may be other packages', whose versions are given then.
+    """
     import torch
 
-    from .machine import describe_machine
+    from .machine import describe_machine, describe_peers
 
     if threads:
         torch.set_num_threads(threads)
@@ -87,7 +92,8 @@ def machine_of(device: str, threads: int, ranks: int = 1) -> dict[str, str]:
     if ranks > 1:
         launcher = ["torchrun", "--nproc-per-node", str(ranks), "-m", "cce_dist"]
     command = shlex.join([*launcher, *sys.argv[1:]])
-    return {**describe_machine(torch.device(device)), "command": command}
+    machine = describe_machine(torch.device(device))
+    return {**machine, **describe_peers(peers), "command": command}
 
 
 def reasons_of(failed: Names) -> dict[str, str]:

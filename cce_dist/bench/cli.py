@@ -102,7 +102,8 @@ def loss_command(
             method or (), peers, backend=parse_backend(backend), extra=extra or (), on_gpu=on_gpu
         )
         cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device, ignored_fraction)
-    report = Report(machine_of(device, threads), csv_path, json_path, plots)
+    machine = machine_of(device, threads, peers=[method.name for method in methods])
+    report = Report(machine, csv_path, json_path, plots)
     try:
         measure_all(cases, methods, settings, report, reasons_of(failed))
     except DeviceLostError as error:
@@ -270,7 +271,7 @@ def paper(
             for found in shapes_of(kind, [text], tokens, 1, 1)
         ]
     try:
-        machine = machine_of(device, threads)
+        machine = machine_of(device, threads, peers=[method.name for method in methods])
         for path in bench_paper(cases, methods, settings, machine, out, failed=reasons_of(failed)):
             typer.echo(path)
     except DeviceLostError as error:

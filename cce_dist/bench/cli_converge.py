@@ -121,7 +121,7 @@ def converge_command(
             num_seeds=seeds,
             part=parse_slice(part),
         )
-        machine = machine_of("cuda" if on_gpu else "cpu", threads)
+        machine = machine_of("cuda" if on_gpu else "cpu", threads, peers=plan.methods)
         settings = settings_of(sizes, data or (), fine_tune_data or ())
         work = Work(
             plan=plan,

@@ -69,10 +69,10 @@ def fidelity_command(
     from .tenths import ALL
 
     sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
-    machine = machine_of(device, threads)
     settings = {"backend": backend, "repeats": repeats}
     with refusals():
         names = choose_names(method or (), with_apple=bool(peer_path))
+        machine = machine_of(device, threads, peers=names)
         keeps = [parse_power("keep", text) for text in keep or ()] or DEFAULT_KEEP
         epsilons = [parse_power("eps", text) for text in eps or ()] or DEFAULT_EPS
         chosen = parse_backend(backend)

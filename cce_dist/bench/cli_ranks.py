@@ -70,7 +70,9 @@ def ranks_command(
     with refusals(), context as job:
         sizes = size or [n for n in range(1, job.size + 1) if job.size % n == 0]
         cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, str(job.device))
-        report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path, None)
+        names = [method.name for method in methods]
+        machine = machine_of(str(job.device), 0, job.size, names)
+        report = Report(machine, csv_path, json_path, None)
         for make in cases:
             made = make()
             places = make_places(job, sizes, len(made.weight), sequence_parallel)
@@ -187,7 +189,9 @@ def train_command(
         except ConfigError as error:
             raise ValueError(str(error)) from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    report = Report(machine_of(device, 0, size), csv_path, json_path, None)
+    # "cce" alone is ours here.
+    peers = [name.removeprefix("apple-") for name in loss or () if name != "cce"]
+    report = Report(machine_of(device, 0, size, peers), csv_path, json_path, None)
     model = chosen.model
     sizes = {"V": chosen.data.vocab_size, "D": model.dim, "layers": model.layers}
 

@@ -8,7 +8,7 @@ import platform
 import random
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,19 @@ from cce_dist.allocations import track_allocations
 # About 5 ms of the device, more than any method's host needs for its first launches.
 HEAD_START_CYCLES = 8_000_000
 FLUSH_BYTES = 256 * 2**20
+
+# Of a peer's methods, by how their names begin.
+PACKAGES = {
+    "cce": "cut-cross-entropy",
+    "fla": "flash-linear-attention",
+    "flash-attn": "flash-attn",
+    "liger": "liger-kernel",
+    "megatron": "megatron-core",
+    "quack": "quack-kernels",
+    "transformer-engine": "transformer-engine",
+    "unsloth": "unsloth-zoo",
+    "verl": "verl",
+}
 
 Key = TypeVar("Key")
 
@@ -37,11 +50,26 @@ def describe_machine(device: torch.device) -> dict[str, str]:
     }
 
 
-def _version(package: str) -> str:
+def describe_peers(methods: Iterable[str]) -> dict[str, str]:
+    """Whose methods these are, with versions; empty where they are no other package's.
+
+    Of a folder that Python imports from it is the version beside it (*.dist-info).
+    """
+    packages = {
+        package
+        for method in methods
+        for name, package in PACKAGES.items()
+        if method == name or method.startswith(f"{name}-")
+    }
+    found = [f"{package} {_version(package, 'unknown')}" for package in sorted(packages)]
+    return {"peers": ", ".join(found)} if found else {}
+
+
+def _version(package: str, otherwise: str = "none") -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "none"
+        return otherwise
 
 
 def _device_name(device: torch.device) -> str:

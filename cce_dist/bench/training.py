@@ -29,6 +29,7 @@ from cce_dist.train.stop import StopRequest
 from cce_dist.train.tokens import prepare_tokens
 
 from .guard import describe_failure
+from .methods import SCREENED
 from .peers import PEERS
 from .rank_methods import Place, dense
 from .table import Cells
@@ -83,7 +84,9 @@ def bench_training(
     for name in losses:
         peer = _peer_head(config, name) if name in RIVALS else None
         if isinstance(peer, str):
-            rows.append({**dict.fromkeys(COLUMNS), **_layout(config, ranks, name), "failed": peer})
+            rows.append(
+                {**dict.fromkeys(COLUMNS), **layout_of(config, ranks, name), "failed": peer}
+            )
             save(rows, ranks.is_main)
             continue
         batches = split_tokens(cache.tokens(), config)
@@ -199,7 +202,7 @@ class Meter:
         records = found[0]
         assert records is not None
         return {
-            **_layout(config, job.ranks, self.name),
+            **layout_of(config, job.ranks, self.name),
             "batch": batch,
             "tokens_a_step": job.ranks.dp * batch * config.data.sequence_length,
             "tokens_per_s": statistics.median(x["tokens_per_s"] for x in records),
@@ -209,10 +212,11 @@ class Meter:
         }
 
 
-def _layout(config: TrainConfig, ranks: Ranks, name: str) -> Cells:
+def layout_of(config: TrainConfig, ranks: Ranks, name: str) -> Cells:
     """What begins every row, where "cce" is Apple's."""
+    ours = SCREENED if config.loss.logits == SCREENED else config.loss.gradient
     return {
-        "loss": config.loss.gradient if name == "cce" else name.removeprefix("apple-"),
+        "loss": ours if name == "cce" else name.removeprefix("apple-"),
         "dp": ranks.dp,
         "tp": ranks.tp,
         "fsdp": "yes" if config.parallel.fsdp else "",
