@@ -257,11 +257,21 @@ class LossOptions:
 
     def _refuse_unscreened(self) -> None:
         """What 8-bit logits can't give."""
+        if self._reaches_every_column:
+            raise ValueError(
+                'logits="screened" computes the columns that a filter keeps exactly, and '
+                f"softcap={self.softcap!r} with label_smoothing={self.label_smoothing!r} gives "
+                'every column a gradient of its own, which none can keep; use logits="full" with '
+                'gradient="exact"'
+            )
         if not self.filters:
+            given = f"gradient={self.gradient!r}"
+            if self.gradient != "exact":
+                given = f"filter={self.filter!r}"
             raise ValueError(
                 'logits="screened" computes the columns that the filter keeps exactly, and '
-                f"gradient={self.gradient!r} with filter={self.filter!r} keeps every column; use "
-                'gradient="filtered", or logits="full"'
+                f'{given} keeps every column; use gradient="filtered" and a filter whose keep or '
+                'eps is above 0, or logits="full"'
             )
         wrong = [stat for stat in ("entropy", "correct", "logit_moments") if stat in self.stats]
         if wrong:

@@ -501,7 +501,12 @@ def call(**options: Any) -> None:
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "exact": ({"gradient": "exact", "filter": Filter()}, r"keeps every column.*filtered"),
-    "keep": ({"filter": Filter(keep=0)}, r"keeps every column"),
+    "keep": ({"filter": Filter(keep=0)}, r"filter=Filter\(keep=0.*keeps every column.*above 0"),
+    "eps": ({"filter": Filter(eps=0)}, r"filter=Filter\(.*eps=0.*keeps every column.*above 0"),
+    "every_column": (
+        {"softcap": 30.0, "label_smoothing": 0.1},
+        r"softcap=30.0 with label_smoothing=0.1 gives every column.*gradient=\"exact\"",
+    ),
     "fp32": ({"dtype": torch.float32}, r"hidden is torch.float32, whose digits"),
     "fp32_torch": (
         {"dtype": torch.float32, "backend": "torch"},

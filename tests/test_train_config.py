@@ -181,6 +181,27 @@ def test_parse_overrides_win_over_the_file(tmp_path: Path) -> None:
             "use loss.gradient=filtered, got loss.gradient=exact",
             id="screened exactly",
         ),
+        pytest.param(
+            "loss: {logits: screened}",
+            "use dtype=bfloat16, or loss.logits=full, got dtype=float32",
+            id="screened in fp32",
+        ),
+        pytest.param(
+            "dtype: bfloat16\nloss: {logits: screened, filter: {eps: 0}}",
+            "with loss.filter.keep=auto, loss.filter.eps=0",
+            id="screened without a filter",
+        ),
+        pytest.param(
+            "dtype: bfloat16\nloss: {logits: screened, gradient: in_forward, softcap: 30, "
+            "label_smoothing: 0.1}",
+            "gives every column a gradient of its own, which no filter can keep",
+            id="screened where every column counts",
+        ),
+        pytest.param(
+            "loss: {screen: {max_kept: 0.5}}",
+            "loss.screen has no effect with loss.logits=full",
+            id="screen of full logits",
+        ),
         pytest.param("[1, 2]", "must hold a mapping of keys, got [1, 2]", id="list"),
         pytest.param("a: [1", "is not valid YAML", id="not YAML"),
     ],

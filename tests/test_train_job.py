@@ -328,3 +328,26 @@ def test_train_report_beside_dense(shared: Path, tmp_path: Path) -> None:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {"step", "loss", "tokens_per_s", "peak_memory", "lr", "grad_norm"} <= records[0].keys()
     assert [r["step"] for r in records if "tail_mass" in r] == [1, 5, 10, 12]
+
+
+@pytest.mark.parametrize(("max_kept", "screened"), [(1.0, True), (0.0, False)])
+def test_train_says_which_steps_were_screened(
+    shared: Path, tmp_path: Path, max_kept: float, screened: bool
+) -> None:
+    config = write_config(
+        shared,
+        tmp_path,
+        "screened",
+        dtype="bfloat16",
+        loss={"logits": "screened", "filter": {"keep": 0.1}, "screen": {"max_kept": max_kept}},
+        parallel={"tp": 1},
+        steps=6,
+    )
+    losses, output = run(0, config, by=run_forked_training)
+    assert losses[-1] < losses[0]
+    lines = (tmp_path / "screened" / "metrics.jsonl").read_text().splitlines()
+    found = {record["step"]: record.get("screened") for record in map(json.loads, lines)}
+    assert found == dict.fromkeys(range(1, 7)) | dict.fromkeys((1, 5, 6), screened)
+    report = (tmp_path / "screened" / "report.md").read_text()
+    assert f"logits were screened, of those logged | {3 if screened else 0} of 3" in report
+    assert ("not screened" in output) is not screened

@@ -106,10 +106,17 @@ class FilterConfig(Section):
         return self
 
 
+class ScreenConfig(Section):
+    dtype: Literal["auto", "int8", "e4m3"] = "auto"
+    max_kept: Annotated[Float, Field(ge=0, le=1)] = 0.125
+    max_error: Annotated[Float, Field(ge=0)] = 2.0**-7
+
+
 class LossConfig(Section):
     gradient: Literal["filtered", "exact", "in_forward"] = "filtered"
     filter: FilterConfig = FilterConfig()
     logits: Literal["full", "screened"] = "full"
+    screen: ScreenConfig = ScreenConfig()
     label_smoothing: Annotated[Float, Field(ge=0, le=1)] = 0.0
     z_loss: Annotated[Float, Field(ge=0)] = 0.0
     softcap: Annotated[Float, Field(gt=0)] | None = None
@@ -123,23 +130,31 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _check_filter(self) -> LossConfig:
-        if self.gradient != "filtered" and self.filter != FilterConfig():
+        if self.gradient == "exact" and self.filter != FilterConfig():
             raise ValueError(
-                f"loss.filter has no effect with loss.gradient={self.gradient}, which keeps every "
+                "loss.filter has no effect with loss.gradient=exact, which keeps every "
                 "column: use loss.gradient=filtered, or leave loss.filter out"
             )
-        filters = self.gradient == "filtered" and self.filter.keep != 0
-        if self.logits == "screened" and not filters:
-            raise ValueError(
-                "loss.logits=screened computes exactly what the filter keeps: use "
-                f"loss.gradient=filtered, got loss.gradient={self.gradient} with "
-                f"loss.filter.keep={self.filter.keep}"
-            )
-        if filters and self.softcap is not None and self.label_smoothing > 0:
+        keeps_all = self.filter.keep == 0 or self.filter.eps == 0
+        filters = self.gradient == "filtered" or self.filter != FilterConfig()
+        screens = self.logits == "screened"
+        reaches_all = self.softcap is not None and self.label_smoothing > 0
+        if reaches_all and (screens or (filters and not keeps_all)):
             raise ValueError(
                 f"loss.softcap={self.softcap} with loss.label_smoothing={self.label_smoothing} "
                 "gives every column a gradient of its own, which no filter can keep: use "
-                "loss.gradient=exact or in_forward"
+                "loss.gradient=exact or in_forward, without a filter and with loss.logits=full"
+            )
+        if screens and (self.gradient == "exact" or keeps_all):
+            raise ValueError(
+                "loss.logits=screened computes exactly what the filter keeps: use "
+                f"loss.gradient=filtered, got loss.gradient={self.gradient} with "
+                f"loss.filter.keep={self.filter.keep}, loss.filter.eps={self.filter.eps}"
+            )
+        if self.screen != ScreenConfig() and not screens:
+            raise ValueError(
+                f"loss.screen has no effect with loss.logits={self.logits}: use "
+                "loss.logits=screened, or leave loss.screen out"
             )
         return self
 
@@ -188,6 +203,15 @@ class TrainConfig(Section):
             raise ValueError(
                 "batch must be a multiple of parallel.tp with parallel.sequence_parallel, since "
                 f"each of the tp ranks takes whole sequences, got batch={self.batch} and tp={tp}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_screened(self) -> TrainConfig:
+        if self.loss.logits == "screened" and self.dtype == "float32":
+            raise ValueError(
+                "loss.logits=screened is for 16-bit training: use dtype=bfloat16, or "
+                f"loss.logits=full, got dtype={self.dtype}"
             )
         return self
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist import Filter, LossOutput, VocabShard, linear_cross_entropy
+from cce_dist import Filter, LossOutput, Screen, VocabShard, linear_cross_entropy
 
 from .collectives import GatherRows, SumPartials
 from .config import LossConfig, TrainConfig
@@ -21,7 +21,7 @@ from .ranks import Ranks
 DENSE_CHUNK_TOKENS = 256
 
 # The statistics that the job asks for.
-Stat = Literal["tail_mass"]
+Stat = Literal["tail_mass", "screened"]
 # hidden of this rank's tokens, weight shard, targets of all tokens, stats -> loss and stats
 HeadLoss = Callable[[Tensor, Tensor, Tensor, Sequence[Stat]], LossOutput]
 
@@ -144,6 +144,7 @@ def loss_options(config: LossConfig) -> dict[str, Any]:
         "gradient": config.gradient,
         "filter": Filter(keep=config.filter.keep, tail=config.filter.tail, eps=config.filter.eps),
         "logits": config.logits,
+        "screen": Screen(**config.screen.model_dump()),
         "backend": config.backend,
         "workspace_bytes": config.workspace_bytes,
     }

@@ -28,7 +28,7 @@ from .checkpoint import (
     newest_checkpoint,
     save_checkpoint,
 )
-from .config import TrainConfig
+from .config import LossConfig, TrainConfig
 from .errors import JobError
 from .fsdp import place
 from .head import HeadLoss, Stat, head_layout, make_head_loss
@@ -154,18 +154,17 @@ def train_step(job: Job, run: Run, step: int) -> bool:
     is_log_step = step % config.log_every == 0 or step in (1, config.steps)
     ids, targets = job.batches.step(step, ranks.dp_rank, ranks.dp)
     ids, targets = ids.to(ranks.device), targets.to(ranks.device)
-    tail_mass = None
+    out = None
     if run.pipeline is not None:
         with in_phase("forward and backward"):
             loss = run.pipeline.step(ids, targets) / (ranks.dp * ranks.tp)
     else:
-        filters = run.head == "cce" and config.loss.gradient == "filtered"
-        stats: tuple[Stat, ...] = ("tail_mass",) if is_log_step and filters else ()
+        stats = stats_of(config.loss) if is_log_step and run.head == "cce" else ()
         with in_phase("forward"):
             out = forward_loss(run, ids, targets.flatten(), config, stats)
         with in_phase("backward"):
             out.loss.backward()
-        loss, tail_mass = out.loss / ranks.world_size, out.tail_mass
+        loss = out.loss / ranks.world_size
     with in_phase("update"):
         totals, lr = update(job, run, step, loss)
     if ranks.is_main:
@@ -180,11 +179,23 @@ def train_step(job: Job, run: Run, step: int) -> bool:
         }
         if run.pipeline is not None:
             record["peak_memory_of_pp"] = ranks.largest_of_pp(totals.peaks)
-        if tail_mass is not None:
-            record["tail_mass"] = float(tail_mass.mean())
+        if out is not None and out.tail_mass is not None:
+            record["tail_mass"] = float(out.tail_mass.mean())
+        if out is not None and out.screened is not None:
+            record["screened"] = bool(out.screened.all())
         append_metrics(run.folder, record)
         job.display.step(record, config.steps, is_log_step)
     return totals.stop
+
+
+def stats_of(config: LossConfig) -> tuple[Stat, ...]:
+    """What a step that is logged asks of the loss."""
+    stats: list[Stat] = []
+    if config.gradient == "filtered":
+        stats.append("tail_mass")
+    if config.logits == "screened":
+        stats.append("screened")
+    return tuple(stats)
 
 
 def update(job: Job, run: Run, step: int, loss: Tensor) -> tuple[StepTotals, float]:

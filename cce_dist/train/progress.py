@@ -11,6 +11,9 @@ from rich.markdown import Markdown
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+# Keys of a step's record that most steps lack.
+LOGGED = ("tail_mass", "screened")
+
 
 class Display:
     """Silent on every rank but the main one."""
@@ -21,7 +24,8 @@ class Display:
         self.console = Console(soft_wrap=True, highlight=False)
         self.progress: Progress | None = None
         self.task = None
-        self.tail_mass: float | None = None
+        # Of the last step that was logged.
+        self.logged: dict[str, Any] = {}
 
     def say(self, text: str) -> None:
         if self.is_main:
@@ -36,7 +40,7 @@ class Display:
 
     @contextmanager
     def training(self, title: str, start: int, steps: int) -> Iterator[None]:
-        self.tail_mass = None
+        self.logged = {}
         if not self.is_main or not self.console.is_terminal:
             yield
             return
@@ -56,22 +60,24 @@ class Display:
         if not self.is_main:
             return
         # Not measured in every step; the bar keeps showing the last one.
-        self.tail_mass = record.get("tail_mass", self.tail_mass)
-        figures = _figures(record, self.tail_mass)
+        self.logged |= {key: record[key] for key in LOGGED if key in record}
+        figures = _figures({**self.logged, **record})
         if self.progress is not None and self.task is not None:
             self.progress.update(self.task, completed=record["step"], figures=figures)
         elif is_log_step:
             self.say(f"step {record['step']}/{steps}  {figures}")
 
 
-def _figures(record: dict[str, Any], tail_mass: float | None) -> str:
+def _figures(record: dict[str, Any]) -> str:
     parts = [
         f"loss {record['loss']:.4f}",
         f"{record['tokens_per_s']:,.0f} tokens/s",
         f"peak {format_bytes(record['peak_memory'])}",
     ]
-    if tail_mass is not None:
-        parts.append(f"tail mass {tail_mass:.2e}")
+    if "tail_mass" in record:
+        parts.append(f"tail mass {record['tail_mass']:.2e}")
+    if "screened" in record:
+        parts.append("screened" if record["screened"] else "not screened")
     return "  ".join(parts)
 
 

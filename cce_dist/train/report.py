@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,14 @@ def _rows(job: Job, records: list[dict[str, Any]], evaluation: Evaluation) -> li
     tail_masses = [record["tail_mass"] for record in records if "tail_mass" in record]
     if tail_masses:
         rows.append(("tail mass, last logged", f"{tail_masses[-1]:.2e}"))
+    screened = [record["screened"] for record in records if "screened" in record]
+    if screened:
+        rows.append(("steps whose logits were screened, of those logged", _share(screened)))
     return rows
+
+
+def _share(flags: Sequence[bool]) -> str:
+    return f"{sum(flags)} of {len(flags)}"
 
 
 def _describe_memory(memory: Memory) -> str:
