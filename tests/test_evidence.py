@@ -240,6 +240,47 @@ def test_recorded_runs_begin_with_the_same_weights(path: Path) -> None:
     assert first and all(max(found) - min(found) < 2e-3 for found in first.values()), first
 
 
+def test_each_gradient_is_compared_by_itself() -> None:
+    """A better hidden gradient does not hide a worse one of the weight, nor all rows the rarest."""
+    factors = {"all": 0.5, "10": 3.0}
+    rows = tuple(
+        {**row, "grad_weight_error": 3e-3 * factors.get(str(row["group"]), 1.0)}
+        if row["method"] == "filtered" and row["step"] == 10
+        else {**row, "grad_weight_error": 3e-3}
+        for row in fidelity().rows
+    )
+    found = show_fidelity.findings(replace(fidelity(), rows=rows))
+    of_dense = "`filtered` has {} times the error of dense in the "
+    assert of_dense.format("0.391") + "hidden gradient at step 10, step 1000" in found.wins
+    # At step 1000 it is a tie.
+    assert of_dense.format("0.5") + "weight gradient at step 10" in found.wins
+    rarest = of_dense.format("3") + "weight gradient's rows of the rarest tenth at step 10"
+    assert rarest in found.losses
+
+
+def test_logits_that_were_never_screened_are_no_comparison() -> None:
+    made = convergence({"dense": 0.0, "filtered": 0.0}, vocab=500)
+    rows = [row for row in made.rows if row.get("method") != "screened"]
+    as_screened = [
+        {**row, "method": "screened", **({"screened_share": 0.0} if row["part"] == "run" else {})}
+        for row in rows
+        if row.get("method") == "filtered"
+    ]
+    found = show_convergence.findings(replace(made, rows=(*rows, *as_screened)))
+    assert [text for text in found.wins if "screened" in text] == []
+    assert [text for text in found.losses if "screened" in text] == [
+        "`screened` had full logits in every step, for so much was kept: V=500 from random weights"
+    ]
+
+
+def test_cosines_are_shown_by_tenth() -> None:
+    shown = page_of([fidelity()])
+    text, _ = markdown(shown, HEAD)
+    (head,) = {line for line in text.splitlines() if line.startswith("| 1 - cosine | of the |")}
+    assert head.count("tenth") == 10
+    assert len([line for line in text.splitlines() if "filtered | weight gradient |" in line]) == 2
+
+
 def test_fidelity_tells_screened_from_refused() -> None:
     found: dict[str, Cell] = {"inputs": "step-10", "step": 10, "method": "screened", "group": "all"}
     found |= {"by": "mass", "median_ms": 1.0, "grad_hidden_error": 1e-9, "grad_weight_error": 1e-9}

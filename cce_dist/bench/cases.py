@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -91,7 +92,10 @@ def machine_of(
     launcher = ["cce-dist"]
     if ranks > 1:
         launcher = ["torchrun", "--nproc-per-node", str(ranks), "-m", "cce_dist"]
-    command = shlex.join([*launcher, *sys.argv[1:]])
+    # What decides how many tokens fit.
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF")
+    given = [] if allocator is None else [f"PYTORCH_ALLOC_CONF={allocator}"]
+    command = shlex.join([*given, *launcher, *sys.argv[1:]])
     machine = describe_machine(torch.device(device))
     return {**machine, **describe_peers(peers), "command": command}
 

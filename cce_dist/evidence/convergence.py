@@ -93,6 +93,14 @@ class Case:
         first = next(iter(some.values()), {})
         return [group for group in GROUPS if group in first]
 
+    def is_itself(self, method: str) -> bool:
+        """Not so of screened logits that no step of any run had: those trained with full ones."""
+        shares = [
+            row.get("screened_share") for (name, _), row in self.runs.items() if name == method
+        ]
+        known = [share for share in shares if share is not None]
+        return not known or any(known)
+
     def seeds(self, method: str) -> list[int]:
         return sorted(seed for name, seed in self.losses if name == method)
 

@@ -81,9 +81,9 @@ class Pool:
 
 
 def pools_of(records: Sequence[Record]) -> list[Pool]:
-    """From each start, of the records of one device and the same settings that have at least two
-    vocabularies. A method is taken of each vocabulary from the case that has most seeds of it;
-    methods that thereby are of the same cases stand together."""
+    """From each start, of the records of one device and the same settings: methods that at least
+    two vocabularies have. A method is taken of each vocabulary from the case that has most seeds
+    of it; methods that thereby are of the same cases stand together."""
     found: dict[tuple[str, str, str], dict[int, list[Case]]] = {}
     for record in records:
         device, settings = record.machine.get("device", ""), json.dumps(dict(record.settings))
@@ -93,13 +93,12 @@ def pools_of(records: Sequence[Record]) -> list[Pool]:
     return [
         Pool(device, start, cases, tuple(methods))
         for (device, _, start), by_size in found.items()
-        if len(by_size) > 1
         for cases, methods in _by_cases([by_size[size] for size in sorted(by_size)])
     ]
 
 
 def _by_cases(alternatives: Sequence[Sequence[Case]]) -> list[tuple[tuple[Case, ...], list[str]]]:
-    """Methods that each vocabulary has a comparable case of, by the cases they are taken from."""
+    """Methods that two vocabularies have a comparable case of, by the cases they are taken from."""
     every = dict.fromkeys(
         method for cases in alternatives for case in cases for method in case.methods
     )
@@ -108,11 +107,11 @@ def _by_cases(alternatives: Sequence[Sequence[Case]]) -> list[tuple[tuple[Case, 
         comparable = [
             [case for case in cases if _can_compare(case, method)] for cases in alternatives
         ]
-        if not all(comparable):
-            continue
         chosen = tuple(
-            max(cases, key=lambda case: num_shared(case, method)) for cases in comparable
+            max(cases, key=lambda case: num_shared(case, method)) for cases in comparable if cases
         )
+        if len(chosen) < 2:
+            continue
         together = next((methods for cases, methods in found if cases == chosen), None)
         if together is None:
             found.append((chosen, [method]))
@@ -122,7 +121,7 @@ def _by_cases(alternatives: Sequence[Sequence[Case]]) -> list[tuple[tuple[Case, 
 
 
 def _can_compare(case: Case, method: str) -> bool:
-    known = method != REFERENCE and method in case.methods
+    known = method != REFERENCE and method in case.methods and case.is_itself(method)
     return known and case.verdict(method).within is not None
 
 

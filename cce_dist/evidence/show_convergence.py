@@ -42,7 +42,15 @@ def findings(record: Record) -> Findings:
     for method in dict.fromkeys(name for case in cases for name in case.methods):
         if method not in OURS:
             continue
-        known = {case: case.verdict(method) for case in cases if method in case.methods}
+        tried = [case for case in cases if method in case.methods]
+        full = [case for case in tried if not case.is_itself(method)]
+        if full:
+            losses.append(
+                f"`{method}` had full logits in every step, for so much was kept{_at(full)}"
+            )
+        known = {case: case.verdict(method) for case in tried if case not in full}
+        if not known:
+            continue
         outside = [case for case, verdict in known.items() if verdict.within is False]
         inside = [case for case, verdict in known.items() if verdict.within]
         name = f"`{method}` {{}} in {{}} of {len(known)} comparisons"

@@ -10,7 +10,7 @@ from .convergence import GROUPS, describe_group
 from .findings import Findings
 from .methods import OURS, look_of, title_of
 from .page import Block, Figures, Points, Table, Words, number
-from .records import Record, Row
+from .records import Cell, Record, Row
 
 # What is right; its rows say how many tokens a group has.
 GOLDEN = "float64"
@@ -18,10 +18,12 @@ GRADIENTS = {"grad_hidden": "hidden gradient", "grad_weight": "weight gradient"}
 
 
 class Measured(NamedTuple):
-    """Of a method's own threshold, over all tokens; not of 8-bit logits that were refused."""
+    """Of a method's own threshold; not of 8-bit logits that were refused."""
 
     milliseconds: float
-    error: float  # the larger of the two gradients'
+    hidden: float  # errors over all tokens
+    weight: float
+    rarest: float | None  # the weight's, in the rows of the tenth with the rarest ids
 
 
 def blocks(record: Record) -> list[Block]:
@@ -38,7 +40,7 @@ def blocks(record: Record) -> list[Block]:
     if charts:
         found.append(Figures(f"{record.name}-time", charts))
     by_group = [
-        chart for name in _moments(record)[-1:] for chart in _by_group(_of(record.rows, name), name)
+        chart for name in _moments(record) for chart in _by_group(_of(record.rows, name), name)
     ]
     if by_group:
         found.append(Figures(f"{record.name}-groups", by_group))
@@ -51,6 +53,8 @@ def blocks(record: Record) -> list[Block]:
         ]
         if failed:
             found.append(Points(failed))
+        if (cosines := _cosines(_of(record.rows, name))) is not None:
+            found.append(cosines)
         if in_full := _in_full(_of(record.rows, name)):
             found.append(Points(in_full))
     return found
@@ -72,7 +76,7 @@ def _in_full(rows: Sequence[Row]) -> list[str]:
 
 
 def findings(record: Record) -> Findings:
-    """Our methods against every other at its own threshold: time, and the larger error."""
+    """Our methods against every other at its own threshold: time, and each gradient's error."""
     moments = _moments(record)
     measured = {name: _measured(_of(record.rows, name)) for name in moments}
     methods = list(dict.fromkeys(method for found in measured.values() for method in found))
@@ -101,12 +105,24 @@ def _compare(
     wins: list[str],
     losses: list[str],
 ) -> None:
-    aspects: tuple[tuple[str, Callable[[Measured], float]], ...] = (
+    aspects: tuple[tuple[str, Callable[[Measured], float | None]], ...] = (
         ("takes {} times the time of {}", lambda found: found.milliseconds),
-        ("has {} times the error of {}", lambda found: found.error),
+        ("has {} times the error of {} in the hidden gradient", lambda found: found.hidden),
+        ("has {} times the error of {} in the weight gradient", lambda found: found.weight),
+        (
+            "has {} times the error of {} in the weight gradient's rows of the rarest tenth",
+            lambda found: found.rarest,
+        ),
     )
     for text, value in aspects:
-        ratios = {name: value(one) / value(other) for name, (one, other) in pairs.items()}
+        ratios = {
+            name: first / second
+            for name, (one, other) in pairs.items()
+            if (first := value(one))
+            and (second := value(other))
+            # A tie, as it would be printed, is neither.
+            and f"{first / second:.3g}" != "1"
+        }
         better = {name: ratio for name, ratio in ratios.items() if ratio <= 1}
         worse = {name: ratio for name, ratio in ratios.items() if ratio > 1}
         for where, found in ((wins, better), (losses, worse)):
@@ -124,8 +140,10 @@ def _measured(rows: Sequence[Row]) -> dict[str, Measured]:
         if row.get("screened") is False:
             continue
         if _is_default(row) and all(isinstance(value, float | int) for value in values):
-            milliseconds, *both = (float(value or 0) for value in values)
-            found[str(row["method"])] = Measured(milliseconds, max(both))
+            milliseconds, hidden, weight = (float(value or 0) for value in values)
+            rarest = _in_rarest(rows, row)
+            rare = float(rarest) if isinstance(rarest, float | int) else None
+            found[str(row["method"])] = Measured(milliseconds, hidden, weight, rare)
     return found
 
 
@@ -228,14 +246,36 @@ def _table(rows: Sequence[Row]) -> Table:
     for row in rows:
         if _is_default(row) and row["method"] != GOLDEN and "failed" not in row:
             cells = [number(row.get(key)) for key in columns]
-            found.append([title_of(str(row["method"])), *cells, _rarest(rows, row)])
-    rarest = f"weight, {describe_group('10')}"
-    return Table(("method", *columns.values(), rarest), found)
+            rarest = number(_in_rarest(rows, row))
+            found.append([title_of(str(row["method"])), *cells, rarest])
+    last = f"weight, {describe_group('10')}"
+    return Table(("method", *columns.values(), last), found)
 
 
-def _rarest(rows: Sequence[Row], of: Row) -> str:
+def _in_rarest(rows: Sequence[Row], of: Row) -> Cell:
+    """The weight gradient's error."""
     for row in rows:
         same = all(row.get(key) == of.get(key) for key in ("method", "threshold"))
         if same and row.get("group") == "10":
-            return number(row.get("grad_weight_error"))
-    return ""
+            return row.get("grad_weight_error")
+    return None
+
+
+def _cosines(rows: Sequence[Row]) -> Table | None:
+    """1 - cosine of each method at its own threshold, by tenth of the ids' frequency."""
+    groups = [group for group in GROUPS if any(row.get("group") == group for row in rows)]
+    if len(groups) < 2:
+        return None
+    found = []
+    for method in _methods(rows):
+        for name, title in GRADIENTS.items():
+            cells = {
+                str(row["group"]): number(row.get(f"{name}_cosine_distance"))
+                for row in rows
+                if row["method"] == method
+                and ("threshold" not in row or row.get("default") is True)
+                and "failed" not in row
+            }
+            if cells:
+                found.append([title_of(method), title, *(cells.get(group, "") for group in groups)])
+    return Table(("1 - cosine", "of the", *map(describe_group, groups)), found)
