@@ -23,7 +23,8 @@ class QuantizedWeight:
     """What logits="screened" multiplies hidden by, so that a step need not make it again.
 
     Make it with `quantize_weight`, pass it as `quantized_weight`, and call `refresh` after each
-    step of the optimiser; without it every call quantises. Holds V_local (D + 12) bytes.
+    step of the optimiser; without it every call quantises. Holds V_local (D' + 8) bytes, D' the
+    next multiple of 16.
     """
 
     rows: QuantizedRows  # of those that are no padding
@@ -104,7 +105,7 @@ class StepQuantizer:
                 linear_cross_entropy(hidden, weight, targets, **how).backward()
         optimizer.step()
 
-    The weight keeps its values until the context ends, and the copy, of V_local (D + 8) bytes, is
+    The weight keeps its values until the context ends, and the copy, of V_local (D' + 8) bytes (D' the next multiple of 16), is
     gone then: no copy outlives a step, since an optimiser that writes a parameter by another tensor
     of its memory, as Megatron's do, leaves no trace of it. Outside of a step every call quantises.
     The copy is made for the hidden states of the first microbatch. Collectives: none.
