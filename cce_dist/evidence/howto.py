@@ -29,13 +29,13 @@ HOW_TO: tuple[Block, ...] = (
             "**end-to-end**: `PYTORCH_ALLOC_CONF=expandable_segments:True cce-dist bench train "
             "launch/configs/gpus.yaml --data.megabytes 8 --model.dim 2304 --model.heads 9 "
             "--model.layers 4 --parallel.tp 1 --parallel.sequence_parallel false --batch 16 "
-            "--warmup-steps 40 --timed-steps 6 --loss cce --loss dense --loss torch-compile --loss liger "
-            "--loss apple-cce --peer-path PEERS --record RECORD`, on one GPU; on four "
+            "--warmup-steps 40 --timed-steps 6 --loss cce --loss dense --loss torch-compile "
+            "--loss liger --loss apple-cce --peer-path PEERS --record RECORD`, on one GPU; on four "
             "`torchrun --nproc-per-node 4 -m cce_dist bench train launch/configs/gpus.yaml "
             "--parallel.tp 4 --record RECORD`; peers, which hold all of the head, with "
             "`--parallel.tp 1`, data-parallel.",
-            "Most of it at once: `launch/measure.sh`, and with `GPUS=4` what takes four. Records that "
-            "more seeds, sizes or options made say so in their command.",
+            "Most of it at once: `launch/measure.sh`, and with `GPUS=4` what takes four. Records "
+            "that more seeds, sizes or options made say so in their command.",
         )
     ),
 )
