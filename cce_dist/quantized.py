@@ -107,8 +107,9 @@ class StepQuantizer:
 
     The weight keeps its values until the context ends, and the copy, of V_local (D' + 8) bytes, D'
     the next multiple of 16, is gone then: no copy outlives a step, since an optimiser that writes a
-    parameter by another tensor of its memory, as Megatron's do, leaves no trace of it. Outside of a step every call quantises.
-    The copy is made for the hidden states of the first microbatch. Collectives: none.
+    parameter by another tensor of its memory, as Megatron's do, leaves no trace of it. Outside
+    of a step every call quantises. The copy is made for the hidden states of the first microbatch.
+    Collectives: none.
     """
 
     def __init__(self) -> None:
