@@ -322,11 +322,13 @@ def train(group: Any, setup: Setup, rel: float, steps: int = 2) -> dict[str, Any
 
 def evaluate(group: Any, setup: Setup, rel: float = 1e-12) -> None:
     """`schedule.eval` makes no gradient, a step then does."""
-    size = dist.get_world_size(group)
-    model = Model.make(setup, size * setup.stages_of_a_rank)
-    right, head = model.whole(setup), make_head(setup, model, group)
+    pipeline, tensor = grid_of(group, setup)
+    model = Model.make(setup, dist.get_world_size(pipeline) * setup.stages_of_a_rank)
+    right = model.whole(setup)
+    model.x = slice_of(setup, model.x, tensor)
+    head = make_head(setup, model, group, pipeline, tensor)
     embedding = TiedEmbedding(head) if setup.tied else None
-    stages = make_stages(setup, model, group, embedding)
+    stages = make_stages(setup, model, pipeline, embedding)
     schedule, loss, serving = make_served(setup, stages, head, embedding)
     args, kwargs = arguments(stages, model, tied=setup.tied)
     for context in (torch.no_grad(), contextlib.nullcontext()):
@@ -344,13 +346,17 @@ def evaluate(group: Any, setup: Setup, rel: float = 1e-12) -> None:
 
 
 def on_last_stage(group: Any, setup: Setup, rel: float) -> None:
-    """The whole head on the last stage's rank."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    """The head on the last stage's ranks, which share its rows."""
+    pipeline, tensor = grid_of(group, setup)
+    rank, size = dist.get_rank(pipeline), dist.get_world_size(pipeline)
     model = Model.make(setup, size * setup.stages_of_a_rank)
     right = model.whole(setup)
-    stages = make_stages(setup, model, group)
-    weight = nn.Parameter(model.weight.clone())
-    loss = LastStageLoss(weight, reduction=setup.options.reduction)
+    stages = make_stages(setup, model, pipeline)
+    every = shards(setup.vocab_size, setup.tensor)
+    shard = every[0 if tensor is None else dist.get_rank(tensor)]
+    rows = slice(shard.start, shard.stop)
+    weight = nn.Parameter(model.weight[rows].clone())
+    loss = LastStageLoss(weight, group=tensor, vocab_shard=shard, reduction=setup.options.reduction)
     schedule = make_schedule(setup, stages, loss)
     args, kwargs = arguments(stages, model)
     if setup.schedule in ("zero_bubble", "zbv"):
@@ -369,7 +375,7 @@ def on_last_stage(group: Any, setup: Setup, rel: float) -> None:
                 found[f"{index}.{name}"] = parameter.grad
     if losses:
         found |= {"losses": torch.stack(losses).detach(), "weight": weight.grad}
-    require_close(found, right, rel)
+    require_close(found, {**right, "weight": right["weight"][rows]}, rel)
 
 
 def many_steps(group: Any, setup: Setup, steps: int) -> None:

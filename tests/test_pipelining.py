@@ -91,8 +91,7 @@ def test_ranks_that_meet_before_a_collective(pools: dict[int, RankPool], schedul
     """As on GPUs."""
     pools[4].run(4, train, Setup(schedule, tied=True, paced=True), 1e-12)
     pools[4].run(4, train, Setup(schedule, tensor=2, sequence_parallel=True, paced=True), 1e-12)
-    if schedule != "zbv":  # whose `eval` torch 2.13 gets wrong
-        pools[2].run(2, evaluate, Setup(schedule, paced=True))
+    pools[2].run(2, evaluate, Setup(schedule, paced=True))
 
 
 @pytest.mark.parametrize("parallel", ["", "sp"])
@@ -123,8 +122,9 @@ def test_autocast(pools: dict[int, RankPool]) -> None:
     pools[2].run(2, phases_under_autocast)
 
 
-def test_fp32(pools: dict[int, RankPool]) -> None:
-    setup = Setup("interleaved", dtype=torch.float32, options=LossOptions(reduction="mean"))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_fp32(pools: dict[int, RankPool], schedule: str) -> None:
+    setup = Setup(schedule, dtype=torch.float32, options=LossOptions(reduction="mean"))
     pools[4].run(4, train, setup, 1e-6)
 
 
@@ -159,7 +159,7 @@ def test_stages_that_ask_for_shapes(pools: dict[int, RankPool], schedule: str) -
     pools[2].run(2, train, Setup(schedule, static=False), 1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", PLANNED])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_evaluation(pools: dict[int, RankPool], schedule: str) -> None:
     pools[2].run(2, evaluate, Setup(schedule))
 
@@ -168,6 +168,21 @@ def test_evaluation(pools: dict[int, RankPool], schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_head_on_the_last_stage(pools: dict[int, RankPool], schedule: str, static: bool) -> None:
     pools[2].run(2, on_last_stage, Setup(schedule, static=static), 1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_head_on_the_last_stages_tensor_parallel_ranks(
+    pools: dict[int, RankPool], schedule: str
+) -> None:
+    pools[4].run(4, on_last_stage, Setup(schedule, tensor=2), 1e-12)
+
+
+@pytest.mark.parametrize(("schedule", "parallel"), [("interleaved", "sp"), (PLANNED, "tp")])
+def test_evaluation_beside_tensor_parallelism(
+    pools: dict[int, RankPool], schedule: str, parallel: str
+) -> None:
+    setup = Setup(schedule, tensor=2, sequence_parallel=parallel == "sp", tied=parallel == "tp")
+    pools[4].run(4, evaluate, setup)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

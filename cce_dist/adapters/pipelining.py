@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.pipelining import ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import FORWARD, RECV_F, SEND_F
 
 from cce_dist.adapters.groups import connect_neighbours
 from cce_dist.adapters.pipeline_checks import check_scalar
@@ -86,6 +88,7 @@ class VocabOverPipeline:
                 without_dry_run(stages, answers),
                 _told_of_forwards(stages, server),
                 _looked_up(schedule, embedding),
+                nullcontext() if backward else forwards_alone(schedule),
             ):
                 server.start()
                 yield
@@ -201,6 +204,26 @@ def connect_stages(stages: list[Any], done: weakref.WeakSet[Any]) -> None:
     # torch before 2.13 sends nothing but batches.
     alone = hasattr(first, "_warmup_forward_vote")
     connect_neighbours(first.group, {x for x in near if x is not None}, first.device, alone=alone)
+
+
+@contextmanager
+def forwards_alone(schedule: Any) -> Iterator[None]:
+    """Around an `eval`: of ZBV's order the forwards.
+
+    torch 2.13's fails where a rank would hand a gradient to itself.
+    """
+    if not isinstance(schedule, ScheduleZBVZeroBubble):
+        yield
+        return
+    orders = schedule.pipeline_order_with_comms
+    schedule.pipeline_order_with_comms = {
+        rank: [x for x in order if x.computation_type in (FORWARD, SEND_F, RECV_F)]
+        for rank, order in orders.items()
+    }
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = orders
 
 
 def prepare_mode(schedule: Any, *, backward: bool) -> None:

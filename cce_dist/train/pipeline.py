@@ -5,8 +5,8 @@ pipeline ranks. docs/training.md#pipelines.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,12 +22,11 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
     schedules,
 )
-from torch.distributed.pipelining.schedules import FORWARD, RECV_F, SEND_F
 
 from cce_dist import LossOptions, VocabShard
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
-from cce_dist.adapters.pipelining import VocabOverPipeline, prepare_mode
+from cce_dist.adapters.pipelining import VocabOverPipeline, forwards_alone, prepare_mode
 from cce_dist.adapters.planned import ScheduleVocab1F1B
 from cce_dist.planner.orders import Times
 
@@ -130,7 +129,7 @@ class Pipeline:
         self._copy_head()
         arguments, keywords = self._arguments(ids, targets)
         prepare_mode(self.schedule, backward=False)
-        with self._serving(backward=False), _forwards_alone(self.schedule):
+        with self._serving(backward=False), forwards_alone(self.schedule):
             hidden = self.schedule.eval(*arguments, losses=losses, **keywords)
         loss = self._mean(losses).float()
         if not self.model.has_last:
@@ -264,23 +263,6 @@ class Pipeline:
         dist.all_gather(parts, hidden, group=self.ranks.tp_group)
         split = [part.unflatten(0, (self.layout.microbatches, -1)) for part in parts]
         return torch.cat(split, 1).flatten(0, 1)
-
-
-@contextmanager
-def _forwards_alone(schedule: Any) -> Iterator[None]:
-    """For ZBV: torch 2.13's `eval` fails where a rank would hand a gradient to itself."""
-    if not isinstance(schedule, ScheduleZBVZeroBubble):
-        yield
-        return
-    orders = schedule.pipeline_order_with_comms
-    schedule.pipeline_order_with_comms = {
-        rank: [x for x in order if x.computation_type in (FORWARD, SEND_F, RECV_F)]
-        for rank, order in orders.items()
-    }
-    try:
-        yield
-    finally:
-        schedule.pipeline_order_with_comms = orders
 
 
 def make_pipeline_head(
