@@ -102,6 +102,18 @@ def test_bench_loss_writes_all_files(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_loss_says_whether_logits_were_screened(tmp_path: Path) -> None:
+    """So few columns are all kept: no."""
+    path = tmp_path / "loss.csv"
+    names = ["screened", "screened-e4m3", "screened-copy", "screened-in-forward"]
+    chosen = [f"--method={name}" for name in ("dense", "filtered", *names)]
+    invoke("loss", *TINY, "--dtype", "bfloat16", *chosen, "--csv", str(path))
+    rows = {row["method"]: row for row in read_csv(path)}
+    assert all(float(rows[name]["median_ms"]) > 0 for name in names)
+    found = {name: row["screened"] for name, row in rows.items() if row["screened"]}
+    assert found == dict.fromkeys(("screened", "screened-e4m3", "screened-in-forward"), "no")
+
+
 def test_bench_loss_lists_failed_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "odd_peers.py").write_text(
         "def wrong(hidden, weight, targets):\n"

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cce_dist import LinearCrossEntropy, LossOutput, linear_cross_entropy
-from cce_dist.options import LossOptions
+from cce_dist import LinearCrossEntropy
 
 from .candidates import MAY_FAIL, Candidate
 from .filter import shares_kept
 from .golden import Gradients, LossFunction, golden_gradients, gradients
 from .guard import describe_failure, recover, time_limit
 from .inputs import BenchInputs
-from .loss import mean_tail_mass
+from .loss import mean_tail_mass, was_screened
 from .machine import Timer, interleaved_times
 from .sparsity import Peaks, find_peaks, share_of_tiles
 from .table import percentiles_ms
@@ -166,29 +165,12 @@ def _compare(trial: Trial, inputs: BenchInputs, truth: Truth) -> None:
     if isinstance(function, LinearCrossEntropy) and candidate.by == "mass":
         trial.whole["tail_mass"] = mean_tail_mass(inputs, function.options)
         if function.options.logits == "screened":
-            trial.whole["screened"] = _was_screened(inputs, function.options)
+            trial.whole["screened"] = was_screened(inputs, function.options)
     if candidate.by == "probability":
         assert truth.peaks is not None and candidate.threshold is not None
         order = truth.peaks.by_mean_logit
         trial.whole["kept"] = share_of_tiles(truth.peaks.gradient, candidate.threshold, order)
     trial.function = function
-
-
-@torch.no_grad()
-def _was_screened(inputs: BenchInputs, options: LossOptions) -> bool:
-    """Whether 8 bits were enough."""
-    out = linear_cross_entropy(
-        inputs.hidden,
-        inputs.weight,
-        inputs.targets,
-        filter=options.filter,
-        logits=options.logits,
-        screen=options.screen,
-        backend=options.backend,
-        stats=("screened",),
-    )
-    assert isinstance(out, LossOutput) and out.screened is not None
-    return bool(out.screened.all())
 
 
 def _add_shares(trials: Sequence[Trial], inputs: BenchInputs) -> None:

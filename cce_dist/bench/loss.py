@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cce_dist import LinearCrossEntropy, LossOutput, linear_cross_entropy
-from cce_dist.options import LossOptions
+from cce_dist.options import LossOptions, Stat
 
 from .golden import Gradients, LossFunction, dense_loss, errors, golden_gradients, gradients
 from .guard import describe_failure, recover, time_limit
@@ -53,6 +53,7 @@ class Trial:
     function: LossFunction | None = None
     errors: dict[str, float] = field(default_factory=dict)
     tail_mass: float | None = None
+    screened: str = ""
     peak_bytes: dict[Part, int] = field(default_factory=dict)
     seconds: dict[Part, list[float]] = field(default_factory=dict)
     failed: str = ""
@@ -113,18 +114,32 @@ def _bench(
 
 def mean_tail_mass(inputs: BenchInputs, options: LossOptions) -> float:
     """Over the tokens that count: the mass whose gradient the filter approximates."""
-    with torch.no_grad():
-        out = linear_cross_entropy(
-            inputs.hidden,
-            inputs.weight,
-            inputs.targets,
-            filter=options.filter,
-            logits=options.logits,
-            backend=options.backend,
-            stats=("tail_mass",),
-        )
-    assert isinstance(out, LossOutput) and out.tail_mass is not None
-    return float(out.tail_mass.sum()) / max(inputs.num_valid, 1)
+    tail_mass = _stats(inputs, options, "tail_mass").tail_mass
+    assert tail_mass is not None
+    return float(tail_mass.sum()) / max(inputs.num_valid, 1)
+
+
+def was_screened(inputs: BenchInputs, options: LossOptions) -> bool:
+    """Whether 8 bits were enough."""
+    screened = _stats(inputs, options, "screened").screened
+    assert screened is not None
+    return bool(screened.all())
+
+
+@torch.no_grad()
+def _stats(inputs: BenchInputs, options: LossOptions, stat: Stat) -> LossOutput:
+    out = linear_cross_entropy(
+        inputs.hidden,
+        inputs.weight,
+        inputs.targets,
+        filter=options.filter,
+        logits=options.logits,
+        screen=options.screen,
+        backend=options.backend,
+        stats=(stat,),
+    )
+    assert isinstance(out, LossOutput)
+    return out
 
 
 def _time_floors(inputs: BenchInputs, settings: Settings, timer: Timer) -> list[Trial]:
@@ -168,6 +183,8 @@ def _try(
     function = method.build()
     if isinstance(function, LinearCrossEntropy) and function.options.filters:
         trial.tail_mass = mean_tail_mass(inputs, function.options)
+        if function.options.logits == "screened":
+            trial.screened = "yes" if was_screened(inputs, function.options) else "no"
     if settings.compact and method.origin != "ours":
         function = compacting(function)
     trial.errors = errors(gradients(function, inputs), golden)
@@ -235,7 +252,8 @@ def _rows(inputs: BenchInputs, trials: Sequence[Trial]) -> list[Row]:
     gradient_bytes = inputs.hidden.nbytes + inputs.weight.nbytes
     rows = []
     for trial in trials:
-        shared = {**trial.errors, "tail_mass": trial.tail_mass, "failed": trial.failed}
+        known = {"tail_mass": trial.tail_mass, "screened": trial.screened, "failed": trial.failed}
+        shared = {**trial.errors, **known}
         for part, taken in trial.seconds.items():
             median = medians[trial.name, part]
             dense = medians.get(("dense", part))

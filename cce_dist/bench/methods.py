@@ -9,8 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
-from cce_dist import LinearCrossEntropy
+from cce_dist import (
+    LinearCrossEntropy,
+    QuantizedWeight,
+    Screen,
+    linear_cross_entropy,
+    quantize_weight,
+)
 from cce_dist.options import Backend, GradientMode
 
 from .golden import LossFunction, dense_loss
@@ -22,6 +29,14 @@ WITH_MEMORY = "exact-kept"
 MEMORY: dict[str, Any] = {"keep_logits": True, "workspace_bytes": 900 * 2**20}
 # `filtered` with 8-bit logits where they don't matter.
 SCREENED = "screened"
+# The same otherwise: in e4m3, what is exact kept for the backward, in the forward, its weight's
+# 8-bit copy at hand.
+SCREENED_OTHERWISE: dict[str, dict[str, Any]] = {
+    "screened-e4m3": {"screen": Screen(dtype="e4m3")},
+    "screened-kept": {"keep_logits": True},
+    "screened-in-forward": {"gradient": "in_forward"},
+}
+SCREENED_COPY = "screened-copy"
 # `filtered` within torch.compile(fullgraph=True).
 COMPILED = "filtered-compiled"
 # What a GPU is not needed for, and needs no compiler.
@@ -74,6 +89,12 @@ def choose_methods(
     known[WITH_MEMORY] = Method(WITH_MEMORY, "ours", build)
     build = functools.partial(LinearCrossEntropy, logits="screened", backend=backend)
     known[SCREENED] = Method(SCREENED, "ours", build)
+    for name, options in SCREENED_OTHERWISE.items():
+        build = functools.partial(LinearCrossEntropy, logits="screened", backend=backend, **options)
+        known[name] = Method(name, "ours", build)
+    known[SCREENED_COPY] = Method(
+        SCREENED_COPY, "ours", functools.partial(with_copy, backend=backend)
+    )
     build = functools.partial(compiled, gradient="filtered", backend=backend)
     known[COMPILED] = Method(COMPILED, "ours", build)
     for name, builder in PEERS.items():
@@ -102,6 +123,22 @@ def choose_methods(
 def compiled(**options: Any) -> LossFunction:
     """The loss as a model that is compiled in one graph calls it."""
     return torch.compile(LinearCrossEntropy(**options), fullgraph=True)
+
+
+def with_copy(backend: Backend = "auto") -> LossFunction:
+    """Screened logits of a weight that is quantised once, for the first hidden states."""
+    made: QuantizedWeight | None = None
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        nonlocal made
+        if made is None:
+            made = quantize_weight(weight, hidden, backend=backend)
+        how: dict[str, Any] = {"logits": "screened", "quantized_weight": made, "backend": backend}
+        found = linear_cross_entropy(hidden, weight, targets, **how)
+        assert isinstance(found, Tensor)
+        return found
+
+    return loss
 
 
 def _parse_extra(text: str) -> Method:

@@ -22,7 +22,8 @@ class Row:
     """One method and part of it; None where nothing was measured.
 
     Errors are relative, gradients' in the Frobenius norm. `peak_extra_mib` is over what was
-    there before, `over_gradients_mib` the same less both gradients.
+    there before, `over_gradients_mib` the same less both gradients. `screened`: whether logits
+    were, "yes" or "no", where they were to be.
     """
 
     method: str
@@ -40,6 +41,7 @@ class Row:
     grad_hidden_error: float | None = None
     grad_weight_error: float | None = None
     tail_mass: float | None = None
+    screened: str = ""
     failed: str = ""
 
     @property
