@@ -25,6 +25,7 @@ from pipeline_jobs import (
 
 from cce_dist import LossOptions
 from cce_dist.adapters.last_stage import LastStageLoss
+from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipelining import VocabOverPipeline
 
@@ -130,24 +131,27 @@ def fail_once(group: Any) -> None:
     head.close()
 
 
-def die(group: Any, setup: Setup, rank: int, phase: str) -> None:
-    """Process `rank` is gone in a phase of the third microbatch, of a step that would have more."""
+def die(group: Any, setup: Setup, rank: int, phase: str, backward: bool = True) -> None:
+    """Process `rank` is gone in a phase of the third microbatch, of a step or an evaluation that
+    would have more; a tied embedding's phases are looked for first."""
     model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
-    stages = make_stages(setup, model, group)
     head = make_head(setup, model, group, timeout=timedelta(seconds=5))
-    schedule, _, serving = make_served(setup, stages, head)
-    args, kwargs = arguments(stages, model)
+    embedding = TiedEmbedding(head) if setup.tied else None
+    stages = make_stages(setup, model, group, embedding)
+    schedule, _, serving = make_served(setup, stages, head, embedding)
+    args, kwargs = arguments(stages, model, tied=setup.tied)
     if dist.get_rank(group) == rank:
-        as_it_was = getattr(head, phase)
+        dying: Any = embedding if hasattr(embedding, phase) else head
+        as_it_was = getattr(dying, phase)
 
         def run(index: int, *args: Any, **kwargs: Any) -> Any:
             if index == 2:
                 os._exit(1)
             return as_it_was(index, *args, **kwargs)
 
-        setattr(head, phase, run)
-    with serving():
-        schedule.step(*args, **kwargs)
+        setattr(dying, phase, run)
+    with serving(backward=backward):
+        (schedule.step if backward else schedule.eval)(*args, **kwargs)
 
 
 def phases_under_autocast(group: Any) -> None:

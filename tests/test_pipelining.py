@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -212,13 +213,34 @@ def test_an_earlier_failure_is_remembered(pools: dict[int, RankPool]) -> None:
 def test_a_rank_that_dies_takes_the_others_down(
     pools: dict[int, RankPool], schedule: str, rank: int, phase: str
 ) -> None:
+    require_all_down(pools[2], Setup(schedule), rank, phase)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "phase"),
+    [(PLANNED, 1, "look_up"), (PLANNED, 0, "give"), ("1f1b", 1, "add")],
+)
+def test_a_rank_that_dies_in_a_tied_embedding_takes_the_others_down(
+    pools: dict[int, RankPool], schedule: str, rank: int, phase: str
+) -> None:
+    require_all_down(pools[2], Setup(schedule, tied=True), rank, phase)
+
+
+@pytest.mark.parametrize(("schedule", "rank"), [("zbv", 1), (PLANNED, 0)])
+def test_a_rank_that_dies_in_an_evaluation_takes_the_others_down(
+    pools: dict[int, RankPool], schedule: str, rank: int
+) -> None:
+    require_all_down(pools[2], Setup(schedule), rank, "statistics", False)
+
+
+def require_all_down(pool: RankPool, setup: Setup, rank: int, *what: Any) -> None:
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
-        pools[2].run(2, die, Setup(schedule), rank, phase, timeout=40)
+        pool.run(2, die, setup, rank, *what, timeout=40)
     # The group's timeout, and what starting the processes takes.
     assert time.monotonic() - started < 25
-    what = {failed: text for failed, (text, _) in caught.value.failures.items()}
-    assert "the process died" in what[rank] and "no answer" not in str(what)
+    said = {failed: text for failed, (text, _) in caught.value.failures.items()}
+    assert "the process died" in said[rank] and "no answer" not in str(said)
 
 
 def test_receive_buffers_are_made_anew_when_a_step_follows_an_evaluation() -> None:
