@@ -10,7 +10,7 @@ from .hardware import GIB, Hardware
 from .job import Job
 from .models import Model
 from .predict import Prediction, simulate_schedule
-from .schedules import Schedule, make_schedule, peak_held
+from .schedules import Schedule, make_schedule, peak_of_held
 from .stages import Costs, Stage, costs_of, make_stages, stage_times
 
 
@@ -207,7 +207,7 @@ def _rank_plan(
 def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int) -> Memory:
     """Of a rank with these stages, its activations by the schedule's order."""
     job = costs.job
-    order = schedule.orders[rank]
+    order = schedule.held[rank]
     parameters = sum(stage.parameters for stage in mine)
     experts = sum(stage.expert_parameters for stage in mine)
     shared, alone = parameters - experts, experts
@@ -215,7 +215,7 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
         shared, alone = shared / (job.dp * job.cp), alone / (job.dp * job.cp / job.ep)
     held = [stage.kept for stage in mine]
     with_head = [stage.kept + stage.head_kept for stage in mine]
-    activations = peak_held(order, held)
+    activations = peak_of_held(order, held)
     kept_head = 0.0
     if job.is_over_ranks:
         phases = costs.head.kept + costs.head.working
@@ -223,8 +223,8 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
     else:
         phases = 0.0
     working = [max(stage.head_working, stage.working - stage.head_kept) for stage in mine]
-    peak = peak_held(order, with_head, working, phases=phases) + kept_head
-    without = peak_held(order, held, [stage.working for stage in mine])
+    peak = peak_of_held(order, with_head, working, phases=phases) + kept_head
+    without = peak_of_held(order, held, [stage.working for stage in mine])
     return Memory(
         weights=job.weight_bytes * parameters,
         gradients=job.gradient_bytes * parameters,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .orders import Times
-from .schedules import Schedule, make_schedule, peak_held
+from .schedules import Schedule, make_schedule, peak_of_held
 from .timeline import Task, Timeline, Work, run_orders
 
 # Of a cycle: what three runs on two H200s spent between its passes, of which nobody knows on what.
@@ -164,7 +164,7 @@ def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
         seconds=timeline.makespan,
         closed_form=closed_form(schedule, times),
         busy=timeline.busy,
-        most_held=tuple(peak_held(order, [1.0] * schedule.chunks) for order in schedule.orders),
+        most_held=tuple(peak_of_held(held, [1.0] * schedule.chunks) for held in schedule.held),
         schedule=schedule,
         timeline=timeline,
     )
