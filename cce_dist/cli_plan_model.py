@@ -22,7 +22,13 @@ from .planner.plan import Plan, make_plan
 from .planner.presets import find_model, model_names
 from .planner.report import describe
 from .planner.schedules import NAMES
-from .planner.search import best_plan, largest_microbatch, nearest_that_fits, vocab_pays
+from .planner.search import (
+    best_plan,
+    largest_microbatch,
+    largest_of_layouts,
+    nearest_that_fits,
+    vocab_pays,
+)
 
 
 def one_of(*words: str, help: str = "") -> Any:
@@ -118,12 +124,26 @@ def model_command(
         else:
             plan = make_plan(model, job, numbers, _layout(layout))
         pays = vocab_pays(model, job, numbers)
-        found = describe(plan, pays, largest=largest_microbatch(plan), notes=notes)
-    _hand_over(plan, found, json_path, plot_path)
+        mine = largest_microbatch(plan)
+        largest = max(mine, largest_of_layouts(model, job, numbers))
+        found = describe(plan, pays, largest=largest, largest_of_layout=mine, notes=notes)
+        advice = "" if plan.fits else _advice(plan, is_asked=layout is not None)
+    _hand_over(plan, found, advice, json_path, plot_path)
+
+
+def _advice(plan: Plan, *, is_asked: bool) -> str:
+    """With what a plan that does not fit would."""
+    layout = plan.layout if is_asked else None
+    near = nearest_that_fits(plan.model, plan.job, plan.hardware, layout)
+    return f"fits with {near}" if near else "nothing tried fits: more ranks, or a smaller model"
 
 
 def _hand_over(
-    plan: Plan, found: dict[str, Any], json_path: Path | None, plot_path: Path | None
+    plan: Plan,
+    found: dict[str, Any],
+    advice: str,
+    json_path: Path | None,
+    plot_path: Path | None,
 ) -> None:
     if json_path is not None and str(json_path) == "-":
         typer.echo(json.dumps(found, indent=1))
@@ -135,9 +155,7 @@ def _hand_over(
     if plot_path is not None:
         plot_plan(plan, plot_path)
     if not plan.fits:
-        near = nearest_that_fits(plan.model, plan.job, plan.hardware)
-        what = f"fits with {near}" if near else "nothing tried fits: more ranks, or a smaller model"
-        typer.echo(f"error: does not fit: {plan.binds}; {what}", err=True)
+        typer.echo(f"error: does not fit: {plan.binds}; {advice}", err=True)
         raise typer.Exit(1)
 
 

@@ -123,6 +123,14 @@ def test_what_does_not_fit() -> None:
     assert result.exit_code == 1 and "; fits with microbatch " in result.output
 
 
+def test_the_largest_microbatch_is_of_all_layouts() -> None:
+    found = as_json("gemma2-2b", *PIPE, "--loss", "dense")
+    assert (found["largest_microbatch"], found["largest_microbatch_of_layout"]) == (14, 8)
+    result = plan("model", "gemma2-2b", *PIPE, "--loss", "dense", "--microbatch", "15")
+    assert "largest microbatch: 14 by another layout, 11 by this one" in result.output
+    assert "; fits with microbatch 14\n" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -19,6 +19,7 @@ from cce_dist.planner.presets import find_model
 from cce_dist.planner.search import (
     best_plan,
     largest_microbatch,
+    largest_of_layouts,
     nearest_that_fits,
     vocab_pays,
 )
@@ -227,6 +228,29 @@ def test_largest_microbatch() -> None:
     assert largest_microbatch(make_plan(find_model("llama3-70b"), Job(), H200)) == 0
 
 
+@pytest.mark.parametrize(
+    "job", [replace(PIPE, pp=3, loss="dense"), replace(PIPE, pp=3, loss="exact", vocab_over="pp")]
+)
+def test_largest_of_layouts(job: Job) -> None:
+    """Beside every layout of 8 layers on 3 stages."""
+    small = replace(H200, memory=16 * GIB)
+    count = largest_of_layouts(SMALL, job, small)
+    assert count > max(1, largest_microbatch(make_plan(SMALL, job, small, (3, 3, 2))))
+    every = [(a, b, 8 - a - b) for a in range(9) for b in range(1, 9 - a)]
+    for microbatch, fits in ((count, True), (count + 1, False)):
+        larger = replace(job, microbatch=microbatch)
+        plans = [make_plan(SMALL, larger, small, layout) for layout in every]
+        assert any(plan.fits for plan in plans) is fits
+    assert largest_of_layouts(SMALL, job, small, below=count) == count - 1
+    assert largest_of_layouts(SMALL, job, replace(H200, memory=1e8)) == 0
+
+
+def test_largest_microbatch_that_ranks_can_share() -> None:
+    job = Job(sequence=4001, tp=2, microbatch=2, sequence_parallel=True)
+    assert largest_of_layouts(SMALL, job, H200) % 2 == 0 < largest_of_layouts(SMALL, job, H200)
+    assert largest_microbatch(make_plan(SMALL, job, H200)) % 2 == 0
+
+
 def test_whether_the_vocabulary_over_the_pipeline_pays() -> None:
     # A head of eight layers' time, deep pipeline, many microbatches.
     wide = Model(classes=512000, dim=2048, layers=16, mlp_dim=8192, heads=16, kv_heads=16)
@@ -270,7 +294,7 @@ def test_what_binds() -> None:
 def test_nearest_that_fits() -> None:
     big = find_model("llama3-70b")
     smaller = nearest_that_fits(LLAMA, Job(microbatch=64, pp=4), H200)
-    count = largest_microbatch(best_plan(LLAMA, Job(microbatch=64, pp=4), H200))
+    count = largest_of_layouts(LLAMA, Job(microbatch=64, pp=4), H200)
     assert smaller == f"microbatch {count}" and 1 < count < 64
     changes = nearest_that_fits(big, Job(), H200)
     assert changes is not None
@@ -279,6 +303,17 @@ def test_nearest_that_fits() -> None:
         name, value = change.split(" ")
         values[name] = value if name == "recompute" else int(value)
     assert best_plan(big, replace(Job(), **values), H200).fits
+
+
+def test_nearest_that_fits_instead_of_a_layout() -> None:
+    job, asked = replace(PIPE, microbatch=2, loss="native"), (23, 1, 1, 1)
+    h100 = HARDWARE["h100"]
+    assert not make_plan(GEMMA, job, h100, asked).fits
+    found = nearest_that_fits(GEMMA, job, h100, asked)
+    assert found == "layout " + ",".join(map(str, best_plan(GEMMA, job, h100).layout))
+    found = nearest_that_fits(GEMMA, replace(job, microbatch=32), h100, asked)
+    count = largest_of_layouts(GEMMA, job, h100)
+    assert found == f"microbatch {count}, and another layout" and 2 <= count < 32
 
 
 @pytest.mark.parametrize(

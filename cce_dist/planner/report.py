@@ -12,9 +12,19 @@ from .search import Pays, verdict_on
 
 
 def describe(
-    plan: Plan, pays: Pays | None = None, *, largest: int = 0, notes: tuple[str, ...] = ()
+    plan: Plan,
+    pays: Pays | None = None,
+    *,
+    largest: int = 0,
+    largest_of_layout: int | None = None,
+    notes: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Seconds, bytes, FLOPs; of one rank of each tensor-parallel group."""
+    """Seconds, bytes, FLOPs; of one rank of each tensor-parallel group.
+
+    Args:
+        largest: sequences of the largest microbatch that fits, by whichever layout.
+        largest_of_layout: by the plan's; None: the same.
+    """
     job, model = plan.job, plan.model
     try:
         flags = megatron_flags(model, job, plan.layout)
@@ -37,6 +47,7 @@ def describe(
         "peak_bytes": plan.peak,
         "usable_bytes": plan.hardware.usable * plan.hardware.memory,
         "largest_microbatch": largest,
+        "largest_microbatch_of_layout": largest if largest_of_layout is None else largest_of_layout,
         "ranks": [describe_rank(rank) for rank in plan.ranks],
         "megatron_flags": flags,
         "torch_stages": torch_stages(plan.layout, has_head=not job.is_over_ranks),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 from .hardware import GIB, Hardware
 from .job import OURS, Job
@@ -135,15 +137,62 @@ def largest_microbatch(plan: Plan) -> int:
         costs = costs_of(plan.model, replace(plan.job, microbatch=count), plan.hardware)
         return peak_of(costs, schedule, plan.layout) <= room
 
-    if not fits(1):
+    return _largest(fits, _least_microbatch(plan.job))
+
+
+def largest_of_layouts(
+    model: Model, job: Job, hardware: Hardware, *, below: int | None = None
+) -> int:
+    """Sequences of the largest microbatch with which some layout fits, which `best_plan` finds; 0:
+    not even one.
+
+    Args:
+        below: one that does not fit.
+    """
+
+    def fits(count: int) -> bool:
+        costs = costs_of(model, replace(job, microbatch=count), hardware)
+        return _fits_somehow(costs, held_schedule(costs))
+
+    return _largest(fits, _least_microbatch(job), below)
+
+
+def held_schedule(costs: Costs) -> Schedule:
+    """An order that comes to hold what the job's does: of the planned one, which is slow to make,
+    no more microbatches than fill the pipeline."""
+    job = costs.job
+    if job.is_over_ranks:
+        job = replace(job, microbatches=min(job.microbatches, 2 * job.pp + 8))
+    return schedule_of(replace(costs, job=job))
+
+
+def _fits_somehow(costs: Costs, schedule: Schedule) -> bool:
+    room = costs.hardware.usable * costs.hardware.memory
+    even = even_layout(costs.model.layers, costs.job.stages)
+    if peak_of(costs, schedule, even) <= room:
+        return True
+    return peak_of(costs, schedule, balanced_layout(costs, schedule)) <= room
+
+
+def _least_microbatch(job: Job) -> int:
+    """Sequences of which microbatches are multiples: tensor-parallel ranks share the tokens."""
+    return job.tp // gcd(job.sequence // job.cp, job.tp) if job.sequence_parallel else 1
+
+
+def _largest(fits: Callable[[int], bool], step: int, below: int | None = None) -> int:
+    """The largest multiple of `step` that fits, as far as what is smaller does."""
+    if not fits(step) or (below is not None and below <= step):
         return 0
     least, most = 1, 2
-    while fits(most) and most < 2**20:
-        least, most = most, 2 * most
+    if below is not None:
+        most = -(-below // step)
+    else:
+        while fits(step * most) and most < 2**20:
+            least, most = most, 2 * most
     while most - least > 1:
         middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least
+        least, most = (middle, most) if fits(step * middle) else (least, middle)
+    return step * least
 
 
 @dataclass(frozen=True)
@@ -209,12 +258,24 @@ def verdict_on(new: Plan, old: Plan) -> str:
     return f"no: {ratio:.2f} times as fast, {memory}"
 
 
-def nearest_that_fits(model: Model, job: Job, hardware: Hardware) -> str | None:
-    """The first of these changes with which the job fits; None: none of them is enough."""
+def nearest_that_fits(
+    model: Model, job: Job, hardware: Hardware, layout: Sequence[int] | None = None
+) -> str | None:
+    """The first of these changes with which the job fits; None: none of them is enough.
+
+    Args:
+        layout: that was asked for, instead of the best.
+    """
     changes: list[dict[str, object]] = []
-    smaller = largest_microbatch(best_plan(model, job, hardware))
+    instead = ""
+    if layout is not None:
+        best = best_plan(model, job, hardware)
+        if best.fits:
+            return f"layout {','.join(map(str, best.layout))}"
+        instead = ", and another layout"
+    smaller = largest_of_layouts(model, job, hardware, below=job.microbatch)
     if smaller:
-        return f"microbatch {smaller}"
+        return f"microbatch {smaller}{instead}"
     if not job.distributed_optimizer and job.dp * job.cp > 1:
         changes.append({"distributed_optimizer": True})
     changes.append({"microbatch": 1})
@@ -224,12 +285,12 @@ def nearest_that_fits(model: Model, job: Job, hardware: Hardware) -> str | None:
     for change in changes:
         tried |= change
         if _fits(model, job, hardware, tried):
-            return _named(tried)
+            return _named(tried) + instead
     for name in ("tp", "pp"):
         while int(str(tried.get(name, getattr(job, name)))) < (8 if name == "tp" else 128):
             tried[name] = 2 * int(str(tried.get(name, getattr(job, name))))
             if _fits(model, job, hardware, tried):
-                return _named(tried)
+                return _named(tried) + instead
     return None
 
 
