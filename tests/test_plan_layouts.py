@@ -14,6 +14,7 @@ from cce_dist.planner.hardware import GIB, HARDWARE, Hardware, find_hardware
 from cce_dist.planner.head import head_cost, phase_bytes
 from cce_dist.planner.job import LOSSES, SOFTWARE, Job
 from cce_dist.planner.models import Model
+from cce_dist.planner.orders import Times, most_in_flight, plan_vocab_order
 from cce_dist.planner.plan import Plan, even_layout, make_plan
 from cce_dist.planner.presets import find_model
 from cce_dist.planner.search import (
@@ -185,6 +186,15 @@ def test_in_flight_activations_are_the_orders() -> None:
     assert gpipe.ranks[0].memory.activations == pytest.approx(4 * each[0])
     # All microbatches' logits, too.
     assert gpipe.ranks[-1].memory.head > 10 * 4 * PIPE.tokens * LLAMA.num_rows
+
+
+def test_in_flight_of_the_planned_order_is_what_the_runtime_holds() -> None:
+    """adapters/planned.py plans by times without latency."""
+    job = replace(PIPE, loss="filtered", vocab_over="pp")
+    plan = best_plan(GEMMA, job, H200)
+    ours = plan_vocab_order(4, 16, Times(statistics=0.1, gradients=0.2))
+    assert [rank.in_flight for rank in plan.ranks] == list(map(most_in_flight, ours))
+    assert plan.prediction.seconds > 0 and plan.ranks[0].in_flight == 6
 
 
 def test_layouts_are_found() -> None:

@@ -75,14 +75,14 @@ class StageTimes:
         return replace(self, stalled=STALLED * replace(self, stalled=0.0).slowest().cycle)
 
     def slowest(self) -> Times:
-        """One cycle for all ranks, for planner/orders.py."""
+        """One cycle for all ranks, for planner/orders.py; without latency, as train, bench and
+        megatron_patch plan theirs."""
         return Times(
             forward=max(self.forward),
             backward=max(self.backward),
             # It is anywhere between two passes.
             statistics=max(self.statistics) + self.stalled,
             gradients=max(self.gradients),
-            latency=self.head_latency,
             embedding=max(self.embedding, default=0.0),
         )
 
@@ -226,7 +226,7 @@ def closed_form(schedule: Schedule, times: StageTimes) -> float | None:
     if schedule.name == "1f1b":
         return (count - 1) * max(both) + sum(both)
     if schedule.name == "vocab":
-        each = replace(times, head_latency=0.0).slowest()
+        each = times.slowest()
         way = (ranks - 1) * (each.forward + each.backward)
         return count * (each.cycle + 2 * each.embedding) + way
     even = max(both) <= min(both) * (1 + 1e-9)
