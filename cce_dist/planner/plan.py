@@ -44,6 +44,7 @@ class RankPlan:
 
     Args:
         stages: of the model, the rank's own.
+        repeated: of its FLOPs, what other tensor-parallel ranks do as well.
         in_flight: microbatches whose activations it holds at once, in chunks.
         head_seconds: of a microbatch, of forward and backward.
     """
@@ -52,6 +53,7 @@ class RankPlan:
     stages: tuple[Stage, ...]
     parameters: float
     flops: float
+    repeated: float
     forward: float
     backward: float
     head_seconds: float
@@ -99,9 +101,9 @@ class Plan:
 
     @property
     def utilization(self) -> float:
-        """Model FLOPs over what the GPUs could do in the step; nothing computed again counts, and
-        of attention the causal half."""
-        flops = sum(rank.flops for rank in self.ranks) * self.job.microbatches
+        """Model FLOPs over what the GPUs could do in the step; nothing that is computed again or by
+        several ranks counts, and of attention the causal half."""
+        flops = sum(rank.flops - rank.repeated for rank in self.ranks) * self.job.microbatches
         return flops / (len(self.ranks) * self.seconds * self.hardware.flops)
 
     @property
@@ -195,6 +197,7 @@ def _rank_plan(
         stages=mine,
         parameters=parameters,
         flops=sum(stage.flops for stage in mine) + (3 * head.flops if over else 0.0),
+        repeated=3 * head.flops * (1 - 1 / costs.job.tp) if costs.job.vocab_over == "pp" else 0.0,
         forward=sum(stage.forward for stage in mine) + (head.forward if over else 0.0),
         backward=sum(stage.backward for stage in mine) + (head.backward if over else 0.0),
         head_seconds=sum(stage.head_seconds for stage in mine) + phases,
