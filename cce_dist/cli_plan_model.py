@@ -33,7 +33,8 @@ from .planner.search import (
 
 def one_of(*words: str, help: str = "") -> Any:
     """An option whose words `Job` knows; typer's own choices want classes."""
-    return typer.Option(help=f"{help} [{'|'.join(words)}]".strip(), show_default=True)
+    # Not in brackets, which rich takes for markup and leaves out.
+    return typer.Option(help=f"{help} One of: {', '.join(words)}.".strip(), show_default=True)
 
 
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the plan here; - prints it.")]

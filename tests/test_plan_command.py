@@ -92,6 +92,18 @@ def test_options(more: tuple[str, ...]) -> None:
         assert any("must be '1f1b' or 'interleaved' in Megatron" in x for x in found["notes"])
 
 
+def test_help_says_what_can_be_chosen() -> None:
+    from cce_dist.planner.job import LOSSES, OVER, SOFTWARE
+    from cce_dist.planner.schedules import NAMES
+
+    found = " ".join(plan("model", "--help").output.replace("\u2502", " ").split())
+    three = ("none, selective, full", "mixed, bf16, fp32", "flash, unfused", "fp32, bf16")
+    for words in (LOSSES, OVER, SOFTWARE, NAMES):
+        assert ", ".join(words) in found
+    for text in three:
+        assert text in found
+
+
 def test_a_config_file_and_hardware_of_numbers(tmp_path: Path) -> None:
     config, hardware = tmp_path / "config.json", tmp_path / "hardware.json"
     config.write_text(
