@@ -247,6 +247,9 @@ def verdict_on(new: Plan, old: Plan) -> str:
     """Whether a plan is better than another: a sentence that begins with yes or no."""
     ratio = old.seconds / new.seconds
     memory = f"{new.peak / GIB:.1f} GiB at the most instead of {old.peak / GIB:.1f}"
+    if not new.fits and not old.fits:
+        room = new.hardware.usable * new.hardware.memory / GIB
+        return f"no: neither fits, {memory}, of {room:.1f}"
     if new.fits and not old.fits:
         return f"yes: it fits, {memory}"
     if old.fits and not new.fits:
