@@ -98,7 +98,9 @@ def lines_of(plan: Plan, found: dict[str, Any]) -> list[str]:
             lines.append(f"{loss} on the last stage instead: {pays['verdict_on_our_loss']}")
         lines.append(f"vocabulary over the pipeline, {loss}: {pays['verdict']}")
     if found["megatron_flags"] is not None:
-        lines.append("Megatron: " + " ".join(found["megatron_flags"]))
+        patch = found["megatron_patch"]
+        script = [*patch, "pretrain_gpt.py"] if patch else []
+        lines.append("Megatron: " + " ".join([*script, *found["megatron_flags"]]))
     if plan.job.stages > 1:
         stages = "; ".join(", ".join(modules) for modules in found["torch_stages"])
         lines.append(f"torch stages: {stages}")

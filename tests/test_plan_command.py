@@ -62,6 +62,7 @@ def test_over_the_pipeline() -> None:
     found = as_json("gemma2-2b", *PIPE, "--tp", "2", "--loss", "exact", "--vocab-over", "pp-tp")
     assert found["job"]["schedule"] == "vocab"
     assert set(found["phase_bytes"]) == {"broadcast", "merge", "sum"}
+    assert found["megatron_patch"][0] == "-m megatron_patch"
     assert max(rank["in_flight"] for rank in found["ranks"]) <= 7
     assert found["torch_stages"][-1][-1] == "norm"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from .flags import megatron_flags, torch_stages
+from .flags import megatron_flags, patch_flags, torch_stages
 from .head import phase_bytes
 from .plan import Plan, RankPlan
 from .search import Pays, verdict_on
@@ -50,6 +50,7 @@ def describe(
         "largest_microbatch_of_layout": largest if largest_of_layout is None else largest_of_layout,
         "ranks": [describe_rank(rank) for rank in plan.ranks],
         "megatron_flags": flags,
+        "megatron_patch": None if flags is None else patch_flags(job),
         "torch_stages": torch_stages(plan.layout, has_head=not job.is_over_ranks),
         "notes": list(notes),
     }
