@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from .cli_plan_model import model_command, models_command, times_command
+from .cli_plan_model import model_command, models_command, refusals, times_command
+from .cli_plan_plot import require_file, require_picture
 from .planner.models import PAPER
 from .planner.paper import PRINTED, TOKENS, MemoryRow, deviation, memory_row
 
@@ -53,6 +54,9 @@ def paper(
     from rich.console import Console
     from rich.table import Table
 
+    with refusals():
+        require_file("csv", csv_path)
+        require_picture(plot_path)
     rows = {name: memory_row(model) for name, model in PAPER.items()}
     far = [name for name in PRINTED if not deviation(name).is_rounding]
     lines = [_cells(name, row) for name, row in rows.items()]
@@ -64,14 +68,15 @@ def paper(
     for line in lines:
         table.add_row(*line)
     Console().print(table)
-    if csv_path is not None:
-        csv_path.parent.mkdir(parents=True, exist_ok=True)
-        with csv_path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(HEADER)
-            writer.writerows([cell.replace(",", "") for cell in line] for line in lines)
-    if plot_path is not None:
-        _plot(rows, plot_path)
+    with refusals():
+        if csv_path is not None:
+            csv_path.parent.mkdir(parents=True, exist_ok=True)
+            with csv_path.open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(HEADER)
+                writer.writerows([cell.replace(",", "") for cell in line] for line in lines)
+        if plot_path is not None:
+            _plot(rows, plot_path)
     if far:
         typer.echo(f"error: further from the print than rounding: {', '.join(far)}", err=True)
         raise typer.Exit(1)

@@ -11,7 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli_plan_plot import plot_plan, plot_timeline
+from .cli_plan_plot import (
+    plot_plan,
+    plot_timeline,
+    require_file,
+    require_picture,
+)
 from .cli_plan_tables import show_plan, show_prediction
 from .planner.hardware import HARDWARE, Hardware, find_hardware
 from .planner.huggingface import read_config
@@ -43,10 +48,11 @@ PlotPath = Annotated[Path | None, typer.Option("--plot", help="Draw memory and t
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What the planner refuses, as a line on stderr and exit code 2."""
+    """What the planner refuses, and files that cannot be written, as a line on stderr and exit
+    code 2."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 
@@ -96,6 +102,8 @@ def model_command(
 ) -> None:
     """Time and memory of a training step, stage by stage, and a layout of its layers."""
     with refusals():
+        require_file("json", json_path)
+        require_picture(plot_path)
         model, notes = _model(name, layers)
         numbers, kernels = _numbers(hardware, software, number or [])
         job = Job(
@@ -129,7 +137,10 @@ def model_command(
         largest = max(mine, largest_of_layouts(model, job, numbers))
         found = describe(plan, pays, largest=largest, largest_of_layout=mine, notes=notes)
         advice = "" if plan.fits else _advice(plan, is_asked=layout is not None)
-    _hand_over(plan, found, advice, json_path, plot_path)
+        _hand_over(plan, found, json_path, plot_path)
+    if not plan.fits:
+        typer.echo(f"error: does not fit: {plan.binds}; {advice}", err=True)
+        raise typer.Exit(1)
 
 
 def _advice(plan: Plan, *, is_asked: bool) -> str:
@@ -142,7 +153,6 @@ def _advice(plan: Plan, *, is_asked: bool) -> str:
 def _hand_over(
     plan: Plan,
     found: dict[str, Any],
-    advice: str,
     json_path: Path | None,
     plot_path: Path | None,
 ) -> None:
@@ -155,9 +165,6 @@ def _hand_over(
             json_path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if plot_path is not None:
         plot_plan(plan, plot_path)
-    if not plan.fits:
-        typer.echo(f"error: does not fit: {plan.binds}; {advice}", err=True)
-        raise typer.Exit(1)
 
 
 def _model(name: str, layers: int | None) -> tuple[Model, tuple[str, ...]]:
@@ -230,7 +237,8 @@ def times_command(
 ) -> None:
     """A step's time from measured times of its stages; in the unit that they have."""
     with refusals():
+        require_picture(plot_path)
         found = predict_file(path, schedule=schedule, microbatches=microbatches)
-    show_prediction(found)
-    if plot_path is not None:
-        plot_timeline(found, plot_path)
+        show_prediction(found)
+        if plot_path is not None:
+            plot_timeline(found, plot_path)

@@ -184,6 +184,22 @@ def test_bad_hardware_files_are_refused(tmp_path: Path) -> None:
         assert result.exit_code == 2 and message in result.output
 
 
+def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    times = tmp_path / "times.json"
+    times.write_text(json.dumps({"forward": [1], "backward": [2], "microbatches": 4}))
+    file = tmp_path / "file"
+    file.write_text("")
+    for arguments, message in (
+        (("paper", "--plot", "x.xyz"), "plot must end with one of .png, .pdf, .svg, got x.xyz"),
+        (("paper", "--csv", str(tmp_path)), "csv must be a file, got the folder "),
+        (("model", "GPT2", "--json", str(tmp_path)), "json must be a file, got the folder "),
+        (("model", "GPT2", "--sequence", "512", "--plot", f"{file}/x.png"), "Errno"),
+        (("times", str(times), "--plot", str(tmp_path)), "plot must end with one of .png"),
+    ):
+        result = plan(*arguments)
+        assert result.exit_code == 2 and message in result.output, result.output
+
+
 def test_models() -> None:
     result = plan("models")
     assert result.exit_code == 0

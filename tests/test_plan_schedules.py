@@ -241,6 +241,7 @@ def test_bad_schedules_are_refused(arguments: dict[str, object], message: str) -
     [
         ({"backward": (1.0,)}, "a time for each stage, got 2 and 1"),
         ({"forward": (-1.0, 1.0)}, "forward must be >= 0 and finite, got -1.0"),
+        ({"forward": (0.0,), "backward": (0.0,)}, "must have a time > 0, got zeros alone"),
         ({"statistics": (1.0,)}, "statistics must have a time for each of 2 ranks"),
         ({"latency": float("nan")}, "latency must be >= 0 and finite, got nan"),
         ({"weight_share": 1.5}, "weight_share must be within 0 and 1, got 1.5"),

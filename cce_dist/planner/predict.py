@@ -60,6 +60,8 @@ class StageTimes:
             for value in getattr(self, name):
                 if not 0 <= value < math.inf:
                     raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
+        if not any((*self.forward, *self.backward)):
+            raise ValueError("forward and backward must have a time > 0, got zeros alone")
         if not 0 <= self.weight_share <= 1:
             raise ValueError(f"weight_share must be within 0 and 1, got {self.weight_share!r}")
         for name in ("latency", "head_latency", "stalled"):
@@ -108,7 +110,7 @@ class Prediction:
     @property
     def bubble(self) -> float:
         """The share of all ranks' time in which they wait."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
+        return 1 - sum(self.busy) / (len(self.busy) * self.seconds)  # StageTimes are not all 0
 
 
 def predict(
