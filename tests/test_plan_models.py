@@ -287,6 +287,8 @@ def test_windows_of_a_file() -> None:
             {"model_type": "mistral", "sliding_window": "4096"},
             "sliding_window of mistral must be an integer >= 0, got '4096'",
         ),
+        ({"num_local_experts": 64}, "num_local_experts = 64 of llama is not understood"),
+        ({"sliding_window": 1024}, "sliding_window = 1024 of llama is not understood"),
         ({"num_key_value_heads": 3}, "kv_heads must divide heads, 8, got 3"),
     ],
 )

@@ -62,6 +62,22 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Keys that change the numbers, and the types whose files have them; those with use_sliding_window
+# have no window without it.
+_OWN: dict[str, tuple[str, ...]] = {
+    "num_local_experts": ("mixtral",),
+    "num_experts": ("qwen3_moe",),
+    "n_routed_experts": ("deepseek_v3",),
+    "n_shared_experts": ("deepseek_v3",),
+    "moe_intermediate_size": ("qwen3_moe", "deepseek_v3"),
+    "shared_expert_intermediate_size": (),
+    "kv_lora_rank": ("deepseek_v3",),
+    "sliding_window": ("mistral", "mixtral", "phi3", "gemma2", "qwen2", "qwen3", "qwen3_moe"),
+    "window_size": ("gpt_neo",),
+    "attention_types": ("gpt_neo",),
+}
+
+
 class FromConfig(NamedTuple):
     model: Model
     notes: tuple[str, ...]  # what the file does not say, and what is not modelled
@@ -97,6 +113,9 @@ def model_from_config(config: Mapping[str, Any]) -> FromConfig:
         raise ValueError(f"model_type must be one of {sorted(_FIXED)}, got {kind!r}")
     for key, harmless in _REFUSED.items():
         if key in config and config[key] not in harmless:
+            raise ValueError(f"{key} = {config[key]!r} of {kind} is not understood")
+    for key, kinds in _OWN.items():
+        if config.get(key) and kind not in kinds:
             raise ValueError(f"{key} = {config[key]!r} of {kind} is not understood")
     return _Reader(config, str(kind)).read()
 
