@@ -18,11 +18,12 @@ from .cli_plan_plot import (
     require_picture,
 )
 from .cli_plan_tables import show_plan, show_prediction
-from .planner.hardware import HARDWARE, Hardware, find_hardware
+from .planner.hardware import HARDWARE, Hardware, find_hardware, require_units
 from .planner.huggingface import read_config
 from .planner.job import LOSSES, OVER, SOFTWARE, Job, Software
 from .planner.measured import predict_file
 from .planner.models import Model
+from .planner.names import nearest_name
 from .planner.plan import Plan, make_plan
 from .planner.presets import find_model, model_names
 from .planner.report import describe
@@ -64,7 +65,10 @@ def model_command(
     ] = "h200",
     number: Annotated[
         list[str] | None,
-        typer.Option("--number", help="Of hardware or software, KEY=VALUE; may be repeated."),
+        typer.Option(
+            "--number",
+            help="KEY=VALUE of hardware (bytes, seconds) or software, again.",
+        ),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Of the model, instead of its own.")] = None,
     layout: Annotated[
@@ -182,22 +186,29 @@ def _numbers(hardware: str, software: str, pairs: list[str]) -> tuple[Hardware, 
         raise ValueError(f"software must be one of {list(SOFTWARE)}, got {software!r}")
     chosen = SOFTWARE[software]
     ours = [key for key, value in vars(chosen).items() if isinstance(value, bool | int | float)]
+    keys = list(Hardware.__dataclass_fields__)
     values = _hardware(hardware)
     changes: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
-        (changes if key in ours else values)[key] = value
-    keys = list(Hardware.__dataclass_fields__)
-    for known, found in ((keys, values), (ours, changes)):
-        for key, value in found.items():
-            if key not in known:
-                raise ValueError(f"number must be one of {keys + ours}, got {key!r}")
-            try:
-                found[key] = float(value)
-            except (TypeError, ValueError):
-                raise ValueError(f"{key} must be a number, got {value!r}") from None
-    flags = {key: bool(changes[key]) for key in changes if isinstance(vars(chosen)[key], bool)}
-    return Hardware(**values), replace(chosen, **(changes | flags))
+        if key not in keys + ours:
+            near = nearest_name(key, keys + ours)
+            raise ValueError(f"number must be one of {keys + ours}, got {key!r}{near}")
+        (changes if key in ours else values)[key] = _number(key, value)
+    require_units(values)
+    for key, value in changes.items():
+        if isinstance(vars(chosen)[key], bool):
+            if value not in (0, 1):
+                raise ValueError(f"{key} must be 0 or 1, got {value!r}")
+            changes[key] = bool(value)
+    return Hardware(**values), replace(chosen, **changes)
+
+
+def _number(key: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} must be a number, got {value!r}") from None
 
 
 def _hardware(name: str) -> dict[str, Any]:
@@ -213,7 +224,12 @@ def _hardware(name: str) -> dict[str, Any]:
     missing = [key for key in ("flops", "memory", "hbm", "nvlink") if key not in values]
     if missing:
         raise ValueError(f"hardware must have {missing}, got {sorted(values)}")
-    return values
+    known = Hardware.__dataclass_fields__
+    for key in values:
+        if key not in known:
+            near = nearest_name(key, known)
+            raise ValueError(f"keys of {name} must be among {list(known)}, got {key!r}{near}")
+    return {key: _number(key, value) for key, value in values.items()}
 
 
 def _layout(text: str) -> list[int]:

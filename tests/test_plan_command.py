@@ -151,6 +151,13 @@ def test_the_largest_microbatch_is_of_all_layouts() -> None:
         (("llama3-8b", "--tp", "3"), "tp must divide the model's 32 heads, got 3; the nearest is"),
         (("llama3-8b", "--hardware", "h300"), "hardware must be one of"),
         (("llama3-8b", "--number", "flop=1"), "number must be one of"),
+        (("llama3-8b", "--number", "memry=8e10"), "got 'memry'; the nearest is 'memory'"),
+        (("llama3-8b", "--number", "memory=80"), "memory must be in bytes, >= 2**30 (1 GiB), got"),
+        (("llama3-8b", "--number", "flops=989"), "flops must be in FLOP/s, >= 1e9, got 989.0"),
+        (("llama3-8b", "--number", "hbm=4.8"), "hbm must be in bytes/s, >= 1e9, got 4.8"),
+        (("llama3-8b", "--number", "latency=60"), "latency must be in seconds, <= 1, got 60.0"),
+        (("llama3-8b", "--number", "joint_qkv=2"), "joint_qkv must be 0 or 1, got 2.0"),
+        (("gemma2-2", "--pp", "2"), "nor a preset; the nearest is 'gemma2-2b'"),
         (("llama3-8b", "--number", "flops=x"), "flops must be a number, got 'x'"),
         (("llama3-8b", "--number", "step=x"), "step must be a number, got 'x'"),
         (("llama3-8b", "--number", "hidden=2"), "hidden must be a share, <= 1, got 2.0"),
@@ -177,6 +184,10 @@ def test_bad_hardware_files_are_refused(tmp_path: Path) -> None:
     for text, message in (
         ("{", "hardware must be a readable JSON file"),
         ("[]", "hardware must be an object, got list"),
+        (
+            '{"flops": 1e14, "memory": 8e10, "hbm": 1e12, "nvlink": 1e11, "gem": 1}',
+            f"keys of {file} must be among ['flops', ",
+        ),
         ('{"flops": 1}', "hardware must have ['memory', 'hbm', 'nvlink'], got ['flops']"),
     ):
         file.write_text(text)

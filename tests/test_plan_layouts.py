@@ -252,7 +252,7 @@ def test_largest_of_layouts(job: Job) -> None:
         plans = [make_plan(SMALL, larger, small, layout) for layout in every]
         assert any(plan.fits for plan in plans) is fits
     assert largest_of_layouts(SMALL, job, small, below=count) == count - 1
-    assert largest_of_layouts(SMALL, job, replace(H200, memory=1e8)) == 0
+    assert largest_of_layouts(SMALL, job, replace(H200, memory=GIB)) == 0
 
 
 def test_largest_microbatch_that_ranks_can_share() -> None:
