@@ -151,7 +151,9 @@ def _advice(plan: Plan, *, is_asked: bool) -> str:
     """With what a plan that does not fit would."""
     layout = plan.layout if is_asked else None
     near = nearest_that_fits(plan.model, plan.job, plan.hardware, layout)
-    return f"fits with {near}" if near else "nothing tried fits: more ranks, or a smaller model"
+    if near.fits is not None:
+        return f"fits with {near.fits}"
+    return f"nothing tried fits, up to {near.tried}: more ranks, or a smaller model"
 
 
 def _hand_over(

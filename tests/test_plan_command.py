@@ -131,9 +131,9 @@ def test_what_does_not_fit() -> None:
     result = plan("model", "llama3-70b")
     assert result.exit_code == 1
     assert "does not fit: memory: rank 0 needs 1" in result.output
-    assert "fits with microbatch 1, recompute full, tp 8, pp " in result.output
+    assert "; fits with --tp 8 --pp 2 --sequence-parallel --recompute full\n" in result.output
     result = plan("model", "llama3-8b", *PIPE, "--microbatch", "64")
-    assert result.exit_code == 1 and "; fits with microbatch " in result.output
+    assert result.exit_code == 1 and "; fits with --microbatch " in result.output
 
 
 def test_the_largest_microbatch_is_of_all_layouts() -> None:
@@ -141,7 +141,7 @@ def test_the_largest_microbatch_is_of_all_layouts() -> None:
     assert (found["largest_microbatch"], found["largest_microbatch_of_layout"]) == (14, 8)
     result = plan("model", "gemma2-2b", *PIPE, "--loss", "dense", "--microbatch", "15")
     assert "largest microbatch: 14 by another layout, 11 by this one" in result.output
-    assert "; fits with microbatch 14\n" in result.output
+    assert "; fits with --microbatch 14\n" in result.output
 
 
 @pytest.mark.parametrize(

@@ -305,25 +305,30 @@ def test_nearest_that_fits() -> None:
     big = find_model("llama3-70b")
     smaller = nearest_that_fits(LLAMA, Job(microbatch=64, pp=4), H200)
     count = largest_of_layouts(LLAMA, Job(microbatch=64, pp=4), H200)
-    assert smaller == f"microbatch {count}" and 1 < count < 64
-    changes = nearest_that_fits(big, Job(), H200)
-    assert changes is not None
-    values: dict[str, Any] = {}
-    for change in changes.split(", "):
-        name, value = change.split(" ")
-        values[name] = value if name == "recompute" else int(value)
-    assert best_plan(big, replace(Job(), **values), H200).fits
+    assert smaller.fits == f"--microbatch {count}" and 1 < count < 64
+    long = Job(sequence=131072, microbatches=64)
+    for job, hardware in ((Job(), H200), (long, HARDWARE["a100"])):
+        changes = nearest_that_fits(big, job, hardware).fits
+        assert changes is not None
+        values: dict[str, Any] = {}
+        for change in changes.removeprefix("--").split(" --"):
+            name, _, value = change.replace("-", "_").partition(" ")
+            values[name] = int(value) if value.isdigit() else value or True
+        assert best_plan(big, replace(job, **values), hardware).fits
+    none = nearest_that_fits(big, Job(), replace(H200, memory=GIB))
+    assert none.fits is None
+    assert none.tried == "--tp 8 --pp 64 --cp 16 --sequence-parallel --recompute full"
 
 
 def test_nearest_that_fits_instead_of_a_layout() -> None:
     job, asked = replace(PIPE, microbatch=2, loss="native"), (23, 1, 1, 1)
     h100 = HARDWARE["h100"]
     assert not make_plan(GEMMA, job, h100, asked).fits
-    found = nearest_that_fits(GEMMA, job, h100, asked)
-    assert found == "layout " + ",".join(map(str, best_plan(GEMMA, job, h100).layout))
-    found = nearest_that_fits(GEMMA, replace(job, microbatch=32), h100, asked)
+    found = nearest_that_fits(GEMMA, job, h100, asked).fits
+    assert found == "--layout " + ",".join(map(str, best_plan(GEMMA, job, h100).layout))
+    found = nearest_that_fits(GEMMA, replace(job, microbatch=32), h100, asked).fits
     count = largest_of_layouts(GEMMA, job, h100)
-    assert found == f"microbatch {count}, and another layout" and 2 <= count < 32
+    assert found == f"--microbatch {count}, without --layout" and 2 <= count < 32
 
 
 @pytest.mark.parametrize(

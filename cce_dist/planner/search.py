@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import NamedTuple
 
 from .hardware import GIB, Hardware
 from .job import OURS, Job
@@ -261,48 +262,74 @@ def verdict_on(new: Plan, old: Plan) -> str:
     return f"no: {ratio:.2f} times as fast, {memory}"
 
 
+class Advice(NamedTuple):
+    """Args:
+    fits: flags with which a job fits, None: none of those tried.
+    tried: what was.
+    """
+
+    fits: str | None
+    tried: str
+
+
 def nearest_that_fits(
     model: Model, job: Job, hardware: Hardware, layout: Sequence[int] | None = None
-) -> str | None:
-    """The first of these changes with which the job fits; None: none of them is enough.
+) -> Advice:
+    """The first of a few changes, each beside those before it, with which the job fits: a smaller
+    microbatch, the optimizer over data-parallel ranks, full recompute, sequence parallelism where
+    there are tensor-parallel ranks, then more ranks.
 
     Args:
         layout: that was asked for, instead of the best.
     """
-    changes: list[dict[str, object]] = []
     instead = ""
     if layout is not None:
         best = best_plan(model, job, hardware)
         if best.fits:
-            return f"layout {','.join(map(str, best.layout))}"
-        instead = ", and another layout"
+            return Advice(f"--layout {','.join(map(str, best.layout))}", "")
+        instead = ", without --layout"
     smaller = largest_of_layouts(model, job, hardware, below=job.microbatch)
     if smaller:
-        return f"microbatch {smaller}{instead}"
-    if not job.distributed_optimizer and job.dp * job.cp > 1:
-        changes.append({"distributed_optimizer": True})
-    changes.append({"microbatch": 1})
-    if job.recompute != "full":
-        changes.append({"recompute": "full"})
-    tried: dict[str, object] = {}
-    for change in changes:
-        tried |= change
-        if _fits(model, job, hardware, tried):
-            return _named(tried) + instead
-    for name in ("tp", "pp"):
-        while int(str(tried.get(name, getattr(job, name)))) < (8 if name == "tp" else 128):
-            tried[name] = 2 * int(str(tried.get(name, getattr(job, name))))
-            if _fits(model, job, hardware, tried):
-                return _named(tried) + instead
-    return None
+        return Advice(f"--microbatch {smaller}{instead}", "")
+    last = job
+    for change in _changes(job):
+        try:
+            changed = replace(last, **change)  # pyright: ignore
+            costs = costs_of(model, changed, hardware)
+            last = changed
+            if _fits_somehow(costs, held_schedule(costs)):
+                return Advice(_flags_of(job, changed) + instead, "")
+        except ValueError:
+            continue  # the model cannot be cut like this
+    return Advice(None, _flags_of(job, last) or "no change")
 
 
-def _named(changes: dict[str, object]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in changes.items())
+def _changes(job: Job) -> Iterator[dict[str, object]]:
+    """One after the other; each is kept if the model can be cut like this."""
+    if job.dp * job.cp > 1:
+        yield {"distributed_optimizer": True}
+    yield {"microbatch": _least_microbatch(job)}
+    yield {"recompute": "full"}
+    if job.tp > 1:
+        yield {"sequence_parallel": True}
+    tp, pp, cp = job.tp, job.pp, job.cp
+    while tp < 8:
+        tp *= 2
+        yield {"tp": tp}
+    yield {"sequence_parallel": tp > 1}
+    while pp < 128:
+        pp *= 2
+        yield {"pp": pp}
+    while cp < 16:
+        cp *= 2
+        yield {"cp": cp}
 
 
-def _fits(model: Model, job: Job, hardware: Hardware, changes: dict[str, object]) -> bool:
-    try:
-        return best_plan(model, replace(job, **changes), hardware).fits  # pyright: ignore
-    except ValueError:
-        return False
+def _flags_of(job: Job, changed: Job) -> str:
+    """Those in which the jobs differ, as the command has them."""
+    found = []
+    for name, value in vars(changed).items():
+        if value != getattr(job, name):
+            flag = "--" + name.replace("_", "-")
+            found.append(flag if value is True else f"{flag} {value}")
+    return " ".join(found)
