@@ -12,6 +12,7 @@ from cce_dist.planner.hardware import HARDWARE
 from cce_dist.planner.job import Job
 from cce_dist.planner.plan import make_plan
 from cce_dist.planner.presets import MODELS, find_model
+from cce_dist.planner.report import describe
 from cce_dist.planner.search import verdict_on, vocab_pays
 
 H200 = HARDWARE["h200"]
@@ -75,3 +76,14 @@ def test_patch_flags() -> None:
 def test_what_megatron_has_not(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         megatron_flags(LLAMA, replace(PIPE, **values), (8, 8, 8, 8))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_each_stage_is_described(schedule: str) -> None:
+    plan = make_plan(LLAMA, replace(PIPE, chunks=2, schedule=schedule), H200)
+    for rank in describe(plan)["ranks"]:
+        assert len(rank["stages"]) == 2
+        for key in ("parameters", "flops", "forward_seconds", "backward_seconds", "head_seconds"):
+            each = [stage[key] for stage in rank["stages"]]
+            assert sum(each) == pytest.approx(rank[key]) and min(each) >= 0
+        assert all(stage["kept_bytes"] > 0 for stage in rank["stages"])

@@ -70,8 +70,19 @@ def describe(
 def describe_rank(rank: RankPlan) -> dict[str, Any]:
     return {
         "rank": rank.rank,
+        # Of a head over all ranks, whose time is no stage's, each has its share of the parameters.
         "stages": [
-            {"first_layer": stage.first_layer, "layers": stage.layers} for stage in rank.stages
+            {
+                "first_layer": stage.first_layer,
+                "layers": stage.layers,
+                "parameters": stage.parameters,
+                "flops": stage.flops,
+                "forward_seconds": stage.forward,
+                "backward_seconds": stage.backward,
+                "head_seconds": stage.head_seconds,
+                "kept_bytes": stage.kept + stage.head_kept,
+            }
+            for stage in rank.stages
         ],
         "parameters": rank.parameters,
         "flops": rank.flops,
