@@ -67,7 +67,7 @@ def model_command(
         list[str] | None,
         typer.Option(
             "--number",
-            help="KEY=VALUE of hardware (bytes, seconds) or software, again.",
+            help="KEY=VALUE, in bytes, FLOP/s, seconds; may be repeated.",
         ),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Of the model, instead of its own.")] = None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 from .cost import collective
 from .hardware import GIB, Hardware
@@ -134,19 +136,22 @@ def even_layout(layers: int, stages: int) -> tuple[int, ...]:
 def schedule_of(costs: Costs) -> Schedule:
     """The orders of the job; "vocab" by the times of an even layout."""
     job = costs.job
-    times = None
-    if job.is_over_ranks:
-        stages = make_stages(costs, even_layout(costs.model.layers, job.stages))
-        times = stage_times(costs, stages).slowest()
-    return make_schedule(
-        job.schedule_name,
-        job.pp,
-        job.microbatches,
-        chunks=job.chunks,
-        framework=job.software.framework,
-        times=times,
-        embeds=costs.is_embedding_shared,
-    )
+    if not job.is_over_ranks:
+        return _fixed_schedule(
+            job.schedule_name, job.pp, job.microbatches, job.chunks, job.software.framework
+        )
+    stages = make_stages(costs, even_layout(costs.model.layers, job.stages))
+    times = stage_times(costs, stages).slowest()
+    embeds = costs.is_embedding_shared
+    return make_schedule("vocab", job.pp, job.microbatches, times=times, embeds=embeds)
+
+
+@lru_cache(maxsize=4)
+def _fixed_schedule(
+    name: str, ranks: int, microbatches: int, chunks: int, framework: Literal["torch", "megatron"]
+) -> Schedule:
+    """Without times; a search asks for the same one many times."""
+    return make_schedule(name, ranks, microbatches, chunks=chunks, framework=framework)
 
 
 def make_plan(

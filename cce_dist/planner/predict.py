@@ -178,7 +178,10 @@ def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, task: Task)
 
     def near(other: int) -> float:
         """Two stages of one rank send each other nothing."""
-        return 0.0 if schedule.rank(other) == rank else times.latency
+        # One rank has several stages with several chunks alone; this is asked for each task.
+        if schedule.chunks > 1 and schedule.rank(other) == rank:
+            return 0.0
+        return times.latency
 
     if kind == "F":
         waits: tuple[tuple[Hashable, float], ...] = ()
