@@ -149,6 +149,7 @@ def test_the_largest_microbatch_is_of_all_layouts() -> None:
     [
         (("gpt5",), "model must be a config.json or one of"),
         (("llama3-8b", "--tp", "3"), "tp must divide the model's 32 heads, got 3; the nearest is"),
+        (("GPT2",), "sequence must be <= the model's 1024 learned positions, got 4096"),
         (("llama3-8b", "--hardware", "h300"), "hardware must be one of"),
         (("llama3-8b", "--number", "flop=1"), "number must be one of"),
         (("llama3-8b", "--number", "memry=8e10"), "got 'memry'; the nearest is 'memory'"),

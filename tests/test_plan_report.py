@@ -87,3 +87,8 @@ def test_each_stage_is_described(schedule: str) -> None:
             each = [stage[key] for stage in rank["stages"]]
             assert sum(each) == pytest.approx(rank[key]) and min(each) >= 0
         assert all(stage["kept_bytes"] > 0 for stage in rank["stages"])
+
+
+def test_one_pipeline_rank_is_noted() -> None:
+    plan = make_plan(LLAMA, Job(loss="exact", vocab_over="pp"), H200)
+    assert any("there is one pipeline rank" in note for note in describe(plan)["notes"])

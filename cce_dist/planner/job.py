@@ -268,6 +268,11 @@ class Job:
                 f"ep must divide the model's {model.experts} experts, got {self.ep}; the nearest "
                 f"is {near}"
             )
+        if 0 < model.positions < self.sequence:
+            raise ValueError(
+                f"sequence must be <= the model's {model.positions} learned positions, got "
+                f"{self.sequence}"
+            )
         if self.stages > model.layers:
             raise ValueError(
                 f"pp * chunks must be <= the model's {model.layers} layers, got {self.pp} * "

@@ -30,6 +30,11 @@ def describe(
         flags = megatron_flags(model, job, plan.layout)
     except ValueError as error:
         flags, notes = None, (*notes, str(error))
+    if job.is_over_ranks and job.pp == 1:
+        notes = (
+            *notes,
+            f"vocab_over {job.vocab_over}: there is one pipeline rank alone",
+        )
     found: dict[str, Any] = {
         "model": asdict(model) | {"parameters": model.parameters},
         "job": asdict(job) | {"gpus": job.gpus, "schedule": job.schedule_name},

@@ -84,6 +84,8 @@ def make_schedule(
             raise ValueError(f"{key} must be >= 1, got {value}")
     if name not in NAMES:
         raise ValueError(f"schedule must be one of {list(NAMES)}, got {name!r}")
+    if framework not in ("torch", "megatron"):
+        raise ValueError(f"framework must be 'torch' or 'megatron', got {framework!r}")
     least, most = {"interleaved": (2, None), "zbv": (2, 2)}.get(name, (1, 1))
     if chunks < least or (most is not None and chunks > most):
         asked = f"{least}" if most == least else f">= {least}"
