@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .cli_plan_model import model_command, models_command, refusals, times_command
 from .cli_plan_plot import require_file, require_picture
 from .planner.models import PAPER
+from .planner.names import nearest_name
 from .planner.paper import PRINTED, TOKENS, MemoryRow, deviation, memory_row
+from .planner.presets import model_names
+
+
+class _Commands(TyperGroup):
+    """Says which command a model's name is an argument of."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0] if args else ""
+        is_model = nearest_name(name, model_names()) or Path(name).exists()
+        if name and name not in self.commands and is_model:
+            ctx.fail(f"No such command {name!r}; a model's plan is `cce-dist plan model {name}`")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
+    cls=_Commands,
     help="What a model takes on paper: no GPU, no torch.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

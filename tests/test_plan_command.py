@@ -212,6 +212,13 @@ def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         assert result.exit_code == 2 and message in result.output, result.output
 
 
+def test_a_model_is_no_command() -> None:
+    result = plan("gemma2-2b", "--pp", "4")
+    assert result.exit_code == 2 and "plan model gemma2-2b" in result.output
+    result = plan("tables")
+    assert result.exit_code == 2 and "plan model" not in result.output
+
+
 def test_models() -> None:
     result = plan("models")
     assert result.exit_code == 0
