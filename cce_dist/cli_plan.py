@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from .cli_plan_model import model_command, models_command, times_command
+from .cli_plan_model import model_command, models_command, refusals, times_command
+from .cli_plan_plot import require_file, require_picture
 from .planner.models import PAPER
+from .planner.names import nearest_name
 from .planner.paper import PRINTED, TOKENS, MemoryRow, deviation, memory_row
+from .planner.presets import model_names
+
+
+class _Commands(TyperGroup):
+    """Says which command a model's name is an argument of."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0] if args else ""
+        is_model = nearest_name(name, model_names()) or Path(name).exists()
+        if name and name not in self.commands and is_model:
+            ctx.fail(f"No such command {name!r}; a model's plan is `cce-dist plan model {name}`")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
+    cls=_Commands,
     help="What a model takes on paper: no GPU, no torch.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -53,6 +70,9 @@ def paper(
     from rich.console import Console
     from rich.table import Table
 
+    with refusals():
+        require_file("csv", csv_path)
+        require_picture(plot_path)
     rows = {name: memory_row(model) for name, model in PAPER.items()}
     far = [name for name in PRINTED if not deviation(name).is_rounding]
     lines = [_cells(name, row) for name, row in rows.items()]
@@ -64,14 +84,15 @@ def paper(
     for line in lines:
         table.add_row(*line)
     Console().print(table)
-    if csv_path is not None:
-        csv_path.parent.mkdir(parents=True, exist_ok=True)
-        with csv_path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(HEADER)
-            writer.writerows([cell.replace(",", "") for cell in line] for line in lines)
-    if plot_path is not None:
-        _plot(rows, plot_path)
+    with refusals():
+        if csv_path is not None:
+            csv_path.parent.mkdir(parents=True, exist_ok=True)
+            with csv_path.open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(HEADER)
+                writer.writerows([cell.replace(",", "") for cell in line] for line in lines)
+        if plot_path is not None:
+            _plot(rows, plot_path)
     if far:
         typer.echo(f"error: further from the print than rounding: {', '.join(far)}", err=True)
         raise typer.Exit(1)

@@ -11,23 +11,36 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli_plan_plot import plot_plan, plot_timeline
+from .cli_plan_plot import (
+    plot_plan,
+    plot_timeline,
+    require_file,
+    require_picture,
+)
 from .cli_plan_tables import show_plan, show_prediction
-from .planner.hardware import HARDWARE, Hardware, find_hardware
+from .planner.hardware import HARDWARE, Hardware, find_hardware, require_units
 from .planner.huggingface import read_config
 from .planner.job import LOSSES, OVER, SOFTWARE, Job, Software
 from .planner.measured import predict_file
 from .planner.models import Model
+from .planner.names import nearest_name
 from .planner.plan import Plan, make_plan
 from .planner.presets import find_model, model_names
 from .planner.report import describe
 from .planner.schedules import NAMES
-from .planner.search import best_plan, largest_microbatch, nearest_that_fits, vocab_pays
+from .planner.search import (
+    best_plan,
+    largest_microbatch,
+    largest_of_layouts,
+    nearest_that_fits,
+    vocab_pays,
+)
 
 
 def one_of(*words: str, help: str = "") -> Any:
     """An option whose words `Job` knows; typer's own choices want classes."""
-    return typer.Option(help=f"{help} [{'|'.join(words)}]".strip(), show_default=True)
+    # Not in brackets, which rich takes for markup and leaves out.
+    return typer.Option(help=f"{help} One of: {', '.join(words)}.".strip(), show_default=True)
 
 
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the plan here; - prints it.")]
@@ -36,10 +49,11 @@ PlotPath = Annotated[Path | None, typer.Option("--plot", help="Draw memory and t
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What the planner refuses, as a line on stderr and exit code 2."""
+    """What the planner refuses, and files that cannot be written, as a line on stderr and exit
+    code 2."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 
@@ -51,7 +65,10 @@ def model_command(
     ] = "h200",
     number: Annotated[
         list[str] | None,
-        typer.Option("--number", help="Of hardware or software, KEY=VALUE; may be repeated."),
+        typer.Option(
+            "--number",
+            help="KEY=VALUE, in bytes, FLOP/s, seconds; may be repeated.",
+        ),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Of the model, instead of its own.")] = None,
     layout: Annotated[
@@ -89,6 +106,8 @@ def model_command(
 ) -> None:
     """Time and memory of a training step, stage by stage, and a layout of its layers."""
     with refusals():
+        require_file("json", json_path)
+        require_picture(plot_path)
         model, notes = _model(name, layers)
         numbers, kernels = _numbers(hardware, software, number or [])
         job = Job(
@@ -118,12 +137,30 @@ def model_command(
         else:
             plan = make_plan(model, job, numbers, _layout(layout))
         pays = vocab_pays(model, job, numbers)
-        found = describe(plan, pays, largest=largest_microbatch(plan), notes=notes)
-    _hand_over(plan, found, json_path, plot_path)
+        mine = largest_microbatch(plan)
+        largest = max(mine, largest_of_layouts(model, job, numbers))
+        found = describe(plan, pays, largest=largest, largest_of_layout=mine, notes=notes)
+        advice = "" if plan.fits else _advice(plan, is_asked=layout is not None)
+        _hand_over(plan, found, json_path, plot_path)
+    if not plan.fits:
+        typer.echo(f"error: does not fit: {plan.binds}; {advice}", err=True)
+        raise typer.Exit(1)
+
+
+def _advice(plan: Plan, *, is_asked: bool) -> str:
+    """With what a plan that does not fit would."""
+    layout = plan.layout if is_asked else None
+    near = nearest_that_fits(plan.model, plan.job, plan.hardware, layout)
+    if near.fits is not None:
+        return f"fits with {near.fits}"
+    return f"nothing tried fits, up to {near.tried}: more ranks, or a smaller model"
 
 
 def _hand_over(
-    plan: Plan, found: dict[str, Any], json_path: Path | None, plot_path: Path | None
+    plan: Plan,
+    found: dict[str, Any],
+    json_path: Path | None,
+    plot_path: Path | None,
 ) -> None:
     if json_path is not None and str(json_path) == "-":
         typer.echo(json.dumps(found, indent=1))
@@ -134,11 +171,6 @@ def _hand_over(
             json_path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if plot_path is not None:
         plot_plan(plan, plot_path)
-    if not plan.fits:
-        near = nearest_that_fits(plan.model, plan.job, plan.hardware)
-        what = f"fits with {near}" if near else "nothing tried fits: more ranks, or a smaller model"
-        typer.echo(f"error: does not fit: {plan.binds}; {what}", err=True)
-        raise typer.Exit(1)
 
 
 def _model(name: str, layers: int | None) -> tuple[Model, tuple[str, ...]]:
@@ -156,22 +188,29 @@ def _numbers(hardware: str, software: str, pairs: list[str]) -> tuple[Hardware, 
         raise ValueError(f"software must be one of {list(SOFTWARE)}, got {software!r}")
     chosen = SOFTWARE[software]
     ours = [key for key, value in vars(chosen).items() if isinstance(value, bool | int | float)]
+    keys = list(Hardware.__dataclass_fields__)
     values = _hardware(hardware)
     changes: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
-        (changes if key in ours else values)[key] = value
-    keys = list(Hardware.__dataclass_fields__)
-    for known, found in ((keys, values), (ours, changes)):
-        for key, value in found.items():
-            if key not in known:
-                raise ValueError(f"number must be one of {keys + ours}, got {key!r}")
-            try:
-                found[key] = float(value)
-            except (TypeError, ValueError):
-                raise ValueError(f"{key} must be a number, got {value!r}") from None
-    flags = {key: bool(changes[key]) for key in changes if isinstance(vars(chosen)[key], bool)}
-    return Hardware(**values), replace(chosen, **(changes | flags))
+        if key not in keys + ours:
+            near = nearest_name(key, keys + ours)
+            raise ValueError(f"number must be one of {keys + ours}, got {key!r}{near}")
+        (changes if key in ours else values)[key] = _number(key, value)
+    require_units(values)
+    for key, value in changes.items():
+        if isinstance(vars(chosen)[key], bool):
+            if value not in (0, 1):
+                raise ValueError(f"{key} must be 0 or 1, got {value!r}")
+            changes[key] = bool(value)
+    return Hardware(**values), replace(chosen, **changes)
+
+
+def _number(key: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} must be a number, got {value!r}") from None
 
 
 def _hardware(name: str) -> dict[str, Any]:
@@ -187,7 +226,12 @@ def _hardware(name: str) -> dict[str, Any]:
     missing = [key for key in ("flops", "memory", "hbm", "nvlink") if key not in values]
     if missing:
         raise ValueError(f"hardware must have {missing}, got {sorted(values)}")
-    return values
+    known = Hardware.__dataclass_fields__
+    for key in values:
+        if key not in known:
+            near = nearest_name(key, known)
+            raise ValueError(f"keys of {name} must be among {list(known)}, got {key!r}{near}")
+    return {key: _number(key, value) for key, value in values.items()}
 
 
 def _layout(text: str) -> list[int]:
@@ -211,7 +255,8 @@ def times_command(
 ) -> None:
     """A step's time from measured times of its stages; in the unit that they have."""
     with refusals():
+        require_picture(plot_path)
         found = predict_file(path, schedule=schedule, microbatches=microbatches)
-    show_prediction(found)
-    if plot_path is not None:
-        plot_timeline(found, plot_path)
+        show_prediction(found)
+        if plot_path is not None:
+            plot_timeline(found, plot_path)

@@ -29,6 +29,20 @@ TASKS = {
     "G": ("embedding's gradient", "#efd9a8"),
 }
 
+SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def require_picture(path: Path | None) -> None:
+    """Before anything is computed. Raises ValueError: matplotlib has no such format."""
+    if path is not None and path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"plot must end with one of {', '.join(SUFFIXES)}, got {path}")
+
+
+def require_file(name: str, path: Path | None) -> None:
+    """Before anything is computed. Raises ValueError: it is a folder."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"{name} must be a file, got the folder {path}")
+
 
 def plot_plan(plan: Plan, path: Path) -> None:
     figure = _figure(len(plan.ranks), rows=2)

@@ -78,6 +78,8 @@ def _memory(rank: dict[str, Any]) -> list[str]:
 def lines_of(plan: Plan, found: dict[str, Any]) -> list[str]:
     closed = plan.prediction.closed_form
     formula = f", {1e3 * closed:.1f} by formula" if closed is not None else ""
+    largest, mine = found["largest_microbatch"], found["largest_microbatch_of_layout"]
+    other = "" if largest == mine else f" by another layout, {mine} by this one"
     lines = [
         f"step: {1e3 * plan.seconds:.1f} ms (schedule {1e3 * plan.prediction.seconds:.1f}"
         f"{formula}; optimizer {1e3 * plan.optimizer_seconds:.1f})",
@@ -85,7 +87,7 @@ def lines_of(plan: Plan, found: dict[str, Any]) -> list[str]:
         f"bubble: {plan.prediction.bubble:.1%}",
         f"binds: {plan.binds}",
         f"memory: {plan.peak / GIB:.1f} GiB of {found['usable_bytes'] / GIB:.1f}; largest "
-        f"microbatch: {found['largest_microbatch']}",
+        f"microbatch: {largest}{other}",
     ]
     if plan.job.pp > 1:
         lines.append(f"layout: {layout_string(plan.layout)}")
@@ -96,7 +98,9 @@ def lines_of(plan: Plan, found: dict[str, Any]) -> list[str]:
             lines.append(f"{loss} on the last stage instead: {pays['verdict_on_our_loss']}")
         lines.append(f"vocabulary over the pipeline, {loss}: {pays['verdict']}")
     if found["megatron_flags"] is not None:
-        lines.append("Megatron: " + " ".join(found["megatron_flags"]))
+        patch = found["megatron_patch"]
+        script = [*patch, "pretrain_gpt.py"] if patch else []
+        lines.append("Megatron: " + " ".join([*script, *found["megatron_flags"]]))
     if plan.job.stages > 1:
         stages = "; ".join(", ".join(modules) for modules in found["torch_stages"])
         lines.append(f"torch stages: {stages}")

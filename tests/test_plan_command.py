@@ -62,6 +62,7 @@ def test_over_the_pipeline() -> None:
     found = as_json("gemma2-2b", *PIPE, "--tp", "2", "--loss", "exact", "--vocab-over", "pp-tp")
     assert found["job"]["schedule"] == "vocab"
     assert set(found["phase_bytes"]) == {"broadcast", "merge", "sum"}
+    assert found["megatron_patch"][0] == "-m megatron_patch"
     assert max(rank["in_flight"] for rank in found["ranks"]) <= 7
     assert found["torch_stages"][-1][-1] == "norm"
 
@@ -92,6 +93,18 @@ def test_options(more: tuple[str, ...]) -> None:
         assert any("must be '1f1b' or 'interleaved' in Megatron" in x for x in found["notes"])
 
 
+def test_help_says_what_can_be_chosen() -> None:
+    from cce_dist.planner.job import LOSSES, OVER, SOFTWARE
+    from cce_dist.planner.schedules import NAMES
+
+    found = " ".join(plan("model", "--help").output.replace("\u2502", " ").split())
+    three = ("none, selective, full", "mixed, bf16, fp32", "flash, unfused", "fp32, bf16")
+    for words in (LOSSES, OVER, SOFTWARE, NAMES):
+        assert ", ".join(words) in found
+    for text in three:
+        assert text in found
+
+
 def test_a_config_file_and_hardware_of_numbers(tmp_path: Path) -> None:
     config, hardware = tmp_path / "config.json", tmp_path / "hardware.json"
     config.write_text(
@@ -118,9 +131,17 @@ def test_what_does_not_fit() -> None:
     result = plan("model", "llama3-70b")
     assert result.exit_code == 1
     assert "does not fit: memory: rank 0 needs 1" in result.output
-    assert "fits with microbatch 1, recompute full, tp 8, pp " in result.output
+    assert "; fits with --tp 8 --pp 2 --sequence-parallel --recompute full\n" in result.output
     result = plan("model", "llama3-8b", *PIPE, "--microbatch", "64")
-    assert result.exit_code == 1 and "; fits with microbatch " in result.output
+    assert result.exit_code == 1 and "; fits with --microbatch " in result.output
+
+
+def test_the_largest_microbatch_is_of_all_layouts() -> None:
+    found = as_json("gemma2-2b", *PIPE, "--loss", "dense")
+    assert (found["largest_microbatch"], found["largest_microbatch_of_layout"]) == (14, 8)
+    result = plan("model", "gemma2-2b", *PIPE, "--loss", "dense", "--microbatch", "15")
+    assert "largest microbatch: 14 by another layout, 11 by this one" in result.output
+    assert "; fits with --microbatch 14\n" in result.output
 
 
 @pytest.mark.parametrize(
@@ -128,8 +149,16 @@ def test_what_does_not_fit() -> None:
     [
         (("gpt5",), "model must be a config.json or one of"),
         (("llama3-8b", "--tp", "3"), "tp must divide the model's 32 heads, got 3; the nearest is"),
+        (("GPT2",), "sequence must be <= the model's 1024 learned positions, got 4096"),
         (("llama3-8b", "--hardware", "h300"), "hardware must be one of"),
         (("llama3-8b", "--number", "flop=1"), "number must be one of"),
+        (("llama3-8b", "--number", "memry=8e10"), "got 'memry'; the nearest is 'memory'"),
+        (("llama3-8b", "--number", "memory=80"), "memory must be in bytes, >= 2**30 (1 GiB), got"),
+        (("llama3-8b", "--number", "flops=989"), "flops must be in FLOP/s, >= 1e9, got 989.0"),
+        (("llama3-8b", "--number", "hbm=4.8"), "hbm must be in bytes/s, >= 1e9, got 4.8"),
+        (("llama3-8b", "--number", "latency=60"), "latency must be in seconds, <= 1, got 60.0"),
+        (("llama3-8b", "--number", "joint_qkv=2"), "joint_qkv must be 0 or 1, got 2.0"),
+        (("gemma2-2", "--pp", "2"), "nor a preset; the nearest is 'gemma2-2b'"),
         (("llama3-8b", "--number", "flops=x"), "flops must be a number, got 'x'"),
         (("llama3-8b", "--number", "step=x"), "step must be a number, got 'x'"),
         (("llama3-8b", "--number", "hidden=2"), "hidden must be a share, <= 1, got 2.0"),
@@ -156,11 +185,38 @@ def test_bad_hardware_files_are_refused(tmp_path: Path) -> None:
     for text, message in (
         ("{", "hardware must be a readable JSON file"),
         ("[]", "hardware must be an object, got list"),
+        (
+            '{"flops": 1e14, "memory": 8e10, "hbm": 1e12, "nvlink": 1e11, "gem": 1}',
+            f"keys of {file} must be among ['flops', ",
+        ),
         ('{"flops": 1}', "hardware must have ['memory', 'hbm', 'nvlink'], got ['flops']"),
     ):
         file.write_text(text)
         result = plan("model", "llama3-8b", "--hardware", str(file))
         assert result.exit_code == 2 and message in result.output
+
+
+def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    times = tmp_path / "times.json"
+    times.write_text(json.dumps({"forward": [1], "backward": [2], "microbatches": 4}))
+    file = tmp_path / "file"
+    file.write_text("")
+    for arguments, message in (
+        (("paper", "--plot", "x.xyz"), "plot must end with one of .png, .pdf, .svg, got x.xyz"),
+        (("paper", "--csv", str(tmp_path)), "csv must be a file, got the folder "),
+        (("model", "GPT2", "--json", str(tmp_path)), "json must be a file, got the folder "),
+        (("model", "GPT2", "--sequence", "512", "--plot", f"{file}/x.png"), "Errno"),
+        (("times", str(times), "--plot", str(tmp_path)), "plot must end with one of .png"),
+    ):
+        result = plan(*arguments)
+        assert result.exit_code == 2 and message in result.output, result.output
+
+
+def test_a_model_is_no_command() -> None:
+    result = plan("gemma2-2b", "--pp", "4")
+    assert result.exit_code == 2 and "plan model gemma2-2b" in result.output
+    result = plan("tables")
+    assert result.exit_code == 2 and "plan model" not in result.output
 
 
 def test_models() -> None:

@@ -14,11 +14,13 @@ from cce_dist.planner.hardware import GIB, HARDWARE, Hardware, find_hardware
 from cce_dist.planner.head import head_cost, phase_bytes
 from cce_dist.planner.job import LOSSES, SOFTWARE, Job
 from cce_dist.planner.models import Model
+from cce_dist.planner.orders import Times, most_in_flight, plan_vocab_order
 from cce_dist.planner.plan import Plan, even_layout, make_plan
 from cce_dist.planner.presets import find_model
 from cce_dist.planner.search import (
     best_plan,
     largest_microbatch,
+    largest_of_layouts,
     nearest_that_fits,
     vocab_pays,
 )
@@ -186,6 +188,15 @@ def test_in_flight_activations_are_the_orders() -> None:
     assert gpipe.ranks[-1].memory.head > 10 * 4 * PIPE.tokens * LLAMA.num_rows
 
 
+def test_in_flight_of_the_planned_order_is_what_the_runtime_holds() -> None:
+    """adapters/planned.py plans by times without latency."""
+    job = replace(PIPE, loss="filtered", vocab_over="pp")
+    plan = best_plan(GEMMA, job, H200)
+    ours = plan_vocab_order(4, 16, Times(statistics=0.1, gradients=0.2))
+    assert [rank.in_flight for rank in plan.ranks] == list(map(most_in_flight, ours))
+    assert plan.prediction.seconds > 0 and plan.ranks[0].in_flight == 6
+
+
 def test_layouts_are_found() -> None:
     dense = best_plan(GEMMA, replace(PIPE, loss="dense"), H200)
     assert dense.layout[-1] < 3 and sum(dense.layout) == 26
@@ -225,6 +236,29 @@ def test_largest_microbatch() -> None:
         job = replace(PIPE, microbatch=microbatch)
         assert make_plan(LLAMA, job, H200, plan.layout).fits is fits
     assert largest_microbatch(make_plan(find_model("llama3-70b"), Job(), H200)) == 0
+
+
+@pytest.mark.parametrize(
+    "job", [replace(PIPE, pp=3, loss="dense"), replace(PIPE, pp=3, loss="exact", vocab_over="pp")]
+)
+def test_largest_of_layouts(job: Job) -> None:
+    """Beside every layout of 8 layers on 3 stages."""
+    small = replace(H200, memory=16 * GIB)
+    count = largest_of_layouts(SMALL, job, small)
+    assert count > max(1, largest_microbatch(make_plan(SMALL, job, small, (3, 3, 2))))
+    every = [(a, b, 8 - a - b) for a in range(9) for b in range(1, 9 - a)]
+    for microbatch, fits in ((count, True), (count + 1, False)):
+        larger = replace(job, microbatch=microbatch)
+        plans = [make_plan(SMALL, larger, small, layout) for layout in every]
+        assert any(plan.fits for plan in plans) is fits
+    assert largest_of_layouts(SMALL, job, small, below=count) == count - 1
+    assert largest_of_layouts(SMALL, job, replace(H200, memory=GIB)) == 0
+
+
+def test_largest_microbatch_that_ranks_can_share() -> None:
+    job = Job(sequence=4001, tp=2, microbatch=2, sequence_parallel=True)
+    assert largest_of_layouts(SMALL, job, H200) % 2 == 0 < largest_of_layouts(SMALL, job, H200)
+    assert largest_microbatch(make_plan(SMALL, job, H200)) % 2 == 0
 
 
 def test_whether_the_vocabulary_over_the_pipeline_pays() -> None:
@@ -270,15 +304,31 @@ def test_what_binds() -> None:
 def test_nearest_that_fits() -> None:
     big = find_model("llama3-70b")
     smaller = nearest_that_fits(LLAMA, Job(microbatch=64, pp=4), H200)
-    count = largest_microbatch(best_plan(LLAMA, Job(microbatch=64, pp=4), H200))
-    assert smaller == f"microbatch {count}" and 1 < count < 64
-    changes = nearest_that_fits(big, Job(), H200)
-    assert changes is not None
-    values: dict[str, Any] = {}
-    for change in changes.split(", "):
-        name, value = change.split(" ")
-        values[name] = value if name == "recompute" else int(value)
-    assert best_plan(big, replace(Job(), **values), H200).fits
+    count = largest_of_layouts(LLAMA, Job(microbatch=64, pp=4), H200)
+    assert smaller.fits == f"--microbatch {count}" and 1 < count < 64
+    long = Job(sequence=131072, microbatches=64)
+    for job, hardware in ((Job(), H200), (long, HARDWARE["a100"])):
+        changes = nearest_that_fits(big, job, hardware).fits
+        assert changes is not None
+        values: dict[str, Any] = {}
+        for change in changes.removeprefix("--").split(" --"):
+            name, _, value = change.replace("-", "_").partition(" ")
+            values[name] = int(value) if value.isdigit() else value or True
+        assert best_plan(big, replace(job, **values), hardware).fits
+    none = nearest_that_fits(big, Job(), replace(H200, memory=GIB))
+    assert none.fits is None
+    assert none.tried == "--tp 8 --pp 64 --cp 16 --sequence-parallel --recompute full"
+
+
+def test_nearest_that_fits_instead_of_a_layout() -> None:
+    job, asked = replace(PIPE, microbatch=2, loss="native"), (23, 1, 1, 1)
+    h100 = HARDWARE["h100"]
+    assert not make_plan(GEMMA, job, h100, asked).fits
+    found = nearest_that_fits(GEMMA, job, h100, asked).fits
+    assert found == "--layout " + ",".join(map(str, best_plan(GEMMA, job, h100).layout))
+    found = nearest_that_fits(GEMMA, replace(job, microbatch=32), h100, asked).fits
+    count = largest_of_layouts(GEMMA, job, h100)
+    assert found == f"--microbatch {count}, without --layout" and 2 <= count < 32
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,13 @@ def test_windows_of_a_file() -> None:
             r"layer_types with \['sliding_attention'\] of llama is not understood",
         ),
         ({"model_type": "deepseek_v3", "moe_layer_freq": 2}, "moe_layer_freq = 2 of deepseek_v3"),
+        ({"num_key_value_heads": "x"}, "num_key_value_heads of llama must be an integer >= 1"),
+        (
+            {"model_type": "mistral", "sliding_window": "4096"},
+            "sliding_window of mistral must be an integer >= 0, got '4096'",
+        ),
+        ({"num_local_experts": 64}, "num_local_experts = 64 of llama is not understood"),
+        ({"sliding_window": 1024}, "sliding_window = 1024 of llama is not understood"),
         ({"num_key_value_heads": 3}, "kv_heads must divide heads, 8, got 3"),
     ],
 )

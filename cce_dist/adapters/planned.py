@@ -63,8 +63,10 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
 
     Args:
         stage: this rank's; one a rank.
-        n_microbatches: a rank holds at most ranks + 2 of them between forward and backward, where
-            1F1B's first rank holds as many as there are ranks; it begins with so many forwards.
+        n_microbatches: a rank holds at most ranks + 2 of them between forward and backward where
+            the head takes no longer than two stages and `times` have no latency (else see
+            planner/orders.py); 1F1B's first rank holds as many as there are ranks. It begins with
+            so many forwards.
         head: over the stage's group. After a step weight.grad has what the step added.
         embedding: that the first stage's module calls; every rank makes one.
         times: of a microbatch's passes on a rank, in any unit; the order follows from them, the

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from math import lcm
 
-from .job import Job
+from .job import OURS, Job
 from .models import Model
 
 
@@ -30,12 +31,9 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
     """Of Megatron's training script, what the job is and how its layers lie.
 
     Raises:
-        ValueError: Megatron has no such schedule.
+        ValueError: neither Megatron nor `megatron_patch` has such a job.
     """
-    if job.schedule_name not in ("1f1b", "interleaved", "vocab"):
-        raise ValueError(
-            f"schedule must be '1f1b' or 'interleaved' in Megatron, got {job.schedule_name!r}"
-        )
+    _require_megatrons(job)
     flags = [
         f"--num-layers {model.layers}",
         f"--seq-length {job.sequence}",
@@ -44,6 +42,10 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
         f"--tensor-model-parallel-size {job.tp}",
         f"--pipeline-model-parallel-size {job.pp}",
     ]
+    if job.precision == "mixed":
+        flags.append("--bf16")
+        if job.gradients == "bf16":
+            flags.append("--grad-reduce-in-bf16")
     if job.cp > 1:
         flags.append(f"--context-parallel-size {job.cp}")
     if job.ep > 1:
@@ -64,7 +66,48 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
         flags.append("--cross-entropy-loss-fusion")
     if not model.tied:
         flags.append("--untie-embeddings-and-output-weights")
+    if job.is_over_ranks and model.num_rows % job.head_ranks:
+        # Megatron pads to a multiple of this times tp.
+        flags.append(f"--make-vocab-size-divisible-by {lcm(128, job.pp)}")
     return flags + layout_flags(job, layout)
+
+
+def patch_flags(job: Job) -> list[str]:
+    """What Megatron's training script is run by where the loss is ours; docs/megatron.md."""
+    if job.loss not in OURS:
+        return []
+    over = ["--vocab-over-pipeline true"] if job.is_over_ranks else []
+    return ["-m megatron_patch", f"--gradient {job.loss}", *over]
+
+
+def _require_megatrons(job: Job) -> None:
+    """Raises ValueError: neither Megatron nor megatron_patch has such a job."""
+    name = job.schedule_name
+    if name not in ("1f1b", "interleaved", "vocab"):
+        raise ValueError(f"schedule must be '1f1b' or 'interleaved' in Megatron, got {name!r}")
+    if name == "interleaved" and job.microbatches % job.pp:
+        raise ValueError(
+            f"microbatches must be a multiple of pp, {job.pp}, under Megatron's interleaved 1F1B, "
+            f"got {job.microbatches}"
+        )
+    if job.is_over_ranks and job.pp == 1:
+        raise ValueError(
+            f"pp must be >= 2 in megatron_patch with the vocabulary over {job.vocab_over}, got 1"
+        )
+    if job.vocab_over == "pp" and job.tp > 1:
+        raise ValueError(
+            f"vocab_over must be 'pp-tp' in megatron_patch with tp > 1, got 'pp' with tp {job.tp}"
+        )
+    if job.loss in ("chunked", "none"):
+        raise ValueError(
+            "loss must be 'dense' or 'native' in Megatron, 'exact' or 'filtered' in "
+            f"megatron_patch, got {job.loss!r}"
+        )
+    if job.precision != "mixed":
+        raise ValueError(
+            "precision must be 'mixed' in Megatron, whose 16-bit weights have fp32 ones beside "
+            f"them, and which has no autocast, got {job.precision!r}"
+        )
 
 
 def layout_flags(job: Job, layout: Sequence[int]) -> list[str]:

@@ -6,9 +6,13 @@ docs/planner.md says where each number comes from, and which of them nobody here
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from .names import nearest_name
+
 GIB = 2**30
+RATES = {"flops": "FLOP/s", **dict.fromkeys(("hbm", "nvlink", "network"), "bytes/s")}
 TILE = 128 * 256  # of a product's result
 
 
@@ -18,7 +22,7 @@ class Hardware:
 
     Args:
         flops: dense bf16 products, FLOP/s, as its maker states them.
-        memory: bytes.
+        memory: bytes, 2**30 at least.
         hbm: bytes/s, as stated.
         nvlink: bytes/s in one direction to the other GPUs of a host, as stated.
         network: bytes/s in one direction to other hosts, for each GPU.
@@ -30,7 +34,8 @@ class Hardware:
         usable: share of the memory that tensors may take; the rest is the context, the libraries'
             own and what the allocator cannot use.
     Raises:
-        ValueError: a number is not positive and finite, or a share is above 1.
+        ValueError: a number is not positive and finite, a share is above 1, or the memory is in
+            another unit.
     """
 
     flops: float
@@ -53,6 +58,8 @@ class Hardware:
             value = getattr(self, field.name)
             if not 0 < value < math.inf:
                 raise ValueError(f"{field.name} must be > 0 and finite, got {value!r}")
+        if self.memory < GIB:
+            raise ValueError(f"memory must be in bytes, >= 2**30 (1 GiB), got {self.memory!r}")
         shares = ("gemm", "attention_forward", "attention_backward", "hbm_share", "link_share")
         for name in (*shares, "usable"):
             if getattr(self, name) > 1:
@@ -96,8 +103,22 @@ HARDWARE = {
 }
 
 
+def require_units(values: Mapping[str, float]) -> None:
+    """That numbers which someone has typed are in the units of `Hardware`.
+
+    Raises:
+        ValueError: one cannot be; the message names the unit.
+    """
+    for name, unit in RATES.items():
+        if 0 < values.get(name, 1e9) < 1e9:
+            raise ValueError(f"{name} must be in {unit}, >= 1e9, got {values[name]!r}")
+    if 1 < values.get("latency", 0) < math.inf:
+        raise ValueError(f"latency must be in seconds, <= 1, got {values['latency']!r}")
+
+
 def find_hardware(name: str) -> Hardware:
     """Raises ValueError: no preset has this name."""
     if name.lower() not in HARDWARE:
-        raise ValueError(f"hardware must be one of {sorted(HARDWARE)}, got {name!r}")
+        near = nearest_name(name, HARDWARE)
+        raise ValueError(f"hardware must be one of {sorted(HARDWARE)}, got {name!r}{near}")
     return HARDWARE[name.lower()]

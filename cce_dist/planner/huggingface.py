@@ -62,6 +62,22 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Keys that change the numbers, and the types whose files have them; those with use_sliding_window
+# have no window without it.
+_OWN: dict[str, tuple[str, ...]] = {
+    "num_local_experts": ("mixtral",),
+    "num_experts": ("qwen3_moe",),
+    "n_routed_experts": ("deepseek_v3",),
+    "n_shared_experts": ("deepseek_v3",),
+    "moe_intermediate_size": ("qwen3_moe", "deepseek_v3"),
+    "shared_expert_intermediate_size": (),
+    "kv_lora_rank": ("deepseek_v3",),
+    "sliding_window": ("mistral", "mixtral", "phi3", "gemma2", "qwen2", "qwen3", "qwen3_moe"),
+    "window_size": ("gpt_neo",),
+    "attention_types": ("gpt_neo",),
+}
+
+
 class FromConfig(NamedTuple):
     model: Model
     notes: tuple[str, ...]  # what the file does not say, and what is not modelled
@@ -98,6 +114,9 @@ def model_from_config(config: Mapping[str, Any]) -> FromConfig:
     for key, harmless in _REFUSED.items():
         if key in config and config[key] not in harmless:
             raise ValueError(f"{key} = {config[key]!r} of {kind} is not understood")
+    for key, kinds in _OWN.items():
+        if config.get(key) and kind not in kinds:
+            raise ValueError(f"{key} = {config[key]!r} of {kind} is not understood")
     return _Reader(config, str(kind)).read()
 
 
@@ -126,6 +145,18 @@ class _Reader:
         self.notes.append(f"{key}: not in the file, {value} as in transformers")
         return value
 
+    def whole(self, key: str, default: Any, *, least: int = 0) -> int:
+        """As `other`, an integer."""
+        value = self.other(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            rule = f"an integer >= {least}"
+            raise ValueError(f"{key} of {self.kind} must be {rule}, got {value!r}")
+        return value
+
+    def said(self, key: str) -> int:
+        """0 where the file has none, or null."""
+        return self.whole(key, 0) if self.config.get(key) else 0
+
     def read(self) -> FromConfig:
         config, kind = self.config, self.kind
         heads = self.number("num_attention_heads")
@@ -139,7 +170,7 @@ class _Reader:
             **_FIXED[kind],
         }
         if kind not in ("gpt2", "gpt_neo", "gpt_neox"):
-            found["kv_heads"] = self.other("num_key_value_heads", heads)
+            found["kv_heads"] = self.whole("num_key_value_heads", heads, least=1)
         if config.get("head_dim") or kind in ("gemma", "gemma2", "qwen3", "qwen3_moe"):
             found["head_dim"] = self.number("head_dim")
         found["mlp_dim"] = self._mlp_dim(found["dim"])
@@ -174,14 +205,14 @@ class _Reader:
         if others and kind != "gemma2":
             raise ValueError(f"layer_types with {sorted(others)} of {kind} is not understood")
         if kind in ("mistral", "mixtral", "phi3"):
-            found["window"] = self.config.get("sliding_window") or 0
+            found["window"] = self.said("sliding_window")
         elif kind == "gemma2":
-            found["window"] = int(self.other("sliding_window", 4096))
+            found["window"] = self.whole("sliding_window", 4096)
         elif kind == "gpt_neo":
             types = self.config.get("attention_types") or [[["global", "local"], 1]]
             if types[0][0] != ["global", "local"]:
                 raise ValueError(f"attention_types = {types!r} of gpt_neo is not understood")
-            found["window"], found["window_every"] = int(self.other("window_size", 256)), 2
+            found["window"], found["window_every"] = self.whole("window_size", 256), 2
 
     def _experts(self, found: dict[str, Any]) -> None:
         if self.kind == "mixtral":
@@ -194,12 +225,12 @@ class _Reader:
             found |= {
                 "experts": self.number("n_routed_experts"),
                 "experts_per_token": self.number("num_experts_per_tok"),
-                "shared_experts": int(self.other("n_shared_experts", 1)),
-                "dense_layers": int(self.other("first_k_dense_replace", 3)),
+                "shared_experts": self.whole("n_shared_experts", 1),
+                "dense_layers": self.whole("first_k_dense_replace", 3),
                 "dense_mlp_dim": self.number("intermediate_size"),
                 "head_dim": self.number("qk_nope_head_dim"),
                 "rope_dim": self.number("qk_rope_head_dim"),
                 "value_dim": self.number("v_head_dim"),
                 "kv_rank": self.number("kv_lora_rank"),
-                "query_rank": int(self.config.get("q_lora_rank") or 0),
+                "query_rank": self.said("q_lora_rank"),
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Literal
 
 from .models import Model
@@ -248,21 +249,29 @@ class Job:
 
     def check_model(self, model: Model) -> None:
         """Raises ValueError: the model cannot be cut like this; with the nearest that works."""
+        # The nearest number is one that no other of these rules refuses.
+        both = gcd(model.heads, model.mlp_dim)
         if model.heads % self.tp:
             raise ValueError(
                 f"tp must divide the model's {model.heads} heads, got {self.tp}; the nearest is "
-                f"{_nearest_divisor(model.heads, self.tp)}"
+                f"{_nearest_divisor(both, self.tp)}"
             )
         if model.mlp_dim % self.tp:
             raise ValueError(
                 f"tp must divide the model's mlp_dim, {model.mlp_dim}, got {self.tp}; the nearest "
-                f"is {_nearest_divisor(model.mlp_dim, self.tp)}"
+                f"is {_nearest_divisor(both, self.tp)}"
             )
         if self.ep > 1 and (not model.experts or model.experts % self.ep):
-            near = _nearest_divisor(model.experts, self.ep) if model.experts else 1
+            shared = gcd(model.experts, self.dp * self.cp)
+            near = _nearest_divisor(shared, self.ep) if model.experts else 1
             raise ValueError(
                 f"ep must divide the model's {model.experts} experts, got {self.ep}; the nearest "
                 f"is {near}"
+            )
+        if 0 < model.positions < self.sequence:
+            raise ValueError(
+                f"sequence must be <= the model's {model.positions} learned positions, got "
+                f"{self.sequence}"
             )
         if self.stages > model.layers:
             raise ValueError(

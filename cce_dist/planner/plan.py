@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 from .cost import collective
 from .hardware import GIB, Hardware
 from .job import Job
 from .models import Model
 from .predict import Prediction, simulate_schedule
-from .schedules import Schedule, make_schedule, peak_held
+from .schedules import Schedule, make_schedule, peak_of_held
 from .stages import Costs, Stage, costs_of, make_stages, stage_times
 
 
@@ -44,6 +46,7 @@ class RankPlan:
 
     Args:
         stages: of the model, the rank's own.
+        repeated: of its FLOPs, what other tensor-parallel ranks do as well.
         in_flight: microbatches whose activations it holds at once, in chunks.
         head_seconds: of a microbatch, of forward and backward.
     """
@@ -52,6 +55,7 @@ class RankPlan:
     stages: tuple[Stage, ...]
     parameters: float
     flops: float
+    repeated: float
     forward: float
     backward: float
     head_seconds: float
@@ -99,9 +103,9 @@ class Plan:
 
     @property
     def utilization(self) -> float:
-        """Model FLOPs over what the GPUs could do in the step; nothing computed again counts, and
-        of attention the causal half."""
-        flops = sum(rank.flops for rank in self.ranks) * self.job.microbatches
+        """Model FLOPs over what the GPUs could do in the step; nothing that is computed again or by
+        several ranks counts, and of attention the causal half."""
+        flops = sum(rank.flops - rank.repeated for rank in self.ranks) * self.job.microbatches
         return flops / (len(self.ranks) * self.seconds * self.hardware.flops)
 
     @property
@@ -132,19 +136,22 @@ def even_layout(layers: int, stages: int) -> tuple[int, ...]:
 def schedule_of(costs: Costs) -> Schedule:
     """The orders of the job; "vocab" by the times of an even layout."""
     job = costs.job
-    times = None
-    if job.is_over_ranks:
-        stages = make_stages(costs, even_layout(costs.model.layers, job.stages))
-        times = stage_times(costs, stages).slowest()
-    return make_schedule(
-        job.schedule_name,
-        job.pp,
-        job.microbatches,
-        chunks=job.chunks,
-        framework=job.software.framework,
-        times=times,
-        embeds=costs.is_embedding_shared,
-    )
+    if not job.is_over_ranks:
+        return _fixed_schedule(
+            job.schedule_name, job.pp, job.microbatches, job.chunks, job.software.framework
+        )
+    stages = make_stages(costs, even_layout(costs.model.layers, job.stages))
+    times = stage_times(costs, stages).slowest()
+    embeds = costs.is_embedding_shared
+    return make_schedule("vocab", job.pp, job.microbatches, times=times, embeds=embeds)
+
+
+@lru_cache(maxsize=4)
+def _fixed_schedule(
+    name: str, ranks: int, microbatches: int, chunks: int, framework: Literal["torch", "megatron"]
+) -> Schedule:
+    """Without times; a search asks for the same one many times."""
+    return make_schedule(name, ranks, microbatches, chunks=chunks, framework=framework)
 
 
 def make_plan(
@@ -195,6 +202,7 @@ def _rank_plan(
         stages=mine,
         parameters=parameters,
         flops=sum(stage.flops for stage in mine) + (3 * head.flops if over else 0.0),
+        repeated=3 * head.flops * (1 - 1 / costs.job.tp) if costs.job.vocab_over == "pp" else 0.0,
         forward=sum(stage.forward for stage in mine) + (head.forward if over else 0.0),
         backward=sum(stage.backward for stage in mine) + (head.backward if over else 0.0),
         head_seconds=sum(stage.head_seconds for stage in mine) + phases,
@@ -207,7 +215,7 @@ def _rank_plan(
 def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int) -> Memory:
     """Of a rank with these stages, its activations by the schedule's order."""
     job = costs.job
-    order = schedule.orders[rank]
+    order = schedule.held[rank]
     parameters = sum(stage.parameters for stage in mine)
     experts = sum(stage.expert_parameters for stage in mine)
     shared, alone = parameters - experts, experts
@@ -215,7 +223,7 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
         shared, alone = shared / (job.dp * job.cp), alone / (job.dp * job.cp / job.ep)
     held = [stage.kept for stage in mine]
     with_head = [stage.kept + stage.head_kept for stage in mine]
-    activations = peak_held(order, held)
+    activations = peak_of_held(order, held)
     kept_head = 0.0
     if job.is_over_ranks:
         phases = costs.head.kept + costs.head.working
@@ -223,8 +231,8 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
     else:
         phases = 0.0
     working = [max(stage.head_working, stage.working - stage.head_kept) for stage in mine]
-    peak = peak_held(order, with_head, working, phases=phases) + kept_head
-    without = peak_held(order, held, [stage.working for stage in mine])
+    peak = peak_of_held(order, with_head, working, phases=phases) + kept_head
+    without = peak_of_held(order, held, [stage.working for stage in mine])
     return Memory(
         weights=job.weight_bytes * parameters,
         gradients=job.gradient_bytes * parameters,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .orders import Times
-from .schedules import Schedule, make_schedule, peak_held
+from .schedules import Schedule, make_schedule, peak_of_held
 from .timeline import Task, Timeline, Work, run_orders
 
 # Of a cycle: what three runs on two H200s spent between its passes, of which nobody knows on what.
@@ -60,6 +60,8 @@ class StageTimes:
             for value in getattr(self, name):
                 if not 0 <= value < math.inf:
                     raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
+        if not any((*self.forward, *self.backward)):
+            raise ValueError("forward and backward must have a time > 0, got zeros alone")
         if not 0 <= self.weight_share <= 1:
             raise ValueError(f"weight_share must be within 0 and 1, got {self.weight_share!r}")
         for name in ("latency", "head_latency", "stalled"):
@@ -75,14 +77,14 @@ class StageTimes:
         return replace(self, stalled=STALLED * replace(self, stalled=0.0).slowest().cycle)
 
     def slowest(self) -> Times:
-        """One cycle for all ranks, for planner/orders.py."""
+        """One cycle for all ranks, for planner/orders.py; without latency, as train, bench and
+        megatron_patch plan theirs."""
         return Times(
             forward=max(self.forward),
             backward=max(self.backward),
             # It is anywhere between two passes.
             statistics=max(self.statistics) + self.stalled,
             gradients=max(self.gradients),
-            latency=self.head_latency,
             embedding=max(self.embedding, default=0.0),
         )
 
@@ -108,7 +110,7 @@ class Prediction:
     @property
     def bubble(self) -> float:
         """The share of all ranks' time in which they wait."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
+        return 1 - sum(self.busy) / (len(self.busy) * self.seconds)  # StageTimes are not all 0
 
 
 def predict(
@@ -164,7 +166,7 @@ def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
         seconds=timeline.makespan,
         closed_form=closed_form(schedule, times),
         busy=timeline.busy,
-        most_held=tuple(peak_held(order, [1.0] * schedule.chunks) for order in schedule.orders),
+        most_held=tuple(peak_of_held(held, [1.0] * schedule.chunks) for held in schedule.held),
         schedule=schedule,
         timeline=timeline,
     )
@@ -176,7 +178,10 @@ def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, task: Task)
 
     def near(other: int) -> float:
         """Two stages of one rank send each other nothing."""
-        return 0.0 if schedule.rank(other) == rank else times.latency
+        # One rank has several stages with several chunks alone; this is asked for each task.
+        if schedule.chunks > 1 and schedule.rank(other) == rank:
+            return 0.0
+        return times.latency
 
     if kind == "F":
         waits: tuple[tuple[Hashable, float], ...] = ()
@@ -226,7 +231,7 @@ def closed_form(schedule: Schedule, times: StageTimes) -> float | None:
     if schedule.name == "1f1b":
         return (count - 1) * max(both) + sum(both)
     if schedule.name == "vocab":
-        each = replace(times, head_latency=0.0).slowest()
+        each = times.slowest()
         way = (ranks - 1) * (each.forward + each.backward)
         return count * (each.cycle + 2 * each.embedding) + way
     even = max(both) <= min(both) * (1 + 1e-9)

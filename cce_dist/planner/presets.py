@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from .models import PAPER, Model
+from .names import nearest_name
 
 _GEMMA2: dict[str, Any] = {
     "classes": 256000,
@@ -106,5 +107,5 @@ def find_model(name: str) -> Model:
                 return model
     raise ValueError(
         f"model must be a config.json or one of {model_names()}, got {name!r}, which is neither "
-        "a file nor a preset"
+        f"a file nor a preset{nearest_name(name, model_names())}"
     )

@@ -5,21 +5,36 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from .flags import megatron_flags, torch_stages
+from .flags import megatron_flags, patch_flags, torch_stages
 from .head import phase_bytes
 from .plan import Plan, RankPlan
 from .search import Pays, verdict_on
 
 
 def describe(
-    plan: Plan, pays: Pays | None = None, *, largest: int = 0, notes: tuple[str, ...] = ()
+    plan: Plan,
+    pays: Pays | None = None,
+    *,
+    largest: int = 0,
+    largest_of_layout: int | None = None,
+    notes: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Seconds, bytes, FLOPs; of one rank of each tensor-parallel group."""
+    """Seconds, bytes, FLOPs; of one rank of each tensor-parallel group.
+
+    Args:
+        largest: sequences of the largest microbatch that fits, by whichever layout.
+        largest_of_layout: by the plan's; None: the same.
+    """
     job, model = plan.job, plan.model
     try:
         flags = megatron_flags(model, job, plan.layout)
     except ValueError as error:
         flags, notes = None, (*notes, str(error))
+    if job.is_over_ranks and job.pp == 1:
+        notes = (
+            *notes,
+            f"vocab_over {job.vocab_over}: there is one pipeline rank alone",
+        )
     found: dict[str, Any] = {
         "model": asdict(model) | {"parameters": model.parameters},
         "job": asdict(job) | {"gpus": job.gpus, "schedule": job.schedule_name},
@@ -37,8 +52,10 @@ def describe(
         "peak_bytes": plan.peak,
         "usable_bytes": plan.hardware.usable * plan.hardware.memory,
         "largest_microbatch": largest,
+        "largest_microbatch_of_layout": largest if largest_of_layout is None else largest_of_layout,
         "ranks": [describe_rank(rank) for rank in plan.ranks],
         "megatron_flags": flags,
+        "megatron_patch": None if flags is None else patch_flags(job),
         "torch_stages": torch_stages(plan.layout, has_head=not job.is_over_ranks),
         "notes": list(notes),
     }
@@ -58,8 +75,19 @@ def describe(
 def describe_rank(rank: RankPlan) -> dict[str, Any]:
     return {
         "rank": rank.rank,
+        # Of a head over all ranks, whose time is no stage's, each has its share of the parameters.
         "stages": [
-            {"first_layer": stage.first_layer, "layers": stage.layers} for stage in rank.stages
+            {
+                "first_layer": stage.first_layer,
+                "layers": stage.layers,
+                "parameters": stage.parameters,
+                "flops": stage.flops,
+                "forward_seconds": stage.forward,
+                "backward_seconds": stage.backward,
+                "head_seconds": stage.head_seconds,
+                "kept_bytes": stage.kept + stage.head_kept,
+            }
+            for stage in rank.stages
         ],
         "parameters": rank.parameters,
         "flops": rank.flops,

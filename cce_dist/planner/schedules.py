@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from operator import mul
+from typing import Literal, NamedTuple
 
 from .orders import Times, plan_vocab_order
 from .timeline import Task
@@ -28,6 +30,11 @@ class Schedule:
     orders: tuple[tuple[Task, ...], ...]
     chunks: int = 1
     microbatches: int = 1
+
+    @cached_property
+    def held(self) -> tuple[tuple[Held, ...], ...]:
+        """What each rank's order comes to hold."""
+        return tuple(held_of(order, self.chunks) for order in self.orders)
 
     @property
     def ranks(self) -> int:
@@ -77,6 +84,8 @@ def make_schedule(
             raise ValueError(f"{key} must be >= 1, got {value}")
     if name not in NAMES:
         raise ValueError(f"schedule must be one of {list(NAMES)}, got {name!r}")
+    if framework not in ("torch", "megatron"):
+        raise ValueError(f"framework must be 'torch' or 'megatron', got {framework!r}")
     least, most = {"interleaved": (2, None), "zbv": (2, 2)}.get(name, (1, 1))
     if chunks < least or (most is not None and chunks > most):
         asked = f"{least}" if most == least else f">= {least}"
@@ -188,6 +197,31 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> list[Task]:
     return [task for task in found if task.microbatch < microbatches]
 
 
+class Held(NamedTuple):
+    """Microbatches that a rank holds of each chunk while it does a task of one kind."""
+
+    kind: Literal["F", "B", "head"]
+    chunk: int
+    counts: tuple[int, ...]
+
+
+def held_of(order: Sequence[Task], chunks: int) -> tuple[Held, ...]:
+    """All that an order comes to, each once: a few, however many microbatches there are."""
+    now, found = [0] * chunks, set()
+    frees = "W" if any(task.kind == "W" for task in order) else "B"
+    for kind, _, chunk in order:
+        if kind == "F":
+            now[chunk] += 1
+            found.add(("F", 0, tuple(now)))
+        elif kind in "BIW":
+            found.add(("B", chunk, tuple(now)))
+            if kind == frees:
+                now[chunk] -= 1
+        else:
+            found.add(("head", 0, tuple(now)))
+    return tuple(Held(*each) for each in sorted(found))
+
+
 def peak_held(
     order: Sequence[Task],
     held: Sequence[float],
@@ -202,16 +236,21 @@ def peak_held(
         working: while a backward of each chunk runs, beside what is held; None: nothing.
         phases: while a task of the head over all ranks runs.
     """
-    now = most = 0.0
-    frees = "W" if any(task.kind == "W" for task in order) else "B"
-    for task in order:
-        if task.kind == "F":
-            now += held[task.chunk]
-            most = max(most, now)
-        elif task.kind in "BIW":
-            most = max(most, now + (working[task.chunk] if working else 0.0))
-            if task.kind == frees:
-                now -= held[task.chunk]
-        else:
-            most = max(most, now + phases)
+    return peak_of_held(held_of(order, len(held)), held, working, phases=phases)
+
+
+def peak_of_held(
+    every: Sequence[Held],
+    held: Sequence[float],
+    working: Sequence[float] | None = None,
+    *,
+    phases: float = 0.0,
+) -> float:
+    """As `peak_held`, of an order that was counted before."""
+    most = 0.0
+    for kind, chunk, counts in every:
+        beside = phases if kind == "head" else 0.0
+        if kind == "B" and working:
+            beside = working[chunk]
+        most = max(most, sum(map(mul, counts, held)) + beside)
     return most

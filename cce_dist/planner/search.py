@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
+from typing import NamedTuple
 
 from .hardware import GIB, Hardware
 from .job import OURS, Job
@@ -135,15 +138,62 @@ def largest_microbatch(plan: Plan) -> int:
         costs = costs_of(plan.model, replace(plan.job, microbatch=count), plan.hardware)
         return peak_of(costs, schedule, plan.layout) <= room
 
-    if not fits(1):
+    return _largest(fits, _least_microbatch(plan.job))
+
+
+def largest_of_layouts(
+    model: Model, job: Job, hardware: Hardware, *, below: int | None = None
+) -> int:
+    """Sequences of the largest microbatch with which some layout fits, which `best_plan` finds; 0:
+    not even one.
+
+    Args:
+        below: one that does not fit.
+    """
+
+    def fits(count: int) -> bool:
+        costs = costs_of(model, replace(job, microbatch=count), hardware)
+        return _fits_somehow(costs, held_schedule(costs))
+
+    return _largest(fits, _least_microbatch(job), below)
+
+
+def held_schedule(costs: Costs) -> Schedule:
+    """An order that comes to hold what the job's does: of the planned one, which is slow to make,
+    no more microbatches than fill the pipeline."""
+    job = costs.job
+    if job.is_over_ranks:
+        job = replace(job, microbatches=min(job.microbatches, 2 * job.pp + 8))
+    return schedule_of(replace(costs, job=job))
+
+
+def _fits_somehow(costs: Costs, schedule: Schedule) -> bool:
+    room = costs.hardware.usable * costs.hardware.memory
+    even = even_layout(costs.model.layers, costs.job.stages)
+    if peak_of(costs, schedule, even) <= room:
+        return True
+    return peak_of(costs, schedule, balanced_layout(costs, schedule)) <= room
+
+
+def _least_microbatch(job: Job) -> int:
+    """Sequences of which microbatches are multiples: tensor-parallel ranks share the tokens."""
+    return job.tp // gcd(job.sequence // job.cp, job.tp) if job.sequence_parallel else 1
+
+
+def _largest(fits: Callable[[int], bool], step: int, below: int | None = None) -> int:
+    """The largest multiple of `step` that fits, as far as what is smaller does."""
+    if not fits(step) or (below is not None and below <= step):
         return 0
     least, most = 1, 2
-    while fits(most) and most < 2**20:
-        least, most = most, 2 * most
+    if below is not None:
+        most = -(-below // step)
+    else:
+        while fits(step * most) and most < 2**20:
+            least, most = most, 2 * most
     while most - least > 1:
         middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least
+        least, most = (middle, most) if fits(step * middle) else (least, middle)
+    return step * least
 
 
 @dataclass(frozen=True)
@@ -198,6 +248,9 @@ def verdict_on(new: Plan, old: Plan) -> str:
     """Whether a plan is better than another: a sentence that begins with yes or no."""
     ratio = old.seconds / new.seconds
     memory = f"{new.peak / GIB:.1f} GiB at the most instead of {old.peak / GIB:.1f}"
+    if not new.fits and not old.fits:
+        room = new.hardware.usable * new.hardware.memory / GIB
+        return f"no: neither fits, {memory}, of {room:.1f}"
     if new.fits and not old.fits:
         return f"yes: it fits, {memory}"
     if old.fits and not new.fits:
@@ -209,36 +262,74 @@ def verdict_on(new: Plan, old: Plan) -> str:
     return f"no: {ratio:.2f} times as fast, {memory}"
 
 
-def nearest_that_fits(model: Model, job: Job, hardware: Hardware) -> str | None:
-    """The first of these changes with which the job fits; None: none of them is enough."""
-    changes: list[dict[str, object]] = []
-    smaller = largest_microbatch(best_plan(model, job, hardware))
+class Advice(NamedTuple):
+    """Args:
+    fits: flags with which a job fits, None: none of those tried.
+    tried: what was.
+    """
+
+    fits: str | None
+    tried: str
+
+
+def nearest_that_fits(
+    model: Model, job: Job, hardware: Hardware, layout: Sequence[int] | None = None
+) -> Advice:
+    """The first of a few changes, each beside those before it, with which the job fits: a smaller
+    microbatch, the optimizer over data-parallel ranks, full recompute, sequence parallelism where
+    there are tensor-parallel ranks, then more ranks.
+
+    Args:
+        layout: that was asked for, instead of the best.
+    """
+    instead = ""
+    if layout is not None:
+        best = best_plan(model, job, hardware)
+        if best.fits:
+            return Advice(f"--layout {','.join(map(str, best.layout))}", "")
+        instead = ", without --layout"
+    smaller = largest_of_layouts(model, job, hardware, below=job.microbatch)
     if smaller:
-        return f"microbatch {smaller}"
-    if not job.distributed_optimizer and job.dp * job.cp > 1:
-        changes.append({"distributed_optimizer": True})
-    changes.append({"microbatch": 1})
-    if job.recompute != "full":
-        changes.append({"recompute": "full"})
-    tried: dict[str, object] = {}
-    for change in changes:
-        tried |= change
-        if _fits(model, job, hardware, tried):
-            return _named(tried)
-    for name in ("tp", "pp"):
-        while int(str(tried.get(name, getattr(job, name)))) < (8 if name == "tp" else 128):
-            tried[name] = 2 * int(str(tried.get(name, getattr(job, name))))
-            if _fits(model, job, hardware, tried):
-                return _named(tried)
-    return None
+        return Advice(f"--microbatch {smaller}{instead}", "")
+    last = job
+    for change in _changes(job):
+        try:
+            changed = replace(last, **change)  # pyright: ignore
+            costs = costs_of(model, changed, hardware)
+            last = changed
+            if _fits_somehow(costs, held_schedule(costs)):
+                return Advice(_flags_of(job, changed) + instead, "")
+        except ValueError:
+            continue  # the model cannot be cut like this
+    return Advice(None, _flags_of(job, last) or "no change")
 
 
-def _named(changes: dict[str, object]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in changes.items())
+def _changes(job: Job) -> Iterator[dict[str, object]]:
+    """One after the other; each is kept if the model can be cut like this."""
+    if job.dp * job.cp > 1:
+        yield {"distributed_optimizer": True}
+    yield {"microbatch": _least_microbatch(job)}
+    yield {"recompute": "full"}
+    if job.tp > 1:
+        yield {"sequence_parallel": True}
+    tp, pp, cp = job.tp, job.pp, job.cp
+    while tp < 8:
+        tp *= 2
+        yield {"tp": tp}
+    yield {"sequence_parallel": tp > 1}
+    while pp < 128:
+        pp *= 2
+        yield {"pp": pp}
+    while cp < 16:
+        cp *= 2
+        yield {"cp": cp}
 
 
-def _fits(model: Model, job: Job, hardware: Hardware, changes: dict[str, object]) -> bool:
-    try:
-        return best_plan(model, replace(job, **changes), hardware).fits  # pyright: ignore
-    except ValueError:
-        return False
+def _flags_of(job: Job, changed: Job) -> str:
+    """Those in which the jobs differ, as the command has them."""
+    found = []
+    for name, value in vars(changed).items():
+        if value != getattr(job, name):
+            flag = "--" + name.replace("_", "-")
+            found.append(flag if value is True else f"{flag} {value}")
+    return " ".join(found)

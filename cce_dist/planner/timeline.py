@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,31 +71,33 @@ def run_orders(
     spans: list[list[Span]] = [[] for _ in orders]
     ready = list(range(len(orders)))
 
-    def first_closed(waits: Iterable[tuple[Hashable, float]]) -> Hashable | None:
-        return next((gate for gate, _ in waits if gate not in opened), None)
-
     while ready:
         rank = ready.pop()
         done, order = spans[rank], orders[rank]
         while len(done) < len(order):
             task = order[len(done)]
             seconds, waits, gate = work(rank, task)
-            closed = first_closed(waits)
+            start, closed = done[-1].end if done else 0.0, None
+            for other, delay in waits:
+                if other not in opened:
+                    closed = other
+                    break
+                start = max(start, opened[other] + delay)
             if closed is not None:
                 blocked.setdefault(closed, []).append(rank)
                 break
-            start = done[-1].end if done else 0.0
-            for other, delay in waits:
-                start = max(start, opened[other] + delay)
             end = start + seconds
             done.append(Span(task, start, end))
             if gate is None:
                 continue
-            latest[gate] = max(latest.get(gate, 0.0), end)
-            needed[gate] = needed.get(gate, 1) - 1
-            if needed[gate] == 0:
-                opened[gate] = latest[gate]
-                ready.extend(blocked.pop(gate, ()))
+            if gate in needed:
+                end = latest[gate] = max(latest.get(gate, 0.0), end)
+                needed[gate] -= 1
+                if needed[gate]:
+                    continue
+            opened[gate] = end
+            if gate in blocked:
+                ready.extend(blocked.pop(gate))
     stuck = [
         (rank, order[len(done)])
         for rank, (done, order) in enumerate(zip(spans, orders, strict=True))
