@@ -14,7 +14,7 @@ JOBS=${JOBS:-8}             # tests side by side
 
 export PATH="$PWD/.venv/bin:$PATH"
 if [[ $GPUS == 1 ]]; then
-    parts=(tests capture loss few screened quantize fidelity probabilities converge train)
+    parts=(tests capture loss few screened quantize fidelity probabilities converge seeds train)
 else
     parts=(tests ranks pipeline train)
 fi
@@ -44,6 +44,16 @@ for step in 0 10 100 1000 5000; do
     captured+=(--inputs "$OUT/captured/step-$step.pt")
 done
 bench() { python3 -m cce_dist bench "$@"; }
+# Three runs side by side; the first makes token ids and the checkpoint, for which the others wait.
+converge() {
+    local run runs=()
+    for ((run = 0; run < 3; run++)); do
+        bench converge --megabytes 40 --steps 300 --checkpoint-steps 600 --evaluations 6 \
+            --held-out-tokens 32768 --cache "$OUT/converge" --slice $run/3 "$@" &
+        runs+=($!)
+    done
+    for run in "${runs[@]}"; do wait "$run"; done
+}
 bench_ranks() { torchrun --standalone --nproc-per-node "$GPUS" -m cce_dist bench "$@"; }
 on_gpu=(--device cuda --dtype bfloat16)
 # A decoder 70 % of whose products are its head's.
@@ -63,11 +73,11 @@ case $GPUS-$part in
     bench loss "${on_gpu[@]}" --inputs "$OUT/captured/step-1000.pt" --inputs zipf \
         --shape gemma2-2b --shape llama3-8b --passes loss --passes forward --passes loss+grad \
         --method dense --method filtered --method exact --method exact-kept --method in_forward \
-        --method screened --peers torch-compile,flash-attn,liger-8,cce,cce-exact \
+        --method screened --method screened-e4m3 --method screened-copy --peers torch-compile,flash-attn,liger-8,cce,cce-exact \
         "${from_peers[@]}" --budget-seconds 1 --csv "$OUT/loss.csv" "$@"
     ;;
 1-few)
-    for tokens in 128 256 512; do
+    for tokens in 128 256 512 1024 2048 4096; do
         bench loss "${on_gpu[@]}" --inputs zipf --tokens $tokens --vocab 256000 --dim 2304 \
             --method dense --method filtered --method exact --method screened --peers none \
             --passes loss+grad --budget-seconds .4 --csv "$OUT/few-$tokens.csv" "$@"
@@ -89,15 +99,11 @@ case $GPUS-$part in
     bench probabilities "${captured[@]}" --device cuda --record "$OUT/probabilities.json" "$@"
     ;;
 1-converge)
-    # The first makes token ids and the checkpoint, for which the others wait.
-    runs=()
-    for ((run = 0; run < 3; run++)); do
-        bench converge --megabytes 40 --steps 300 --checkpoint-steps 600 --evaluations 6 \
-            --held-out-tokens 32768 "${from_peers[@]}" --cache "$OUT/converge" --slice $run/3 \
-            --record "$OUT/convergence.json" "$@" &
-        runs+=($!)
-    done
-    for run in "${runs[@]}"; do wait "$run"; done
+    converge "${from_peers[@]}" --record "$OUT/convergence.json" "$@"
+    ;;
+1-seeds)
+    converge --start random --seeds 9 --method dense --method exact --method in_forward \
+        --method filtered --method screened --record "$OUT/convergence-seeds.json" "$@"
     ;;
 1-train)
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
@@ -105,6 +111,9 @@ case $GPUS-$part in
         --warmup-steps 40 --timed-steps 6 --loss cce --loss dense --loss torch-compile \
         --loss liger --loss apple-cce "${from_peers[@]}" --csv "$OUT/train.csv" \
         --record "$OUT/end-to-end.json" "$@"
+    bench train "${decoder[@]}" --parallel.tp 1 --parallel.sequence_parallel false --batch 16 \
+        --loss.logits screened --warmup-steps 40 --timed-steps 6 --loss cce \
+        --csv "$OUT/train-screened.csv" --record "$OUT/end-to-end-screened.json" "$@"
     ;;
 *-tests)
     python3 -m pytest -p no:cacheprovider -p no:benchmark -m multigpu "$@"
