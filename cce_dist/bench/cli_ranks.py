@@ -199,7 +199,8 @@ def train_command(
         if is_main:
             report.add({**sizes, "dtype": chosen.dtype}, rows)
             if record is not None:
-                made = end_to_end_record(report.rows, report.machine, record.stem, title)
+                seed = chosen.run.seed
+                made = end_to_end_record(report.rows, report.machine, record.stem, title, seed=seed)
                 write_record(made, record.parent)
 
     how = {"warmup": warmup_steps, "steps": timed_steps, "largest": largest}

@@ -14,11 +14,18 @@ SETTINGS = ("V", "D", "layers", "dtype")
 
 
 def end_to_end_record(
-    rows: Sequence[Mapping[str, Cell]], machine: Mapping[str, str], name: str, title: str
+    rows: Sequence[Mapping[str, Cell]],
+    machine: Mapping[str, str],
+    name: str,
+    title: str,
+    *,
+    seed: int = 0,
 ) -> Record:
     """Of the rows of `cce-dist bench train`.
 
-    Args: machine: as `cce_dist.bench.cases.machine_of` gives it.
+    Args:
+        machine: as `cce_dist.bench.cases.machine_of` gives it.
+        seed: of weights and text.
     Raises:
         RecordError: the rows are of several models.
     """
@@ -30,7 +37,9 @@ def end_to_end_record(
         for row in rows
     ]
     settings: dict[str, Cell] = dict(zip(SETTINGS, models[0], strict=True))
-    return make_record("end-to-end", name, title, machine, settings=settings, rows=cells)
+    return make_record(
+        "end-to-end", name, title, machine, seeds=(seed,), settings=settings, rows=cells
+    )
 
 
 def blocks(record: Record) -> list[Block]:
