@@ -125,7 +125,8 @@ def test_training_steps_are_measured_with_either_loss(tmp_path: Path) -> None:
 )
 def test_rows_of_training_steps_name_the_loss(name: str, loss: dict, expected: str) -> None:
     ranks: Any = SimpleNamespace(dp=1, tp=1)
-    assert layout_of(TrainConfig.model_validate({"loss": loss}), ranks, name)["loss"] == expected
+    config = TrainConfig.model_validate({"dtype": "bfloat16", "loss": loss})
+    assert layout_of(config, ranks, name)["loss"] == expected
 
 
 def test_peers_are_named_with_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
