@@ -19,8 +19,10 @@ from cce_dist.train.config_file import load_config, parse_overrides
 
 SCRIPT = ROOT / "launch" / "measure.sh"
 # On PATH for python3 and torchrun: writes its arguments down, a line a call, and fails if asked.
+# In one write: some run side by side.
 STUB = """#!/bin/sh
-{ printf "%s" "$(basename "$0")"; printf "\\037%s" "$@"; echo; } >> "$RECORD"
+line=$(basename "$0")$(printf "\\037%s" "$@")
+printf "%s\\n" "$line" >> "$RECORD"
 case "$*" in *"$FAIL"*) [ -z "$FAIL" ] ;; esac
 """
 
