@@ -85,6 +85,14 @@ def quantized_rows(
     return into
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """What a call's 8-bit logits are off by."""
+
+    rows: QuantizedRows  # of the weight
+    variance: Tensor  # [N] fp32 of a token's logit
+
+
 def correct_for_rounding(
     of_tokens: Tensor,  # [2, N]: the second is shifted, in place
     size: Tensor,  # [2, N] of the tokens, as `quantize` gives them

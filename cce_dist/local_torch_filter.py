@@ -54,9 +54,20 @@ def local_kept(
         exponent = torch.frexp(ratio).exponent - 1
         drawn = (exponent.clamp_min(0) + 1 == level) & (mass > 0) & ~mask
         times = torch.exp2(level.to(mass.dtype))
+    return Kept(mask, dropped, _shares(mass, mask), drawn, times)
+
+
+def shares_of(scores: Scores, lse: Tensor, mask: Tensor) -> Tensor:
+    """Of what each block drops, the share of each column, [num_blocks, V_local]."""
+    assert scores.mass is not None
+    return _shares(scores.mass * _tighten(scores, lse), mask)
+
+
+def _shares(mass: Tensor, mask: Tensor) -> Tensor:
+    """Args: mass: written."""
     share = mass.masked_fill_(mask, 0)
     share /= share.sum(1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
-    return Kept(mask, dropped, share, drawn, times)
+    return share
 
 
 def reaches(scores: Scores, lse: Tensor, threshold: float, by_largest: bool) -> Tensor:

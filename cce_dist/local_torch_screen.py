@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cce_dist import local_torch
 from cce_dist.eight_bits import correct_for_rounding, screen_dtype
-from cce_dist.local_torch_filter import gathered_logits, keep_targets, reaches
+from cce_dist.local_torch_filter import gathered_logits, keep_targets, reaches, shares_of
 from cce_dist.local_torch_quantize import moments_of, quantize, quantize_weight
 from cce_dist.options import TOKEN_BLOCK, Screen
 from cce_dist.partials import (
@@ -104,6 +104,31 @@ class EightBit:
         """(z, softcap'(z)) of some tokens and the columns `index`, [n, len(index)]."""
         return self._tiles_of(index)(i0, i1)
 
+    def tail_error(self, share: Tensor, size: TileSize) -> Tensor:
+        """By how much the log of a token's tail is too large, [N] nats, from what the columns of
+        its block's tail share. Source: docs/numerics.md#the-bias-of-the-tail.
+
+        Args: share: [num_blocks, V_local] of each column that is not kept; their sum is 1, or 0.
+        """
+        rows, weight, scale = self.rows, self.head.weight, self.head.logit_scale
+        dim = weight.shape[1]
+        mean = share.new_zeros(len(share), dim)
+        square, rest_square = torch.zeros_like(mean), torch.zeros_like(mean)
+        for v0, v1 in spans(weight.shape[0], size.columns):
+            x = (weight[v0:v1].float() - rows.centre) * rows.channel
+            rest = rows.values[v0:v1, :dim].float() * rows.of_rows[0, v0:v1, None] - x
+            for out, of_columns in ((mean, x), (square, x.square()), (rest_square, rest.square())):
+                out += share[:, v0:v1] @ of_columns
+        spread = (square - mean.square()).clamp_min_(0)
+        off = torch.empty_like(self.variance)
+        for block, (i0, i1) in enumerate(spans(len(self.tokens), TOKEN_BLOCK)):
+            x = (self.tokens.take(i0, i1).float() - rows.hidden_centre) / rows.channel
+            rest = self.hidden[i0:i1, :dim].float() * self.of_tokens[0, i0:i1, None] - x
+            second = rest.square() @ spread[block] + x.square() @ rest_square[block]
+            second = scale**2 * second - self.variance[i0:i1]
+            off[i0:i1] = scale * (rest @ mean[block]) + 0.5 * second
+        return off
+
     def _tiles_of(self, at: slice | Tensor) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
         # Rows of e4m3 can't be gathered; as bytes they can.
         columns = self.rows.values.view(torch.uint8)[at].view(self.rows.values.dtype).float()
@@ -158,9 +183,13 @@ class _Screened:
             for out, total, part in zip((unkept, dropped), totals, found, strict=True):
                 out[i0:i1] = (total[i0:i1] - part).clamp_min_(0) if few_kept else part
         error = ((here * unkept).square() * eight.variance).mean().sqrt()
-        lse = torch.logaddexp(kept, stats.lse + unkept.log())
+        off = eight.tail_error(shares_of(scores, stats.lse, mask), size)
+        # By softcap's mean slope there. Of a token without a tail nothing is off.
+        off = torch.where(unkept > 0, off * dropped / unkept, 0.0)
+        log_unkept = stats.lse + unkept.log() - off
+        lse = torch.logaddexp(kept, log_unkept)
         screened = None if stats.screened is None else torch.ones_like(lse)
-        log_dropped = stats.lse + dropped.log()
+        log_dropped = stats.lse + dropped.log() - off
         return cls(
             replace(stats, lse=lse, target_logit=target_logit, screened=screened),
             replace(scores, mask=mask, log_dropped=log_dropped),

@@ -20,6 +20,7 @@ from cce_dist.local_triton_inputs import similar_order
 from cce_dist.local_triton_lists import ListedLogits, Marks, marks_of
 from cce_dist.local_triton_operands import Launch
 from cce_dist.local_triton_screen import add_exact_columns, guard, with_eight_bits
+from cce_dist.local_triton_tail_error import correct_tail
 from cce_dist.options import TOKEN_BLOCK, Screen
 from cce_dist.partials import Head, Stats, Tokens, Wanted
 
@@ -49,7 +50,7 @@ def local_stats(
         Marks if `score`, else None.
     Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/performance.md#forward.
     """
-    order = variance = screened = None
+    order = rounding = screened = None
     if score and len(tokens) > TOKEN_BLOCK:
         order = similar_order(tokens)
         tokens = tokens.reordered(order)
@@ -57,7 +58,7 @@ def local_stats(
     listed = keep_logits if isinstance(keep_logits, ListedLogits) else None
     run = Forward.of(tokens, head, wanted, score, every, screen is not None)
     if screen is not None:
-        run, variance = with_eight_bits(run, screen)
+        run, rounding = with_eight_bits(run, screen)
     launches = run.launches(gather is not None)
     own = run.parts["lower"] if gather is None else run.parts["lower"].clone()
     for launch in launches:
@@ -68,8 +69,8 @@ def local_stats(
     run.launch(threshold, score_largest, last)
     made = run.merge()
     if screen is not None:
-        assert variance is not None
-        full, screened = guard(run, made, variance, screen)
+        assert rounding is not None
+        full, screened = guard(run, made, rounding.variance, screen)
         for launch in (full.alone(), full.alone(robust=True)):
             full.launch(threshold, score_largest, launch)
         made = run.merge()
@@ -97,12 +98,14 @@ def local_stats(
         order=order,
     )
     if screened is not None:
+        assert rounding is not None and made.dropped is not None
+        correct_tail(run, made, rounding, screened.full)
         del run.parts["mass"]
         add_exact_columns(run, made, marks, screened, workspace_bytes, listed, beside)
-        lse = made.lse[: len(tokens)]
+        corrected = torch.stack([made.lse, made.dropped])[:, : len(tokens)]
         if order is not None:
-            lse = torch.empty_like(lse).index_copy_(0, order, lse)
-        stats = replace(stats, lse=lse)
+            corrected = torch.empty_like(corrected).index_copy_(1, order, corrected)
+        stats, marks = replace(stats, lse=corrected[0]), replace(marks, log_dropped=corrected[1])
     return stats, marks
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from cce_dist.eight_bits import (
     LARGEST,
     Moments,
+    Rounding,
     correct_for_rounding,
     every_for_centre,
     quantized_rows,
@@ -142,8 +143,8 @@ def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRow
     return quantize_weight(weight, moments.for_others(), screen_dtype(screen, weight))
 
 
-def with_eight_bits(run: Forward, screen: Screen) -> tuple[Forward, Tensor]:
-    """The same forward of 8-bit operands, and [N_padded] the variance of its logits' errors."""
+def with_eight_bits(run: Forward, screen: Screen) -> tuple[Forward, Rounding]:
+    """The same forward of 8-bit operands, and what [N_padded] tokens' logits are off by."""
     head, dim = run.head, run.weight.shape[1]
     hidden, weight = run.packed[:, :dim], head.quantized
     if weight is None:
@@ -154,7 +155,7 @@ def with_eight_bits(run: Forward, screen: Screen) -> tuple[Forward, Tensor]:
     )
     variance = correct_for_rounding(of_tokens, size, weight, head.logit_scale)
     operands = EightBit(values, weight.values, weight.of_rows, of_tokens)
-    return replace(run, eight=operands), variance
+    return replace(run, eight=operands), Rounding(weight, variance)
 
 
 @dataclass(frozen=True)
