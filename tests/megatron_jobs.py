@@ -146,7 +146,7 @@ def stand_in_for_cuda() -> None:
 
 
 @contextlib.contextmanager
-def megatron(setup: Setup) -> Iterator[None]:
+def megatron(setup: Setup, timeout_s: float = 1800) -> Iterator[None]:
     """Megatron's groups over all ranks of this process's job."""
     import_megatron(setup.device)
     from megatron.core import parallel_state
@@ -163,6 +163,7 @@ def megatron(setup: Setup) -> Iterator[None]:
             pipeline_model_parallel_size=setup.pp,
             virtual_pipeline_model_parallel_size=setup.vpp,
             context_parallel_size=setup.cp,
+            distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
         )
         if setup.device == "cuda":
             model_parallel_cuda_manual_seed(1)

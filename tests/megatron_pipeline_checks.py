@@ -270,7 +270,7 @@ def a_loss_that_is_changed_on_its_way() -> None:
     # The other stage waits no longer than its groups do.
     message = "must return the model's losses as the model" if is_last() else "imed? ?out|clos"
     with (
-        changed(pipeline, TIMEOUT=datetime.timedelta(seconds=2)),
+        changed(pipeline, timeout_of=lambda *_: datetime.timedelta(seconds=2)),
         pytest.raises(PatchError if is_last() else RuntimeError, match=message),
     ):
         schedule(model, changes)
