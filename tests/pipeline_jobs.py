@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pipeline_promises import Promise
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -93,40 +94,51 @@ class Model:
             self.tokens,
         )
 
-    def whole(self, setup: Setup) -> dict[str, Tensor]:
-        """Losses of microbatches and gradients of their scaled sum, from dense logits."""
+    def whole(self, setup: Setup, logits: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Losses of microbatches and gradients of their scaled sum, from dense logits of the
+        model's dtype, or another, and a softmax in fp32 at least. Gradients of the head are summed
+        over microbatches in fp32, as Megatron's main_grad."""
         blocks = copy.deepcopy(self.blocks)
-        weight = self.weight.clone().requires_grad_()
-        bias = None if self.bias is None else self.bias.clone().requires_grad_()
-        losses = []
+        losses, of_tokens, weights, biases = [], [], [], []
         inputs = (self.tokens if setup.tied else self.x).split(MICROBATCH)
         for x, targets in zip(inputs, self.targets.split(MICROBATCH), strict=True):
+            weights.append(weight := self.weight.clone().requires_grad_())
+            bias = None
+            if self.bias is not None:
+                biases.append(bias := self.bias.clone().requires_grad_())
             if setup.tied:
                 x = 3 * F.embedding(x, weight)
             for block in blocks:
                 x = block(x)
-            z = F.linear(x, weight, bias)
+            into = logits or x.dtype
+            z = F.linear(x.to(into), weight.to(into), None if bias is None else bias.to(into))
+            z = z.to(torch.promote_types(z.dtype, torch.float32))
             if setup.options.softcap is not None:
                 z = setup.options.softcap * torch.tanh(z / setup.options.softcap)
             z = setup.options.logit_scale * z
             each = F.cross_entropy(
                 z.flatten(0, 1),
                 targets.flatten(),
-                reduction="sum",
+                reduction="none",
                 label_smoothing=setup.options.label_smoothing,
             )
             counts = targets.flatten() != -100
             if setup.options.z_loss:
                 squares = torch.logsumexp(z.flatten(0, 1), -1).square()
-                each = each + setup.options.z_loss * squares[counts].sum()
-            losses.append(each / counts.sum() if setup.options.reduction == "mean" else each)
-        sum(losses).backward()  # pyright: ignore
+                each = each + setup.options.z_loss * squares * counts
+            loss = each.sum() / (counts.sum() if setup.options.reduction == "mean" else 1)
+            # One after the other, as schedules do: sums in 16 bits depend on the order.
+            loss.backward()
+            losses.append(loss.detach())
+            of_tokens.append(each.detach())
         found = {
             f"{i}.{name}": p.grad for i, b in enumerate(blocks) for name, p in b.named_parameters()
         }
-        found |= {"weight": weight.grad, "losses": torch.stack(losses).detach()}
-        if bias is not None:
-            found["bias"] = bias.grad
+        found |= {"losses": torch.stack(losses), "of tokens": torch.stack(of_tokens)}
+        for name, each in (("weight", weights), ("bias", biases)):
+            if each:
+                wide = torch.promote_types(each[0].dtype, torch.float32)
+                found[name] = sum(x.grad.to(wide) for x in each).to(each[0].dtype)
         return {key: value for key, value in found.items() if value is not None}
 
 
@@ -270,20 +282,23 @@ def require_close(found: dict[str, Tensor | None], right: dict[str, Tensor], rel
         assert float(error) <= rel, (key, float(error))
 
 
-def train(group: Any, setup: Setup, rel: float, steps: int = 2) -> dict[str, Any]:
-    """Steps over pipeline ranks: each one's losses and gradients are those of one process."""
+def train(group: Any, setup: Setup, rel: float | None, steps: int = 2) -> dict[str, Any]:
+    """Steps over pipeline ranks: each one's losses and gradients are those of one process.
+
+    Args: rel: how near; None: as the project promises of 16 bits.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     pipeline, tensor = grid_of(group, setup)
     stage, depth = dist.get_rank(pipeline), dist.get_world_size(pipeline)
     model = Model.make(setup, depth * setup.stages_of_a_rank)
-    right = model.whole(setup)
+    right, divisor = model.whole(setup), setup.microbatches if setup.scale_grads else 1
+    promise = Promise(model, setup, divisor) if rel is None else None
     model.x = slice_of(setup, model.x, tensor)
     head = make_head(setup, model, group, pipeline, tensor)
     embedding = TiedEmbedding(head) if setup.tied else None
     stages = make_stages(setup, model, pipeline, embedding)
     schedule, loss, serving = make_served(setup, stages, head, embedding)
     args, kwargs = arguments(stages, model, tied=setup.tied)
-    divisor = setup.microbatches if setup.scale_grads else 1
     scaled = {key: value / divisor for key, value in right.items()} | {"losses": right["losses"]}
     of_schedule: list[Tensor] = []
     for _ in range(steps):
@@ -303,17 +318,26 @@ def train(group: Any, setup: Setup, rel: float, steps: int = 2) -> dict[str, Any
                 if setup.sequence_parallel:
                     dist.all_reduce(parameter.grad, group=tensor)
                 found[f"{index}.{name}"] = parameter.grad
-        require_close(found, scaled, rel)
+        if rel is not None:
+            require_close(found, scaled, rel)
+        if promise is not None:
+            promise.require("losses", found["losses"])  # pyright: ignore
+            for index in stage_indices(setup, stage, depth):
+                promise.require_block(index, found)
         shard = shards(setup.vocab_size, size)[rank]
         rows = slice(shard.start, shard.stop)
         owned = shard.stop - shard.start
         for name, parameter in (("weight", head.weight), ("bias", head.bias)):
             if parameter is not None:
                 assert parameter.grad is not None
-                # Some ranks' rows may have next to no gradient: relative to the whole one's.
-                off = (parameter.grad[:owned] - scaled[name][rows]).norm()
-                assert float(off) <= rel * float(scaled[name].norm()), (name, float(off))
                 assert not parameter.grad[owned:].any()
+                grad = parameter.grad[:owned]
+                if promise is not None:
+                    promise.require(name, grad, rows)
+                if rel is not None:
+                    # Some ranks' rows may have next to no gradient: relative to the whole one's.
+                    off = (grad - scaled[name][rows]).norm()
+                    assert float(off) <= rel * float(scaled[name].norm()), (name, float(off))
     head.close()
     if embedding is not None:
         embedding.close()

@@ -21,7 +21,9 @@ from pipeline_jobs import (
     make_served,
     make_stages,
     shards,
+    train,
 )
+from pipeline_promises import BUGS
 
 from cce_dist import LossOptions
 from cce_dist.adapters.last_stage import LastStageLoss
@@ -218,3 +220,10 @@ def class_weights(group: Any) -> None:
     rows = whole.grad[shard.start : shard.stop]
     torch.testing.assert_close(head.weight.grad[: len(rows)], rows)
     head.close()
+
+
+def train_wrongly(group: Any, setup: Setup, bug: str) -> None:
+    """Every rank is told that it breaks the promise of 16 bits, which it keeps without the bug."""
+    train(group, setup, None, 1)
+    with BUGS[bug](), pytest.raises(AssertionError, match=r"promise|gate"):
+        train(group, setup, None, 1)

@@ -17,7 +17,9 @@ from pipeline_mistakes import (
     mistake,
     mix_up,
     phases_under_autocast,
+    train_wrongly,
 )
+from pipeline_promises import BUGS
 from pipeline_screened import check_phases, phases, train_screened
 
 from cce_dist import LossOptions
@@ -30,6 +32,8 @@ OPTIONS = {
     "softcap, scale": LossOptions(reduction="sum", softcap=5.0, logit_scale=0.7),
     "smoothing, z_loss": LossOptions(reduction="mean", label_smoothing=0.1, z_loss=1e-2),
 }
+# What the filter leaves out is bounded by another rule.
+EXACT16 = Setup(dtype=torch.bfloat16, options=LossOptions(reduction="mean", gradient="exact"))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -127,6 +131,22 @@ def test_autocast(pools: dict[int, RankPool]) -> None:
 def test_fp32(pools: dict[int, RankPool], schedule: str) -> None:
     setup = Setup(schedule, dtype=torch.float32, options=LossOptions(reduction="mean"))
     pools[4].run(4, train, setup, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, PLANNED])
+def test_16_bits(pools: dict[int, RankPool], schedule: str, dtype: torch.dtype) -> None:
+    """Beside float64 no further than dense logits of 16 bits in one process, by the tolerance rule;
+    test_pipelining_nccl asks the same of GPUs."""
+    setup = replace(EXACT16, schedule=schedule, dtype=dtype)
+    pools[2].run(2, train, setup, None)
+    pools[2].run(2, train, replace(setup, bias=True, tied=True, scale_grads=True), None)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_16_bits_refuse(pools: dict[int, RankPool], bug: str) -> None:
+    # Sums of a few microbatches are as exact in 16 bits as what is summed.
+    pools[2].run(2, train_wrongly, replace(EXACT16, microbatches=64), bug)
 
 
 def test_triton(pools: dict[int, RankPool]) -> None:
