@@ -13,11 +13,11 @@ pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 
 from megatron_jobs import Setup
 from megatron_pipeline_checks import CHECKS, run_check
-from megatron_pipeline_jobs import ROWS, compare, expected_of
+from megatron_pipeline_jobs import LOSS_SCALE, ROWS, compare, expected_of
 from megatron_screened import over_the_pipeline
 from test_megatron import run_forked_command
 
-from cce_dist.testing import RankPool
+from cce_dist.testing import RankPool, check_promise
 
 # A rank imports Megatron for seconds, the first time.
 pytestmark = pytest.mark.timeout(240)
@@ -94,9 +94,35 @@ def check_pretraining(pool: RankPool, setup: Setup, patch: dict[str, Any]) -> No
                     assert off <= 3e-2 * float(expected[key].norm()), key
                 elif not setup.bf16:
                     torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=atol)
+        if setup.bf16:
+            check_promises(ranks, rank, setup)
         assert ROWS in ours["parameters"]
         if ours["losses"] and setup.steps > 2:
             assert ours["losses"][-1] < ours["losses"][0]
+
+
+def check_promises(ranks: list[dict[str, Any]], rank: int, setup: Setup) -> None:
+    """Of the first step: no further from fp32 than Megatron in bf16, by the tolerance rule."""
+    ours = ranks[rank]["ours"]
+    golden, theirs = (expected_of(ranks, rank, "grads", setup, of) for of in ("golden", "theirs"))
+    # Theirs have the optimiser's factor in them.
+    golden = {key: LOSS_SCALE * x for key, x in golden.items()}
+    dtype = torch.float32 if setup.reduces_in_fp32 else torch.bfloat16
+    check_promise(ROWS, ours["grads"][ROWS], golden[ROWS], theirs[ROWS], dtype)
+    # Small parameters may be near by luck in one: all at once, by their own size.
+    sizes = {key: x.square().mean().sqrt() for key, x in golden.items() if key != ROWS}
+    assert all(sizes.values())
+    layers = (
+        torch.cat([x[key].float().flatten() / size for key, size in sizes.items()])
+        for x in (ours["grads"], golden, theirs)
+    )
+    check_promise("layers", *layers, dtype)
+    if ours["losses"]:
+        found = (
+            torch.tensor(ranks[rank][of]["losses"][: setup.microbatches])
+            for of in ("ours", "golden", "theirs")
+        )
+        check_promise("losses", *found, torch.float32)
 
 
 @pytest.mark.parametrize("name", CHECKS)
