@@ -114,13 +114,12 @@ def fail_once(group: Any) -> None:
     stages[0].has_backward = True  # as `schedule.step` says
     with loss.serving(schedule):
         for x, y in zip(model.x.split(MICROBATCH), model.targets.split(MICROBATCH), strict=True):
+            # As if a microbatch had gone through this rank's stage.
+            loss._server.forwarded()  # pyright: ignore
             if rank == 1:
                 output = x.clone().requires_grad_()
                 with pytest.raises(ValueError, match=r"as loss_fn returned it.* got 2\.0"):
                     (2 * loss(output, y)).backward()
-            else:
-                # As if a microbatch had gone through this rank's stage.
-                loss._server.forwarded()  # pyright: ignore
     if rank == 1:
         # The other rank's broadcast then waits until its group's timeout.
         with pytest.raises(KeyError), loss.serving(schedule):
