@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_jobs import PLANNED, SCHEDULES, Setup, evaluate, many_steps, on_last_stage, train
+from pipeline_jobs import (
+    PLANNED,
+    SCHEDULES,
+    Setup,
+    evaluate,
+    evaluate_between,
+    many_steps,
+    on_last_stage,
+    train,
+)
 from pipeline_mistakes import (
     MISTAKES,
     class_weights,
@@ -31,6 +40,14 @@ OPTIONS = {
     "exact": LossOptions(reduction="sum", gradient="exact"),
     "softcap, scale": LossOptions(reduction="sum", softcap=5.0, logit_scale=0.7),
     "smoothing, z_loss": LossOptions(reduction="mean", label_smoothing=0.1, z_loss=1e-2),
+    "all of them": LossOptions(
+        reduction="mean",
+        gradient="exact",
+        softcap=5.0,
+        logit_scale=0.7,
+        label_smoothing=0.1,
+        z_loss=1e-2,
+    ),
 }
 # What the filter leaves out is bounded by another rule.
 EXACT16 = Setup(dtype=torch.bfloat16, options=LossOptions(reduction="mean", gradient="exact"))
@@ -47,6 +64,17 @@ def test_each_schedule(pools: dict[int, RankPool], schedule: str, ranks: int) ->
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option(pools: dict[int, RankPool], name: str) -> None:
     pools[2].run(2, train, Setup(options=OPTIONS[name], bias=True, scale_grads=True), 1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", PLANNED])
+def test_microbatches_without_targets(
+    pools: dict[int, RankPool], schedule: str, reduction: str
+) -> None:
+    options = LossOptions(reduction=reduction, z_loss=1e-2)
+    setup = Setup(schedule, ignored=True, options=options, bias=True)
+    pools[2].run(2, train, setup, 1e-12)
+    pools[2].run(2, train, replace(setup, microbatches=2, tied=True, bias=False), 1e-12)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
@@ -185,6 +213,12 @@ def test_evaluation(pools: dict[int, RankPool], schedule: str) -> None:
     pools[2].run(2, evaluate, Setup(schedule))
 
 
+@pytest.mark.parametrize("schedule", [*SCHEDULES, PLANNED])
+def test_an_evaluation_between_steps(pools: dict[int, RankPool], schedule: str) -> None:
+    pools[2].run(2, evaluate_between, Setup(schedule))
+    pools[2].run(2, evaluate_between, Setup(schedule, tied=True, static=False))
+
+
 @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_head_on_the_last_stage(pools: dict[int, RankPool], schedule: str, static: bool) -> None:
@@ -251,6 +285,13 @@ def test_a_rank_that_dies_in_an_evaluation_takes_the_others_down(
     pools: dict[int, RankPool], schedule: str, rank: int
 ) -> None:
     require_all_down(pools[2], Setup(schedule), rank, "statistics", False)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", PLANNED])
+def test_a_rank_that_dies_where_ranks_meet_takes_the_others_down(
+    pools: dict[int, RankPool], schedule: str
+) -> None:
+    require_all_down(pools[2], Setup(schedule, paced=True), 0, "gradients")
 
 
 def require_all_down(pool: RankPool, setup: Setup, rank: int, *what: Any) -> None:
