@@ -187,11 +187,23 @@ class Step:
         if self.is_last:
             output = self._post(index, output)
         else:
+            self._require_shape(output)
             self.pipeline.send_forward(output)
         if self.trains:
             self._inputs[index], self._outputs[index] = received, [output]
             if not self.is_last:
                 schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+    def _require_shape(self, output: Any) -> None:
+        """Before another stage gets it: gloo ends a process that receives more than it expects."""
+        wanted, got = list(self.head.hidden_shape), type(output).__name__
+        if isinstance(output, Tensor):
+            got = list(output.shape)
+        if got != wanted:
+            raise PatchError(
+                f"hidden states of every microbatch must be {wanted}, by seq_length and "
+                f"micro_batch_size, got {got}: pad microbatches to one shape"
+            )
 
     def _post(self, index: int, output: Any) -> Tensor:
         """Returns: what the last stage's backward begins at."""

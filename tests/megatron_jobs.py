@@ -54,6 +54,7 @@ class Setup:
     layout: str | None = None
     fsdp: str | None = None  # torch's, the head in the "root" group or its own ("head"); "megatron"
     frozen_head: bool = False
+    ignored: bool = False  # every fourth microbatch has no label that counts
     layers: int = 2
     microbatches: int = 2
     steps: int = 20
@@ -348,7 +349,7 @@ def microbatch(number: int, setup: Setup) -> dict[str, Tensor]:
     shape = (BATCH, SEQUENCE)
     # A few ids, so that there is something to learn.
     tokens, labels = (torch.randint(0, 24, shape, generator=generator) for _ in range(2))
-    labels[:, ::5] = -100
+    labels[:, :: 1 if setup.ignored and number % 4 == 1 else 5] = -100
     batch = {"tokens": tokens, "labels": labels, "mask": (labels >= 0).float()}
     rank = parallel_state.get_context_parallel_rank()
     return {name: x.chunk(setup.cp, 1)[rank].to(setup.device) for name, x in batch.items()}
@@ -473,7 +474,7 @@ def forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Any,
     def masked(losses: Tensor) -> tuple[Any, ...]:
         total = (losses.float() * batch["mask"]).sum()
         count = batch["mask"].sum().int()
-        report = {"loss": total.detach() / count}
+        report = {"loss": total.detach() / count.clamp_min(1)}
         per_token = model.config.calculate_per_token_loss
         return (total, count, report) if per_token else (total / count, report)
 

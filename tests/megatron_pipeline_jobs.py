@@ -123,9 +123,11 @@ def compare(_: Any, setup: Setup, patch: dict[str, Any]) -> dict[str, Any]:
         theirs = pretrain(setup, None)
         ours = pretrain(setup, {"vocab_over_pipeline": True, **patch})
         found = {"theirs": theirs, "ours": ours, "place": place}
-        if setup.bf16:
+        if setup.dtype != torch.float32:
             # From the same 16-bit parameters, computed in 32.
-            found["golden"] = pretrain(replace(setup, bf16=False), None, theirs["began"])
+            found["golden"] = pretrain(
+                replace(setup, bf16=False, fp16=False), None, theirs["began"]
+            )
         return found
 
 
