@@ -87,6 +87,36 @@ def mistake(group: Any, name: str) -> None:
         make(group)
 
 
+def ids(group: Any) -> None:
+    """Microbatches are known by numbers that need not be in order; wrong ones are refused."""
+    setup = Setup(microbatches=2)
+    model = Model.make(setup, 2)
+    head = make_head(setup, model, group)
+    rank, root = dist.get_rank(group), 1
+    both = list(zip(model.x.split(MICROBATCH), model.targets.split(MICROBATCH), strict=True))
+    given = dict(zip((7, 3), both, strict=True))
+    for index, pair in given.items():
+        head.post(index, root, *(pair if rank == root else ()))
+    with pytest.raises(ValueError, match="that is not under way, got 7"):
+        head.post(7, root, *both[0])
+    for phase in (head.statistics, head.value, head.losses, head.take):
+        with pytest.raises(ValueError, match="of a microbatch that is under way, got 0"):
+            phase(0)
+    for index in given:
+        head.statistics(index)
+    losses = [head.gradients(index, root) for index in given]
+    head.take(7)
+    with pytest.raises(RuntimeError, match=r"microbatches \[3\] were begun and not finished"):
+        head.finish_step()
+    head.take(3)
+    head.finish_step()
+    for loss, (x, targets) in zip(losses, both, strict=True):
+        logits = (x @ model.weight.T).flatten(0, 1)
+        expected = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+        torch.testing.assert_close(loss, expected)
+    head.close()
+
+
 def fail_once(group: Any) -> None:
     """The last stage's rank gets a microbatch of another shape, and targets of none; a scaled
     loss is refused. Other ranks do not wait longer than their groups do."""

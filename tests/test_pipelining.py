@@ -23,6 +23,7 @@ from pipeline_mistakes import (
     class_weights,
     die,
     fail_once,
+    ids,
     mistake,
     mix_up,
     phases_under_autocast,
@@ -243,6 +244,10 @@ def test_evaluation_beside_tensor_parallelism(
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_named(pools: dict[int, RankPool], name: str) -> None:
     pools[2].run(2, mistake, name)
+
+
+def test_numbers_of_microbatches(pools: dict[int, RankPool]) -> None:
+    pools[2].run(2, ids)
 
 
 def test_an_evaluation_in_a_steps_context(pools: dict[int, RankPool]) -> None:
