@@ -11,8 +11,9 @@ from torch import Tensor
 
 from cce_dist import LossOptions
 from cce_dist.adapters.courier import Wait
+from cce_dist.adapters.groups import timeout_of
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
-from cce_dist.adapters.pipeline_head import TIMEOUT, PipelineHead
+from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.planner.orders import (
     Pass,
     Times,
@@ -48,6 +49,8 @@ class Pipeline:
         group = state.get_pipeline_model_parallel_group()
         tensor = state.get_tensor_model_parallel_group()
         splits = tensor.size() > 1
+        # --distributed-timeout-minutes.
+        timeout = timeout_of(group, rows.weight.device)
         self.head = PipelineHead(
             rows.weight,
             group=group,
@@ -65,10 +68,10 @@ class Pipeline:
                 backend=options.backend,  # pyright: ignore[reportArgumentType]
                 workspace_bytes=options.workspace_bytes,
             ),
-            timeout=TIMEOUT,
+            timeout=timeout,
             quantize_once=options.quantize_once,
         )
-        self.embedding = TiedEmbedding(self.head, timeout=TIMEOUT) if rows.is_tied else None
+        self.embedding = TiedEmbedding(self.head, timeout=timeout) if rows.is_tied else None
         self.rank, self.size = group.rank(), group.size()
         self.last = self.size - 1
         self._device, self._dtype = rows.weight.device, config.pipeline_dtype

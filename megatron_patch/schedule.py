@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_patch.deferred import DeferredLogits
-from megatron_patch.errors import PatchError
+from megatron_patch.errors import PatchError, failing_in
 from megatron_patch.pipeline import Pipeline
 from megatron_patch.rows import NO_LOGITS, Rows
 from megatron_patch.seams import PipelineSeams, parallel_state
@@ -21,7 +21,8 @@ def forward_backward(seams: PipelineSeams, rows: Rows, given: Arguments) -> list
 
     Raises:
         PatchError: what it is called with, or the model's configuration, is not supported.
-        RuntimeError: an earlier step failed.
+        RuntimeError: an earlier step failed; or another rank has died or stayed away, within the
+            timeout of Megatron's groups.
     """
     schedules = seams.schedules
     for name in ("model", "data_iterator"):
@@ -42,7 +43,8 @@ def forward_backward(seams: PipelineSeams, rows: Rows, given: Arguments) -> list
     )
     if rows.pipeline is None:
         decoder = _unwrapped(given.model).decoder
-        rows.pipeline = Pipeline(rows, decoder, tuple(shape), config=config)
+        with failing_in("the making of groups, in the first step of every rank of the job"):
+            rows.pipeline = Pipeline(rows, decoder, tuple(shape), config=config)
     pipeline: Pipeline = rows.pipeline
     if pipeline.is_broken:
         raise RuntimeError("an earlier step failed and left ranks apart: start again")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.adapters.pipeline_server import Waiting
-from megatron_patch.errors import PatchError
+from megatron_patch.errors import PatchError, failing_in
 from megatron_patch.head import IGNORED
 from megatron_patch.pipeline import Pipeline
 from megatron_patch.rows import Rows
@@ -26,6 +26,16 @@ from megatron_patch.tied import TiedStep
 
 # How many sums of hidden gradients a rank leaves unawaited that needs none of them.
 _UNAWAITED = 2
+# Of a microbatch, by kind: what a stage does, and what of other stages it waits for then.
+_PASSES = {
+    "E": "look-up of its tokens, which come from the first stage",
+    "F": "forward of the layers, on what the stage before sends",
+    "S": "log-sum-exp of this stage's rows, on what the last stage sends",
+    "U": "loss function, on the log-sum-exps of all stages",
+    "T": "gradients of this stage's rows, by the log-sum-exps of all stages",
+    "B": "backward of the layers, from the gradient that the other stages make",
+    "G": "gradient of the tied embedding, which comes from the first stage",
+}
 
 
 @dataclass
@@ -74,17 +84,16 @@ class Step:
         self._num_tokens = torch.zeros([], dtype=torch.int, device=rows.weight.device)
 
     def run(self) -> list[Any]:
+        """Raises:
+        RuntimeError: another rank has died or stayed away; says in which pass this one noticed.
+        """
         given, timers = self.given, self.config.timers
         if timers is not None:
             barrier = self.config.barrier_with_L1_time
             timers("forward-backward", log_level=1).start(barrier=barrier)
-        if self.trains:
-            self._sync.disable()
-        # By its __call__: hooks that gather parameters run before it.
-        self.rows()
-        self.head.start_step(record=self.trains)
-        if self.trains:
-            self._begin_grads()
+        stage = f"stage {self.pipeline.rank} of {self.pipeline.size}"
+        with failing_in(f"{stage}, the beginning of a step"):
+            self._begin()
         passes = {
             "F": self._forward,
             "S": self._statistics,
@@ -94,29 +103,45 @@ class Step:
         }
         if self.tied is not None:
             passes |= {"E": self.tied.look_up, "G": self.tied.give}
-        self.pipeline.begin(given.num_microbatches, trains=self.trains)
         for kind, index in self.pipeline.order(given.num_microbatches, trains=self.trains):
             if self.trains or kind != "B":
-                passes[kind](index)
-        self._await_sums(0)
-        self.pipeline.finish_sends()
-        if self.tied is not None:
-            self.tied.finish()
-        if self.trains:
-            self._finish_grads()
-            self._sync.launch(given.model)
-            if self.config.finalize_model_grads_func is not None:
-                per_token = self.config.calculate_per_token_loss
-                self.config.finalize_model_grads_func(
-                    [given.model],
-                    self._num_tokens if per_token else None,
-                    **{name: getattr(given, name) for name in self.seams.finalizing()},
-                )
-        else:
-            self.head.finish_step()
+                with failing_in(f"{stage}, microbatch {index}, {_PASSES[kind]}"):
+                    passes[kind](index)
+        with failing_in(f"{stage}, the end of a step, where what is under way arrives"):
+            self._await_sums(0)
+            self.pipeline.finish_sends()
+            if self.tied is not None:
+                self.tied.finish()
+        with failing_in(f"{stage}, the reduction of gradients, finalize_model_grads_func's"):
+            self._finish()
         if timers is not None:
             timers("forward-backward").stop()
         return self._store
+
+    def _begin(self) -> None:
+        if self.trains:
+            self._sync.disable()
+        # By its __call__: hooks that gather parameters run before it.
+        self.rows()
+        self.head.start_step(record=self.trains)
+        if self.trains:
+            self._begin_grads()
+        self.pipeline.begin(self.given.num_microbatches, trains=self.trains)
+
+    def _finish(self) -> None:
+        given = self.given
+        if not self.trains:
+            self.head.finish_step()
+            return
+        self._finish_grads()
+        self._sync.launch(given.model)
+        if self.config.finalize_model_grads_func is not None:
+            per_token = self.config.calculate_per_token_loss
+            self.config.finalize_model_grads_func(
+                [given.model],
+                self._num_tokens if per_token else None,
+                **{name: getattr(given, name) for name in self.seams.finalizing()},
+            )
 
     def accept(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """[s, b, h], [b, s] of the microbatch whose forward is under way. Returns: what stands for
@@ -162,11 +187,23 @@ class Step:
         if self.is_last:
             output = self._post(index, output)
         else:
+            self._require_shape(output)
             self.pipeline.send_forward(output)
         if self.trains:
             self._inputs[index], self._outputs[index] = received, [output]
             if not self.is_last:
                 schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+    def _require_shape(self, output: Any) -> None:
+        """Before another stage gets it: gloo ends a process that receives more than it expects."""
+        wanted, got = list(self.head.hidden_shape), type(output).__name__
+        if isinstance(output, Tensor):
+            got = list(output.shape)
+        if got != wanted:
+            raise PatchError(
+                f"hidden states of every microbatch must be {wanted}, by seq_length and "
+                f"micro_batch_size, got {got}: pad microbatches to one shape"
+            )
 
     def _post(self, index: int, output: Any) -> Tensor:
         """Returns: what the last stage's backward begins at."""

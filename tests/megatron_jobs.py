@@ -54,6 +54,7 @@ class Setup:
     layout: str | None = None
     fsdp: str | None = None  # torch's, the head in the "root" group or its own ("head"); "megatron"
     frozen_head: bool = False
+    ignored: bool = False  # every fourth microbatch has no label that counts
     layers: int = 2
     microbatches: int = 2
     steps: int = 20
@@ -146,7 +147,7 @@ def stand_in_for_cuda() -> None:
 
 
 @contextlib.contextmanager
-def megatron(setup: Setup) -> Iterator[None]:
+def megatron(setup: Setup, timeout_s: float = 1800) -> Iterator[None]:
     """Megatron's groups over all ranks of this process's job."""
     import_megatron(setup.device)
     from megatron.core import parallel_state
@@ -163,6 +164,7 @@ def megatron(setup: Setup) -> Iterator[None]:
             pipeline_model_parallel_size=setup.pp,
             virtual_pipeline_model_parallel_size=setup.vpp,
             context_parallel_size=setup.cp,
+            distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
         )
         if setup.device == "cuda":
             model_parallel_cuda_manual_seed(1)
@@ -347,7 +349,7 @@ def microbatch(number: int, setup: Setup) -> dict[str, Tensor]:
     shape = (BATCH, SEQUENCE)
     # A few ids, so that there is something to learn.
     tokens, labels = (torch.randint(0, 24, shape, generator=generator) for _ in range(2))
-    labels[:, ::5] = -100
+    labels[:, :: 1 if setup.ignored and number % 4 == 1 else 5] = -100
     batch = {"tokens": tokens, "labels": labels, "mask": (labels >= 0).float()}
     rank = parallel_state.get_context_parallel_rank()
     return {name: x.chunk(setup.cp, 1)[rank].to(setup.device) for name, x in batch.items()}
@@ -472,7 +474,7 @@ def forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Any,
     def masked(losses: Tensor) -> tuple[Any, ...]:
         total = (losses.float() * batch["mask"]).sum()
         count = batch["mask"].sum().int()
-        report = {"loss": total.detach() / count}
+        report = {"loss": total.detach() / count.clamp_min(1)}
         per_token = model.config.calculate_per_token_loss
         return (total, count, report) if per_token else (total / count, report)
 

@@ -270,12 +270,37 @@ def a_loss_that_is_changed_on_its_way() -> None:
     # The other stage waits no longer than its groups do.
     message = "must return the model's losses as the model" if is_last() else "imed? ?out|clos"
     with (
-        changed(pipeline, TIMEOUT=datetime.timedelta(seconds=2)),
+        changed(pipeline, timeout_of=lambda *_: datetime.timedelta(seconds=2)),
         pytest.raises(PatchError if is_last() else RuntimeError, match=message),
     ):
         schedule(model, changes)
     with pytest.raises(RuntimeError, match="an earlier step failed and left ranks apart"):
         schedule(model)
+
+
+@check
+def a_microbatch_of_another_shape() -> None:
+    for what, message in (
+        ("tokens", r"hidden states of every microbatch must be \[16, 2, 32\], by .* \[8, 2, 32\]"),
+        ("labels", r"targets of every microbatch must be \[16, 2\] torch.int64, .* \[8, 2\]"),
+    ):
+        model = make()
+        megatron_patch.apply(model, **OPTIONS)
+
+        def shorter(batches: Any, model: Any, what: str = what) -> Any:
+            batch = next(batches)
+            names = batch if what == "tokens" else ("labels",)
+            batch = batch | {name: batch[name][:, : SEQUENCE // 2] for name in names}
+            return forward_step(iter([batch]), model)
+
+        told = is_last() == (what == "labels")
+        waits = "imed? ?out|clos"
+        with (
+            changed(pipeline, timeout_of=lambda *_: datetime.timedelta(seconds=2)),
+            pytest.raises((RuntimeError, ValueError), match=message if told else waits),
+        ):
+            schedule(model, shorter)
+        megatron_patch.remove()
 
 
 @check

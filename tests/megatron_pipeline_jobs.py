@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,14 +24,19 @@ from torch import Tensor
 import megatron_patch
 
 ROWS = "0.output_layer.weight"
+LOSS_SCALE = 128.0  # of 16-bit jobs
 
 
-def pretrain(setup: Setup, patch: dict[str, Any] | None) -> dict[str, Any]:
+def pretrain(
+    setup: Setup, patch: dict[str, Any] | None, initial: dict[str, Tensor] | None = None
+) -> dict[str, Any]:
     """Megatron's DDP and optimiser over real steps, and evaluations between them.
 
-    Args: patch: options; None: Megatron's loss and its schedule.
+    Args:
+        patch: options; None: Megatron's loss and its schedule.
+        initial: parameters by name, in place of the model's own.
     Returns: what the last stage reports of each microbatch as "losses" and, after every other step,
-        as "evaluated"; gradients of the first step and parameters after all, by name.
+        as "evaluated"; gradients of the first step, and parameters before and after all, by name.
     """
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -41,6 +47,11 @@ def pretrain(setup: Setup, patch: dict[str, Any] | None) -> dict[str, Any]:
     patching = contextlib.nullcontext() if patch is None else megatron_patch.patched(**patch)
     with patching:
         models = build(setup, config)
+        if initial is not None:
+            with torch.no_grad():
+                for name, parameter in models[0].named_parameters():
+                    parameter.copy_(initial[f"0.{name}"])
+        began = parameters_of(models[0])
         (model,) = wrap(setup, config, models)
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -48,7 +59,7 @@ def pretrain(setup: Setup, patch: dict[str, Any] | None) -> dict[str, Any]:
                 lr=3e-3,
                 bf16=setup.bf16,
                 fp16=setup.fp16,
-                loss_scale=128.0 if setup.bf16 or setup.fp16 else None,
+                loss_scale=LOSS_SCALE if setup.bf16 or setup.fp16 else None,
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=setup.distributed_optimizer,
                 overlap_param_gather=setup.overlap,
@@ -88,11 +99,15 @@ def pretrain(setup: Setup, patch: dict[str, Any] | None) -> dict[str, Any]:
                 # Other batches, and of another size.
                 with torch.no_grad():
                     evaluated += run(50, setup.microbatches + 1, size=1, forward_only=True)
-        parameters = {
-            f"0.{name}": parameter.detach().float().cpu().clone()
-            for name, parameter in models[0].named_parameters()
-        }
-    return {"losses": losses, "grads": grads, "parameters": parameters, "evaluated": evaluated}
+        found = {"began": began, "grads": grads, "parameters": parameters_of(models[0])}
+    return {"losses": losses, "evaluated": evaluated, **found}
+
+
+def parameters_of(model: Any) -> dict[str, Tensor]:
+    return {
+        f"0.{name}": parameter.detach().float().cpu().clone()
+        for name, parameter in model.named_parameters()
+    }
 
 
 def compare(_: Any, setup: Setup, patch: dict[str, Any]) -> dict[str, Any]:
@@ -107,17 +122,23 @@ def compare(_: Any, setup: Setup, patch: dict[str, Any]) -> dict[str, Any]:
         }
         theirs = pretrain(setup, None)
         ours = pretrain(setup, {"vocab_over_pipeline": True, **patch})
-        return {"theirs": theirs, "ours": ours, "place": place}
+        found = {"theirs": theirs, "ours": ours, "place": place}
+        if setup.dtype != torch.float32:
+            # From the same 16-bit parameters, computed in 32.
+            found["golden"] = pretrain(
+                replace(setup, bf16=False, fp16=False), None, theirs["began"]
+            )
+        return found
 
 
 def expected_of(
-    found: list[dict[str, Any]], rank: int, what: str, setup: Setup
+    found: list[dict[str, Any]], rank: int, what: str, setup: Setup, of: str = "theirs"
 ) -> dict[str, Tensor]:
     """What Megatron has on a rank, of its output layer the rows that are there in ours."""
-    place, theirs = found[rank]["place"], dict(found[rank]["theirs"][what])
+    place, theirs = found[rank]["place"], dict(found[rank][of][what])
     (last,) = (x for x in found if x["place"] == {**place, "stage": setup.pp - 1})
-    if ROWS in last["theirs"][what]:
-        theirs[ROWS] = last["theirs"][what][ROWS].chunk(setup.pp)[place["stage"]]
+    if ROWS in last[of][what]:
+        theirs[ROWS] = last[of][what][ROWS].chunk(setup.pp)[place["stage"]]
     if setup.tied:
         # The same rows.
         theirs.pop("0.embedding.word_embeddings.weight", None)

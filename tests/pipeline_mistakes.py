@@ -21,7 +21,9 @@ from pipeline_jobs import (
     make_served,
     make_stages,
     shards,
+    train,
 )
+from pipeline_promises import BUGS
 
 from cce_dist import LossOptions
 from cce_dist.adapters.last_stage import LastStageLoss
@@ -85,6 +87,36 @@ def mistake(group: Any, name: str) -> None:
         make(group)
 
 
+def ids(group: Any) -> None:
+    """Microbatches are known by numbers that need not be in order; wrong ones are refused."""
+    setup = Setup(microbatches=2)
+    model = Model.make(setup, 2)
+    head = make_head(setup, model, group)
+    rank, root = dist.get_rank(group), 1
+    both = list(zip(model.x.split(MICROBATCH), model.targets.split(MICROBATCH), strict=True))
+    given = dict(zip((7, 3), both, strict=True))
+    for index, pair in given.items():
+        head.post(index, root, *(pair if rank == root else ()))
+    with pytest.raises(ValueError, match="that is not under way, got 7"):
+        head.post(7, root, *both[0])
+    for phase in (head.statistics, head.value, head.losses, head.take):
+        with pytest.raises(ValueError, match="of a microbatch that is under way, got 0"):
+            phase(0)
+    for index in given:
+        head.statistics(index)
+    losses = [head.gradients(index, root) for index in given]
+    head.take(7)
+    with pytest.raises(RuntimeError, match=r"microbatches \[3\] were begun and not finished"):
+        head.finish_step()
+    head.take(3)
+    head.finish_step()
+    for loss, (x, targets) in zip(losses, both, strict=True):
+        logits = (x @ model.weight.T).flatten(0, 1)
+        expected = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+        torch.testing.assert_close(loss, expected)
+    head.close()
+
+
 def fail_once(group: Any) -> None:
     """The last stage's rank gets a microbatch of another shape, and targets of none; a scaled
     loss is refused. Other ranks do not wait longer than their groups do."""
@@ -112,13 +144,12 @@ def fail_once(group: Any) -> None:
     stages[0].has_backward = True  # as `schedule.step` says
     with loss.serving(schedule):
         for x, y in zip(model.x.split(MICROBATCH), model.targets.split(MICROBATCH), strict=True):
+            # As if a microbatch had gone through this rank's stage.
+            loss._server.forwarded()  # pyright: ignore
             if rank == 1:
                 output = x.clone().requires_grad_()
                 with pytest.raises(ValueError, match=r"as loss_fn returned it.* got 2\.0"):
                     (2 * loss(output, y)).backward()
-            else:
-                # As if a microbatch had gone through this rank's stage.
-                loss._server.forwarded()  # pyright: ignore
     if rank == 1:
         # The other rank's broadcast then waits until its group's timeout.
         with pytest.raises(KeyError), loss.serving(schedule):
@@ -218,3 +249,10 @@ def class_weights(group: Any) -> None:
     rows = whole.grad[shard.start : shard.stop]
     torch.testing.assert_close(head.weight.grad[: len(rows)], rows)
     head.close()
+
+
+def train_wrongly(group: Any, setup: Setup, bug: str) -> None:
+    """Every rank is told that it breaks the promise of 16 bits, which it keeps without the bug."""
+    train(group, setup, None, 1)
+    with BUGS[bug](), pytest.raises(AssertionError, match=r"promise|gate"):
+        train(group, setup, None, 1)

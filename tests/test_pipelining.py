@@ -8,16 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_jobs import PLANNED, SCHEDULES, Setup, evaluate, many_steps, on_last_stage, train
+from pipeline_jobs import (
+    PLANNED,
+    SCHEDULES,
+    Setup,
+    evaluate,
+    evaluate_between,
+    many_steps,
+    on_last_stage,
+    train,
+)
 from pipeline_mistakes import (
     MISTAKES,
     class_weights,
     die,
     fail_once,
+    ids,
     mistake,
     mix_up,
     phases_under_autocast,
+    train_wrongly,
 )
+from pipeline_promises import BUGS
 from pipeline_screened import check_phases, phases, train_screened
 
 from cce_dist import LossOptions
@@ -29,7 +41,17 @@ OPTIONS = {
     "exact": LossOptions(reduction="sum", gradient="exact"),
     "softcap, scale": LossOptions(reduction="sum", softcap=5.0, logit_scale=0.7),
     "smoothing, z_loss": LossOptions(reduction="mean", label_smoothing=0.1, z_loss=1e-2),
+    "all of them": LossOptions(
+        reduction="mean",
+        gradient="exact",
+        softcap=5.0,
+        logit_scale=0.7,
+        label_smoothing=0.1,
+        z_loss=1e-2,
+    ),
 }
+# What the filter leaves out is bounded by another rule.
+EXACT16 = Setup(dtype=torch.bfloat16, options=LossOptions(reduction="mean", gradient="exact"))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -43,6 +65,17 @@ def test_each_schedule(pools: dict[int, RankPool], schedule: str, ranks: int) ->
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option(pools: dict[int, RankPool], name: str) -> None:
     pools[2].run(2, train, Setup(options=OPTIONS[name], bias=True, scale_grads=True), 1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", PLANNED])
+def test_microbatches_without_targets(
+    pools: dict[int, RankPool], schedule: str, reduction: str
+) -> None:
+    options = LossOptions(reduction=reduction, z_loss=1e-2)
+    setup = Setup(schedule, ignored=True, options=options, bias=True)
+    pools[2].run(2, train, setup, 1e-12)
+    pools[2].run(2, train, replace(setup, microbatches=2, tied=True, bias=False), 1e-12)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
@@ -129,6 +162,22 @@ def test_fp32(pools: dict[int, RankPool], schedule: str) -> None:
     pools[4].run(4, train, setup, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, PLANNED])
+def test_16_bits(pools: dict[int, RankPool], schedule: str, dtype: torch.dtype) -> None:
+    """Beside float64 no further than dense logits of 16 bits in one process, by the tolerance rule;
+    test_pipelining_nccl asks the same of GPUs."""
+    setup = replace(EXACT16, schedule=schedule, dtype=dtype)
+    pools[2].run(2, train, setup, None)
+    pools[2].run(2, train, replace(setup, bias=True, tied=True, scale_grads=True), None)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_16_bits_refuse(pools: dict[int, RankPool], bug: str) -> None:
+    # Sums of a few microbatches are as exact in 16 bits as what is summed.
+    pools[2].run(2, train_wrongly, replace(EXACT16, microbatches=64), bug)
+
+
 def test_triton(pools: dict[int, RankPool]) -> None:
     options = LossOptions(reduction="sum", backend="triton")
     setup = Setup("gpipe", microbatches=2, dtype=torch.float32, options=options)
@@ -165,6 +214,12 @@ def test_evaluation(pools: dict[int, RankPool], schedule: str) -> None:
     pools[2].run(2, evaluate, Setup(schedule))
 
 
+@pytest.mark.parametrize("schedule", [*SCHEDULES, PLANNED])
+def test_an_evaluation_between_steps(pools: dict[int, RankPool], schedule: str) -> None:
+    pools[2].run(2, evaluate_between, Setup(schedule))
+    pools[2].run(2, evaluate_between, Setup(schedule, tied=True, static=False))
+
+
 @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_head_on_the_last_stage(pools: dict[int, RankPool], schedule: str, static: bool) -> None:
@@ -189,6 +244,10 @@ def test_evaluation_beside_tensor_parallelism(
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_named(pools: dict[int, RankPool], name: str) -> None:
     pools[2].run(2, mistake, name)
+
+
+def test_numbers_of_microbatches(pools: dict[int, RankPool]) -> None:
+    pools[2].run(2, ids)
 
 
 def test_an_evaluation_in_a_steps_context(pools: dict[int, RankPool]) -> None:
@@ -231,6 +290,13 @@ def test_a_rank_that_dies_in_an_evaluation_takes_the_others_down(
     pools: dict[int, RankPool], schedule: str, rank: int
 ) -> None:
     require_all_down(pools[2], Setup(schedule), rank, "statistics", False)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", PLANNED])
+def test_a_rank_that_dies_where_ranks_meet_takes_the_others_down(
+    pools: dict[int, RankPool], schedule: str
+) -> None:
+    require_all_down(pools[2], Setup(schedule, paced=True), 0, "gradients")
 
 
 def require_all_down(pool: RankPool, setup: Setup, rank: int, *what: Any) -> None:

@@ -49,6 +49,12 @@ def own_couriers(
     return [Courier(x, device, met) for x, met in zip(groups, meetings, strict=True)]
 
 
+def timeout_of(group: ProcessGroup, device: torch.device) -> datetime.timedelta:
+    """How long a collective of the group waits for its ranks on tensors of this device."""
+    # torch hands over none but by a backend's options.
+    return group._get_backend(device).options._timeout
+
+
 def _groups(
     ranks: Sequence[int], count: int, timeout: datetime.timedelta, device: str
 ) -> list[ProcessGroup]:

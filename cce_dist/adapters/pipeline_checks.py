@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -79,12 +80,105 @@ def check_microbatch(
 ) -> None:
     """What the last stage gives against what all ranks expect."""
     if hidden.shape != hidden_shape or hidden.dtype != dtype:
+        advice = "pad microbatches to one shape"
+        if hidden.dtype != dtype:
+            advice = "the last stage's output, also under autocast, must have weight's dtype"
         raise ValueError(
             f"hidden of every microbatch must be {list(hidden_shape)} {dtype}, which the other "
-            f"ranks expect, got {list(hidden.shape)} {hidden.dtype}; pad microbatches to one shape"
+            f"ranks expect, got {list(hidden.shape)} {hidden.dtype}; {advice}"
         )
-    if targets.shape != targets_shape or targets.dtype != torch.int64:
+    _check_targets(targets, targets_shape)
+
+
+def _check_targets(targets: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(targets, Tensor) or targets.shape != shape or targets.dtype != torch.int64:
+        got: Any = type(targets).__name__
+        if isinstance(targets, Tensor):
+            got = f"{list(targets.shape)} {targets.dtype}"
         raise ValueError(
-            f"targets of every microbatch must be {list(targets_shape)} torch.int64, hidden's "
-            f"shape without D, got {list(targets.shape)} {targets.dtype}"
+            f"targets of every microbatch must be {list(shape)} torch.int64, hidden's "
+            f"shape without D, got {got}"
+        )
+
+
+def check_step(
+    stages: Sequence[Any],
+    given: Sequence[Any],
+    *,
+    targets_shape: tuple[int, ...],
+    embeds: bool,
+) -> None:
+    """What a rank's schedule has been given, before its first pass: a microbatch of another shape
+    would end the process that receives it in gloo, without a word of which it was.
+
+    Args:
+        given: of the schedule's `_step_microbatches`: positional arguments, keywords and targets of
+            each microbatch.
+        embeds: the first stage's tokens go to a `TiedEmbedding`.
+    """
+    args, _, targets = given
+    if any(stage.is_last for stage in stages):
+        if targets is None:
+            raise ValueError(
+                "target must be given to the schedule on the rank of the last stage, got None"
+            )
+        for each in targets:
+            _check_targets(each, targets_shape)
+    for stage in stages:
+        if stage.is_first:
+            _check_inputs(stage, args, embeds)
+
+
+def _check_inputs(stage: Any, args: Sequence[tuple[Any, ...]] | None, embeds: bool) -> None:
+    if embeds and (args is None or not all(args)):
+        raise ValueError(
+            "tokens must be the first positional argument that the schedule is given on the rank "
+            "of the first stage, where the embedding is tied, got none"
+        )
+    wanted = _shapes(_known_inputs(stage)) if args else None
+    for index, each in enumerate(args or ()):
+        found = _shapes(each)
+        wanted = found if wanted is None else wanted
+        if found != wanted:
+            raise ValueError(
+                f"inputs of every microbatch must have one shape, {wanted}, which the other ranks "
+                f"expect, got {found} in microbatch {index}; pad microbatches to one shape"
+            )
+
+
+def _known_inputs(stage: Any) -> Sequence[Any] | None:
+    """What the stage was made with, or has met; names of torch 2.13 and of releases before it."""
+    for holder in (getattr(stage, "_stage_meta", None), getattr(stage, "_user_meta", None)):
+        found = getattr(holder, "inputs", None)
+        if found:
+            return found
+    return getattr(stage, "inputs_meta", None)
+
+
+def _shapes(tensors: Sequence[Any] | None) -> list[list[int]] | None:
+    if tensors is None:
+        return None
+    return [list(x.shape) for x in tensors if hasattr(x, "shape")]
+
+
+def check_same(group: ProcessGroup, **values: object) -> None:
+    """Raises:
+        ValueError: on every rank, a value that is not the same on all of them.
+    Collectives: one gather of objects over the group.
+    """
+    everyone: list[Mapping[str, object]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, values, group=group)
+    for name in values:
+        found = [each.get(name) for each in everyone]
+        if any(x != found[0] for x in found):
+            raise ValueError(f"{name} must be the same on every rank, got by rank: {found}")
+
+
+def refuse_loss_kwargs(given: Mapping[str, object]) -> None:
+    """Of a schedule's `step`, which hands them to loss_fn."""
+    if given:
+        raise ValueError(
+            "loss_kwargs must be empty, got "
+            f"{sorted(given)}: give PipelineHead its bias, class_weight and options (softcap, "
+            "z_loss, ...), which every rank needs to know"
         )

@@ -222,7 +222,7 @@ class PipelineHead:
         Raises:
             ValueError: targets beyond the vocabulary, on every rank.
         """
-        batch = self._microbatches[index]
+        batch = self._begun(index)
         batch.arrive()
         if self.slices > 1:
             batch.hidden = gather_tokens(batch.hidden, self._tensor)
@@ -263,19 +263,19 @@ class PipelineHead:
     def value(self, index: int) -> Tensor:
         """Waits for the merge. Returns: the loss [], or with reduction "none" as targets, fp32 or
         float64, on every rank. The microbatch is done with."""
-        return self._merged(self._microbatches.pop(index))[0]
+        return self._merged(self._begun(index, pop=True))[0]
 
     @plainly
     def losses(self, index: int) -> Tensor:
         """With reduction "none": `value` of a microbatch that goes on."""
-        return self._merged(self._microbatches[index])[0]
+        return self._merged(self._begun(index))[0]
 
     def weigh(self, index: int, root: int, grad_losses: Tensor | None = None) -> None:
         """With reduction "none": sends the gradient of `losses` to all ranks. Without waiting.
 
         Args: grad_losses: as targets, fp32 or float64, on the rank of the last stage.
         """
-        batch, dtype = self._microbatches[index], accumulate_dtype(self.hidden_dtype)
+        batch, dtype = self._begun(index), accumulate_dtype(self.hidden_dtype)
         assert self._weighing is not None
         if grad_losses is None:
             shape = self.targets_shape
@@ -287,7 +287,7 @@ class PipelineHead:
     def gradients(self, index: int, root: int) -> Tensor:
         """Waits for the merge, adds this microbatch's part to the gradients of weight and bias, and
         begins the sum of the hidden gradient. Returns: the loss [], on every rank."""
-        batch = self._microbatches[index]
+        batch = self._begun(index)
         if self._weighing is not None and batch.weighed is None:
             raise RuntimeError('reduction="none" needs weigh before gradients')
         if batch.weighed is not None and self.rank != root:
@@ -323,7 +323,7 @@ class PipelineHead:
     def take(self, index: int) -> Tensor:
         """Waits for the sum. Returns: the hidden gradient [..., D] as hidden, on the ranks of the
         last stage; elsewhere nothing of use. The microbatch is done with."""
-        batch = self._microbatches.pop(index)
+        batch = self._begun(index, pop=True)
         assert batch.summed is not None and batch.grad is not None
         batch.summed()
         if batch.weighed is not None:
@@ -366,6 +366,11 @@ class PipelineHead:
             self._neighbours.close()
         if self._tensor is not None:
             dist.destroy_process_group(self._tensor)
+
+    def _begun(self, index: int, *, pop: bool = False) -> Microbatch:
+        if index not in self._microbatches:
+            raise ValueError(f"index must be of a microbatch that is under way, got {index}")
+        return self._microbatches.pop(index) if pop else self._microbatches[index]
 
     def _merged(self, batch: Microbatch) -> tuple[Tensor, Stats, Upstream]:
         assert batch.step is not None and batch.merge is not None

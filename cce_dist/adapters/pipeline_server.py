@@ -37,7 +37,7 @@ class Server(threading.Thread):
         self.infers = False  # a schedule asks for shapes, not for a loss
         self._given: queue.Queue[tuple[Tensor, Tensor, Tensor, Any] | None] = queue.Queue()
         self._grads: list[queue.Queue[tuple[Tensor, Any]]] = [queue.Queue(1) for _ in range(count)]
-        self._called = 0
+        self._called = self._steps = 0
         self._forwarded, self._forwards, self._sent = threading.Semaphore(0), 0, 0
         self._stopped = False
         self._stream = stream
@@ -46,17 +46,20 @@ class Server(threading.Thread):
 
     # -- on the schedule's thread
 
+    def begun(self) -> None:
+        """A schedule runs its microbatches."""
+        self._steps += 1
+        if self._steps > 1:
+            raise RuntimeError("serving(schedule) must be around one step or eval, got a second")
+        self._check_kind()
+
     def accept(self, output: Tensor, target: Tensor) -> Tensor:
         if self.infers:
             return output.float().sum()
         self._raise_error()
         self._check_kind()
         index, self._called = self._called, self._called + 1
-        if index >= self.count:
-            raise RuntimeError(
-                f"loss_fn was called {self._called} times for {self.count} microbatches; give "
-                "every stage input_args and output_args"
-            )
+        check_calls(self._called, self._forwards, self.count)
         loss = Waiting.apply(output, self, index)
         hidden, targets = self.head.checked(output, target)
         self._given.put((hidden, targets, loss.detach(), self._mark()))
@@ -76,6 +79,11 @@ class Server(threading.Thread):
         # Over gloo the schedule may wait on the host before it comes to the next pass.
         if self._stream is None:
             self.sent()
+
+    def before_pass(self) -> None:
+        """Of this rank's stages: a schedule sends what one has made before it begins the next."""
+        self.sent()
+        self.wait_for_input()
 
     def sent(self) -> None:
         """What the stages have made so far has been sent on."""
@@ -113,6 +121,8 @@ class Server(threading.Thread):
     def finish(self) -> None:
         """Waits for all microbatches."""
         self.sent()
+        if not (self._steps or self._called or self._forwards):
+            raise RuntimeError("serving(schedule) must be around one step or eval, got none")
         self._check_kind()
         name, done = "loss_fn was called", self._called
         if self.head.rank != self.root:
@@ -190,6 +200,17 @@ class Server(threading.Thread):
             # What loss_fn returned, before anything was known of it.
             shown.copy_(loss)
         return True
+
+
+def check_calls(called: int, forwards: int, count: int) -> None:
+    """Of loss_fn in a step: torch's stages without static metadata ask for shapes by one call more,
+    before the first forward, which `without_dry_run` recognises by the names of torch 2.13."""
+    if called > min(forwards, count):
+        raise RuntimeError(
+            f"loss_fn was called {called} times, for {forwards} of {count} microbatches that went "
+            "through the last stage; give every stage input_args and output_args, so that torch "
+            "does not call it to learn shapes"
+        )
 
 
 class Answers(Protocol):

@@ -18,7 +18,12 @@ from torch.distributed.pipelining import ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import FORWARD, RECV_F, SEND_F
 
 from cce_dist.adapters.groups import connect_neighbours
-from cce_dist.adapters.pipeline_checks import check_scalar
+from cce_dist.adapters.pipeline_checks import (
+    check_same,
+    check_scalar,
+    check_step,
+    refuse_loss_kwargs,
+)
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipeline_server import Server
@@ -47,13 +52,15 @@ class VocabOverPipeline:
         self._server: Server | None = None
         self._broken = False
         self._connected: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._agreed: weakref.WeakSet[Any] = weakref.WeakSet()
         device = head.weight.device
         # One for all steps: memory that it has allocated is used again by it alone. Of high
         # priority: torch hands out 32 streams of each, in turns, NCCL's among those of low.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+    def __call__(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
         """What the last stage's schedule calls; the value is there after the context."""
+        refuse_loss_kwargs(loss_kwargs)
         if self._server is None:
             raise RuntimeError(
                 "the loss was called outside of `with loss.serving(schedule):`, where the other "
@@ -66,15 +73,22 @@ class VocabOverPipeline:
         """On every rank around one `schedule.step`, or with backward=False `schedule.eval`.
 
         Raises:
-            ValueError: a schedule whose stages are not on the head's ranks.
+            ValueError: a schedule whose stages are not on the head's ranks, or whose number of
+                microbatches is not the same on all; microbatches of several shapes, or without
+                targets.
             RuntimeError: an earlier step failed; microbatches are missing; `eval` without
-                backward=False, or a step with it.
+                backward=False, or a step with it; no step, or two.
             What the head raised, on a rank where it did.
+        Collectives: the head's; the first time with this schedule a gather of an object over the
+            head's group.
         """
         if self._broken:
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         stages, count = stages_of(schedule), schedule._n_microbatches
         root = _rank_of_last_stage(stages[0], self.head.size)
+        if schedule not in self._agreed:
+            check_same(self.head.group, n_microbatches=count)
+            self._agreed.add(schedule)
         server = self._server = Server(self.head, stages, root, count, backward, self._stream)
         self._broken = True
         embedding = self.embedding
@@ -86,8 +100,8 @@ class VocabOverPipeline:
             prepare_mode(schedule, backward=backward)
             with (
                 without_dry_run(stages, answers),
-                _told_of_forwards(stages, server),
-                _looked_up(schedule, embedding),
+                told_of_forwards(stages, server.forwarded, server.before_pass),
+                _told_of_step(schedule, stages, server, embedding),
                 nullcontext() if backward else forwards_alone(schedule),
             ):
                 server.start()
@@ -128,7 +142,10 @@ def _rank_of_last_stage(stage: Any, size: int) -> int:
 
 
 @contextmanager
-def _told_of_forwards(stages: list[Any], server: Server) -> Iterator[None]:
+def told_of_forwards(
+    stages: list[Any], forwarded: Callable[[], None], before: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Calls `before` each pass, and `forwarded` after each forward of the last of `stages`."""
     last = max(stages, key=lambda stage: stage.stage_index)
     names = ("forward_one_chunk", "backward_one_chunk")
 
@@ -136,12 +153,11 @@ def _told_of_forwards(stages: list[Any], server: Server) -> Iterator[None]:
         run_pass = getattr(stage, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            # A schedule sends what a pass has made before it begins the next.
-            server.sent()
-            server.wait_for_input()
+            if before is not None:
+                before()
             result = run_pass(*args, **kwargs)
             if stage is last and name == names[0]:
-                server.forwarded()
+                forwarded()
             return result
 
         return run
@@ -171,20 +187,30 @@ def _replaced(
 
 
 @contextmanager
-def _looked_up(schedule: Any, embedding: TiedEmbedding | None) -> Iterator[None]:
-    """The tokens that a step is given, before its first pass."""
-    if embedding is None:
-        yield
-        return
+def _told_of_step(
+    schedule: Any, stages: list[Any], server: Server, embedding: TiedEmbedding | None
+) -> Iterator[None]:
+    """What a step is given, before its first pass: it is checked, and its tokens are looked up."""
 
     def told(schedule: Any, name: str) -> Callable[..., Any]:
         run_microbatches = getattr(schedule, name)
 
-        def run(arg_mbs: Any = None, *args: Any, **kwargs: Any) -> Any:
-            count = schedule._n_microbatches
-            given = [x[0] for x in arg_mbs] if embedding.is_first else [None] * count
-            embedding.look_up_all(given)
-            return run_microbatches(arg_mbs, *args, **kwargs)
+        def run(
+            arg_mbs: Any = None,
+            kwarg_mbs: Any = None,
+            target_mbs: Any = None,
+            *more: Any,
+            **named: Any,
+        ) -> Any:
+            server.begun()
+            given = arg_mbs, kwarg_mbs, target_mbs
+            shape = server.head.targets_shape
+            check_step(stages, given, targets_shape=shape, embeds=embedding is not None)
+            if embedding is not None:
+                count = schedule._n_microbatches
+                tokens = [x[0] for x in arg_mbs] if embedding.is_first else [None] * count
+                embedding.look_up_all(tokens)
+            return run_microbatches(*given, *more, **named)
 
         return run
 

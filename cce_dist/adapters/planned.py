@@ -24,11 +24,21 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from cce_dist.adapters.courier import Wait, mark
-from cce_dist.adapters.pipeline_checks import check_scalar
+from cce_dist.adapters.pipeline_checks import (
+    check_same,
+    check_scalar,
+    check_step,
+    refuse_loss_kwargs,
+)
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
-from cce_dist.adapters.pipeline_server import Waiting
-from cce_dist.adapters.pipelining import connect_stages, prepare_mode, without_dry_run
+from cce_dist.adapters.pipeline_server import Waiting, check_calls
+from cce_dist.adapters.pipelining import (
+    connect_stages,
+    prepare_mode,
+    told_of_forwards,
+    without_dry_run,
+)
 from cce_dist.planner.orders import (
     Kind,
     Pass,
@@ -109,9 +119,9 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self.head, self.root, self.embedding = head, stage.num_stages - 1, embedding
         self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
         self.infers = False
-        self._broken = False
+        self._broken = self._agreed = False
         self._connected: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._called = 0
+        self._called = self._forwards = 0
         self._shown: dict[int, Tensor] = {}
         self._unawaited: list[int] = []
         self._sent: list[Wait] = []
@@ -136,7 +146,11 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if self._broken:
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
-        self._broken, self._called, self.losses = True, 0, []
+        if not self._agreed:
+            check_same(self.head.group, n_microbatches=self._n_microbatches)
+            self._agreed = True
+        self._broken, self.losses = True, []
+        self._called = self._forwards = 0
         answers = [self] if self.embedding is None else [self, self.embedding]
         self._lower(self._orders[self._has_backward in self._run_before])
         self._begun = mark(self.head.weight.device)
@@ -144,7 +158,10 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             connect_stages(self._stages, self._connected)
         prepare_mode(self, backward=self._has_backward)
         self.head.start_step(record=self._has_backward)
-        with without_dry_run(self._stages, answers):
+        with (
+            without_dry_run(self._stages, answers),
+            told_of_forwards(self._stages, self._forwarded),
+        ):
             result = super().step(*args, **kwargs)
         while self._sent:
             self._sent.pop()()
@@ -203,11 +220,28 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         held = _Action(self.rank, what, phase.microbatch)
         return _Action(self.rank, OVERLAP_F_B, phase.microbatch, (held,))
 
-    def _post(self, output: Tensor, target: Tensor) -> Tensor:
+    def _forwarded(self) -> None:
+        self._forwards += 1
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        given, shape = (arg_mbs, kwarg_mbs, target_mbs), self.head.targets_shape
+        check_step(self._stages, given, targets_shape=shape, embeds=self.embedding is not None)
+        return super()._step_microbatches(*given, *more, **named)
+
+    def _post(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
         """loss_fn, of the last stage."""
+        refuse_loss_kwargs(loss_kwargs)
         if self.infers:
             return output.float().sum()
         index, self._called = self._called, self._called + 1
+        check_calls(self._called, self._forwards, self._n_microbatches)
         loss = Waiting.apply(output, self, index)
         self.head.post(index, self.root, *self.head.checked(output, target))
         self._shown[index] = loss.detach()

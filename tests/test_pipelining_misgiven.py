@@ -1,0 +1,45 @@
+"""Steps over a pipeline that are given what they must not be: who can know says what, by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from pipeline_jobs import PLANNED
+from pipeline_misgiven import FIRST, LAST, WRONG, misgiven, other_numbers
+
+from cce_dist.testing import RankPool
+
+# A planned schedule is its own context.
+CASES = [
+    (name, schedule)
+    for name in WRONG
+    for schedule in ("1f1b", "zbv", PLANNED)
+    if schedule != PLANNED or name not in ("two steps", "no step")
+]
+
+
+@pytest.mark.parametrize(("name", "schedule"), CASES)
+def test_what_a_step_is_given(pools: dict[int, RankPool], name: str, schedule: str) -> None:
+    wrong = WRONG[name]
+    ranks = pools[2].run(2, misgiven, name, schedule)
+    for found in ranks:
+        # One rank has both of ZBV's, of which either may speak.
+        told = [text for stage, text in wrong.told.items() if found[stage]]
+        if told:
+            assert found["kind"] == wrong.kind, found
+            assert any(re.search(text, found["error"]) for text in told), found
+        else:
+            # It waited for the others, as long as its groups do.
+            assert found["kind"] == "RuntimeError", found
+    assert any(found[FIRST] for found in ranks) and any(found[LAST] for found in ranks)
+    if name == "failing stage":
+        assert "KeyError" in [found["cause"] for found in ranks]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", PLANNED])
+def test_ranks_with_other_numbers_of_microbatches(
+    pools: dict[int, RankPool], schedule: str
+) -> None:
+    wrong = r"n_microbatches must be the same on every rank, got by rank: [6, 8]"
+    assert pools[2].run(2, other_numbers, schedule) == [wrong, wrong]
