@@ -274,14 +274,15 @@ def test_whether_the_vocabulary_over_the_pipeline_pays() -> None:
     assert vocab_pays(LLAMA, Job(loss="exact"), H200) is None
 
 
-def test_a_plan_for_many() -> None:
-    """1,024 GPUs, 128 stages, half a million classes."""
+@pytest.mark.parametrize("microbatches", [128, 1024])
+def test_a_plan_for_many(microbatches: int) -> None:
+    """1,024 GPUs, 128 stages, half a million classes; all that the command asks of the planner."""
     model = Model(classes=524288, dim=8192, layers=256, mlp_dim=28672, heads=64, kv_heads=8)
     job = Job(
         sequence=8192,
         pp=128,
         dp=8,
-        microbatches=128,
+        microbatches=microbatches,
         loss="exact",
         vocab_over="pp",
         distributed_optimizer=True,
@@ -289,9 +290,12 @@ def test_a_plan_for_many() -> None:
     )
     start = time.perf_counter()
     plan = best_plan(model, job, H200)
+    pays = vocab_pays(model, job, H200, best=plan)
+    assert largest_of_layouts(model, job, H200) >= largest_microbatch(plan) >= 1
     assert time.perf_counter() - start < 10
+    assert pays is not None and pays.over is plan
     assert job.gpus == 1024 and plan.fits
-    assert max(rank.in_flight for rank in plan.ranks) <= 128
+    assert max(rank.in_flight for rank in plan.ranks) <= min(microbatches, 128 + 3)
 
 
 def test_what_binds() -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from .orders import Times
 from .schedules import Schedule, make_schedule, peak_of_held
-from .timeline import Task, Timeline, Work, run_orders
+from .timeline import Timeline, Work, run_orders
 
 # Of a cycle: what three runs on two H200s spent between its passes, of which nobody knows on what.
 # docs/planner.md#validation
@@ -151,17 +151,12 @@ def predict(
 
 
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
-    knocks: dict[Hashable, int] = {}
-    for kind in "STEG":
-        for index in range(schedule.microbatches):
-            knocks[kind, index] = schedule.ranks
+    def work(rank: int, kind: str, chunk: int) -> Work:
+        if kind in "STEG":
+            return _work_of_head(schedule, times, rank, kind)
+        return _work_of_stage(schedule, times, rank, kind, chunk)
 
-    def work(rank: int, task: Task) -> Work:
-        if task.kind in "STEG":
-            return _work_of_head(schedule, times, rank, task)
-        return _work_of_stage(schedule, times, rank, task)
-
-    timeline = run_orders(schedule.orders, work, knocks)
+    timeline = run_orders(schedule.orders, work, dict.fromkeys("STEG", schedule.ranks))
     return Prediction(
         seconds=timeline.makespan,
         closed_form=closed_form(schedule, times),
@@ -172,48 +167,37 @@ def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
     )
 
 
-def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, task: Task) -> Work:
-    kind, index, chunk = task
+def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, kind: str, chunk: int) -> Work:
     stage, last = schedule.stage(rank, chunk), schedule.stages - 1
 
     def near(other: int) -> float:
         """Two stages of one rank send each other nothing."""
-        # One rank has several stages with several chunks alone; this is asked for each task.
-        if schedule.chunks > 1 and schedule.rank(other) == rank:
-            return 0.0
-        return times.latency
+        return 0.0 if schedule.rank(other) == rank else times.latency
 
     if kind == "F":
-        waits: tuple[tuple[Hashable, float], ...] = ()
+        taken, opens = times.forward[stage], ("F", stage)
         if stage:
-            waits = ((("F", stage - 1, index), near(stage - 1)),)
-        elif times.embedding:
-            waits = ((("E", index), times.head_latency),)
-        return Work(times.forward[stage], waits, ("F", stage, index))
+            return Work(taken, ("F", stage - 1), near(stage - 1), opens)
+        if times.embedding:
+            return Work(taken, "E", times.head_latency, opens)
+        return Work(taken, opens=opens)
     backward = times.backward[stage]
     if kind == "W":
         return Work(backward * times.weight_share)
-    if stage < last:
-        waits = ((("B", stage + 1, index), near(stage + 1)),)
-    elif schedule.name == "vocab":
-        waits = ((("T", index), times.head_latency),)
-    else:
-        waits = ((("F", stage, index), 0.0),)
     taken = backward * (1 - times.weight_share) if kind == "I" else backward
-    return Work(taken, waits, ("B", stage, index))
+    if stage < last:
+        return Work(taken, ("B", stage + 1), near(stage + 1), ("B", stage))
+    if schedule.name == "vocab":
+        return Work(taken, "T", times.head_latency, ("B", stage))
+    return Work(taken, ("F", stage), 0.0, ("B", stage))
 
 
-def _work_of_head(schedule: Schedule, times: StageTimes, rank: int, task: Task) -> Work:
-    kind, index, last = task.kind, task.microbatch, schedule.stages - 1
-    waits: dict[str, tuple[tuple[Hashable, float], ...]] = {
-        "E": (),
-        "S": ((("F", last, index), times.head_latency),),
-        "T": ((("S", index), times.head_latency),),
-        "G": ((("B", 0, index), times.head_latency),),
-    }
+def _work_of_head(schedule: Schedule, times: StageTimes, rank: int, kind: str) -> Work:
+    last = schedule.stages - 1
+    waits: dict[str, Hashable] = {"S": ("F", last), "T": "S", "G": ("B", 0)}
     lists = {"S": times.statistics, "T": times.gradients}
     taken = lists.get(kind, times.embedding)[rank] + (times.stalled if kind == "S" else 0.0)
-    return Work(taken, waits[kind], (kind, index))
+    return Work(taken, waits.get(kind), times.head_latency, kind)
 
 
 def closed_form(schedule: Schedule, times: StageTimes) -> float | None:

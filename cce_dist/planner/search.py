@@ -235,12 +235,20 @@ def on_last_stage(job: Job) -> Job:
     return replace(job, loss=loss, vocab_over="last", schedule=schedule)
 
 
-def vocab_pays(model: Model, job: Job, hardware: Hardware) -> Pays | None:
-    """None: there is one pipeline rank, or no loss."""
+def vocab_pays(
+    model: Model, job: Job, hardware: Hardware, *, best: Plan | None = None
+) -> Pays | None:
+    """None: there is one pipeline rank, or no loss.
+
+    Args:
+        best: of `best_plan` for the job itself, which need not be made again.
+    """
     if job.pp == 1 or job.loss == "none":
         return None
-    last = best_plan(model, on_last_stage(job), hardware)
-    over = best_plan(model, over_pipeline(job), hardware)
+    last, over = (
+        best if best is not None and best.job == each else best_plan(model, each, hardware)
+        for each in (on_last_stage(job), over_pipeline(job))
+    )
     return Pays(last, over, verdict_on(over, last))
 
 
