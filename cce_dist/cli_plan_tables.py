@@ -97,6 +97,8 @@ def lines_of(plan: Plan, found: dict[str, Any]) -> list[str]:
         if plan.job.loss != loss:
             lines.append(f"{loss} on the last stage instead: {pays['verdict_on_our_loss']}")
         lines.append(f"vocabulary over the pipeline, {loss}: {pays['verdict']}")
+    if "planned_order_instead" in found:
+        lines.append(f"the planned order instead: {found['planned_order_instead']['verdict']}")
     if found["megatron_flags"] is not None:
         patch = found["megatron_patch"]
         script = [*patch, "pretrain_gpt.py"] if patch else []

@@ -420,8 +420,8 @@ def test_torchs_stages() -> None:
         ({"dp": 4, "ep": 3}, "ep must divide dp . cp, 4, got 3; the nearest is 2"),
         ({"vocab_over": "pp", "pp": 2}, r"loss must be one of \('exact', 'filtered'\) with"),
         (
-            {"loss": "exact", "vocab_over": "pp", "schedule": "1f1b"},
-            "schedule must be 'vocab' with the vocabulary over pipeline ranks",
+            {"loss": "exact", "schedule": "vocab"},
+            "schedule must be 'vocab' with the vocabulary over pipeline ranks alone",
         ),
         ({"schedule": "zbv"}, "chunks must be 2 under 'zbv', got 1"),
         ({"schedule": "1f1b", "chunks": 2}, "chunks must be 1 under '1f1b', got 2"),

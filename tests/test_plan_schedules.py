@@ -275,11 +275,14 @@ def test_bad_times_are_refused(values: dict[str, object], message: str) -> None:
         StageTimes(**({"forward": (1.0, 1.0), "backward": (2.0, 2.0)} | values))  # pyright: ignore
 
 
-def test_head_times_belong_to_vocab() -> None:
-    with pytest.raises(ValueError, match="must be given for the schedule 'vocab' and for no other"):
+def test_which_head_times_belong_together() -> None:
+    with pytest.raises(ValueError, match="must be given for the schedule 'vocab', got none"):
         predict(even(2), 4, schedule="vocab")
-    with pytest.raises(ValueError, match="must both be given"):
-        predict(even(2, statistics=(1.0, 1.0)), 4, schedule="vocab")  # pyright: ignore
+    for schedule in ("vocab", "1f1b"):
+        with pytest.raises(ValueError, match="must both be given"):
+            predict(even(2, statistics=(1.0, 1.0)), 4, schedule=schedule)  # pyright: ignore
+    with pytest.raises(ValueError, match="embedding must be given with statistics and gradients"):
+        predict(even(2, embedding=(1.0, 1.0)), 4)  # pyright: ignore
     with pytest.raises(ValueError, match="chunks must divide the number of stages, 3, got 2"):
         predict(even(3), 4, schedule="interleaved", chunks=2)
 

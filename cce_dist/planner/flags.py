@@ -90,6 +90,11 @@ def _require_megatrons(job: Job) -> None:
             f"microbatches must be a multiple of pp, {job.pp}, under Megatron's interleaved 1F1B, "
             f"got {job.microbatches}"
         )
+    if job.is_served:
+        raise ValueError(
+            "schedule must be 'vocab' in megatron_patch with the vocabulary over "
+            f"{job.vocab_over}, got {name!r}, which is torch's"
+        )
     if job.is_over_ranks and job.pp == 1:
         raise ValueError(
             f"pp must be >= 2 in megatron_patch with the vocabulary over {job.vocab_over}, got 1"

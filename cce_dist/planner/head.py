@@ -98,6 +98,9 @@ def _ours(model: Model, job: Job, hardware: Hardware, told: tuple[float, float])
         # Of the microbatches that are between the two phases, hidden and its gradient; the
         # weight's gradient is added up in fp32.
         working = 2 * gradient + 3 * 2.0 * tokens * dim + loose
+        if job.is_served:
+            # One at a time, whose part is added in place.
+            working = 2.0 * tokens * dim + loose
         told, transient = (0.0, 0.0), 0.0
     return HeadCost(
         product,

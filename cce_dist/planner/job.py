@@ -178,10 +178,10 @@ class Job:
 
     def _check_schedule(self) -> None:
         name = self.schedule_name
-        if self.is_over_ranks != (name == "vocab"):
+        if name == "vocab" and not self.is_over_ranks:
             raise ValueError(
-                "schedule must be 'vocab' with the vocabulary over pipeline ranks, and with it "
-                f"alone, got {name!r} with vocab_over={self.vocab_over!r}"
+                "schedule must be 'vocab' with the vocabulary over pipeline ranks alone, got it "
+                f"with vocab_over={self.vocab_over!r}"
             )
         wanted = {"zbv": (2, 2), "interleaved": (2, None)}.get(name, (1, 1))
         if self.chunks < wanted[0] or (wanted[1] is not None and self.chunks > wanted[1]):
@@ -193,6 +193,11 @@ class Job:
     @property
     def is_over_ranks(self) -> bool:
         return self.vocab_over != "last"
+
+    @property
+    def is_served(self) -> bool:
+        """The vocabulary is over pipeline ranks under a schedule that knows nothing of it."""
+        return self.is_over_ranks and self.schedule_name != "vocab"
 
     @property
     def schedule_name(self) -> str:

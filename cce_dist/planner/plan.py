@@ -136,7 +136,7 @@ def even_layout(layers: int, stages: int) -> tuple[int, ...]:
 def schedule_of(costs: Costs) -> Schedule:
     """The orders of the job; "vocab" by the times of an even layout."""
     job = costs.job
-    if not job.is_over_ranks:
+    if job.schedule_name != "vocab":
         return _fixed_schedule(
             job.schedule_name, job.pp, job.microbatches, job.chunks, job.software.framework
         )
@@ -224,14 +224,17 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
     held = [stage.kept for stage in mine]
     with_head = [stage.kept + stage.head_kept for stage in mine]
     activations = peak_of_held(order, held)
-    kept_head = 0.0
+    phases = beside = 0.0
     if job.is_over_ranks:
         phases = costs.head.kept + costs.head.working
-        kept_head = costs.head.kept + 4.0 * costs.head_parameters
-    else:
-        phases = 0.0
+        # A thread has one microbatch at a time.
+        beside = 4.0 * costs.head_parameters + (0.0 if job.is_served else costs.head.kept)
     working = [max(stage.head_working, stage.working - stage.head_kept) for stage in mine]
-    peak = peak_of_held(order, with_head, working, phases=phases) + kept_head
+    peak = peak_of_held(order, with_head, working, phases=phases)
+    if job.is_served:
+        # Whatever the schedule is at; a backward that is under way has freed some of its own.
+        peak = max(peak, activations + phases)
+    peak += beside
     without = peak_of_held(order, held, [stage.working for stage in mine])
     return Memory(
         weights=job.weight_bytes * parameters,
@@ -245,14 +248,22 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
 
 
 def _buffers(costs: Costs, schedule: Schedule, rank: int) -> float:
+    """Of hidden size, for every microbatch: what torch's stages receive into; under a schedule that
+    knows nothing of a tied embedding over all ranks its rows, then their gradients, on the first.
+    """
     job, last = costs.job, schedule.stages - 1
-    if not job.software.receives_apart:
-        return 0.0
-    mine = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
-    neighbours = sum((stage > 0) + (stage < last) for stage in mine)
     split = job.tp if job.sequence_parallel else 1
-    size = job.hidden_bytes * job.tokens * costs.model.dim / split
-    return neighbours * job.microbatches * size
+    size = job.tokens * costs.model.dim / split
+    mine = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
+    found = 0.0
+    if job.software.receives_apart:
+        neighbours = sum((stage > 0) + (stage < last) for stage in mine)
+        found += neighbours * job.microbatches * job.hidden_bytes * size
+    if job.is_served and costs.is_embedding_shared and rank == 0:
+        # Those in flight have used their rows, and have no gradient of them yet.
+        started = peak_of_held(schedule.held[0], [1.0, *[0.0] * (schedule.chunks - 1)])
+        found += 2.0 * size * (job.microbatches - started)
+    return found
 
 
 def _after(costs: Costs, rank: RankPlan) -> float:

@@ -69,6 +69,10 @@ def describe(
             "last_stage": _brief(pays.last),
             "over_pipeline": _brief(pays.over),
         }
+        if pays.planned is not None:
+            found["planned_order_instead"] = _brief(pays.planned) | {
+                "verdict": verdict_on(pays.planned, plan)
+            }
     return found
 
 

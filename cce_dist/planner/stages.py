@@ -196,7 +196,7 @@ def stage_times(costs: Costs, stages: Sequence[Stage]) -> StageTimes:
     job, head = costs.job, costs.head
     if not job.is_over_ranks:
         return StageTimes(forward, backward, latency=costs.latency)
-    every = len(stages)
+    every = job.pp
     embedding = (costs.embedding_seconds,) * every if costs.is_embedding_shared else ()
     times = StageTimes(
         forward,
@@ -206,5 +206,6 @@ def stage_times(costs: Costs, stages: Sequence[Stage]) -> StageTimes:
         embedding=embedding,
         latency=costs.latency,
         head_latency=phase_latency(costs.model, job, costs.hardware),
+        chunks=job.chunks,
     )
-    return times.with_stalls()
+    return times.with_stalls(served=job.is_served)

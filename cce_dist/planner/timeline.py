@@ -39,30 +39,55 @@ class Span(NamedTuple):
     end: float
 
 
+class Phase(NamedTuple):
+    """What all ranks begin at once, beside their tasks."""
+
+    task: Task
+    start: float
+    seconds: Sequence[float]  # of each rank
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank's tasks ran, in its order."""
+    """When each rank's tasks ran, in its order.
+
+    Args:
+        phases: what ran beside them, in the order of time.
+        paused: seconds of each rank's tasks in which phases ran instead; (): none.
+    """
 
     orders: Sequence[Sequence[Task]]
     starts: Sequence[Sequence[float]]
     ends: Sequence[Sequence[float]]
+    phases: Sequence[Phase] = ()
+    paused: Sequence[float] = ()
 
     @cached_property
     def ranks(self) -> tuple[tuple[Span, ...], ...]:
+        """Tasks and then phases."""
         each = zip(self.orders, self.starts, self.ends, strict=True)
-        return tuple(tuple(map(Span, *columns)) for columns in each)
+        found = []
+        for rank, columns in enumerate(each):
+            beside = (Span(task, at, at + taken[rank]) for task, at, taken in self.phases)
+            found.append((*map(Span, *columns), *beside))
+        return tuple(found)
 
     @cached_property
     def makespan(self) -> float:
-        return max((ends[-1] for ends in self.ends if ends), default=0.0)
+        last = max((ends[-1] for ends in self.ends if ends), default=0.0)
+        return max(last, *(at + max(taken) for _, at, taken in self.phases[-1:]), 0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds that each rank works."""
-        return tuple(sum(map(sub, *both)) for both in zip(self.ends, self.starts, strict=True))
+        both = zip(self.ends, self.starts, strict=True)
+        found = [sum(map(sub, *each)) for each in both]
+        for rank, paused in enumerate(self.paused):
+            found[rank] += sum(phase.seconds[rank] for phase in self.phases) - paused
+        return tuple(found)
 
 
-class _Gate:
+class Gate:
     """Of each microbatch: when it opened, None before; how many knocks are missing; who waits."""
 
     def __init__(self, microbatches: int, knocks: int) -> None:
@@ -70,6 +95,43 @@ class _Gate:
         self.latest = [0.0] * microbatches
         self.missing = [knocks] * microbatches
         self.waiting: dict[int, list[int]] = {}
+
+
+class Lane(NamedTuple):
+    """`Work`, its gates found."""
+
+    seconds: float
+    waits: Gate | None
+    delay: float
+    opens: Gate | None
+
+
+class Gates:
+    """Of a step, by their names."""
+
+    def __init__(self, microbatches: int, knocks: Mapping[Hashable, int]) -> None:
+        self.microbatches, self.knocks = microbatches, knocks
+        self._found: dict[Hashable, Gate] = {}
+
+    def named(self, name: Hashable) -> Gate:
+        if name not in self._found:
+            self._found[name] = Gate(self.microbatches, self.knocks.get(name, 1))
+        return self._found[name]
+
+    def lanes(
+        self, rank: int, order: Sequence[Task], work: Callable[[int, str, int], Work]
+    ) -> dict[str, dict[int, Lane]]:
+        """Of a rank, by kind and chunk."""
+        lanes: dict[str, dict[int, Lane]] = {}
+        for kind, chunk in {(kind, chunk) for kind, _, chunk in order}:
+            seconds, waits, delay, opens = work(rank, kind, chunk)
+            ends = [None if name is None else self.named(name) for name in (waits, opens)]
+            lanes.setdefault(kind, {})[chunk] = Lane(seconds, ends[0], delay, ends[1])
+        return lanes
+
+
+def count_microbatches(orders: Sequence[Sequence[Task]]) -> int:
+    return 1 + max((index for order in orders for _, index, _ in order), default=-1)
 
 
 def run_orders(
@@ -85,29 +147,23 @@ def run_orders(
     Raises:
         ValueError: the ranks wait for one another.
     """
-    count = 1 + max((index for order in orders for _, index, _ in order), default=-1)
-    gates: dict[Hashable, _Gate] = {}
-
-    def gate(name: Hashable | None) -> _Gate | None:
-        if name is None:
-            return None
-        if name not in gates:
-            gates[name] = _Gate(count, (knocks or {}).get(name, 1))
-        return gates[name]
-
+    gates = Gates(count_microbatches(orders), knocks or {})
     starts: list[list[float]] = [[] for _ in orders]
     ends: list[list[float]] = [[] for _ in orders]
     ready = list(range(len(orders)))
-    running = []
-    for rank, order in enumerate(orders):
-        mine: dict[str, dict[int, _Lane]] = {}
-        for kind, chunk in {(kind, chunk) for kind, _, chunk in order}:
-            seconds, waits, delay, opens = work(rank, kind, chunk)
-            mine.setdefault(kind, {})[chunk] = _Lane(seconds, gate(waits), delay, gate(opens))
-        running.append(_run(rank, order, mine, starts[rank], ends[rank], ready))
+    running = [
+        _run(rank, order, gates.lanes(rank, order, work), starts[rank], ends[rank], ready)
+        for rank, order in enumerate(orders)
+    ]
     while ready:
         # Until it waits at a gate, whose last knock puts it on the list again.
         next(running[ready.pop()], None)
+    require_ends(orders, ends)
+    return Timeline(orders, starts, ends)
+
+
+def require_ends(orders: Sequence[Sequence[Task]], ends: Sequence[Sequence[float]]) -> None:
+    """Raises ValueError: a rank has not come to the end of its order."""
     stuck = [
         (rank, order[len(done)])
         for rank, (done, order) in enumerate(zip(ends, orders, strict=True))
@@ -115,22 +171,12 @@ def run_orders(
     ]
     if stuck:
         raise ValueError(f"orders must not wait in a circle, got ranks that wait: {stuck[:4]}")
-    return Timeline(orders, starts, ends)
-
-
-class _Lane(NamedTuple):
-    """`Work`, its gates found."""
-
-    seconds: float
-    waits: _Gate | None
-    delay: float
-    opens: _Gate | None
 
 
 def _run(
     rank: int,
     order: Sequence[Task],
-    mine: Mapping[str, Mapping[int, _Lane]],
+    mine: Mapping[str, Mapping[int, Lane]],
     starts: list[float],
     ends: list[float],
     ready: list[int],
