@@ -189,11 +189,25 @@ def test_in_flight_activations_are_the_orders() -> None:
 
 
 def test_in_flight_of_the_planned_order_is_what_the_runtime_holds() -> None:
-    """adapters/planned.py plans by times without latency."""
+    """adapters/planned.py plans by times without latency, megatron_patch by sizes and with U."""
     job = replace(PIPE, loss="filtered", vocab_over="pp")
-    plan = best_plan(GEMMA, job, H200)
+    plan = best_plan(GEMMA, replace(job, software=SOFTWARE["torch"]), H200)
     ours = plan_vocab_order(4, 16, Times(statistics=0.1, gradients=0.2))
     assert [rank.in_flight for rank in plan.ranks] == list(map(most_in_flight, ours))
+    patched = best_plan(GEMMA, job, H200)
+    # 26 layers, of which a stage has seven at the most.
+    head = 256000 * 2304 / 4 / (7 * GEMMA.layer_parameters)
+    times = Times(1.0, 2.0, statistics=head, gradients=3 * head)
+    ours = plan_vocab_order(4, 16, times, embeds=True, weighs=True)
+    assert [rank.in_flight for rank in patched.ranks] == list(map(most_in_flight, ours))
+    for rank, plain in zip(patched.ranks, plan.ranks, strict=True):
+        assert rank.in_flight == plain.in_flight + 1 <= 4 + 3
+        # No gradient of the rows but Megatron's own.
+        assert rank.memory.head < plain.memory.head
+    # Rows' gradient in fp32 beside Megatron's in 16 bits.
+    narrow = make_plan(GEMMA, replace(job, gradients="bf16"), H200, patched.layout)
+    rows = 4.0 * 256000 * 2304 / 4
+    assert narrow.ranks[0].memory.head == pytest.approx(patched.ranks[0].memory.head + rows)
     assert plan.prediction.seconds > 0 and plan.ranks[0].in_flight == 6
 
 

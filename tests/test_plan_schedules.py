@@ -174,6 +174,18 @@ def test_vocab_is_the_planned_order(embeds: bool) -> None:
     assert found.closed_form is not None and found.seconds <= found.closed_form + 12 * 0.1
 
 
+def test_the_last_rank_weighs() -> None:
+    """As planner/orders.py simulates it."""
+    times = Times(1.0, 2.0, 0.5, 1.5, latency=0.1)
+    orders = plan_vocab_order(4, 12, replace(times, latency=0.0), weighs=True)
+    heads = {"statistics": (0.5,) * 4, "gradients": (1.5,) * 4, "head_latency": 0.1}
+    found = predict(even(4, **heads), 12, schedule="vocab", weighs=True)  # pyright: ignore
+    assert found.seconds == pytest.approx(makespan(orders, times))
+    plain = predict(even(4, **heads), 12, schedule="vocab")  # pyright: ignore
+    assert found.most_held == tuple(held + 1 for held in plain.most_held)
+    assert found.schedule.weighs and not plain.schedule.weighs
+
+
 def test_latency_is_on_the_way_between_ranks_alone() -> None:
     assert predict(even(4, latency=0.5), 1).seconds == pytest.approx(12 + 2 * 3 * 0.5)
     # Of eight stages, the fourth and the fifth are on one rank.

@@ -200,6 +200,11 @@ class Job:
         return self.is_over_ranks and self.schedule_name != "vocab"
 
     @property
+    def is_patched(self) -> bool:
+        """The planned order is megatron_patch's, rather than `ScheduleVocab1F1B`."""
+        return self.schedule_name == "vocab" and self.software.framework == "megatron"
+
+    @property
     def schedule_name(self) -> str:
         if self.schedule != "auto":
             return self.schedule

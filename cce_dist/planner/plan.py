@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from .cost import collective
 from .hardware import GIB, Hardware
 from .job import Job
 from .models import Model
+from .orders import Times
 from .predict import Prediction, simulate_schedule
 from .schedules import Schedule, make_schedule, peak_of_held
 from .stages import Costs, Stage, costs_of, make_stages, stage_times
@@ -134,16 +135,30 @@ def even_layout(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def schedule_of(costs: Costs) -> Schedule:
-    """The orders of the job; "vocab" by the times of an even layout."""
+    """The orders of the job; "vocab" by an even layout, and by what those who run it know."""
     job = costs.job
     if job.schedule_name != "vocab":
         return _fixed_schedule(
             job.schedule_name, job.pp, job.microbatches, job.chunks, job.software.framework
         )
-    stages = make_stages(costs, even_layout(costs.model.layers, job.stages))
-    times = stage_times(costs, stages).slowest()
-    embeds = costs.is_embedding_shared
-    return make_schedule("vocab", job.pp, job.microbatches, times=times, embeds=embeds)
+    layout, embeds = even_layout(costs.model.layers, job.stages), costs.is_embedding_shared
+    if job.is_patched:
+        times = _times_of_sizes(costs, layout)
+    else:
+        times = stage_times(costs, make_stages(costs, layout)).slowest()
+    how: dict[str, Any] = {"times": times, "embeds": embeds, "weighs": job.is_patched}
+    return make_schedule("vocab", job.pp, job.microbatches, **how)
+
+
+def _times_of_sizes(costs: Costs, layout: Sequence[int]) -> Times:
+    """By which megatron_patch plans: its parameters, whose products take most of the time."""
+    first, largest = 0, 1.0
+    for count in layout:
+        largest = max(largest, sum(costs.parameters[first : first + count]))
+        first += count
+    head = costs.head_parameters / largest
+    again = costs.job.recompute == "full"
+    return Times(1.0, 3.0 if again else 2.0, statistics=head, gradients=3 * head)
 
 
 @lru_cache(maxsize=4)
@@ -227,8 +242,11 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
     phases = beside = 0.0
     if job.is_over_ranks:
         phases = costs.head.kept + costs.head.working
-        # A thread has one microbatch at a time.
-        beside = 4.0 * costs.head_parameters + (0.0 if job.is_served else costs.head.kept)
+        # Of a thread, which has one microbatch at a time: nothing of others.
+        beside = 0.0 if job.is_served else costs.head.kept
+        # megatron_patch adds to Megatron's own gradient, where that is in fp32.
+        if not (job.is_patched and job.precision == "mixed" and job.gradients == "fp32"):
+            beside += 4.0 * costs.head_parameters
     working = [max(stage.head_working, stage.working - stage.head_kept) for stage in mine]
     peak = peak_of_held(order, with_head, working, phases=phases)
     if job.is_served:

@@ -135,9 +135,13 @@ def predict(
     schedule: str = "1f1b",
     chunks: int = 1,
     framework: Literal["torch", "megatron"] = "megatron",
+    weighs: bool = False,
 ) -> Prediction:
     """What a step of `microbatches` takes: the schedule's own order, simulated.
 
+    Args:
+        weighs: of "vocab", that the last rank alone knows the gradient of each token's loss, as in
+            Megatron.
     Raises:
         ValueError: the schedule does not fit the number of stages or microbatches, or needs the
             head's times, or has no use for them.
@@ -164,13 +168,14 @@ def predict(
         framework=framework,
         times=times.slowest() if schedule == "vocab" else None,
         embeds=bool(times.embedding),
+        weighs=weighs,
     )
     return simulate_schedule(made, times)
 
 
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
     def work(rank: int, kind: str, chunk: int) -> Work:
-        if kind in "STEG":
+        if kind in "STUEG":
             return _work_of_head(schedule, times, rank, kind)
         return _work_of_stage(schedule, times, rank, kind, chunk)
 
@@ -218,7 +223,12 @@ def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, kind: str, 
 
 def _work_of_head(schedule: Schedule, times: StageTimes, rank: int, kind: str) -> Work:
     last = schedule.stages - 1
-    waits: dict[str, Hashable] = {"S": ("F", last), "T": "S", "G": ("B", 0)}
+    waits: dict[str, Hashable] = {"S": ("F", last), "U": "S", "T": "S", "G": ("B", 0)}
+    if schedule.weighs:
+        waits["T"] = "U"
+    if kind == "U":
+        # A few numbers a token.
+        return Work(0.0, waits[kind], times.head_latency, kind)
     lists = {"S": times.statistics, "T": times.gradients}
     taken = lists.get(kind, times.embedding)[rank] + (times.stalled if kind == "S" else 0.0)
     return Work(taken, waits.get(kind), times.head_latency, kind)

@@ -60,6 +60,11 @@ class Schedule:
     def splits_backward(self) -> bool:
         return self.name == "zbv"
 
+    @cached_property
+    def weighs(self) -> bool:
+        """The last rank has a pass U, without which no rank has a T."""
+        return any(kind == "U" for kind, _, _ in self.orders[-1])
+
 
 def make_schedule(
     name: str,
@@ -70,13 +75,14 @@ def make_schedule(
     framework: Literal["torch", "megatron"] = "megatron",
     times: Times | None = None,
     embeds: bool = False,
+    weighs: bool = False,
 ) -> Schedule:
     """The orders of a schedule.
 
     Args:
         chunks: stages of a rank; >= 2 for "interleaved", 2 for "zbv", else 1.
         framework: whose "interleaved", and whose rules for the number of microbatches.
-        times, embeds: of "vocab", as planner/orders.py has them.
+        times, embeds, weighs: of "vocab", as planner/orders.py has them.
     Raises:
         ValueError: an unknown name, or numbers that the schedule cannot have.
     """
@@ -109,7 +115,8 @@ def make_schedule(
     elif name == "zbv":
         orders = [_zbv(rank, ranks, microbatches, task) for rank in every]
     else:
-        planned = plan_vocab_order(ranks, microbatches, times or Times(), embeds=embeds)
+        how = {"embeds": embeds, "weighs": weighs}
+        planned = plan_vocab_order(ranks, microbatches, times or Times(), **how)
         orders = [[task(*each) for each in order] for order in planned]
     return Schedule(name, tuple(map(tuple, orders)), chunks, microbatches)  # pyright: ignore
 
