@@ -47,7 +47,8 @@ class RankPlan:
 
     Args:
         stages: of the model, the rank's own.
-        repeated: of its FLOPs, what other tensor-parallel ranks do as well.
+        repeated: of its FLOPs, what other tensor-parallel ranks do as well, or is done for rows of
+            padding.
         in_flight: microbatches whose activations it holds at once, in chunks.
         head_seconds: of a microbatch, of forward and backward.
     """
@@ -212,12 +213,15 @@ def _rank_plan(
     over = costs.job.is_over_ranks
     parameters = sum(stage.parameters for stage in mine)
     phases = head.forward + head.backward if over else 0.0
+    has_head = over or any(stage.head_seconds for stage in mine)
+    padding = 3 * head.flops * (1 - costs.model.num_rows / costs.rows) if has_head else 0.0
+    alike = costs.job.tp if costs.job.vocab_over == "pp" else 1
     return RankPlan(
         rank=rank,
         stages=mine,
         parameters=parameters,
         flops=sum(stage.flops for stage in mine) + (3 * head.flops if over else 0.0),
-        repeated=3 * head.flops * (1 - 1 / costs.job.tp) if costs.job.vocab_over == "pp" else 0.0,
+        repeated=padding / alike + 3 * head.flops * (1 - 1 / alike),
         forward=sum(stage.forward for stage in mine) + (head.forward if over else 0.0),
         backward=sum(stage.backward for stage in mine) + (head.backward if over else 0.0),
         head_seconds=sum(stage.head_seconds for stage in mine) + phases,

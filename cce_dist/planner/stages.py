@@ -56,18 +56,21 @@ class Costs:
     head: HeadCost
 
     @property
+    def rows(self) -> int:
+        """Of the embedding and the head, with padding."""
+        return self.job.padded_rows(self.model.num_rows)
+
+    @property
     def embedding_parameters(self) -> float:
         """Of the first stage, or of every rank where the head is over all and tied to it."""
-        rows = self.model.num_rows / (
-            self.job.head_ranks if self.is_embedding_shared else self.job.tp
-        )
+        rows = self.rows / (self.job.head_ranks if self.is_embedding_shared else self.job.tp)
         return (rows + self.model.positions) * self.model.dim
 
     @property
     def head_parameters(self) -> float:
         if self.job.loss == "none" and self.model.tied:
             return 0.0
-        return self.model.head_parameters / self.job.head_ranks
+        return self.rows * (self.model.dim + self.model.head_bias) / self.job.head_ranks
 
     @property
     def is_embedding_shared(self) -> bool:
