@@ -117,6 +117,8 @@ def test_a_config_file_and_hardware_of_numbers(tmp_path: Path) -> None:
                 "num_key_value_heads": 1,
                 "intermediate_size": 2048,
                 "vocab_size": 32000,
+                "torch_dtype": "bfloat16",
+                "head_dims": 64,
             }
         )
     )
@@ -125,6 +127,8 @@ def test_a_config_file_and_hardware_of_numbers(tmp_path: Path) -> None:
     found = as_json(str(config), "--hardware", str(hardware), "--loss", "filtered")
     assert found["hardware"]["flops"] == 1e14 and found["model"]["head_dim"] == 256
     assert any(note.startswith("head_dim: not in the file") for note in found["notes"])
+    assert "not used by the planner: head_dims" in found["notes"]
+    assert "note: not used by the planner: head_dims\n" in plan("model", str(config)).output
 
 
 def test_what_does_not_fit() -> None:
