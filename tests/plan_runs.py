@@ -170,6 +170,21 @@ def least_loaded() -> list[Compared]:
     return found
 
 
+def embedding_seconds(sequence: int, classes: int) -> tuple[float, float]:
+    """What the first stage's backward takes beside a middle one's, in a published run of 1F1B with
+    as many layers: measured, and by the cost model."""
+    wanted = ("base", str(sequence), str(classes))
+    for row in _rows("vocab-parallel-a100.csv"):
+        if (row["method"], row["sequence"], row["classes"]) == wanted:
+            first, *middle = _times(row).backward[:-1]
+            plan = _published_plan(row)
+            costs = costs_of(plan.model, plan.job, plan.hardware)
+            stages = make_stages(costs, plan.layout)
+            said = stages[0].backward - stages[1].backward
+            return first - sum(middle) / len(middle), said
+    raise KeyError(wanted)
+
+
 def megatron(software: str = "megatron-local") -> list[Compared]:
     """Steps and peaks of docs/benchmarks.md on H200s without a pipeline, by the cost model alone.
 

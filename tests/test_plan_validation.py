@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import functools
 
-from plan_runs import Compared, least_loaded, megatron, pipelines, published
+from plan_runs import (
+    Compared,
+    embedding_seconds,
+    least_loaded,
+    megatron,
+    pipelines,
+    published,
+)
 
 TIME, MEMORY = 0.05, 0.08  # what issue and documents promise
 
@@ -37,6 +44,14 @@ def test_steps_of_published_runs_from_hardware_alone() -> None:
     assert max(map(abs, errors[True])) < 0.12
     assert sum(map(abs, errors[True])) / len(errors[True]) < TIME
     assert -0.18 < min(errors[False]) < max(errors[False]) < -0.09
+
+
+def test_what_a_first_stage_takes_beside_a_middle_one() -> None:
+    """The embedding's gradient, by how much it grows with the vocabulary."""
+    for sequence in (2048, 4096):
+        few, many = (embedding_seconds(sequence, classes) for classes in (32000, 256000))
+        measured, predicted = many[0] - few[0], many[1] - few[1]
+        assert measured > 3e-3 and abs(predicted / measured - 1) < 0.12
 
 
 def test_steps_and_peaks_of_megatron() -> None:

@@ -158,6 +158,9 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
         split = job.tp if job.sequence_parallel else 1
         kept += (job.hidden_bytes + 2.0) * job.tokens * model.dim / split
     if is_first and not costs.is_embedding_shared:
+        # Zeros for each row, and read again to be added: no kernel adds a token's to the others'.
+        whole = max(4.0 - job.software.accumulate, 0.0) * costs.embedding_parameters
+        backward += whole / hardware.bytes_per_second
         # The embedding's gradient is made whole when nothing else of the microbatch is left.
         made = 2.0 * costs.embedding_parameters
         working = max(working, made + (head.transient if has_head and is_tied_here else 0.0) - kept)
