@@ -132,11 +132,9 @@ def model_command(
             kept_columns=kept_columns,
             software=kernels,
         )
-        if layout is None:
-            plan = best_plan(model, job, numbers)
-        else:
-            plan = make_plan(model, job, numbers, _layout(layout))
-        pays = vocab_pays(model, job, numbers)
+        best = best_plan(model, job, numbers) if layout is None else None
+        plan = best or make_plan(model, job, numbers, _layout(layout or ""))
+        pays = vocab_pays(model, job, numbers, best=best)
         mine = largest_microbatch(plan)
         largest = max(mine, largest_of_layouts(model, job, numbers))
         found = describe(plan, pays, largest=largest, largest_of_layout=mine, notes=notes)

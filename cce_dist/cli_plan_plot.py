@@ -29,6 +29,9 @@ TASKS = {
     "G": ("embedding's gradient", "#efd9a8"),
 }
 
+# Of a picture: ranks that are named, tasks of a rank beside which white lines would hide them.
+MOST_LABELS, MANY_TASKS = 32, 200
+
 SUFFIXES = (".png", ".pdf", ".svg")
 
 
@@ -54,8 +57,8 @@ def plot_plan(plan: Plan, path: Path) -> None:
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     room = plan.hardware.usable * plan.hardware.memory / GIB
     memory.axvline(room, color="black", linestyle="--", linewidth=1, label="usable")
-    memory.set(xlabel="GiB at the peak", ylabel="rank", yticks=range(len(left)))
-    memory.invert_yaxis()
+    memory.set(xlabel="GiB at the peak")
+    _name_ranks(memory, len(left))
     memory.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     _draw(lanes, plan.prediction, unit="ms", scale=1e3)
     _save(figure, path)
@@ -77,10 +80,24 @@ def _figure(ranks: int, *, rows: int) -> Any:
     return figure
 
 
+def _name_ranks(axes: Any, ranks: int) -> None:
+    """From the top down, each, or each second, fourth, ..."""
+    step = 1
+    while ranks > step * MOST_LABELS:
+        step *= 2
+    axes.set(ylabel="rank", yticks=range(0, ranks, step))
+    axes.set_ylim(ranks - 0.4, -0.6)
+
+
 def _draw(axes: Any, found: Prediction, *, unit: str, scale: float) -> None:
     """A lane for each rank; a rank's second stage is drawn lower in its lane."""
     chunks = found.schedule.chunks
     height = 0.9 / chunks
+    many = max(map(len, found.schedule.orders)) > MANY_TASKS
+    # A task that is less than a pixel is its share of it.
+    edges: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
+    if many:
+        edges = {"linewidth": 0, "snap": False}
     for kind, (label, colour) in TASKS.items():
         drawn = False
         for rank, spans in enumerate(found.timeline.ranks):
@@ -95,14 +112,13 @@ def _draw(axes: Any, found: Prediction, *, unit: str, scale: float) -> None:
                         bars,
                         (rank - 0.45 + chunk * height, height),
                         facecolors=colour,
-                        edgecolor="white",
-                        linewidth=0.3,
                         label=None if drawn else label,
+                        **edges,
                     )
                     drawn = True
-    axes.set(xlabel=unit, ylabel="rank", yticks=range(len(found.busy)))
+    axes.set(xlabel=unit)
     axes.set_xlim(0, scale * found.seconds)
-    axes.invert_yaxis()
+    _name_ranks(axes, len(found.busy))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
 
 

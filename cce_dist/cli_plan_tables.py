@@ -89,6 +89,12 @@ def lines_of(plan: Plan, found: dict[str, Any]) -> list[str]:
         f"memory: {plan.peak / GIB:.1f} GiB of {found['usable_bytes'] / GIB:.1f}; largest "
         f"microbatch: {largest}{other}",
     ]
+    rows = found["head_rows"]
+    if rows["padded"] > rows["model"]:
+        lines.append(
+            f"vocabulary: {rows['model']:,} rows, {rows['padded']:,} with padding, "
+            f"{rows['of_rank']:,.0f} a rank"
+        )
     if plan.job.pp > 1:
         lines.append(f"layout: {layout_string(plan.layout)}")
     if "vocab_over_pipeline" in found:
@@ -97,6 +103,8 @@ def lines_of(plan: Plan, found: dict[str, Any]) -> list[str]:
         if plan.job.loss != loss:
             lines.append(f"{loss} on the last stage instead: {pays['verdict_on_our_loss']}")
         lines.append(f"vocabulary over the pipeline, {loss}: {pays['verdict']}")
+    if "planned_order_instead" in found:
+        lines.append(f"the planned order instead: {found['planned_order_instead']['verdict']}")
     if found["megatron_flags"] is not None:
         patch = found["megatron_patch"]
         script = [*patch, "pretrain_gpt.py"] if patch else []

@@ -170,6 +170,21 @@ def least_loaded() -> list[Compared]:
     return found
 
 
+def embedding_seconds(sequence: int, classes: int) -> tuple[float, float]:
+    """What the first stage's backward takes beside a middle one's, in a published run of 1F1B with
+    as many layers: measured, and by the cost model."""
+    wanted = ("base", str(sequence), str(classes))
+    for row in _rows("vocab-parallel-a100.csv"):
+        if (row["method"], row["sequence"], row["classes"]) == wanted:
+            first, *middle = _times(row).backward[:-1]
+            plan = _published_plan(row)
+            costs = costs_of(plan.model, plan.job, plan.hardware)
+            stages = make_stages(costs, plan.layout)
+            said = stages[0].backward - stages[1].backward
+            return first - sum(middle) / len(middle), said
+    raise KeyError(wanted)
+
+
 def megatron(software: str = "megatron-local") -> list[Compared]:
     """Steps and peaks of docs/benchmarks.md on H200s without a pipeline, by the cost model alone.
 
@@ -207,18 +222,26 @@ def megatron(software: str = "megatron-local") -> list[Compared]:
 
 
 @without_running_ahead()
-def pipelines(*, over: bool = False) -> list[tuple[Compared, Compared]]:
-    """Two H200s of docs/pipelines.md, the head on the last stage or with `over` on both by the
-    planned order: by its stages' measured times and by the cost model alone, the time in the first
-    stage's, the peak in each stage's."""
+def pipelines(over: str = "") -> list[tuple[Compared, Compared]]:
+    """Two H200s of docs/pipelines.md, the head on the last stage, or on both by the planned order
+    ("vocab-1f1b") or a thread beside 1F1B ("vocab-thread"): by its stages' measured times and by
+    the cost model alone, the time in the first stage's, the peak in each stage's.
+
+    A thread's passes are measured with what interrupts them: those of the planned order instead.
+    """
     software = replace(SOFTWARE["torch"], joint_qkv=1)
     found: list[tuple[Compared, Compared]] = []
-    for name, stages in _runs_of_pipelines():
-        if over != (name[1] == "vocab-1f1b") or name[1] == "vocab-thread":
+    every = dict(_runs_of_pipelines())
+    for name, stages in every.items():
+        if over != (name[1] if name[1].startswith("vocab") else ""):
             continue
         seconds, count = float(stages[0]["median_ms"]) / 1e3, int(stages[0]["microbatches"])
-        schedule = "vocab" if over else "1f1b"
-        simulated = predict(_times_of_stages(stages), count, schedule=schedule).seconds / 1e3
+        schedule = "vocab" if over == "vocab-1f1b" else "1f1b"
+        alone = every[name[0], "vocab-1f1b"] if over else stages
+        times = _times_of_stages(alone)
+        if over:
+            times = times.with_stalls(served=over == "vocab-thread")
+        simulated = predict(times, count, schedule=schedule).seconds / 1e3
         job = Job(
             sequence=int(stages[0]["microbatch_tokens"]),
             microbatches=count,
@@ -227,6 +250,7 @@ def pipelines(*, over: bool = False) -> list[tuple[Compared, Compared]]:
             precision="bf16",
             loss="dense" if name[1].startswith("dense") else "filtered",
             vocab_over="pp" if over else "last",
+            schedule=schedule,
             software=software,
         )
         model = _model_of(stages)
@@ -268,7 +292,7 @@ def _times_of_stages(stages: list[dict[str, str]]) -> StageTimes:
         return StageTimes(each("f_ms", "loss_ms"), each("b_ms"))
     # What looks embeddings up and sums them is measured with none of the passes.
     of_head = {"statistics": each("s_ms"), "gradients": each("t_ms")}
-    return StageTimes(each("f_ms"), each("b_ms"), **of_head).with_stalls()
+    return StageTimes(each("f_ms"), each("b_ms"), **of_head)
 
 
 def _model_of(stages: list[dict[str, str]]) -> Model:
@@ -311,10 +335,10 @@ def _print_tables() -> None:
             mine = [x for x in megatron() if x.name[0] == size and x.name[2] == ranks]
             print(size, ranks, "time |", summary([x.time_error for x in mine]))
             print(size, ranks, "memory |", summary([x.memory_error for x in mine]))
-    for over in (False, True):
-        found = pipelines(over=over)
+    for over in ("", "vocab-1f1b", "vocab-thread"):
+        found = pipelines(over)
         for size in dict.fromkeys(pair[0].name[0] for pair in found):
-            mine, what = [x for x in found if x[0].name[0] == size], "both" if over else "last"
+            mine, what = [x for x in found if x[0].name[0] == size], over or "last"
             print(size, what, "pipeline, measured |", summary([x.time_error for x, _ in mine]))
             print(size, what, "pipeline, cost model |", summary([x.time_error for _, x in mine]))
             print(size, what, "pipeline, memory |", summary([x.memory_error for _, x in mine]))

@@ -23,6 +23,10 @@ SHAPES = (
     ("zbv", 2, "last"),
     ("vocab", 1, "pp"),
     ("vocab", 1, "pp-tp"),
+    ("1f1b", 1, "pp"),
+    ("gpipe", 1, "pp-tp"),
+    ("interleaved", 2, "pp"),
+    ("zbv", 2, "pp-tp"),
 )
 
 
@@ -52,7 +56,7 @@ def draw(seed: int) -> Plan:
     return best_plan(pick(tuple(MODELS.values())), Job(**values), pick(tuple(HARDWARE.values())))
 
 
-@pytest.mark.parametrize("seed", range(72))
+@pytest.mark.parametrize("seed", range(120))
 def test_any_plan(seed: int) -> None:
     plan = draw(seed)
     job, found = plan.job, plan.prediction

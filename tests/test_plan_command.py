@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
+from cce_dist import cli_plan_plot
 from cce_dist.cli import app
+from cce_dist.planner.predict import StageTimes, predict
 from cce_dist.planner.presets import model_names
 
 PIPE = ("--pp", "4", "--microbatches", "16")
@@ -56,6 +60,25 @@ def test_json_and_picture(tmp_path: Path) -> None:
     assert found["torch_stages"][-1][-1] == "lm_head"
     assert found["step_seconds"] > found["schedule_seconds"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 32, 33, 128])
+def test_ranks_of_a_picture_do_not_hide_each_other(ranks: int, tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    times = StageTimes((1.0,) * ranks, (2.0,) * ranks)
+    drawn: list[Figure] = []
+    with mock.patch.object(cli_plan_plot, "_save", lambda figure, path: drawn.append(figure)):
+        cli_plan_plot.plot_timeline(predict(times, 4), tmp_path / "x.png")
+    (axes,) = drawn[0].axes
+    drawn[0].canvas.draw()
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
+    assert axes.get_yticklabels()[0].get_text() == "0"
+    assert len(boxes) >= min(ranks, 16)
+    # From the top down.
+    for above, below in itertools.pairwise(boxes):
+        assert above.y0 >= below.y1
+    assert axes.get_ylim()[0] > ranks - 1
 
 
 def test_over_the_pipeline() -> None:
@@ -117,6 +140,8 @@ def test_a_config_file_and_hardware_of_numbers(tmp_path: Path) -> None:
                 "num_key_value_heads": 1,
                 "intermediate_size": 2048,
                 "vocab_size": 32000,
+                "torch_dtype": "bfloat16",
+                "head_dims": 64,
             }
         )
     )
@@ -125,6 +150,8 @@ def test_a_config_file_and_hardware_of_numbers(tmp_path: Path) -> None:
     found = as_json(str(config), "--hardware", str(hardware), "--loss", "filtered")
     assert found["hardware"]["flops"] == 1e14 and found["model"]["head_dim"] == 256
     assert any(note.startswith("head_dim: not in the file") for note in found["notes"])
+    assert "not used by the planner: head_dims" in found["notes"]
+    assert "note: not used by the planner: head_dims\n" in plan("model", str(config)).output
 
 
 def test_what_does_not_fit() -> None:

@@ -189,11 +189,25 @@ def test_in_flight_activations_are_the_orders() -> None:
 
 
 def test_in_flight_of_the_planned_order_is_what_the_runtime_holds() -> None:
-    """adapters/planned.py plans by times without latency."""
+    """adapters/planned.py plans by times without latency, megatron_patch by sizes and with U."""
     job = replace(PIPE, loss="filtered", vocab_over="pp")
-    plan = best_plan(GEMMA, job, H200)
+    plan = best_plan(GEMMA, replace(job, software=SOFTWARE["torch"]), H200)
     ours = plan_vocab_order(4, 16, Times(statistics=0.1, gradients=0.2))
     assert [rank.in_flight for rank in plan.ranks] == list(map(most_in_flight, ours))
+    patched = best_plan(GEMMA, job, H200)
+    # 26 layers, of which a stage has seven at the most.
+    head = 256000 * 2304 / 4 / (7 * GEMMA.layer_parameters)
+    times = Times(1.0, 2.0, statistics=head, gradients=3 * head)
+    ours = plan_vocab_order(4, 16, times, embeds=True, weighs=True)
+    assert [rank.in_flight for rank in patched.ranks] == list(map(most_in_flight, ours))
+    for rank, plain in zip(patched.ranks, plan.ranks, strict=True):
+        assert rank.in_flight == plain.in_flight + 1 <= 4 + 3
+        # No gradient of the rows but Megatron's own.
+        assert rank.memory.head < plain.memory.head
+    # Rows' gradient in fp32 beside Megatron's in 16 bits.
+    narrow = make_plan(GEMMA, replace(job, gradients="bf16"), H200, patched.layout)
+    rows = 4.0 * 256000 * 2304 / 4
+    assert narrow.ranks[0].memory.head == pytest.approx(patched.ranks[0].memory.head + rows)
     assert plan.prediction.seconds > 0 and plan.ranks[0].in_flight == 6
 
 
@@ -274,14 +288,15 @@ def test_whether_the_vocabulary_over_the_pipeline_pays() -> None:
     assert vocab_pays(LLAMA, Job(loss="exact"), H200) is None
 
 
-def test_a_plan_for_many() -> None:
-    """1,024 GPUs, 128 stages, half a million classes."""
+@pytest.mark.parametrize("microbatches", [128, 1024])
+def test_a_plan_for_many(microbatches: int) -> None:
+    """1,024 GPUs, 128 stages, half a million classes; all that the command asks of the planner."""
     model = Model(classes=524288, dim=8192, layers=256, mlp_dim=28672, heads=64, kv_heads=8)
     job = Job(
         sequence=8192,
         pp=128,
         dp=8,
-        microbatches=128,
+        microbatches=microbatches,
         loss="exact",
         vocab_over="pp",
         distributed_optimizer=True,
@@ -289,9 +304,12 @@ def test_a_plan_for_many() -> None:
     )
     start = time.perf_counter()
     plan = best_plan(model, job, H200)
+    pays = vocab_pays(model, job, H200, best=plan)
+    assert largest_of_layouts(model, job, H200) >= largest_microbatch(plan) >= 1
     assert time.perf_counter() - start < 10
+    assert pays is not None and pays.over is plan
     assert job.gpus == 1024 and plan.fits
-    assert max(rank.in_flight for rank in plan.ranks) <= 128
+    assert max(rank.in_flight for rank in plan.ranks) <= min(microbatches, 128 + 3)
 
 
 def test_what_binds() -> None:
@@ -416,8 +434,8 @@ def test_torchs_stages() -> None:
         ({"dp": 4, "ep": 3}, "ep must divide dp . cp, 4, got 3; the nearest is 2"),
         ({"vocab_over": "pp", "pp": 2}, r"loss must be one of \('exact', 'filtered'\) with"),
         (
-            {"loss": "exact", "vocab_over": "pp", "schedule": "1f1b"},
-            "schedule must be 'vocab' with the vocabulary over pipeline ranks",
+            {"loss": "exact", "schedule": "vocab"},
+            "schedule must be 'vocab' with the vocabulary over pipeline ranks alone",
         ),
         ({"schedule": "zbv"}, "chunks must be 2 under 'zbv', got 1"),
         ({"schedule": "1f1b", "chunks": 2}, "chunks must be 1 under '1f1b', got 2"),

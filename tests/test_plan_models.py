@@ -258,6 +258,56 @@ def test_what_a_file_does_not_say_is_noted() -> None:
     assert "num_nextn_predict_layers: not modelled" in found.notes
 
 
+# As it is on the hub, with what transformers has written beside it.
+LLAMA_31: dict[str, Any] = {
+    "_name_or_path": "somewhere",
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+NOT_USED = "not used by the planner: "
+
+
+def test_a_whole_file_has_no_key_that_is_not_used() -> None:
+    found = model_from_config(LLAMA_31)
+    assert found.model.parameters == PARAMETERS["llama3-8b"]
+    assert not any(note.startswith(NOT_USED) for note in found.notes)
+    for config, _ in FILES.values():
+        assert not any(note.startswith(NOT_USED) for note in model_from_config(config).notes)
+
+
+def test_keys_that_are_not_used_are_named() -> None:
+    more = {"tie_word_embedings": True, "logit_scale": 0.5, "mamba_d_state": None, "qk_norm": False}
+    found = model_from_config(LLAMA_31 | more)
+    assert f"{NOT_USED}logit_scale, tie_word_embedings" in found.notes
+    # Of another type it is used.
+    found = model_from_config(LLAMA_31 | {"num_experts_per_tok": 2})
+    assert f"{NOT_USED}num_experts_per_tok" in found.notes
+    assert not any(NOT_USED in note for note in model_from_config(FILES["mixtral"][0]).notes)
+
+
 def test_windows_of_a_file() -> None:
     assert model_from_config(FILES["gemma2"][0]).model.window_every == 2
     assert model_from_config(FILES["mistral"][0]).model.window == 4096
@@ -290,6 +340,14 @@ def test_windows_of_a_file() -> None:
         ({"num_local_experts": 64}, "num_local_experts = 64 of llama is not understood"),
         ({"sliding_window": 1024}, "sliding_window = 1024 of llama is not understood"),
         ({"num_key_value_heads": 3}, "kv_heads must divide heads, 8, got 3"),
+        ({"mamba_d_state": 16}, "mamba_d_state = 16 of llama is not modelled: state-space or"),
+        ({"cross_attention_layers": [3]}, r"= \[3\] of llama is not modelled: cross attention"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder = True of llama is not understood"),
+        ({"encoder_layers": 6}, "encoder_layers = 6 of llama is not modelled: an encoder"),
+        ({"v_head_dim": 128}, "v_head_dim = 128 of llama is not understood"),
+        ({"model_type": "qwen3", "linear_num_key_heads": 16}, "not modelled: linear attention"),
+        ({"model_type": "deepseek_v3", "index_topk": 2048}, "not modelled: sparse or chunked"),
+        ({"vision_config": {"depth": 1}}, "of llama is not modelled: a part that is not text"),
     ],
 )
 def test_files_that_are_not_understood_are_refused(change: dict[str, Any], message: str) -> None:

@@ -58,6 +58,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_table_fits_80_columns() -> None:
+    result = CliRunner().invoke(app, ["plan", "paper"], env={"COLUMNS": "80"})
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert "\u2026" not in result.output
+    for text in (*PRINTED, "27,227,128,320", "activations MB", "batch before", "69,845,595"):
+        assert text in result.output
+
+
 def test_a_row_that_is_off_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = replace(PAPER["GPT2"], layers=13)
     for module in (cli_plan, __import__("cce_dist.planner.paper", fromlist=["PAPER"])):

@@ -9,7 +9,7 @@ import pytest
 
 from cce_dist.planner.flags import megatron_flags, patch_flags
 from cce_dist.planner.hardware import HARDWARE
-from cce_dist.planner.job import Job
+from cce_dist.planner.job import SOFTWARE, Job
 from cce_dist.planner.plan import make_plan
 from cce_dist.planner.presets import MODELS, find_model
 from cce_dist.planner.report import describe
@@ -19,6 +19,39 @@ H200 = HARDWARE["h200"]
 GEMMA, LLAMA = find_model("gemma2-2b"), find_model("llama3-8b")
 GPT2 = find_model("GPT2")
 PIPE = Job(pp=4, microbatches=16, loss="native")
+
+
+@pytest.mark.parametrize(
+    ("values", "padded", "divisible_by"),
+    [
+        # Megatron's multiple of 128 tp; on all ranks one of pp tp as well.
+        ({}, 50304, 128),
+        ({"tp": 4}, 50688, 128),
+        ({"vocab_over": "pp", "loss": "exact"}, 50304, 128),
+        ({"vocab_over": "pp", "loss": "exact", "pp": 12}, 50304, 128),
+        ({"vocab_over": "pp-tp", "loss": "exact", "pp": 3, "tp": 2}, 50688, 384),
+        ({"vocab_over": "pp", "loss": "exact", "pp": 10}, 50560, 640),
+        # torch's ranks have a row more or less.
+        ({"software": SOFTWARE["torch"]}, 50257, 128),
+        ({"software": SOFTWARE["torch"], "vocab_over": "pp", "loss": "exact"}, 50260, 128),
+    ],
+)
+def test_padding_of_the_vocabulary(values: dict[str, Any], padded: int, divisible_by: int) -> None:
+    job = replace(PIPE, **({"sequence": 1024} | values))
+    plan = make_plan(GPT2, job, H200)
+    assert job.padded_rows(50257) == padded and padded % job.head_ranks == 0
+    # What pads is a model of as many rows, but for the share of FLOPs that counts.
+    same = make_plan(replace(GPT2, rows=padded), job, H200)
+    assert same.seconds == plan.seconds and same.peak == plan.peak
+    assert [rank.flops for rank in same.ranks] == [rank.flops for rank in plan.ranks]
+    extra = 3 * 2 * job.tokens * GPT2.dim * (padded - 50257) * 16 / job.tp
+    counted = (same.utilization - plan.utilization) * len(plan.ranks) * plan.seconds
+    assert counted * H200.flops == pytest.approx(extra, rel=1e-6, abs=1e4)
+    found = describe(plan)["head_rows"]
+    assert found == {"model": 50257, "padded": padded, "of_rank": padded / job.head_ranks}
+    if job.software.framework == "megatron":
+        flag = f"--make-vocab-size-divisible-by {divisible_by}"
+        assert (flag in megatron_flags(GPT2, job, plan.layout)) is (divisible_by != 128)
 
 
 def test_what_tensor_parallel_ranks_repeat_is_no_model_flop() -> None:

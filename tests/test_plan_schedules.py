@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import types
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -172,6 +174,18 @@ def test_vocab_is_the_planned_order(embeds: bool) -> None:
     assert found.closed_form is not None and found.seconds <= found.closed_form + 12 * 0.1
 
 
+def test_the_last_rank_weighs() -> None:
+    """As planner/orders.py simulates it."""
+    times = Times(1.0, 2.0, 0.5, 1.5, latency=0.1)
+    orders = plan_vocab_order(4, 12, replace(times, latency=0.0), weighs=True)
+    heads = {"statistics": (0.5,) * 4, "gradients": (1.5,) * 4, "head_latency": 0.1}
+    found = predict(even(4, **heads), 12, schedule="vocab", weighs=True)  # pyright: ignore
+    assert found.seconds == pytest.approx(makespan(orders, times))
+    plain = predict(even(4, **heads), 12, schedule="vocab")  # pyright: ignore
+    assert found.most_held == tuple(held + 1 for held in plain.most_held)
+    assert found.schedule.weighs and not plain.schedule.weighs
+
+
 def test_latency_is_on_the_way_between_ranks_alone() -> None:
     assert predict(even(4, latency=0.5), 1).seconds == pytest.approx(12 + 2 * 3 * 0.5)
     # Of eight stages, the fourth and the fifth are on one rank.
@@ -189,19 +203,39 @@ def test_peak_held_counts_what_runs() -> None:
     assert peak_held([Task("F", 0), Task("S", 0), Task("B", 0)], [1.0], phases=4.0) == 5.0
 
 
-def test_gates_open_at_their_last_knock() -> None:
-    def work(rank: int, task: Task) -> Work:
-        waits = ((("S", 0), 0.5),) if task.kind == "T" else ()
-        return Work(1.0 + rank, waits, (task.kind, 0))
+def most_by_hand(order: Sequence[Task], held: list[float], working: list[float]) -> float:
+    now, most = 0.0, 0.0
+    for kind, _, chunk in order:
+        now += held[chunk] * (kind == "F")
+        most = max(most, now + working[chunk] * (kind != "F"))
+        now -= held[chunk] * (kind in "BW")
+    return most
 
-    found = run_orders([[Task("S", 0), Task("T", 0)]] * 3, work, {("S", 0): 3, ("T", 0): 3})
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 3), ("zbv", 2)])
+def test_what_is_left_out_holds_less(name: str, chunks: int) -> None:
+    pick = random.Random(0).uniform
+    for order in make_schedule(name, 4, 12, chunks=chunks).orders:
+        for _ in range(20):
+            held = [pick(0, 1) for _ in range(chunks)]
+            working = [pick(0, 1) for _ in range(chunks)]
+            assert peak_held(order, held, working) == pytest.approx(
+                most_by_hand(order, held, working)
+            )
+
+
+def test_gates_open_at_their_last_knock() -> None:
+    def work(rank: int, kind: str, chunk: int) -> Work:
+        return Work(1.0 + rank, "S" if kind == "T" else None, 0.5, kind)
+
+    found = run_orders([[Task("S", 0), Task("T", 0)]] * 3, work, {"S": 3, "T": 3})
     assert [spans[1].start for spans in found.ranks] == [3.5, 3.5, 3.5]
     assert found.makespan == 6.5 and found.busy == (2.0, 4.0, 6.0)
 
 
 def test_a_circle_is_named() -> None:
-    def work(rank: int, task: Task) -> Work:
-        return Work(1.0, (((1 - rank), 0.0),), rank)
+    def work(rank: int, kind: str, chunk: int) -> Work:
+        return Work(1.0, 1 - rank, 0.0, rank)
 
     with pytest.raises(ValueError, match=r"must not wait in a circle, got ranks that wait: \[\(0"):
         run_orders([[Task("F", 0)], [Task("F", 0)]], work)
@@ -253,11 +287,14 @@ def test_bad_times_are_refused(values: dict[str, object], message: str) -> None:
         StageTimes(**({"forward": (1.0, 1.0), "backward": (2.0, 2.0)} | values))  # pyright: ignore
 
 
-def test_head_times_belong_to_vocab() -> None:
-    with pytest.raises(ValueError, match="must be given for the schedule 'vocab' and for no other"):
+def test_which_head_times_belong_together() -> None:
+    with pytest.raises(ValueError, match="must be given for the schedule 'vocab', got none"):
         predict(even(2), 4, schedule="vocab")
-    with pytest.raises(ValueError, match="must both be given"):
-        predict(even(2, statistics=(1.0, 1.0)), 4, schedule="vocab")  # pyright: ignore
+    for schedule in ("vocab", "1f1b"):
+        with pytest.raises(ValueError, match="must both be given"):
+            predict(even(2, statistics=(1.0, 1.0)), 4, schedule=schedule)  # pyright: ignore
+    with pytest.raises(ValueError, match="embedding must be given with statistics and gradients"):
+        predict(even(2, embedding=(1.0, 1.0)), 4)  # pyright: ignore
     with pytest.raises(ValueError, match="chunks must divide the number of stages, 3, got 2"):
         predict(even(3), 4, schedule="interleaved", chunks=2)
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import functools
 
-from plan_runs import Compared, least_loaded, megatron, pipelines, published
+from plan_runs import (
+    Compared,
+    embedding_seconds,
+    least_loaded,
+    megatron,
+    pipelines,
+    published,
+)
 
 TIME, MEMORY = 0.05, 0.08  # what issue and documents promise
 
@@ -39,6 +46,14 @@ def test_steps_of_published_runs_from_hardware_alone() -> None:
     assert -0.18 < min(errors[False]) < max(errors[False]) < -0.09
 
 
+def test_what_a_first_stage_takes_beside_a_middle_one() -> None:
+    """The embedding's gradient, by how much it grows with the vocabulary."""
+    for sequence in (2048, 4096):
+        few, many = (embedding_seconds(sequence, classes) for classes in (32000, 256000))
+        measured, predicted = many[0] - few[0], many[1] - few[1]
+        assert measured > 3e-3 and abs(predicted / measured - 1) < 0.12
+
+
 def test_steps_and_peaks_of_megatron() -> None:
     """One, two and four H200s without a pipeline, from hardware alone."""
     found = megatron()
@@ -64,11 +79,22 @@ def test_pipelines_on_gpus() -> None:
 
 def test_the_vocabulary_over_two_gpus() -> None:
     """What is lost between passes, a tenth of a cycle, was taken from these runs."""
-    found = pipelines(over=True)
+    found = pipelines("vocab-1f1b")
     for measured, alone in found:
         if measured.time_error is not None and alone.time_error is not None:
             assert abs(measured.time_error) < 0.035 < TIME
             assert abs(alone.time_error) < 0.055
+        assert alone.memory_error is not None and abs(alone.memory_error) < 0.035 < MEMORY
+    assert len(found) == 6
+
+
+def test_the_vocabulary_over_two_gpus_beside_1f1b() -> None:
+    """What is lost, a fifth of a cycle, was taken from these runs."""
+    found = pipelines("vocab-thread")
+    for measured, alone in found:
+        if measured.time_error is not None and alone.time_error is not None:
+            assert abs(measured.time_error) < TIME
+            assert abs(alone.time_error) < TIME
         assert alone.memory_error is not None and abs(alone.memory_error) < 0.035 < MEMORY
     assert len(found) == 6
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from math import lcm
 
-from .job import OURS, Job
+from .job import MEGATRON_ROWS, OURS, Job
 from .models import Model
 
 
@@ -66,9 +65,9 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
         flags.append("--cross-entropy-loss-fusion")
     if not model.tied:
         flags.append("--untie-embeddings-and-output-weights")
-    if job.is_over_ranks and model.num_rows % job.head_ranks:
-        # Megatron pads to a multiple of this times tp.
-        flags.append(f"--make-vocab-size-divisible-by {lcm(128, job.pp)}")
+    divisible_by = job.rows_divisible_by(model.num_rows)
+    if divisible_by != MEGATRON_ROWS:
+        flags.append(f"--make-vocab-size-divisible-by {divisible_by}")
     return flags + layout_flags(job, layout)
 
 
@@ -89,6 +88,11 @@ def _require_megatrons(job: Job) -> None:
         raise ValueError(
             f"microbatches must be a multiple of pp, {job.pp}, under Megatron's interleaved 1F1B, "
             f"got {job.microbatches}"
+        )
+    if job.is_served:
+        raise ValueError(
+            "schedule must be 'vocab' in megatron_patch with the vocabulary over "
+            f"{job.vocab_over}, got {name!r}, which is torch's"
         )
     if job.is_over_ranks and job.pp == 1:
         raise ValueError(

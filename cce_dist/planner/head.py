@@ -25,7 +25,7 @@ class HeadCost:
     """Of a microbatch, on each rank that has a part of the vocabulary.
 
     Args:
-        flops: of the forward.
+        flops: of the forward, those of padding included.
         forward, backward: seconds; of the phases S and T where it is over pipeline ranks.
         told: of those, what its ranks spend telling each other.
         kept: bytes from forward to backward.
@@ -42,10 +42,15 @@ class HeadCost:
     transient: float
 
 
+def rows_of_rank(model: Model, job: Job) -> float:
+    """Of the head, padding included."""
+    return job.padded_rows(model.num_rows) / job.head_ranks
+
+
 def head_cost(model: Model, job: Job, hardware: Hardware) -> HeadCost:
     if job.loss == "none":
         return HeadCost(0, 0, 0, 0, 0, 0, 0)
-    tokens, dim, rows = job.tokens, model.dim, model.num_rows / job.head_ranks
+    tokens, dim, rows = job.tokens, model.dim, rows_of_rank(model, job)
     logits = tokens * rows
     product = 2.0 * logits * dim
     one = hardware.product(tokens, rows, dim)
@@ -76,7 +81,7 @@ def head_cost(model: Model, job: Job, hardware: Hardware) -> HeadCost:
 
 
 def _ours(model: Model, job: Job, hardware: Hardware, told: tuple[float, float]) -> HeadCost:
-    tokens, dim, rows = job.tokens, model.dim, model.num_rows / job.head_ranks
+    tokens, dim, rows = job.tokens, model.dim, rows_of_rank(model, job)
     logits = tokens * rows
     product = 2.0 * logits * dim
     one = hardware.product(tokens, rows, dim)
@@ -98,6 +103,9 @@ def _ours(model: Model, job: Job, hardware: Hardware, told: tuple[float, float])
         # Of the microbatches that are between the two phases, hidden and its gradient; the
         # weight's gradient is added up in fp32.
         working = 2 * gradient + 3 * 2.0 * tokens * dim + loose
+        if job.is_served:
+            # One at a time, whose part is added in place.
+            working = 2.0 * tokens * dim + loose
         told, transient = (0.0, 0.0), 0.0
     return HeadCost(
         product,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .huggingface_keys import keys_not_used, require_modelled
 from .models import Model
 
 # Keys of transformers' common names -> those of a type.
@@ -49,33 +50,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128},
     "deepseek_v3": {"n_shared_experts": 1, "first_k_dense_replace": 3},
 }
-# Values with which these keys change nothing; with others they are not understood.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "moe_layer_freq": (1, None),
-    "decoder_sparse_step": (1, None),
-    "mlp_only_layers": ([], None),
-    "is_encoder_decoder": (False, None),
-    "add_cross_attention": (False, None),
-    "use_sliding_window": (False, None),
-    "qk_layernorm": (False, None),
-    "attention_out_bias": (False, None),
-}
-
-
-# Keys that change the numbers, and the types whose files have them; those with use_sliding_window
-# have no window without it.
-_OWN: dict[str, tuple[str, ...]] = {
-    "num_local_experts": ("mixtral",),
-    "num_experts": ("qwen3_moe",),
-    "n_routed_experts": ("deepseek_v3",),
-    "n_shared_experts": ("deepseek_v3",),
-    "moe_intermediate_size": ("qwen3_moe", "deepseek_v3"),
-    "shared_expert_intermediate_size": (),
-    "kv_lora_rank": ("deepseek_v3",),
-    "sliding_window": ("mistral", "mixtral", "phi3", "gemma2", "qwen2", "qwen3", "qwen3_moe"),
-    "window_size": ("gpt_neo",),
-    "attention_types": ("gpt_neo",),
-}
 
 
 class FromConfig(NamedTuple):
@@ -111,12 +85,7 @@ def model_from_config(config: Mapping[str, Any]) -> FromConfig:
     kind = config.get("model_type")
     if kind not in _FIXED:
         raise ValueError(f"model_type must be one of {sorted(_FIXED)}, got {kind!r}")
-    for key, harmless in _REFUSED.items():
-        if key in config and config[key] not in harmless:
-            raise ValueError(f"{key} = {config[key]!r} of {kind} is not understood")
-    for key, kinds in _OWN.items():
-        if config.get(key) and kind not in kinds:
-            raise ValueError(f"{key} = {config[key]!r} of {kind} is not understood")
+    require_modelled(config, str(kind))
     return _Reader(config, str(kind)).read()
 
 
@@ -125,11 +94,17 @@ class _Reader:
 
     def __init__(self, config: Mapping[str, Any], kind: str) -> None:
         self.config, self.kind, self.notes = config, kind, []
+        self.read_keys: set[str] = set()
         self.names = {"gpt2": _GPT2, "gpt_neo": _GPT_NEO}.get(kind, {})
+
+    def value(self, key: str) -> Any:
+        """None where the file has none."""
+        self.read_keys.add(key)
+        return self.config.get(key)
 
     def number(self, key: str) -> int:
         name = self.names.get(key, key)
-        value = self.config.get(name)
+        value = self.value(name)
         if value is None and name in _DEFAULTS.get(self.kind, {}):
             return int(self.other(name, None))
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -138,7 +113,7 @@ class _Reader:
 
     def other(self, key: str, default: Any) -> Any:
         """`default`, or that of the type, is noted where the file has no value."""
-        value = self.config.get(key)
+        value = self.value(key)
         if value is not None:
             return value
         value = _DEFAULTS.get(self.kind, {}).get(key, default)
@@ -155,10 +130,10 @@ class _Reader:
 
     def said(self, key: str) -> int:
         """0 where the file has none, or null."""
-        return self.whole(key, 0) if self.config.get(key) else 0
+        return self.whole(key, 0) if self.value(key) else 0
 
     def read(self) -> FromConfig:
-        config, kind = self.config, self.kind
+        kind = self.kind
         heads = self.number("num_attention_heads")
         found: dict[str, Any] = {
             "classes": self.number("vocab_size"),
@@ -171,37 +146,45 @@ class _Reader:
         }
         if kind not in ("gpt2", "gpt_neo", "gpt_neox"):
             found["kv_heads"] = self.whole("num_key_value_heads", heads, least=1)
-        if config.get("head_dim") or kind in ("gemma", "gemma2", "qwen3", "qwen3_moe"):
+        if self.value("head_dim") or kind in ("gemma", "gemma2", "qwen3", "qwen3_moe"):
             found["head_dim"] = self.number("head_dim")
         found["mlp_dim"] = self._mlp_dim(found["dim"])
+        # Others' are computed, and only bound the sequence.
+        self.read_keys.add("max_position_embeddings")
         if kind in ("gpt2", "gpt_neo"):
             found["positions"] = self.number("max_position_embeddings")
-        if config.get("attention_bias") is not None and kind != "qwen2":
-            if kind == "deepseek_v3" and config["attention_bias"]:
+        bias = self.value("attention_bias")
+        if bias is not None and kind != "qwen2":
+            if kind == "deepseek_v3" and bias:
                 raise ValueError("attention_bias = True of deepseek_v3 is not understood")
-            found["qkv_bias"] = found["out_bias"] = bool(config["attention_bias"])
-        if config.get("mlp_bias"):
+            found["qkv_bias"] = found["out_bias"] = bool(bias)
+        if self.value("mlp_bias"):
             found["mlp_bias"] = True
         self._window(found)
         self._experts(found)
         for key in ("quantization_config", "num_nextn_predict_layers"):
-            if config.get(key):
+            if self.value(key):
                 self.notes.append(f"{key}: not modelled")
+        unused = keys_not_used(self.config, self.read_keys)
+        if unused:
+            self.notes.append(f"not used by the planner: {', '.join(unused)}")
         self.notes.append("vocab_size: taken for the number of classes, padding included")
         return FromConfig(Model(**found), tuple(self.notes))
 
     def _mlp_dim(self, dim: int) -> int:
         if self.kind in ("qwen3_moe", "deepseek_v3"):
+            # intermediate_size is that of layers without experts.
+            self.read_keys.add("intermediate_size")
             return self.number("moe_intermediate_size")
         name = self.names.get("intermediate_size", "intermediate_size")
-        if self.kind in ("gpt2", "gpt_neo") and self.config.get(name) is None:
+        if self.kind in ("gpt2", "gpt_neo") and self.value(name) is None:
             self.notes.append(f"{name}: not in the file, 4 * {dim} as in transformers")
             return 4 * dim
         return self.number("intermediate_size")
 
     def _window(self, found: dict[str, Any]) -> None:
         kind = self.kind
-        others = set(self.config.get("layer_types") or ()) - {"full_attention"}
+        others = set(self.value("layer_types") or ()) - {"full_attention"}
         if others and kind != "gemma2":
             raise ValueError(f"layer_types with {sorted(others)} of {kind} is not understood")
         if kind in ("mistral", "mixtral", "phi3"):
@@ -209,7 +192,7 @@ class _Reader:
         elif kind == "gemma2":
             found["window"] = self.whole("sliding_window", 4096)
         elif kind == "gpt_neo":
-            types = self.config.get("attention_types") or [[["global", "local"], 1]]
+            types = self.value("attention_types") or [[["global", "local"], 1]]
             if types[0][0] != ["global", "local"]:
                 raise ValueError(f"attention_types = {types!r} of gpt_neo is not understood")
             found["window"], found["window_every"] = self.whole("window_size", 256), 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from math import gcd
+from math import gcd, lcm
 from typing import Literal
 
 from .models import Model
@@ -13,6 +13,8 @@ from .schedules import NAMES
 LOSSES = ("dense", "native", "chunked", "exact", "filtered", "none")
 OURS = ("exact", "filtered")
 OVER = ("last", "pp", "pp-tp")
+# Megatron's default of --make-vocab-size-divisible-by.
+MEGATRON_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +180,10 @@ class Job:
 
     def _check_schedule(self) -> None:
         name = self.schedule_name
-        if self.is_over_ranks != (name == "vocab"):
+        if name == "vocab" and not self.is_over_ranks:
             raise ValueError(
-                "schedule must be 'vocab' with the vocabulary over pipeline ranks, and with it "
-                f"alone, got {name!r} with vocab_over={self.vocab_over!r}"
+                "schedule must be 'vocab' with the vocabulary over pipeline ranks alone, got it "
+                f"with vocab_over={self.vocab_over!r}"
             )
         wanted = {"zbv": (2, 2), "interleaved": (2, None)}.get(name, (1, 1))
         if self.chunks < wanted[0] or (wanted[1] is not None and self.chunks > wanted[1]):
@@ -193,6 +195,16 @@ class Job:
     @property
     def is_over_ranks(self) -> bool:
         return self.vocab_over != "last"
+
+    @property
+    def is_served(self) -> bool:
+        """The vocabulary is over pipeline ranks under a schedule that knows nothing of it."""
+        return self.is_over_ranks and self.schedule_name != "vocab"
+
+    @property
+    def is_patched(self) -> bool:
+        """The planned order is megatron_patch's, rather than `ScheduleVocab1F1B`."""
+        return self.schedule_name == "vocab" and self.software.framework == "megatron"
 
     @property
     def schedule_name(self) -> str:
@@ -211,6 +223,22 @@ class Job:
     def head_ranks(self) -> int:
         """That the vocabulary lies over."""
         return {"last": self.tp, "pp": self.pp, "pp-tp": self.pp * self.tp}[self.vocab_over]
+
+    def rows_divisible_by(self, rows: int) -> int:
+        """Megatron's --make-vocab-size-divisible-by, for a vocabulary of as many rows: its default,
+        or the least with which the ranks of a pipeline have as many rows each."""
+        step = MEGATRON_ROWS * self.tp
+        if self.is_over_ranks and -(-rows // step) * step % self.head_ranks:
+            return lcm(MEGATRON_ROWS, self.pp)
+        return MEGATRON_ROWS
+
+    def padded_rows(self, rows: int) -> int:
+        """Of the embedding and the head with padding: Megatron's to its multiple times tp, others'
+        to that of the ranks that share them, where the last may have fewer."""
+        step = self.head_ranks
+        if self.software.framework == "megatron":
+            step = self.rows_divisible_by(rows) * self.tp
+        return -(-rows // step) * step
 
     @property
     def stages(self) -> int:

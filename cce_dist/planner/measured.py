@@ -50,7 +50,8 @@ def predict_file(path: str | Path, **instead: Any) -> Prediction:
     values = {key: _checked(key, value) for key, value in found.items()}
     options = {key: values.pop(key) for key in ("schedule", "chunks", "framework") if key in values}
     microbatches = values.pop("microbatches")
-    return predict(StageTimes(**values), microbatches, **options)
+    times = StageTimes(**values, chunks=options.get("chunks", 1))
+    return predict(times, microbatches, **options)
 
 
 def _checked(key: str, value: Any) -> Any:

@@ -115,39 +115,65 @@ def plan_vocab_order(
         start["B"][rank] = slot(rank, "B", ready)
         ready = start["B"][rank] + times.backward
 
-    def when(rank: int, each: Pass) -> tuple[float, int]:
-        begin = start[each.kind][rank] + each.microbatch * cycle
-        # Sums of floats that ought to be equal.
-        return round(begin / cycle, 9), kinds.index(each.kind)
-
-    # U before what begins when it does.
-    kinds: tuple[Kind, ...] = ("U", *CYCLE, *EMBEDDING) if embeds else ("U", *CYCLE)
     # A cycle before the first rank's F, and a latency after its B.
     start["E"] = [-cycle] * ranks
     start["G"] = [start["B"][0] + times.backward + times.latency] * ranks
+    # U before what begins when it does.
+    kinds: list[Kind] = ["U", *CYCLE, *EMBEDDING] if embeds else ["U", *CYCLE]
+    passes: dict[Kind, list[Pass]] = {}
+    for kind in kinds:
+        passes[kind] = [Pass(kind, index) for index in range(microbatches)]
     orders = []
     for rank in every:
         here = kinds if weighs and rank == ranks - 1 else kinds[1:]
-        passes = [Pass(kind, index) for index in range(microbatches) for kind in here]
-        orders.append(sorted(passes, key=lambda each: when(rank, each)))
+        orders.append(_repeat({kind: start[kind][rank] / cycle for kind in here}, passes))
     return _run_ahead(orders) if runs_ahead else orders
+
+
+def _repeat(begins: dict[Kind, float], passes: dict[Kind, list[Pass]]) -> list[Pass]:
+    """One rank's, in the order in which they begin, or of `begins` where that is the same.
+
+    Args:
+        begins: of the first microbatch's pass of each kind, in cycles; others follow one by one.
+    """
+    turns: list[tuple[float, int, Kind]] = []
+    for kind, begin in begins.items():
+        # Sums of floats that ought to be equal.
+        number = math.floor(round(begin, 9))
+        turns.append((round(round(begin, 9) - number, 9), number, kind))
+    turns.sort(key=lambda turn: turn[0])
+    count, numbers = len(passes["F"]), [turn[1] for turn in turns]
+    first, last = min(numbers), max(numbers)
+
+    def partly(cycles: range) -> list[Pass]:
+        every = [(at, passes[kind]) for _, at, kind in turns]
+        return [own[cycle - at] for cycle in cycles for at, own in every if 0 <= cycle - at < count]
+
+    # Cycles that have a pass of each kind, which are most where there are many microbatches.
+    full = range(last, max(last, first + count))
+    each = [passes[kind][full.start - at : full.stop - at] for _, at, kind in turns]
+    return [
+        *partly(range(first, min(last, first + count))),
+        *(one for cycle in zip(*each, strict=True) for one in cycle),
+        *partly(range(first + count, last + count)),
+    ]
 
 
 def _run_ahead(orders: list[list[Pass]]) -> list[list[Pass]]:
     """With the first microbatches' F before all else, and before these E, for which F of the first
     rank would wait until all others have come to it."""
     most = [most_in_flight(order) for order in orders]
-
-    def turn(rank: int, each: Pass) -> int:
-        if each.kind == "E" and each.microbatch < most[0]:
-            return 0
-        return 1 if each.kind == "F" and each.microbatch < most[rank] else 2
-
-    # Within a turn as they were.
-    return [
-        sorted(order, key=lambda each, rank=rank: turn(rank, each))
-        for rank, order in enumerate(orders)
-    ]
+    found = []
+    for rank, order in enumerate(orders):
+        ahead: dict[Kind, list[Pass]] = {"E": [], "F": []}
+        limits: dict[Kind, int] = {"E": most[0], "F": most[rank]}
+        rest: list[Pass] = []
+        for each in order:
+            # Within each of the three as they were.
+            kind, index = each
+            (ahead[kind] if index < limits.get(kind, 0) else rest).append(each)
+        found.append(ahead["E"] + ahead["F"] + rest)
+    return found
 
 
 def plan_slow_start(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from .cost import collective
 from .hardware import GIB, Hardware
 from .job import Job
 from .models import Model
+from .orders import Times
 from .predict import Prediction, simulate_schedule
 from .schedules import Schedule, make_schedule, peak_of_held
 from .stages import Costs, Stage, costs_of, make_stages, stage_times
@@ -46,7 +47,8 @@ class RankPlan:
 
     Args:
         stages: of the model, the rank's own.
-        repeated: of its FLOPs, what other tensor-parallel ranks do as well.
+        repeated: of its FLOPs, what other tensor-parallel ranks do as well, or is done for rows of
+            padding.
         in_flight: microbatches whose activations it holds at once, in chunks.
         head_seconds: of a microbatch, of forward and backward.
     """
@@ -134,16 +136,30 @@ def even_layout(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def schedule_of(costs: Costs) -> Schedule:
-    """The orders of the job; "vocab" by the times of an even layout."""
+    """The orders of the job; "vocab" by an even layout, and by what those who run it know."""
     job = costs.job
-    if not job.is_over_ranks:
+    if job.schedule_name != "vocab":
         return _fixed_schedule(
             job.schedule_name, job.pp, job.microbatches, job.chunks, job.software.framework
         )
-    stages = make_stages(costs, even_layout(costs.model.layers, job.stages))
-    times = stage_times(costs, stages).slowest()
-    embeds = costs.is_embedding_shared
-    return make_schedule("vocab", job.pp, job.microbatches, times=times, embeds=embeds)
+    layout, embeds = even_layout(costs.model.layers, job.stages), costs.is_embedding_shared
+    if job.is_patched:
+        times = _times_of_sizes(costs, layout)
+    else:
+        times = stage_times(costs, make_stages(costs, layout)).slowest()
+    how: dict[str, Any] = {"times": times, "embeds": embeds, "weighs": job.is_patched}
+    return make_schedule("vocab", job.pp, job.microbatches, **how)
+
+
+def _times_of_sizes(costs: Costs, layout: Sequence[int]) -> Times:
+    """By which megatron_patch plans: its parameters, whose products take most of the time."""
+    first, largest = 0, 1.0
+    for count in layout:
+        largest = max(largest, sum(costs.parameters[first : first + count]))
+        first += count
+    head = costs.head_parameters / largest
+    again = costs.job.recompute == "full"
+    return Times(1.0, 3.0 if again else 2.0, statistics=head, gradients=3 * head)
 
 
 @lru_cache(maxsize=4)
@@ -197,12 +213,15 @@ def _rank_plan(
     over = costs.job.is_over_ranks
     parameters = sum(stage.parameters for stage in mine)
     phases = head.forward + head.backward if over else 0.0
+    has_head = over or any(stage.head_seconds for stage in mine)
+    padding = 3 * head.flops * (1 - costs.model.num_rows / costs.rows) if has_head else 0.0
+    alike = costs.job.tp if costs.job.vocab_over == "pp" else 1
     return RankPlan(
         rank=rank,
         stages=mine,
         parameters=parameters,
         flops=sum(stage.flops for stage in mine) + (3 * head.flops if over else 0.0),
-        repeated=3 * head.flops * (1 - 1 / costs.job.tp) if costs.job.vocab_over == "pp" else 0.0,
+        repeated=padding / alike + 3 * head.flops * (1 - 1 / alike),
         forward=sum(stage.forward for stage in mine) + (head.forward if over else 0.0),
         backward=sum(stage.backward for stage in mine) + (head.backward if over else 0.0),
         head_seconds=sum(stage.head_seconds for stage in mine) + phases,
@@ -224,14 +243,20 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
     held = [stage.kept for stage in mine]
     with_head = [stage.kept + stage.head_kept for stage in mine]
     activations = peak_of_held(order, held)
-    kept_head = 0.0
+    phases = beside = 0.0
     if job.is_over_ranks:
         phases = costs.head.kept + costs.head.working
-        kept_head = costs.head.kept + 4.0 * costs.head_parameters
-    else:
-        phases = 0.0
+        # Of a thread, which has one microbatch at a time: nothing of others.
+        beside = 0.0 if job.is_served else costs.head.kept
+        # megatron_patch adds to Megatron's own gradient, where that is in fp32.
+        if not (job.is_patched and job.precision == "mixed" and job.gradients == "fp32"):
+            beside += 4.0 * costs.head_parameters
     working = [max(stage.head_working, stage.working - stage.head_kept) for stage in mine]
-    peak = peak_of_held(order, with_head, working, phases=phases) + kept_head
+    peak = peak_of_held(order, with_head, working, phases=phases)
+    if job.is_served:
+        # Whatever the schedule is at; a backward that is under way has freed some of its own.
+        peak = max(peak, activations + phases)
+    peak += beside
     without = peak_of_held(order, held, [stage.working for stage in mine])
     return Memory(
         weights=job.weight_bytes * parameters,
@@ -245,14 +270,22 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
 
 
 def _buffers(costs: Costs, schedule: Schedule, rank: int) -> float:
+    """Of hidden size, for every microbatch: what torch's stages receive into; under a schedule that
+    knows nothing of a tied embedding over all ranks its rows, then their gradients, on the first.
+    """
     job, last = costs.job, schedule.stages - 1
-    if not job.software.receives_apart:
-        return 0.0
-    mine = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
-    neighbours = sum((stage > 0) + (stage < last) for stage in mine)
     split = job.tp if job.sequence_parallel else 1
-    size = job.hidden_bytes * job.tokens * costs.model.dim / split
-    return neighbours * job.microbatches * size
+    size = job.tokens * costs.model.dim / split
+    mine = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
+    found = 0.0
+    if job.software.receives_apart:
+        neighbours = sum((stage > 0) + (stage < last) for stage in mine)
+        found += neighbours * job.microbatches * job.hidden_bytes * size
+    if job.is_served and costs.is_embedding_shared and rank == 0:
+        # Those in flight have used their rows, and have no gradient of them yet.
+        started = peak_of_held(schedule.held[0], [1.0, *[0.0] * (schedule.chunks - 1)])
+        found += 2.0 * size * (job.microbatches - started)
+    return found
 
 
 def _after(costs: Costs, rank: RankPlan) -> float:

@@ -9,11 +9,12 @@ from typing import Literal
 
 from .orders import Times
 from .schedules import Schedule, make_schedule, peak_of_held
-from .timeline import Task, Timeline, Work, run_orders
+from .served import Served, run_served
+from .timeline import Timeline, Work, run_orders
 
-# Of a cycle: what three runs on two H200s spent between its passes, of which nobody knows on what.
-# docs/planner.md#validation
-STALLED = 0.1
+# Of a cycle: what three runs on two H200s spent between its passes, of which nobody knows on what;
+# in the planned order, and with a thread beside 1F1B. docs/planner.md#validation
+STALLED, STALLED_SERVED = 0.1, 0.2
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class StageTimes:
     Args:
         forward, backward: of each stage; the head's are part of the last stage's, unless it is
             over all ranks.
-        statistics, gradients: of the head's two phases on each rank, where it is over all ranks.
+        statistics, gradients: of the head's two phases, where it is over all ranks; one time a
+            rank.
         embedding: of each rank's rows, forward and again backward; over all ranks as well.
         latency: until the next stage has what a stage sends.
         head_latency: of a collective of the head.
         stalled: each rank's in every cycle of the head over all ranks, between its passes.
         weight_share: of a backward that is split, the part which makes the weights' gradients.
+        chunks: stages of a rank.
     Raises:
         ValueError: lists of other lengths, or a time that is negative or not finite.
     """
@@ -42,8 +45,11 @@ class StageTimes:
     head_latency: float = 0.0
     stalled: float = 0.0
     weight_share: float = 0.5
+    chunks: int = 1
 
     def __post_init__(self) -> None:
+        if self.chunks < 1:
+            raise ValueError(f"chunks must be >= 1, got {self.chunks}")
         if not self.forward or len(self.forward) != len(self.backward):
             raise ValueError(
                 "forward and backward must have a time for each stage, got "
@@ -51,10 +57,10 @@ class StageTimes:
             )
         for name in ("statistics", "gradients", "embedding"):
             found = len(getattr(self, name))
-            if found not in (0, len(self.forward)):
+            if found * self.chunks not in (0, len(self.forward)):
                 raise ValueError(
-                    f"{name} must have a time for each of {len(self.forward)} ranks, or none, "
-                    f"got {found}"
+                    f"{name} must have a time for each of {len(self.forward) // self.chunks} "
+                    f"ranks, or none, got {found}"
                 )
         for name in ("forward", "backward", "statistics", "gradients", "embedding"):
             for value in getattr(self, name):
@@ -72,9 +78,17 @@ class StageTimes:
     def is_over_ranks(self) -> bool:
         return bool(self.statistics or self.gradients)
 
-    def with_stalls(self) -> StageTimes:
-        """As this library's planned order was measured: the same times, and `stalled`."""
-        return replace(self, stalled=STALLED * replace(self, stalled=0.0).slowest().cycle)
+    def with_stalls(self, *, served: bool = False) -> StageTimes:
+        """As this library was measured: the same times, and `stalled`.
+
+        Args:
+            served: under a schedule that knows nothing of the head over all ranks, instead of the
+                planned order.
+        """
+        share = STALLED_SERVED if served else STALLED
+        each = replace(self, stalled=0.0).slowest()
+        stages = self.chunks * (each.forward + each.backward)
+        return replace(self, stalled=share * (stages + each.statistics + each.gradients))
 
     def slowest(self) -> Times:
         """One cycle for all ranks, for planner/orders.py; without latency, as train, bench and
@@ -110,7 +124,8 @@ class Prediction:
     @property
     def bubble(self) -> float:
         """The share of all ranks' time in which they wait."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.seconds)  # StageTimes are not all 0
+        # StageTimes are not all 0; sums of the same numbers may differ in their last bit.
+        return max(0.0, 1 - sum(self.busy) / (len(self.busy) * self.seconds))
 
 
 def predict(
@@ -120,9 +135,13 @@ def predict(
     schedule: str = "1f1b",
     chunks: int = 1,
     framework: Literal["torch", "megatron"] = "megatron",
+    weighs: bool = False,
 ) -> Prediction:
     """What a step of `microbatches` takes: the schedule's own order, simulated.
 
+    Args:
+        weighs: of "vocab", that the last rank alone knows the gradient of each token's loss, as in
+            Megatron.
     Raises:
         ValueError: the schedule does not fit the number of stages or microbatches, or needs the
             head's times, or has no use for them.
@@ -131,13 +150,16 @@ def predict(
     if stages % chunks:
         raise ValueError(f"chunks must divide the number of stages, {stages}, got {chunks}")
     ranks = stages // chunks
-    if times.is_over_ranks != (schedule == "vocab"):
+    if schedule == "vocab" and not times.is_over_ranks:
         raise ValueError(
-            "statistics and gradients must be given for the schedule 'vocab' and for no other, got "
-            f"{schedule!r} {'with' if times.is_over_ranks else 'without'} them"
+            "statistics and gradients must be given for the schedule 'vocab', got none"
         )
-    if schedule == "vocab" and not (times.statistics and times.gradients):
+    if times.is_over_ranks and not (times.statistics and times.gradients):
         raise ValueError("statistics and gradients must both be given, got one of them")
+    if times.is_over_ranks and times.chunks != chunks:
+        raise ValueError(f"chunks must be those of the times, {times.chunks}, got {chunks}")
+    if times.embedding and not times.is_over_ranks:
+        raise ValueError("embedding must be given with statistics and gradients, got it alone")
     made = make_schedule(
         schedule,
         ranks,
@@ -146,22 +168,21 @@ def predict(
         framework=framework,
         times=times.slowest() if schedule == "vocab" else None,
         embeds=bool(times.embedding),
+        weighs=weighs,
     )
     return simulate_schedule(made, times)
 
 
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
-    knocks: dict[Hashable, int] = {}
-    for kind in "STEG":
-        for index in range(schedule.microbatches):
-            knocks[kind, index] = schedule.ranks
+    def work(rank: int, kind: str, chunk: int) -> Work:
+        if kind in "STUEG":
+            return _work_of_head(schedule, times, rank, kind)
+        return _work_of_stage(schedule, times, rank, kind, chunk)
 
-    def work(rank: int, task: Task) -> Work:
-        if task.kind in "STEG":
-            return _work_of_head(schedule, times, rank, task)
-        return _work_of_stage(schedule, times, rank, task)
-
-    timeline = run_orders(schedule.orders, work, knocks)
+    if times.is_over_ranks and schedule.name != "vocab":
+        timeline = run_served(schedule.orders, work, _served(schedule, times))
+    else:
+        timeline = run_orders(schedule.orders, work, dict.fromkeys("STEG", schedule.ranks))
     return Prediction(
         seconds=timeline.makespan,
         closed_form=closed_form(schedule, times),
@@ -172,48 +193,55 @@ def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
     )
 
 
-def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, task: Task) -> Work:
-    kind, index, chunk = task
+def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, kind: str, chunk: int) -> Work:
     stage, last = schedule.stage(rank, chunk), schedule.stages - 1
 
     def near(other: int) -> float:
         """Two stages of one rank send each other nothing."""
-        # One rank has several stages with several chunks alone; this is asked for each task.
-        if schedule.chunks > 1 and schedule.rank(other) == rank:
-            return 0.0
-        return times.latency
+        return 0.0 if schedule.rank(other) == rank else times.latency
 
     if kind == "F":
-        waits: tuple[tuple[Hashable, float], ...] = ()
+        taken, opens = times.forward[stage], ("F", stage)
         if stage:
-            waits = ((("F", stage - 1, index), near(stage - 1)),)
-        elif times.embedding:
-            waits = ((("E", index), times.head_latency),)
-        return Work(times.forward[stage], waits, ("F", stage, index))
+            return Work(taken, ("F", stage - 1), near(stage - 1), opens)
+        if times.embedding and schedule.name == "vocab":
+            return Work(taken, "E", times.head_latency, opens)
+        return Work(taken, opens=opens)
     backward = times.backward[stage]
     if kind == "W":
         return Work(backward * times.weight_share)
-    if stage < last:
-        waits = ((("B", stage + 1, index), near(stage + 1)),)
-    elif schedule.name == "vocab":
-        waits = ((("T", index), times.head_latency),)
-    else:
-        waits = ((("F", stage, index), 0.0),)
     taken = backward * (1 - times.weight_share) if kind == "I" else backward
-    return Work(taken, waits, ("B", stage, index))
+    if stage < last:
+        return Work(taken, ("B", stage + 1), near(stage + 1), ("B", stage))
+    if schedule.name == "vocab":
+        return Work(taken, "T", times.head_latency, ("B", stage))
+    if times.is_over_ranks:
+        # Open when the sum has arrived.
+        return Work(taken, "T", 0.0, ("B", stage))
+    return Work(taken, ("F", stage), 0.0, ("B", stage))
 
 
-def _work_of_head(schedule: Schedule, times: StageTimes, rank: int, task: Task) -> Work:
-    kind, index, last = task.kind, task.microbatch, schedule.stages - 1
-    waits: dict[str, tuple[tuple[Hashable, float], ...]] = {
-        "E": (),
-        "S": ((("F", last, index), times.head_latency),),
-        "T": ((("S", index), times.head_latency),),
-        "G": ((("B", 0, index), times.head_latency),),
-    }
+def _work_of_head(schedule: Schedule, times: StageTimes, rank: int, kind: str) -> Work:
+    last = schedule.stages - 1
+    waits: dict[str, Hashable] = {"S": ("F", last), "U": "S", "T": "S", "G": ("B", 0)}
+    if schedule.weighs:
+        waits["T"] = "U"
+    if kind == "U":
+        # A few numbers a token.
+        return Work(0.0, waits[kind], times.head_latency, kind)
     lists = {"S": times.statistics, "T": times.gradients}
     taken = lists.get(kind, times.embedding)[rank] + (times.stalled if kind == "S" else 0.0)
-    return Work(taken, waits[kind], (kind, index))
+    return Work(taken, waits.get(kind), times.head_latency, kind)
+
+
+def _served(schedule: Schedule, times: StageTimes) -> Served:
+    return Served(
+        statistics=[seconds + times.stalled for seconds in times.statistics],
+        gradients=times.gradients,
+        embedding=times.embedding,
+        latency=times.head_latency,
+        last=schedule.stages - 1,
+    )
 
 
 def closed_form(schedule: Schedule, times: StageTimes) -> float | None:
@@ -226,6 +254,8 @@ def closed_form(schedule: Schedule, times: StageTimes) -> float | None:
     count, ranks = schedule.microbatches, schedule.ranks
     forward, backward = times.forward, times.backward
     both = [f + b for f, b in zip(forward, backward, strict=True)]
+    if times.is_over_ranks and schedule.name != "vocab":
+        return None
     if schedule.name == "gpipe":
         return sum(both) + (count - 1) * (max(forward) + max(backward))
     if schedule.name == "1f1b":

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .flags import megatron_flags, patch_flags, torch_stages
-from .head import phase_bytes
+from .head import phase_bytes, rows_of_rank
 from .plan import Plan, RankPlan
 from .search import Pays, verdict_on
 
@@ -39,6 +39,11 @@ def describe(
         "model": asdict(model) | {"parameters": model.parameters},
         "job": asdict(job) | {"gpus": job.gpus, "schedule": job.schedule_name},
         "hardware": asdict(plan.hardware),
+        "head_rows": {
+            "model": model.num_rows,
+            "padded": job.padded_rows(model.num_rows),
+            "of_rank": rows_of_rank(model, job),
+        },
         "layout": list(plan.layout),
         "step_seconds": plan.seconds,
         "schedule_seconds": plan.prediction.seconds,
@@ -69,6 +74,10 @@ def describe(
             "last_stage": _brief(pays.last),
             "over_pipeline": _brief(pays.over),
         }
+        if pays.planned is not None:
+            found["planned_order_instead"] = _brief(pays.planned) | {
+                "verdict": verdict_on(pays.planned, plan)
+            }
     return found
 
 

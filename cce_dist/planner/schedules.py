@@ -6,16 +6,17 @@ ZBV a rank has the stages r and 2 p - 1 - r ("v"), so that the first rank has th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from operator import mul
-from typing import Literal, NamedTuple
+from functools import cached_property, lru_cache
+from operator import ge, mul
+from typing import Any, Literal, NamedTuple
 
 from .orders import Times, plan_vocab_order
 from .timeline import Task
 
 Name = Literal["gpipe", "1f1b", "interleaved", "zbv", "vocab"]
+MakeTask = Callable[..., Task]
 NAMES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zbv", "vocab")
 
 
@@ -59,6 +60,11 @@ class Schedule:
     def splits_backward(self) -> bool:
         return self.name == "zbv"
 
+    @cached_property
+    def weighs(self) -> bool:
+        """The last rank has a pass U, without which no rank has a T."""
+        return any(kind == "U" for kind, _, _ in self.orders[-1])
+
 
 def make_schedule(
     name: str,
@@ -69,13 +75,14 @@ def make_schedule(
     framework: Literal["torch", "megatron"] = "megatron",
     times: Times | None = None,
     embeds: bool = False,
+    weighs: bool = False,
 ) -> Schedule:
     """The orders of a schedule.
 
     Args:
         chunks: stages of a rank; >= 2 for "interleaved", 2 for "zbv", else 1.
         framework: whose "interleaved", and whose rules for the number of microbatches.
-        times, embeds: of "vocab", as planner/orders.py has them.
+        times, embeds, weighs: of "vocab", as planner/orders.py has them.
     Raises:
         ValueError: an unknown name, or numbers that the schedule cannot have.
     """
@@ -91,6 +98,8 @@ def make_schedule(
         asked = f"{least}" if most == least else f">= {least}"
         raise ValueError(f"chunks (stages a rank) must be {asked} for {name!r}, got {chunks}")
     every = range(ranks)
+    # One for all ranks that have it.
+    task = lru_cache(maxsize=None)(Task)
     if name == "gpipe":
         orders = [_gpipe(microbatches)] * ranks
     elif name == "1f1b":
@@ -99,15 +108,16 @@ def make_schedule(
                 f"microbatches must be >= the number of stages under torch's 1F1B, {ranks}, got "
                 f"{microbatches}"
             )
-        orders = [_one_f_one_b(rank, ranks, microbatches) for rank in every]
+        orders = [_one_f_one_b(rank, ranks, microbatches, task) for rank in every]
     elif name == "interleaved":
         group = _round(ranks, microbatches, framework)
-        orders = [_interleaved(rank, ranks, microbatches, chunks, group) for rank in every]
+        orders = [_interleaved(rank, ranks, microbatches, chunks, group, task) for rank in every]
     elif name == "zbv":
-        orders = [_zbv(rank, ranks, microbatches) for rank in every]
+        orders = [_zbv(rank, ranks, microbatches, task) for rank in every]
     else:
-        planned = plan_vocab_order(ranks, microbatches, times or Times(), embeds=embeds)
-        orders = [[Task(kind, index) for kind, index in order] for order in planned]
+        how = {"embeds": embeds, "weighs": weighs}
+        planned = plan_vocab_order(ranks, microbatches, times or Times(), **how)
+        orders = [[task(*each) for each in order] for order in planned]
     return Schedule(name, tuple(map(tuple, orders)), chunks, microbatches)  # pyright: ignore
 
 
@@ -115,12 +125,12 @@ def _gpipe(microbatches: int) -> list[Task]:
     return [Task(kind, index) for kind in "FB" for index in range(microbatches)]
 
 
-def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> list[Task]:
+def _one_f_one_b(rank: int, ranks: int, microbatches: int, task: MakeTask) -> list[Task]:
     warm = min(microbatches, ranks - rank - 1)
-    found = [Task("F", index) for index in range(warm)]
+    found = [task("F", index) for index in range(warm)]
     for index in range(microbatches - warm):
-        found += [Task("F", warm + index), Task("B", index)]
-    return found + [Task("B", index) for index in range(microbatches - warm, microbatches)]
+        found += [task("F", warm + index), task("B", index)]
+    return found + [task("B", index) for index in range(microbatches - warm, microbatches)]
 
 
 def _round(ranks: int, microbatches: int, framework: str) -> int:
@@ -143,18 +153,20 @@ def _round(ranks: int, microbatches: int, framework: str) -> int:
     return ranks
 
 
-def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int, group: int) -> list[Task]:
+def _interleaved(
+    rank: int, ranks: int, microbatches: int, chunks: int, group: int, task: MakeTask
+) -> list[Task]:
     """Megatron's and torch's are the same but for the size of a round."""
     total = chunks * microbatches
     warm = min(total, (chunks - 1) * group + 2 * (ranks - 1 - rank))
     turn = chunks * group
 
     def forward(step: int) -> Task:
-        return Task("F", step // turn * group + step % group, step % turn // group)
+        return task("F", step // turn * group + step % group, step % turn // group)
 
     def backward(step: int) -> Task:
         done = forward(step)
-        return Task("B", done.microbatch, chunks - 1 - done.chunk)
+        return task("B", done.microbatch, chunks - 1 - done.chunk)
 
     found = [forward(step) for step in range(warm)]
     for step in range(warm, total):
@@ -162,7 +174,7 @@ def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int, group: i
     return found + [backward(step) for step in range(total - warm, total)]
 
 
-def _zbv(rank: int, ranks: int, microbatches: int) -> list[Task]:
+def _zbv(rank: int, ranks: int, microbatches: int, task: MakeTask) -> list[Task]:
     """torch's ScheduleZBVZeroBubble, which plans 2 p - 1 microbatches at least and leaves out those
     that there are not."""
     planned = max(2 * ranks - 1, microbatches)
@@ -171,7 +183,7 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> list[Task]:
 
     def add(kinds: str, chunk: int) -> None:
         for kind in kinds:
-            found.append(Task(kind, done[kind, chunk], chunk))
+            found.append(task(kind, done[kind, chunk], chunk))
             done[kind, chunk] += 1
 
     for _ in range(2 * (ranks - rank) - 1):
@@ -194,7 +206,7 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> list[Task]:
     for chunk in (1, 0):
         while done["W", chunk] < done["I", chunk]:
             add("W", chunk)
-    return [task for task in found if task.microbatch < microbatches]
+    return [each for each in found if each.microbatch < microbatches]
 
 
 class Held(NamedTuple):
@@ -206,9 +218,12 @@ class Held(NamedTuple):
 
 
 def held_of(order: Sequence[Task], chunks: int) -> tuple[Held, ...]:
-    """All that an order comes to, each once: a few, however many microbatches there are."""
+    """What an order comes to, without what needs less than another whatever each chunk's takes: a
+    few, however many microbatches there are."""
+    frees = "W" if "W" in {kind for kind, _, _ in order} else "B"
+    if chunks == 1:
+        return _held_of_one(order, frees)
     now, found = [0] * chunks, set()
-    frees = "W" if any(task.kind == "W" for task in order) else "B"
     for kind, _, chunk in order:
         if kind == "F":
             now[chunk] += 1
@@ -219,7 +234,34 @@ def held_of(order: Sequence[Task], chunks: int) -> tuple[Held, ...]:
                 now[chunk] -= 1
         else:
             found.add(("head", 0, tuple(now)))
-    return tuple(Held(*each) for each in sorted(found))
+    return tuple(_largest(found))
+
+
+def _largest(found: set[tuple[Any, int, tuple[int, ...]]]) -> Iterator[Held]:
+    """Those that no other of their kind has more than of every chunk."""
+    same: tuple[Any, ...] = ()
+    kept: list[tuple[int, ...]] = []
+    for kind, chunk, counts in sorted(found, reverse=True):
+        if (kind, chunk) != same:
+            same, kept = (kind, chunk), []
+        if not any(all(map(ge, other, counts)) for other in kept):
+            kept.append(counts)
+            yield Held(kind, chunk, counts)
+
+
+def _held_of_one(order: Sequence[Task], frees: str) -> tuple[Held, ...]:
+    now, most = 0, dict.fromkeys(("B", "F", "head"), -1)
+    for kind, _, _ in order:
+        what = "head"
+        if kind == "F":
+            now, what = now + 1, "F"
+        elif kind in "BIW":
+            what = "B"
+        if now > most[what]:
+            most[what] = now
+        if kind == frees:
+            now -= 1
+    return tuple(Held(kind, 0, (count,)) for kind, count in most.items() if count >= 0)  # pyright: ignore
 
 
 def peak_held(

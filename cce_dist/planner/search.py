@@ -162,7 +162,7 @@ def held_schedule(costs: Costs) -> Schedule:
     """An order that comes to hold what the job's does: of the planned one, which is slow to make,
     no more microbatches than fill the pipeline."""
     job = costs.job
-    if job.is_over_ranks:
+    if job.schedule_name == "vocab":
         job = replace(job, microbatches=min(job.microbatches, 2 * job.pp + 8))
     return schedule_of(replace(costs, job=job))
 
@@ -202,13 +202,15 @@ class Pays:
     the layers laid out for it.
 
     Args:
-        last, over: the best plans of both.
+        last, over: the best plans of both; over in the planned order, where no other was asked for.
         verdict: a sentence that begins with yes or no.
+        planned: the best in the planned order, where another was asked for.
     """
 
     last: Plan
     over: Plan
     verdict: str
+    planned: Plan | None = None
 
     @property
     def speedup(self) -> float:
@@ -216,7 +218,7 @@ class Pays:
 
 
 def over_pipeline(job: Job) -> Job:
-    """The job with our loss over all pipeline (and tensor-parallel) ranks."""
+    """The job with our loss over all pipeline (and tensor-parallel) ranks, in the planned order."""
     loss = job.loss if job.loss in OURS else "filtered"
     over = "pp-tp" if job.tp > 1 else "pp"
     if job.vocab_over != "last":
@@ -228,20 +230,34 @@ def on_last_stage(job: Job) -> Job:
     """The job with our loss on the last stage."""
     loss = job.loss if job.loss in OURS else "filtered"
     schedule = job.schedule
-    if job.is_over_ranks:
+    if job.schedule_name == "vocab":
         # torch's 1F1B wants as many microbatches as stages.
         few = job.software.framework == "torch" and job.microbatches < job.pp
         schedule = "gpipe" if few else "auto"
     return replace(job, loss=loss, vocab_over="last", schedule=schedule)
 
 
-def vocab_pays(model: Model, job: Job, hardware: Hardware) -> Pays | None:
-    """None: there is one pipeline rank, or no loss."""
+def vocab_pays(
+    model: Model, job: Job, hardware: Hardware, *, best: Plan | None = None
+) -> Pays | None:
+    """None: there is one pipeline rank, or no loss.
+
+    Args:
+        best: of `best_plan` for the job itself, which need not be made again.
+    """
     if job.pp == 1 or job.loss == "none":
         return None
-    last = best_plan(model, on_last_stage(job), hardware)
-    over = best_plan(model, over_pipeline(job), hardware)
-    return Pays(last, over, verdict_on(over, last))
+
+    def found(each: Job) -> Plan:
+        if best is not None and best.job == each:
+            return best
+        return best_plan(model, each, hardware)
+
+    last, planned = found(on_last_stage(job)), found(over_pipeline(job))
+    if job.is_served:
+        own = found(job)
+        return Pays(last, own, verdict_on(own, last), planned)
+    return Pays(last, planned, verdict_on(planned, last))
 
 
 def verdict_on(new: Plan, old: Plan) -> str:

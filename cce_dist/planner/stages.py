@@ -56,18 +56,21 @@ class Costs:
     head: HeadCost
 
     @property
+    def rows(self) -> int:
+        """Of the embedding and the head, with padding."""
+        return self.job.padded_rows(self.model.num_rows)
+
+    @property
     def embedding_parameters(self) -> float:
         """Of the first stage, or of every rank where the head is over all and tied to it."""
-        rows = self.model.num_rows / (
-            self.job.head_ranks if self.is_embedding_shared else self.job.tp
-        )
+        rows = self.rows / (self.job.head_ranks if self.is_embedding_shared else self.job.tp)
         return (rows + self.model.positions) * self.model.dim
 
     @property
     def head_parameters(self) -> float:
         if self.job.loss == "none" and self.model.tied:
             return 0.0
-        return self.model.head_parameters / self.job.head_ranks
+        return self.rows * (self.model.dim + self.model.head_bias) / self.job.head_ranks
 
     @property
     def is_embedding_shared(self) -> bool:
@@ -155,6 +158,9 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
         split = job.tp if job.sequence_parallel else 1
         kept += (job.hidden_bytes + 2.0) * job.tokens * model.dim / split
     if is_first and not costs.is_embedding_shared:
+        # Zeros for each row, and read again to be added: no kernel adds a token's to the others'.
+        whole = max(4.0 - job.software.accumulate, 0.0) * costs.embedding_parameters
+        backward += whole / hardware.bytes_per_second
         # The embedding's gradient is made whole when nothing else of the microbatch is left.
         made = 2.0 * costs.embedding_parameters
         working = max(working, made + (head.transient if has_head and is_tied_here else 0.0) - kept)
@@ -196,7 +202,7 @@ def stage_times(costs: Costs, stages: Sequence[Stage]) -> StageTimes:
     job, head = costs.job, costs.head
     if not job.is_over_ranks:
         return StageTimes(forward, backward, latency=costs.latency)
-    every = len(stages)
+    every = job.pp
     embedding = (costs.embedding_seconds,) * every if costs.is_embedding_shared else ()
     times = StageTimes(
         forward,
@@ -206,5 +212,6 @@ def stage_times(costs: Costs, stages: Sequence[Stage]) -> StageTimes:
         embedding=embedding,
         latency=costs.latency,
         head_latency=phase_latency(costs.model, job, costs.hardware),
+        chunks=job.chunks,
     )
-    return times.with_stalls()
+    return times.with_stalls(served=job.is_served)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import sub
 from typing import NamedTuple
 
 
 class Task(NamedTuple):
     """F and B: forward and backward of a microbatch through a stage, the `chunk`-th of its rank's.
-    I and W: a backward in two, gradients of the inputs and of the weights. S, T, E, G: of the
+    I and W: a backward in two, gradients of the inputs and of the weights. S, T, U, E, G: of the
     vocabulary over all ranks (planner/orders.py)."""
 
     kind: str
@@ -18,14 +20,16 @@ class Task(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a task takes, waits for and announces.
+    """What a rank's tasks of one kind and chunk take, wait for and announce.
 
-    `waits` are gates with a delay each; the task starts when all are open that long. When it ends
-    it knocks at the gate `opens`, which is open at the last of its knocks.
+    A gate is one of each microbatch. A task starts when that of its microbatch which it waits for
+    has been open for the delay; when it ends it knocks at that of `opens`, which is open at the
+    last of its knocks.
     """
 
     seconds: float
-    waits: tuple[tuple[Hashable, float], ...] = ()
+    waits: Hashable | None = None
+    delay: float = 0.0
     opens: Hashable | None = None
 
 
@@ -35,74 +39,171 @@ class Span(NamedTuple):
     end: float
 
 
+class Phase(NamedTuple):
+    """What all ranks begin at once, beside their tasks."""
+
+    task: Task
+    start: float
+    seconds: Sequence[float]  # of each rank
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """Each rank's tasks in its order, with when they ran."""
+    """When each rank's tasks ran, in its order.
 
-    ranks: tuple[tuple[Span, ...], ...]
+    Args:
+        phases: what ran beside them, in the order of time.
+        paused: seconds of each rank's tasks in which phases ran instead; (): none.
+    """
 
-    @property
+    orders: Sequence[Sequence[Task]]
+    starts: Sequence[Sequence[float]]
+    ends: Sequence[Sequence[float]]
+    phases: Sequence[Phase] = ()
+    paused: Sequence[float] = ()
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[Span, ...], ...]:
+        """Tasks and then phases."""
+        each = zip(self.orders, self.starts, self.ends, strict=True)
+        found = []
+        for rank, columns in enumerate(each):
+            beside = (Span(task, at, at + taken[rank]) for task, at, taken in self.phases)
+            found.append((*map(Span, *columns), *beside))
+        return tuple(found)
+
+    @cached_property
     def makespan(self) -> float:
-        return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
+        last = max((ends[-1] for ends in self.ends if ends), default=0.0)
+        return max(last, *(at + max(taken) for _, at, taken in self.phases[-1:]), 0.0)
 
-    @property
+    @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds that each rank works."""
-        return tuple(sum(span.end - span.start for span in spans) for spans in self.ranks)
+        both = zip(self.ends, self.starts, strict=True)
+        found = [sum(map(sub, *each)) for each in both]
+        for rank, paused in enumerate(self.paused):
+            found[rank] += sum(phase.seconds[rank] for phase in self.phases) - paused
+        return tuple(found)
+
+
+class Gate:
+    """Of each microbatch: when it opened, None before; how many knocks are missing; who waits."""
+
+    def __init__(self, microbatches: int, knocks: int) -> None:
+        self.opened: list[float | None] = [None] * microbatches
+        self.latest = [0.0] * microbatches
+        self.missing = [knocks] * microbatches
+        self.waiting: dict[int, list[int]] = {}
+
+
+class Lane(NamedTuple):
+    """`Work`, its gates found."""
+
+    seconds: float
+    waits: Gate | None
+    delay: float
+    opens: Gate | None
+
+
+class Gates:
+    """Of a step, by their names."""
+
+    def __init__(self, microbatches: int, knocks: Mapping[Hashable, int]) -> None:
+        self.microbatches, self.knocks = microbatches, knocks
+        self._found: dict[Hashable, Gate] = {}
+
+    def named(self, name: Hashable) -> Gate:
+        if name not in self._found:
+            self._found[name] = Gate(self.microbatches, self.knocks.get(name, 1))
+        return self._found[name]
+
+    def lanes(
+        self, rank: int, order: Sequence[Task], work: Callable[[int, str, int], Work]
+    ) -> dict[str, dict[int, Lane]]:
+        """Of a rank, by kind and chunk."""
+        lanes: dict[str, dict[int, Lane]] = {}
+        for kind, chunk in {(kind, chunk) for kind, _, chunk in order}:
+            seconds, waits, delay, opens = work(rank, kind, chunk)
+            ends = [None if name is None else self.named(name) for name in (waits, opens)]
+            lanes.setdefault(kind, {})[chunk] = Lane(seconds, ends[0], delay, ends[1])
+        return lanes
+
+
+def count_microbatches(orders: Sequence[Sequence[Task]]) -> int:
+    return 1 + max((index for order in orders for _, index, _ in order), default=-1)
 
 
 def run_orders(
     orders: Sequence[Sequence[Task]],
-    work: Callable[[int, Task], Work],
+    work: Callable[[int, str, int], Work],
     knocks: Mapping[Hashable, int] | None = None,
 ) -> Timeline:
     """When each task of each rank starts and ends, where a rank does nothing but its next task.
 
     Args:
-        work: of a rank's task.
+        work: of a rank's tasks of a kind and chunk.
         knocks: how many a gate needs to open; 1 where it is not named.
     Raises:
         ValueError: the ranks wait for one another.
     """
-    needed = dict(knocks or {})
-    opened: dict[Hashable, float] = {}
-    latest: dict[Hashable, float] = {}
-    blocked: dict[Hashable, list[int]] = {}
-    spans: list[list[Span]] = [[] for _ in orders]
+    gates = Gates(count_microbatches(orders), knocks or {})
+    starts: list[list[float]] = [[] for _ in orders]
+    ends: list[list[float]] = [[] for _ in orders]
     ready = list(range(len(orders)))
-
+    running = [
+        _run(rank, order, gates.lanes(rank, order, work), starts[rank], ends[rank], ready)
+        for rank, order in enumerate(orders)
+    ]
     while ready:
-        rank = ready.pop()
-        done, order = spans[rank], orders[rank]
-        while len(done) < len(order):
-            task = order[len(done)]
-            seconds, waits, gate = work(rank, task)
-            start, closed = done[-1].end if done else 0.0, None
-            for other, delay in waits:
-                if other not in opened:
-                    closed = other
-                    break
-                start = max(start, opened[other] + delay)
-            if closed is not None:
-                blocked.setdefault(closed, []).append(rank)
-                break
-            end = start + seconds
-            done.append(Span(task, start, end))
-            if gate is None:
-                continue
-            if gate in needed:
-                end = latest[gate] = max(latest.get(gate, 0.0), end)
-                needed[gate] -= 1
-                if needed[gate]:
-                    continue
-            opened[gate] = end
-            if gate in blocked:
-                ready.extend(blocked.pop(gate))
+        # Until it waits at a gate, whose last knock puts it on the list again.
+        next(running[ready.pop()], None)
+    require_ends(orders, ends)
+    return Timeline(orders, starts, ends)
+
+
+def require_ends(orders: Sequence[Sequence[Task]], ends: Sequence[Sequence[float]]) -> None:
+    """Raises ValueError: a rank has not come to the end of its order."""
     stuck = [
         (rank, order[len(done)])
-        for rank, (done, order) in enumerate(zip(spans, orders, strict=True))
+        for rank, (done, order) in enumerate(zip(ends, orders, strict=True))
         if len(done) < len(order)
     ]
     if stuck:
         raise ValueError(f"orders must not wait in a circle, got ranks that wait: {stuck[:4]}")
-    return Timeline(tuple(tuple(each) for each in spans))
+
+
+def _run(
+    rank: int,
+    order: Sequence[Task],
+    mine: Mapping[str, Mapping[int, Lane]],
+    starts: list[float],
+    ends: list[float],
+    ready: list[int],
+) -> Iterator[None]:
+    """One rank; stops where a gate is closed. Half a million tasks are not many: no calls here but
+    those of lists."""
+    now = 0.0
+    for kind, index, chunk in order:
+        seconds, waits, delay, opens = mine[kind][chunk]
+        if waits is not None:
+            opened = waits.opened[index]
+            while opened is None:
+                waits.waiting.setdefault(index, []).append(rank)
+                yield
+                opened = waits.opened[index]
+            if opened + delay > now:
+                now = opened + delay
+        starts.append(now)
+        now += seconds
+        ends.append(now)
+        if opens is None:
+            continue
+        latest, missing = opens.latest, opens.missing
+        if now > latest[index]:
+            latest[index] = now
+        missing[index] -= 1
+        if not missing[index]:
+            opens.opened[index] = latest[index]
+            if index in opens.waiting:
+                ready += opens.waiting.pop(index)

@@ -1,0 +1,156 @@
+"""Keys of a config.json by what they mean to a plan: refused with a value that changes what is
+computed and is not modelled, or of no weight in memory and FLOPs. What is neither, and is not read,
+is named in a note."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# Values with which these keys change nothing; with others they are not understood.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "moe_layer_freq": (1, None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "use_sliding_window": (False, None),
+    "qk_layernorm": (False, None),
+    "attention_out_bias": (False, None),
+}
+# Keys that change the numbers, and the types whose files have them; those with use_sliding_window
+# have no window without it.
+OWN: dict[str, tuple[str, ...]] = {
+    "num_local_experts": ("mixtral",),
+    "num_experts": ("qwen3_moe",),
+    "n_routed_experts": ("deepseek_v3",),
+    "n_shared_experts": ("deepseek_v3",),
+    "moe_intermediate_size": ("qwen3_moe", "deepseek_v3"),
+    "shared_expert_intermediate_size": (),
+    "kv_lora_rank": ("deepseek_v3",),
+    "q_lora_rank": ("deepseek_v3",),
+    "qk_nope_head_dim": ("deepseek_v3",),
+    "qk_rope_head_dim": ("deepseek_v3",),
+    "v_head_dim": ("deepseek_v3",),
+    "sliding_window": ("mistral", "mixtral", "phi3", "gemma2", "qwen2", "qwen3", "qwen3_moe"),
+    "window_size": ("gpt_neo",),
+    "attention_types": ("gpt_neo",),
+}
+# What a model with one of these has that no model here has.
+_ELSE: dict[str, tuple[str, ...]] = {
+    "state-space or recurrent layers": (
+        "ssm_cfg",
+        "ssm_state_size",
+        "state_size",
+        "conv_kernel",
+        "conv1d_width",
+        "lru_width",
+        "mamba_d_conv",
+        "mamba_d_state",
+        "mamba_expand",
+        "mamba_n_heads",
+        "mamba_num_heads",
+    ),
+    "layers of several kinds": (
+        "attn_layer_indices",
+        "attn_layer_offset",
+        "attn_layer_period",
+        "block_types",
+        "expert_layer_offset",
+        "expert_layer_period",
+        "hybrid_override_pattern",
+        "interleave_moe_layer_step",
+        "layers_block_type",
+        "sliding_window_pattern",
+    ),
+    "linear attention": (
+        "full_attention_interval",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+    ),
+    "sparse or chunked attention": (
+        "attention_chunk_size",
+        "index_head_dim",
+        "index_n_heads",
+        "index_topk",
+        "sparse_attention",
+    ),
+    "cross attention": ("cross_attention_hidden_size", "cross_attention_layers"),
+    "an encoder": ("decoder_layers", "encoder_ffn_dim", "encoder_layers", "num_decoder_layers"),
+    "a part that is not text": ("audio_config", "vision_config"),
+    "experts by other names": (
+        "moe_num_experts",
+        "n_experts",
+        "num_shared_experts",
+        "shared_intermediate_size",
+    ),
+    "layers that share or add inputs": (
+        "altup_num_inputs",
+        "hidden_size_per_layer_input",
+        "laurel_rank",
+        "num_kv_shared_layers",
+        "num_loops",
+        "total_ut_steps",
+        "word_embed_proj_dim",
+    ),
+    "norms of queries and keys": ("qk_norm", "use_qk_norm"),
+}
+_ELSEWHERE = {key: what for what, keys in _ELSE.items() for key in keys}
+
+# By topic, nothing that has a size or takes time that is modelled.
+_TOPICS = {
+    "names": "architectures auto_map finetuning_task id2label label2id model_type name_or_path "
+    "prefix problem_type task_specific_params tokenizer_class transformers_version "
+    "unsloth_fixed unsloth_version",
+    "dtypes and how it is run": "attn_implementation dtype gradient_checkpointing "
+    "output_attentions output_hidden_states output_router_logits output_scores pretraining_tp "
+    "reorder_and_upcast_attn return_dict return_dict_in_generate tf_legacy_loss torch_dtype "
+    "torchscript use_bfloat16 use_cache cache_implementation chunk_size_feed_forward",
+    "numerics": "activation_function hidden_act hidden_activation initializer_factor "
+    "initializer_range layer_norm_eps layer_norm_epsilon query_pre_attn_scalar rms_norm_eps "
+    "scale_attn_by_inverse_layer_idx scale_attn_weights use_parallel_residual",
+    "positions that are computed": "original_max_position_embeddings partial_rotary_factor "
+    "rope_interleave rope_local_base_freq rope_parameters rope_scaling rope_theta "
+    "rotary_emb_base rotary_pct",
+    "which experts": "aux_loss_alpha ep_size n_group norm_topk_prob routed_scaling_factor "
+    "router_aux_loss_coef router_jitter_noise scoring_func seq_aux topk_group topk_method",
+    "said by other keys": "attention_layers is_decoder max_window_layers n_ctx qk_head_dim "
+    "tie_encoder_decoder pruned_heads",
+    "generation": "bad_words_ids diversity_penalty do_sample early_stopping "
+    "exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size "
+    "num_beam_groups num_beams num_return_sequences remove_invalid_values repetition_penalty "
+    "suppress_tokens temperature top_k top_p typical_p",
+}
+_HARMLESS = {key for keys in _TOPICS.values() for key in keys.split()}
+_HARMLESS_ENDS = ("_token_id", "_dropout", "_dropout_prob", "_pdrop")
+_HARMLESS_STARTS = ("_", "summary_", "encoder_no_repeat_", "begin_suppress_", "forced_")
+
+
+def require_modelled(config: Mapping[str, Any], kind: str) -> None:
+    """Raises ValueError: a key, which the message names, says of the model what is not modelled."""
+    for key, harmless in REFUSED.items():
+        if key in config and config[key] not in harmless:
+            raise ValueError(f"{key} = {config[key]!r} of {kind} is not understood")
+    for key, kinds in OWN.items():
+        if config.get(key) and kind not in kinds:
+            raise ValueError(f"{key} = {config[key]!r} of {kind} is not understood")
+    for key in config:
+        if config[key] and key in _ELSEWHERE:
+            raise ValueError(
+                f"{key} = {config[key]!r} of {kind} is not modelled: {_ELSEWHERE[key]}"
+            )
+
+
+def keys_not_used(config: Iterable[str], read: Iterable[str]) -> list[str]:
+    """Keys of a file that nobody has read, and that may matter."""
+    known = {*read, *REFUSED, *OWN, *_ELSEWHERE, *_HARMLESS}
+    return sorted(
+        key
+        for key in config
+        if key not in known
+        and not key.endswith(_HARMLESS_ENDS)
+        and not key.startswith(_HARMLESS_STARTS)
+    )
