@@ -359,6 +359,22 @@ def test_missing() -> None:
     assert missing(on_cpu)[0] == "**convergence**: no record from a GPU"
 
 
+def test_missing_where_no_step_was_screened() -> None:
+    record = convergence({"dense": 0.0, "screened": 0.0})
+    sentence = (
+        "**convergence**, V=32768 from random weights: of screened every step was refused, and "
+        "computed in full"
+    )
+    for share, expected in ((0.0, True), (0.5, False)):
+        rows = [
+            {**row, "screened_share": share} if row.get("method") == "screened" else row
+            for row in record.rows
+        ]
+        gaps = missing([replace(record, rows=rows)])
+        assert (sentence in gaps) == expected
+        assert not any("screened (" in gap for gap in gaps if "V=32768 from random" in gap)
+
+
 def test_evidence_page_is_what_the_records_render_to() -> None:
     folder = ROOT / "docs" / "evidence"
     text, figures = markdown(page_of(read_records(folder)), HEAD)
