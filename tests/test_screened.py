@@ -160,15 +160,16 @@ IGNORED = torch.arange(0, 450, 4)
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("bits", EIGHT_BITS)
-@pytest.mark.parametrize(("softcap", "per_group"), [(None, 1), (4.0, 2)])
+@pytest.mark.parametrize(("softcap", "per_group", "every"), [(None, 1, 1), (4.0, 2, 3)])
 def test_kernels_correct_tails_as_torch_does(
     monkeypatch: pytest.MonkeyPatch,
     softcap: float | None,
     per_group: int,
+    every: int,
     bits: Literal["int8", "e4m3"],
 ) -> None:
     """By the same masses; also of two blocks that are one group, the last with no token that
-    counts."""
+    counts, and by every third run of columns."""
     from cce_dist import local_triton
     from cce_dist.local_torch_screen import EightBit
     from cce_dist.torch_tiles import TileSize
@@ -184,6 +185,7 @@ def test_kernels_correct_tails_as_torch_does(
         mass = run.parts["mass"].float().clamp_min(0)
         mass[int(run.shape[0]) :] = 0
         share = mass.view(len(mass) // per_group, per_group, -1).sum(1)
+        share[:, torch.arange(share.shape[1]) // 16 % every != 0] = 0
         of_blocks = (share / share.sum(1, keepdim=True)).repeat_interleave(per_group, 0)
         expected = eight.tail_error(of_blocks, TileSize(128, 500))
         count = int(run.count)
@@ -197,6 +199,7 @@ def test_kernels_correct_tails_as_torch_does(
     correct_tail = local_triton.correct_tail
     monkeypatch.setattr("cce_dist.local_triton.correct_tail", correct)
     monkeypatch.setattr("cce_dist.local_triton_tail_error.MOST_GROUPS", 4 // per_group)
+    monkeypatch.setattr("cce_dist.local_triton_tail_error.every_for_centre", lambda _: every)
     inputs = zipf_inputs(450, 3000, 72, generator=generator(), dtype=torch.float16)
     inputs = replace(inputs, targets=inputs.targets.clone().index_fill_(0, IGNORED, -100))
     screen = Screen(dtype=bits, max_kept=1.0, max_error=1.0)

@@ -5,6 +5,9 @@ import triton.language as tl
 
 from cce_dist.kernels.numbers import LOG2E
 
+# Columns side by side that are taken: their masses fill what memory is read by.
+RUN = tl.constexpr(16)
+
 
 @triton.jit(do_not_specialize=["blocks_per_group", "every"])
 def tail_moments_kernel(
@@ -28,8 +31,8 @@ def tail_moments_kernel(
     GROUPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Over each `every`-th column, where it is not kept: x = channel (column - centre), and rest
-    what 8 bits are off from it."""
+    """Over each `every`-th RUN of columns, where they are not kept: x = channel (column - centre),
+    and rest what 8 bits are off from it."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     group = tl.arange(0, GROUPS)
@@ -40,8 +43,10 @@ def tail_moments_kernel(
     rest_square = tl.zeros((GROUPS, BLOCK_D), tl.float32)
     seen = tl.zeros((GROUPS,), tl.float32)
     num_blocks = tl.load(shape_ptr)
-    for start in range(split * BLOCK_V, tl.cdiv(V, every), splits * BLOCK_V):
-        column = (start + tl.arange(0, BLOCK_V)) * every
+    num_taken = tl.cdiv(tl.cdiv(V, RUN), every) * RUN
+    for start in range(split * BLOCK_V, num_taken, splits * BLOCK_V):
+        taken = start + tl.arange(0, BLOCK_V)
+        column = taken // RUN * every * RUN + taken % RUN
         # The least of weights for every column: of a group without a tail the moments are those of
         # all, and no 0 / 0.
         share = tl.where(column < V, 1e-20, 0.0)[None, :] + tl.zeros((GROUPS, BLOCK_V), tl.float32)
