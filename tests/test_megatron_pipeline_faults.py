@@ -132,8 +132,12 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     """Nothing tells of it but the timeout."""
     for others in survivors(STOPPED, tmp_path):
         assert any("vocab_over_pipeline: stage " in ending.error for _, _, ending in others)
-        for fault, _, ending in others:
-            assert re.search(r"[Tt]imed ?out", ending.error), (fault.name, ending)
+        first, *later = sorted(others, key=lambda other: other[2].seconds)
+        assert re.search(r"[Tt]imed ?out", first[2].error), first
+        for other in later:
+            # Whom the timeout has ended closes connections, which the next may notice first.
+            noticed = r"[Tt]imed ?out|closed by peer|[Cc]onnection reset"
+            assert re.search(noticed, other[2].error), other
 
 
 def test_a_rank_that_raises(tmp_path: Path) -> None:
