@@ -6,7 +6,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from cce_dist.evidence import show_classes, show_convergence, show_end_to_end, s
 from cce_dist.evidence.charts import Axis, Chart, Line, svg
 from cce_dist.evidence.convergence import ALL, RAREST, cases_of
 from cce_dist.evidence.frequency import frequency_tenths, name_of
-from cce_dist.evidence.page import Points, html
+from cce_dist.evidence.glance import glance
+from cce_dist.evidence.page import Block, Points, Table, Words, html
 from cce_dist.evidence.records import (
     Cell,
     Record,
@@ -188,43 +189,92 @@ def test_convergence_says_how_often_logits_were_screened() -> None:
     assert any("logits were screened in 25.0% of its steps" in text for text in verdicts.items)
 
 
-def test_convergence_findings() -> None:
+def tables(blocks: Sequence[Block]) -> list[Table]:
+    return [block for block in blocks if isinstance(block, Table)]
+
+
+def test_convergence_summary() -> None:
     offsets = {"dense": 0.0, "exact": 0.001, "filtered": 0.5, "no-tail": 0.9, "cce": 0.9}
-    found = show_convergence.findings(convergence(offsets))
-    assert any("`exact` trains within the spread" in text for text in found.wins)
-    assert any("`filtered` does not train within" in text for text in found.losses)
-    assert any("`screened` did not run: ValueError" in text for text in found.losses)
-    # A step of 70 ms beside dense's 20.
-    assert any("a step with `filtered` takes 3.50 times" in text for text in found.losses)
+    distance, time = tables(show_convergence.summary([convergence(offsets)]))
     # Neither a part switched off nor a peer is one of ours.
-    assert not any("no-tail" in text or "cce" in text for text in (*found.wins, *found.losses))
+    ours = ("exact", "in_forward", "filtered", "filtered, screened logits")
+    assert distance.columns == ("to dense, at most, in spreads", "runs", *ours)
+    (row,) = distance.rows
+    assert row[:3] == ["V=32768 from random weights, 3 seeds", "`convergence`", "+0.10 ± 0.00"]
+    assert row[3:] == ["", "**+50.00 ± 0.00**", "**did not run: ValueError: not here**"]
+    # Steps of 20.1 and 70 ms beside dense's 20.
+    assert time.rows == [[*row[:2], "**1.01**", "", "**3.50**", ""]]
 
 
 def test_undecided_where_exact_is_outside() -> None:
     record = convergence({"dense": 0.0, "exact": 0.02, "filtered": 0.03})
     text, _ = markdown(page_of([record]), HEAD)
     assert "decide nothing that is smaller than 2.00 spreads" in text
-    losses = show_convergence.findings(record).losses
-    assert any("`filtered`" in x and "nor does `exact` in 1 of these" in x for x in losses)
+    assert "| **+2.00 ± 0.00** |  | **+3.00 ± 0.00** |" in text
 
 
-def test_findings_list_what_is_worse() -> None:
-    speed = show_end_to_end.findings(end_to_end())
-    assert any("1.07 times the tokens a second at batch 8 of liger" in x for x in speed.wins)
-    assert any("0.71 times the tokens a second at batch 16 of liger" in x for x in speed.losses)
-    assert any("3.12 times the largest batch" in x for x in speed.wins)
+def test_summaries_mark_what_is_worse() -> None:
+    (speed,) = tables(show_end_to_end.summary([end_to_end()]))
+    (row,) = speed.rows
+    assert row[:2] == ["Made up end-to-end", "filtered"]
+    assert row[2].startswith("1.07 (liger, batch 8); **0.71 (liger, batch 16)**")
+    assert row[3:] == ["3.12 (dense)", "1.07 (liger)"]
     record = end_to_end()
     ties = [
         {**row, "tokens_per_s": 5.0 if row["loss"] == "filtered" else 5.01} for row in record.rows
     ]
-    tied = show_end_to_end.findings(replace(record, rows=tuple(ties)))
-    assert not any("tokens a second" in text for text in (*tied.wins, *tied.losses))
-    other = show_classes.findings(classes())
-    assert other.wins == ["`filtered` takes 0.025 times the memory of dense"]
-    assert other.losses == ["`filtered` takes 1.25 times the time of dense"]
-    gradients = show_fidelity.findings(fidelity())
-    assert any("0.35 times the time of dense at step 10, step 1000" in x for x in gradients.wins)
-    assert gradients.losses == []
+    (tied,) = tables(show_end_to_end.summary([replace(record, rows=tuple(ties))]))
+    assert not any("**" in cell for cell in tied.rows[0])
+    (other,) = tables(show_classes.summary([classes()]))
+    assert other.rows == [["Made up classes", "filtered", "**1.25**", "0.025"]]
+    (gradients,) = tables(show_fidelity.summary([fidelity()]))
+    rows = {(row[0], row[1]): row[2:] for row in gradients.rows}
+    assert rows["filtered", "dense"][:2] == ["0.35", "0.391"]
+    assert not any("**" in cell for row in gradients.rows for cell in row)
+    # A peer that our loss is slower than.
+    slower = replace(
+        fidelity(),
+        rows=tuple(
+            {**row, "median_ms": 7.0} if row["method"] == "dense" and "median_ms" in row else row
+            for row in fidelity().rows
+        ),
+    )
+    (found,) = tables(show_fidelity.summary([slower]))
+    assert {row[1]: row[2] for row in found.rows}["dense"] == "**3**"
+
+
+def test_steps_of_one_machine_and_commit_are_compared() -> None:
+    """Of two records: a run that was made apart finds the others' dense beside it."""
+    both = end_to_end()
+    ours = replace(both, rows=tuple(row for row in both.rows if row["loss"] == "filtered"))
+    theirs = replace(both, rows=tuple(row for row in both.rows if row["loss"] != "filtered"))
+    (found,) = tables(show_end_to_end.summary([ours, replace(theirs, title="Others")]))
+    (row,) = found.rows
+    assert row[0] == "Made up end-to-end and Others" and row[3] == "3.12 (dense)"
+    assert show_end_to_end.summary([ours, replace(theirs, commit="another")]) == []
+
+
+def test_glance() -> None:
+    """One row a method, ratios over dense."""
+    records = every_kind()
+    second = replace(convergence({"dense": 0.0, "filtered": 0.02}, vocab=65536), name="second")
+    words, table = glance([*records, replace(second, settings=records[0].settings)])
+    assert isinstance(table, Table) and isinstance(words, Words)
+    rows = {row[0]: dict(zip(table.columns[1:], row[1:], strict=True)) for row in table.rows}
+    assert list(rows)[:2] == ["dense", "**filtered**"] and "liger" in rows
+    ours, training = rows["**filtered**"], "trains as dense: spreads between seeds, at most"
+    # 0.4 spreads of one vocabulary, 2 of the other.
+    assert ours[training] == "no: 1.20, 6 seeds"
+    assert ours["time of loss and gradients"] == "0.35"
+    assert ours["error of the hidden gradient"] == "0.39"
+    assert ours["tokens/s of a whole step"] == "0.80" and ours["largest batch"] == "3.1"
+    assert rows["dense"]["largest batch"] == "1" and rows["liger"]["largest batch"] == "1.0"
+    # A method that did not run is none.
+    assert not any("screened" in name for name in rows)
+    on_cpu = [replace(record, machine={"device": "AMD"}) for record in records]
+    assert glance([*records, *on_cpu])[1] == glance(records)[1]
+    (nothing,) = glance([])
+    assert isinstance(nothing, Words)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +299,10 @@ def test_each_gradient_is_compared_by_itself() -> None:
         else {**row, "grad_weight_error": 3e-3}
         for row in fidelity().rows
     )
-    found = show_fidelity.findings(replace(fidelity(), rows=rows))
-    of_dense = "`filtered` has {} times the error of dense in the "
-    assert of_dense.format("0.391") + "hidden gradient at step 10, step 1000" in found.wins
-    # At step 1000 it is a tie.
-    assert of_dense.format("0.5") + "weight gradient at step 10" in found.wins
-    rarest = of_dense.format("3") + "weight gradient's rows of the rarest tenth at step 10"
-    assert rarest in found.losses
+    (found,) = tables(show_fidelity.summary([replace(fidelity(), rows=rows)]))
+    (row,) = [row for row in found.rows if row[:2] == ["filtered", "dense"]]
+    # At step 1000 the weight's is a tie.
+    assert row[2:] == ["0.35", "0.391", "0.5 to 1", "1; **3** at step 10"]
 
 
 def test_logits_that_were_never_screened_are_no_comparison() -> None:
@@ -266,11 +313,11 @@ def test_logits_that_were_never_screened_are_no_comparison() -> None:
         for row in rows
         if row.get("method") == "filtered"
     ]
-    found = show_convergence.findings(replace(made, rows=(*rows, *as_screened)))
-    assert [text for text in found.wins if "screened" in text] == []
-    assert [text for text in found.losses if "screened" in text] == [
-        "`screened` had full logits in every step, for so much was kept: V=500 from random weights"
+    distance, time = tables(show_convergence.summary([replace(made, rows=(*rows, *as_screened))]))
+    assert [row[-2:] for row in distance.rows] == [
+        ["+0.00 ± 0.00", "**full logits in every step**"]
     ]
+    assert [row[-2:] for row in time.rows] == [["1.00", ""]]
 
 
 def test_cosines_are_shown_by_tenth() -> None:
@@ -289,9 +336,9 @@ def test_fidelity_tells_screened_from_refused() -> None:
     record = fidelity()
     kept = [row for row in record.rows if row["method"] != "screened"]
     record = replace(record, rows=(*kept, *rows))
-    listed = show_fidelity.findings(record)
-    assert not any("screened" in text for text in listed.wins)
-    assert listed.losses == ["`screened` was computed in full at step 10"]
+    listed = show_fidelity.summary([record])
+    assert not any("screened" in row[0] for table in tables(listed) for row in table.rows)
+    assert listed[-1] == Words("**filtered, screened logits: full logits at step 10**")
     (points,) = [x for x in show_fidelity.blocks(record) if isinstance(x, Points)]
     assert points.items == [
         "filtered, screened logits: 8 bits were not enough at 1 of 2 thresholds (9.77e-04), where "
@@ -323,11 +370,19 @@ def test_write_report(records: list[Record], tmp_path: Path) -> None:
 
 def test_html_asks_nothing_of_the_network() -> None:
     page = html(page_of(every_kind()))
-    assert not re.search(r"(src|href)=|url\(|@import|<script", page)
+    assert not re.search(r"src=|href=\"(?!#)|url\(|@import|<script", page)
     assert re.findall(r"https?://[^\"<\s]*", page) == ["http://www.w3.org/2000/svg"] * page.count(
         "<svg"
     )
     assert "prefers-color-scheme:dark" in page and 'name="viewport"' in page
+
+
+def test_html_has_a_list_of_contents() -> None:
+    page = html(page_of(every_kind()))
+    wanted, found = (
+        re.findall(pattern, page) for pattern in (r'href="#([^"]*)"', r' id="([^"]*)"')
+    )
+    assert wanted == found and len(set(found)) == len(found) > 10
 
 
 def test_svg() -> None:

@@ -131,6 +131,7 @@ def test_page_has_them_first_and_says_so_in_its_findings() -> None:
     text, _ = markdown(page_of(records), HEAD)
     assert text.index("### All vocabularies together") < text.index(f"### {records[0].title}")
     assert "V=32768, 65536, from random weights" in text
-    assert "`filtered` trains within the spread of dense: V=32768, 65536" in text
-    assert "`exact` does not train within the spread of dense: V=32768, 65536" in text
+    together = "| **all vocabularies** from random weights, NVIDIA H200 | together |"
+    assert f"{together}  |  | +0.30 ± 0.00, 6 seeds |  |" in text
+    assert f"{together} **+3.00 ± 0.00, 6 seeds** |  |  |  |" in text
     assert "| filtered | 6 | +0.0030 ± 0.0000 | +0.30 |" in text

@@ -24,16 +24,8 @@ class Heading:
 
 
 @dataclass(frozen=True)
-class Under:
-    """Points of a point."""
-
-    text: str
-    items: Sequence[str]
-
-
-@dataclass(frozen=True)
 class Points:
-    items: Sequence[str | Under]
+    items: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -114,24 +106,10 @@ def markdown(page: Page, head: str) -> tuple[str, dict[str, str]]:
             elif isinstance(block, Heading):
                 parts.append(f"### {block.text}")
             elif isinstance(block, Points):
-                parts.append("\n".join(_markdown_point(item) for item in block.items))
+                parts.append("\n".join(f"- {item}" for item in block.items))
             else:
                 parts.append(block.text)
     return "\n\n".join(parts) + "\n", files
-
-
-def _markdown_point(item: str | Under) -> str:
-    if isinstance(item, str):
-        return f"- {item}"
-    return "\n".join([f"- {item.text}", *(f"  - {under}" for under in item.items)])
-
-
-def _html_points(items: Sequence[str | Under]) -> str:
-    found = []
-    for item in items:
-        text, under = (item, "") if isinstance(item, str) else (item.text, _html_points(item.items))
-        found.append(f"<li>{_inline(text)}{under}</li>")
-    return f"<ul>{''.join(found)}</ul>"
 
 
 def _pictures(figures: Figures, files: dict[str, str]) -> list[str]:
@@ -155,31 +133,43 @@ def _in_cell(text: str) -> str:
 
 def html(page: Page) -> str:
     """One file that asks nothing of the network; links to files beside it are words alone."""
-    parts = []
-    for section in page.sections:
-        parts.append(f"<section><h2>{escape(section.title)}</h2>")
-        for block in section.blocks:
-            parts.append(_html_block(block))
+    parts, contents = [], []
+    for place, section in enumerate(page.sections, 1):
+        parts.append(f'<section><h2 id="{place}">{escape(section.title)}</h2>')
+        under = []
+        for number, block in enumerate(section.blocks, 1):
+            target = f"{place}-{number}"
+            parts.append(_html_block(block, target))
+            if isinstance(block, Heading):
+                under.append(_html_link(target, block.text))
         parts.append("</section>")
+        items = f"<ul>{''.join(under)}</ul>" if under else ""
+        contents.append(_html_link(str(place), section.title, items))
     title = escape(page.title)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta name="color-scheme" content="light dark"><title>{title}</title>'
         f"<style>{_PAGE_STYLE}{style()}</style></head>\n<body><main><h1>{title}</h1>\n"
+        f"<nav><ul>{''.join(contents)}</ul></nav>\n"
         + "\n".join(parts)
         + "\n</main></body></html>\n"
     )
 
 
-def _html_block(block: Block) -> str:
+def _html_link(target: str, text: str, under: str = "") -> str:
+    return f'<li><a href="#{target}">{escape(text)}</a>{under}</li>'
+
+
+def _html_block(block: Block, target: str) -> str:
+    """Args: target: what the list of contents calls a heading."""
     if isinstance(block, Figures):
         charts = "".join(f"<figure>{svg(chart, alone=False)}</figure>" for chart in block.charts)
         return f'<div class="figures">{charts}</div>'
     if isinstance(block, Points):
-        return _html_points(block.items)
+        return f"<ul>{''.join(f'<li>{_inline(item)}</li>' for item in block.items)}</ul>"
     if isinstance(block, Heading):
-        return f"<h3>{escape(block.text)}</h3>"
+        return f'<h3 id="{target}">{escape(block.text)}</h3>'
     if isinstance(block, Words):
         return f"<p>{_inline(block.text)}</p>"
     head = "".join(f"<th>{_inline(name)}</th>" for name in block.columns)
@@ -213,6 +203,7 @@ _PAGE_STYLE = (
     "body{margin:0;background:var(--back);color:var(--text);font:16px/1.5 system-ui,sans-serif}"
     "main{max-width:1100px;margin:auto;padding:16px}h1{font-size:1.6em}"
     "h2{font-size:1.2em;margin-top:2em;border-top:1px solid var(--edge);padding-top:1em}"
+    "nav{font-size:.9em}nav ul{margin:0;padding-left:1.2em}a{color:inherit}"
     "code{font-size:.85em;overflow-wrap:anywhere;color:var(--soft)}"
     ".figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,330px),1fr));"
     "gap:16px}figure{margin:0}.chart{width:100%;height:auto}"

@@ -18,12 +18,14 @@ class Pool:
     """
     Args:
         device: that all were made on.
+        settings: of all, as text.
         start: of all.
         cases: of a vocabulary each, the smallest first.
         methods: those that are taken from these cases, which all can compare them with dense.
     """
 
     device: str
+    settings: str
     start: str
     cases: tuple[Case, ...]
     methods: tuple[str, ...]
@@ -91,8 +93,8 @@ def pools_of(records: Sequence[Record]) -> list[Pool]:
             cases = found.setdefault((device, settings, case.start), {})
             cases.setdefault(case.vocab_size, []).append(case)
     return [
-        Pool(device, start, cases, tuple(methods))
-        for (device, _, start), by_size in found.items()
+        Pool(device, settings, start, cases, tuple(methods))
+        for (device, settings, start), by_size in found.items()
         for cases, methods in _by_cases([by_size[size] for size in sorted(by_size)])
     ]
 

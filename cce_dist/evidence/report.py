@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from . import show_classes, show_convergence, show_end_to_end, show_fidelity, show_probabilities
-from .findings import Findings
+from .glance import glance
 from .howto import HOW_TO
 from .page import (
     Block,
@@ -18,7 +18,6 @@ from .page import (
     Page,
     Points,
     Section,
-    Under,
     Words,
     html,
     markdown,
@@ -26,7 +25,7 @@ from .page import (
     settings_of,
 )
 from .records import FOLDER, Kind, Record, read_records
-from .show_pooled import together
+from .show_pooled import summary_rows, together
 from .wanted import missing
 
 TITLE = "Evidence: does it train the same, and what does it buy?"
@@ -36,31 +35,38 @@ HEAD = "<!-- Written by `cce-dist report` from docs/evidence/*.json: change thos
 class Shown(NamedTuple):
     question: str
     blocks: Callable[[Record], list[Block]]
-    findings: Callable[[Record], Findings]
+    # Of all records of the kind: where ours is better, and where it is worse.
+    summary: Callable[[Sequence[Record]], list[Block]]
+
+
+def _training(records: Sequence[Record]) -> list[Block]:
+    return show_convergence.summary(records, summary_rows(records))
 
 
 KINDS: dict[Kind, Shown] = {
-    "convergence": Shown(
-        "Does a model train the same?", show_convergence.blocks, show_convergence.findings
-    ),
+    "convergence": Shown("Does a model train the same?", show_convergence.blocks, _training),
     "fidelity": Shown(
-        "How far are the gradients from right?", show_fidelity.blocks, show_fidelity.findings
+        "How far are the gradients from right?", show_fidelity.blocks, show_fidelity.summary
     ),
     "probabilities": Shown(
-        "How sparse is a softmax?", show_probabilities.blocks, show_probabilities.findings
+        "How sparse is a softmax?", show_probabilities.blocks, lambda records: []
     ),
     "end-to-end": Shown(
-        "What does it buy in a training job?", show_end_to_end.blocks, show_end_to_end.findings
+        "What does it buy in a training job?", show_end_to_end.blocks, show_end_to_end.summary
     ),
     "classes": Shown(
-        "And a classifier that is no language model?", show_classes.blocks, show_classes.findings
+        "And a classifier that is no language model?", show_classes.blocks, show_classes.summary
     ),
 }
 
 
 def page_of(records: Sequence[Record]) -> Page:
     ordered = sorted(records, key=lambda record: (get_args(Kind).index(record.kind), record.name))
-    sections = [_summary(ordered), Section("What is missing", [_missing(ordered)])]
+    sections = [
+        Section("In one table", glance(ordered)),
+        _summary(ordered),
+        Section("What is missing", [_missing(ordered)]),
+    ]
     for kind, shown in KINDS.items():
         blocks: list[Block] = []
         if kind == "convergence":
@@ -85,28 +91,17 @@ def _missing(records: Sequence[Record]) -> Block:
 
 
 def _summary(records: Sequence[Record]) -> Section:
-    wins: list[Under] = []
-    losses: list[Under] = []
-    parts = [(part.title, part.findings) for part in together(_of(records, "convergence"))]
-    parts += [(record.title, KINDS[record.kind].findings(record)) for record in records]
-    for title, found in parts:
-        for where, sentences in ((wins, found.wins), (losses, found.losses)):
-            if sentences:
-                where.append(Under(title, sentences))
-    nothing = ("none recorded",)
-    return Section(
-        "Wins and losses",
-        [
-            Words(
-                "Worked out from the rows below: our methods against the dense loss and against "
-                "other libraries."
-            ),
-            Words("**Wins**"),
-            Points(wins or nothing),
-            Words("**Losses**"),
-            Points(losses or nothing),
-        ],
-    )
+    blocks: list[Block] = [
+        Words(
+            "Worked out from the rows below: our methods against the dense loss and against other "
+            "libraries. **What is bold is worse than that.**"
+        )
+    ]
+    for kind, shown in KINDS.items():
+        if found := shown.summary(_of(records, kind)):
+            blocks += [Heading(shown.question), *found]
+    nothing = Words("Nothing recorded.")
+    return Section("Wins and losses", blocks if len(blocks) > 1 else [nothing])
 
 
 def write_report(folder: Path = FOLDER, html_path: Path | None = None) -> list[Path]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .charts import Axis, Chart, Line
-from .findings import Findings
+from .findings import is_tie, marked
 from .methods import OURS, look_of, title_of
 from .page import Block, Figures, Table, Words, number
 from .records import Record, Row
@@ -57,18 +59,22 @@ def blocks(record: Record) -> list[Block]:
     return found
 
 
-def findings(record: Record) -> Findings:
-    rows = {str(row["method"]): row for row in _of(record, "loss") if "failed" not in row}
-    wins: list[str] = []
-    losses: list[str] = []
-    dense = rows.get("dense")
-    for name in (name for name in rows if name in OURS and dense is not None):
-        for key, what in COMPARED.items():
-            ours, theirs = _value(rows[name], key), _value(dense or {}, key)
-            if ours and theirs:
-                text = f"`{name}` takes {ours / theirs:.3g} times the {what} of dense"
-                (wins if ours <= theirs else losses).append(text)
-    return Findings(wins, losses)
+def summary(records: Sequence[Record]) -> list[Block]:
+    """Of each of our methods: time and memory of dense's."""
+    found = []
+    for record in records:
+        rows = {str(row["method"]): row for row in _of(record, "loss") if "failed" not in row}
+        dense = rows.get("dense")
+        for name in (name for name in rows if name in OURS and dense is not None):
+            cells = []
+            for key in COMPARED:
+                ours, theirs = _value(rows[name], key), _value(dense or {}, key)
+                ratio = ours / theirs if ours and theirs else None
+                worse = ratio is not None and ratio > 1 and not is_tie(ratio)
+                cells.append("" if ratio is None else marked(f"{ratio:.3g}", worse))
+            found.append([record.title, title_of(name), *cells])
+    columns = ("of dense's", "method", *COMPARED.values())
+    return [Table(columns, found)] if found else []
 
 
 def _of(record: Record, part: str) -> list[Row]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .charts import Axis, Chart, Line
 from .convergence import ALL, NEVER, RAREST, REFERENCE, Case, cases_of, describe_group
-from .findings import Findings
+from .findings import marked
 from .methods import OURS, look_of, title_of
 from .page import Block, Figures, Points, Table, Words, number
 from .records import Record
@@ -35,60 +35,61 @@ def blocks(record: Record) -> list[Block]:
     return found
 
 
-def findings(record: Record) -> Findings:
-    """Of each of our methods: whether it trains as dense does, and how long a step takes."""
-    cases = cases_of(record)
-    wins, losses = [], []
-    for method in dict.fromkeys(name for case in cases for name in case.methods):
-        if method not in OURS:
-            continue
-        tried = [case for case in cases if method in case.methods]
-        full = [case for case in tried if not case.is_itself(method)]
-        if full:
-            losses.append(
-                f"`{method}` had full logits in every step, for so much was kept{_at(full)}"
-            )
-        known = {case: case.verdict(method) for case in tried if case not in full}
-        if not known:
-            continue
-        outside = [case for case, verdict in known.items() if verdict.within is False]
-        inside = [case for case, verdict in known.items() if verdict.within]
-        name = f"`{method}` {{}} in {{}} of {len(known)} comparisons"
-        if inside:
-            wins.append(name.format("trains within the spread of dense", len(inside)) + _at(inside))
-        if outside:
-            losses.append(
-                name.format("does not train within the spread of dense", len(outside))
-                + _at(outside, [f"at most {known[case].at_most} spreads" for case in outside])
-                + (_control(outside) if method != CONTROL else "")
-            )
-        refused = [verdict.reason for verdict in known.values() if verdict.within is None]
-        if refused:
-            losses.append(f"`{method}` did not run: {refused[0]}")
-        ratios = [ratio for case in known if (ratio := _step_ratio(case, method))]
-        if ratios:
-            where = losses if max(ratios) > 1 else wins
-            where.append(
-                f"a step with `{method}` takes {_range(ratios)} times dense's, model included"
-            )
-    return Findings(wins, losses)
+def summary(records: Sequence[Record], pooled: Sequence[Sequence[str]] = ()) -> list[Block]:
+    """Of each of our methods: how far it trains from dense, and how long a step takes.
 
-
-def _at(cases: list[Case], more: list[str] | None = None) -> str:
-    named = [f"V={case.vocab_size} {STARTS[case.start]}" for case in cases]
-    return ": " + "; ".join(map(", ".join, zip(named, more, strict=True)) if more else named)
-
-
-def _control(cases: list[Case]) -> str:
-    undecided = [
-        case for case in cases if CONTROL in case.methods and not case.verdict(CONTROL).within
+    Args: pooled: rows of the first table, of runs taken together.
+    """
+    cases = [(record, case) for record in records for case in cases_of(record)]
+    cases.sort(key=lambda found: (found[1].vocab_size, found[1].start != "random"))
+    rows = [
+        [*_about(record, case), *(_distance(case, name) for name in OURS)] for record, case in cases
     ]
-    return f" (nor does `{CONTROL}` in {len(undecided)} of these)" if undecided else ""
+    rows = [*map(list, pooled), *(row for row in rows if any(row[2:]))]
+    times = [
+        [*_about(record, case), *(_step_time(case, name) for name in OURS)]
+        for record, case in cases
+    ]
+    times = [row for row in times if any(row[2:])]
+    found: list[Block] = []
+    if rows:
+        found.append(
+            Words(
+                f"In a row in which `{CONTROL}` is outside the spread, too, whose gradients are "
+                "right to rounding, nothing smaller than that is decided."
+            )
+        )
+        found.append(Table(("to dense, at most, in spreads", "runs", *map(title_of, OURS)), rows))
+    if times:
+        found.append(
+            Words(
+                "A whole step's time, of dense's; runs side by side share a GPU, so that what a "
+                "job buys is better seen below."
+            )
+        )
+        found.append(Table(("a step's time", "runs", *map(title_of, OURS)), times))
+    return found
 
 
-def _range(values: list[float]) -> str:
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
-    return low if low == high else f"{low} to {high}"
+def _about(record: Record, case: Case) -> list[str]:
+    seeds = len(case.seeds(REFERENCE))
+    return [f"V={case.vocab_size} {STARTS[case.start]}, {seeds} seeds", f"`{record.name}`"]
+
+
+def _distance(case: Case, method: str) -> str:
+    if method not in case.methods:
+        return ""
+    if not case.is_itself(method):
+        return marked("full logits in every step", True)
+    verdict = case.verdict(method)
+    if verdict.within is None:
+        return marked(f"did not run: {verdict.reason}", True)
+    return marked(verdict.at_most, not verdict.within)
+
+
+def _step_time(case: Case, method: str) -> str:
+    ratio = _step_ratio(case, method) if case.is_itself(method) else None
+    return marked(f"{ratio:.2f}", float(f"{ratio:.2f}") > 1) if ratio else ""
 
 
 def _step_ratio(case: Case, method: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .findings import Findings
+from .findings import marked
 from .methods import OURS, title_of
 from .page import Block, Table, Words, number
 from .records import Cell, Record, RecordError, Row, make_record
@@ -54,32 +54,60 @@ def blocks(record: Record) -> list[Block]:
     return found
 
 
-def findings(record: Record) -> Findings:
+def summary(records: Sequence[Record]) -> list[Block]:
     """Our losses against the best of the others: tokens a second at the same batch, largest batch,
     tokens a second at each one's largest."""
-    wins: list[str] = []
-    losses: list[str] = []
-    layouts = _layouts(record.rows)
-    for layout, rows in layouts.items():
-        where = f" ({layout})" if len(layouts) > 1 else ""
-        aspects = [
-            (f"tokens a second at batch {batch:g}", _speeds(rows, batch))
-            for batch in sorted({_value(row, "batch") for row in rows if "batch" in row})
-        ]
-        aspects.append(("largest batch", _at_largest(rows, "batch")))
-        aspects.append(("tokens a second at its largest batch", _at_largest(rows, "tokens_per_s")))
-        for what, found in aspects:
-            rivals = {name: value for name, value in found.items() if name not in OURS}
-            if not rivals:
-                continue
-            best = max(rivals, key=lambda name: rivals[name])
-            for name in (name for name in found if name in OURS):
-                ratio = found[name] / rivals[best]
-                text = f"`{name}` has {ratio:.2f} times the {what} of {title_of(best)}{where}"
-                # A tie, as it is printed, is neither.
-                if f"{ratio:.2f}" != "1.00":
-                    (wins if ratio > 1 else losses).append(text)
-    return Findings(wins, losses)
+    columns = (
+        "ours over the best other",
+        "method",
+        "tokens/s at the same batch",
+        "largest batch",
+        "tokens/s at each one's largest batch",
+    )
+    found = []
+    for title, rows in together(records):
+        batches = batches_of(rows)
+        for name in (name for name in _names(rows) if name in OURS):
+            same = [
+                _over_best(name, speeds(rows, batch), f", batch {batch:g}") for batch in batches
+            ]
+            largest = [_over_best(name, at_largest(rows, key)) for key in ("batch", "tokens_per_s")]
+            cells = ["; ".join(text for text in same if text), *largest]
+            if any(cells):
+                found.append([title, title_of(name), *cells])
+    return [Table(columns, found)] if found else []
+
+
+def _over_best(ours: str, values: Mapping[str, float], where: str = "") -> str:
+    """By how much it is more than the best that is not ours, which is named."""
+    rivals = {name: value for name, value in values.items() if name not in OURS}
+    if ours not in values or not rivals:
+        return ""
+    best = max(rivals, key=lambda name: rivals[name])
+    ratio = f"{values[ours] / rivals[best]:.2f}"
+    return marked(f"{ratio} ({title_of(best)}{where})", float(ratio) < 1)
+
+
+def together(records: Sequence[Record]) -> list[tuple[str, list[Row]]]:
+    """Rows that can be compared, by layout, and where they are from: of one device, commit and
+    model."""
+    found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
+    for record in records:
+        about = (record.machine.get("device", ""), record.commit, str(dict(record.settings)))
+        for layout, rows in _layouts(record.rows).items():
+            found.setdefault((*about, layout), {}).setdefault(record.title, []).extend(rows)
+    return [
+        (" and ".join(by_title), [row for rows in by_title.values() for row in rows])
+        for by_title in found.values()
+    ]
+
+
+def ranks_of(row: Row) -> int:
+    return int(_value(row, "dp") or 1) * int(_value(row, "tp") or 1)
+
+
+def batches_of(rows: Sequence[Row]) -> list[float]:
+    return sorted({_value(row, "batch") for row in rows if "batch" in row})
 
 
 def _layouts(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
@@ -100,7 +128,7 @@ def _by_batch(rows: Sequence[Row], name: str) -> list[Row]:
     return sorted(mine, key=lambda row: _value(row, "batch"))
 
 
-def _speeds(rows: Sequence[Row], batch: float) -> dict[str, float]:
+def speeds(rows: Sequence[Row], batch: float) -> dict[str, float]:
     return {
         str(row["loss"]): _value(row, "tokens_per_s")
         for row in rows
@@ -108,7 +136,7 @@ def _speeds(rows: Sequence[Row], batch: float) -> dict[str, float]:
     }
 
 
-def _at_largest(rows: Sequence[Row], key: str) -> dict[str, float]:
+def at_largest(rows: Sequence[Row], key: str) -> dict[str, float]:
     """Of those that were tried at more than one batch and twice that."""
     every = {name: _by_batch(rows, name) for name in _names(rows)}
     return {name: _value(mine[-1], key) for name, mine in every.items() if len(mine) > 2}
@@ -118,7 +146,7 @@ def _table(rows: Sequence[Row]) -> Table:
     found = []
     for name in _names(rows):
         for row in _by_batch(rows, name):
-            speed, dense = _value(row, "tokens_per_s"), _speeds(rows, _value(row, "batch"))
+            speed, dense = _value(row, "tokens_per_s"), speeds(rows, _value(row, "batch"))
             found.append(
                 [
                     title_of(name),

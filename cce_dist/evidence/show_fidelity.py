@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .charts import Axis, Chart, Line
 from .convergence import GROUPS, describe_group
-from .findings import Findings
-from .methods import OURS, look_of, title_of
+from .findings import is_tie, marked, span
+from .methods import ABLATIONS, OURS, look_of, title_of
 from .page import Block, Figures, Points, Table, Words, number
 from .records import Cell, Record, Row
 
@@ -75,61 +75,71 @@ def _in_full(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def findings(record: Record) -> Findings:
-    """Our methods against every other at its own threshold: time, and each gradient's error."""
-    moments = _moments(record)
-    measured = {name: _measured(_of(record.rows, name)) for name in moments}
-    methods = list(dict.fromkeys(method for found in measured.values() for method in found))
-    wins: list[str] = []
-    losses: list[str] = []
-    for ours in (method for method in methods if method in OURS):
-        for rival in (method for method in methods if method not in (*OURS, "no-tail")):
-            pairs = {
-                name: (found[ours], found[rival])
-                for name, found in measured.items()
-                if ours in found and rival in found
-            }
-            _compare(pairs, f"`{ours}`", title_of(rival), wins, losses)
-    refused = [
-        _name(row) for row in record.rows if _is_default(row) and row.get("screened") is False
-    ]
-    if refused:
-        losses.append(f"`screened` was computed in full at {', '.join(refused)}")
-    return Findings(wins, losses)
+# What of a method is compared, and how it is named.
+ASPECTS: Mapping[str, Callable[[Measured], float | None]] = {
+    "time": lambda found: found.milliseconds,
+    "error of the hidden gradient": lambda found: found.hidden,
+    "of the weight gradient": lambda found: found.weight,
+    "of its rows of the rarest tenth": lambda found: found.rarest,
+}
 
 
-def _compare(
-    pairs: dict[str, tuple[Measured, Measured]],
-    ours: str,
-    rival: str,
-    wins: list[str],
-    losses: list[str],
-) -> None:
-    aspects: tuple[tuple[str, Callable[[Measured], float | None]], ...] = (
-        ("takes {} times the time of {}", lambda found: found.milliseconds),
-        ("has {} times the error of {} in the hidden gradient", lambda found: found.hidden),
-        ("has {} times the error of {} in the weight gradient", lambda found: found.weight),
-        (
-            "has {} times the error of {} in the weight gradient's rows of the rarest tenth",
-            lambda found: found.rarest,
-        ),
-    )
-    for text, value in aspects:
+def summary(records: Sequence[Record]) -> list[Block]:
+    """Our methods over every other, each at its own threshold: time, and each gradient's error."""
+    found: list[Block] = []
+    for record in records:
+        measured = measured_of(record)
+        methods = list(dict.fromkeys(method for each in measured.values() for method in each))
+        rivals = [method for method in methods if method not in (*OURS, *ABLATIONS)]
+        rows = [
+            [title_of(ours), title_of(rival), *_compared(measured, ours, rival)]
+            for ours in OURS
+            if ours in methods
+            for rival in rivals
+        ]
+        if rows:
+            found += [Words(record.title), Table(("ours", "over", *ASPECTS), rows)]
+        refused = [
+            _name(row) for row in record.rows if _is_default(row) and row.get("screened") is False
+        ]
+        if refused:
+            text = f"{title_of('screened')}: full logits at {_joined(refused)}"
+            found.append(Words(marked(text, True)))
+    return found
+
+
+def _compared(measured: Mapping[str, Mapping[str, Measured]], ours: str, rival: str) -> list[str]:
+    """A cell for each aspect: ratios where ours is no worse, and where it is, by moment."""
+    cells = []
+    for value in ASPECTS.values():
         ratios = {
             name: first / second
-            for name, (one, other) in pairs.items()
-            if (first := value(one))
-            and (second := value(other))
-            # A tie, as it would be printed, is neither.
-            and f"{first / second:.3g}" != "1"
+            for name, found in measured.items()
+            if ours in found and rival in found
+            if (first := value(found[ours])) and (second := value(found[rival]))
         }
-        better = {name: ratio for name, ratio in ratios.items() if ratio <= 1}
-        worse = {name: ratio for name, ratio in ratios.items() if ratio > 1}
-        for where, found in ((wins, better), (losses, worse)):
-            if found:
-                low, high = f"{min(found.values()):.3g}", f"{max(found.values()):.3g}"
-                factor = low if low == high else f"{low} to {high}"
-                where.append(f"{ours} {text.format(factor, rival)} at {', '.join(found)}")
+        worse = {name: ratio for name, ratio in ratios.items() if ratio > 1 and not is_tie(ratio)}
+        better = [ratio for name, ratio in ratios.items() if name not in worse]
+        parts = [span(better)] if better else []
+        if worse:
+            at = f" at {_joined(worse)}" if better else ""
+            parts.append(marked(span(worse.values()), True) + at)
+        cells.append("; ".join(parts))
+    return cells
+
+
+def _joined(moments: Iterable[str]) -> str:
+    """For a reader: "steps 10, 100"."""
+    names = list(moments)
+    numbers = [name.removeprefix("step ") for name in names]
+    if len(names) < 2 or any(name == number for name, number in zip(names, numbers, strict=True)):
+        return ", ".join(names)
+    return f"steps {', '.join(numbers)}"
+
+
+def measured_of(record: Record) -> dict[str, dict[str, Measured]]:
+    """By the moment of training, then by method."""
+    return {name: _measured(_of(record.rows, name)) for name in _moments(record)}
 
 
 def _measured(rows: Sequence[Row]) -> dict[str, Measured]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .convergence import ALL, NEVER, RAREST, describe_group
-from .findings import Findings
+from .findings import marked
 from .methods import OURS, title_of
 from .page import Block, Table, Words
 from .pooled import Pool, pools_of
@@ -17,7 +17,6 @@ from .show_convergence import STARTS
 class Together(NamedTuple):
     title: str
     blocks: list[Block]
-    findings: Findings
 
 
 def together(records: Sequence[Record]) -> list[Together]:
@@ -26,7 +25,7 @@ def together(records: Sequence[Record]) -> list[Together]:
     for pool in pools_of(records):
         found.setdefault(pool.device, []).append(pool)
     return [
-        Together(f"All vocabularies together: {device}", _blocks(pools), _findings(pools))
+        Together(f"All vocabularies together: {device}", _blocks(pools))
         for device, pools in found.items()
     ]
 
@@ -80,14 +79,19 @@ def _table(pool: Pool) -> Table:
     return Table(columns, rows)
 
 
-def _findings(pools: Sequence[Pool]) -> Findings:
-    wins: list[str] = []
-    losses: list[str] = []
-    for pool in pools:
-        for method in (method for method in pool.methods if method in OURS):
-            verdict = pool.verdict(method)
-            does = "trains" if verdict.within else "does not train"
-            sentence = f"`{method}` {does} within the spread of dense: {_title(pool)}, at most "
-            where = wins if verdict.within else losses
-            where.append(f"{sentence}{verdict.at_most} spreads")
-    return Findings(wins, losses)
+def summary_rows(records: Sequence[Record]) -> list[list[str]]:
+    """For show_convergence.summary: a row for each start, of one device and the same settings."""
+    found: dict[tuple[str, str, str], list[Pool]] = {}
+    for pool in pools_of(records):
+        found.setdefault((pool.device, pool.settings, pool.start), []).append(pool)
+    rows = []
+    for (device, _, start), pools in found.items():
+        cells = {name: _distance(pool, name) for pool in pools for name in pool.methods}
+        about = [f"**all vocabularies** {STARTS[start]}, {device.split(',')[0]}", "together"]
+        rows.append([*about, *(cells.get(name, "") for name in OURS)])
+    return rows
+
+
+def _distance(pool: Pool, method: str) -> str:
+    verdict = pool.verdict(method)
+    return marked(f"{verdict.at_most}, {pool.num_seeds(method)} seeds", not verdict.within)

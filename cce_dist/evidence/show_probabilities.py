@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .charts import Axis, Chart, Line
-from .findings import Findings
 from .page import Block, Figures, Table, Words, number
 from .records import Record, Row
 
@@ -47,11 +46,6 @@ def blocks(record: Record) -> list[Block]:
     if sparse:
         found.append(_table(sparse))
     return found
-
-
-def findings(record: Record) -> Findings:
-    """None: it tells of models, not of methods."""
-    return Findings()
 
 
 def _table(rows: list[Row]) -> Table:
