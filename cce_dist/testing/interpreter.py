@@ -13,10 +13,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 
 @functools.cache
 def speed_up_interpreter() -> None:
-    """From here on a launch in this process computes the same bits, in about a third of the time.
+    """From here on a launch in this process computes the same bits, in about a third of the time,
+    but for products where NumPy rounds them by their place: those are rounded alike.
 
     Does nothing where Triton is absent, or compiles.
     """
@@ -34,6 +37,8 @@ def speed_up_interpreter() -> None:
     # what was found is looked at with `debug` alone, which the interpreter never sets.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    if not _rounds_alike(np.matmul):
+        builder.create_dot = _summing_in_float64(interpreter, builder.create_dot)
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
     interpreter._patch_attr = _calling_directly(interpreter)
     interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)
@@ -47,6 +52,43 @@ def speed_up_interpreter() -> None:
     semantic = interpreter.interpreter_semantic
     semantic.broadcast_impl_value = _broadcasting_less(interpreter, types.block_type)
     semantic.binary_op_type_checking_impl = _checking_less(interpreter, types)
+
+
+def _rounds_alike(multiply: Callable[[Any, Any], Any]) -> bool:
+    """Whether equal rows times equal columns are equal, as tensor cores make them.
+
+    OpenBLAS's kernels for processors without AVX-512 add up the rows at a block's end otherwise.
+    """
+    draw = np.random.default_rng(0)
+    for rows, inner, columns in ((16, 32, 32), (64, 64, 64), (128, 64, 128)):
+        row, column = draw.standard_normal((2, inner), np.float32)
+        found = multiply(np.tile(row, (rows, 1)), np.tile(column, (columns, 1)).T)
+        if (found != found[0, 0]).any():
+            return False
+    return True
+
+
+def _summing_in_float64(interpreter: Any, create_dot: Callable[..., Any]) -> Callable[..., Any]:
+    """Products in fp32 by a sum in float64, in which a place makes no difference that is left after
+    rounding: less than one in 10^7 numbers lies so near the middle between two."""
+    is_float = {np.dtype(np.float16), np.dtype(np.float32)}
+
+    def in_numpy(operand: Any) -> Any:
+        if operand.dtype.primitive_bitwidth == 8 and operand.dtype.is_floating():
+            to = interpreter.tl.float16
+            return interpreter._convert_float(operand.data, operand.dtype, to, None).view(
+                np.float16
+            )
+        return operand.data
+
+    def dot(a: Any, b: Any, d: Any, *how: Any) -> Any:
+        left, right = in_numpy(a), in_numpy(b)
+        if d.data.dtype != np.float32 or not {left.dtype, right.dtype} <= is_float:
+            return create_dot(a, b, d, *how)
+        product = np.matmul(left, right, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    return dot
 
 
 def _patching_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
