@@ -121,10 +121,12 @@ def _job(row: dict[str, str]) -> Job:
         ep=int(row["ep"]),
         sequence_parallel=row["sequence_parallel"] == "yes",
         distributed_optimizer=not is_old,
+        overlap_data="dp" in row["overlap"],
+        overlap_tensor="tp" in row["overlap"],
         gradients=row["gradients"],
         recompute=row["recompute"],
-        # Of cuDNN's kernels, dropout and overlapped collectives the planner knows nothing.
-        attention=row["attention"].replace("cudnn", "flash"),
+        attention=row["attention"],
+        dropout=row["dropout"] != "0",
         loss="dense" if row["model"].startswith(("gpt", "grok")) else "native",
     )
 
