@@ -134,6 +134,33 @@ def test_what_overlapped_data_parallelism_leaves() -> None:
     assert saved == pytest.approx(rank.forward + rank.backward)
 
 
+def test_interleaved_stages_hide_more_of_a_sum() -> None:
+    """A chunk's gradients are made while others are at a group of microbatches."""
+    slow = replace(H100, network=2e9)
+    job = Job(
+        pp=4,
+        tp=8,
+        dp=8,
+        chunks=4,
+        microbatches=8,
+        sequence_parallel=True,
+        distributed_optimizer=True,
+        gradients="bf16",
+    )
+    plan, over = (make_plan(LLAMA, each, slow) for each in (job, replace(job, overlap_data=True)))
+    # The first rank, which has the embedding and the shortest passes.
+    rank = plan.ranks[0]
+    each = 7 / 8 * 2.0 * rank.parameters / slow.ring(8, apart=8)
+    rows = 129024 / 8 * LLAMA.dim / rank.parameters
+    # Four microbatches' passes are beside it; its last stage has its own alone.
+    left = sum(
+        max(rows * each, (each - x) / 4, each - 4 * x) for x in (rank.forward, rank.backward)
+    )
+    saved = plan.optimizer_seconds - over.optimizer_seconds
+    assert saved == pytest.approx(2 * each - left)
+    assert saved > 1.5 * (rank.forward + rank.backward)
+
+
 def test_a_tied_embedding_is_summed_over_hosts() -> None:
     """The first and the last stage are on two of them, where all ranks do not fit in one."""
     model = replace(LLAMA, tied=True)

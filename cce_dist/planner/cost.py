@@ -18,7 +18,7 @@ from .models import Model
 BACKWARD = 2.0
 # Of attention, which makes its scores again: five products where the forward has two.
 ATTENTION_BACKWARD = 2.5
-# TransformerEngine's, of a product whose input or result is sent beside it.
+# Of a product whose input or result is sent beside it: num_splits of NeMo's recipes.
 PIECES = 4
 
 

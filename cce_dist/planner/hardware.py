@@ -117,7 +117,9 @@ HARDWARE = {
     ),
     "h100": Hardware(flops=989e12, memory=79 * GIB, hbm=3.35e12, nvlink=450e9),
     "h200": Hardware(flops=989e12, memory=139.8 * GIB, hbm=4.8e12, nvlink=450e9),
-    "b200": Hardware(flops=2250e12, memory=178 * GIB, hbm=8.0e12, nvlink=900e9, processors=148),
+    "b200": Hardware(
+        flops=2250e12, memory=178 * GIB, hbm=8.0e12, nvlink=900e9, processors=148, gemm=0.56
+    ),
 }
 
 

@@ -317,6 +317,10 @@ def _after(costs: Costs, rank: RankPlan) -> float:
 def _visible(costs: Costs, rank: RankPlan, seconds: float, beside: float) -> float:
     """Of a sum of a rank's gradients, or a gather of its weights, what the passes of one microbatch
     do not hide, which take `beside`."""
+    job = costs.job
     # The embedding's gradient is the last to be made, and its rows the first to be needed.
     alone = costs.embedding_parameters / rank.parameters if rank.rank == 0 else 0.0
-    return max(alone * seconds, seconds - beside)
+    # Interleaved, a chunk has made its gradients while others are still at a group of microbatches.
+    group = job.pp if job.schedule_name == "interleaved" else 1
+    last = (seconds - beside) / (job.chunks if group > 1 else 1)
+    return max(alone * seconds, last, seconds - group * beside)
