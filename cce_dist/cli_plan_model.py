@@ -20,7 +20,7 @@ from .cli_plan_plot import (
 from .cli_plan_tables import show_plan, show_prediction
 from .planner.hardware import HARDWARE, Hardware, find_hardware, require_units
 from .planner.huggingface import read_config
-from .planner.job import LOSSES, OVER, SOFTWARE, Job, Software
+from .planner.job import ATTENTIONS, LOSSES, OVER, SOFTWARE, Job, Software
 from .planner.measured import predict_file
 from .planner.models import Model
 from .planner.names import nearest_name
@@ -87,13 +87,24 @@ def model_command(
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks, of the dp * cp.")] = 1,
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel")] = False,
     distributed_optimizer: Annotated[bool, typer.Option("--distributed-optimizer")] = False,
+    overlap_data: Annotated[
+        bool,
+        typer.Option("--overlap-data", help="Sums over data-parallel ranks, beside the passes."),
+    ] = False,
+    overlap_tensor: Annotated[
+        bool,
+        typer.Option("--overlap-tensor", help="What tensor-parallel ranks send, beside products."),
+    ] = False,
     gradients: Annotated[str, one_of("fp32", "bf16", help="As they are added up.")] = "fp32",
     precision: Annotated[
         str,
         one_of("mixed", "bf16", "fp32", help="mixed: fp32 weights and moments beside bf16 ones."),
     ] = "mixed",
     recompute: Annotated[str, one_of("none", "selective", "full")] = "none",
-    attention: Annotated[str, one_of("flash", "unfused")] = "flash",
+    attention: Annotated[
+        str, one_of(*ATTENTIONS, help="auto: cudnn with --software megatron, else flash.")
+    ] = "auto",
+    dropout: Annotated[bool, typer.Option("--dropout", help="As GPT-3 has it.")] = False,
     loss: Annotated[str, one_of(*LOSSES, help="exact and filtered are ours.")] = "native",
     vocab_over: Annotated[str, one_of(*OVER, help="Beside tensor-parallel ranks.")] = "last",
     schedule: Annotated[str, one_of("auto", *NAMES)] = "auto",
@@ -122,10 +133,13 @@ def model_command(
             ep=ep,
             sequence_parallel=sequence_parallel,
             distributed_optimizer=distributed_optimizer,
+            overlap_data=overlap_data,
+            overlap_tensor=overlap_tensor,
             gradients=gradients,
             precision=precision,
             recompute=recompute,
             attention=attention,
+            dropout=dropout,
             loss=loss,
             vocab_over=vocab_over,
             schedule=schedule,

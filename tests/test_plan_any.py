@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cce_dist.planner.hardware import HARDWARE
-from cce_dist.planner.job import LOSSES, OURS, SOFTWARE, Job
+from cce_dist.planner.job import ATTENTIONS, LOSSES, OURS, SOFTWARE, Job
 from cce_dist.planner.orders import Pass, require_no_circle
 from cce_dist.planner.plan import Plan
 from cce_dist.planner.presets import MODELS
@@ -42,12 +42,15 @@ def draw(seed: int) -> Plan:
         "chunks": chunks,
         "cp": pick((1, 2)),
         "dp": pick((1, 4)),
-        "sequence_parallel": pick((False, True)),
+        "sequence_parallel": (parallel := pick((False, True))),
         "distributed_optimizer": pick((False, True)),
         "gradients": pick(("fp32", "bf16")),
         "precision": pick(("mixed", "bf16", "fp32")),
         "recompute": pick(("none", "selective", "full")),
-        "attention": pick(("flash", "unfused")),
+        "attention": pick(ATTENTIONS),
+        "dropout": pick((False, True)),
+        "overlap_data": pick((False, True)),
+        "overlap_tensor": parallel and pick((False, True)),
         "loss": pick(LOSSES if over == "last" else OURS),
         "vocab_over": over,
         "schedule": schedule,

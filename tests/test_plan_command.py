@@ -117,12 +117,12 @@ def test_options(more: tuple[str, ...]) -> None:
 
 
 def test_help_says_what_can_be_chosen() -> None:
-    from cce_dist.planner.job import LOSSES, OVER, SOFTWARE
+    from cce_dist.planner.job import ATTENTIONS, LOSSES, OVER, SOFTWARE
     from cce_dist.planner.schedules import NAMES
 
     found = " ".join(plan("model", "--help").output.replace("\u2502", " ").split())
-    three = ("none, selective, full", "mixed, bf16, fp32", "flash, unfused", "fp32, bf16")
-    for words in (LOSSES, OVER, SOFTWARE, NAMES):
+    three = ("none, selective, full", "mixed, bf16, fp32", "fp32, bf16")
+    for words in (ATTENTIONS, LOSSES, OVER, SOFTWARE, NAMES):
         assert ", ".join(words) in found
     for text in three:
         assert text in found

@@ -2,7 +2,7 @@
 
 Every time is products at their rate, plus attention at its own, plus bytes through HBM, plus what
 tensor-parallel ranks tell each other. Of these nothing overlaps, but for the ring of context
-parallelism and a part of what Megatron begins beside a backward's products.
+parallelism, a part of what Megatron begins beside a backward's products, and what a job asks for.
 docs/planner.md has the formulas.
 """
 
@@ -18,6 +18,8 @@ from .models import Model
 BACKWARD = 2.0
 # Of attention, which makes its scores again: five products where the forward has two.
 ATTENTION_BACKWARD = 2.5
+# Of a product whose input or result is sent beside it: num_splits of NeMo's recipes.
+PIECES = 4
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def collective(hardware: Hardware, ranks: int, size: float, *, rounds: float = 1
     if ranks == 1:
         return 0.0
     moved = rounds * (ranks - 1) / ranks * size
-    return hardware.latency + moved / hardware.link(ranks)
+    return hardware.latency + moved / hardware.ring(ranks)
 
 
 def visible_tokens(model: Model, job: Job, index: int) -> float:
@@ -62,14 +64,9 @@ def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerC
     is_dense = index < model.dense_layers or not model.experts
     shapes = _shapes(model, job, is_dense, index)
     flops = sum(2.0 * rows * columns * inner for rows, columns, inner in shapes)
-    products = sum(hardware.product(*shape) for shape in shapes)
-    gradients = sum(
-        hardware.product(rows, inner, columns) + hardware.product(columns, inner, rows)
-        for rows, columns, inner in shapes
-    )
-    per_score = 2.0 * model.heads * (model.key_dim + model.head_value_dim)
-    attention = tokens * visible_tokens(model, job, index) * per_score / tp
+    products, gradients = _products(model, job, hardware, shapes)
     width = active_mlp_dim(model, is_dense, index)
+    attention = _attention(model, job, hardware, index)
 
     traffic = soft.gated_traffic if model.gated else soft.plain_traffic
     mlp_kept = soft.gated_kept if model.gated else soft.plain_kept
@@ -79,35 +76,60 @@ def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerC
         + (soft.rope_traffic * rope * (model.positions == 0) + traffic * width) / tp
         + 4.0 * model.dim * _copies(model, is_dense)
     )
-    scores = 0.0
-    if job.attention == "unfused":
-        # Softmax in 16 bits: written and read; scores likewise.
-        scores = 2.0 * tokens * job.sequence * model.heads / tp
-        moved += 4 * scores
-    attended = attention / (hardware.flops * hardware.attention_forward)
-    told = _told(model, job, hardware, is_dense)
+    # A mask of what attention gives, and one of the MLP.
+    masks = 2.0 * tokens * model.dim / split if job.dropout else 0.0
+    elementwise = (moved + masks) / hardware.bytes_per_second
+    told, told_again = _told(model, job, hardware, products, gradients)
+    told, told_again = (each + _sent(model, job, hardware, is_dense) for each in (told, told_again))
     ring = _ring(model, job, hardware)
-    forward = products + max(attended, ring) + moved / hardware.bytes_per_second + told
-    back = ATTENTION_BACKWARD * attention / (hardware.flops * hardware.attention_backward)
-    # Of as many collectives as the forward has, or half more where inputs are gathered again.
-    again = 1.5 - soft.hidden if job.sequence_parallel else 1.0 - soft.hidden
-    backward = (
-        gradients
-        + max(back, 2 * ring)
-        + BACKWARD * moved / hardware.bytes_per_second
-        + again * told
-    )
-    kept = tokens * _kept(model, job, mlp_kept * width, is_dense)
+    forward = products + max(attention.forward, ring) + elementwise + told
+    backward = gradients + max(attention.backward, 2 * ring) + BACKWARD * elementwise + told_again
+    kept = tokens * _kept(model, job, mlp_kept * width, is_dense) + masks
     working = tokens * (4.0 * width / tp + 4.0 * model.dim / split)
     if job.recompute != "selective":
-        kept += scores
+        kept += attention.scores
     else:
-        backward += attended
-        working += scores
+        backward += attention.forward
+        working += attention.scores
     if job.recompute == "full":
         backward, working = backward + forward, working + kept
         kept = job.hidden_bytes * tokens * model.dim / split
-    return LayerCost(flops + attention, forward, backward, kept, working)
+    return LayerCost(flops + attention.flops, forward, backward, kept, working)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Between its products with weights.
+
+    Args:
+        flops: of the forward, causal scores counted by half.
+        scores: bytes of what is kept of them.
+    """
+
+    flops: float
+    forward: float
+    backward: float
+    scores: float
+
+
+def _attention(model: Model, job: Job, hardware: Hardware, index: int) -> _Attention:
+    per_score = 2.0 * model.heads * (model.key_dim + model.head_value_dim)
+    flops = job.tokens * visible_tokens(model, job, index) * per_score / job.tp
+    if job.attention_kernels != "unfused":
+        shares = hardware.attention_forward, hardware.attention_backward
+        if job.attention_kernels == "cudnn":
+            shares = hardware.cudnn_forward, hardware.cudnn_backward
+        forward, backward = (flops / (hardware.flops * share) for share in shares)
+        return _Attention(flops, forward, ATTENTION_BACKWARD * backward, 0.0)
+    # Products of all scores, which are in 16 bits: written and read, and so is their softmax.
+    number = float(job.tokens) * job.sequence * model.heads / job.tp
+    products = number * per_score / model.heads / (hardware.flops * hardware.gemm)
+    traffic, scores = 8.0 * number, 2.0 * number
+    if job.dropout:
+        # A softmax read and written once more, and a mask of a byte, which are kept as well.
+        traffic, scores = traffic + 5.0 * number, scores + 3.0 * number
+    seconds = traffic / hardware.bytes_per_second
+    return _Attention(flops, products + seconds, 2 * products + BACKWARD * seconds, scores)
 
 
 def active_mlp_dim(model: Model, is_dense: bool, index: int) -> float:
@@ -168,17 +190,50 @@ def _kept(model: Model, job: Job, mlp: float, is_dense: bool) -> float:
     return found + (attention + mlp) / job.tp + inputs
 
 
-def _told(model: Model, job: Job, hardware: Hardware, is_dense: bool) -> float:
-    """Seconds that the ranks of a layer spend telling each other, in the forward."""
+def _products(
+    model: Model, job: Job, hardware: Hardware, shapes: list[tuple[float, float, float]]
+) -> tuple[float, float]:
+    """Seconds of the forward's and of both gradients'."""
+    pieces = _pieces(job)
+    forward = backward = 0.0
+    for rows, columns, inner in shapes:
+        forward += pieces * hardware.product(rows / pieces, columns, inner)
+        # What a rank has the sum of in the forward, it gathers the gradient of.
+        cut = pieces if columns == model.dim else 1
+        backward += cut * hardware.product(rows / cut, inner, columns)
+        backward += hardware.product(columns, inner, rows)
+    return forward, backward
+
+
+def _pieces(job: Job) -> int:
+    """That a product is cut into, so that others are sent beside it."""
+    return min(job.tp, PIECES) if job.overlap_tensor else 1
+
+
+def _told(
+    model: Model, job: Job, hardware: Hardware, products: float, gradients: float
+) -> tuple[float, float]:
+    """Seconds that the tensor-parallel ranks of a layer spend telling each other, forward and
+    backward, where nothing hides it."""
     size = 2.0 * job.tokens * model.dim
     if job.sequence_parallel:
-        found = 4 * collective(hardware, job.tp, size)
+        found, again = 4 * collective(hardware, job.tp, size), 1.5
     else:
-        found = 2 * collective(hardware, job.tp, size, rounds=2)
-    if job.ep > 1 and not is_dense:
-        sent = size * (model.experts_per_token or model.experts) / job.tp
-        found += 2 * collective(hardware, job.ep * job.tp, sent)
-    return found
+        found, again = 2 * collective(hardware, job.tp, size, rounds=2), 1.0
+    # As many in the backward, or half more where inputs are gathered again.
+    if not job.overlap_tensor:
+        return found, (again - job.software.hidden) * found
+    piece = found / _pieces(job)
+    return max(piece, found - products), max(piece, again * found - gradients)
+
+
+def _sent(model: Model, job: Job, hardware: Hardware, is_dense: bool) -> float:
+    """Seconds of tokens to experts of other ranks, and back."""
+    if job.ep == 1 or is_dense:
+        return 0.0
+    ranks = job.ep * job.tp
+    size = 2.0 * job.tokens * model.dim * (model.experts_per_token or model.experts) / job.tp
+    return 2 * (hardware.latency + (ranks - 1) / ranks * size / hardware.link(ranks))
 
 
 def _ring(model: Model, job: Job, hardware: Hardware) -> float:

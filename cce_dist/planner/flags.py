@@ -8,6 +8,9 @@ from itertools import groupby
 from .job import MEGATRON_ROWS, OURS, Job
 from .models import Model
 
+# Of --attention-backend, what is called otherwise here.
+BACKENDS = {"cudnn": "fused"}
+
 
 def layout_string(layout: Sequence[int]) -> str:
     """Megatron's --pipeline-model-parallel-layout: E, the embedding, t, a layer, L, the loss;
@@ -53,6 +56,17 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
         flags.append("--sequence-parallel")
     if job.distributed_optimizer:
         flags.append("--use-distributed-optimizer")
+    if job.overlap_data:
+        flags.append("--overlap-grad-reduce")
+        if job.distributed_optimizer:
+            flags.append("--overlap-param-gather")
+    if job.overlap_tensor:
+        flags.append("--tp-comm-overlap")
+    if job.attention != "auto":
+        flags.append(f"--attention-backend {BACKENDS.get(job.attention, job.attention)}")
+    if not job.dropout:
+        # Megatron's defaults are 0.1.
+        flags += ["--attention-dropout 0", "--hidden-dropout 0"]
     if job.recompute == "full":
         flags += [
             "--recompute-granularity full",

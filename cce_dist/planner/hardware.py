@@ -28,7 +28,9 @@ class Hardware:
         network: bytes/s in one direction to other hosts, for each GPU.
         gpus_per_host: which ranks NVLink connects; tensor-parallel ranks are next to each other.
         processors: streaming multiprocessors.
-        gemm, attention_forward, attention_backward: shares of flops; of a large product.
+        gemm, attention_forward, attention_backward: shares of flops; of a large product, and of
+            FlashAttention 2.
+        cudnn_forward, cudnn_backward: of the attention that TransformerEngine takes.
         hbm_share, link_share: of hbm, and of nvlink and network.
         latency: seconds that a collective takes however small it is.
         usable: share of the memory that tensors may take; the rest is the context, the libraries'
@@ -48,6 +50,8 @@ class Hardware:
     gemm: float = 0.71
     attention_forward: float = 0.36
     attention_backward: float = 0.28
+    cudnn_forward: float = 0.53
+    cudnn_backward: float = 0.46
     hbm_share: float = 0.8
     link_share: float = 0.71
     latency: float = 60e-6
@@ -60,9 +64,9 @@ class Hardware:
                 raise ValueError(f"{field.name} must be > 0 and finite, got {value!r}")
         if self.memory < GIB:
             raise ValueError(f"memory must be in bytes, >= 2**30 (1 GiB), got {self.memory!r}")
-        shares = ("gemm", "attention_forward", "attention_backward", "hbm_share", "link_share")
-        for name in (*shares, "usable"):
-            if getattr(self, name) > 1:
+        absolute = ("flops", "memory", "hbm", "nvlink", "network", "gpus_per_host", "processors")
+        for name in vars(self):
+            if name not in (*absolute, "latency") and getattr(self, name) > 1:
                 raise ValueError(f"{name} must be a share, <= 1, got {getattr(self, name)!r}")
 
     def product(self, rows: float, columns: float, inner: float) -> float:
@@ -81,8 +85,19 @@ class Hardware:
         return self.hbm * self.hbm_share
 
     def link(self, ranks: int) -> float:
-        """bytes/s between as many neighbouring ranks."""
+        """bytes/s from one to another of as many neighbouring ranks."""
         return self.link_share * (self.nvlink if ranks <= self.gpus_per_host else self.network)
+
+    def ring(self, ranks: int, *, apart: int = 1) -> float:
+        """bytes/s of a collective of as many ranks, each so many from the next.
+
+        Where they are on several hosts, rings enter and leave a host by the network of all its
+        ranks that take part.
+        """
+        if ranks * apart <= self.gpus_per_host:
+            return self.link_share * self.nvlink
+        members = max(1.0, self.gpus_per_host // apart)
+        return self.link_share * min(self.nvlink, members * self.network)
 
 
 HARDWARE = {
@@ -96,10 +111,15 @@ HARDWARE = {
         gemm=0.77,
         attention_forward=0.55,
         attention_backward=0.45,
+        # No faster kernel there.
+        cudnn_forward=0.55,
+        cudnn_backward=0.45,
     ),
     "h100": Hardware(flops=989e12, memory=79 * GIB, hbm=3.35e12, nvlink=450e9),
     "h200": Hardware(flops=989e12, memory=139.8 * GIB, hbm=4.8e12, nvlink=450e9),
-    "b200": Hardware(flops=2250e12, memory=178 * GIB, hbm=8.0e12, nvlink=900e9, processors=148),
+    "b200": Hardware(
+        flops=2250e12, memory=178 * GIB, hbm=8.0e12, nvlink=900e9, processors=148, gemm=0.56
+    ),
 }
 
 

@@ -13,6 +13,7 @@ from .schedules import NAMES
 LOSSES = ("dense", "native", "chunked", "exact", "filtered", "none")
 OURS = ("exact", "filtered")
 OVER = ("last", "pp", "pp-tp")
+ATTENTIONS = ("auto", "flash", "cudnn", "unfused")
 # Megatron's default of --make-vocab-size-divisible-by.
 MEGATRON_ROWS = 128
 
@@ -38,6 +39,8 @@ class Software:
             it beside a product of the backward.
         receives_apart: whether every microbatch has memory of its own for what comes from the
             stages before and after, from the first step on.
+        attention: whose kernels, where a job does not say: "cudnn", which TransformerEngine takes,
+            or "flash".
     """
 
     framework: Literal["torch", "megatron"] = "megatron"
@@ -54,6 +57,7 @@ class Software:
     transient_gradient: bool = False
     hidden: float = 0.5
     receives_apart: bool = False
+    attention: Literal["cudnn", "flash"] = "cudnn"
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -75,6 +79,7 @@ SOFTWARE = {
         accumulate=4,
         step=100,
         transient_gradient=True,
+        attention="flash",
     ),
     # Modules in eager torch, queries, keys and values apart, F.cross_entropy of fp32 logits, its
     # fused AdamW.
@@ -91,6 +96,7 @@ SOFTWARE = {
         transient_gradient=True,
         hidden=0,
         receives_apart=True,
+        attention="flash",
     ),
 }
 
@@ -107,11 +113,16 @@ class Job:
         chunks: virtual stages of a pipeline rank.
         ep: ranks among the dp * cp ones which share the experts.
         distributed_optimizer: its states lie over the dp * cp ranks.
+        overlap_data: gradients are summed beside the last backward, and the distributed optimizer's
+            weights gathered beside the first forward.
+        overlap_tensor: what tensor-parallel ranks tell each other goes beside the products.
         gradients: "fp32" or "bf16", as they are added up.
         precision: "mixed", bf16 weights beside fp32 ones and moments; "bf16", 16 bits for all;
             "fp32", fp32 for all, and products in bf16 under autocast.
         recompute: "none"; "selective", attention's scores; "full", every layer by itself.
-        attention: "flash", or "unfused", which keeps the scores' softmax.
+        attention: "flash", FlashAttention 2; "cudnn"; "unfused", which makes scores and keeps their
+            softmax; "auto", what the software takes.
+        dropout: of scores and of what attention and the MLP give; masks are kept.
         loss: "dense" (unfused), "native" (fused after the logits), "chunked", "exact", "filtered"
             (ours), or "none".
         vocab_over: who has the vocabulary beside the tensor-parallel ranks: "last", the last stage;
@@ -134,10 +145,13 @@ class Job:
     ep: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+    overlap_data: bool = False
+    overlap_tensor: bool = False
     gradients: str = "fp32"
     precision: str = "mixed"
     recompute: str = "none"
-    attention: str = "flash"
+    attention: str = "auto"
+    dropout: bool = False
     loss: str = "dense"
     vocab_over: str = "last"
     schedule: str = "auto"
@@ -154,7 +168,7 @@ class Job:
             ("gradients", ("fp32", "bf16")),
             ("precision", ("mixed", "bf16", "fp32")),
             ("recompute", ("none", "selective", "full")),
-            ("attention", ("flash", "unfused")),
+            ("attention", ATTENTIONS),
             ("loss", LOSSES),
             ("vocab_over", OVER),
             ("schedule", ("auto", *NAMES)),
@@ -176,6 +190,8 @@ class Job:
                 f"loss must be one of {OURS} with the vocabulary over {self.vocab_over}, got "
                 f"{self.loss!r}"
             )
+        if self.overlap_tensor and self.tp > 1 and not self.sequence_parallel:
+            raise ValueError("sequence_parallel must be true with overlap_tensor, got false")
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -205,6 +221,11 @@ class Job:
     def is_patched(self) -> bool:
         """The planned order is megatron_patch's, rather than `ScheduleVocab1F1B`."""
         return self.schedule_name == "vocab" and self.software.framework == "megatron"
+
+    @property
+    def attention_kernels(self) -> str:
+        """ "flash", "cudnn" or "unfused"."""
+        return self.software.attention if self.attention == "auto" else self.attention
 
     @property
     def schedule_name(self) -> str:

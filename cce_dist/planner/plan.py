@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from .cost import collective
 from .hardware import GIB, Hardware
 from .job import Job
 from .models import Model
@@ -293,18 +292,35 @@ def _after(costs: Costs, rank: RankPlan) -> float:
     optimizer; of a tied head, the gradients of its two copies."""
     job, hardware = costs.job, costs.hardware
     ranks = job.dp * job.cp
-    apart = job.tp * ranks  # neighbours are tensor-parallel
-    size = job.gradient_bytes * rank.parameters
     found, owned = 0.0, rank.parameters
     if ranks > 1:
+        # Neighbours are tensor-parallel.
+        link = hardware.ring(ranks, apart=job.tp)
+        share = (ranks - 1) / ranks
         rounds = 1.0 if job.distributed_optimizer else 2.0
-        moved = rounds * (ranks - 1) / ranks * size
+        reduced = rounds * share * job.gradient_bytes * rank.parameters / link
+        gathered = 0.0
         if job.distributed_optimizer:
             owned /= ranks
-            moved += (ranks - 1) / ranks * 2.0 * rank.parameters
-        found += hardware.latency + moved / hardware.link(apart)
+            gathered = share * 2.0 * rank.parameters / link
+        if job.overlap_data:
+            reduced = _visible(costs, rank, reduced, rank.backward)
+            gathered = _visible(costs, rank, gathered, rank.forward)
+        found += hardware.latency + reduced + gathered
     is_copied = costs.model.tied and job.pp > 1 and not job.is_over_ranks
     if is_copied and job.schedule_name != "zbv" and rank.rank in (0, job.pp - 1):
         copied = job.gradient_bytes * costs.head_parameters
-        found += collective(hardware, 2, copied, rounds=2)
+        found += hardware.latency + copied / hardware.link(job.pp * job.tp)
     return found + job.step_traffic * owned / hardware.bytes_per_second
+
+
+def _visible(costs: Costs, rank: RankPlan, seconds: float, beside: float) -> float:
+    """Of a sum of a rank's gradients, or a gather of its weights, what the passes of one microbatch
+    do not hide, which take `beside`."""
+    job = costs.job
+    # The embedding's gradient is the last to be made, and its rows the first to be needed.
+    alone = costs.embedding_parameters / rank.parameters if rank.rank == 0 else 0.0
+    # Interleaved, a chunk has made its gradients while others are still at a group of microbatches.
+    group = job.pp if job.schedule_name == "interleaved" else 1
+    last = (seconds - beside) / (job.chunks if group > 1 else 1)
+    return max(alone * seconds, last, seconds - group * beside)
