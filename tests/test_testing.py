@@ -428,6 +428,32 @@ def test_speed_up_interpreter_is_in_effect(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+def test_interpreted_products_do_not_depend_on_their_place(dtype: torch.dtype) -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def product_kernel(left_ptr, right_ptr, out_ptr, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        product = tl.dot(tl.load(left_ptr + at), tl.load(right_ptr + at), input_precision="ieee")
+        tl.store(out_ptr + at, product)
+
+    generator = torch.Generator().manual_seed(0)
+    row, column = torch.randn(2, 64, generator=generator).to(dtype)
+    rows, columns = row.expand(64, 64).contiguous(), column[:, None].expand(64, 64).contiguous()
+    out = torch.empty(64, 64)
+    product_kernel[(1,)](rows, columns, out, BLOCK=64)  # pyright: ignore[reportIndexIssue]
+    assert (out == out[0, 0]).all()
+    expected = (row.double() * column.double()).sum()
+    torch.testing.assert_close(out[0, 0].double(), expected, rtol=1e-5, atol=1e-6)
+    # What is no number is so in its row alone, and no warning.
+    rows[3] = torch.nan
+    product_kernel[(1,)](rows, columns, out, BLOCK=64)  # pyright: ignore[reportIndexIssue]
+    assert out.isnan().sum(1).tolist() == [0] * 3 + [64] + [0] * 60
+
+
 def test_grid_is_whole_for_torch_and_covers_pairs_in_the_interpreter() -> None:
     made = grid(places=(TORCH_CPU, TRITON_CPU), size=(1, 2, 3), flag={"no": False, "yes": True},
                 dtype=("fp32", "bf16", "float64"))  # fmt: skip

@@ -85,7 +85,9 @@ def _summing_in_float64(interpreter: Any, create_dot: Callable[..., Any]) -> Cal
         left, right = in_numpy(a), in_numpy(b)
         if d.data.dtype != np.float32 or not {left.dtype, right.dtype} <= is_float:
             return create_dot(a, b, d, *how)
-        product = np.matmul(left, right, dtype=np.float64).astype(np.float32)
+        # Rows that count for nothing may hold any bits, of which some are no number to convert.
+        with np.errstate(invalid="ignore", over="ignore"):
+            product = np.matmul(left, right, dtype=np.float64).astype(np.float32)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     return dot
