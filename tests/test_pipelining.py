@@ -216,7 +216,7 @@ def test_evaluation(pools: dict[int, RankPool], schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, PLANNED])
 def test_an_evaluation_between_steps(pools: dict[int, RankPool], schedule: str) -> None:
-    pools[2].run(2, evaluate_between, Setup(schedule))
+    pools[2].run(2, evaluate_between, Setup(schedule, scale_grads=True))
     pools[2].run(2, evaluate_between, Setup(schedule, tied=True, static=False))
 
 

@@ -234,22 +234,28 @@ def connect_stages(stages: list[Any], done: weakref.WeakSet[Any]) -> None:
 
 @contextmanager
 def forwards_alone(schedule: Any) -> Iterator[None]:
-    """Around an `eval`: of ZBV's order the forwards.
+    """Around an `eval`: gradients that the stages have stay as they are, which torch's schedules
+    divide once more with scale_grads=True; and of ZBV's order the forwards.
 
     torch 2.13's fails where a rank would hand a gradient to itself.
     """
-    if not isinstance(schedule, ScheduleZBVZeroBubble):
-        yield
-        return
-    orders = schedule.pipeline_order_with_comms
-    schedule.pipeline_order_with_comms = {
-        rank: [x for x in order if x.computation_type in (FORWARD, SEND_F, RECV_F)]
-        for rank, order in orders.items()
-    }
-    try:
-        yield
-    finally:
-        schedule.pipeline_order_with_comms = orders
+
+    def nothing(stage: Any, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+    with _replaced(stages_of(schedule), ("scale_grads",), nothing):
+        if not isinstance(schedule, ScheduleZBVZeroBubble):
+            yield
+            return
+        orders = schedule.pipeline_order_with_comms
+        schedule.pipeline_order_with_comms = {
+            rank: [x for x in order if x.computation_type in (FORWARD, SEND_F, RECV_F)]
+            for rank, order in orders.items()
+        }
+        try:
+            yield
+        finally:
+            schedule.pipeline_order_with_comms = orders
 
 
 def prepare_mode(schedule: Any, *, backward: bool) -> None:

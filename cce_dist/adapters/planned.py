@@ -4,6 +4,7 @@ waits for the head while it has something else to do."""
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipeline_server import Waiting, check_calls
 from cce_dist.adapters.pipelining import (
     connect_stages,
+    forwards_alone,
     prepare_mode,
     told_of_forwards,
     without_dry_run,
@@ -161,6 +163,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         with (
             without_dry_run(self._stages, answers),
             told_of_forwards(self._stages, self._forwarded),
+            nullcontext() if self._has_backward else forwards_alone(self),
         ):
             result = super().step(*args, **kwargs)
         while self._sent:
