@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,12 +21,15 @@ from pipeline_jobs import (
     make_schedule,
     make_served,
     make_stages,
+    require_close,
     shards,
     train,
 )
 from pipeline_promises import BUGS
+from torch import Tensor, nn
 
 from cce_dist import LossOptions
+from cce_dist.adapters import pipelining
 from cce_dist.adapters.last_stage import LastStageLoss
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
@@ -205,6 +209,49 @@ def phases_under_autocast(group: Any) -> None:
         found.append((loss, grad if rank == root else loss, head.weight.grad))
     for plain, cast in zip(*found, strict=True):
         assert plain is not None and cast is not None and torch.equal(plain, cast)
+    head.close()
+
+
+class ByKeyword(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def inputs_by_keyword(group: Any, setup: Setup) -> None:
+    """Which torch does not compare with a stage's input_args."""
+    model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
+    right = model.whole(setup)
+    head = make_head(setup, model, group)
+    stages = make_stages(setup, model, group)
+    schedule, loss, serving = make_served(setup, stages, head)
+    args, kwargs = arguments(stages, model)
+    if args:
+        (kwargs["x"],) = args
+        (first,) = (stage for stage in stages if stage.is_first)
+        first.submod = ByKeyword(first.submod)
+    with serving():
+        schedule.step(**kwargs)
+    require_close({"losses": torch.stack(loss.losses)}, right, 1e-12)
+    head.close()
+
+
+def fail_before_the_thread(group: Any) -> None:
+    """What has failed is said, not that there is no thread to wait for."""
+    setup = Setup(microbatches=2)
+    model = Model.make(setup, 2)
+    head = make_head(setup, model, group, timeout=timedelta(seconds=2))
+    loss = VocabOverPipeline(head)
+    schedule = make_schedule(setup, make_stages(setup, model, group), loss)
+    with (
+        mock.patch.object(pipelining, "connect_stages", side_effect=KeyError("planted")),
+        pytest.raises(KeyError, match="planted"),
+        loss.serving(schedule),
+    ):
+        pass
     head.close()
 
 

@@ -22,8 +22,10 @@ from pipeline_mistakes import (
     MISTAKES,
     class_weights,
     die,
+    fail_before_the_thread,
     fail_once,
     ids,
+    inputs_by_keyword,
     mistake,
     mix_up,
     phases_under_autocast,
@@ -252,6 +254,16 @@ def test_numbers_of_microbatches(pools: dict[int, RankPool]) -> None:
 
 def test_an_evaluation_in_a_steps_context(pools: dict[int, RankPool]) -> None:
     pools[2].run(2, mix_up)
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+@pytest.mark.parametrize("schedule", ["1f1b", PLANNED])
+def test_inputs_by_keyword(pools: dict[int, RankPool], schedule: str, static: bool) -> None:
+    pools[2].run(2, inputs_by_keyword, Setup(schedule, static=static))
+
+
+def test_a_failure_before_the_thread(pools: dict[int, RankPool]) -> None:
+    pools[2].run(2, fail_before_the_thread)
 
 
 def test_an_earlier_failure_is_remembered(pools: dict[int, RankPool]) -> None:

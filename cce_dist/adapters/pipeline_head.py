@@ -129,6 +129,7 @@ class PipelineHead:
         self._posting, self._summing = make(self.ranks, 2)
         self._weighing = make(self.ranks, 1)[0] if options.reduction == "none" else None
         (self._merging,) = make(dist.get_process_group_ranks(whole), 1)
+        self.vocab_group = self._merging.group  # its own
         self._tensor = None
         if tensor is not None:
             # A stage's ranks are side by side: they need not meet.

@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import FORWARD, RECV_F, SEND_F
 
 from cce_dist.adapters.groups import connect_neighbours
 from cce_dist.adapters.pipeline_checks import (
+    check_output,
     check_same,
     check_scalar,
     check_step,
@@ -74,20 +75,20 @@ class VocabOverPipeline:
 
         Raises:
             ValueError: a schedule whose stages are not on the head's ranks, or whose number of
-                microbatches is not the same on all; microbatches of several shapes, or without
-                targets.
+                microbatches is not the same on all, tensor-parallel ones included; microbatches of
+                several shapes, or without targets.
             RuntimeError: an earlier step failed; microbatches are missing; `eval` without
                 backward=False, or a step with it; no step, or two.
             What the head raised, on a rank where it did.
         Collectives: the head's; the first time with this schedule a gather of an object over the
-            head's group.
+            ranks that share the vocabulary.
         """
         if self._broken:
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         stages, count = stages_of(schedule), schedule._n_microbatches
         root = _rank_of_last_stage(stages[0], self.head.size)
         if schedule not in self._agreed:
-            check_same(self.head.group, n_microbatches=count)
+            check_same(self.head.vocab_group, n_microbatches=count)
             self._agreed.add(schedule)
         server = self._server = Server(self.head, stages, root, count, backward, self._stream)
         self._broken = True
@@ -145,7 +146,8 @@ def _rank_of_last_stage(stage: Any, size: int) -> int:
 def told_of_forwards(
     stages: list[Any], forwarded: Callable[[], None], before: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Calls `before` each pass, and `forwarded` after each forward of the last of `stages`."""
+    """Calls `before` each pass, looks at what a forward has made, and calls `forwarded` after each
+    of the last of `stages`."""
     last = max(stages, key=lambda stage: stage.stage_index)
     names = ("forward_one_chunk", "backward_one_chunk")
 
@@ -156,8 +158,10 @@ def told_of_forwards(
             if before is not None:
                 before()
             result = run_pass(*args, **kwargs)
-            if stage is last and name == names[0]:
-                forwarded()
+            if name == names[0]:
+                check_output(stage, result)
+                if stage is last:
+                    forwarded()
             return result
 
         return run

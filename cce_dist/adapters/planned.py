@@ -149,7 +149,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         if self._broken:
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         if not self._agreed:
-            check_same(self.head.group, n_microbatches=self._n_microbatches)
+            check_same(self.head.vocab_group, n_microbatches=self._n_microbatches)
             self._agreed = True
         self._broken, self.losses = True, []
         self._called = self._forwards = 0
