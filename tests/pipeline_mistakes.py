@@ -35,6 +35,7 @@ from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipelining import VocabOverPipeline
 
+from cce_dist.adapters.planned import ScheduleVocab1F1B
 
 def _head(group: Any, **values: Any) -> PipelineHead:
     given: dict[str, Any] = {"group": group, "hidden_shape": (2, 5, DIM)}
@@ -158,8 +159,13 @@ def fail_once(group: Any) -> None:
         # The other rank's broadcast then waits until its group's timeout.
         with pytest.raises(KeyError), loss.serving(schedule):
             raise KeyError
-        with pytest.raises(RuntimeError, match="an earlier step failed"), loss.serving(schedule):
-            pass
+        # Of whoever runs the head's steps.
+        for other in (loss, VocabOverPipeline(head)):
+            left = pytest.raises(RuntimeError, match="an earlier step failed")
+            with left, other.serving(schedule):
+                pass
+        with pytest.raises(RuntimeError, match="an earlier step failed"):
+            ScheduleVocab1F1B(stages[0], 2, head).step()
     else:
         with pytest.raises(RuntimeError), loss.serving(schedule):
             pass

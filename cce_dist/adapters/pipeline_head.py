@@ -138,6 +138,8 @@ class PipelineHead:
         self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
         self._microbatches: dict[int, Microbatch] = {}
         self.grads = RowGradients(weight, bias, self.own_shard.num_classes)
+        # By whoever runs its steps: one that failed leaves ranks apart.
+        self.is_broken = False
         self._neighbours: Neighbours | None = None
         self._timeout = timeout
         self.screens = options.logits == "screened"

@@ -51,7 +51,6 @@ class VocabOverPipeline:
         self.head, self.embedding = head, embedding
         self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
         self._server: Server | None = None
-        self._broken = False
         self._connected: weakref.WeakSet[Any] = weakref.WeakSet()
         self._agreed: weakref.WeakSet[Any] = weakref.WeakSet()
         device = head.weight.device
@@ -83,7 +82,7 @@ class VocabOverPipeline:
         Collectives: the head's; the first time with this schedule a gather of an object over the
             ranks that share the vocabulary.
         """
-        if self._broken:
+        if self.head.is_broken:
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         stages, count = stages_of(schedule), schedule._n_microbatches
         root = _rank_of_last_stage(stages[0], self.head.size)
@@ -91,7 +90,7 @@ class VocabOverPipeline:
             check_same(self.head.vocab_group, n_microbatches=count)
             self._agreed.add(schedule)
         server = self._server = Server(self.head, stages, root, count, backward, self._stream)
-        self._broken = True
+        self.head.is_broken, self.losses = True, []
         embedding = self.embedding
         answers: list[Infers] = [server]
         if embedding is not None:
@@ -120,7 +119,7 @@ class VocabOverPipeline:
         finally:
             self._server = None
         self.head.finish_step(count if schedule.scale_grads else 1)
-        self.losses, self._broken = server.losses, False
+        self.losses, self.head.is_broken = server.losses, False
 
 
 def stages_of(schedule: Any) -> list[Any]:
