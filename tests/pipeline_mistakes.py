@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -34,8 +35,8 @@ from cce_dist.adapters.last_stage import LastStageLoss
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipelining import VocabOverPipeline
-
 from cce_dist.adapters.planned import ScheduleVocab1F1B
+
 
 def _head(group: Any, **values: Any) -> PipelineHead:
     given: dict[str, Any] = {"group": group, "hidden_shape": (2, 5, DIM)}
@@ -107,9 +108,14 @@ def ids(group: Any) -> None:
     for phase in (head.statistics, head.value, head.losses, head.take):
         with pytest.raises(ValueError, match="of a microbatch that is under way, got 0"):
             phase(0)
+    # What ranks without the last stage have got, which nobody else holds.
+    held = [weakref.ref(head._microbatches[index].given[0]) for index in given]  # pyright: ignore
     for index in given:
         head.statistics(index)
+    with pytest.raises(RuntimeError, match="asked for once a microbatch, got 7 again"):
+        head.statistics(7)
     losses = [head.gradients(index, root) for index in given]
+    assert rank == root or not any(ref() is not None for ref in held)
     head.take(7)
     with pytest.raises(RuntimeError, match=r"microbatches \[3\] were begun and not finished"):
         head.finish_step()
