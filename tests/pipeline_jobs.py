@@ -106,6 +106,9 @@ class Model:
         inputs = (self.tokens if setup.tied else self.x).split(MICROBATCH)
         for x, targets in zip(inputs, self.targets.split(MICROBATCH), strict=True):
             weights.append(weight := self.weight.clone().requires_grad_())
+            # Of the last positions nothing is predicted.
+            shift = setup.options.shift
+            targets = F.pad(targets[:, shift:], (0, shift), value=-100)
             bias = None
             if self.bias is not None:
                 biases.append(bias := self.bias.clone().requires_grad_())

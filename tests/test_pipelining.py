@@ -43,6 +43,7 @@ OPTIONS = {
     "mean": LossOptions(reduction="mean"),
     "exact": LossOptions(reduction="sum", gradient="exact"),
     "softcap, scale": LossOptions(reduction="sum", softcap=5.0, logit_scale=0.7),
+    "shift": LossOptions(reduction="mean", shift=1),
     "smoothing, z_loss": LossOptions(reduction="mean", label_smoothing=0.1, z_loss=1e-2),
     "all of them": LossOptions(
         reduction="mean",
