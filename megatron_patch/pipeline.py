@@ -74,7 +74,8 @@ class Pipeline:
         self.embedding = TiedEmbedding(self.head, timeout=timeout) if rows.is_tied else None
         self.rank, self.size = group.rank(), group.size()
         self.last = self.size - 1
-        self._device, self._dtype = rows.weight.device, config.pipeline_dtype
+        self._device = rows.weight.device
+        self._dtype = config.pipeline_dtype or torch.get_default_dtype()
         # Megatron's own sends wait for the receiver, which may wait for something that this stage
         # is to do after them.
         self._neighbours = self.head.neighbours()
@@ -87,6 +88,11 @@ class Pipeline:
         self._kinds: set[tuple[Any, ...]] = set()
         # A step that failed leaves ranks apart.
         self.is_broken = False
+
+    @property
+    def described(self) -> str:
+        """Of the hidden states that stages send."""
+        return f"{list(self.head.hidden_shape)} {self._dtype}"
 
     def order(self, num_microbatches: int, *, trains: bool) -> list[Pass]:
         """This rank's.

@@ -195,14 +195,16 @@ class Step:
                 schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def _require_shape(self, output: Any) -> None:
-        """Before another stage gets it: gloo ends a process that receives more than it expects."""
-        wanted, got = list(self.head.hidden_shape), type(output).__name__
+        """Before another stage gets it: gloo ends a process that receives more than it expects, and
+        of less leaves what was in the buffer."""
+        wanted, got = self.pipeline.described, type(output).__name__
         if isinstance(output, Tensor):
-            got = list(output.shape)
+            got = f"{list(output.shape)} {output.dtype}"
         if got != wanted:
             raise PatchError(
-                f"hidden states of every microbatch must be {wanted}, by seq_length and "
-                f"micro_batch_size, got {got}: pad microbatches to one shape"
+                f"hidden states of every microbatch must be {wanted}, by seq_length, "
+                f"micro_batch_size and pipeline_dtype, got {got}: pad microbatches to one shape, "
+                "and set pipeline_dtype to what stages make"
             )
 
     def _post(self, index: int, output: Any) -> Tensor:
@@ -235,12 +237,14 @@ class Step:
         """The loss function, on the last stage."""
         losses = self.head.losses(index) if self.trains else self.head.value(index)
         losses = losses.transpose(0, 1).contiguous().requires_grad_(self.trains)
+        # No leaf, into which a loss function could not write.
+        given = losses.clone()
         if self.config.timers is not None:
             # Which Megatron's function stops.
             self.config.timers("forward-compute", log_level=2).start()
         loss, num_tokens = self.schedules.forward_step_calc_loss(
             self.given.model,
-            losses,
+            given,
             self._loss_funcs.pop(index),
             self.config,
             None,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.testing import Place, RankPool, speed_up_interpreter
+from cce_dist.testing.forks import start_fork_server
 
 # Triton reads it when a kernel is decorated, so it must stand here before any is imported. The
 # processes of a RankPool inherit it.
@@ -27,6 +28,11 @@ if torch.cuda.device_count() == 0:
 speed_up_interpreter()
 # A test may be the first to need half a dozen kernels, while as many tests as there are cores do.
 COMPILING_SECONDS = 300
+# Whose processes are forks; fixtures whose processes are.
+FORKING = tuple(
+    f"cce_dist.testing.{name}" for name in ("agents", "faults", "forks", "ranks", "torchrun")
+)
+FORKING_FIXTURES = {"megatron_pools", "pools"}
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Reproducible, and no deadline: the machine's load must not decide whether a test passes.
@@ -137,6 +143,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(COMPILING_SECONDS))
         for reason in reasons_to_skip(item):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# Before a test's time begins.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    if forks(item):
+        start_fork_server()
+    return (yield)
+
+
+def forks(item: pytest.Item) -> bool:
+    assert isinstance(item, pytest.Function)
+    names = vars(item.module).values()
+    uses = any(getattr(each, "__module__", None) in FORKING for each in names)
+    return uses or not FORKING_FIXTURES.isdisjoint(item.fixturenames)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -281,7 +281,8 @@ def a_loss_that_is_changed_on_its_way() -> None:
 @check
 def a_microbatch_of_another_shape() -> None:
     for what, message in (
-        ("tokens", r"hidden states of every microbatch must be \[16, 2, 32\], by .* \[8, 2, 32\]"),
+        ("tokens", r"states of every microbatch must be \[16, 2, 32\] .*, by .* \[8, 2, 32\]"),
+        ("dtype", r"\[16, 2, 32\] torch.float32, by .* pipeline_dtype, got .* torch.bfloat16"),
         ("labels", r"targets of every microbatch must be \[16, 2\] torch.int64, .* \[8, 2\]"),
     ):
         model = make()
@@ -289,9 +290,12 @@ def a_microbatch_of_another_shape() -> None:
 
         def shorter(batches: Any, model: Any, what: str = what) -> Any:
             batch = next(batches)
-            names = batch if what == "tokens" else ("labels",)
+            names = {"tokens": tuple(batch), "labels": ("labels",)}.get(what, ())
             batch = batch | {name: batch[name][:, : SEQUENCE // 2] for name in names}
-            return forward_step(iter([batch]), model)
+            output, loss_func = forward_step(iter([batch]), model)
+            if what == "dtype" and not is_last():
+                output = output.bfloat16()
+            return output, loss_func
 
         told = is_last() == (what == "labels")
         waits = "imed? ?out|clos"
@@ -301,6 +305,32 @@ def a_microbatch_of_another_shape() -> None:
         ):
             schedule(model, shorter)
         megatron_patch.remove()
+
+
+@check
+def a_loss_function_that_writes_into_losses() -> None:
+    def writes(batches: Any, model: Any) -> Any:
+        batch = next(batches)
+        output, loss_func = forward_step(iter([batch]), model)
+
+        def masked(losses: torch.Tensor) -> Any:
+            losses.mul_(2)
+            losses[:, ::2] = 0
+            return loss_func(losses)
+
+        return output, masked
+
+    found = []
+    for patched in (False, True):
+        model = make(ours=patched)
+        if patched:
+            megatron_patch.apply(model, **OPTIONS)
+        (wrapped,) = wrap(SETUP, model.config, [model])
+        losses = [float(x["loss"]) for x in schedule(wrapped, writes, forward_only=False)]
+        found.append((losses, model.decoder.layers[0].mlp.linear_fc1.weight.main_grad.clone()))
+    assert found[0][0] == pytest.approx(found[1][0]) and bool(found[0][0]) == is_last()
+    torch.testing.assert_close(found[0][1], found[1][1])
+    assert found[0][1].any()
 
 
 @check

@@ -106,6 +106,9 @@ class Model:
         inputs = (self.tokens if setup.tied else self.x).split(MICROBATCH)
         for x, targets in zip(inputs, self.targets.split(MICROBATCH), strict=True):
             weights.append(weight := self.weight.clone().requires_grad_())
+            # Of the last positions nothing is predicted.
+            shift = setup.options.shift
+            targets = F.pad(targets[:, shift:], (0, shift), value=-100)
             bias = None
             if self.bias is not None:
                 biases.append(bias := self.bias.clone().requires_grad_())
@@ -434,24 +437,28 @@ def many_steps(group: Any, setup: Setup, steps: int) -> None:
 
 
 def evaluate_between(group: Any, setup: Setup) -> None:
-    """Two steps and an evaluation between them: the same bits, and no gradient of the latter."""
+    """Two steps and an evaluation between them: the same bits, and every gradient stays what it was
+    in the latter."""
     model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
     head = make_head(setup, model, group)
     embedding = TiedEmbedding(head) if setup.tied else None
     stages = make_stages(setup, model, group, embedding)
     schedule, loss, serving = make_served(setup, stages, head, embedding)
     args, kwargs = arguments(stages, model, tied=setup.tied)
-    found = []
+    found: list[tuple[Tensor, ...]] = []
+    mine = [p for stage in stages for p in stage.submod.parameters()]
     for _ in range(2):
-        head.weight.grad = None
+        for parameter in (head.weight, *mine):
+            parameter.grad = None
         with serving():
             schedule.step(*args, **kwargs)
-        assert head.weight.grad is not None
-        found.append((torch.stack(loss.losses), head.weight.grad.clone()))
+        grads = [p.grad for p in (head.weight, *mine) if p.grad is not None]
+        assert len(grads) == 1 + len(mine)
+        found.append((torch.stack(loss.losses), *(x.clone() for x in grads)))
         with serving(backward=False), torch.no_grad():
             schedule.eval(*args, **kwargs)
-        assert torch.equal(torch.stack(loss.losses), found[-1][0])
-        assert torch.equal(head.weight.grad, found[-1][1])
+        for one, other in zip((torch.stack(loss.losses), *grads), found[-1], strict=True):
+            assert torch.equal(one, other)
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
     head.close()

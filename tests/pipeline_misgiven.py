@@ -15,6 +15,7 @@ from pipeline_jobs import (
     Model,
     Setup,
     arguments,
+    grid_of,
     make_head,
     make_served,
     make_stages,
@@ -107,6 +108,13 @@ def autocast(job: Job) -> None:
         job.step()
 
 
+def autocast_of_the_last_stage(job: Job) -> None:
+    for stage in job.stages:
+        if stage.is_last:
+            stage.submod.forward = torch.autocast("cpu", torch.bfloat16)(stage.submod.forward)
+    job.step()
+
+
 def two_steps(job: Job) -> None:
     with job.serving():
         for _ in range(2):
@@ -150,10 +158,14 @@ class Wrong:
 
 TARGETS = r"targets of every microbatch must be \[2, 5\] torch.int64, .*got \[3, 5\] torch.int64"
 INPUTS = r"must have one shape, \[\[2, 5, 16\]\], .* got \[\[3, 5, 16\]\] in microbatch 0; pad"
+OUTPUTS = (
+    r"what stage 0 makes of every microbatch must be \[2, 5, 16\] torch.float64, which the next "
+    r"stage expects, got \[3, 5, 16\] torch.float64; pad"
+)
 WRONG: dict[str, Wrong] = {
     "another batch": Wrong(another_batch, {FIRST: INPUTS, LAST: TARGETS}),
     "another batch later": Wrong(
-        another_batch_later, {FIRST: INPUTS, LAST: TARGETS}, Setup(static=False)
+        another_batch_later, {FIRST: OUTPUTS, LAST: TARGETS}, Setup(static=False)
     ),
     "uneven batch": Wrong(
         uneven_batch,
@@ -168,8 +180,14 @@ WRONG: dict[str, Wrong] = {
         tokens_by_keyword, {FIRST: "tokens must be the first positional"}, Setup(tied=True)
     ),
     "loss_kwargs": Wrong(loss_kwargs, {LAST: r"loss_kwargs must be empty, got \['softcap'\]"}),
+    # Else the next stage's buffers would keep in part what they had.
     "autocast": Wrong(
         autocast,
+        {FIRST: r"5, 16\] torch.float32, .* got .* torch.bfloat16; give the stages output_args"},
+        Setup(dtype=torch.float32),
+    ),
+    "autocast of the last stage": Wrong(
+        autocast_of_the_last_stage,
         {LAST: "torch.bfloat16; the last stage's output, .* must have weight's dtype"},
         Setup(dtype=torch.float32),
     ),
@@ -221,12 +239,14 @@ def misgiven(group: Any, name: str, schedule: str) -> dict[str, Any]:
     }
 
 
-def other_numbers(group: Any, schedule: str) -> str:
+def other_numbers(group: Any, schedule: str, tensor: int) -> str:
     """Ranks have different numbers of microbatches."""
-    setup = Setup(schedule, microbatches=6 if dist.get_rank(group) == 0 else 8)
-    model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
-    head = make_head(setup, model, group)
-    stages = make_stages(setup, model, group)
+    fewer = dist.get_rank(group) % 2 == 0
+    setup = Setup(schedule, microbatches=6 if fewer else 8, tensor=tensor)
+    pipeline, beside = grid_of(group, setup)
+    model = Model.make(setup, dist.get_world_size(pipeline) * setup.stages_of_a_rank)
+    head = make_head(setup, model, group, pipeline, beside, timeout=TIMEOUT)
+    stages = make_stages(setup, model, pipeline)
     runner, _, serving = make_served(setup, stages, head)
     args, kwargs = arguments(stages, model)
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,16 +22,20 @@ from pipeline_jobs import (
     make_schedule,
     make_served,
     make_stages,
+    require_close,
     shards,
     train,
 )
 from pipeline_promises import BUGS
+from torch import Tensor, nn
 
 from cce_dist import LossOptions
+from cce_dist.adapters import pipelining
 from cce_dist.adapters.last_stage import LastStageLoss
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipelining import VocabOverPipeline
+from cce_dist.adapters.planned import ScheduleVocab1F1B
 
 
 def _head(group: Any, **values: Any) -> PipelineHead:
@@ -102,9 +108,14 @@ def ids(group: Any) -> None:
     for phase in (head.statistics, head.value, head.losses, head.take):
         with pytest.raises(ValueError, match="of a microbatch that is under way, got 0"):
             phase(0)
+    # What ranks without the last stage have got, which nobody else holds.
+    held = [weakref.ref(head._microbatches[index].given[0]) for index in given]  # pyright: ignore
     for index in given:
         head.statistics(index)
+    with pytest.raises(RuntimeError, match="asked for once a microbatch, got 7 again"):
+        head.statistics(7)
     losses = [head.gradients(index, root) for index in given]
+    assert rank == root or not any(ref() is not None for ref in held)
     head.take(7)
     with pytest.raises(RuntimeError, match=r"microbatches \[3\] were begun and not finished"):
         head.finish_step()
@@ -154,8 +165,13 @@ def fail_once(group: Any) -> None:
         # The other rank's broadcast then waits until its group's timeout.
         with pytest.raises(KeyError), loss.serving(schedule):
             raise KeyError
-        with pytest.raises(RuntimeError, match="an earlier step failed"), loss.serving(schedule):
-            pass
+        # Of whoever runs the head's steps.
+        for other in (loss, VocabOverPipeline(head)):
+            left = pytest.raises(RuntimeError, match="an earlier step failed")
+            with left, other.serving(schedule):
+                pass
+        with pytest.raises(RuntimeError, match="an earlier step failed"):
+            ScheduleVocab1F1B(stages[0], 2, head).step()
     else:
         with pytest.raises(RuntimeError), loss.serving(schedule):
             pass
@@ -205,6 +221,49 @@ def phases_under_autocast(group: Any) -> None:
         found.append((loss, grad if rank == root else loss, head.weight.grad))
     for plain, cast in zip(*found, strict=True):
         assert plain is not None and cast is not None and torch.equal(plain, cast)
+    head.close()
+
+
+class ByKeyword(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def inputs_by_keyword(group: Any, setup: Setup) -> None:
+    """Which torch does not compare with a stage's input_args."""
+    model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
+    right = model.whole(setup)
+    head = make_head(setup, model, group)
+    stages = make_stages(setup, model, group)
+    schedule, loss, serving = make_served(setup, stages, head)
+    args, kwargs = arguments(stages, model)
+    if args:
+        (kwargs["x"],) = args
+        (first,) = (stage for stage in stages if stage.is_first)
+        first.submod = ByKeyword(first.submod)
+    with serving():
+        schedule.step(**kwargs)
+    require_close({"losses": torch.stack(loss.losses)}, right, 1e-12)
+    head.close()
+
+
+def fail_before_the_thread(group: Any) -> None:
+    """What has failed is said, not that there is no thread to wait for."""
+    setup = Setup(microbatches=2)
+    model = Model.make(setup, 2)
+    head = make_head(setup, model, group, timeout=timedelta(seconds=2))
+    loss = VocabOverPipeline(head)
+    schedule = make_schedule(setup, make_stages(setup, model, group), loss)
+    with (
+        mock.patch.object(pipelining, "connect_stages", side_effect=KeyError("planted")),
+        pytest.raises(KeyError, match="planted"),
+        loss.serving(schedule),
+    ):
+        pass
     head.close()
 
 

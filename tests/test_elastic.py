@@ -35,7 +35,8 @@ def config(tmp_path: Path) -> Path:
             "cache": str(tmp_path / "cache"),
         },
         "model": {"dim": 16, "layers": 1, "heads": 2},
-        "parallel": {"timeout_s": 4},
+        # A rank that is killed is seen to be gone; by it ranks that live must not look silent.
+        "parallel": {"timeout_s": 20},
         "optimizer": {"lr": 0.003, "warmup": 3, "schedule": "constant"},
         "checkpoint": {"every": 5},
     }
@@ -50,7 +51,7 @@ def train(num_ranks: int, config: Path, name: str, *arguments: str) -> list[floa
     return read_losses(config.parent / name)
 
 
-def wait_for_step(job: ElasticJob, folder: Path, step: int, seconds: float = 60.0) -> None:
+def wait_for_step(job: ElasticJob, folder: Path, step: int, seconds: float = 100.0) -> None:
     deadline = time.monotonic() + seconds
     while len(read_losses(folder)) < step:
         assert time.monotonic() < deadline, job.output.read_text()
@@ -69,14 +70,16 @@ def starts(output: str) -> list[tuple[int, str]]:
 
 def stop(job: ElasticJob) -> None:
     """By the signal that makes all ranks save and leave."""
-    os.kill(job.rank_pids(0)[0], signal.SIGTERM)
+    ranks = job.rank_pids(0)
+    assert ranks, job.output.read_text()
+    os.kill(ranks[0], signal.SIGTERM)
     deadline = time.monotonic() + 30
     while job.rank_pids(0):
         assert time.monotonic() < deadline, job.output.read_text()
         time.sleep(0.01)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_train_restarts_over_a_store_that_has_been_used(config: Path, tmp_path: Path) -> None:
     folder, endless = tmp_path / "run", ("--parallel.tp", "2", "--steps", "1000000")
     command = ["train", str(config), "--resume", *endless]
@@ -96,7 +99,7 @@ def test_train_restarts_over_a_store_that_has_been_used(config: Path, tmp_path: 
     assert losses == train(2, config, "undisturbed", *steps)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_train_while_a_node_is_lost_and_comes_back(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = ["train", str(config), "--resume", "--parallel.tp", "all", "--steps", "1000000"]
@@ -122,6 +125,7 @@ def test_train_while_a_node_is_lost_and_comes_back(config: Path, tmp_path: Path)
     assert losses == pytest.approx(undisturbed, abs=SAME_MATHS)
 
 
+@pytest.mark.timeout(240)
 def test_train_resume_with_another_dp(config: Path, tmp_path: Path) -> None:
     # tests/test_train_job.py does so with tp; here tp stays, and `batch` follows dp.
     how = ("--parallel.tp", "2", "--global_batch", "8")

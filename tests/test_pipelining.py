@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pipeline_jobs import (
     PLANNED,
     SCHEDULES,
@@ -22,8 +23,10 @@ from pipeline_mistakes import (
     MISTAKES,
     class_weights,
     die,
+    fail_before_the_thread,
     fail_once,
     ids,
+    inputs_by_keyword,
     mistake,
     mix_up,
     phases_under_autocast,
@@ -40,6 +43,7 @@ OPTIONS = {
     "mean": LossOptions(reduction="mean"),
     "exact": LossOptions(reduction="sum", gradient="exact"),
     "softcap, scale": LossOptions(reduction="sum", softcap=5.0, logit_scale=0.7),
+    "shift": LossOptions(reduction="mean", shift=1),
     "smoothing, z_loss": LossOptions(reduction="mean", label_smoothing=0.1, z_loss=1e-2),
     "all of them": LossOptions(
         reduction="mean",
@@ -216,7 +220,7 @@ def test_evaluation(pools: dict[int, RankPool], schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, PLANNED])
 def test_an_evaluation_between_steps(pools: dict[int, RankPool], schedule: str) -> None:
-    pools[2].run(2, evaluate_between, Setup(schedule))
+    pools[2].run(2, evaluate_between, Setup(schedule, scale_grads=True))
     pools[2].run(2, evaluate_between, Setup(schedule, tied=True, static=False))
 
 
@@ -252,6 +256,16 @@ def test_numbers_of_microbatches(pools: dict[int, RankPool]) -> None:
 
 def test_an_evaluation_in_a_steps_context(pools: dict[int, RankPool]) -> None:
     pools[2].run(2, mix_up)
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+@pytest.mark.parametrize("schedule", ["1f1b", PLANNED])
+def test_inputs_by_keyword(pools: dict[int, RankPool], schedule: str, static: bool) -> None:
+    pools[2].run(2, inputs_by_keyword, Setup(schedule, static=static))
+
+
+def test_a_failure_before_the_thread(pools: dict[int, RankPool]) -> None:
+    pools[2].run(2, fail_before_the_thread)
 
 
 def test_an_earlier_failure_is_remembered(pools: dict[int, RankPool]) -> None:
@@ -300,10 +314,12 @@ def test_a_rank_that_dies_where_ranks_meet_takes_the_others_down(
 
 
 def require_all_down(pool: RankPool, setup: Setup, rank: int, *what: Any) -> None:
+    # The last death took its processes along.
+    pool.run(2, dist.get_rank)
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         pool.run(2, die, setup, rank, *what, timeout=40)
-    # The group's timeout, and what starting the processes takes.
+    # The group's timeout of 5 s, and processes on a busy core.
     assert time.monotonic() - started < 25
     said = {failed: text for failed, (text, _) in caught.value.failures.items()}
     assert "the process died" in said[rank] and "no answer" not in str(said)

@@ -43,4 +43,13 @@ def test_ranks_with_other_numbers_of_microbatches(
     pools: dict[int, RankPool], schedule: str
 ) -> None:
     wrong = r"n_microbatches must be the same on every rank, got by rank: [6, 8]"
-    assert pools[2].run(2, other_numbers, schedule) == [wrong, wrong]
+    assert pools[2].run(2, other_numbers, schedule, 1) == [wrong, wrong]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", PLANNED])
+def test_pipelines_with_other_numbers_of_microbatches(
+    pools: dict[int, RankPool], schedule: str
+) -> None:
+    """Of two tensor-parallel ranks, which share the vocabulary."""
+    wrong = r"n_microbatches must be the same on every rank, got by rank: [6, 8, 6, 8]"
+    assert pools[4].run(4, other_numbers, schedule, 2) == [wrong] * 4

@@ -42,6 +42,7 @@ from cce_dist.testing import (
     speed_up_interpreter,
     zipf_inputs,
 )
+from cce_dist.testing.forks import start_fork_server
 
 FAMILIES = {
     "gaussian": gaussian_inputs,
@@ -353,6 +354,11 @@ def test_rank_pool_runs_on_part_of_the_ranks(world_size: int, first_rank: int) -
     results = shared_pool().run(world_size, report_place, 10, first_rank=first_rank)
     total = sum(range(world_size)) + 10 * world_size
     assert results == [(rank, world_size, total, 1) for rank in range(world_size)]
+
+
+def test_start_fork_server_is_no_part_of_a_tests_time() -> None:
+    """10 s of a core are more on a busy one, and a test has 60."""
+    assert start_fork_server.cache_info().currsize
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool], ids=str)

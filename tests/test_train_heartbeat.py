@@ -22,6 +22,9 @@ from cce_dist.train.heartbeat import Heartbeat
 from cce_dist.train.place import COUNTED, Place, Seen, SeenPlace
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+# Where threads run: a busy machine may hold one up for a tenth of a second. Who is silent for half
+# of it is killed, and who cannot tell the others within an eighth of it speaks for itself.
+PATIENT_S = 4.0
 
 
 @dataclass
@@ -64,7 +67,7 @@ def test_explain_names_the_silent_rank() -> None:
 
 
 def test_explain_own_error_is_told_to_the_others() -> None:
-    first, second = heartbeats()
+    first, second = heartbeats(PATIENT_S)
     message = second.explain(ValueError("something else"))
     assert message == "rank 1 failed in step 0 (starting): ValueError: something else"
     first._watch()
@@ -82,9 +85,7 @@ def test_explain_finds_the_lost_peer_in_what_pipelines_raise() -> None:
 
 
 def test_explain_says_where_everyone_is_if_all_live() -> None:
-    # Their threads run: a busy machine may hold one up for a tenth of a second, and who is silent
-    # for half of the timeout is killed.
-    first, second = heartbeats(4.0)
+    first, second = heartbeats(PATIENT_S)
     second.step, second.phase = 16, "saving a checkpoint"
     second.start()
     first.start()
@@ -98,7 +99,7 @@ def test_explain_says_where_everyone_is_if_all_live() -> None:
 
 
 def test_explain_is_said_once() -> None:
-    first, second, third = heartbeats(count=3)
+    first, second, third = heartbeats(PATIENT_S, count=3)
     for each in (first, second):
         each._watch()
         hide(each)
@@ -111,7 +112,7 @@ def test_explain_is_said_once() -> None:
 
 
 def test_close_is_no_death() -> None:
-    first, second = heartbeats()
+    first, second = heartbeats(PATIENT_S)
     second.start()
     second.close()
     first._watch()

@@ -19,9 +19,8 @@ from cce_dist.partials import Head, Stats, Tokens
 class Microbatch:
     """From `post` to `take`."""
 
-    hidden: Tensor  # [..., D]
-    targets: Tensor  # [...] int64
-    arrive: Callable[[], object]  # waits for both
+    # hidden [..., D], targets [...] int64, and what waits for both; until `statistics`
+    given: tuple[Tensor, Tensor, Callable[[], object]] | None
     step: tuple[Call, Finish, Tokens, Head] | None = None
     scores: Any = None
     merge: Callable[[], Stats] | None = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from cce_dist.options import LossOptions
 from cce_dist.transport import group_size
@@ -108,15 +109,14 @@ def check_step(
     targets_shape: tuple[int, ...],
     embeds: bool,
 ) -> None:
-    """What a rank's schedule has been given, before its first pass: a microbatch of another shape
-    would end the process that receives it in gloo, without a word of which it was.
+    """What a rank's schedule has been given, before its first pass.
 
     Args:
         given: of the schedule's `_step_microbatches`: positional arguments, keywords and targets of
             each microbatch.
         embeds: the first stage's tokens go to a `TiedEmbedding`.
     """
-    args, _, targets = given
+    args, keywords, targets = given
     if any(stage.is_last for stage in stages):
         if targets is None:
             raise ValueError(
@@ -126,39 +126,68 @@ def check_step(
             _check_targets(each, targets_shape)
     for stage in stages:
         if stage.is_first:
-            _check_inputs(stage, args, embeds)
+            _check_inputs(stage, args or (), embeds, by_keyword=any(keywords or ()))
 
 
-def _check_inputs(stage: Any, args: Sequence[tuple[Any, ...]] | None, embeds: bool) -> None:
-    if embeds and (args is None or not all(args)):
+def _check_inputs(
+    stage: Any, args: Sequence[tuple[Any, ...]], embeds: bool, *, by_keyword: bool
+) -> None:
+    if embeds and not (args and all(args)):
         raise ValueError(
             "tokens must be the first positional argument that the schedule is given on the rank "
             "of the first stage, where the embedding is tied, got none"
         )
-    wanted = _shapes(_known_inputs(stage)) if args else None
-    for index, each in enumerate(args or ()):
-        found = _shapes(each)
-        wanted = found if wanted is None else wanted
-        if found != wanted:
+    every = [_shapes(each) for each in args]
+    # Where some come by keyword the rest need not be what the stage was made with; shapes that it
+    # has only met, and those of keywords, are right if what it makes of them is: `check_output`.
+    made_with = None if by_keyword else _made_with(stage)
+    wanted = [_shapes(made_with)] * bool(made_with) + every
+    for index, found in enumerate(every):
+        if found != wanted[0]:
             raise ValueError(
-                f"inputs of every microbatch must have one shape, {wanted}, which the other ranks "
-                f"expect, got {found} in microbatch {index}; pad microbatches to one shape"
+                f"inputs of every microbatch must have one shape, {wanted[0]}, which the other "
+                f"ranks expect, got {found} in microbatch {index}; pad microbatches to one shape"
             )
 
 
-def _known_inputs(stage: Any) -> Sequence[Any] | None:
+def _made_with(stage: Any) -> Sequence[Any] | None:
+    """Its input_args; names of torch 2.13 and of releases before it."""
+    meta = getattr(stage, "_user_meta", None)
+    return getattr(stage, "inputs_meta", None) if meta is None else meta.inputs
+
+
+def _shapes(tensors: Sequence[Any] | None) -> list[list[int]]:
+    return [list(x.shape) for x in tensors or () if hasattr(x, "shape")]
+
+
+def check_output(stage: Any, output: Any) -> None:
+    """What a stage has made of a microbatch, before it is sent, against what the next one expects:
+    more would end that process in gloo, without a word of which it was, and less leaves the rest of
+    what it receives into as it was. (torch looks at it under TORCH_DISTRIBUTED_DEBUG=DETAIL.)"""
+    wanted = _known_outputs(stage)
+    tensors = output if isinstance(output, tuple | list) else (output,)
+    # Of a DTensor each rank sends its part.
+    if wanted is None or stage.is_last or any(isinstance(x, DTensor) for x in tensors):
+        return
+    found, right = ([(x.shape, x.dtype) for x in each] for each in (tensors, wanted))
+    if found != right:
+        advice = "pad microbatches to one shape"
+        if [dtype for _, dtype in found] != [dtype for _, dtype in right]:
+            advice = "give the stages output_args and input_args of the dtypes that autocast makes"
+        raise ValueError(
+            f"what stage {stage.stage_index} makes of every microbatch must be {_named(right)}, "
+            f"which the next stage expects, got {_named(found)}; {advice}"
+        )
+
+
+def _known_outputs(stage: Any) -> Sequence[Any] | None:
     """What the stage was made with, or has met; names of torch 2.13 and of releases before it."""
-    for holder in (getattr(stage, "_stage_meta", None), getattr(stage, "_user_meta", None)):
-        found = getattr(holder, "inputs", None)
-        if found:
-            return found
-    return getattr(stage, "inputs_meta", None)
+    meta = getattr(stage, "_stage_meta", None)
+    return getattr(stage, "_outputs_meta", None) if meta is None else meta.outputs
 
 
-def _shapes(tensors: Sequence[Any] | None) -> list[list[int]] | None:
-    if tensors is None:
-        return None
-    return [list(x.shape) for x in tensors if hasattr(x, "shape")]
+def _named(tensors: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in tensors)
 
 
 def check_same(group: ProcessGroup, **values: object) -> None:

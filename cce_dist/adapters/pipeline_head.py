@@ -129,6 +129,7 @@ class PipelineHead:
         self._posting, self._summing = make(self.ranks, 2)
         self._weighing = make(self.ranks, 1)[0] if options.reduction == "none" else None
         (self._merging,) = make(dist.get_process_group_ranks(whole), 1)
+        self.vocab_group = self._merging.group  # its own
         self._tensor = None
         if tensor is not None:
             # A stage's ranks are side by side: they need not meet.
@@ -137,6 +138,8 @@ class PipelineHead:
         self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
         self._microbatches: dict[int, Microbatch] = {}
         self.grads = RowGradients(weight, bias, self.own_shard.num_classes)
+        # By whoever runs its steps: one that failed leaves ranks apart.
+        self.is_broken = False
         self._neighbours: Neighbours | None = None
         self._timeout = timeout
         self.screens = options.logits == "screened"
@@ -204,7 +207,7 @@ class PipelineHead:
             hidden = torch.empty(self.hidden_shape, dtype=self.hidden_dtype, device=device)
             targets = torch.empty(self.targets_shape, dtype=torch.int64, device=device)
         arrive = start_broadcast(root, self._posting, hidden, targets)
-        self._microbatches[index] = Microbatch(hidden, targets, arrive)
+        self._microbatches[index] = Microbatch((hidden, targets, arrive))
 
     def expect(self, index: int, root: int, count: int) -> None:
         """`post` where another rank has the last stage, and of the next of `count` microbatches,
@@ -223,13 +226,16 @@ class PipelineHead:
             ValueError: targets beyond the vocabulary, on every rank.
         """
         batch = self._begun(index)
-        batch.arrive()
+        if batch.given is None:
+            raise RuntimeError(f"statistics must be asked for once a microbatch, got {index} again")
+        (hidden, targets, arrive), batch.given = batch.given, None
+        arrive()
         if self.slices > 1:
-            batch.hidden = gather_tokens(batch.hidden, self._tensor)
+            hidden = gather_tokens(hidden, self._tensor)
         call, finish = prepare(
-            batch.hidden,
+            hidden,
             self.weight,
-            batch.targets,
+            targets,
             self.options,
             group=self._merging.group,
             vocab_shard=self.shard,
@@ -242,7 +248,7 @@ class PipelineHead:
         )
         # Ranks are at different microbatches.
         call = replace(call, plan=replace(call.plan, beside=True))
-        tokens = call.tokens(batch.hidden.reshape(-1, self.hidden_shape[-1]))
+        tokens = call.tokens(hidden.reshape(-1, self.hidden_shape[-1]))
         head = call.head(self.weight.detach(), self.bias)
         batch.step = call, finish, tokens, head
         elsewhere = None

@@ -138,7 +138,8 @@ class Server(threading.Thread):
         """After an error: it may wait for ranks that do not come, until its groups' timeout."""
         self._stopped = True
         self._given.put(None)
-        self.join(JOIN_SECONDS)
+        if self.ident is not None:
+            self.join(JOIN_SECONDS)
 
     def _raise_error(self) -> None:
         if self.error is not None:

@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import FORWARD, RECV_F, SEND_F
 
 from cce_dist.adapters.groups import connect_neighbours
 from cce_dist.adapters.pipeline_checks import (
+    check_output,
     check_same,
     check_scalar,
     check_step,
@@ -50,7 +51,6 @@ class VocabOverPipeline:
         self.head, self.embedding = head, embedding
         self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
         self._server: Server | None = None
-        self._broken = False
         self._connected: weakref.WeakSet[Any] = weakref.WeakSet()
         self._agreed: weakref.WeakSet[Any] = weakref.WeakSet()
         device = head.weight.device
@@ -74,23 +74,23 @@ class VocabOverPipeline:
 
         Raises:
             ValueError: a schedule whose stages are not on the head's ranks, or whose number of
-                microbatches is not the same on all; microbatches of several shapes, or without
-                targets.
+                microbatches is not the same on all, tensor-parallel ones included; microbatches of
+                several shapes, or without targets.
             RuntimeError: an earlier step failed; microbatches are missing; `eval` without
                 backward=False, or a step with it; no step, or two.
             What the head raised, on a rank where it did.
         Collectives: the head's; the first time with this schedule a gather of an object over the
-            head's group.
+            ranks that share the vocabulary.
         """
-        if self._broken:
+        if self.head.is_broken:
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         stages, count = stages_of(schedule), schedule._n_microbatches
         root = _rank_of_last_stage(stages[0], self.head.size)
         if schedule not in self._agreed:
-            check_same(self.head.group, n_microbatches=count)
+            check_same(self.head.vocab_group, n_microbatches=count)
             self._agreed.add(schedule)
         server = self._server = Server(self.head, stages, root, count, backward, self._stream)
-        self._broken = True
+        self.head.is_broken, self.losses = True, []
         embedding = self.embedding
         answers: list[Infers] = [server]
         if embedding is not None:
@@ -119,7 +119,7 @@ class VocabOverPipeline:
         finally:
             self._server = None
         self.head.finish_step(count if schedule.scale_grads else 1)
-        self.losses, self._broken = server.losses, False
+        self.losses, self.head.is_broken = server.losses, False
 
 
 def stages_of(schedule: Any) -> list[Any]:
@@ -145,7 +145,8 @@ def _rank_of_last_stage(stage: Any, size: int) -> int:
 def told_of_forwards(
     stages: list[Any], forwarded: Callable[[], None], before: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Calls `before` each pass, and `forwarded` after each forward of the last of `stages`."""
+    """Calls `before` each pass, looks at what a forward has made, and calls `forwarded` after each
+    of the last of `stages`."""
     last = max(stages, key=lambda stage: stage.stage_index)
     names = ("forward_one_chunk", "backward_one_chunk")
 
@@ -156,8 +157,10 @@ def told_of_forwards(
             if before is not None:
                 before()
             result = run_pass(*args, **kwargs)
-            if stage is last and name == names[0]:
-                forwarded()
+            if name == names[0]:
+                check_output(stage, result)
+                if stage is last:
+                    forwarded()
             return result
 
         return run
@@ -234,22 +237,28 @@ def connect_stages(stages: list[Any], done: weakref.WeakSet[Any]) -> None:
 
 @contextmanager
 def forwards_alone(schedule: Any) -> Iterator[None]:
-    """Around an `eval`: of ZBV's order the forwards.
+    """Around an `eval`: gradients that the stages have stay as they are, which torch's schedules
+    divide once more with scale_grads=True; and of ZBV's order the forwards.
 
     torch 2.13's fails where a rank would hand a gradient to itself.
     """
-    if not isinstance(schedule, ScheduleZBVZeroBubble):
-        yield
-        return
-    orders = schedule.pipeline_order_with_comms
-    schedule.pipeline_order_with_comms = {
-        rank: [x for x in order if x.computation_type in (FORWARD, SEND_F, RECV_F)]
-        for rank, order in orders.items()
-    }
-    try:
-        yield
-    finally:
-        schedule.pipeline_order_with_comms = orders
+
+    def nothing(stage: Any, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+    with _replaced(stages_of(schedule), ("scale_grads",), nothing):
+        if not isinstance(schedule, ScheduleZBVZeroBubble):
+            yield
+            return
+        orders = schedule.pipeline_order_with_comms
+        schedule.pipeline_order_with_comms = {
+            rank: [x for x in order if x.computation_type in (FORWARD, SEND_F, RECV_F)]
+            for rank, order in orders.items()
+        }
+        try:
+            yield
+        finally:
+            schedule.pipeline_order_with_comms = orders
 
 
 def prepare_mode(schedule: Any, *, backward: bool) -> None:

@@ -4,6 +4,7 @@ waits for the head while it has something else to do."""
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipeline_server import Waiting, check_calls
 from cce_dist.adapters.pipelining import (
     connect_stages,
+    forwards_alone,
     prepare_mode,
     told_of_forwards,
     without_dry_run,
@@ -119,7 +121,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self.head, self.root, self.embedding = head, stage.num_stages - 1, embedding
         self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
         self.infers = False
-        self._broken = self._agreed = False
+        self._agreed = False
         self._connected: weakref.WeakSet[Any] = weakref.WeakSet()
         self._called = self._forwards = 0
         self._shown: dict[int, Tensor] = {}
@@ -144,12 +146,12 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self.register_custom_function(OVERLAP_F_B, self._run_phase)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._broken:
+        if self.head.is_broken:
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         if not self._agreed:
-            check_same(self.head.group, n_microbatches=self._n_microbatches)
+            check_same(self.head.vocab_group, n_microbatches=self._n_microbatches)
             self._agreed = True
-        self._broken, self.losses = True, []
+        self.head.is_broken, self.losses = True, []
         self._called = self._forwards = 0
         answers = [self] if self.embedding is None else [self, self.embedding]
         self._lower(self._orders[self._has_backward in self._run_before])
@@ -161,6 +163,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         with (
             without_dry_run(self._stages, answers),
             told_of_forwards(self._stages, self._forwarded),
+            nullcontext() if self._has_backward else forwards_alone(self),
         ):
             result = super().step(*args, **kwargs)
         while self._sent:
@@ -172,7 +175,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             self.embedding.finish_step()
         self.head.finish_step(self._n_microbatches if self.scale_grads else 1)
         self._run_before.add(self._has_backward)
-        self._broken = False
+        self.head.is_broken = False
         return result
 
     def grad(self, index: int) -> Tensor:

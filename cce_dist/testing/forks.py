@@ -51,6 +51,19 @@ def fork_context() -> ForkServerContext:
     return context
 
 
+@functools.cache
+def start_fork_server() -> None:
+    """Waits until the server has imported all: 10 s of a core, which the first process waits for
+    otherwise, in whoever's time."""
+    process: Any = fork_context().Process(target=_nothing)
+    process.start()
+    process.join()
+
+
+def _nothing() -> None:
+    """What a process does that is only started."""
+
+
 def run_module(
     name: str,
     arguments: Sequence[str],
