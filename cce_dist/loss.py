@@ -114,13 +114,14 @@ def linear_cross_entropy(
     Raises:
         ValueError: an argument or a combination is not supported; the message says which.
         RuntimeError: a backward through lse or entropy with gradient="in_forward".
-    Collectives on `group`, bytes a rank: forward one all-gather of 8 N + 24 ("in_forward": one a
-        chunk of tokens), and 4 N more for label smoothing, 4 N for entropy, 8 N for correct, 16 N
-        for moments; one more of 4 N for tail_mass; four of 4 N before it where the Triton
-        backend filters. Backward one all-reduce of [N, D] fp32,
-        which "in_forward" makes in the forward.
-        sequence_parallel: an all-gather of hidden in each, and a reduce-scatter instead of the
-        all-reduce.
+    Collectives on `group`, bytes a rank (float64: twice as many): forward one all-gather of
+        8 N + 24, and 4 N more for label smoothing, 4 N for entropy, 8 N for correct, 16 N for
+        moments (backend "torch", "in_forward": one a chunk of tokens); one more of 4 N for
+        tail_mass; before it four of 4 N where backend "triton" filters, one where "torch" screens.
+        Backward one all-reduce of [N, D] fp32, or for 16-bit hidden, where W divides N, a
+        reduce-scatter and an all-gather of the sum in 16 bits; of "in_forward" in the forward.
+        sequence_parallel: an all-gather of hidden in each, and the reduce-scatter alone.
+        All of them in order of time: docs/parallelism.md#collectives.
     Determinism: lse is bitwise equal on all ranks; results are bitwise equal from run to run.
     Differentiable once, by hidden, weight, bias, and token_weight; a derivative of a gradient made
     with create_graph=True is a RuntimeError. 16-bit products accumulate in fp32. Under autocast
