@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cce_dist import in_forward, sharded
 from cce_dist.loss_plan import Plan
@@ -125,6 +124,38 @@ def _outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class _Once(torch.autograd.Function):
+    """The first `count` tensors as they are, as a function of the others, without a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None):
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        raise RuntimeError(
+            "linear_cross_entropy is differentiable once: its gradients were made with "
+            "create_graph=True, and a derivative of them was asked for; use dense logits there"
+        )
+
+
+def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's does nothing unless the upstream gradient requires grad: gradients would pass for
+    constants, and a penalty of their norm would have no effect."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None):
+        with torch.no_grad():
+            made = backward(ctx, *grads)
+        if not torch.is_grad_enabled() or all(grad is None for grad in made):
+            return made
+        given = [grad for grad in made if grad is not None]
+        marked = iter(_Once.apply(len(given), *given, *ctx.saved_tensors, *grads))
+        return tuple(None if grad is None else next(marked) for grad in made)
+
+    return run
+
+
 class TwoPass(torch.autograd.Function):
     """gradient="filtered" and "exact": the backward recomputes the logits that it needs.
 
@@ -176,7 +207,7 @@ class TwoPass(torch.autograd.Function):
         return sharded.room_for_logits(head, len(tokens), call.plan, needs, spare), target
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     @_outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
         hidden, weight, bias, lse, target_logit, entropy = ctx.saved_tensors
@@ -296,7 +327,7 @@ class InForward(torch.autograd.Function):
         return Made(grads.hidden, grads.bias, whole), loss, concatenate(chunks), tail
 
     @staticmethod
-    @once_differentiable
+    @_once_differentiable
     @_outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
         hidden, weight, bias = ctx.saved_tensors

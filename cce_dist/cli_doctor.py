@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from .cli_output import check_output
 from .doctor.check import Check, worst
 from .doctor.run import Report, Request, examine
 from .launchers import rank_from_environment
@@ -63,6 +64,7 @@ def doctor(
     )
     try:
         validate(request)
+        check_output("--json", json_path)
         report = examine(request)
     except ValueError as error:
         if rank_from_environment() == 0:

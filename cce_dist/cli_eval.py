@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .cli_output import check_output
+
 if TYPE_CHECKING:
     from .train.scores import Findings, Score, TextScore
 
@@ -58,6 +60,11 @@ def evaluate(
         stride=stride,
         cache=cache,
     )
+    try:
+        check_output("--json", json_path)
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
     raise typer.Exit(run_evaluation(request, lambda findings: _hand_over(findings, json_path)))
 
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .cli_output import check_output
+
 
 def report(
     records: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("docs/evidence"),
@@ -23,6 +25,10 @@ def report(
 
     if not records.is_dir():
         raise typer.BadParameter(f"records must be a folder, got {str(records)!r}")
+    try:
+        check_output("--html", html)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     try:
         paths = write_report(records, html)
     except RecordError as error:

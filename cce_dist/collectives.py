@@ -1,6 +1,7 @@
-"""Everything that ranks say to each other: no other file calls a collective.
+"""Everything that ranks say to each other within a loss: no other file of it calls a collective.
 
-A group of one rank has no second code path: its collectives return their input.
+What carries it is in `transport`. A group of one rank has no second code path: its collectives
+return their input.
 """
 
 from __future__ import annotations

@@ -209,14 +209,21 @@ def compute(
         return finish.result(nll, lse, smooth, entropy, plain)
 
 
+_CAST = (torch.bfloat16, torch.float16, torch.float32)
+
+
 def cast_by_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Under autocast hidden and weight in its dtype; float64 is left alone, as autocast does."""
+    """Under autocast hidden and weight in its dtype; only what autocast casts: float64, integers
+    and others are left alone."""
     if not isinstance(hidden, Tensor) or not isinstance(weight, Tensor):
         return hidden, weight
-    if not torch.is_autocast_enabled(hidden.device.type) or hidden.dtype == torch.float64:
+    device = hidden.device.type
+    # No autocast is of the meta device, which is refused later.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return hidden, weight
-    dtype = torch.get_autocast_dtype(hidden.device.type)
-    return hidden.to(dtype), weight.to(dtype)
+    dtype = torch.get_autocast_dtype(device)
+    hidden, weight = (x.to(dtype) if x.dtype in _CAST else x for x in (hidden, weight))
+    return hidden, weight
 
 
 def wanted_of(options: LossOptions) -> Wanted:

@@ -34,6 +34,15 @@ def is_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def require_plain(name: str, value: object) -> None:
+    """Of a function that does not know what DTensors' placements say."""
+    if is_dtensor(value):
+        raise ValueError(
+            f"{name} must be a plain tensor here, got a DTensor placed {value.placements}: pass "  # pyright: ignore[reportAttributeAccessIssue]
+            f"{name}.to_local(), or call this where fully_shard has made it whole"
+        )
+
+
 class _Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:

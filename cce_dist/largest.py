@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cce_dist import validation
 from cce_dist.compute import cast_by_autocast
+from cce_dist.dtensor import arrived, require_plain
 from cce_dist.local import choose_backend
 from cce_dist.options import Backend, LossOptions
 from cce_dist.partials import Head, Tokens
@@ -17,8 +18,9 @@ from cce_dist.partials import Head, Tokens
 class LargestLogits(NamedTuple):
     """Each has hidden's shape without D."""
 
-    value: Tensor  # fp32 (float64 for float64 inputs); -inf of a weight without rows
-    index: Tensor  # int64: the row of weight, the first one of equal logits; 0 without rows
+    # fp32 (float64 for float64 inputs); -inf of a weight without rows, NaN where a logit is NaN
+    value: Tensor
+    index: Tensor  # int64: the row of weight, the first one of equal logits; 0 in those two cases
 
 
 @torch.no_grad()
@@ -39,7 +41,8 @@ def largest_logits(
 
     Args: those of `linear_cross_entropy`.
     Raises:
-        ValueError: an argument is out of range, or shapes, dtypes or devices don't fit.
+        ValueError: an argument is out of range, or shapes, dtypes or devices don't fit; or a
+            DTensor is given.
     """
     options = LossOptions(
         gradient="exact",
@@ -48,7 +51,9 @@ def largest_logits(
         backend=backend,
         workspace_bytes=workspace_bytes,
     )
-    hidden, weight = cast_by_autocast(hidden, weight)
+    for name, tensor in {"hidden": hidden, "weight": weight, "bias": bias}.items():
+        require_plain(name, tensor)
+    hidden, weight = cast_by_autocast(arrived(hidden), arrived(weight))
     validation.check_hidden_and_weight(hidden, weight)
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
     flat, shape = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[:-1]

@@ -164,7 +164,8 @@ def local_stats(
 
 def local_largest(tokens: Tokens, head: Head, *, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     """Each token's largest logit over this shard, in the accumulation dtype, and the first column
-    that has it, int64, [N] each; -inf and 0 over no columns. Not differentiable."""
+    that has it, int64, [N] each; -inf and 0 over no columns, NaN and 0 where a logit is no number.
+    Not differentiable."""
     weight, size = head.weight, TileSize.choose(head.weight, workspace_bytes)
     value = weight.new_full((len(tokens),), -torch.inf, dtype=accumulate_dtype(weight.dtype))
     index = torch.zeros(len(tokens), dtype=torch.int64, device=weight.device)
@@ -174,10 +175,11 @@ def local_largest(tokens: Tokens, head: Head, *, workspace_bytes: int) -> tuple[
             columns = weight[first:last].to(operand_dtype(weight))
             bias = None if head.bias is None else head.bias[first:last]
             top, column = logits_tile(hidden, columns, bias, head)[0].max(1)
-            better = top > value[start:stop]
+            # What is no number counts as larger than any, and stays so.
+            better = (top > value[start:stop]) | top.isnan()
             value[start:stop] = torch.where(better, top, value[start:stop])
             index[start:stop] = torch.where(better, column + first, index[start:stop])
-    return value, index
+    return value, index.masked_fill(value.isnan(), 0)
 
 
 def _finish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cce_dist.local_triton_extras import largest_of
@@ -19,5 +20,8 @@ def local_largest(tokens: Tokens, head: Head, *, workspace_bytes: int) -> tuple[
         run.launch(0.0, False, launch)
     stride = run.packed.shape[0]
     value, index = largest_of(run.parts["extras"], stride, run.shape[1], len(tokens))
-    # A token of no number has no largest logit.
-    return value, index.where(index.isfinite(), 0).long()
+    # The kernel's maximum may pass over what is no number; its sum does not. Of infinite logits
+    # that is none either.
+    is_number = ~run.merge().lse[: len(tokens)].isnan() | (value == torch.inf)
+    value = value.where(is_number, torch.nan)
+    return value, index.where(is_number & index.isfinite(), 0).long()

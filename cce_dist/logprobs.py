@@ -10,7 +10,15 @@ from torch import Tensor
 from cce_dist.compute import LossOutput
 from cce_dist.dtensor import is_dtensor
 from cce_dist.loss import linear_cross_entropy
-from cce_dist.options import Backend, Filter, require_choice, require_finite
+from cce_dist.options import (
+    Backend,
+    Filter,
+    require_bool,
+    require_choice,
+    require_factor,
+    require_finite,
+)
+from cce_dist.validation import require_tensor
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -70,10 +78,12 @@ def token_logprobs(
     require_finite("temperature", temperature)
     if temperature <= 0:
         raise ValueError(f"temperature must be > 0, got {temperature!r}")
-    if not isinstance(entropy, bool):
-        raise ValueError(f"entropy must be True or False, got {entropy!r}")
+    require_bool("entropy", entropy)
     require_choice("gradient", gradient, get_args(GradientOfEach))
     require_finite("logit_scale", logit_scale)
+    if logit_scale != 0:
+        name = f"logit_scale={logit_scale!r} / temperature={temperature!r}"
+        require_factor(name, logit_scale / temperature)
     if mask is not None:
         targets = _masked(targets, mask)
     result = linear_cross_entropy(
@@ -106,6 +116,8 @@ def _masked(targets: Tensor, mask: Tensor) -> Tensor:
         raise ValueError(f"mask must be a bool tensor, got {got}")
     if not isinstance(targets, Tensor):
         return targets  # which the loss refuses by its name
+    require_tensor("mask", mask)
+    require_tensor("targets", targets)
     if is_dtensor(mask) != is_dtensor(targets):
         raise ValueError(
             f"mask must be a DTensor if targets is one, and plain if not, got {type(mask)} and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from cce_dist.options import (
     Stat,
 )
 from cce_dist.quantized import QuantizedWeight, StepQuantizer
+from cce_dist.validation import require_vocab_shard
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -112,16 +114,18 @@ def linear_cross_entropy(
     Raises:
         ValueError: an argument or a combination is not supported; the message says which.
         RuntimeError: a backward through lse or entropy with gradient="in_forward".
-    Collectives on `group`, bytes a rank: forward one all-gather of 8 N + 24 ("in_forward": one a
-        chunk of tokens), and 4 N more for label smoothing, 4 N for entropy, 8 N for correct, 16 N
-        for moments; one more of 4 N for tail_mass; four of 4 N before it where the Triton
-        backend filters. Backward one all-reduce of [N, D] fp32,
-        which "in_forward" makes in the forward.
-        sequence_parallel: an all-gather of hidden in each, and a reduce-scatter instead of the
-        all-reduce.
+    Collectives on `group`, bytes a rank (float64: twice as many): forward one all-gather of
+        8 N + 24, and 4 N more for label smoothing, 4 N for entropy, 8 N for correct, 16 N for
+        moments (backend "torch", "in_forward": one a chunk of tokens); one more of 4 N for
+        tail_mass; before it four of 4 N where backend "triton" filters, one where "torch" screens.
+        Backward one all-reduce of [N, D] fp32, or for 16-bit hidden, where W divides N, a
+        reduce-scatter and an all-gather of the sum in 16 bits; of "in_forward" in the forward.
+        sequence_parallel: an all-gather of hidden in each, and the reduce-scatter alone.
+        All of them in order of time: docs/parallelism.md#collectives.
     Determinism: lse is bitwise equal on all ranks; results are bitwise equal from run to run.
-    Differentiable once, by hidden, weight, bias, and token_weight. 16-bit products accumulate in
-    fp32. Under autocast hidden and weight are cast first, as torch's linear does.
+    Differentiable once, by hidden, weight, bias, and token_weight; a derivative of a gradient made
+    with create_graph=True is a RuntimeError. 16-bit products accumulate in fp32. Under autocast
+    hidden and weight are cast first, as torch's linear does.
     Source: Cut Cross-Entropy, arXiv:2411.09009; docs/numerics.md has the derivations.
     """
     options = LossOptions(
@@ -224,6 +228,8 @@ class LinearCrossEntropy(nn.Module):
                 f"LinearCrossEntropy takes the options {sorted(known)}, got {unknown}: tensors "
                 "are passed to forward"
             )
+        if vocab_shard is not None:
+            require_vocab_shard(vocab_shard)
         self.group = group
         self.vocab_shard = vocab_shard
         self.options = LossOptions(**options)  # pyright: ignore[reportArgumentType]
@@ -254,6 +260,13 @@ class LinearCrossEntropy(nn.Module):
             grad_weight_into=grad_weight_into,
             quantized_weight=quantized_weight,
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A model's copy talks to the same ranks: a process group cannot be copied."""
+        memo[id(self.group)] = self.group
+        made = memo[id(self)] = self.__class__.__new__(self.__class__)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def extra_repr(self) -> str:
         return f"{self.options}"

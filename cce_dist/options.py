@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -36,18 +36,40 @@ TOKEN_BLOCK = 128
 LEAST_WORKSPACE_BYTES = 64 * 2**20
 WORKSPACE_BYTES_PER_TOKEN = 2**13
 
+# Factors of logits, in size: fp32 has to hold them, their inverses, and what they are made of.
+LEAST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
+
 
 def require_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
-    if got not in choices:
+    if not isinstance(got, str) or got not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name} must be one of {allowed}, got {got!r}")
 
 
 def require_finite(name: str, got: object, *, minimum: float | None = None) -> None:
-    if isinstance(got, bool) or not isinstance(got, int | float) or not math.isfinite(got):
+    # An int may be larger than any float, which math.isfinite trips over.
+    if (
+        isinstance(got, bool)
+        or not isinstance(got, int | float)
+        or not abs(got) <= sys.float_info.max
+    ):
         raise ValueError(f"{name} must be a finite number, got {got!r}")
     if minimum is not None and got < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {got!r}")
+
+
+def require_factor(name: str, got: float) -> None:
+    """Of a finite number: whether logits in fp32 survive being multiplied or divided by it."""
+    if not LEAST_FACTOR <= abs(got) <= LARGEST_FACTOR:
+        raise ValueError(
+            f"{name} must lie between {LEAST_FACTOR:.0e} and {LARGEST_FACTOR:.0e} in size, since "
+            f"logits are fp32, got {got!r}"
+        )
+
+
+def require_bool(name: str, got: object) -> None:
+    if not isinstance(got, bool):
+        raise ValueError(f"{name} must be True or False, got {got!r}")
 
 
 def default_workspace_bytes(num_tokens: int) -> int:
@@ -83,7 +105,7 @@ class Filter:
     draw: bool = True
 
     def __post_init__(self) -> None:
-        if self.keep != "auto":
+        if not (isinstance(self.keep, str) and self.keep == "auto"):
             require_finite("Filter.keep", self.keep, minimum=0)
             if self.keep > TOKEN_BLOCK:
                 raise ValueError(
@@ -91,10 +113,7 @@ class Filter:
                     f"{TOKEN_BLOCK} tokens of mass 1, got {self.keep!r}"
                 )
         for name in ("tail", "draw"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(
-                    f"Filter.{name} must be True or False, got {getattr(self, name)!r}"
-                )
+            require_bool(f"Filter.{name}", getattr(self, name))
         if self.eps is not None:
             require_finite("Filter.eps", self.eps, minimum=0)
             if self.eps > 1:
@@ -148,8 +167,7 @@ class Screen:
     max_error: float = 2.0**-7
 
     def __post_init__(self) -> None:
-        if self.dtype not in get_args(EightBitDtype):
-            require_choice("Screen.dtype", self.dtype, get_args(EightBitDtype))
+        require_choice("Screen.dtype", self.dtype, get_args(EightBitDtype))
         require_finite("Screen.max_kept", self.max_kept, minimum=0)
         if self.max_kept > 1:
             raise ValueError(f"Screen.max_kept must be a share in [0, 1], got {self.max_kept!r}")
@@ -203,16 +221,20 @@ class LossOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} must be an int{also}, got {value!r}")
-        for name in ("keep_logits", "check_ranks"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not -(2**63) <= self.ignore_index < 2**63:
+            raise ValueError(f"ignore_index must fit int64, as targets do, got {self.ignore_index}")
+        for name in ("sequence_parallel", "keep_logits", "check_ranks"):
+            require_bool(name, getattr(self, name))
         require_finite("shift", self.shift, minimum=0)
         if self.workspace_bytes is not None:
             require_finite("workspace_bytes", self.workspace_bytes, minimum=2**16)
         require_finite("logit_scale", self.logit_scale)
         if self.logit_scale == 0:
             raise ValueError("logit_scale must not be 0: every logit would be 0")
+        require_factor("logit_scale", self.logit_scale)
         require_finite("z_loss", self.z_loss, minimum=0)
+        if self.z_loss > LARGEST_FACTOR:
+            raise ValueError(f"z_loss must be <= {LARGEST_FACTOR:.0e}, got {self.z_loss!r}")
         require_finite("label_smoothing", self.label_smoothing, minimum=0)
         if self.label_smoothing > 1:
             raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
@@ -220,6 +242,7 @@ class LossOptions:
             require_finite("softcap", self.softcap)
             if self.softcap <= 0:
                 raise ValueError(f"softcap must be None or > 0, got {self.softcap!r}")
+            require_factor("softcap", self.softcap)
         self._refuse_combinations()
 
     def _refuse_combinations(self) -> None:

@@ -11,10 +11,12 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from cce_dist.dtensor import require_plain
 from cce_dist.eight_bits import screen_dtype
 from cce_dist.local import quantizer_for
 from cce_dist.options import Backend, LossOptions, Screen, require_choice
 from cce_dist.partials import QuantizedRows
+from cce_dist.validation import require_rows, require_tensor, require_vocab_shard
 from cce_dist.vocab_shard import VocabShard
 
 
@@ -53,7 +55,8 @@ class QuantizedWeight:
         """
         rows, values = self.rows, self.rows.values
         shape = [values.shape[0], rows.centre.shape[0]]
-        got = [weight.shape[0], weight.shape[1]]
+        _require_matrix(weight)
+        got = list(weight.shape)
         if got[0] < shape[0] or got[1] != shape[1] or weight.dtype != self.dtype:
             raise ValueError(
                 f"weight must have the shape and dtype it was quantised with, {shape} (without "
@@ -172,15 +175,30 @@ def _num_bytes(rows: QuantizedRows) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
+def _require_matrix(weight: Tensor) -> None:
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or 0 in weight.shape:
+        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight)
+        raise ValueError(f"weight must have shape [V_local, D], got {got}")
+    require_plain("weight", weight)
+    require_tensor("weight", weight)
+    if weight.device.type == "meta":
+        raise ValueError("weight must hold values, got a tensor on the meta device, which has none")
+
+
 def _moments_of(hidden: Tensor | None, weight: Tensor, how: Any) -> Any:
     if hidden is None:
         return None
     dim = weight.shape[1]
-    if hidden.shape[-1] != dim or hidden.numel() == 0 or hidden.device != weight.device:
+    require_plain("hidden", hidden)
+    require_tensor("hidden", hidden)
+    is_empty = hidden.dim() == 0 or hidden.numel() == 0
+    if is_empty or hidden.shape[-1] != dim or hidden.device != weight.device:
         raise ValueError(
-            f"hidden must have shape [..., D] with D={dim} (from weight) on {weight.device}, got "
-            f"{list(hidden.shape)} on {hidden.device}"
+            f"hidden must have shape [..., D] with D={dim} (from weight), at least one token, on "
+            f"{weight.device}, got {list(hidden.shape)} on {hidden.device}"
         )
+    if not hidden.is_floating_point():
+        raise ValueError(f"hidden must be a floating-point tensor, got {hidden.dtype}")
     return how.moments_of(hidden.detach().reshape(-1, dim)).for_others()
 
 
@@ -208,17 +226,21 @@ def quantize_weight(
         hidden: some hidden states, whose mean is subtracted, and whose channels' scales are evened
             out, before hidden states are quantised: any will do, and those of a step like the next
             leave the least to round. None: neither.
-        vocab_shard: as in the loss: rows beyond vocab_size are left out.
+        vocab_shard: as in the loss: rows beyond vocab_size are left out. None: none are padding.
         screen: as in the loss.
         backend: what quantises, here and in `refresh`; as in the loss, which may have another one.
     Raises:
-        ValueError: the weight is no matrix of a 16-bit dtype, or the backend can't run.
+        ValueError: the weight is no matrix of a 16-bit dtype, or not one of vocab_shard's rows;
+            hidden states don't fit it; or the backend can't run.
     Collectives: none. Source: docs/numerics.md#screened-logits.
     """
     require_choice("backend", backend, get_args(Backend))
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or 0 in weight.shape:
-        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight)
-        raise ValueError(f"weight must have shape [V_local, D], got {got}")
+    if not isinstance(screen, Screen):
+        raise ValueError(f"screen must be a cce_dist.Screen, got {screen!r}")
+    _require_matrix(weight)
+    if vocab_shard is not None:
+        require_vocab_shard(vocab_shard)
+        require_rows(vocab_shard, weight)
     how = quantizer_for(backend, weight, screen)
     classes = weight.shape[0] if vocab_shard is None else vocab_shard.num_classes
     dtype = screen_dtype(screen, weight)

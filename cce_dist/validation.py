@@ -25,6 +25,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def require_tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(value)}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"one of {value.layout}"
+        raise ValueError(f"{name} must be a dense tensor, got {kind}")
     return value
 
 
@@ -35,7 +38,11 @@ def check_hidden_and_weight(hidden: Tensor, weight: Tensor) -> None:
         raise ValueError(f"hidden must be bf16, fp16, fp32 or float64, got {hidden.dtype}")
     if hidden.dim() < 1:
         raise ValueError("hidden must have shape [..., D], got a tensor of 0 dims")
+    if hidden.device.type == "meta":
+        raise ValueError("hidden must hold values, got a tensor on the meta device, which has none")
     dim = hidden.shape[-1]
+    if dim < 1:
+        raise ValueError(f"hidden must have shape [..., D] with D >= 1, got {list(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != dim:
         raise ValueError(
             f"weight must have shape [V_local, D] with D={dim} (from hidden), got "
@@ -111,16 +118,29 @@ def check_target_range(
     require(in_range, message, "targets must lie in [0, vocab_size) or equal ignore_index")
 
 
-def check_shard(shard: VocabShard | None, weight: Tensor, rank: int, world_size: int) -> VocabShard:
-    if shard is None:
-        return VocabShard.even(weight.shape[0], rank, world_size)
+def require_vocab_shard(shard: object) -> None:
     if not isinstance(shard, VocabShard):
         raise ValueError(f"vocab_shard must be a cce_dist.VocabShard or None, got {type(shard)}")
+
+
+def require_rows(shard: VocabShard, weight: Tensor) -> None:
     if shard.num_rows != weight.shape[0]:
         raise ValueError(
             f"weight must have vocab_shard's {shard.num_rows} rows [{shard.start}, {shard.stop}), "
             f"got {weight.shape[0]}"
         )
+
+
+def check_shard(shard: VocabShard | None, weight: Tensor, rank: int, world_size: int) -> VocabShard:
+    if shard is None:
+        if weight.shape[0] < 1:
+            raise ValueError(
+                f"weight must have at least one row, got {list(weight.shape)}; a rank that holds "
+                "none of the vocabulary says so by vocab_shard"
+            )
+        return VocabShard.even(weight.shape[0], rank, world_size)
+    require_vocab_shard(shard)
+    require_rows(shard, weight)
     if world_size == 1 and (shard.start != 0 or shard.stop < shard.vocab_size):
         raise ValueError(
             f"vocab_shard of a single rank must cover [0, vocab_size={shard.vocab_size}), got "
@@ -188,6 +208,13 @@ def check_grad_weight_into(buffer: Tensor | None, weight: Tensor, needs_grad: bo
     require_device("grad_weight_into", buffer, weight)
     if buffer.requires_grad:
         raise ValueError("grad_weight_into must not require grad: it is written in the backward")
+    if 0 in buffer.stride() and buffer.numel() > 1:
+        raise ValueError(
+            "grad_weight_into must have memory for each of its elements, got an expanded tensor "
+            f"of strides {list(buffer.stride())}"
+        )
+    if buffer.numel() and buffer.data_ptr() == weight.data_ptr():
+        raise ValueError("grad_weight_into must have memory of its own, got that of weight")
     if not needs_grad and torch.is_grad_enabled():
         raise ValueError(
             "grad_weight_into must be None where weight does not require grad: nothing would be "

@@ -29,9 +29,7 @@ class VocabShard:
 
     def __post_init__(self) -> None:
         for name in ("start", "stop", "vocab_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"VocabShard.{name} must be an int, got {value!r}")
+            _require_int(f"VocabShard.{name}", getattr(self, name))
         if not 0 <= self.start <= self.stop:
             raise ValueError(
                 f"VocabShard needs 0 <= start <= stop, got start={self.start}, stop={self.stop}"
@@ -48,12 +46,15 @@ class VocabShard:
         `vocab_size` smaller than num_rows * world_size marks the rows beyond it as padding.
         """
         _require_rank(rank, world_size)
+        _require_int("num_rows", num_rows, minimum=0)
         total = num_rows * world_size
-        if vocab_size is not None and vocab_size > total:
+        if vocab_size is None:
+            vocab_size = total
+        _require_int("vocab_size", vocab_size, minimum=1)
+        if vocab_size > total:
             raise ValueError(
                 f"vocab_size must be <= num_rows * world_size = {total}, got {vocab_size}"
             )
-        vocab_size = total if vocab_size is None else vocab_size
         return cls(rank * num_rows, (rank + 1) * num_rows, vocab_size)
 
     @classmethod
@@ -61,6 +62,7 @@ class VocabShard:
         """The split of torch.chunk and of DTensor's Shard(0): ceil(V / W) rows a rank, the last
         ranks fewer, or none."""
         _require_rank(rank, world_size)
+        _require_int("vocab_size", vocab_size, minimum=1)
         size = -(-vocab_size // world_size)
         start = min(rank * size, vocab_size)
         return cls(start, min(start + size, vocab_size), vocab_size)
@@ -69,6 +71,7 @@ class VocabShard:
     def balanced(cls, vocab_size: int, rank: int, world_size: int) -> VocabShard:
         """The first V mod W ranks hold one row more than the others."""
         _require_rank(rank, world_size)
+        _require_int("vocab_size", vocab_size, minimum=1)
         size, extra = divmod(vocab_size, world_size)
         start = rank * size + min(rank, extra)
         return cls(start, start + size + (rank < extra), vocab_size)
@@ -89,6 +92,15 @@ class VocabShard:
         return (targets - self.start).masked_fill(~mine, -1)
 
 
+def _require_int(name: str, value: object, minimum: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an int, got {value!r}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {value!r}")
+
+
 def _require_rank(rank: int, world_size: int) -> None:
+    _require_int("rank", rank)
+    _require_int("world_size", world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must lie in [0, world_size={world_size}), got {rank}")

@@ -374,6 +374,7 @@ def test_parse_shape() -> None:
             ["loss", "--inputs", "nonsense"],
             "inputs must be one of ['gaussian', 'zipf',",
         ),
+        (["loss", "--inputs", __file__], "inputs must be a file of `cce-dist bench capture`"),
         (["loss", "--method", "fastest"], "got ['fastest']"),
         (["loss", "--peers", "cce,fastest"], "got ['fastest']"),
         (["loss", "--extra", "x=y"], "extra must be NAME=MODULE:FUNCTION, got 'x=y'"),
@@ -383,10 +384,22 @@ def test_parse_shape() -> None:
         (["paper", "--table", "2"], "table must be among ['1', 'A1', 'A2'], got ['2']"),
         (["capture", "--dim", "33"], "dim must be a multiple of 2 * 1 heads, got 33"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value).replace(__file__, "FILE") if isinstance(value, list) else "",
 )
 def test_bench_refuses(arguments: list[str], message: str) -> None:
     assert message in refuse(*arguments)
+
+
+def test_bench_refuses_another_file_of_torch(tmp_path: Path) -> None:
+    torch.save({"hidden": torch.ones(2, 3)}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"file of `cce-dist bench capture`, got '.*other.pt'"):
+        make_inputs(str(tmp_path / "other.pt"), Shape(2, 0, 0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_bench_refuses_a_gpu_that_is_not_there() -> None:
+    got = refuse("loss", "--device", "cuda")
+    assert "device must be cpu where torch finds no GPU, got 'cuda'" in got
 
 
 def test_a_compiled_method_needs_a_gpu() -> None:

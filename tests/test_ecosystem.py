@@ -1,8 +1,9 @@
-"""What people train with, around the loss: autocast, checkpointing, DDP with no_sync."""
+"""What people train with, around the loss: autocast, checkpointing, DDP with no_sync, copies."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from cce_dist import linear_cross_entropy
+from cce_dist import LinearCrossEntropy, linear_cross_entropy
 from cce_dist.testing import shared_pool
 
 TOKENS, CLASSES, DIM = 96, 600, 16
@@ -66,6 +67,25 @@ def under_autocast(group: Any, mode: str, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_autocast_is_a_cast_of_the_inputs(mode: str, sequence_parallel: bool) -> None:
     shared_pool().run(2, under_autocast, mode, sequence_parallel)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weight", "message"),
+    [
+        pytest.param(torch.int64, torch.int64, "hidden must be bf16, .*int64", id="integers"),
+        pytest.param(torch.float32, torch.float64, "weight must have .*float64", id="float64"),
+        pytest.param(torch.float32, torch.complex64, "weight must have .*complex", id="complex"),
+    ],
+)
+def test_autocast_casts_what_torch_casts(
+    hidden: torch.dtype, weight: torch.dtype, message: str
+) -> None:
+    inputs = (torch.ones(8, DIM, dtype=hidden), torch.ones(50, DIM, dtype=weight))
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match=message),
+    ):
+        linear_cross_entropy(*inputs, targets_of(2, 8) % 50)
 
 
 # -- activation checkpointing -------------------------------------------------------------------
@@ -181,6 +201,36 @@ def test_a_second_derivative_is_refused(mode: Any) -> None:
     hidden, weight = randn(0, 8, DIM).requires_grad_(), randn(1, 50, DIM).requires_grad_()
     loss = linear_cross_entropy(hidden, weight, targets_of(2, 8) % 50, gradient=mode)
     assert isinstance(loss, Tensor)
-    (first,) = torch.autograd.grad(loss, hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
-        torch.autograd.grad(first.sum(), hidden)
+    first, other = torch.autograd.grad(loss, (hidden, weight), create_graph=True)
+    # Of a constant the first two would be 0 in silence.
+    for penalty in (loss + first.square().sum(), loss + other.square().sum(), first.sum()):
+        with pytest.raises(RuntimeError, match="linear_cross_entropy is differentiable once"):
+            torch.autograd.grad(penalty, hidden, retain_graph=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_create_graph_leaves_the_first_derivative_as_it_is(mode: Any) -> None:
+    hidden, weight = randn(0, 8, DIM).requires_grad_(), randn(1, 50, DIM).requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, targets_of(2, 8) % 50, gradient=mode)
+    assert isinstance(loss, Tensor)
+    expected = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    got = torch.autograd.grad(loss, (hidden, weight), create_graph=True)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def copied(group: Any) -> None:
+    """As torch.optim.swa_utils.AveragedModel copies a model."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rows = slice(rank * CLASSES // size, (rank + 1) * CLASSES // size)
+    module = LinearCrossEntropy(group=group, z_loss=1e-3).eval()
+    made = copy.deepcopy(nn.ModuleList([module, module]))
+    assert made[0] is made[1] and made[0] is not module and not made[0].training
+    given = (randn(0, TOKENS, DIM), randn(1, CLASSES, DIM)[rows], targets_of(2))
+    assert torch.equal(made[0](*given), module(*given))
+
+
+def test_a_models_copy_has_the_same_group() -> None:
+    shared_pool().run(2, copied)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
-from cce_dist import largest_logits
+from cce_dist import largest_logits, quantize_weight
 from cce_dist.testing import DTYPES, PLACES, Place, grid
 
 
@@ -56,6 +58,48 @@ def test_nothing_to_look_at(place: Place) -> None:
     assert none.value.shape == none.index.shape == (0,)
     made = largest_logits(hidden, weight[:0], backend=place.backend)
     assert bool((made.value == -torch.inf).all()) and not made.index.any()
+
+
+@pytest.mark.parametrize(**grid(places=PLACES))
+def test_what_is_no_number_is_not_passed_over(place: Place) -> None:
+    hidden, weight, _ = inputs(torch.float32, place, tokens=140)
+    expected = (hidden @ weight.T).max(-1)
+
+    def made(hidden: torch.Tensor, weight: torch.Tensor) -> Any:
+        # Of the torch backend's 128 columns at a time.
+        return largest_logits(hidden, weight, backend=place.backend, workspace_bytes=2**16)
+
+    bad = hidden.clone()
+    bad[[3, 130], 5] = torch.nan
+    value, index = made(bad, weight)
+    is_bad = bad.isnan().any(-1)
+    assert bool((value.isnan() == is_bad).all()) and not index[is_bad].any()
+    assert torch.equal(index[~is_bad], expected.indices[~is_bad])
+    for row in (0, 100, 700, 1099):
+        bad = weight.clone()
+        bad[row, 2] = torch.nan
+        value, index = made(hidden, bad)
+        assert bool(value.isnan().all()) and not index.any()
+    bad = weight.clone()
+    bad[700] = torch.inf * hidden[0].sign()
+    value, index = made(hidden[:1], bad)
+    assert value.item() == torch.inf and index.item() == 700
+
+
+def test_refuses_dtensors(tmp_path: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        given = {"hidden": torch.ones(4, 8), "weight": torch.ones(9, 8), "bias": torch.ones(9)}
+        for name, value in given.items():
+            there = DTensor.from_local(value, mesh, [Replicate()])
+            with pytest.raises(ValueError, match=rf"{name} must be a plain tensor.*to_local"):
+                largest_logits(**{**given, name: there})
+        weight = DTensor.from_local(torch.ones(9, 8).half(), mesh, [Replicate()])
+        with pytest.raises(ValueError, match=r"weight must be a plain tensor"):
+            quantize_weight(weight)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_is_not_differentiable_and_refuses_what_the_loss_does() -> None:

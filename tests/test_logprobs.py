@@ -301,6 +301,15 @@ def test_token_logprobs_over_ranks(cuts: tuple[int, ...]) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "temperature_0": ({"temperature": 0.0}, r"temperature must be > 0, got 0\.0"),
     "temperature_nan": ({"temperature": float("nan")}, r"temperature must be a finite.*nan"),
+    "temperature_small": (
+        {"temperature": 1e-320},
+        r"logit_scale=1.0 / temperature=1e-320 must lie between .*got inf",
+    ),
+    "temperature_large": (
+        {"temperature": 1e31},
+        r"logit_scale=1.0 / temperature=1e\+31 must lie between",
+    ),
+    "mask_sparse": ({"mask": torch.ones(8).bool().to_sparse()}, r"mask must be a dense tensor"),
     "temperature_bool": ({"temperature": True}, r"temperature must be a finite number.*True"),
     "entropy": ({"entropy": 1}, r"entropy must be True or False, got 1"),
     "in_forward": ({"gradient": "in_forward"}, r"gradient must be one of 'filtered', 'exact'"),

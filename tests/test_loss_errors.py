@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ def arguments(**changed: Any) -> dict[str, Any]:
     return {**made, **changed}
 
 
+SHARED = torch.ones(V, D, requires_grad=True)
 TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "hidden_list": ({"hidden": [[1.0] * D] * N}, r"hidden must be a torch.Tensor.*list"),
     "hidden_int": ({"hidden": torch.ones(N, D, dtype=torch.int64)}, r"hidden must be .*int64"),
@@ -34,6 +36,29 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
         r"hidden must be .*complex64",
     ),
     "hidden_scalar": ({"hidden": torch.tensor(1.0)}, r"hidden must have shape .*0 dims"),
+    "hidden_without_channels": (
+        {"hidden": torch.ones(N, 0), "weight": torch.ones(V, 0)},
+        rf"hidden must have shape .*D >= 1.*\[{N}, 0\]",
+    ),
+    "hidden_without_values": (
+        {name: arguments()[name].to("meta") for name in ("hidden", "weight", "targets")},
+        r"hidden must hold values, got .*meta",
+    ),
+    "hidden_sparse": ({"hidden": torch.ones(N, D).to_sparse()}, r"hidden must be a dense .*sparse"),
+    "hidden_nested": (
+        {"hidden": torch.nested.nested_tensor([torch.ones(2, D)] * 2, layout=torch.jagged)},
+        r"hidden must be a dense tensor, got a nested",
+    ),
+    "weight_sparse": ({"weight": torch.ones(V, D).to_sparse()}, r"weight must be a dense .*sparse"),
+    "targets_sparse": (
+        {"targets": torch.arange(N).to_sparse()},
+        r"targets must be a dense .*sparse",
+    ),
+    "bias_sparse": ({"bias": torch.ones(V).to_sparse()}, r"bias must be a dense .*sparse"),
+    "weight_without_rows": (
+        {"weight": torch.ones(0, D)},
+        rf"weight must have at least one row, got \[0, {D}\].*vocab_shard",
+    ),
     "weight_none": ({"weight": None}, r"weight must be a torch.Tensor.*None"),
     "weight_dim": ({"weight": torch.ones(V, D + 1)}, rf"weight must .*D={D}.*\[{V}, {D + 1}\]"),
     "weight_transposed": ({"weight": torch.ones(D, V)}, rf"weight must .*\[{D}, {V}\]"),
@@ -109,6 +134,14 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
         {"grad_weight_into": torch.zeros(V, D, requires_grad=True)},
         r"grad_weight_into must not require grad",
     ),
+    "main_grad_expanded": (
+        {"grad_weight_into": torch.zeros(1, D).expand(V, D)},
+        r"grad_weight_into must have memory for each .*\[0, 1\]",
+    ),
+    "main_grad_is_the_weight": (
+        {"weight": SHARED, "grad_weight_into": SHARED.detach()},
+        r"grad_weight_into must have memory of its own, got that of weight",
+    ),
     "main_grad_list": ({"grad_weight_into": []}, r"grad_weight_into must be a torch.Tensor"),
     "other_device": (
         {"weight": torch.ones(V, D, device="meta")},
@@ -149,6 +182,17 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "reduction": ({"reduction": "avg"}, r"reduction must be one of 'mean', 'sum', 'none'.*'avg'"),
     "gradient": ({"gradient": "fast"}, r"gradient must be one of .*'exact'.*'fast'"),
     "backend": ({"backend": "cuda"}, r"backend must be one of .*'torch'.*'cuda'"),
+    "reduction_array": ({"reduction": np.array(["mean", "sum"])}, r"reduction must be one of"),
+    "sequence_parallel": (
+        {"sequence_parallel": "no"},
+        r"sequence_parallel must be True or False.*'no'",
+    ),
+    "ignore_index_large": ({"ignore_index": 2**63}, r"ignore_index must fit int64.*9223372036854"),
+    "softcap_large": ({"softcap": 1e300}, r"softcap must lie between .*fp32.*1e\+300"),
+    "softcap_integer": ({"softcap": 10**400}, r"softcap must be a finite number"),
+    "logit_scale_large": ({"logit_scale": 1e39}, r"logit_scale must lie between .*fp32.*1e\+39"),
+    "logit_scale_small": ({"logit_scale": -1e-40}, r"logit_scale must lie between .*fp32.*1e-40"),
+    "z_loss_large": ({"z_loss": 1e39}, r"z_loss must be <= 1e\+30.*1e\+39"),
     "logits": ({"logits": "fp8"}, r"logits must be one of .*'fp8'"),
     "screened_exact": (
         {"logits": "screened", "gradient": "exact"},
@@ -227,6 +271,11 @@ def test_module_refuses_options_when_it_is_made(case: str) -> None:
     options, pattern = OPTIONS[case]
     with pytest.raises(ValueError, match=pattern):
         LinearCrossEntropy(**options)
+
+
+def test_module_refuses_a_shard_when_it_is_made() -> None:
+    with pytest.raises(ValueError, match=r"vocab_shard must be a cce_dist.VocabShard or None"):
+        LinearCrossEntropy(vocab_shard=(0, V))  # pyright: ignore[reportArgumentType]
 
 
 def test_module_refuses_what_it_does_not_know() -> None:

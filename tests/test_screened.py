@@ -675,6 +675,43 @@ WEIGHTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: quantize_weight(torch.ones(3, 4).half(), torch.ones(2, 5).half()),
         r"hidden must have shape \[..., D\] with D=4",
     ),
+    "hidden_list": (
+        lambda: quantize_weight(torch.ones(3, 4).half(), [[1.0] * 4]),  # type: ignore
+        r"hidden must be a torch.Tensor, got .*list",
+    ),
+    "hidden_scalar": (
+        lambda: quantize_weight(torch.ones(3, 4).half(), torch.tensor(1.0)),
+        r"hidden must have shape \[..., D\] with D=4.*got \[\]",
+    ),
+    "hidden_int": (
+        lambda: quantize_weight(torch.ones(3, 4).half(), torch.ones(2, 4, dtype=torch.int64)),
+        r"hidden must be a floating-point tensor, got torch.int64",
+    ),
+    "sparse": (
+        lambda: quantize_weight(torch.ones(3, 4).half().to_sparse()),
+        r"weight must be a dense tensor",
+    ),
+    "meta": (lambda: quantize_weight(torch.ones(3, 4).half().to("meta")), r"weight .*values.*meta"),
+    "shard": (
+        lambda: quantize_weight(torch.ones(3, 4).half(), vocab_shard=(0, 3)),  # type: ignore
+        r"vocab_shard must be a cce_dist.VocabShard",
+    ),
+    "shard_rows": (
+        lambda: quantize_weight(torch.ones(3, 4).half(), vocab_shard=VocabShard(0, 2, 2)),
+        r"weight must have vocab_shard's 2 rows \[0, 2\), got 3",
+    ),
+    "screen_name": (
+        lambda: quantize_weight(torch.ones(3, 4).half(), screen="int8"),  # type: ignore
+        r"screen must be a cce_dist.Screen, got 'int8'",
+    ),
+    "refresh_of_none": (
+        lambda: quantize_weight(torch.ones(3, 4).half()).refresh(None),  # type: ignore
+        r"weight must have shape \[V_local, D\], got .*NoneType",
+    ),
+    "refresh_of_a_row": (
+        lambda: quantize_weight(torch.ones(3, 4).half()).refresh(torch.ones(4).half()),
+        r"weight must have shape \[V_local, D\], got \[4\]",
+    ),
     "other": (
         lambda: quantize_weight(torch.ones(3, 4).half()).refresh(torch.ones(3, 5).half()),
         r"\[3, 4\] \(without padding\) of torch.float16, got \[3, 5\]",

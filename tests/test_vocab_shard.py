@@ -71,9 +71,15 @@ def test_local_targets() -> None:
             r"vocab_size must be <= .*10, got 11",
             id="padding",
         ),
+        pytest.param(lambda: VocabShard.even(5.0, 0, 2), r"num_rows must be an int", id="rows"),
+        pytest.param(lambda: VocabShard.even(-1, 0, 2), r"num_rows must be >= 0", id="rows_below"),
+        pytest.param(lambda: VocabShard.even(5, "0", 2), r"rank must be an int", id="rank_str"),
+        pytest.param(lambda: VocabShard.chunked("9", 0, 2), r"vocab_size must be an int", id="str"),
+        pytest.param(lambda: VocabShard.chunked(-9, 0, 2), r"vocab_size must be >= 1", id="below"),
+        pytest.param(lambda: VocabShard.balanced(9, 0, 2.0), r"world_size must be an", id="ranks"),
         pytest.param(lambda: VocabShard.even(5, 0, 2, 0), r"vocab_size must be >= 1", id="even_0"),
     ],
 )
-def test_vocab_shard_refuses(make: Callable[[], Any], pattern: str) -> None:
+def test_vocab_shard_refuses(make: Callable[..., Any], pattern: str) -> None:
     with pytest.raises(ValueError, match=pattern):
         make()

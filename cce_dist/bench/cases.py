@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zipfile import is_zipfile
 
 import typer
 
@@ -72,8 +73,12 @@ def case_of(
         where = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device must name a torch device, got {device!r}: {error}") from None
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be cpu where torch finds no GPU, got {device!r}")
     if kind not in KINDS and not Path(kind).is_file():
         raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
+    if kind not in KINDS and not is_zipfile(kind):
+        raise ValueError(f"inputs must be a file of `cce-dist bench capture`, got {kind!r}")
     return lambda: make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)
 
 

@@ -119,13 +119,15 @@ def make_inputs(
     hidden size are its own.
 
     Raises:
-        ValueError: neither a known kind nor a file.
+        ValueError: neither a known kind nor such a file.
     """
     device = torch.device(device)
     if kind not in KINDS:
         if not Path(kind).is_file():
             raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
         stored = torch.load(kind, weights_only=True, map_location=device)
+        if not isinstance(stored, dict) or not {"hidden", "weight", "targets"} <= set(stored):
+            raise ValueError(f"inputs must be a file of `cce-dist bench capture`, got {kind!r}")
         hidden, targets = (stored[name][: shape.num_tokens] for name in ("hidden", "targets"))
         weight = stored["weight"].to(dtype)
         # They were saved as a view that starts one token into its storage: QuACK wants 32 bytes.

@@ -1,0 +1,25 @@
+"""Where a command writes what it found: known to work before the work."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """
+    Args: path: None, or "-" for stdout: nothing to check.
+    Raises:
+        ValueError: the file, or the first folder above it that there is, cannot be written.
+    """
+    if path is None or str(path) == "-":
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} must name a file, got the folder {path}")
+    there = path
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if there != path and not there.is_dir():
+        raise ValueError(f"{option} must lie in a folder, got {path}: {there} is a file")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{option} must be writable, got {path}: {there} is not")
