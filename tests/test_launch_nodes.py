@@ -18,7 +18,7 @@ from cce_dist.testing.nodes import Node, two_nodes
 from cce_dist.testing.torchrun import read_losses, run_forked_training
 
 # Ranks import torch, on a machine that may be busy; what is promised is asserted below.
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 NUM_TOKENS, DIM = 128, 32
 # Of a rank's sends in a step: what the vocabulary's two ranks make of the input embedding and of
@@ -57,7 +57,7 @@ class Job:
             assert all(agent.poll() is None for agent in self.agents), self.outputs()
             return len(self.losses()) >= step
 
-        wait_until(reached, 60)
+        wait_until(reached, 150)
 
     def ranks(self, node: Node) -> list[int]:
         """Process ids; of a node's processes the ranks alone have a place in the environment."""
