@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cce_dist import linear_cross_entropy, token_logprobs
+from cce_dist.adapters.last_stage import LastStageLoss
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -18,6 +23,26 @@ def test_example_runs() -> None:
     assert torch.isfinite(names["out"].loss)
     assert names["hidden"].grad.abs().sum() > 0
     assert names["weight"].grad.abs().sum() > 0
+
+
+def test_a_line_switches_it_on_and_off() -> None:
+    rows = re.findall(r"^\| .+? \| `(.+?)`.*? \| `?(.+?)`? \|$", README.read_text("utf8"), re.M)
+    on = {call.partition("(")[0]: (call, off) for call, off in rows}
+    made = torch.Generator().manual_seed(0)
+    head = nn.Linear(16, 50, bias=False)
+    hidden, ids = torch.randn(6, 16, generator=made), torch.randint(0, 50, (6,), generator=made)
+    response = torch.tensor([False, False, False, True, True, True])
+    names: dict[str, Any] = {"hidden": hidden, "head": head, "targets": ids, "F": F}
+    names |= {"ids": ids, "response": response, "LastStageLoss": LastStageLoss}
+    names |= {"linear_cross_entropy": linear_cross_entropy, "token_logprobs": token_logprobs}
+
+    loss, dense = (eval(line, dict(names)) for line in on["linear_cross_entropy"])
+    torch.testing.assert_close(loss, dense)
+    found = eval(on["token_logprobs"][0], dict(names))
+    expected = head(hidden).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(found, expected.where(response[1:], 0))
+    exec(on["loss_fn=LastStageLoss"][0], names)
+    torch.testing.assert_close(names["loss_fn"](hidden, ids), dense)
 
 
 def test_commands_exist() -> None:

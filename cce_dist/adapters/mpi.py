@@ -46,7 +46,7 @@ def _mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ImportError(
-            "cce_dist.adapters.mpi needs mpi4py and an MPI library: pip install 'cce-dist[mpi]', "
+            "cce_dist.adapters.mpi needs mpi4py and an MPI library: pip install mpi4py, "
             f"and mpich from pip if the machine has no MPI of its own; got {error}"
         ) from error
     return MPI
