@@ -20,7 +20,9 @@ STEPS = 3
 def one_node(folder: Path, ranks: int) -> list[float]:
     """Losses of tp 2, of ranks of which nothing is known but their places."""
     folder.mkdir()
-    code, output = run_forked_training(ranks, write_config(folder, steps=STEPS, batch=4, tp=2))
+    code, output = run_forked_training(
+        ranks, write_config(folder, steps=STEPS, batch=4, tp=2, timeout_s=60.0)
+    )
     assert code == 0, output
     return read_losses(folder / "runs" / "tiny")
 
@@ -34,7 +36,8 @@ def one_node(folder: Path, ranks: int) -> list[float]:
     ],
 )
 def test_sbatch(script: str, tasks_per_node: int, gpus_per_node: int, tmp_path: Path) -> None:
-    config = write_config(tmp_path, steps=1, batch=4)
+    # No rank fails: whoever writes the report of a job on a busy machine is waited for.
+    config = write_config(tmp_path, steps=1, batch=4, timeout_s=60.0)
     environment = launch_environment(TP=2, CONFIG=config, PORT=free_port())
     stand_ins = Path(__file__).parent / "launchers"
     environment["PATH"] = f"{stand_ins}{os.pathsep}{environment['PATH']}"

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 
 @functools.cache
@@ -37,8 +38,8 @@ def speed_up_interpreter() -> None:
     # what was found is looked at with `debug` alone, which the interpreter never sets.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
-    if not _rounds_alike(np.matmul):
-        builder.create_dot = _summing_in_float64(interpreter, builder.create_dot)
+    if not _rounds_alike(np.matmul) and _rounds_alike(_by_torch):
+        builder.create_dot = _multiplying_by_torch(interpreter, builder.create_dot)
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
     interpreter._patch_attr = _calling_directly(interpreter)
     interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)
@@ -68,9 +69,12 @@ def _rounds_alike(multiply: Callable[[Any, Any], Any]) -> bool:
     return True
 
 
-def _summing_in_float64(interpreter: Any, create_dot: Callable[..., Any]) -> Callable[..., Any]:
-    """Products in fp32 by a sum in float64, in which a place makes no difference that is left after
-    rounding: less than one in 10^7 numbers lies so near the middle between two."""
+def _by_torch(left: Any, right: Any) -> Any:
+    return torch.matmul(torch.from_numpy(left), torch.from_numpy(right)).numpy()
+
+
+def _multiplying_by_torch(interpreter: Any, create_dot: Callable[..., Any]) -> Callable[..., Any]:
+    """Products in fp32 by torch's library in place of NumPy's."""
     is_float = {np.dtype(np.float16), np.dtype(np.float32)}
 
     def in_numpy(operand: Any) -> Any:
@@ -85,9 +89,7 @@ def _summing_in_float64(interpreter: Any, create_dot: Callable[..., Any]) -> Cal
         left, right = in_numpy(a), in_numpy(b)
         if d.data.dtype != np.float32 or not {left.dtype, right.dtype} <= is_float:
             return create_dot(a, b, d, *how)
-        # Rows that count for nothing may hold any bits, of which some are no number to convert.
-        with np.errstate(invalid="ignore", over="ignore"):
-            product = np.matmul(left, right, dtype=np.float64).astype(np.float32)
+        product = _by_torch(left.astype(np.float32), right.astype(np.float32))
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     return dot
