@@ -44,7 +44,9 @@ def one_of(*words: str, help: str = "") -> Any:
 
 
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the plan here; - prints it.")]
-PlotPath = Annotated[Path | None, typer.Option("--plot", help="Draw memory and timeline, a PNG.")]
+PlotPath = Annotated[
+    Path | None, typer.Option("--plot", help="Draw memory and timeline: PNG, PDF or SVG.")
+]
 
 
 @contextmanager
@@ -67,10 +69,11 @@ def model_command(
         list[str] | None,
         typer.Option(
             "--number",
-            help="KEY=VALUE, in bytes, FLOP/s, seconds; may be repeated.",
+            help="KEY=VALUE of hardware or software, in bytes, FLOP/s, seconds: memory=8e10. "
+            "May be repeated; a key that is not known names them all.",
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Of the model, instead of its own.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Take so many of the model's.")] = None,
     layout: Annotated[
         str | None, typer.Option(help="Layers of each stage, 7,7,7,5; else the best found.")
     ] = None,
@@ -85,8 +88,14 @@ def model_command(
     cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
     dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks, of the dp * cp.")] = 1,
-    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel")] = False,
-    distributed_optimizer: Annotated[bool, typer.Option("--distributed-optimizer")] = False,
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option("--sequence-parallel", help="Tokens between layers over tp ranks."),
+    ] = False,
+    distributed_optimizer: Annotated[
+        bool,
+        typer.Option("--distributed-optimizer", help="Its states over the dp * cp ranks."),
+    ] = False,
     overlap_data: Annotated[
         bool,
         typer.Option("--overlap-data", help="Sums over data-parallel ranks, beside the passes."),
@@ -100,17 +109,26 @@ def model_command(
         str,
         one_of("mixed", "bf16", "fp32", help="mixed: fp32 weights and moments beside bf16 ones."),
     ] = "mixed",
-    recompute: Annotated[str, one_of("none", "selective", "full")] = "none",
+    recompute: Annotated[
+        str, one_of("none", "selective", "full", help="Selective: attention's scores.")
+    ] = "none",
     attention: Annotated[
         str, one_of(*ATTENTIONS, help="auto: cudnn with --software megatron, else flash.")
     ] = "auto",
     dropout: Annotated[bool, typer.Option("--dropout", help="As GPT-3 has it.")] = False,
     loss: Annotated[str, one_of(*LOSSES, help="exact and filtered are ours.")] = "native",
-    vocab_over: Annotated[str, one_of(*OVER, help="Beside tensor-parallel ranks.")] = "last",
-    schedule: Annotated[str, one_of("auto", *NAMES)] = "auto",
+    vocab_over: Annotated[
+        str, one_of(*OVER, help="Who has the vocabulary: the last stage, or all pp ranks (ours).")
+    ] = "last",
+    schedule: Annotated[
+        str,
+        one_of(
+            "auto", *NAMES, help="auto: 1f1b, interleaved with chunks, vocab with --vocab-over."
+        ),
+    ] = "auto",
     software: Annotated[str, one_of(*SOFTWARE, help="Whose kernels.")] = "megatron",
     kept_columns: Annotated[
-        int, typer.Option(help="That filtered computes again for 128 tokens.")
+        int, typer.Option(help="Columns that filtered computes again, a block of 128 tokens.")
     ] = 6000,
     json_path: JsonPath = None,
     plot_path: PlotPath = None,

@@ -33,11 +33,12 @@ def show_plan(plan: Plan, found: dict[str, Any]) -> None:
 def title_of(plan: Plan) -> str:
     job = plan.job
     names = {"tp": job.tp, "pp": job.pp, "cp": job.cp, "dp": job.dp, "ep": job.ep}
-    ranks = " ".join(f"{name} {value}" for name, value in names.items() if value > 1)
+    ranks = "".join(f" {name} {value}" for name, value in names.items() if value > 1)
     over = "" if job.vocab_over == "last" else f" over {job.vocab_over}"
     return (
-        f"{job.gpus} GPU{'s' * (job.gpus > 1)} {ranks}: {job.microbatches} microbatches of "
-        f"{job.microbatch} x {job.sequence} tokens, {job.schedule_name}, loss {job.loss}{over}"
+        f"{job.gpus} GPU{'s' * (job.gpus > 1)}{ranks}: {job.microbatches} "
+        f"microbatch{'es' * (job.microbatches > 1)} of {job.microbatch} x {job.sequence} tokens, "
+        f"{job.schedule_name}, loss {job.loss}{over}"
     )
 
 

@@ -45,6 +45,11 @@ def test_the_table() -> None:
         assert text in result.output, text
 
 
+def test_the_title_of_one() -> None:
+    result = plan("model", "gemma2-2b")
+    assert result.output.startswith("1 GPU: 1 microbatch of 1 x 4096 tokens, 1f1b, loss native\n")
+
+
 def test_json_and_picture(tmp_path: Path) -> None:
     rows, picture = tmp_path / "a" / "plan.json", tmp_path / "b" / "plan.png"
     result = plan(

@@ -398,6 +398,34 @@ def test_all_of_megatrons_flags() -> None:
         megatron_flags(LLAMA, replace(job, schedule="zbv"), (8, 8, 8, 8))
 
 
+@pytest.mark.parametrize(
+    ("model", "values", "message"),
+    [
+        ("mixtral-8x7b", {"tp": 2}, "sequence_parallel must be set in Megatron with experts"),
+        ("llama3-8b", {"chunks": 2}, "pp must be >= 2 under Megatron's interleaved 1F1B, got 1"),
+        (
+            "llama3-8b",
+            {"tp": 2, "sequence": 4001, "microbatch": 2, "sequence_parallel": True},
+            "sequence must be a multiple of cp . tp, 2, under Megatron's .*, got 4001",
+        ),
+    ],
+)
+def test_jobs_that_megatron_refuses_have_no_flags(
+    model: str, values: dict[str, Any], message: str
+) -> None:
+    job = Job(loss="native", **values)
+    with pytest.raises(ValueError, match=message):
+        megatron_flags(find_model(model), job, (32,) if job.chunks == 1 else (16, 16))
+
+
+def test_flags_that_a_job_needs() -> None:
+    assert "--attention-backend unfused" in megatron_flags(LLAMA, Job(attention="unfused"), (32,))
+    alone = megatron_flags(LLAMA, Job(sequence_parallel=True), (32,))
+    assert "--sequence-parallel" not in alone
+    both = megatron_flags(find_model("mixtral-8x7b"), Job(tp=2, sequence_parallel=True), (32,))
+    assert "--sequence-parallel" in both
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("layout", [(7, 7, 7, 5), (8, 9, 9, 0), (1, 2, 3, 2, 2, 2, 3, 1)], ids=str)
 def test_megatron_understands_layouts(layout: tuple[int, ...]) -> None:
@@ -435,13 +463,13 @@ def test_torchs_stages() -> None:
         ({"vocab_over": "pp", "pp": 2}, r"loss must be one of \('exact', 'filtered'\) with"),
         (
             {"loss": "exact", "schedule": "vocab"},
-            "schedule must be 'vocab' with the vocabulary over pipeline ranks alone",
+            "schedule 'vocab' is that of .* vocab_over must be 'pp' or 'pp-tp', got 'last'",
         ),
         ({"schedule": "zbv"}, "chunks must be 2 under 'zbv', got 1"),
         ({"schedule": "1f1b", "chunks": 2}, "chunks must be 1 under '1f1b', got 2"),
         (
             {"loss": "exact", "vocab_over": "pp", "pp": 2, "chunks": 2},
-            "chunks must be 1 under 'vocab', got 2",
+            "chunks must be 1 under 'vocab', got 2; 'interleaved' has 2 or more, 'zbv' has 2",
         ),
     ],
 )
@@ -456,6 +484,7 @@ def test_bad_jobs_are_refused(values: dict[str, Any], message: str) -> None:
         ({"tp": 3}, "tp must divide the model's 32 heads, got 3; the nearest is 2"),
         ({"pp": 40}, r"must be <= the model's 32 layers, got 40 . 1 = 40; .* is 32"),
         ({"pp": 8, "chunks": 8}, r"got 8 . 8 = 64; the largest pp with these chunks is 4"),
+        ({"pp": 1, "chunks": 33}, r"got 1 . 33 = 33; even pp 1 can have no more than 32 chunks"),
         ({"dp": 2, "ep": 2}, "ep must divide the model's 0 experts, got 2; the nearest is 1"),
         (
             {"tp": 32, "sequence": 4000, "sequence_parallel": True, "cp": 5},
@@ -473,6 +502,17 @@ def test_models_that_cannot_be_cut_are_refused(values: dict[str, Any], message: 
         return
     with pytest.raises(ValueError, match=message):
         make_plan(LLAMA, Job(**values), H200)
+
+
+def test_tp_of_fewer_heads_of_keys() -> None:
+    """Megatron's rule: each rank has as many, or as many ranks have the same one."""
+    model = replace(SMALL, heads=24, kv_heads=4, mlp_dim=768, head_dim=64)
+    for tp in (1, 2, 4, 8, 12, 24):
+        make_plan(model, Job(tp=tp), H200)
+    for tp, near in ((3, 2), (6, 4)):
+        message = f"4 heads of keys and values or be a multiple of them, got {tp}; the nearest is"
+        with pytest.raises(ValueError, match=f"{message} {near}"):
+            make_plan(model, Job(tp=tp), H200)
 
 
 def test_bad_layouts_are_refused() -> None:

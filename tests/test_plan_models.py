@@ -287,7 +287,64 @@ LLAMA_31: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 128256,
 }
+# Others of the hub's, with what is odd in them.
+SMOLLM2: dict[str, Any] = LLAMA_31 | {
+    "head_dim": None,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "rope_interleaved": False,
+    "tie_word_embeddings": True,
+    "vocab_size": 49152,
+}
+QWEN25: dict[str, Any] = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+PHI4_MINI: dict[str, Any] = {
+    "attention_bias": False,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "model_type": "phi3",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "resid_pdrop": 0.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
+HUB = {
+    "smollm2-135m": (SMOLLM2, 134_515_008),
+    "qwen2.5-0.5b": (QWEN25, 494_032_768),
+    "phi4-mini": (PHI4_MINI, 3_836_021_760),
+}
 NOT_USED = "not used by the planner: "
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_files_of_the_hub(name: str) -> None:
+    config, parameters = HUB[name]
+    found = model_from_config(config)
+    assert found.model.parameters == parameters
+    assert not any(note.startswith(NOT_USED) for note in found.notes)
 
 
 def test_a_whole_file_has_no_key_that_is_not_used() -> None:
@@ -347,6 +404,7 @@ def test_windows_of_a_file() -> None:
         ({"v_head_dim": 128}, "v_head_dim = 128 of llama is not understood"),
         ({"model_type": "qwen3", "linear_num_key_heads": 16}, "not modelled: linear attention"),
         ({"model_type": "deepseek_v3", "index_topk": 2048}, "not modelled: sparse or chunked"),
+        ({"lm_head_bias": True}, "lm_head_bias = True of llama is not understood"),
         ({"vision_config": {"depth": 1}}, "of llama is not modelled: a part that is not text"),
     ],
 )

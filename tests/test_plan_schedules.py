@@ -114,13 +114,20 @@ def test_closed_forms(ranks: int, microbatches: int) -> None:
     found = predict(even(ranks), microbatches)
     assert found.seconds == pytest.approx(found.closed_form)
     assert found.closed_form == pytest.approx(3.0 * (microbatches + ranks - 1))
-    # One stage is the slowest in both.
+    # The last stage is the slowest in both.
     slow = StageTimes((1.0,) * (ranks - 1) + (1.7,), (2.0,) * (ranks - 1) + (3.1,))
     found = predict(slow, microbatches)
     assert found.seconds == pytest.approx(found.closed_form)
-    # An upper bound otherwise.
+    # An upper bound here; not always, as below.
     found = predict(uneven, microbatches)
     assert found.closed_form is not None and found.seconds <= found.closed_form * (1 + 1e-9)
+
+
+def test_one_f_one_bs_formula_is_no_bound() -> None:
+    """By hand: the second stage's forwards end at 9, its first backward at 10, and the first stage
+    has two of 4 from there on."""
+    found = predict(StageTimes((1.0, 4.0, 1.0), (4.0, 1.0, 1.0)), 2)
+    assert (found.seconds, found.closed_form) == (18.0, 17.0)
 
 
 @pytest.mark.parametrize("chunks", [2, 4])

@@ -35,7 +35,7 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
     Raises:
         ValueError: neither Megatron nor `megatron_patch` has such a job.
     """
-    _require_megatrons(job)
+    _require_megatrons(model, job)
     flags = [
         f"--num-layers {model.layers}",
         f"--seq-length {job.sequence}",
@@ -52,7 +52,8 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
         flags.append(f"--context-parallel-size {job.cp}")
     if job.ep > 1:
         flags.append(f"--expert-model-parallel-size {job.ep}")
-    if job.sequence_parallel:
+    # With one rank Megatron warns that there is none.
+    if job.sequence_parallel and job.tp > 1:
         flags.append("--sequence-parallel")
     if job.distributed_optimizer:
         flags.append("--use-distributed-optimizer")
@@ -93,11 +94,23 @@ def patch_flags(job: Job) -> list[str]:
     return ["-m megatron_patch", f"--gradient {job.loss}", *over]
 
 
-def _require_megatrons(job: Job) -> None:
+def _require_megatrons(model: Model, job: Job) -> None:
     """Raises ValueError: neither Megatron nor megatron_patch has such a job."""
     name = job.schedule_name
     if name not in ("1f1b", "interleaved", "vocab"):
         raise ValueError(f"schedule must be '1f1b' or 'interleaved' in Megatron, got {name!r}")
+    if name == "interleaved" and job.pp == 1:
+        raise ValueError("pp must be >= 2 under Megatron's interleaved 1F1B, got 1")
+    if model.experts and job.tp > 1 and not job.sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel must be set in Megatron with experts and tp > 1, got tp {job.tp} "
+            "without it"
+        )
+    if job.sequence_parallel and job.sequence // job.cp % job.tp:
+        raise ValueError(
+            f"sequence must be a multiple of cp * tp, {job.cp * job.tp}, under Megatron's "
+            f"sequence parallelism, which cuts each, got {job.sequence}"
+        )
     if name == "interleaved" and job.microbatches % job.pp:
         raise ValueError(
             f"microbatches must be a multiple of pp, {job.pp}, under Megatron's interleaved 1F1B, "

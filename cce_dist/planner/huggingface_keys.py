@@ -17,6 +17,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "qk_layernorm": (False, None),
     "attention_out_bias": (False, None),
+    "lm_head_bias": (False, None),
 }
 # Keys that change the numbers, and the types whose files have them; those with use_sliding_window
 # have no window without it.
@@ -104,17 +105,17 @@ _ELSEWHERE = {key: what for what, keys in _ELSE.items() for key in keys}
 _TOPICS = {
     "names": "architectures auto_map finetuning_task id2label label2id model_type name_or_path "
     "prefix problem_type task_specific_params tokenizer_class transformers_version "
-    "unsloth_fixed unsloth_version",
+    "is_llama_config unsloth_fixed unsloth_version",
     "dtypes and how it is run": "attn_implementation dtype gradient_checkpointing "
     "output_attentions output_hidden_states output_router_logits output_scores pretraining_tp "
-    "reorder_and_upcast_attn return_dict return_dict_in_generate tf_legacy_loss torch_dtype "
-    "torchscript use_bfloat16 use_cache cache_implementation chunk_size_feed_forward",
+    "output_past reorder_and_upcast_attn return_dict return_dict_in_generate tf_legacy_loss "
+    "torch_dtype torchscript use_bfloat16 use_cache cache_implementation chunk_size_feed_forward",
     "numerics": "activation_function hidden_act hidden_activation initializer_factor "
     "initializer_range layer_norm_eps layer_norm_epsilon query_pre_attn_scalar rms_norm_eps "
     "scale_attn_by_inverse_layer_idx scale_attn_weights use_parallel_residual",
     "positions that are computed": "original_max_position_embeddings partial_rotary_factor "
-    "rope_interleave rope_local_base_freq rope_parameters rope_scaling rope_theta "
-    "rotary_emb_base rotary_pct",
+    "rope_interleave rope_interleaved rope_local_base_freq rope_parameters rope_scaling rope_theta "
+    "rotary_emb_base rotary_pct use_mrope",
     "which experts": "aux_loss_alpha ep_size n_group norm_topk_prob routed_scaling_factor "
     "router_aux_loss_coef router_jitter_noise scoring_func seq_aux topk_group topk_method",
     "said by other keys": "attention_layers is_decoder max_window_layers n_ctx qk_head_dim "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import gcd, lcm
 from typing import Literal
@@ -183,7 +184,7 @@ class Job:
         if (self.dp * self.cp) % self.ep:
             raise ValueError(
                 f"ep must divide dp * cp, {self.dp * self.cp}, got {self.ep}; the nearest is "
-                f"{_nearest_divisor(self.dp * self.cp, self.ep)}"
+                f"{_nearest_of(_divisors(self.dp * self.cp), self.ep)}"
             )
         if self.is_over_ranks and self.loss not in OURS:
             raise ValueError(
@@ -198,14 +199,15 @@ class Job:
         name = self.schedule_name
         if name == "vocab" and not self.is_over_ranks:
             raise ValueError(
-                "schedule must be 'vocab' with the vocabulary over pipeline ranks alone, got it "
-                f"with vocab_over={self.vocab_over!r}"
+                "schedule 'vocab' is that of the vocabulary over pipeline ranks: vocab_over must "
+                f"be 'pp' or 'pp-tp', got {self.vocab_over!r}"
             )
         wanted = {"zbv": (2, 2), "interleaved": (2, None)}.get(name, (1, 1))
         if self.chunks < wanted[0] or (wanted[1] is not None and self.chunks > wanted[1]):
+            others = "; 'interleaved' has 2 or more, 'zbv' has 2" if wanted == (1, 1) else ""
             raise ValueError(
                 f"chunks must be {wanted[0]}{'' if wanted[1] else ' or more'} under {name!r}, got "
-                f"{self.chunks}"
+                f"{self.chunks}{others}"
             )
 
     @property
@@ -298,21 +300,25 @@ class Job:
 
     def check_model(self, model: Model) -> None:
         """Raises ValueError: the model cannot be cut like this; with the nearest that works."""
-        # The nearest number is one that no other of these rules refuses.
-        both = gcd(model.heads, model.mlp_dim)
-        if model.heads % self.tp:
-            raise ValueError(
-                f"tp must divide the model's {model.heads} heads, got {self.tp}; the nearest is "
-                f"{_nearest_divisor(both, self.tp)}"
-            )
-        if model.mlp_dim % self.tp:
-            raise ValueError(
-                f"tp must divide the model's mlp_dim, {model.mlp_dim}, got {self.tp}; the nearest "
-                f"is {_nearest_divisor(both, self.tp)}"
-            )
+        for what, is_cut in (
+            (f"divide the model's {model.heads} heads", model.heads % self.tp == 0),
+            (f"divide the model's mlp_dim, {model.mlp_dim}", model.mlp_dim % self.tp == 0),
+            (
+                f"divide the model's {model.kv_heads} heads of keys and values or be a multiple "
+                "of them",
+                _is_shared(model.kv_heads, self.tp),
+            ),
+        ):
+            if not is_cut:
+                # One that none of these rules refuses.
+                divisors = _divisors(gcd(model.heads, model.mlp_dim))
+                works = [tp for tp in divisors if _is_shared(model.kv_heads, tp)]
+                raise ValueError(
+                    f"tp must {what}, got {self.tp}; the nearest is {_nearest_of(works, self.tp)}"
+                )
         if self.ep > 1 and (not model.experts or model.experts % self.ep):
             shared = gcd(model.experts, self.dp * self.cp)
-            near = _nearest_divisor(shared, self.ep) if model.experts else 1
+            near = _nearest_of(_divisors(shared), self.ep) if model.experts else 1
             raise ValueError(
                 f"ep must divide the model's {model.experts} experts, got {self.ep}; the nearest "
                 f"is {near}"
@@ -323,10 +329,12 @@ class Job:
                 f"{self.sequence}"
             )
         if self.stages > model.layers:
+            largest = f"the largest pp with these chunks is {model.layers // self.chunks}"
+            if self.chunks > model.layers:
+                largest = f"even pp 1 can have no more than {model.layers} chunks"
             raise ValueError(
                 f"pp * chunks must be <= the model's {model.layers} layers, got {self.pp} * "
-                f"{self.chunks} = {self.stages}; the largest pp with these chunks is "
-                f"{model.layers // self.chunks}"
+                f"{self.chunks} = {self.stages}; {largest}"
             )
         if self.sequence_parallel and self.tokens % self.tp:
             raise ValueError(
@@ -339,5 +347,14 @@ def _nearest(value: int, step: int) -> int:
     return max(1, round(value / step)) * step
 
 
-def _nearest_divisor(of: int, value: int) -> int:
-    return min((x for x in range(1, of + 1) if of % x == 0), key=lambda x: (abs(x - value), x))
+def _is_shared(heads: int, tp: int) -> bool:
+    """Each rank has as many, or as many ranks have the same one."""
+    return heads % tp == 0 or tp % heads == 0
+
+
+def _divisors(of: int) -> list[int]:
+    return [each for each in range(1, of + 1) if of % each == 0]
+
+
+def _nearest_of(numbers: Iterable[int], value: int) -> int:
+    return min(numbers, key=lambda each: (abs(each - value), each))

@@ -247,9 +247,9 @@ def _served(schedule: Schedule, times: StageTimes) -> Served:
 def closed_form(schedule: Schedule, times: StageTimes) -> float | None:
     """A step's time by formula, p2p latencies left out; of uneven stages, where one is known.
 
-    gpipe: exact. 1f1b: (m - 1) max(F + B) + sum(F + B), exact where one stage is the slowest in
-    both. interleaved: even stages alone. vocab: m cycles of the slowest, and one microbatch on its
-    way through the other stages.
+    gpipe: exact. 1f1b: (m - 1) max(F + B) + sum(F + B), exact where the last stage is the slowest
+    in both, or all are alike. interleaved: even stages alone. vocab: m cycles of the slowest, and
+    one microbatch on its way through the other stages.
     """
     count, ranks = schedule.microbatches, schedule.ranks
     forward, backward = times.forward, times.backward

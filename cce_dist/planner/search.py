@@ -1,4 +1,4 @@
-"""Layouts: how many layers each stage should have, and what could be changed about a job."""
+"""The best plan of a job, whether another job is better, and what could be changed about it."""
 
 from __future__ import annotations
 
@@ -9,124 +9,21 @@ from typing import NamedTuple
 
 from .hardware import GIB, Hardware
 from .job import OURS, Job
+from .layouts import best_layout, fits_somehow, peak_of
 from .models import Model
-from .plan import Plan, even_layout, memory_of, plan_layout, schedule_of, stages_of
+from .plan import Plan, schedule_of
 from .schedules import Schedule
-from .stages import Costs, Stage, costs_of, make_stages
-
-# Tasks of a schedule above which layouts are compared by their slowest rank alone.
-MANY_TASKS = 60_000
+from .stages import Costs, costs_of
 
 
 def best_plan(model: Model, job: Job, hardware: Hardware) -> Plan:
-    """The faster one of an even layout and of one that gives the next layer to the rank with the
-    least to do which has room for it; of two that do not fit, the one that needs less.
+    """Of the best layout found; of those that do not fit, of the one that needs less.
 
     Raises:
         ValueError: as `make_plan`.
     """
     costs = costs_of(model, job, hardware)
-    schedule = schedule_of(costs)
-    layouts = {even_layout(model.layers, job.stages), balanced_layout(costs, schedule)}
-    if len(layouts) > 1 and sum(map(len, schedule.orders)) > MANY_TASKS:
-        layouts = {min(layouts, key=lambda each: _slowest(costs, schedule, each))}
-    plans = [plan_layout(costs, schedule, layout) for layout in sorted(layouts)]
-    fitting = [plan for plan in plans if plan.fits]
-    if fitting:
-        return min(fitting, key=lambda plan: (round(plan.seconds, 9), plan.peak))
-    return min(plans, key=lambda plan: plan.peak)
-
-
-def _slowest(costs: Costs, schedule: Schedule, layout: tuple[int, ...]) -> tuple[bool, float]:
-    """Whether it needs too much, and a microbatch's time on the slowest rank."""
-    stages = make_stages(costs, layout)
-    every = [stages_of(schedule, stages, rank) for rank in range(schedule.ranks)]
-    room = costs.hardware.usable * costs.hardware.memory
-    slowest = max(sum(stage.forward + stage.backward for stage in mine) for mine in every)
-    return peak_of(costs, schedule, layout) > room, slowest
-
-
-def balanced_layout(costs: Costs, schedule: Schedule) -> tuple[int, ...]:
-    """Layer by layer to the rank whose stages take least, as long as it has the memory, and there
-    to the stage that takes least. All layers count as the mean one."""
-    model, job = costs.model, costs.job
-    empty = make_stages(costs, [0] * job.stages)
-    layer = _mean_layer(costs)
-    layout = [0] * job.stages
-    room = costs.hardware.usable * costs.hardware.memory
-    full: set[int] = set()
-    takes = [stage.forward + stage.backward for stage in empty]
-    mine = [[schedule.stage(r, c) for c in range(schedule.chunks)] for r in range(schedule.ranks)]
-    for _ in range(model.layers):
-        while True:
-            ranks = [rank for rank in range(schedule.ranks) if rank not in full]
-            if not ranks:
-                # Nothing fits: balanced all the same.
-                full, room, ranks = set(), float("inf"), list(range(schedule.ranks))
-            rank = min(ranks, key=lambda r: (sum(takes[s] for s in mine[r]), r))
-            # A stage without layers is the embedding's or the head's alone, or has nothing to do.
-            stage = min(mine[rank], key=lambda s: (takes[s], s))
-            layout[stage] += 1
-            if _needs(costs, schedule, rank, layout, mine[rank], empty, layer) <= room:
-                break
-            layout[stage] -= 1
-            full.add(rank)
-        takes[stage] += layer.forward + layer.backward
-    return _without_gaps(tuple(layout))
-
-
-def _mean_layer(costs: Costs) -> Stage:
-    """What one more layer adds to a stage."""
-    count = len(costs.layers)
-    inner = make_stages(costs, [0, count, 0])[1]
-    values = {
-        name: getattr(inner, name) / count
-        for name in ("parameters", "expert_parameters", "flops", "forward", "backward", "kept")
-    }
-    return replace(inner, layers=1, **values)
-
-
-def _needs(
-    costs: Costs,
-    schedule: Schedule,
-    rank: int,
-    layout: list[int],
-    mine: list[int],
-    empty: list[Stage],
-    layer: Stage,
-) -> float:
-    stages = []
-    for index in mine:
-        base, count = empty[index], layout[index]
-        stages.append(
-            replace(
-                base,
-                parameters=base.parameters + count * layer.parameters,
-                expert_parameters=count * layer.expert_parameters,
-                kept=base.kept + count * layer.kept,
-                working=max(base.working, layer.working if count else 0.0),
-            )
-        )
-    return memory_of(costs, schedule, stages, rank).total
-
-
-def _without_gaps(layout: tuple[int, ...]) -> tuple[int, ...]:
-    """No stage but the first and the last without a layer: one of the largest stage's instead."""
-    found = list(layout)
-    for index in range(1, len(found) - 1):
-        if not found[index]:
-            found[found.index(max(found))] -= 1
-            found[index] = 1
-    return tuple(found)
-
-
-def peak_of(costs: Costs, schedule: Schedule, layout: tuple[int, ...]) -> float:
-    """Bytes of the rank that takes most; nothing is simulated."""
-    stages = make_stages(costs, layout)
-    return max(
-        memory_of(costs, schedule, stages_of(schedule, stages, rank), rank).total
-        for rank in range(schedule.ranks)
-    )
+    return best_layout(costs, schedule_of(costs))
 
 
 def largest_microbatch(plan: Plan) -> int:
@@ -153,7 +50,7 @@ def largest_of_layouts(
 
     def fits(count: int) -> bool:
         costs = costs_of(model, replace(job, microbatch=count), hardware)
-        return _fits_somehow(costs, held_schedule(costs))
+        return fits_somehow(costs, held_schedule(costs))
 
     return _largest(fits, _least_microbatch(job), below)
 
@@ -165,14 +62,6 @@ def held_schedule(costs: Costs) -> Schedule:
     if job.schedule_name == "vocab":
         job = replace(job, microbatches=min(job.microbatches, 2 * job.pp + 8))
     return schedule_of(replace(costs, job=job))
-
-
-def _fits_somehow(costs: Costs, schedule: Schedule) -> bool:
-    room = costs.hardware.usable * costs.hardware.memory
-    even = even_layout(costs.model.layers, costs.job.stages)
-    if peak_of(costs, schedule, even) <= room:
-        return True
-    return peak_of(costs, schedule, balanced_layout(costs, schedule)) <= room
 
 
 def _least_microbatch(job: Job) -> int:
@@ -313,7 +202,7 @@ def nearest_that_fits(
             changed = replace(last, **change)  # pyright: ignore
             costs = costs_of(model, changed, hardware)
             last = changed
-            if _fits_somehow(costs, held_schedule(costs)):
+            if fits_somehow(costs, held_schedule(costs)):
                 return Advice(_flags_of(job, changed) + instead, "")
         except ValueError:
             continue  # the model cannot be cut like this

@@ -1,0 +1,259 @@
+"""How many layers each stage should have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from .plan import Plan, even_layout, memory_of, plan_layout, stages_of
+from .schedules import Schedule
+from .stages import Costs, Stage, make_stages
+
+Layout = tuple[int, ...]
+
+# What one search simulates: tasks, above which layouts are compared by their slowest rank alone;
+# and plans of few tasks.
+MANY_TASKS, MANY_PLANS = 60_000, 300
+
+
+def best_layout(costs: Costs, schedule: Schedule) -> Plan:
+    """The plan of the fastest layout found that fits; where none does, of the one that needs least.
+
+    From an even layout and those of `balanced_layout`, one layer after the other is moved to
+    another stage as long as a step gets shorter.
+    """
+    parts = Parts(costs, schedule)
+    needs = {layout: peak_of(costs, schedule, layout) for layout in _starts(parts)}
+    fitting = [layout for layout, need in needs.items() if need <= parts.room]
+    if not fitting:
+        return plan_layout(costs, schedule, min(needs, key=lambda layout: needs[layout]))
+    level = sorted({parts.levelled(layout) for layout in fitting}, key=parts.loads)
+    most = min(MANY_PLANS, MANY_TASKS // sum(map(len, schedule.orders)))
+    if most < len(level):
+        return plan_layout(costs, schedule, level[0])
+    plans = {layout: plan_layout(costs, schedule, layout) for layout in level}
+    for layout in level:
+        _improve(parts, plans, layout, most)
+    return min(plans.values(), key=_order)
+
+
+def fits_somehow(costs: Costs, schedule: Schedule) -> bool:
+    """Whether `best_layout` finds one that fits; nothing is simulated."""
+    parts = Parts(costs, schedule)
+    return any(peak_of(costs, schedule, layout) <= parts.room for layout in _starts(parts))
+
+
+def peak_of(costs: Costs, schedule: Schedule, layout: Layout) -> float:
+    """Bytes of the rank that takes most; nothing is simulated."""
+    stages = make_stages(costs, layout)
+    return max(
+        memory_of(costs, schedule, stages_of(schedule, stages, rank), rank).total
+        for rank in range(schedule.ranks)
+    )
+
+
+def _order(plan: Plan) -> tuple[float, float]:
+    """Of plans that fit, the best first."""
+    return round(plan.seconds, 9), plan.peak
+
+
+def _starts(parts: Parts) -> Iterator[Layout]:
+    """From which better ones are looked for; the last is of use where the others need too much."""
+    yield even_layout(parts.costs.model.layers, parts.schedule.stages)
+    yield balanced_layout(parts)
+    if parts.schedule.chunks > 1:
+        yield balanced_layout(parts, is_thrifty=True)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What layouts are made of."""
+
+    costs: Costs
+    schedule: Schedule
+
+    @property
+    def room(self) -> float:
+        """Bytes of a rank."""
+        return self.costs.hardware.usable * self.costs.hardware.memory
+
+    @cached_property
+    def empty(self) -> list[Stage]:
+        """Stages without layers."""
+        return make_stages(self.costs, [0] * self.schedule.stages)
+
+    @cached_property
+    def layer(self) -> Stage:
+        """What one more layer adds to a stage, on average."""
+        count = len(self.costs.layers)
+        without, inner = self.inner, make_stages(self.costs, [0, count, 0])[1]
+        names = ("parameters", "expert_parameters", "flops", "forward", "backward", "kept")
+        added = {name: (getattr(inner, name) - getattr(without, name)) / count for name in names}
+        return replace(inner, layers=1, **added)
+
+    @cached_property
+    def inner(self) -> Stage:
+        """One without layers, which is neither the first nor the last: of a head over all ranks it
+        has its share."""
+        return make_stages(self.costs, [0, 0, 0])[1]
+
+    @cached_property
+    def until(self) -> tuple[list[float], list[float]]:
+        """Of as many layers, from the model's first: seconds of their forward, and in all."""
+        each = make_stages(self.costs, [0, *[1] * len(self.costs.layers), 0])[1:-1]
+        forward = [one.forward - self.inner.forward for one in each]
+        both = [
+            first + one.backward - self.inner.backward
+            for first, one in zip(forward, each, strict=True)
+        ]
+        return list(accumulate(forward, initial=0.0)), list(accumulate(both, initial=0.0))
+
+    @cached_property
+    def stages(self) -> list[list[int]]:
+        """Of each rank."""
+        schedule = self.schedule
+        return [
+            [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
+            for rank in range(schedule.ranks)
+        ]
+
+    def needs(self, rank: int, layout: list[int]) -> float:
+        """Bytes of a rank, where all layers are as the mean one."""
+        stages, layer = [], self.layer
+        for index in self.stages[rank]:
+            base, count = self.empty[index], layout[index]
+            stages.append(
+                replace(
+                    base,
+                    parameters=base.parameters + count * layer.parameters,
+                    expert_parameters=count * layer.expert_parameters,
+                    kept=base.kept + count * layer.kept,
+                    working=max(base.working, layer.working if count else 0.0),
+                )
+            )
+        return memory_of(self.costs, self.schedule, stages, rank).total
+
+    def taken(self, layout: Layout) -> tuple[list[float], list[float]]:
+        """Seconds of each stage: of the forward, and of both."""
+        forward, both = self.until
+        ends = list(accumulate(layout, initial=0))
+        cuts = list(zip(self.empty, ends, ends[1:], strict=False))
+        return (
+            [empty.forward + forward[b] - forward[a] for empty, a, b in cuts],
+            [empty.forward + empty.backward + both[b] - both[a] for empty, a, b in cuts],
+        )
+
+    def loads(self, layout: Layout) -> tuple[list[float], float]:
+        """A microbatch's seconds on each rank without a head over all of them, the slowest first;
+        of those that are alike in that, the better first.
+
+        Rounded: sums of the same numbers may differ in their last bits."""
+        both = self.taken(layout)[1]
+        each = (round(sum(both[stage] for stage in mine), 12) for mine in self.stages)
+        return sorted(each, reverse=True), self.least_seconds(layout)
+
+    def least_seconds(self, layout: Layout) -> float:
+        """That no step is shorter than: a rank's own work, after the first microbatch's way."""
+        forward, both = self.taken(layout)
+        way = list(accumulate(forward, initial=0.0))
+        count, head = self.schedule.microbatches, self.costs.head
+        over = head.forward + head.backward if self.costs.job.is_over_ranks else 0.0
+        return max(
+            way[min(mine)] + count * (over + sum(both[s] for s in mine)) for mine in self.stages
+        )
+
+    def levelled(self, layout: Layout) -> Layout:
+        """With layers of the slowest rank moved to others, as long as no rank is as slow then and
+        it fits: layers need not be alike."""
+        best = self.loads(layout)
+        while True:
+            both = self.taken(layout)[1]
+            slowest = max(self.stages, key=lambda mine: sum(both[s] for s in mine))
+            near = [(self.loads(each), each) for each in _moves(layout, slowest)]
+            for loads, each in sorted(near):
+                if loads >= best:
+                    return layout
+                if peak_of(self.costs, self.schedule, each) <= self.room:
+                    best, layout = loads, each
+                    break
+            else:
+                return layout
+
+
+def _moves(layout: Layout, sources: list[int]) -> Iterator[Layout]:
+    """One layer of these stages elsewhere. Only the first and the last stage may have none."""
+    last = len(layout) - 1
+    for source in sources:
+        if layout[source] > (0 < source < last):
+            for target in range(last + 1):
+                if target != source:
+                    found = list(layout)
+                    found[source] -= 1
+                    found[target] += 1
+                    yield tuple(found)
+
+
+def _improve(parts: Parts, plans: dict[Layout, Plan], layout: Layout, most: int) -> None:
+    """Adds better and better plans, the first from this layout's, until there are as many."""
+    every, best = list(range(parts.schedule.stages)), plans[layout]
+    while True:
+        near = [(parts.least_seconds(each), each) for each in _moves(best.layout, every)]
+        for least, each in sorted(near):
+            if least >= best.seconds or len(plans) >= most:
+                return
+            if each in plans or peak_of(parts.costs, parts.schedule, each) > parts.room:
+                continue
+            plans[each] = plan_layout(parts.costs, parts.schedule, each)
+            if _order(plans[each]) < _order(best):
+                best = plans[each]
+                break
+        else:
+            return
+
+
+def balanced_layout(parts: Parts, *, is_thrifty: bool = False) -> Layout:
+    """Layer by layer to the rank whose stages take least, as long as it has the memory, and there
+    to the stage that takes least, or if thrifty needs least. All layers count as the mean one."""
+    layout = [0] * parts.schedule.stages
+    room, ranks = parts.room, list(range(parts.schedule.ranks))
+    full: set[int] = set()
+    takes = [stage.forward + stage.backward for stage in parts.empty]
+
+    def added(rank: int, stage: int) -> float:
+        layout[stage] += 1
+        found = parts.needs(rank, layout)
+        layout[stage] -= 1
+        return found
+
+    for _ in range(parts.costs.model.layers):
+        while True:
+            if len(full) == len(ranks):
+                # Nothing fits: balanced all the same.
+                full, room = set(), float("inf")
+            open_ = (rank for rank in ranks if rank not in full)
+            rank = min(open_, key=lambda r: (sum(takes[s] for s in parts.stages[r]), r))
+            mine = parts.stages[rank]
+            if is_thrifty:
+                needs, stage = min((added(rank, s), s) for s in mine)
+            else:
+                # One without layers is the embedding's or the head's alone, or has nothing to do.
+                stage = min(mine, key=lambda s: (takes[s], s))
+                needs = added(rank, stage)
+            if needs <= room:
+                break
+            full.add(rank)
+        layout[stage] += 1
+        takes[stage] += parts.layer.forward + parts.layer.backward
+    return _without_gaps(tuple(layout))
+
+
+def _without_gaps(layout: Layout) -> Layout:
+    """No stage but the first and the last without a layer: one of the largest stage's instead."""
+    found = list(layout)
+    for index in range(1, len(found) - 1):
+        if not found[index]:
+            found[found.index(max(found))] -= 1
+            found[index] = 1
+    return tuple(found)
