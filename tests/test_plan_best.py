@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from cce_dist.planner.hardware import GIB, HARDWARE
-from cce_dist.planner.job import Job
+from cce_dist.planner.job import SOFTWARE, Job
 from cce_dist.planner.layouts import Parts, balanced_layout, fits_somehow, peak_of
 from cce_dist.planner.models import Model
-from cce_dist.planner.plan import Plan, even_layout, plan_layout, schedule_of
+from cce_dist.planner.plan import Plan, even_layout, make_plan, plan_layout, schedule_of
+from cce_dist.planner.presets import find_model
 from cce_dist.planner.search import best_plan, largest_of_layouts
 from cce_dist.planner.stages import costs_of
 
@@ -105,3 +106,23 @@ def test_dense_layers_before_experts_take_their_own_time() -> None:
     job = Job(pp=4, microbatches=16, loss="filtered", vocab_over="pp", recompute="full")
     found, every = best_plan(model, job, H200), all_plans(model, job, H200)
     assert found.seconds == pytest.approx(min(plan.seconds for plan in every), rel=1e-6)
+
+
+def test_an_even_layout_is_not_left_for_a_slower_one() -> None:
+    """Whose ranks have less to do, of three microbatches a rank and four stages each."""
+    job = Job(
+        sequence=2048,
+        microbatch=2,
+        microbatches=12,
+        tp=2,
+        pp=4,
+        chunks=4,
+        dp=2,
+        distributed_optimizer=True,
+        loss="filtered",
+        vocab_over="pp-tp",
+        schedule="interleaved",
+        software=SOFTWARE["megatron-local"],
+    )
+    model, h100 = find_model("GPT Neo (1.3B)"), HARDWARE["h100"]
+    assert best_plan(model, job, h100).seconds <= make_plan(model, job, h100).seconds

@@ -29,12 +29,15 @@ def best_layout(costs: Costs, schedule: Schedule) -> Plan:
     fitting = [layout for layout, need in needs.items() if need <= parts.room]
     if not fitting:
         return plan_layout(costs, schedule, min(needs, key=lambda layout: needs[layout]))
-    level = sorted({parts.levelled(layout) for layout in fitting}, key=parts.loads)
+    begins = set(fitting)
+    if len(set(costs.layers)) > 1:
+        # They counted as alike. Those that are level need not be faster.
+        begins |= set(map(parts.levelled, fitting))
     most = min(MANY_PLANS, MANY_TASKS // sum(map(len, schedule.orders)))
-    if most < len(level):
-        return plan_layout(costs, schedule, level[0])
-    plans = {layout: plan_layout(costs, schedule, layout) for layout in level}
-    for layout in level:
+    if most < len(begins):
+        return plan_layout(costs, schedule, min(begins, key=parts.loads))
+    plans = {layout: plan_layout(costs, schedule, layout) for layout in sorted(begins)}
+    for layout in sorted(begins):
         _improve(parts, plans, layout, most)
     return min(plans.values(), key=_order)
 
@@ -118,6 +121,15 @@ class Parts:
             [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
             for rank in range(schedule.ranks)
         ]
+
+    @cached_property
+    def in_flight(self) -> dict[int, int]:
+        """Microbatches of each stage, at the most."""
+        return {
+            stage: max(held.counts[chunk] for held in self.schedule.held[rank])
+            for rank, mine in enumerate(self.stages)
+            for chunk, stage in enumerate(mine)
+        }
 
     def needs(self, rank: int, layout: list[int]) -> float:
         """Bytes of a rank, where all layers are as the mean one."""
@@ -215,17 +227,12 @@ def _improve(parts: Parts, plans: dict[Layout, Plan], layout: Layout, most: int)
 
 def balanced_layout(parts: Parts, *, is_thrifty: bool = False) -> Layout:
     """Layer by layer to the rank whose stages take least, as long as it has the memory, and there
-    to the stage that takes least, or if thrifty needs least. All layers count as the mean one."""
+    to the stage that takes least, or if thrifty has the fewest microbatches in flight. All layers
+    count as the mean one."""
     layout = [0] * parts.schedule.stages
     room, ranks = parts.room, list(range(parts.schedule.ranks))
     full: set[int] = set()
     takes = [stage.forward + stage.backward for stage in parts.empty]
-
-    def added(rank: int, stage: int) -> float:
-        layout[stage] += 1
-        found = parts.needs(rank, layout)
-        layout[stage] -= 1
-        return found
 
     for _ in range(parts.costs.model.layers):
         while True:
@@ -235,16 +242,14 @@ def balanced_layout(parts: Parts, *, is_thrifty: bool = False) -> Layout:
             open_ = (rank for rank in ranks if rank not in full)
             rank = min(open_, key=lambda r: (sum(takes[s] for s in parts.stages[r]), r))
             mine = parts.stages[rank]
-            if is_thrifty:
-                needs, stage = min((added(rank, s), s) for s in mine)
-            else:
-                # One without layers is the embedding's or the head's alone, or has nothing to do.
-                stage = min(mine, key=lambda s: (takes[s], s))
-                needs = added(rank, stage)
-            if needs <= room:
+            # One without layers is the embedding's or the head's alone, or has nothing to do.
+            key = parts.in_flight if is_thrifty else takes
+            stage = min(mine, key=lambda s: (key[s], s))
+            layout[stage] += 1
+            if parts.needs(rank, layout) <= room:
                 break
+            layout[stage] -= 1
             full.add(rank)
-        layout[stage] += 1
         takes[stage] += parts.layer.forward + parts.layer.backward
     return _without_gaps(tuple(layout))
 
