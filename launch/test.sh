@@ -17,6 +17,6 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 pyright
-# Three at a time on two cores: many tests are ranks that wait for one another, or for a timeout. The main job's tests
+# Two at a time: three, on two cores, held up ranks that have seconds to answer, and saved little. The main job's tests
 # come last and take long: whoever is done takes some of the other's.
-python -m pytest --numprocesses 3 --dist worksteal "$@"
+python -m pytest --numprocesses 2 --dist worksteal "$@"
