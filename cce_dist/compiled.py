@@ -8,6 +8,7 @@ says those of what is left.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,10 @@ def compute(
     quantized_weight: Any = None,
 ) -> Tensor | LossOutput:
     """As `compute.compute`, while torch.compile traces."""
-    if hasattr(type(group), "all_reduce_logaddexp"):
+    # By its class, since torch before 2.13 traces no question after a process group's methods. Who
+    # has made one has imported it.
+    over_mpi = sys.modules.get("cce_dist.adapters.mpi")
+    if over_mpi is not None and isinstance(group, over_mpi.MPIGroup):
         raise ValueError("group must be a ProcessGroup within torch.compile, got an MPIGroup")
     if quantized_weight is not None:
         raise ValueError("quantized_weight must be None within torch.compile")

@@ -21,7 +21,8 @@ from cce_dist.vocab_shard import VocabShard
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement, Shard
+    from typing_extensions import TypeIs
 
     from cce_dist.transport import Group
 
@@ -195,16 +196,26 @@ def _group_of(mesh: DeviceMesh, group: Group | DeviceMesh | None, hidden: object
     return own
 
 
+def _is_split(placement: Placement) -> TypeIs[Shard]:
+    """Whether ranks have parts of a dim in their order, which those of a strided shard are not in.
+
+    Not by the type itself, which a placement has none of while torch 2.11 traces.
+    """
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, Shard) and not isinstance(placement, _StridedShard)
+
+
 def _require_placement(name: str, value: DTensor, mesh: DeviceMesh, wanted: str) -> None:
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate
 
     if value.device_mesh != mesh:
         raise ValueError(
             f"{name} must be on weight's mesh {mesh}, got a DTensor on {value.device_mesh}"
         )
     (placement,) = value.placements
-    # A subclass places rows in another order.
-    splits = type(placement) is Shard and placement.dim % max(value.dim(), 1) == 0
+    splits = _is_split(placement) and placement.dim % max(value.dim(), 1) == 0
     if not (splits if wanted == "Shard(0)" else isinstance(placement, Replicate)):
         raise ValueError(f"{name} must be placed {wanted} on its mesh, got {placement!r}")
 
@@ -213,7 +224,7 @@ def _token_dim(hidden: object, mesh: DeviceMesh, options: LossOptions) -> int | 
     """The dim of hidden that the ranks split (sequence parallel); None: as the options say."""
     if not is_dtensor(hidden):
         return None
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate
 
     if TYPE_CHECKING:
         assert isinstance(hidden, DTensor)
@@ -229,7 +240,7 @@ def _token_dim(hidden: object, mesh: DeviceMesh, options: LossOptions) -> int | 
                 f"says whether tokens are split, got {placement!r}"
             )
         return None
-    dim = placement.dim % hidden.dim() if type(placement) is Shard else hidden.dim()
+    dim = placement.dim % hidden.dim() if _is_split(placement) else hidden.dim()
     if dim >= hidden.dim() - 1:
         raise ValueError(
             "hidden must be placed Replicate(), or Shard(d) of a dim d of tokens, got "

@@ -72,7 +72,7 @@ def test_head_on_the_last_stage() -> None:
     pool.run(pool.size, on_last_stage, FP32, 1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", PLANNED])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, PLANNED])
 def test_a_thousand_steps(schedule: str) -> None:
     """No deadlock between communicators, nor a rank that is ahead of another."""
     pool = nccl_pool()
