@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cce_dist.options import Screen
@@ -40,7 +41,7 @@ class Moments:
     def of_sums(cls, sums: Tensor, count: Tensor | int) -> Moments:
         """Args: sums: [2, D] of the rows, and of their squares."""
         mean, square = sums / count
-        return cls(mean, (square - mean * mean).clamp_min(1e-30))
+        return cls(mean, torch.addcmul(square, mean, mean, value=-1).clamp_min_(1e-30))
 
     def for_others(self) -> Moments:
         """For rows like these, which may vary in a dim in which these hardly do, as few rows may
@@ -64,17 +65,19 @@ def quantized_rows(
         into: written, in place of new memory.
         quantize: the rows; it may write into `into.values` and `into.of_rows` by itself.
     """
-    channel, hidden_centre = torch.ones_like(own.mean), torch.zeros_like(own.mean)
-    if hidden is not None:
+    if hidden is None and into is None:
+        channel, hidden_centre = torch.ones_like(own.mean), torch.zeros_like(own.mean)
+    elif hidden is not None:
         # What sticks out of either side is shared between the two.
         ratio = torch.log2(hidden.variance / own.variance)
         channel = torch.exp2(((ratio - ratio.mean()) / 4).round_())
         hidden_centre = hidden.mean
-    elif into is not None:
+    else:
+        assert into is not None
         channel, hidden_centre = into.channel, into.hidden_centre
     values, of_rows, size = quantize(own.mean, channel, hidden_centre)
     # Both the tokens' shifts and the columns' have the means' product.
-    mean = torch.cat([size.mean(1), (own.mean * hidden_centre).sum()[None]])
+    mean = torch.cat([_mean_of_long(size), (own.mean * hidden_centre).sum()[None]])
     made = QuantizedRows(values, of_rows, own.mean, channel, hidden_centre, mean)
     if into is None:
         return made
@@ -83,6 +86,13 @@ def quantized_rows(
         if kept is not tensor:
             kept.copy_(tensor)
     return into
+
+
+def _mean_of_long(rows: Tensor) -> Tensor:
+    """[K, R] -> [K], in two steps: of a few rows torch's kernel has few programs."""
+    num_rows, length = rows.shape
+    padded = F.pad(rows, (0, -length % 256))
+    return padded.view(num_rows, -1, 256).sum(2).sum(1) / length
 
 
 @dataclass(frozen=True)
@@ -102,8 +112,9 @@ def correct_for_rounding(
     """The tokens' shifts, without the bias of a sum of exponentials; [N] the variance of an 8-bit
     logit's error. Source: docs/numerics.md#screened-logits."""
     mean_norm, mean_rest, of_means = rows.mean
-    # Roundings on one side are as good as independent of the other.
-    variance = (size[1] * mean_norm + size[0] * mean_rest) / rows.centre.shape[0]
+    # Roundings on one side are as good as independent of the other. Times D.
+    variance = torch.addcmul(size[1] * mean_norm, size[0], mean_rest)
+    dim = rows.centre.shape[0]
     # The mean of exp over an error of that variance is too large by half of it.
-    of_tokens[1] -= of_means + 0.5 * logit_scale * variance
-    return variance * logit_scale**2
+    of_tokens[1].sub_(of_means).sub_(variance, alpha=0.5 * logit_scale / dim)
+    return variance * (logit_scale**2 / dim)

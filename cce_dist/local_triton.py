@@ -16,10 +16,16 @@ from torch import Tensor
 from cce_dist.local_triton_bounds import EXCHANGES, Gather, raise_lower
 from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_forward import Forward
-from cce_dist.local_triton_inputs import similar_order
+from cce_dist.local_triton_inputs import for_kernels, similar_order
 from cce_dist.local_triton_lists import ListedLogits, Marks, marks_of
 from cce_dist.local_triton_operands import Launch
-from cce_dist.local_triton_screen import add_exact_columns, guard, with_eight_bits
+from cce_dist.local_triton_screen import (
+    add_exact_columns,
+    guard,
+    start_weight_moments,
+    sum_exact_columns,
+    with_eight_bits,
+)
 from cce_dist.local_triton_tail_error import correct_tail
 from cce_dist.options import TOKEN_BLOCK, Screen
 from cce_dist.partials import Head, Stats, Tokens, Wanted
@@ -51,14 +57,20 @@ def local_stats(
     Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/performance.md#forward.
     """
     order = rounding = screened = None
-    if score and len(tokens) > TOKEN_BLOCK:
-        order = similar_order(tokens)
-        tokens = tokens.reordered(order)
     every = keep_logits if isinstance(keep_logits, KeptLogits) else None
     listed = keep_logits if isinstance(keep_logits, ListedLogits) else None
-    run = Forward.of(tokens, head, wanted, score, every, screen is not None)
+    head = for_kernels(head)
+    # Tokens are put in order by kernels that leave the device idle.
+    own_moments = start_weight_moments(head, screen)
+    try:
+        if score and len(tokens) > TOKEN_BLOCK:
+            order = similar_order(tokens)
+            tokens = tokens.reordered(order)
+        run = Forward.of(tokens, head, wanted, score, every, screen is not None)
+    finally:
+        own = None if own_moments is None else own_moments()
     if screen is not None:
-        run, rounding = with_eight_bits(run, screen)
+        run, rounding = with_eight_bits(run, screen, own)
     launches = run.launches(gather is not None)
     own = run.parts["lower"] if gather is None else run.parts["lower"].clone()
     for launch in launches:
@@ -99,9 +111,13 @@ def local_stats(
     )
     if screened is not None:
         assert rounding is not None and made.dropped is not None
-        correct_tail(run, made, rounding, screened.full)
-        del run.parts["mass"]
-        add_exact_columns(run, made, marks, screened, workspace_bytes, listed, beside)
+        wait = correct_tail(run, made, rounding, screened.full)
+        try:
+            how = (workspace_bytes, listed, beside)
+            exact = sum_exact_columns(run, made, marks, screened, *how)
+        finally:
+            wait()
+        add_exact_columns(run, made, screened, exact)
         corrected = torch.stack([made.lse, made.dropped])[:, : len(tokens)]
         if order is not None:
             corrected = torch.empty_like(corrected).index_copy_(1, order, corrected)

@@ -9,6 +9,7 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,18 +41,45 @@ from cce_dist.local_triton_operands import EightBit, Finished
 from cce_dist.local_triton_products import LEFT_TO_OTHERS
 from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
 from cce_dist.options import TOKEN_BLOCK, Screen
-from cce_dist.partials import QuantizedRows, Tokens
+from cce_dist.partials import Head, QuantizedRows, Tokens
+from cce_dist.streams import start_aside
 
 
 def moments_of(matrix: Tensor, count: Tensor | None = None, *, every: int = 1) -> Moments:
     """Args: count: [1] only so many rows count, and the others are 0."""
-    matrix = with_unit_inner_stride(matrix)
+    taken, sums, launch = _sums_of(with_unit_inner_stride(matrix), every)
+    launch()
+    return Moments.of_sums(sums, taken if count is None else count.clamp_min(1))
+
+
+def start_weight_moments(head: Head, screen: Screen | None) -> Callable[[], Moments] | None:
+    """Begins the `moments_of` a weight that `with_eight_bits` is going to quantise, beside what the
+    current stream is given next. Returns: what waits for them, to be called whatever happens; None:
+    there is nothing to quantise."""
+    if screen is None or head.quantized is not None:
+        return None
+    weight = with_unit_inner_stride(head.weight)
+    taken, sums, launch = _sums_of(weight, every_for_centre(weight))
+    wait = start_aside(weight.device, launch)
+
+    def moments() -> Moments:
+        wait()
+        return Moments.of_sums(sums, taken)
+
+    return moments
+
+
+def _sums_of(matrix: Tensor, every: int) -> tuple[int, Tensor, Callable[[], None]]:
+    """How many rows are taken; room for [2, D], the sum of them and of their squares; and what
+    launches the kernels that fill it."""
     num_rows, dim = matrix.shape
     taken = triton.cdiv(num_rows, every)
     block_n, block_d = (512, 256) if interpreted() else (16, 128)
-    splits = max(1, min(triton.cdiv(taken, 4 * block_n), 128))
+    splits = max(1, min(triton.cdiv(taken, 8 * block_n), 64))
     part = torch.empty(splits, 2, dim, dtype=torch.float32, device=matrix.device)
-    start(moments_kernel, (triton.cdiv(dim, block_d), splits))(
+    sums = torch.empty_like(part[0])
+    launch_parts = functools.partial(
+        start(moments_kernel, (triton.cdiv(dim, block_d), splits)),
         matrix,
         part,
         num_rows,
@@ -61,7 +89,12 @@ def moments_of(matrix: Tensor, count: Tensor | None = None, *, every: int = 1) -
         ROWS=block_n,
         BLOCK_D=block_d,
     )
-    return Moments.of_sums(part.sum(0), taken if count is None else count.clamp_min(1))
+
+    def launch() -> None:
+        launch_parts()
+        torch.sum(part, 0, out=sums)
+
+    return taken, sums, launch
 
 
 def quantize_weight(
@@ -69,13 +102,15 @@ def quantize_weight(
     hidden: Moments | None,
     dtype: torch.dtype,
     into: QuantizedRows | None = None,
+    own: Moments | None = None,
 ) -> QuantizedRows:
     """The weight in 8 bits. Reads it once, and some of its rows twice.
 
-    Args: as of `eight_bits.quantized_rows`.
+    Args: as of `eight_bits.quantized_rows`; own: None: computed here.
     """
     weight = with_unit_inner_stride(weight)
-    own = moments_of(weight, every=every_for_centre(weight))
+    if own is None:
+        own = moments_of(weight, every=every_for_centre(weight))
     make = functools.partial(_quantize, weight, dtype=dtype, into=into)
     return quantized_rows(own, hidden, into, make)
 
@@ -143,13 +178,16 @@ def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRow
     return quantize_weight(weight, moments.for_others(), screen_dtype(screen, weight))
 
 
-def with_eight_bits(run: Forward, screen: Screen) -> tuple[Forward, Rounding]:
-    """The same forward of 8-bit operands, and what [N_padded] tokens' logits are off by."""
+def with_eight_bits(run: Forward, screen: Screen, own: Moments | None) -> tuple[Forward, Rounding]:
+    """The same forward of 8-bit operands, and what [N_padded] tokens' logits are off by.
+
+    Args: own: the weight's; None: computed here, if they are needed.
+    """
     head, dim = run.head, run.weight.shape[1]
     hidden, weight = run.packed[:, :dim], head.quantized
     if weight is None:
         dtype = screen_dtype(screen, run.weight)
-        weight = quantize_weight(run.weight, moments_of(hidden, run.count), dtype)
+        weight = quantize_weight(run.weight, moments_of(hidden, run.count), dtype, own=own)
     values, of_tokens, size = _quantize(
         hidden, weight.hidden_centre, 1 / weight.channel, weight.centre, weight.values.dtype
     )
@@ -197,7 +235,16 @@ def guard(
     return replace(run, shape=shape, eight=None), found
 
 
-def add_exact_columns(
+@dataclass(frozen=True)
+class ExactSums:
+    """Of the kept columns' exact logits."""
+
+    sums: Tensor  # [2, N_padded] fp32: base 2; the sum of exponentials, over 2 to that
+    ref: Tensor | None  # of `ListedLogits`, filled with the sums
+    poor: Tensor | None
+
+
+def sum_exact_columns(
     run: Forward,
     made: Finished,
     marks: Marks,
@@ -205,8 +252,8 @@ def add_exact_columns(
     workspace_bytes: int,
     logits: ListedLogits | None,
     beside: bool = False,
-) -> None:
-    """`made.lse` in place: kept columns by their exact logits, all others by their 8-bit ones.
+) -> ExactSums:
+    """Over the columns that `marks` keep; nothing in full precision.
 
     Args: logits: filled; beside: as of `local_grads`.
     """
@@ -216,7 +263,7 @@ def add_exact_columns(
     room = marks.room(workspace_bytes, run.num_blocks)
     draws = logits is not None and logits.draws
     lists = Lists.of(marks, run.weight, run.num_blocks, room, draws=draws)
-    workspace, ref, poor = (run.count,) * 3
+    workspace, ref, poor = run.count, None, None
     if logits is not None:
         workspace, ref, poor = logits.make_room(lists, run.weight)
     programs, together = num_programs(run.weight), {}
@@ -236,18 +283,24 @@ def add_exact_columns(
         HAS_MADE=logits is not None,
         **together,
     )
-    block = TOKEN_BLOCK
+    return ExactSums(sums, ref, poor)
+
+
+def add_exact_columns(run: Forward, made: Finished, screened: Screened, exact: ExactSums) -> None:
+    """`made.lse` in place: kept columns by their exact logits, all others by their 8-bit ones."""
+    padded, block = run.packed.shape[0], TOKEN_BLOCK
+    has_made = exact.ref is not None
     start(screened_lse_kernel, (triton.cdiv(padded, block),))(
         run.count,
         screened.full,
         made.unkept,
-        sums,
+        exact.sums,
         made.lse,
-        ref,
-        poor,
+        exact.ref if has_made else run.count,
+        exact.poor if has_made else run.count,
         padded,
         BLOCK_N=block,
-        HAS_MADE=logits is not None,
+        HAS_MADE=has_made,
     )
 
 

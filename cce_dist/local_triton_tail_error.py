@@ -5,18 +5,27 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 from torch import Tensor
 
 from cce_dist.eight_bits import Rounding, every_for_centre
-from cce_dist.kernels.tail_error import tail_error_kernel, tail_moments_kernel
+from cce_dist.kernels.tail_error import (
+    RUN,
+    tail_error_kernel,
+    tail_moments_kernel,
+    tail_shares_kernel,
+)
 from cce_dist.local_triton_forward import Forward
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_operands import Finished
 from cce_dist.local_triton_tiles import interpreted, num_programs
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import QuantizedRows
+from cce_dist.streams import start_aside
 
 # Blocks of tokens whose tails have columns in common, at most so many groups of them.
 MOST_GROUPS = 64
@@ -27,15 +36,21 @@ def correct_tail(
     made: Finished,
     rounding: Rounding,
     full: Tensor,  # [1] int32: 1: no logits are of 8 bits
-) -> None:
-    """`made.unkept` and `made.dropped` in place. Source: docs/numerics.md#the-bias-of-the-tail."""
+) -> Callable[[], None]:
+    """Begins to correct `made.unkept` and `made.dropped` in place, beside what the current stream
+    is given next: the lists of kept columns, which leave the device idle.
+
+    Returns: what waits for it, to be called whatever happens; until then masses have to stay.
+    Source: docs/numerics.md#the-bias-of-the-tail.
+    """
     eight, rows = run.eight, rounding.rows
     assert eight is not None
     blocks_per_group = triton.cdiv(run.num_blocks, MOST_GROUPS)
-    moments = _moments_of(run, rows, blocks_per_group)
+    moments, launch_moments = _moments_of(run, rows, blocks_per_group)
     padded, dim = run.packed.shape[0], run.weight.shape[1]
     block = TOKEN_BLOCK if interpreted() else 16
-    start(tail_error_kernel, (triton.cdiv(padded, block),))(
+    launch_error = functools.partial(
+        start(tail_error_kernel, (triton.cdiv(padded, block),)),
         run.packed,
         eight.hidden,
         eight.of_tokens,
@@ -54,43 +69,80 @@ def correct_tail(
         run.head.logit_scale,
         GROUPS=moments.shape[1],
         BLOCK_N=block,
-        BLOCK_D=128,
+        BLOCK_D=256,
         HAS_SOFTCAP=run.has_unkept,
+        num_warps=8,
     )
 
+    def launch() -> None:
+        launch_moments()
+        launch_error()
 
-def _moments_of(run: Forward, rows: QuantizedRows, blocks_per_group: int) -> Tensor:
-    """[3, GROUPS, D] fp32 means over a group's tail: see `tail_moments_kernel`."""
+    return start_aside(run.weight.device, launch)
+
+
+def _moments_of(
+    run: Forward, rows: QuantizedRows, blocks_per_group: int
+) -> tuple[Tensor, Callable[[], None]]:
+    """Room for [3, GROUPS, D] fp32 means over a group's tail, see `tail_moments_kernel`, and what
+    launches the kernels that fill it."""
     weight = run.weight
     num_columns, dim = weight.shape
     groups = max(16, triton.next_power_of_2(triton.cdiv(run.num_blocks, blocks_per_group)))
     # As many columns as the centre is the mean of: of a flat tail these err as that does.
     every = every_for_centre(weight)
-    block_v, block_d = 1024 if interpreted() else 64, 64
-    slices, tiles = triton.cdiv(dim, block_d), triton.cdiv(num_columns, every * block_v)
-    splits = max(1, min(tiles, 4 * num_programs(weight) // slices))
-    part = weight.new_empty(splits, 3, groups, dim, dtype=torch.float32)
-    seen = weight.new_empty(splits, groups, dtype=torch.float32)
-    start(tail_moments_kernel, (slices, splits))(
+    num_runs = triton.cdiv(triton.cdiv(num_columns, RUN.value), every)
+    block_v, block_d = 1024 if interpreted() else 32, 64
+    slices, tiles = triton.cdiv(dim, block_d), triton.cdiv(num_runs * RUN.value, block_v)
+    # Two programs at a time on each multiprocessor.
+    splits = max(1, min(tiles, 2 * num_programs(weight) // slices))
+    fp32 = torch.float32
+    # Their rounding errs by less than the columns that are left out do.
+    share_dtype = fp32 if interpreted() else torch.bfloat16
+    share = weight.new_empty(groups, num_runs * RUN.value, dtype=share_dtype)
+    part = weight.new_empty(splits, 3, groups, dim, dtype=fp32)
+    seen = weight.new_empty(splits, groups, dtype=fp32)
+    sums, seen_sum = torch.empty_like(part[0]), torch.empty_like(seen[0])
+    launch_shares = functools.partial(
+        start(tail_shares_kernel, (triton.cdiv(num_runs * RUN.value, 2 * block_v),)),
+        run.parts["mass"],
+        run.shape,
+        share,
+        num_columns,
+        num_runs,
+        blocks_per_group,
+        every,
+        BLOCK_V=2 * block_v,
+        GROUPS=groups,
+    )
+    launch_moments = functools.partial(
+        start(tail_moments_kernel, (slices, splits)),
         weight,
         rows.values,
         rows.of_rows,
         rows.centre,
         rows.channel,
-        run.parts["mass"],
-        run.shape,
+        share,
         part,
         seen,
         num_columns,
+        num_runs,
         dim,
-        blocks_per_group,
         every,
         weight.stride(0),
         rows.values.stride(0),
         BLOCK_V=block_v,
         BLOCK_D=block_d,
         GROUPS=groups,
-        PRECISION="tf32",
         num_warps=8,
+        num_stages=4,
     )
-    return part.sum(0) / seen.sum(0)[:, None]
+
+    def launch() -> None:
+        launch_shares()
+        launch_moments()
+        torch.sum(part, 0, out=sums)
+        torch.sum(seen, 0, out=seen_sum)
+        sums.div_(seen_sum[:, None])
+
+    return sums, launch

@@ -136,7 +136,7 @@ def test_kernels_and_torch_screen_alike(
     """Where both must keep the same columns: five hold two thirds of the mass, others next to
     nothing each. A block of tokens, whose order is then no matter. What the tail's columns share
     is left out: kernels know that by their bounds of masses (the next test)."""
-    monkeypatch.setattr("cce_dist.local_triton.correct_tail", lambda *_: None)
+    monkeypatch.setattr("cce_dist.local_triton.correct_tail", lambda *_: lambda: None)
     nothing = lambda eight, share, size: torch.zeros_like(eight.variance)  # noqa: E731
     monkeypatch.setattr("cce_dist.local_torch_screen.EightBit.tail_error", nothing)
     inputs = gaussian_inputs(100, 1500, 40, generator=generator(), dtype=torch.float16)
@@ -177,9 +177,10 @@ def test_kernels_correct_tails_as_torch_does(
 
     corrected = []
 
-    def correct(run: Any, made: Any, rounding: Any, full: Tensor) -> None:
+    def correct(run: Any, made: Any, rounding: Any, full: Tensor) -> Any:
         before = made.unkept.clone(), made.dropped.clone()
-        correct_tail(run, made, rounding, full)
+        wait = correct_tail(run, made, rounding, full)
+        wait()
         eight = EightBit.of(
             run.tokens, replace(run.head, quantized=rounding.rows), Screen(dtype=bits)
         )
@@ -196,6 +197,7 @@ def test_kernels_correct_tails_as_torch_does(
             found = (old - new)[:count]
             torch.testing.assert_close(found, expected[:count] * slope, atol=3e-6, rtol=2e-3)
         corrected.append(float(slope.mean()))
+        return wait
 
     correct_tail = local_triton.correct_tail
     monkeypatch.setattr("cce_dist.local_triton.correct_tail", correct)

@@ -36,8 +36,8 @@ def copies_made() -> Iterator[list[Any]]:
     """Weak references to all 8-bit copies of a weight that are made."""
     made, original = [], local_triton_screen.quantize_weight
 
-    def quantize(*given: Any) -> Any:
-        rows = original(*given)
+    def quantize(*given: Any, **named: Any) -> Any:
+        rows = original(*given, **named)
         made.append(weakref.ref(rows))
         return rows
 

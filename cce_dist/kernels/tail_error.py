@@ -9,64 +9,90 @@ from cce_dist.kernels.numbers import LOG2E
 RUN = tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["blocks_per_group", "every"])
+@triton.jit(do_not_specialize=["blocks_per_group", "every", "num_runs"])
+def tail_shares_kernel(
+    mass_ptr,  # [num_blocks, V] of a block's tokens that a column has, negative where kept
+    shape_ptr,  # [3] int32: blocks that count, ...
+    share_ptr,  # [GROUPS, num_runs RUN] of a group's tail that each column taken has: out
+    V,
+    num_runs,
+    blocks_per_group,
+    every,
+    BLOCK_V: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Of each `every`-th RUN of columns, what a group's blocks have of it that is not kept."""
+    RUNS: tl.constexpr = BLOCK_V // RUN
+    num_blocks, num_taken = tl.load(shape_ptr), num_runs * RUN
+    group = tl.arange(0, GROUPS)[:, None, None]
+    run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
+    # In runs, so that the compiler sees what lies side by side.
+    taken = (run * RUN)[:, None] + tl.arange(0, RUN)[None, :]
+    column = ((run * (every * RUN))[:, None] + tl.arange(0, RUN)[None, :])[None, :, :]
+    # The least of weights for every column: of a group without a tail the moments are those of all,
+    # and no 0 / 0.
+    share = tl.where(column < V, 1e-20, 0.0) + tl.zeros((GROUPS, RUNS, RUN), tl.float32)
+    for i in range(blocks_per_group):
+        block = (group * blocks_per_group + i).to(tl.int64)
+        given = (block < num_blocks) & (column < V)
+        mass = tl.load(mass_ptr + block * V + column, mask=given, other=0.0)
+        share += tl.maximum(mass.to(tl.float32), 0.0)
+    share = share.to(share_ptr.dtype.element_ty)
+    out_ptrs = share_ptr + group.to(tl.int64) * num_taken + taken[None, :, :]
+    tl.store(out_ptrs, share, mask=(taken < num_taken)[None, :, :])
+
+
+@triton.jit(do_not_specialize=["every", "num_runs"])
 def tail_moments_kernel(
     weight_ptr,  # [V, D]
     values_ptr,  # [V, D] the same in 8 bits
     of_rows_ptr,  # [2, V] fp32: what those are multiplied by, ...
     centre_ptr,  # [D] fp32
     channel_ptr,  # [D] fp32
-    mass_ptr,  # [num_blocks, V] of a block's tokens that a column has, negative where kept
-    shape_ptr,  # [3] int32: blocks that count, ...
-    part_ptr,  # [splits, 3, GROUPS, D] fp32 sums of mass x, mass x^2, mass rest^2: out
-    seen_ptr,  # [splits, GROUPS] fp32 of mass: out
+    share_ptr,  # [GROUPS, num_runs RUN]: see above
+    part_ptr,  # [splits, 3, GROUPS, D] fp32 sums of share x, share x^2, share rest^2: out
+    seen_ptr,  # [splits, GROUPS] fp32 of share: out
     V,
+    num_runs,
     D,
-    blocks_per_group,
     every,
     stride_wv,
     stride_cv,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     GROUPS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Over each `every`-th RUN of columns, where they are not kept: x = channel (column - centre),
-    and rest what 8 bits are off from it."""
+    """Over each `every`-th RUN of columns: x = channel (column - centre), and rest what 8 bits are
+    off from it. They are rounded to shares' dtype, which errs by less than what is left out does.
+    """
     split, splits = tl.program_id(1), tl.num_programs(1)
     dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    group = tl.arange(0, GROUPS)
+    group, num_taken = tl.arange(0, GROUPS), num_runs * RUN
+    factor = share_ptr.dtype.element_ty
     centre = tl.load(centre_ptr + dims, mask=dims < D, other=0.0)[None, :]
     channel = tl.load(channel_ptr + dims, mask=dims < D, other=0.0)[None, :]
     mean = tl.zeros((GROUPS, BLOCK_D), tl.float32)
     square = tl.zeros((GROUPS, BLOCK_D), tl.float32)
     rest_square = tl.zeros((GROUPS, BLOCK_D), tl.float32)
     seen = tl.zeros((GROUPS,), tl.float32)
-    num_blocks = tl.load(shape_ptr)
-    num_taken = tl.cdiv(tl.cdiv(V, RUN), every) * RUN
+    share_ptrs = share_ptr + group.to(tl.int64)[:, None] * num_taken
     for start in range(split * BLOCK_V, num_taken, splits * BLOCK_V):
         taken = start + tl.arange(0, BLOCK_V)
         column = taken // RUN * every * RUN + taken % RUN
-        # The least of weights for every column: of a group without a tail the moments are those of
-        # all, and no 0 / 0.
-        share = tl.where(column < V, 1e-20, 0.0)[None, :] + tl.zeros((GROUPS, BLOCK_V), tl.float32)
-        for i in range(blocks_per_group):
-            block = (group * blocks_per_group + i).to(tl.int64)[:, None]
-            given = (block < num_blocks) & (column < V)[None, :]
-            mass = tl.load(mass_ptr + block * V + column[None, :], mask=given, other=0.0)
-            share += tl.maximum(mass.to(tl.float32), 0.0)
-        seen += tl.sum(share, 1)
-        inside = (column < V)[:, None] & (dims < D)[None, :]
+        given = (taken < num_taken) & (column < V)
+        share = tl.load(share_ptrs + taken[None, :], mask=(taken < num_taken)[None, :], other=0.0)
+        inside = given[:, None] & (dims < D)[None, :]
         rows = column.to(tl.int64)[:, None]
         x = tl.load(weight_ptr + rows * stride_wv + dims[None, :], mask=inside, other=0.0)
         x = (x.to(tl.float32) - centre) * channel
         x = tl.where(inside, x, 0.0)
         value = tl.load(values_ptr + rows * stride_cv + dims[None, :], mask=inside)
         value = tl.where(inside, value.to(tl.float32), 0.0)
-        rest = tl.load(of_rows_ptr + column, mask=column < V, other=0.0)[:, None] * value - x
-        mean = tl.dot(share, x, mean, input_precision=PRECISION)
-        square = tl.dot(share, x * x, square, input_precision=PRECISION)
-        rest_square = tl.dot(share, rest * rest, rest_square, input_precision=PRECISION)
+        rest = tl.load(of_rows_ptr + column, mask=given, other=0.0)[:, None] * value - x
+        mean = tl.dot(share, x.to(factor), mean)
+        square = tl.dot(share, (x * x).to(factor), square)
+        rest_square = tl.dot(share, (rest * rest).to(factor), rest_square)
+        seen += tl.sum(share.to(tl.float32), 1)
     out = part_ptr + (split * 3 * GROUPS + group)[:, None] * D + dims[None, :]
     tl.store(out, mean, mask=(dims < D)[None, :])
     tl.store(out + GROUPS * D, square, mask=(dims < D)[None, :])
