@@ -8,7 +8,6 @@ says those of what is left.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from cce_dist.loss_plan import Plan
 from cce_dist.options import Filter, LossOptions, Screen
 from cce_dist.partials import accumulate_dtype
 from cce_dist.reduction import TokenLoss, pick_tokens
-from cce_dist.transport import group_rank, group_size, resolve_group
+from cce_dist.transport import group_rank, group_size, is_over_mpi, resolve_group
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -103,10 +102,7 @@ def compute(
     quantized_weight: Any = None,
 ) -> Tensor | LossOutput:
     """As `compute.compute`, while torch.compile traces."""
-    # By its class, since torch before 2.13 traces no question after a process group's methods. Who
-    # has made one has imported it.
-    over_mpi = sys.modules.get("cce_dist.adapters.mpi")
-    if over_mpi is not None and isinstance(group, over_mpi.MPIGroup):
+    if is_over_mpi(group):
         raise ValueError("group must be a ProcessGroup within torch.compile, got an MPIGroup")
     if quantized_weight is not None:
         raise ValueError("quantized_weight must be None within torch.compile")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement, Shard
-    from typing_extensions import TypeIs
 
     from cce_dist.transport import Group
 
@@ -196,7 +195,7 @@ def _group_of(mesh: DeviceMesh, group: Group | DeviceMesh | None, hidden: object
     return own
 
 
-def _is_split(placement: Placement) -> TypeIs[Shard]:
+def _is_split(placement: Placement) -> TypeGuard[Shard]:
     """Whether ranks have parts of a dim in their order, which those of a strided shard are not in.
 
     Not by the type itself, which a placement has none of while torch 2.11 traces.

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from cce_dist.eight_bits import Rounding
 from cce_dist.local_triton_bounds import EXCHANGES, Gather, raise_lower
 from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_forward import Forward
@@ -56,21 +57,10 @@ def local_stats(
         Marks if `score`, else None.
     Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/performance.md#forward.
     """
-    order = rounding = screened = None
+    screened = None
     every = keep_logits if isinstance(keep_logits, KeptLogits) else None
     listed = keep_logits if isinstance(keep_logits, ListedLogits) else None
-    head = for_kernels(head)
-    # Tokens are put in order by kernels that leave the device idle.
-    own_moments = start_weight_moments(head, screen)
-    try:
-        if score and len(tokens) > TOKEN_BLOCK:
-            order = similar_order(tokens)
-            tokens = tokens.reordered(order)
-        run = Forward.of(tokens, head, wanted, score, every, screen is not None)
-    finally:
-        own = None if own_moments is None else own_moments()
-    if screen is not None:
-        run, rounding = with_eight_bits(run, screen, own)
+    run, order, rounding = _packed(tokens, head, wanted, score, every, screen)
     launches = run.launches(gather is not None)
     own = run.parts["lower"] if gather is None else run.parts["lower"].clone()
     for launch in launches:
@@ -109,20 +99,44 @@ def local_stats(
         draws=not score_largest,
         order=order,
     )
-    if screened is not None:
-        assert rounding is not None and made.dropped is not None
-        wait = correct_tail(run, made, rounding, screened.full)
-        try:
-            how = (workspace_bytes, listed, beside)
-            exact = sum_exact_columns(run, made, marks, screened, *how)
-        finally:
-            wait()
-        add_exact_columns(run, made, screened, exact)
-        corrected = torch.stack([made.lse, made.dropped])[:, : len(tokens)]
-        if order is not None:
-            corrected = torch.empty_like(corrected).index_copy_(1, order, corrected)
-        stats, marks = replace(stats, lse=corrected[0]), replace(marks, log_dropped=corrected[1])
-    return stats, marks
+    if screened is None:
+        return stats, marks
+    assert rounding is not None and made.dropped is not None
+    wait = correct_tail(run, made, rounding, screened.full)
+    try:
+        exact = sum_exact_columns(run, made, marks, screened, workspace_bytes, listed, beside)
+    finally:
+        wait()
+    add_exact_columns(run, made, screened, exact)
+    corrected = torch.stack([made.lse, made.dropped])[:, : len(tokens)]
+    if order is not None:
+        corrected = torch.empty_like(corrected).index_copy_(1, order, corrected)
+    return replace(stats, lse=corrected[0]), replace(marks, log_dropped=corrected[1])
+
+
+def _packed(
+    tokens: Tokens,
+    head: Head,
+    wanted: Wanted,
+    score: bool,
+    keep_logits: KeptLogits | None,
+    screen: Screen | None,
+) -> tuple[Forward, Tensor | None, Rounding | None]:
+    """The forward's inputs; which token is the i-th, None: the i-th; with `screen` in 8 bits."""
+    order, head = None, for_kernels(head)
+    # Tokens are put in order by kernels that leave the device idle.
+    weight_moments = start_weight_moments(head, screen)
+    try:
+        if score and len(tokens) > TOKEN_BLOCK:
+            order = similar_order(tokens)
+            tokens = tokens.reordered(order)
+        run = Forward.of(tokens, head, wanted, score, keep_logits, screen is not None)
+    finally:
+        own = None if weight_moments is None else weight_moments()
+    if screen is None:
+        return run, order, None
+    run, rounding = with_eight_bits(run, screen, own)
+    return run, order, rounding
 
 
 def in_order(stats: Stats, log_dropped: Tensor, order: Tensor) -> tuple[Stats, Tensor]:

@@ -5,6 +5,7 @@ The one place that knows which of them it is; `collectives` says what they tell 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -65,6 +66,13 @@ def adapter_of(group: Group | None) -> RankGroup | None:
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return None
     return group  # pyright: ignore[reportReturnType]
+
+
+def is_over_mpi(group: object) -> bool:
+    """Of a group that torch.compile traces: before 2.13 it answers no question after methods."""
+    # Who has made one has imported it.
+    adapter = sys.modules.get("cce_dist.adapters.mpi")
+    return adapter is not None and isinstance(group, adapter.MPIGroup)
 
 
 def resolve_group(group: Group | DeviceMesh | None) -> Group | None:
