@@ -14,12 +14,12 @@ from cce_dist.adapters.courier import Wait
 from cce_dist.adapters.groups import timeout_of
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
+from cce_dist.planner.circles import require_no_circle
 from cce_dist.planner.orders import (
     Pass,
     Times,
     plan_slow_start,
     plan_vocab_order,
-    require_no_circle,
 )
 from megatron_patch.errors import PatchError
 from megatron_patch.head import IGNORED

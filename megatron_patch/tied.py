@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
-from cce_dist.planner.orders import asked_at
+from cce_dist.planner.circles import asked_at
 from megatron_patch.errors import PatchError
 from megatron_patch.rows import Rows
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-from cce_dist.planner import schedules
+from cce_dist.planner import orders, schedules
 from cce_dist.planner.hardware import GIB, HARDWARE
 from cce_dist.planner.head import head_cost
 from cce_dist.planner.job import SOFTWARE, Job
@@ -221,17 +222,34 @@ def megatron(software: str = "megatron-local") -> list[Compared]:
     return found
 
 
-@without_running_ahead()
-def pipelines(over: str = "") -> list[tuple[Compared, Compared]]:
-    """Two H200s of docs/pipelines.md, the head on the last stage, or on both by the planned order
+# Of each kind of GPU, the files of docs/results with its pipelines.
+PIPELINES = {
+    "h200": ("pipeline-two-h200.csv", "pipeline-two-more-h200.csv"),
+    "h100": ("pipeline-two-h100.csv",),
+}
+# Measured since the planned order runs ahead.
+RAN_AHEAD = {"h100"}
+
+
+def pipelines(over: str = "", gpu: str = "h200") -> list[tuple[Compared, Compared]]:
+    """Two GPUs of docs/pipelines.md, the head on the last stage, or on both by the planned order
     ("vocab-1f1b") or a thread beside 1F1B ("vocab-thread"): by its stages' measured times and by
     the cost model alone, the time in the first stage's, the peak in each stage's.
 
     A thread's passes are measured with what interrupts them: those of the planned order instead.
     """
+    # In the order that they ran in, which left collectives no room.
+    with mock.patch.object(orders, "SPARE_LATENCIES", ()):
+        if gpu in RAN_AHEAD:
+            return _pipelines(over, gpu)
+        with without_running_ahead():
+            return _pipelines(over, gpu)
+
+
+def _pipelines(over: str, gpu: str) -> list[tuple[Compared, Compared]]:
     software = replace(SOFTWARE["torch"], joint_qkv=1)
     found: list[tuple[Compared, Compared]] = []
-    every = dict(_runs_of_pipelines())
+    every = dict(_runs_of_pipelines(gpu))
     for name, stages in every.items():
         if over != (name[1] if name[1].startswith("vocab") else ""):
             continue
@@ -255,7 +273,7 @@ def pipelines(over: str = "") -> list[tuple[Compared, Compared]]:
         )
         model = _model_of(stages)
         layout = [int(row["layers"]) for row in stages]
-        plan = make_plan(model, job, HARDWARE["h200"], layout)
+        plan = make_plan(model, job, HARDWARE[gpu], layout)
         # The benchmark holds the head's weight of its inputs besides.
         extra = 2 * model.num_rows * model.dim
         for stage, row in enumerate(stages):
@@ -270,11 +288,13 @@ def pipelines(over: str = "") -> list[tuple[Compared, Compared]]:
     return found
 
 
-def _runs_of_pipelines() -> Iterator[tuple[tuple[str, str], list[dict[str, str]]]]:
-    """Each with its rows, one a stage."""
-    for file in ("pipeline-two-h200.csv", "pipeline-two-more-h200.csv"):
+def _runs_of_pipelines(gpu: str) -> Iterator[tuple[tuple[str, str], list[dict[str, str]]]]:
+    """Each with its rows, one a stage; the planner knows of no screened logits."""
+    for file in PIPELINES[gpu]:
         stages: list[dict[str, str]] = []
         for row in _rows(file):
+            if row.get("logits", "full") != "full":
+                continue
             stages.append(row)
             if len(stages) == int(row["stages"]):
                 name = f"{row['model']} {sum(int(each['layers']) for each in stages)}"
@@ -335,10 +355,10 @@ def _print_tables() -> None:
             mine = [x for x in megatron() if x.name[0] == size and x.name[2] == ranks]
             print(size, ranks, "time |", summary([x.time_error for x in mine]))
             print(size, ranks, "memory |", summary([x.memory_error for x in mine]))
-    for over in ("", "vocab-1f1b", "vocab-thread"):
-        found = pipelines(over)
+    for gpu, over in itertools.product(PIPELINES, ("", "vocab-1f1b", "vocab-thread")):
+        found = pipelines(over, gpu)
         for size in dict.fromkeys(pair[0].name[0] for pair in found):
-            mine, what = [x for x in found if x[0].name[0] == size], over or "last"
+            mine, what = [x for x in found if x[0].name[0] == size], f"{gpu} {over or 'last'}"
             print(size, what, "pipeline, measured |", summary([x.time_error for x, _ in mine]))
             print(size, what, "pipeline, cost model |", summary([x.time_error for _, x in mine]))
             print(size, what, "pipeline, memory |", summary([x.memory_error for _, x in mine]))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from cce_dist.planner.circles import require_no_circle
 from cce_dist.planner.hardware import HARDWARE
 from cce_dist.planner.job import ATTENTIONS, LOSSES, OURS, SOFTWARE, Job
-from cce_dist.planner.orders import Pass, require_no_circle
+from cce_dist.planner.orders import Pass
 from cce_dist.planner.plan import Plan
 from cce_dist.planner.presets import MODELS
 from cce_dist.planner.report import describe

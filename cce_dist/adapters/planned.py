@@ -41,13 +41,13 @@ from cce_dist.adapters.pipelining import (
     told_of_forwards,
     without_dry_run,
 )
+from cce_dist.planner.circles import require_no_circle
 from cce_dist.planner.orders import (
     Kind,
     Pass,
     Times,
     plan_slow_start,
     plan_vocab_order,
-    require_no_circle,
 )
 
 # torch has no action of a user's own. This one is of DualPipeV's schedules alone, and what it holds

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "S", "T", "U", "E", "G"]
@@ -25,6 +25,9 @@ EMBEDDING: tuple[Kind, ...] = ("E", "G")
 # Log-sum-exp is one product of four; the others are of the gradients.
 SHARE_OF_S = 0.25
 SLOWLY = 2
+# Of a forward: how long collectives may take, if that is not known, where it costs no microbatch in
+# flight.
+SPARE_LATENCIES = (0.25, 0.1, 0.05, 0.02)
 
 
 class Pass(NamedTuple):
@@ -44,7 +47,7 @@ class Times:
     backward: float = 2.0
     statistics: float = 0.25  # S
     gradients: float = 0.75  # T
-    latency: float = 0.0  # of a collective of the head
+    latency: float = 0.0  # of a collective of the head; 0: not known
     embedding: float = 0.0  # E, and G
 
     def __post_init__(self) -> None:
@@ -80,7 +83,8 @@ def plan_vocab_order(
 
     Of one rank at most ranks + 2 microbatches are between F and B, where the head takes no longer
     than two stages and latency is 0; ranks + 3 with a head of six stages, or a latency of F / 5,
-    or `weighs`, which may wait for a pass of the last rank.
+    or `weighs`, which may wait for a pass of the last rank. Where latency is 0 passes that wait for
+    a collective have a pass between, if that needs no microbatch more.
 
     Raises:
         ValueError: ranks or microbatches below 1.
@@ -88,7 +92,31 @@ def plan_vocab_order(
     for name, value in (("ranks", ranks), ("microbatches", microbatches)):
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}")
-    cycle = times.cycle
+    every, cycle = range(ranks), times.cycle
+    start = _first_starts(ranks, times, weighs)
+    for share in SPARE_LATENCIES if times.latency == 0 else ():
+        spare = _first_starts(ranks, replace(times, latency=share * times.forward), weighs)
+        if all(_held(spare, rank, cycle) <= _held(start, rank, cycle) for rank in every):
+            start = spare
+            break
+    # A cycle before the first rank's F, and a latency after its B.
+    start["E"] = [-cycle] * ranks
+    start["G"] = [start["B"][0] + times.backward + times.latency] * ranks
+    # U before what begins when it does.
+    kinds: list[Kind] = ["U", *CYCLE, *EMBEDDING] if embeds else ["U", *CYCLE]
+    passes: dict[Kind, list[Pass]] = {}
+    for kind in kinds:
+        passes[kind] = [Pass(kind, index) for index in range(microbatches)]
+    orders = []
+    for rank in every:
+        here = kinds if weighs and rank == ranks - 1 else kinds[1:]
+        orders.append(_repeat({kind: start[kind][rank] / cycle for kind in here}, passes))
+    return _run_ahead(orders) if runs_ahead else orders
+
+
+def _first_starts(ranks: int, times: Times, weighs: bool) -> dict[Kind, list[float]]:
+    """When each rank begins each kind of the first microbatch's passes."""
+    cycle, every = times.cycle, range(ranks)
     offset: dict[Kind, float] = {}
     for kind in CYCLE:
         offset[kind] = sum(times.of(other) for other in CYCLE[: len(offset)])
@@ -98,7 +126,6 @@ def plan_vocab_order(
         first = rank * times.forward + offset[kind]
         return first + math.ceil((ready - first) / cycle - 1e-9) * cycle
 
-    every = range(ranks)
     arrived = ranks * times.forward + times.latency
     start: dict[Kind, list[float]] = {"F": [rank * times.forward for rank in every]}
     start["S"] = [slot(rank, "S", arrived) for rank in every]
@@ -114,20 +141,12 @@ def plan_vocab_order(
     for rank in reversed(every):
         start["B"][rank] = slot(rank, "B", ready)
         ready = start["B"][rank] + times.backward
+    return start
 
-    # A cycle before the first rank's F, and a latency after its B.
-    start["E"] = [-cycle] * ranks
-    start["G"] = [start["B"][0] + times.backward + times.latency] * ranks
-    # U before what begins when it does.
-    kinds: list[Kind] = ["U", *CYCLE, *EMBEDDING] if embeds else ["U", *CYCLE]
-    passes: dict[Kind, list[Pass]] = {}
-    for kind in kinds:
-        passes[kind] = [Pass(kind, index) for index in range(microbatches)]
-    orders = []
-    for rank in every:
-        here = kinds if weighs and rank == ranks - 1 else kinds[1:]
-        orders.append(_repeat({kind: start[kind][rank] / cycle for kind in here}, passes))
-    return _run_ahead(orders) if runs_ahead else orders
+
+def _held(start: dict[Kind, list[float]], rank: int, cycle: float) -> int:
+    """How many F a rank begins before its first B."""
+    return math.ceil((start["B"][rank] - start["F"][rank]) / cycle - 1e-9)
 
 
 def _repeat(begins: dict[Kind, float], passes: dict[Kind, list[Pass]]) -> list[Pass]:
@@ -263,125 +282,3 @@ def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, 
 
 def makespan(orders: Sequence[Sequence[Pass]], times: Times) -> float:
     return max(max(ends.values()) for ends in simulate(orders, times))
-
-
-def asked_at(index: int, count: int, ahead: int | None) -> range:
-    """The microbatches, of `count`, whose tokens are asked for at E of microbatch `index`."""
-    ahead = count if ahead is None else ahead
-    return range(0 if index == 0 else min(index + ahead, count), min(index + ahead + 1, count))
-
-
-class _Step(NamedTuple):
-    """What a rank's stream does for a pass: begin a collective, or wait for one."""
-
-    what: Literal["begin", "wait"]
-    name: str
-    microbatch: int
-
-
-def require_no_circle(
-    orders: Sequence[Sequence[Pass]], *, ahead: int | None = None, unawaited: int | None = None
-) -> None:
-    """That the order can be run where a collective ends on no rank before all of its ranks have
-    begun it, as NCCL's may not, and each kind of them is in the order of microbatches.
-
-    Args:
-        ahead: E of a microbatch asks for the tokens of the one so many later; None: the first E
-            for all of them.
-        unawaited: how many sends to a neighbour a rank has under way at most; None: any number.
-    Raises:
-        ValueError: it cannot.
-    """
-    ranks = len(orders)
-    count = 1 + max(each.microbatch for each in orders[0])
-    rules = _Rules(
-        last=ranks - 1,
-        embeds=any(each.kind == "E" for order in orders for each in order),
-        weighs=any(each.kind == "U" for each in orders[-1]),
-        asks=[asked_at(index, count, ahead) for index in range(count)],
-        unawaited=count if unawaited is None else unawaited,
-    )
-    steps = [
-        [step for each in order for step in _steps(each, rank, rules)]
-        for rank, order in enumerate(orders)
-    ]
-    begun: dict[tuple[str, int], int] = {}
-    at, moved = [0] * ranks, True
-    while moved:
-        moved = False
-        for rank, todo in enumerate(steps):
-            while at[rank] < len(todo):
-                what, name, index = todo[at[rank]]
-                if what == "begin":
-                    begun[name, index] = begun.get((name, index), 0) + 1
-                elif begun.get((name, index), 0) < (2 if ":" in name else ranks):
-                    break
-                at[rank] += 1
-                moved = True
-    stuck = {rank: todo[at[rank]][1:] for rank, todo in enumerate(steps) if at[rank] < len(todo)}
-    if stuck:
-        raise ValueError(
-            f"times must give an order in which no ranks wait for one another, got ranks that wait "
-            f"for {stuck}"
-        )
-
-
-class _Rules(NamedTuple):
-    last: int
-    embeds: bool
-    weighs: bool
-    asks: list[range]
-    unawaited: int
-
-
-def _steps(each: Pass, rank: int, rules: _Rules) -> list[_Step]:
-    """Between two ranks ("a:b") the receiver begins when it waits, and the sender does not wait."""
-    kind, index, last = each.kind, each.microbatch, rules.last
-
-    def receive(name: str) -> list[_Step]:
-        return [_Step("begin", name, index), _Step("wait", name, index)]
-
-    def send(name: str) -> list[_Step]:
-        before = index - rules.unawaited
-        return [
-            *([_Step("wait", name, before)] if before >= 0 else []),
-            _Step("begin", name, index),
-        ]
-
-    found: list[_Step] = []
-    if kind == "F":
-        if rank:
-            found += receive(f"F{rank - 1}:{rank}")
-        elif rules.embeds:
-            found.append(_Step("wait", "rows", index))
-        if rank < last:
-            found += send(f"F{rank}:{rank + 1}")
-        else:
-            found.append(_Step("begin", "post", index))
-    elif kind == "S":
-        if rank < last:
-            found.append(_Step("begin", "post", index))
-        found += [_Step("wait", "post", index), _Step("begin", "merge", index)]
-        if rules.weighs and rank < last:
-            found.append(_Step("begin", "upstream", index))
-    elif kind == "U":
-        found += [_Step("wait", "merge", index), _Step("begin", "upstream", index)]
-    elif kind == "T":
-        found.append(_Step("wait", "merge", index))
-        if rules.weighs and rank < last:
-            found.append(_Step("wait", "upstream", index))
-        found.append(_Step("begin", "sum", index))
-        if rank < last and index >= 2:
-            found.append(_Step("wait", "sum", index - 2))
-    elif kind == "B":
-        found += [_Step("wait", "sum", index)] if rank == last else receive(f"B{rank + 1}:{rank}")
-        if rank:
-            found += send(f"B{rank}:{rank - 1}")
-    elif kind == "E":
-        found += [_Step("begin", "ask", other) for other in rules.asks[index]]
-        found += [_Step("wait", "ask", index), _Step("begin", "rows", index)]
-    else:
-        found += [_Step("wait", "rows", index), _Step("begin", "give", index)]
-        if index:
-            found.append(_Step("wait", "give", index - 1))
-    return found
