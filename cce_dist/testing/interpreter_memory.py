@@ -25,7 +25,7 @@ def memory_functions(tools: Tools) -> Makers:
     """Of triton.language: load and store. The builder's, of descriptors, are replaced at once."""
     builder, own = tools.interpreter.interpreter_builder, tools.interpreter._interpreter
     read, write = _reading(own), _writing(own)
-    masked_load = builder.create_masked_load
+    masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
 
     def create_masked_load(ptrs: Any, mask: Any, other: Any, *args: Any, **hints: Any) -> Any:
         # A descriptor's comes without a handle.
@@ -36,7 +36,14 @@ def memory_functions(tools: Tools) -> Makers:
         data = read(ptrs.data, holds, other.data, tools.interpreter._get_np_dtype(dtype))
         return tools.interpreter.TensorHandle(data, dtype)
 
+    def create_masked_store(ptrs: Any, value: Any, mask: Any, *args: Any, **hints: Any) -> Any:
+        holds = mask if isinstance(mask, np.ndarray) else mask.data
+        if holds.dtype != np.bool_:
+            return masked_store(ptrs, value, mask, *args, **hints)
+        return write(ptrs.data, value.data, holds)
+
     builder.create_masked_load = create_masked_load
+    builder.create_masked_store = create_masked_store
     builder.create_descriptor_load = _descriptor_load(tools, builder.create_descriptor_load)
     return {
         "load": lambda slow: _load(tools, slow, read),
