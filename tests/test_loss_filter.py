@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,15 @@ GRADIENTS = ("grad_hidden", "grad_weight")
 
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@functools.cache
+def skewed_inputs(
+    tokens: int | tuple[int, ...], num_classes: int, dim: int, dtype: torch.dtype
+) -> Inputs:
+    """Once for all tests of such a shape: to draw them takes as long as the loss. A case takes
+    copies of them."""
+    return zipf_inputs(tokens, num_classes, dim, generator=generator(), dtype=dtype)
 
 
 def rms(values: Tensor) -> float:
@@ -115,7 +125,7 @@ def test_filtered_each_option_on_a_skewed_head(place: Place, option: str, dtype:
     # 4096 classes and more: the default filter drops columns here in 16 bits.
     tensors, options = OPTIONS[option]
     tokens, num_classes, dim = ((2, 70), 4100, 16) if place.interprets else ((2, 200), 4500, 64)
-    inputs = zipf_inputs(tokens, num_classes, dim, generator=generator(), dtype=DTYPES[dtype])
+    inputs = skewed_inputs(tokens, num_classes, dim, DTYPES[dtype])
     inputs = inputs.with_options(generator(), *tensors).ignoring(generator(), 0.2)
     # fp16's smallest number is no part of the comparison.
     upstream = {"loss": 1024.0} if dtype == "fp16" and options.get("reduction") != "none" else {}
@@ -409,7 +419,7 @@ def test_filter_tail_preserves_the_sum_over_the_vocabulary(
     place: Place, options: dict[str, Any], tail: bool
 ) -> None:
     num_classes, dtype, rounding = wide(place, 2500)
-    inputs = zipf_inputs(300, num_classes, 16, generator=generator(), dtype=dtype)
+    inputs = skewed_inputs(300, num_classes, 16, dtype)
     inputs = inputs.with_options(generator(), "bias", "token_weight")
     case = Case(inputs, options).at(place)
     golden = golden_outputs(case)
@@ -444,7 +454,7 @@ def test_filter_tail_is_exact_where_tails_have_one_shape(num_classes: int) -> No
 def test_filter_of_zero_keeps_everything(place: Place, filter: Filter) -> None:
     num_classes = 700 if place.interprets else 5000
     dtype = torch.bfloat16 if "bf16" in place.dtypes else torch.float16
-    inputs = zipf_inputs(130, num_classes, 16, generator=generator(), dtype=dtype)
+    inputs = skewed_inputs(130, num_classes, 16, dtype)
     found = run_case(None, Case(inputs, {"filter": filter, "stats": ("tail_mass",)}).at(place))
     exact = run_case(None, Case(inputs, {"gradient": "exact"}).at(place))
     assert not found["tail_mass"].any()
@@ -455,7 +465,7 @@ def test_filter_of_zero_keeps_everything(place: Place, filter: Filter) -> None:
 @pytest.mark.parametrize(**grid())
 def test_filter_of_zero_admits_softcap_with_label_smoothing(place: Place) -> None:
     num_classes, dtype, _ = wide(place, 2500)
-    inputs = zipf_inputs(130, num_classes, 16, generator=generator(), dtype=dtype)
+    inputs = skewed_inputs(130, num_classes, 16, dtype)
     case = Case(inputs, {"softcap": 3.0, "label_smoothing": 0.1, "filter": Filter(keep=0)})
     check_outputs(case.at(place), run_case(None, case.at(place)))
 
@@ -464,7 +474,7 @@ def test_filter_of_zero_admits_softcap_with_label_smoothing(place: Place) -> Non
 def test_filter_and_upstream_of_stats(place: Place, name: str) -> None:
     # d lse keeps its mass; the entropy's gradient p (log p + H) is not small where p is.
     num_classes, dtype, rounding = wide(place, 2500)
-    inputs = zipf_inputs(300, num_classes, 16, generator=generator(), dtype=dtype)
+    inputs = skewed_inputs(300, num_classes, 16, dtype)
     upstream = {"loss": 0.0, name: torch.linspace(-1, 1, 300, dtype=torch.float64)}
     case = Case(inputs, {"stats": (name,)}, upstream=upstream).at(place)
     golden = golden_outputs(case)
@@ -520,7 +530,7 @@ def test_in_forward_filters_where_logits_are_not_kept(
     place: Place, filter: Filter, dtype: str
 ) -> None:
     num_classes = 700 if place.interprets else 2500
-    inputs = zipf_inputs(200, num_classes, 16, generator=generator(), dtype=DTYPES[dtype])
+    inputs = skewed_inputs(200, num_classes, 16, DTYPES[dtype])
     inputs = inputs.with_options(generator(), "bias").ignoring(generator(), 0.2)
     # fp16's smallest number is no part of the comparison, nor is a second rounding.
     case = Case(inputs, {"stats": ("lse", "tail_mass")}, upstream={"loss": 1024.0}).at(place)
@@ -543,7 +553,7 @@ def test_in_forward_filters_where_logits_are_not_kept(
 def test_in_forward_without_a_threshold_is_exact(place: Place, dtype: str) -> None:
     # From 4096 classes on the default filter drops columns.
     shape = (130, 4100, 16) if place.interprets else (200, 5000, 64)
-    inputs = zipf_inputs(*shape, generator=generator(), dtype=DTYPES[dtype])
+    inputs = skewed_inputs(*shape, DTYPES[dtype])
     options = {"gradient": "in_forward", "filter": Filter(keep=0), "stats": ("lse", "tail_mass")}
     case = Case(inputs, options, upstream={"loss": 1024.0}).at(place)
     outputs = run_case(None, case)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from cce_dist.testing import (
     DTYPES,
     TRITON_CPU,
     Case,
+    Inputs,
     Place,
     dense_outputs,
     grid,
@@ -44,9 +46,16 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+@functools.cache
+def skewed_inputs(num_tokens: int, num_classes: int, dim: int, dtype: torch.dtype) -> Inputs:
+    """Once for all tests: of so many columns they take longer, 0.7 s, than the loss. A case takes
+    copies of them."""
+    return zipf_inputs(num_tokens, num_classes, dim, generator=generator(), dtype=dtype)
+
+
 def largest_tensor(group: dist.ProcessGroup | None, case: Case) -> tuple[int, int]:
-    """Elements of the largest tensor, and bytes of all at the peak, of forward and backward."""
-    run_case(group, case)
+    """Elements of the largest tensor, and bytes of all at the peak, of forward and backward: of a
+    first call, which allocates what later ones do, and what they keep."""
     with track_allocations() as allocations:
         run_case(group, case)
     return allocations.largest_numel, allocations.peak_bytes
@@ -58,7 +67,7 @@ def largest_tensor(group: dist.ProcessGroup | None, case: Case) -> tuple[int, in
 def test_linear_cross_entropy_never_holds_the_logits(
     options: dict[str, Any], gradient: str, dtype: torch.dtype
 ) -> None:
-    inputs = zipf_inputs(N, V, D, generator=generator(), dtype=dtype)
+    inputs = skewed_inputs(N, V, D, dtype)
     inputs = inputs.with_options(generator(), "bias").ignoring(generator(), 0.1)
     options = {**options, "gradient": gradient, "workspace_bytes": WORKSPACE}
     largest, peak = largest_tensor(None, Case(inputs, options))
@@ -76,8 +85,7 @@ def test_linear_cross_entropy_never_holds_the_logits_by_triton(
 ) -> None:
     # Eight times as many logits as elements of the weight; a chunk holds 256 columns at the least.
     num_tokens, num_classes, dim = 512, 2304, 16
-    maker = {"generator": generator(), "dtype": DTYPES[dtype]}
-    inputs = zipf_inputs(num_tokens, num_classes, dim, **maker)
+    inputs = skewed_inputs(num_tokens, num_classes, dim, DTYPES[dtype])
     inputs = inputs.with_options(generator(), "bias").ignoring(generator(), 0.1)
     options = {**options, "gradient": gradient, "workspace_bytes": 2**18}
     largest, _ = largest_tensor(None, Case(inputs, options).at(place))
@@ -98,7 +106,7 @@ def test_linear_cross_entropy_never_holds_the_logits_by_triton(
 )
 def test_linear_cross_entropy_never_holds_the_logits_more_options(options: dict[str, Any]) -> None:
     dtype = torch.bfloat16 if "logits" in options else torch.float32
-    inputs = zipf_inputs(N, V, D, generator=generator(), dtype=dtype)
+    inputs = skewed_inputs(N, V, D, dtype)
     upstream = {"entropy": 0.1} if "stats" in options else {}
     case = Case(inputs, {**options, "workspace_bytes": WORKSPACE}, upstream=upstream)
     largest, _ = largest_tensor(None, case)
@@ -112,7 +120,7 @@ def test_linear_cross_entropy_never_holds_the_logits_more_options(options: dict[
 def test_linear_cross_entropy_frozen_inputs_never_hold_the_logits(
     trainable: tuple[str, ...], gradient: str
 ) -> None:
-    inputs = zipf_inputs(N, V, D, generator=generator())
+    inputs = skewed_inputs(N, V, D, torch.float32)
     options = {"gradient": gradient, "workspace_bytes": WORKSPACE}
     case = Case(inputs, options, trainable=trainable)
     largest, _ = largest_tensor(None, replace(case, backward=bool(trainable)))
@@ -124,7 +132,7 @@ def test_linear_cross_entropy_frozen_inputs_never_hold_the_logits(
 def test_linear_cross_entropy_never_holds_the_logits_on_a_group(
     sequence_parallel: bool, gradient: str
 ) -> None:
-    inputs = zipf_inputs(N, V, D, generator=generator())
+    inputs = skewed_inputs(N, V, D, torch.float32)
     options = {"gradient": gradient, "workspace_bytes": WORKSPACE}
     case = Case(inputs, {**options, "sequence_parallel": sequence_parallel})
     # Of V_local now: two ranks hold 8192 columns each.
@@ -134,7 +142,7 @@ def test_linear_cross_entropy_never_holds_the_logits_on_a_group(
 
 
 def test_track_allocations_sees_the_dense_logits() -> None:
-    case = Case(zipf_inputs(N, V, D, generator=generator()))
+    case = Case(skewed_inputs(N, V, D, torch.float32))
     with track_allocations() as allocations:
         dense_outputs(case)
     assert allocations.largest_numel >= N * V and allocations.peak_bytes >= 4 * N * V

@@ -1,0 +1,335 @@
+"""The interpreter's operations on blocks and numbers, each by one call of NumPy.
+
+Triton's own go through a dozen functions to find out what the operands' types alone decide. Here
+Triton computes the first result of each pair of types; what stands in for it from then on does so
+only if it gave the same bits, laid out alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# What NumPy computes with as the interpreter does: not bf16, nor floats of 8 bits.
+NUMPY_DTYPES = {
+    "int1": np.dtype(np.bool_),
+    **{name: np.dtype(name) for name in ("int8", "int16", "int32", "int64")},
+    **{name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "uint64")},
+    "fp16": np.dtype(np.float16),
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
+}
+POINTERS = np.dtype(np.uint64)
+UNKNOWN = object()
+
+Function = Callable[..., Any]
+
+
+def divided(left: Any, right: Any) -> Any:
+    """Towards 0, as Triton divides integers."""
+    return (left - np.fmod(left, right)) // right
+
+
+# By the names of a tensor's methods, less the underscores.
+ARITHMETIC: dict[str, Function] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "truediv": np.divide,
+    "floordiv": divided,
+    "mod": np.fmod,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "lshift": np.left_shift,
+    "rshift": np.right_shift,
+}
+# They make a number a tensor before they look at the other operand.
+COMPARISONS: dict[str, Function] = {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}
+
+
+class Plan(NamedTuple):
+    """How a result is computed of operands of certain types."""
+
+    compute: Function
+    dtypes: tuple[Any, ...]  # NumPy's, of the operands
+    casts: tuple[Any, ...] | None  # to which they are converted first
+    # Triton fills a block with a number before it computes. Without that a result may lie
+    # otherwise in memory, where the block beside it is not in C's order.
+    fills: bool
+    handle_dtype: Any  # None: that of the operand whose handle decides
+    like: tuple[Any, ...]  # type, dtype, numel and shape of the result
+
+
+class Tools(NamedTuple):
+    interpreter: Any
+    core: Any
+    tensor_of: Function
+    number: Function
+    typed_number: Function
+
+
+def make_tools(interpreter: Any, core: Any) -> Tools:
+    _add_codes(core)
+    return Tools(
+        interpreter,
+        core,
+        _tensor_of(interpreter, core),
+        _number(interpreter),
+        _typed_number(interpreter),
+    )
+
+
+Makers = dict[str, Callable[[Function], Function]]
+
+
+def operators(tools: Tools) -> Makers:
+    """Of a tensor's methods: those of two operands."""
+    made: Makers = {}
+    for name, compute in ARITHMETIC.items():
+        is_division = name in ("truediv", "floordiv", "mod")
+        for method, swaps in ((f"__{name}__", False), (f"__r{name}__", True)):
+            made[method] = lambda slow, c=compute, s=swaps, d=is_division: _binary(
+                tools, slow, c, swaps=s, is_division=d
+            )
+    for name, compute in COMPARISONS.items():
+        made[f"__{name}__"] = lambda slow, c=compute: _binary(tools, slow, c, compares=True)
+    return made
+
+
+def _add_codes(core: Any) -> None:
+    """Types get a `code`, a number that equal ones share."""
+    codes: dict[Any, int] = {}
+
+    class Code:
+        def __get__(self, instance: Any, owner: Any) -> int:
+            key: Any = instance.name
+            if instance.is_block():
+                key = (instance.element_ty.name, instance.sizes)
+            # From here on an attribute of its own.
+            code = vars(instance)["code"] = codes.setdefault(key, len(codes))
+            return code
+
+    core.dtype.code = Code()
+
+
+def _tensor_of(interpreter: Any, core: Any) -> Function:
+    """Makes a tensor without what its constructor, and its handle's, check each time."""
+    tensor, handle_class, new = core.tensor, interpreter.TensorHandle, object.__new__
+
+    def tensor_of(data: Any, handle_dtype: Any, like: Any) -> Any:
+        handle = new(handle_class)
+        handle.data = data
+        handle.dtype = handle_dtype
+        handle.attr = {}
+        made = new(tensor)
+        made.handle = handle
+        made.type, made.dtype, made.numel, made.shape = like
+        return made
+
+    return tensor_of
+
+
+def _number(interpreter: Any) -> Function:
+    """The tensor that Triton makes of an int or a float, the same for equal ones."""
+    made: dict[type, dict[Any, Any]] = {int: {}, float: {}}
+    to_tensor = interpreter.interpreter_semantic.to_tensor
+
+    def number(value: Any) -> Any:
+        known = made[type(value)]
+        found = known.get(value)
+        if found is None:
+            found = known[value] = to_tensor(value)
+            found.handle.data.flags.writeable = False
+        return found
+
+    return number
+
+
+def _typed_number(interpreter: Any) -> Function:
+    """The same in another operand's dtype, as arithmetic makes it; None where it does not."""
+    made: dict[Any, dict[Any, Any]] = {}
+    semantic = interpreter.interpreter_semantic
+
+    def typed_number(value: Any, dtype: Any) -> Any:
+        kind = type(value)
+        known = made.get((kind, dtype.name))
+        if known is None:
+            known = made[kind, dtype.name] = {}
+        found = known.get(value)
+        if found is None:
+            if dtype.name not in NUMPY_DTYPES or dtype.name == "int1":
+                return None
+            if dtype.is_int():
+                limits = np.iinfo(NUMPY_DTYPES[dtype.name])
+                if kind is float or not limits.min <= value <= limits.max:
+                    return None
+            found = known[value] = semantic.scalar_constant(value, dtype)
+            found.handle.data.flags.writeable = False
+        return found
+
+    return typed_number
+
+
+def dtype_of(operand: Any) -> Any:
+    """NumPy's, of a tensor that is computed with as NumPy does; None of another."""
+    if operand.dtype.is_ptr():
+        return POINTERS
+    return NUMPY_DTYPES.get(operand.dtype.name)
+
+
+def _same_bits(found: Any, expected: Any) -> bool:
+    return (
+        found.dtype == expected.dtype
+        and found.shape == expected.shape
+        and found.strides == expected.strides
+        and found.tobytes() == expected.tobytes()
+    )
+
+
+def plan_of(
+    compute: Function, operands: tuple[Any, ...], casts: tuple[Any, ...] | None, result: Any
+) -> Plan | None:
+    """None where it would not give `result`."""
+    dtypes = tuple([dtype_of(operand) for operand in operands])
+    data = [operand.handle.data for operand in operands]
+    if any(each.dtype is not dtype for each, dtype in zip(data, dtypes, strict=True)):
+        return None
+    are_blocks = {operand.type.is_block() for operand in operands}
+    if casts is not None:
+        data = [
+            each if to is None else each.astype(to) for each, to in zip(data, casts, strict=True)
+        ]
+    try:
+        found = compute(*data)
+    except TypeError:
+        return None
+    # How pointers lie is no matter: what they point to is loaded in C's order.
+    is_pointer = result.dtype.is_ptr()
+    same = np.array_equal if is_pointer else _same_bits
+    if not same(found, result.handle.data):
+        return None
+    like = (result.type, result.dtype, result.numel, result.shape)
+    fills = len(are_blocks) > 1 and not is_pointer
+    return Plan(compute, dtypes, casts, fills, None, like)
+
+
+def _plan_of_two(
+    tools: Tools, compute: Function, left: Any, right: Any, result: Any, is_division: bool
+) -> Plan | None:
+    semantic = tools.interpreter.interpreter_semantic
+    if left.dtype.is_ptr() or right.dtype.is_ptr():
+        if compute is not np.add or not left.dtype.is_ptr() or not right.dtype.is_int():
+            return None
+        plan = plan_of(_adding_to_pointers(left.dtype), (left, right), None, result)
+        return plan
+    if left.dtype.name == right.dtype.name:
+        if is_division and left.dtype.name == "fp16":
+            return None
+        return plan_of(compute, (left, right), None, result)
+    if is_division:
+        return None
+    computed = semantic.computation_type_impl(left.dtype, False, right.dtype, False, False)
+    to = NUMPY_DTYPES.get(computed.name)
+    if to is None or computed.name == "int1":
+        return None
+    casts = tuple([None if each.dtype.name == computed.name else to for each in (left, right)])
+    plan = plan_of(compute, (left, right), casts, result)
+    if plan is not None and casts[0] is not None:
+        plan = plan._replace(handle_dtype=computed)
+    return plan
+
+
+def _adding_to_pointers(dtype: Any) -> Function:
+    size = max(1, dtype.element_ty.primitive_bitwidth // 8)
+
+    def add(pointers: Any, offsets: Any) -> Any:
+        steps = offsets.astype(POINTERS)
+        if size > 1:
+            steps *= size
+        return pointers + steps
+
+    return add
+
+
+def _binary(
+    tools: Tools,
+    slow: Function,
+    compute: Function,
+    *,
+    swaps: bool = False,
+    compares: bool = False,
+    is_division: bool = False,
+) -> Function:
+    """An operator; `swaps` for those that come from the right operand."""
+    tensor, constexpr = tools.core.tensor, tools.core.constexpr
+    number, typed_number, tensor_of = tools.number, tools.typed_number, tools.tensor_of
+    plans: dict[Any, Any] = {}
+
+    def as_tensor(value: Any, beside: Any) -> Any:
+        if type(value) is constexpr:
+            value = value.value
+        if type(value) not in (int, float):
+            return None
+        if compares or beside.dtype.is_ptr():
+            return number(value)
+        if is_division and beside.dtype.name == "fp16":
+            return None
+        return typed_number(value, beside.dtype)
+
+    def operate(self: Any, other: Any, _semantic: Any = None) -> Any:
+        operand = other if type(other) is tensor else as_tensor(other, self)
+        if operand is None:
+            return slow(self, other)
+        left, right = (operand, self) if swaps else (self, operand)
+        key = (left.type.code, right.type.code)
+        plan = plans.get(key, UNKNOWN)
+        if plan is UNKNOWN:
+            result = slow(self, other)
+            found = _plan_of_two(tools, compute, left, right, result, is_division)
+            # Triton copies what it shifts, and a copy may lie otherwise.
+            if found is not None and compute is np.right_shift:
+                found = found._replace(fills=True)
+            plans[key] = found
+            return result
+        if plan is None:
+            return slow(self, other)
+        compute_it, (left_dtype, right_dtype), casts, fills, handle_dtype, like = plan
+        first, second = left.handle.data, right.handle.data
+        if first.dtype is not left_dtype or second.dtype is not right_dtype:
+            return slow(self, other)
+        if fills and not (first.flags.c_contiguous and second.flags.c_contiguous):
+            return slow(self, other)
+        if casts is not None:
+            first = first if casts[0] is None else first.astype(casts[0])
+            second = second if casts[1] is None else second.astype(casts[1])
+        return tensor_of(compute_it(first, second), handle_dtype or left.handle.dtype, like)
+
+    return operate
+
+
+def between(tools: Tools, slow: Function, compute: Function) -> Function:
+    """The larger, or the smaller, of two."""
+    tensor, constexpr, number = tools.core.tensor, tools.core.constexpr, tools.number
+    operate = _binary(tools, slow, compute, compares=True)
+
+    def choose(x: Any, y: Any, *how: Any, _semantic: Any = None, **hows: Any) -> Any:
+        if how or hows:
+            return slow(x, y, *how, **hows)
+        if type(x) is not tensor:
+            value = x.value if type(x) is constexpr else x
+            if type(value) not in (int, float):
+                return slow(x, y)
+            x = number(value)
+        return operate(x, y)
+
+    return choose
