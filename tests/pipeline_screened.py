@@ -55,9 +55,9 @@ def screened_seen(kept: list[int] | None = None) -> Iterator[dict[str, int]]:
         seen["full" if int(found.full) else "screened"] += 1
         return run, found
 
-    def quantized(*given: Any) -> Any:
+    def quantized(*given: Any, **named: Any) -> Any:
         seen["copies"] += 1
-        return quantize(*given)
+        return quantize(*given, **named)
 
     with (
         mock.patch.object(local_triton, "guard", guarded),
