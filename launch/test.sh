@@ -6,6 +6,9 @@ cd "$(dirname "$0")/.."
 
 # One thread a process: the tests start up to four ranks, and results don't depend on the machine.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Blocks of some MB that go back to the kernel come again with a page fault for each 4 KiB.
+export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}
+export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-268435456}
 # Tests start some fifty processes, each of which would compile this package, for 1 s, where Python
 # is told to write no bytecode.
 export PYTHONDONTWRITEBYTECODE=
@@ -17,6 +20,6 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 pyright
-# Two at a time: three, on two cores, held up ranks that have seconds to answer, and saved little. The main job's tests
-# come last and take long: whoever is done takes some of the other's.
+# Two at a time, which keeps two cores busy: three take longer, and hold up ranks that have seconds
+# to answer. The main job's tests come last and take long: whoever is done takes some of the other's.
 python -m pytest --numprocesses 2 --dist worksteal "$@"
