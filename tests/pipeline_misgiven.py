@@ -239,6 +239,20 @@ def misgiven(group: Any, name: str, schedule: str) -> dict[str, Any]:
     }
 
 
+def other_heads(group: Any, **of_the_last: Any) -> str:
+    """The last rank makes another head than the others."""
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    setup = Setup("1f1b")
+    model = Model.make(setup, dist.get_world_size(group))
+    if last and "options" in of_the_last:
+        setup = replace(setup, options=of_the_last.pop("options"))
+    try:
+        make_head(setup, model, group, timeout=TIMEOUT, **(of_the_last if last else {})).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def other_numbers(group: Any, schedule: str, tensor: int) -> str:
     """Ranks have different numbers of microbatches."""
     fewer = dist.get_rank(group) % 2 == 0

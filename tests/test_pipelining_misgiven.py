@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from pipeline_jobs import PLANNED
-from pipeline_misgiven import FIRST, LAST, WRONG, misgiven, other_numbers
+from pipeline_misgiven import FIRST, LAST, WRONG, misgiven, other_heads, other_numbers
 
+from cce_dist import LossOptions
 from cce_dist.testing import RankPool
 
 # A planned schedule is its own context. What ZBV is given is checked by what checks 1F1B's: where
@@ -36,6 +39,23 @@ def test_what_a_step_is_given(pools: dict[int, RankPool], name: str, schedule: s
     assert any(found[FIRST] for found in ranks) and any(found[LAST] for found in ranks)
     if name == "failing stage":
         assert "KeyError" in [found["cause"] for found in ranks]
+
+
+def other_loss_scale(group: Any) -> str:
+    return other_heads(group, loss_scale=0.5)
+
+
+def other_options(group: Any) -> str:
+    return other_heads(group, options=LossOptions(reduction="sum", z_loss=0.1))
+
+
+@pytest.mark.parametrize("job", [other_loss_scale, other_options])
+def test_ranks_with_other_heads(pools: dict[int, RankPool], job: Callable[..., str]) -> None:
+    """Each rank makes the gradient of its own rows: they would be of two losses."""
+    name = job.__name__.removeprefix("other_")
+    found = pools[2].run(2, job)
+    assert found[0] == found[1]
+    assert found[0].startswith(f"{name} must be the same on every rank, got by rank: [")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", PLANNED])

@@ -60,8 +60,13 @@ def check_weight(
 
 
 def check_product(
-    group: ProcessGroup, whole: ProcessGroup, tensor: ProcessGroup | None, scatters: bool
+    group: ProcessGroup,
+    whole: ProcessGroup,
+    tensor: ProcessGroup | None,
+    scatters: bool,
+    **same: object,
 ) -> None:
+    """Args: same: as of `check_same`, over `whole`, with whose collectives."""
     size, of_vocab, of_tensor = group_size(group), group_size(whole), group_size(tensor)
     if of_vocab != size * of_tensor:
         raise ValueError(
@@ -70,6 +75,7 @@ def check_product(
         )
     if scatters and tensor is None:
         raise ValueError("sequence_parallel=True needs tensor_group, got None")
+    check_same(whole, **same)
 
 
 def check_microbatch(

@@ -67,7 +67,8 @@ class PipelineHead:
         bias: [V_local], this rank's; its gradient as weight's.
         class_weight: [V], the same on every rank.
         options: of the loss; reduction "mean" or "sum" of a microbatch, or "none".
-        loss_scale: factor of the gradients of all microbatches, such as 1 / their number.
+        loss_scale: of the gradients of all microbatches, such as 1 / their number. As options it
+            must be the same on all ranks of vocab_group.
         timeout: of the groups that it makes.
         quantize_once: with logits="screened" a step's first microbatch quantises the weight for all
             of them: V_local (D + 8) bytes until `finish_step`. False: each of them does.
@@ -82,9 +83,8 @@ class PipelineHead:
         of the last stage; there one all-reduce more over tensor_group, or a reduce-scatter under
         sequence_parallel, which gathers hidden over tensor_group first. With reduction "none" one
         more group, and a broadcast of 4 N bytes over it. With gradient="filtered" and the Triton
-        backend a step begins with one all-gather over vocab_group, `FrequentRows`'s; with
-        logits="screened" one without gradients, too. On GPUs three
-        microbatches of zeros go through when it is made.
+        backend a step begins with one all-gather over vocab_group, `FrequentRows`'s; with logits=
+        "screened" one without gradients, too. On GPUs three microbatches of zeros go through it.
     Determinism: as the loss's own.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """
@@ -107,12 +107,12 @@ class PipelineHead:
         quantize_once: bool = True,
         paced: bool | None = None,
     ) -> None:
-        here = "of a pipeline"
-        found, tensor = process_group(group, here), process_group(tensor_group, here)
-        whole = found if vocab_group is None else process_group(vocab_group, here)
+        found, tensor = (process_group(x, "of a pipeline") for x in (group, tensor_group))
+        whole = found if vocab_group is None else process_group(vocab_group, "of a pipeline")
         check_weight(found, weight, hidden_shape, options)
         assert found is not None and whole is not None
-        check_product(found, whole, tensor, sequence_parallel)
+        same = {"loss_scale": loss_scale, "options": options}
+        check_product(found, whole, tensor, sequence_parallel, **same)
         self.weight, self.bias, self.class_weight = weight, bias, class_weight
         self.shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
         self.hidden_shape = tuple(hidden_shape)
