@@ -112,9 +112,9 @@ def correct_for_rounding(
     """The tokens' shifts, without the bias of a sum of exponentials; [N] the variance of an 8-bit
     logit's error. Source: docs/numerics.md#screened-logits."""
     mean_norm, mean_rest, of_means = rows.mean
-    # Roundings on one side are as good as independent of the other. Times D.
-    variance = torch.addcmul(size[1] * mean_norm, size[0], mean_rest)
+    # Roundings on one side are as good as independent of the other. The variance is this over D.
+    summed = torch.addcmul(size[1] * mean_norm, size[0], mean_rest)
     dim = rows.centre.shape[0]
     # The mean of exp over an error of that variance is too large by half of it.
-    of_tokens[1].sub_(of_means).sub_(variance, alpha=0.5 * logit_scale / dim)
-    return variance * (logit_scale**2 / dim)
+    of_tokens[1].sub_(of_means).sub_(summed, alpha=0.5 * logit_scale / dim)
+    return summed * (logit_scale**2 / dim)
