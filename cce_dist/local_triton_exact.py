@@ -230,7 +230,7 @@ def _launch_logits(
         ref_ptr=run.or_dummy(region.ref),
         bias_ptr=run.or_dummy(head.bias),
         count_ptr=run.count,
-        cached_blocks=cached_blocks(weight),
+        cached_blocks=cached_blocks(weight, weight.element_size()),
         V=weight.shape[0],
         D=weight.shape[1],
         stride_hn=hidden.stride(0),

@@ -68,7 +68,6 @@ class Forward:
     programs: int  # at least as many as blocks x splits / groups
     groups: int  # splits that a program makes side by side
     grid: int  # programs x groups
-    cached_blocks: int  # so many blocks' hidden states fit the cache
     every_block: bool  # the shape is that of all blocks, whatever counts
     num_blocks: int
     parts: dict[str, Tensor]  # by the kernel's name of the pointer
@@ -90,7 +89,7 @@ class Forward:
         weight = head.weight
         tiles = tiles_for(weight)
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        cached = cached_blocks(weight)
+        cached = cached_blocks(weight, weight.element_size())
         programs = 2 * num_programs(weight)
         if num_blocks > cached:
             least = triton.cdiv(num_programs(weight), cached)
@@ -125,13 +124,21 @@ class Forward:
             programs=programs,
             groups=groups,
             grid=programs * groups,
-            cached_blocks=cached,
             every_block="extras" in parts,
             num_blocks=num_blocks,
             parts=parts,
             score=score,
             keep_logits=keep_logits,
-        )._pack()
+        )._pack(1 if screened else weight.element_size())
+
+    def for_shape(self, element_size: int) -> tuple[int, int, int, int]:
+        """Of hidden states with such elements, what `shape_of` takes."""
+        return (
+            triton.cdiv(self.weight.shape[0], self.tiles.columns),
+            num_programs(self.weight),
+            cached_blocks(self.weight, element_size),
+            self.programs,
+        )
 
     @property
     def columns(self) -> int:
@@ -175,7 +182,8 @@ class Forward:
             launches.append(Launch(number, begin, end, region))
         return tuple(launches)
 
-    def _pack(self) -> Forward:
+    def _pack(self, element_size: int) -> Forward:
+        """Args: element_size: in bytes, of what the forward multiplies."""
         hidden = with_unit_inner_stride(self.tokens.hidden)
         padded, stride = self.packed.shape
         self.parts["lower"] = self.parts["state"].new_empty(padded)
@@ -193,10 +201,7 @@ class Forward:
             len(self.tokens),
             self.weight.shape[1],
             padded,
-            triton.cdiv(self.weight.shape[0], self.tiles.columns),
-            num_programs(self.weight),
-            self.cached_blocks,
-            self.programs,
+            *self.for_shape(element_size),
             hidden.stride(0),
             self.weight.stride(0),
             stride,

@@ -101,6 +101,7 @@ def _inputs(run: Backward) -> dict[str, Any]:
         "scale": head.logit_scale,
         "softcap": head.softcap or 1.0,
         "SLICE": table.slice_dims,
+        "at_once": table.slices_at_once,
         "BLOCK_K": block_k,
         "EVEN_K": run.weight.shape[1] % block_k == 0,
         "STAGES": table.backward_stages,

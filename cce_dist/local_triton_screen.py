@@ -230,7 +230,9 @@ def guard(
         padded,
         screen.max_kept,
         screen.max_error,
+        *run.for_shape(run.weight.element_size()),
         BLOCK_N=1024,
+        GROUPS=run.groups,
     )
     return replace(run, shape=shape, eight=None), found
 

@@ -33,6 +33,8 @@ class Tiles:
     backward_stages: int
     backward_warps: int = 8
     residents: int = 1  # programs of the backward a multiprocessor
+    # Slices of all tiles or blocks before the next ones: `slice_of`.
+    slices_at_once: int = 4
     warps: int = 8
     # Of the targets' product, whose rows lie anywhere in memory; None: as many as the forward's.
     target_stages: int | None = None
@@ -94,14 +96,14 @@ def rounds_exp2(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and not interpreted()
 
 
-def cached_blocks(weight: Tensor) -> int:
-    """Token blocks whose hidden states the second-level cache holds, the weight's rows beside
-    them."""
+def cached_blocks(weight: Tensor, element_size: int) -> int:
+    """Token blocks whose hidden states, with such elements, the second-level cache holds, the
+    weight's rows beside them."""
     if interpreted():
         return 2**20
     # A part of it holds the other half's lines a second time.
     room = torch.cuda.get_device_properties(weight.device).L2_cache_size * 2 // 5
-    return max(1, room // (TOKEN_BLOCK * weight.shape[1] * weight.element_size()))
+    return max(1, room // (TOKEN_BLOCK * weight.shape[1] * element_size))
 
 
 def takes_tma(matrix: Tensor) -> bool:

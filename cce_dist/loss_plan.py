@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cce_dist.local import LocalBackend
 from cce_dist.options import LossOptions, Screen
-from cce_dist.partials import Wanted
+from cce_dist.partials import Head, Wanted
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -39,6 +39,14 @@ class Plan:
         if self.options.logits == "full" or not self.backend.screens or not self.filters:
             return None
         return self.options.screen
+
+    def workspace_bytes(self, num_tokens: int, head: Head) -> int:
+        """Of one call on so many tokens. Unless it is given twice as much for a screened one: its
+        8-bit copy of the weight, gone by then, was no smaller."""
+        room = self.options.workspace_for(num_tokens)
+        if self.screen is None or self.options.workspace_bytes is not None:
+            return room
+        return max(room, min(2 * room, head.weight.numel()))
 
     @property
     def keeps_listed(self) -> bool:

@@ -90,7 +90,7 @@ def find_kept(tokens: Tokens, head: Head, plan: Plan, scores: Any, lse: Tensor) 
         by_largest=plan.options.filter.eps is not None,
         tail=plan.options.filter.tail,
         draws=plan.options.draws,
-        workspace_bytes=plan.options.workspace_for(len(tokens)),
+        workspace_bytes=plan.workspace_bytes(len(tokens), head),
     )
 
 
@@ -143,7 +143,7 @@ def backward(
         needs=needs,
         grad_weight=grad_weight,
         accumulate=accumulate,
-        workspace_bytes=plan.options.workspace_for(len(tokens)),
+        workspace_bytes=plan.workspace_bytes(len(tokens), head),
         logits=logits,
         **how,
     )
@@ -170,7 +170,7 @@ def _local(
         score=(score and plan.filters) or "screen" in how,
         score_largest=plan.options.filter.eps is not None,
         threshold=plan.threshold,
-        workspace_bytes=plan.options.workspace_for(len(tokens)),
+        workspace_bytes=plan.workspace_bytes(len(tokens), head),
         keep_logits=keep_logits,
         **how,
     )
@@ -265,7 +265,7 @@ def room_for_logits(
     make = plan.backend.room_for_logits
     if make is None or not plan.options.keep_logits:
         return None
-    return make(head.weight, num_tokens, plan.options.workspace_for(num_tokens), grad_weight)
+    return make(head.weight, num_tokens, plan.workspace_bytes(num_tokens, head), grad_weight)
 
 
 def room_for_listed(plan: Plan, needs: Needs) -> Any:

@@ -198,8 +198,8 @@ def test_triton_splits_follow_the_tokens_that_count(
     # Seven programs over the blocks that count, as a device would have: two splits or more, of
     # three blocks or of as many at a time as the cache holds.
     monkeypatch.setattr("cce_dist.local_triton_forward.num_programs", lambda tensor: 7)
-    monkeypatch.setattr("cce_dist.local_triton_forward.cached_blocks", lambda tensor: cached)
-    monkeypatch.setattr("cce_dist.local_triton_exact.cached_blocks", lambda tensor: cached)
+    monkeypatch.setattr("cce_dist.local_triton_forward.cached_blocks", lambda tensor, size: cached)
+    monkeypatch.setattr("cce_dist.local_triton_exact.cached_blocks", lambda tensor, size: cached)
     inputs = gaussian_inputs(330, 2200, 16, generator=generator()).ignoring(generator(), ignored)
     if "filter" in way:
         way = {"filter": Filter(keep=1e-7)}

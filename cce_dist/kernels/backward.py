@@ -30,7 +30,16 @@ def go_on(USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["pieces", "part", "num_rows", "num_blocks", "max_chunks", "words", "groups"]
+    do_not_specialize=[
+        "pieces",
+        "part",
+        "num_rows",
+        "num_blocks",
+        "max_chunks",
+        "words",
+        "groups",
+        "at_once",
+    ]
 )
 def filtered_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
@@ -83,6 +92,7 @@ def filtered_kernel(
     max_rows,
     words,
     groups,
+    at_once,  # slices, see `slice_of`
     stride_hn,
     stride_wv,
     stride_gv,
@@ -154,14 +164,15 @@ def filtered_kernel(
         if turn < num_chunks:
             first = tl.load(first_ptr + chunk)
         if phase % 2 == 0:
-            num_dds = 0
+            dds_tiles = 0
             num_dsd = 0
             if turn > 0:
                 if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
-                    num_dds = tl.maximum(tl.minimum(last, num_active) - middle, 0) * dds_slices
-                    num_dds = tl.where(is_last & (part == 1), 0, num_dds)
+                    dds_tiles = tl.maximum(tl.minimum(last, num_active) - middle, 0)
+                    dds_tiles = tl.where(is_last & (part == 1), 0, dds_tiles)
                 if HAS_GRAD_HIDDEN:
                     num_dsd = tl.cdiv(count, TOKENS) * num_slices * pieces
+            num_dds = dds_tiles * dds_slices
             num_lists = tl.where(is_last, 0, (middle - first) * words)
             task = tl.atomic_add(queue_ptr + phase, 1)
             while task < num_dds + num_dsd + num_lists:
@@ -172,10 +183,10 @@ def filtered_kernel(
                             task, middle, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr,
                             num_blocks_ptr, pair_rows_ptr, share_ptr, class_weight_ptr, tail_ptr,
                             tail_bias_ptr, workspace_ptr, grad_weight_ptr, grad_bias_ptr, unit,
-                            num_tiles, num_blocks, V, D, groups, dds_slices, stride_hn, stride_gv,
-                            TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES, PRECISION, TAIL_PRECISION,
-                            WIDE, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT,
-                            HAS_GRAD_BIAS, ACCUMULATE,
+                            dds_tiles, num_tiles, num_blocks, V, D, groups, dds_slices, at_once,
+                            stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES,
+                            PRECISION, TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN,
+                            HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
                         )  # fmt: skip
                 elif task < num_dds + num_dsd:
                     if HAS_GRAD_HIDDEN:
@@ -185,8 +196,8 @@ def filtered_kernel(
                             base_ptr + before, segment_ptr + before, entries_ptr + own,
                             workspace_ptr, workspace_rows, drawn_sum_ptr, rows_ptr,
                             grad_hidden_ptr, num_rows, drawn_total_ptr, count, unit, num_tiles, D,
-                            stride_wv, TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION, USE_TMA,
-                            WIDE, HAS_DRAWN,
+                            stride_wv, at_once, TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION,
+                            USE_TMA, WIDE, HAS_DRAWN,
                         )  # fmt: skip
                 else:
                     list_task(

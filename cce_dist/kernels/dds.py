@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.numbers import add_product
+from cce_dist.kernels.numbers import add_product, slice_of
 
 
 @triton.jit
@@ -87,12 +87,14 @@ def dds_kept_task(
     grad_weight_ptr,
     grad_bias_ptr,
     unit,
+    number,  # of tiles that have such tasks
     num_tiles,
     num_blocks,
     V,
     D,
     groups,
     num_slices,
+    at_once,  # slices, see `slice_of`
     stride_hn,
     stride_gv,
     TOKENS: tl.constexpr,
@@ -112,13 +114,13 @@ def dds_kept_task(
     ACCUMULATE: tl.constexpr,
 ):
     """A tile of columns x SLICE dims over the token blocks that keep any of them, and the tail."""
-    tile = first_tile + task // num_slices
-    first_dim = (task % num_slices) * SLICE
-    dims = first_dim + tl.arange(0, SLICE)
+    tile, slice_ = slice_of(task, number, num_slices, at_once)  # pyright: ignore[reportGeneralTypeIssues]
+    tile += first_tile
+    dims = slice_ * SLICE + tl.arange(0, SLICE)
     inside = (dims < D)[None, :]
     PARTS: tl.constexpr = TOKENS // BLOCK_K
     local = tl.arange(0, TILE)
-    number = tl.load(num_blocks_ptr + tile)
+    length = tl.load(num_blocks_ptr + tile)
     list_ptr = blocks_ptr + tile.to(tl.int64) * num_blocks
     pairs_ptr = starts_ptr + (num_blocks + 1) * (num_tiles + 1)
     first_pair = tl.load(pairs_ptr + tile) - tl.load(pairs_ptr + first_tile)
@@ -126,7 +128,7 @@ def dds_kept_task(
     acc = tl.zeros((TILE, SLICE), tl.float32)
     bias = tl.zeros((TILE,), tl.float32)
     if HAS_GRAD_WEIGHT:
-        for i in tl.range(0, number * PARTS, num_stages=STAGES):
+        for i in tl.range(0, length * PARTS, num_stages=STAGES):
             lanes = (i % PARTS) * BLOCK_K + tl.arange(0, BLOCK_K)
             at = tl.load(pair_rows_ptr + i // PARTS * TILE).to(tl.int64)
             p = tl.load(workspace_ptr + at[:, None] * TOKENS + lanes[None, :])
@@ -139,14 +141,14 @@ def dds_kept_task(
             else:
                 acc = tl.dot(p, e, acc, input_precision=PRECISION)
     if HAS_GRAD_BIAS:  # noqa: SIM102
-        if task % num_slices == 0:
-            for i in range(number):
+        if slice_ == 0:
+            for i in range(length):
                 at = tl.load(pair_rows_ptr + i * TILE).to(tl.int64)
                 p_ptrs = workspace_ptr + at[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
                 bias += tl.sum(tl.load(p_ptrs).to(tl.float32), 1)
     at = tile * TILE + local
     store_columns(
-        acc * unit, bias * unit, tl.load(order_ptr + at), at < V, dims, task % num_slices == 0,
+        acc * unit, bias * unit, tl.load(order_ptr + at), at < V, dims, slice_ == 0,
         share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D,
         groups, stride_gv, TILE, TAIL_PRECISION, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT,
         HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,

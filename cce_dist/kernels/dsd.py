@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.numbers import add_product
+from cce_dist.kernels.numbers import add_product, slice_of
 
 
 @triton.jit
@@ -55,6 +55,7 @@ def dsd_kept_task(
     num_tiles,
     D,
     stride_wv,
+    at_once,  # slices, see `slice_of`
     TOKENS: tl.constexpr,
     SLICE: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -67,9 +68,9 @@ def dsd_kept_task(
     """A piece of the entries of one token block x SLICE dims."""
     num_slices = tl.cdiv(D, SLICE)
     piece = task % pieces
-    task //= pieces
-    block = task // num_slices
-    dims = (task % num_slices) * SLICE + tl.arange(0, SLICE)
+    number = tl.cdiv(count, TOKENS)
+    block, slice_ = slice_of(task // pieces, number, num_slices, at_once)  # pyright: ignore[reportGeneralTypeIssues]
+    dims = slice_ * SLICE + tl.arange(0, SLICE)
     inside = (dims < D)[None, :]
     row_ptr = starts_ptr + block * (num_tiles + 1)
     length = tl.load(row_ptr + last_tile) - tl.load(row_ptr + first_tile)
@@ -98,7 +99,7 @@ def dsd_kept_task(
         own_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
         add_rows(acc * unit, row, token < count, dims, turn == 0, own_ptr, D)
     if HAS_DRAWN:  # noqa: SIM102
-        if (task % num_slices == 0) & (piece == 0):
+        if (slice_ == 0) & (piece == 0):
             token = tl.arange(0, TOKENS)
             total = tl.zeros((TOKENS,), tl.float32)
             for i in range(tl.load(segment_ptr + block), tl.load(segment_ptr + block + 1)):

@@ -129,3 +129,14 @@ def partial_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def whole_sum(x):
     """[8, 8, COLUMNS] -> [COLUMNS]"""
     return tl.sum(tl.sum(x, 0), 0)
+
+
+@triton.jit
+def slice_of(task, number, num_slices, at_once):
+    """Of `number` x `num_slices` tasks: which of the number, which slice. `at_once` slices of all
+    come before the next ones: what those read of a matrix, whole columns of it, stays in the cache.
+    """
+    begin = task // (number * at_once) * at_once
+    width = tl.minimum(num_slices - begin, at_once)
+    inside = task - begin * number
+    return inside // width, begin + inside % width

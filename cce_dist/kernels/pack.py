@@ -27,6 +27,13 @@ def splits_of(blocks, num_tiles, programs, cached_blocks, grid):
     return best
 
 
+@triton.jit
+def shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS: tl.constexpr):
+    """Splits of the vocabulary, and blocks at a time."""
+    splits = splits_of(blocks, num_tiles, programs, cached_blocks, grid)
+    return GROUPS * splits, tl.minimum(tl.cdiv(programs, splits), blocks)
+
+
 @triton.jit(do_not_specialize=["N", "grid"])
 def pack_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
@@ -106,7 +113,7 @@ def pack_kernel(
         blocks = N_padded // TOKENS
     tl.store(lower_ptr + tokens, ref, mask=tokens < N_padded)
     if tl.program_id(0) == 0:
-        splits = splits_of(blocks, num_tiles, programs, cached_blocks, grid)
+        splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)  # pyright: ignore[reportGeneralTypeIssues]
         tl.store(shape_ptr, blocks)
-        tl.store(shape_ptr + 1, GROUPS * splits)
-        tl.store(shape_ptr + 2, tl.minimum(tl.cdiv(programs, splits), blocks))
+        tl.store(shape_ptr + 1, splits)
+        tl.store(shape_ptr + 2, at_once)

@@ -107,7 +107,8 @@ def key_kernel(
     blocks: first by how many of the 8 have one that keeps the column, then which, as a place in a
     Gray code, whose neighbours differ in one; then which halves of the first two of them, or in
     only one, whether it is one 64th of all blocks and which; then columns that are drawn only, then
-    the rest. A sort of 16 bits takes half of one of 32. docs/performance.md#the-order-of-columns.
+    the rest, both as they come, by numbers that differ: a sort counts equal ones one by one. One of
+    16 bits takes half of one of 32. docs/performance.md#the-order-of-columns.
     """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
@@ -120,7 +121,9 @@ def key_kernel(
         kept = tl.load(kept_ptr + at, mask=inside, other=0)
         if HAS_DRAWN:
             any_drawn |= tl.load(drawn_ptr + at, mask=inside, other=0)
-        for lane in range(tl.minimum(num_blocks - word * 64, 64)):
+        # No block keeps most columns, nor those beside them.
+        any_kept = tl.max((kept != 0).to(tl.int32), 0)
+        for lane in range(any_kept * tl.minimum(num_blocks - word * 64, 64)):
             place = (word * 64 + lane) * 64 // num_blocks
             has = ((kept >> lane) & 1).to(tl.int32)
             of16 |= has << (15 - place // 4)
@@ -136,7 +139,7 @@ def key_kernel(
         number += (two > 0).to(tl.int32)
     detail = tl.where(number > 1, halves, first % 8 + tl.where(first == last, 0, 8))
     key = ((8 - number) << 12) | (place_in_gray_code(of8) << 4) | detail
-    rest = tl.where(any_drawn != 0, 8, 9) << 12
+    rest = (tl.where(any_drawn != 0, 8, 9) << 12) + columns // tl.cdiv(V, 4096)
     key = tl.where(number > 0, key, rest) - 32768
     tl.store(key_ptr + columns, key.to(tl.int16), mask=inside)
 
@@ -148,7 +151,7 @@ def tiles_kernel(
     order_ptr,  # [V] int32: columns by `key_kernel`
     order_padded_ptr,  # [num_tiles * TILE] int32: order, 0 beyond V: out
     counts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: entries of each block's list, of all
-    # blocks', and of blocks that keep a column, in column tile + 1: out
+    # blocks', and of blocks that keep a column, in column tile + 1; zeros: out
     blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep a column: out
     position_ptr,  # [num_tiles, num_blocks] int16: its inverse: out
     num_blocks_ptr,  # [num_tiles] int32: how many of those: out
@@ -185,11 +188,12 @@ def tiles_kernel(
         listed = (kept[:, None] >> lane.to(tl.int64)[None, :]) & 1
         number = tl.sum(listed.to(tl.int32), 0)
         block = word * 64 + lane
-        tl.store(column_of_counts + block * stride, number, mask=block < num_blocks)
+        tl.store(column_of_counts + block * stride, number, mask=number > 0)
         total += tl.sum(number, 0)
     tl.store(num_blocks_ptr + tile, found)
-    tl.store(column_of_counts + num_blocks * stride, total)
-    tl.store(column_of_counts + (num_blocks + 1) * stride, found)
+    if total > 0:
+        tl.store(column_of_counts + num_blocks * stride, total)
+        tl.store(column_of_counts + (num_blocks + 1) * stride, found)
     if found > 0:
         tl.atomic_max(num_active_ptr, tile + 1)
 

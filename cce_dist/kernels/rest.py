@@ -8,7 +8,7 @@ import triton.language as tl
 from cce_dist.kernels.dds import dds_kept_task, unkept_task
 
 
-@triton.jit(do_not_specialize=["num_blocks", "groups"])
+@triton.jit(do_not_specialize=["num_blocks", "groups", "at_once"])
 def rest_kernel(
     hidden_ptr,  # arguments as those of `filtered_kernel`, and what that has left in memory
     rows_ptr,
@@ -33,6 +33,7 @@ def rest_kernel(
     D,
     num_tiles,
     groups,
+    at_once,
     stride_hn,
     stride_gv,
     TOKENS: tl.constexpr,
@@ -59,17 +60,17 @@ def rest_kernel(
     unit = tl.load(unit_ptr)
     num_active = tl.load(num_active_ptr)
     dds_slices = tl.cdiv(D, SLICE) if HAS_GRAD_WEIGHT else 1
-    num_dds = 0
+    dds_tiles = 0
     if tl.load(num_chunks_ptr) > 0:
-        num_dds = tl.minimum(tl.load(first_ptr + 1), num_active) * dds_slices
-    for task in range(tl.program_id(0), num_dds, tl.num_programs(0)):
+        dds_tiles = tl.minimum(tl.load(first_ptr + 1), num_active)
+    for task in range(tl.program_id(0), dds_tiles * dds_slices, tl.num_programs(0)):
         dds_kept_task(
             task, 0, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr, num_blocks_ptr,
             pair_rows_ptr, share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, workspace_ptr,
-            grad_weight_ptr, grad_bias_ptr, unit, num_tiles, num_blocks, V, D, groups, dds_slices,
-            stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES, PRECISION,
-            TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT,
-            HAS_GRAD_BIAS, ACCUMULATE,
+            grad_weight_ptr, grad_bias_ptr, unit, dds_tiles, num_tiles, num_blocks, V, D, groups,
+            dds_slices, at_once, stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES,
+            PRECISION, TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT,
+            HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
         )  # fmt: skip
     num_unkept = (num_tiles - num_active) * (TILE // UNKEPT)
     slices = tl.cdiv(D, UNKEPT_SLICE) if HAS_GRAD_WEIGHT else 1

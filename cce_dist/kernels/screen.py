@@ -5,6 +5,7 @@ import triton.language as tl
 
 from cce_dist.kernels.backward import arrive, go_on
 from cce_dist.kernels.numbers import LOG2E, exp2_of, log2_of
+from cce_dist.kernels.pack import shape_of
 from cce_dist.kernels.plan import list_task
 from cce_dist.kernels.sdd import MADE_FURTHEST, MADE_MOST, MADE_SCALE, fresh_logits, segment_of
 
@@ -27,7 +28,7 @@ def count_kept_kernel(
     tl.atomic_add(number_ptr, tl.sum(tl.sum(kept.to(tl.int32), 1), 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "grid"])
 def guard_kernel(
     number_ptr,  # [1] int32: pairs of a column and a block that keeps it
     count_ptr,  # [1] int32: tokens that count
@@ -42,7 +43,12 @@ def guard_kernel(
     N,
     max_kept,
     max_error,
+    num_tiles,  # these four as of `pack_kernel`, for the full forward
+    programs,
+    cached_blocks,
+    grid,
     BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """One program. docs/numerics.md#when-screening-is-refused"""
     count = tl.load(count_ptr)
@@ -71,8 +77,9 @@ def guard_kernel(
     full = 1 - screened.to(tl.int32)
     tl.store(full_ptr, full)
     tl.store(full_shape_ptr, blocks * full)
-    tl.store(full_shape_ptr + 1, tl.load(shape_ptr + 1))
-    tl.store(full_shape_ptr + 2, tl.load(shape_ptr + 2))
+    splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)  # pyright: ignore[reportGeneralTypeIssues]
+    tl.store(full_shape_ptr + 1, splits)
+    tl.store(full_shape_ptr + 2, at_once)
 
 
 @triton.jit
