@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -199,6 +199,7 @@ def compute(
         isinstance(x, Tensor) and x.requires_grad for x in inputs
     )
     call, finish = prepare(hidden, weight, targets, options, bias=bias, record=record, **more)
+    call = replace(call, plan=replace(call.plan, backward_is_next=True))
     with torch.autocast(hidden.device.type, enabled=False):
         flat = hidden.reshape(-1, hidden.shape[-1])
         if options.gradient == "in_forward" and record:

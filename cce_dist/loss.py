@@ -57,7 +57,7 @@ def linear_cross_entropy(
     stats: tuple[Stat, ...] = (),
     backend: Backend = "auto",
     workspace_bytes: int | None = None,
-    keep_logits: bool = False,
+    keep_logits: bool | None = None,
     check_ranks: bool = False,
 ) -> Tensor | LossOutput:
     """Cross-entropy of hidden @ weight.T against targets; logits [N, V] never exist in memory.
@@ -105,8 +105,10 @@ def linear_cross_entropy(
         keep_logits: whether memory from the forward to the backward saves time, on a GPU. With
             gradient="exact" logits of as many columns as fit the workspace, and the weight's
             gradient, which the forward then allocates, are kept in 16 bits (fp32 for fp32 inputs)
-            and not computed again. With logits="screened" those that are exact, as many as fit the
-            workspace. A second backward over a retained graph computes them again.
+            and not computed again; None: they are not. With logits="screened" those that are exact,
+            as many as fit the workspace; None: they are where the kernels compute. False where
+            many forwards come before their backwards, each of which would hold a workspace. A
+            second backward over a retained graph computes them again.
         check_ranks: first compare, bit by bit, what all ranks of the group must share; for
             debugging, on every rank or on none: the host waits. So does CCE_DIST_CHECK_RANKS=1.
     Returns:

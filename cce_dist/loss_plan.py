@@ -25,6 +25,7 @@ class Plan:
     wanted: Wanted
     threshold: float  # of the filter; 0 keeps every column
     beside: bool = False  # kernels that wait for other ranks are on the device
+    backward_is_next: bool = False  # as a rule: what the forward keeps for it is not kept for long
 
     @property
     def filters(self) -> bool:
@@ -51,5 +52,7 @@ class Plan:
     @property
     def keeps_listed(self) -> bool:
         """Whether a screened forward keeps the exact logits of what the backward begins with."""
-        room = self.backend.room_for_listed
-        return self.screen is not None and room is not None and self.options.keep_logits
+        keeps = self.options.keep_logits
+        if keeps is None:
+            keeps = self.backward_is_next
+        return keeps and self.screen is not None and self.backend.room_for_listed is not None

@@ -199,7 +199,7 @@ class LossOptions:
     stats: tuple[Stat, ...] = ()
     backend: Backend = "auto"
     workspace_bytes: int | None = None
-    keep_logits: bool = False
+    keep_logits: bool | None = None
     check_ranks: bool = False
 
     def __post_init__(self) -> None:
@@ -223,8 +223,10 @@ class LossOptions:
                 raise ValueError(f"{name} must be an int{also}, got {value!r}")
         if not -(2**63) <= self.ignore_index < 2**63:
             raise ValueError(f"ignore_index must fit int64, as targets do, got {self.ignore_index}")
-        for name in ("sequence_parallel", "keep_logits", "check_ranks"):
+        for name in ("sequence_parallel", "check_ranks"):
             require_bool(name, getattr(self, name))
+        if self.keep_logits is not None and not isinstance(self.keep_logits, bool):
+            raise ValueError(f"keep_logits must be True, False or None, got {self.keep_logits!r}")
         require_finite("shift", self.shift, minimum=0)
         if self.workspace_bytes is not None:
             require_finite("workspace_bytes", self.workspace_bytes, minimum=2**16)

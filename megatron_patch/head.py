@@ -71,9 +71,9 @@ def head_loss(
     return loss.contiguous()
 
 
-def keeps_logits(hidden: Tensor, options: PatchOptions) -> bool:
-    """Whether logits stay from the forward to the backward."""
-    if options.keep_logits is not None:
+def keeps_logits(hidden: Tensor, options: PatchOptions) -> bool | None:
+    """Whether logits stay from the forward to the backward; None: as the loss would have it."""
+    if options.keep_logits is not None or options.logits == "screened":
         return options.keep_logits
     if options.gradient != "exact" or options.backend == "torch" or not hidden.is_cuda:
         return False

@@ -35,7 +35,7 @@ class PatchOptions:
         keep_logits: with "exact" on a GPU, what logits fit the workspace and the weight's
             gradient, allocated in the forward then, stay for the backward; None: they do where
             the Triton kernels compute. With "screened" the exact ones that fit the workspace do;
-            None: they do not.
+            None: again where the Triton kernels compute.
         check_ranks: compare what ranks must share before every loss; for debugging.
         vocab_over_pipeline: GPTModel's output layer has its rows on all pipeline stages, and
             Megatron's schedule without interleaving computes the loss on all of them.

@@ -281,6 +281,17 @@ def test_screened_keeps_no_poor_logits(
     assert_close(kept, again, hidden.dtype)
 
 
+def test_screened_keeps_logits_by_itself(rooms: list[Any]) -> None:
+    """As most backwards are next; False for all others."""
+    case = screened_case(TRITON_CPU, {})
+    found = {
+        keep: run_case(None, replace(case, options={**case.options, "keep_logits": keep}))
+        for keep in (True, None, False)
+    }
+    assert [room is not None for room in rooms] == [True, True, False]
+    assert all(torch.equal(found[None][name], found[True][name]) for name in found[True])
+
+
 def test_screened_keeps_nothing_without_a_gradient(rooms: list[Any]) -> None:
     case = replace(screened_case(TRITON_CPU, {}), backward=False)
     with torch.no_grad():

@@ -220,7 +220,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"keep_logits": True},
         r"keep_logits=True has no effect with gradient='filtered'.*exact",
     ),
-    "keep_logits_int": ({"keep_logits": 1}, r"keep_logits must be True or False.*1"),
+    "keep_logits_int": ({"keep_logits": 1}, r"keep_logits must be True, False or None.*1"),
     "in_forward_none": (
         {"gradient": "in_forward", "reduction": "none"},
         r"gradient=\"in_forward\".*reduction=\"none\".*(filtered|exact)",

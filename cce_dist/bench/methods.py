@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import (
+    Filter,
     LinearCrossEntropy,
     QuantizedWeight,
     Screen,
@@ -29,11 +30,12 @@ WITH_MEMORY = "exact-kept"
 MEMORY: dict[str, Any] = {"keep_logits": True, "workspace_bytes": 900 * 2**20}
 # `filtered` with 8-bit logits where they don't matter.
 SCREENED = "screened"
-# The same otherwise: in e4m3, what is exact kept for the backward, in the forward, its weight's
-# 8-bit copy at hand.
+# The same otherwise: in e4m3, what is exact made again for the backward, by a larger threshold, in
+# the forward, its weight's 8-bit copy at hand.
 SCREENED_OTHERWISE: dict[str, dict[str, Any]] = {
     "screened-e4m3": {"screen": Screen(dtype="e4m3")},
-    "screened-kept": {"keep_logits": True},
+    "screened-again": {"keep_logits": False},
+    "screened-keep-2^-9": {"filter": Filter(keep=2.0**-9)},
     "screened-in-forward": {"gradient": "in_forward"},
 }
 SCREENED_COPY = "screened-copy"
