@@ -171,6 +171,13 @@ def test_the_largest_batch_is_a_smaller_one_where_the_predicted_does_not_fit(
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(torch.OutOfMemoryError):
         list(OfALine(job, None, "cce", None).rows(2, 3, largest=True))  # pyright: ignore[reportArgumentType]
+    # So half of the batch says first whether twice as much fits.
+    for gib, expected in ((20, [8, 15]), (11, [8])):
+        tried.clear()
+        memory.total_memory = gib * 2**30
+        rows = OfALine(job, None, "cce", None).rows(2, 3, largest=True)  # pyright: ignore[reportArgumentType]
+        assert [row["batch"] for row in rows] == expected
+        assert tried == [8, 4, *expected[1:]]
 
 
 @pytest.mark.parametrize(

@@ -158,21 +158,36 @@ class Meter:
         yield once
         if not largest:
             return
+        if dist.get_world_size() > 1:
+            # A rank that is out of memory would leave the others waiting in a collective.
+            most = self.most_that_fits(self.measure(self.whole(batch / 2), 1, 1), once)
+            if most < 2 * batch:
+                if self.whole(most) > batch:
+                    yield self.measure(self.whole(most), 2, 3)
+                return
         twice = self.measure(2 * batch, 2, 3)
         yield twice
-        each = (twice["peak_gib"] - once["peak_gib"]) / batch
-        if each <= 0:
-            return
-        room = USABLE * torch.cuda.get_device_properties(self.job.ranks.device).total_memory / GIB
-        unit = self.job.config.parallel.tp
-        most = batch + (room - once["peak_gib"]) / each
+        most = self.most_that_fits(once, twice)
         found = None
         # Twice the config's does fit.
         while found is None and most > 2 * batch:
-            found = self.measure_if_it_fits(int(most) // unit * unit)
+            found = self.measure_if_it_fits(self.whole(most))
             most *= LESS
         if found is not None:
             yield found
+
+    def most_that_fits(self, less: Cells, more: Cells) -> float:
+        """Sequences, by a line through the peaks of two batches; 0: they say nothing."""
+        each = (more["peak_gib"] - less["peak_gib"]) / max(more["batch"] - less["batch"], 1)
+        if each <= 0:
+            return 0.0
+        room = USABLE * torch.cuda.get_device_properties(self.job.ranks.device).total_memory / GIB
+        return less["batch"] + (room - less["peak_gib"]) / each
+
+    def whole(self, batch: float) -> int:
+        """Down to what tensor-parallel ranks can share."""
+        unit = self.job.config.parallel.tp
+        return max(int(batch) // unit, 1) * unit
 
     def measure_if_it_fits(self, batch: int) -> Cells | None:
         try:
