@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 from plan_runs import (
     Compared,
     embedding_seconds,
@@ -110,11 +111,25 @@ def test_pipelines_on_h100s() -> None:
     assert len(on_last) == 16 and len(planned) == 4
 
 
-def test_a_thread_on_h100s_is_missed() -> None:
+def test_pipelines_on_h100s_that_leave_room() -> None:
+    """In the order of today, which the model had been made before."""
+    gpu = "h100 with room"
+    on_last, planned = pipelines(gpu=gpu), pipelines("vocab-1f1b", gpu)
+    for measured, alone in on_last + planned:
+        if measured.time_error is not None and alone.time_error is not None:
+            assert abs(measured.time_error) < 0.03 < TIME
+            assert abs(alone.time_error) < 0.045 < TIME
+        assert alone.memory_error is not None and abs(alone.memory_error) < 0.066 < MEMORY
+    assert len(on_last) == len(planned) == 4
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"), [("h100", (-0.139, -0.134)), ("h100 with room", (-0.083, -0.056))]
+)
+def test_a_thread_on_h100s_is_missed(gpu: str, expected: tuple[float, float]) -> None:
     """No promise is kept here: what the documents say of the error is."""
-    ((measured, alone), (_, last)) = pipelines("vocab-thread", "h100")
-    for found in (measured, alone):
-        assert found.time_error is not None and -0.15 < found.time_error < -0.12
+    ((measured, alone), (_, last)) = pipelines("vocab-thread", gpu)
+    assert (measured.time_error, alone.time_error) == pytest.approx(expected, abs=2e-3)
     for found in (alone, last):
         assert found.memory_error is not None and abs(found.memory_error) < 0.03 < MEMORY
 
