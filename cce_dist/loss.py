@@ -100,8 +100,8 @@ def linear_cross_entropy(
             were, on all ranks.
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
             one tile of 128 tokens. None: 64 MiB, and 8 KiB a token of more than 8,192, so that
-            more tokens take no longer each; with logits="screened" up to twice that, but no more
-            than the weight's 8-bit copy, which is gone by then.
+            more tokens take no longer each; with logits="screened" 16 KiB a token if that is more,
+            but no more for it than the weight's 8-bit copy took, which is gone by then.
         keep_logits: whether memory from the forward to the backward saves time, on a GPU. With
             gradient="exact" logits of as many columns as fit the workspace, and the weight's
             gradient, which the forward then allocates, are kept in 16 bits (fp32 for fp32 inputs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cce_dist.local import LocalBackend
-from cce_dist.options import LossOptions, Screen
+from cce_dist.options import SCREENED_BYTES_PER_TOKEN, LossOptions, Screen
 from cce_dist.partials import Head, Wanted
 from cce_dist.vocab_shard import VocabShard
 
@@ -42,12 +42,13 @@ class Plan:
         return self.options.screen
 
     def workspace_bytes(self, num_tokens: int, head: Head) -> int:
-        """Of one call on so many tokens. Unless it is given twice as much for a screened one: its
-        8-bit copy of the weight, gone by then, was no smaller."""
+        """Of one call on so many tokens. Unless it is given a screened one has more, so that one
+        chunk holds what is kept of a trained model: its 8-bit copy of the weight, gone by then, was
+        no smaller."""
         room = self.options.workspace_for(num_tokens)
         if self.screen is None or self.options.workspace_bytes is not None:
             return room
-        return max(room, min(2 * room, head.weight.numel()))
+        return max(room, min(SCREENED_BYTES_PER_TOKEN * num_tokens, head.weight.numel()))
 
     @property
     def keeps_listed(self) -> bool:

@@ -35,6 +35,7 @@ TOKEN_BLOCK = 128
 # more the more tokens there are, and so many more columns have to share it.
 LEAST_WORKSPACE_BYTES = 64 * 2**20
 WORKSPACE_BYTES_PER_TOKEN = 2**13
+SCREENED_BYTES_PER_TOKEN = 2**14
 
 # Factors of logits, in size: fp32 has to hold them, their inverses, and what they are made of.
 LEAST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cce_dist import Filter, LossOptions
+from cce_dist.loss_plan import Plan
 from cce_dist.options import AUTO_KEEP_ORDERED
 
 
@@ -100,6 +103,29 @@ def test_the_workspace_grows_with_the_tokens_unless_it_is_given(
     workspace_bytes: int | None, num_tokens: int, expected: int
 ) -> None:
     assert LossOptions(workspace_bytes=workspace_bytes).workspace_for(num_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "num_tokens", "columns", "expected"),
+    [
+        ({"logits": "full"}, 8192, 2**18, 2**26),
+        ({"logits": "screened"}, 8192, 2**18, 2**27),
+        ({"logits": "screened"}, 1024, 2**18, 2**26),
+        ({"logits": "screened"}, 65536, 2**22, 2**30),
+        # No more than the 8-bit copy of the weight, nor less than without it.
+        ({"logits": "screened"}, 8192, 2**17, 2**27),
+        ({"logits": "screened"}, 8192, 100_000, 100_000 * 1024),
+        ({"logits": "screened"}, 8192, 2**14, 2**26),
+        ({"logits": "screened", "workspace_bytes": 2**20}, 8192, 2**18, 2**20),
+    ],
+)
+def test_the_workspace_of_screened_logits(
+    options: dict[str, Any], num_tokens: int, columns: int, expected: int
+) -> None:
+    backend: Any = SimpleNamespace(screens=True, keeps_logits=False)
+    made: Any = LossOptions(**options), None, None, backend, None, 1.0
+    head: Any = SimpleNamespace(weight=torch.empty(columns, 1024, device="meta"))
+    assert Plan(*made).workspace_bytes(num_tokens, head) == expected
 
 
 @pytest.mark.parametrize(
