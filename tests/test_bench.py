@@ -210,6 +210,35 @@ def test_bench_tiles_needs_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert "the Triton kernels do not run here" in got
 
 
+def broken(*given: Any) -> Any:
+    raise RuntimeError("no such luck")
+
+
+def test_bench_profile_command(tmp_path: Path) -> None:
+    path = tmp_path / "profile.csv"
+    tiny = ["--shape", "64x300x80", "--device", "cpu", "--dtype", "float32", "--repeats", "3"]
+    chosen = ["--method", "dense", "--method", "exact", "--extra", "luckless=test_bench:broken"]
+    invoke("profile", *tiny, *chosen, "--most", "4", "--csv", str(path))
+    rows = read_csv(path)
+    of_dense = [row for row in rows if row["method"] == "dense"]
+    call, total, *kernels, others = of_dense
+    assert (call["kernel"], total["kernel"]) == ("a call", "all of them")
+    assert len(kernels) == 4 and others["kernel"].endswith(" others")
+    taken = [float(row["kernel_ms"]) for row in kernels]
+    assert taken == sorted(taken, reverse=True) and float(call["kernel_ms"]) > 0
+    # Rounded to a microsecond each.
+    assert abs(sum(taken) + float(others["kernel_ms"]) - float(total["kernel_ms"])) < 4e-3
+    # Logits, and a product for each gradient.
+    products = [row for row in kernels if row["kernel"] == "aten::mm"]
+    assert float(products[0]["calls"]) == 3
+    (luckless,) = [row for row in rows if row["method"] == "luckless"]
+    assert "no such luck" in luckless["failed"] and luckless["kernel"] == ""
+
+
+def test_bench_profile_refuses_a_part_that_is_none() -> None:
+    assert "part must be among" in refuse("profile", "--device", "cpu", "--part", "all")
+
+
 @pytest.mark.parametrize(
     "backend", ["torch", pytest.param("triton", marks=pytest.mark.interpreter)]
 )

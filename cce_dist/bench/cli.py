@@ -35,6 +35,7 @@ from .cases import case_of, cases_of, machine_of, reasons_of, refusals, shapes_o
 from .cli_converge import converge_command
 from .cli_evidence import fidelity_command, probabilities_command
 from .cli_pipeline import pipeline_command
+from .cli_profile import profile_command
 from .cli_ranks import megatron_command, ranks_command, train_command
 from .cli_screen import quantize_command, screen_command
 
@@ -200,6 +201,7 @@ def first_call_command(
         report.finish_case()
 
 
+app.command("profile")(profile_command)
 app.command("screen")(screen_command)
 app.command("quantize")(quantize_command)
 app.command("fidelity")(fidelity_command)

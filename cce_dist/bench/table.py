@@ -85,6 +85,9 @@ FORMATS = {
     "t_ms": ".2f",
     "busy_ms": ".1f",
     "mean_loss": ".4f",
+    "calls": ".1f",
+    "kernel_ms": ".3f",
+    "of_sum": ".3f",
     "seconds": ".1f",
     "seconds_to_loss": ".1f",
 }

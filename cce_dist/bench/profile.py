@@ -1,0 +1,108 @@
+"""Where a method's time goes: its kernels, on a CPU its operations, by torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from .guard import describe_failure
+from .inputs import BenchInputs
+from .machine import Timer, Variant, interleaved_times, synchronize
+from .methods import Method
+from .table import Cells, percentiles_ms
+from .variants import Part, variant_of
+
+# Of all calls under the profiler, whose kernels run with gaps between them.
+SUM, OTHERS = "all of them", "others"
+WARMUP = 3
+# Templates' names go on for lines.
+LONGEST = 60
+
+
+def bench_profile(
+    inputs: BenchInputs,
+    methods: Sequence[Method],
+    *,
+    part: Part = "loss+grad",
+    repeats: int = 10,
+    most: int = 30,
+) -> list[Cells]:
+    """For each method a row for its median call, without a profiler; one for the sum of its kernels
+    a call, which is less where the device waits and more where they run side by side; and one for
+    each of the `most` kernels that take longest, and for the others.
+
+    `calls` are launches a call, `kernel_ms` what they take together, `of_sum` its share.
+    """
+    rows: list[Cells] = []
+    for method in methods:
+        try:
+            variant = variant_of(method.build(), inputs, part)
+            call, kernels = _profiled(variant, inputs.hidden.device, repeats)
+        except Exception as error:
+            if method.origin == "ours":
+                raise
+            rows.append(_row(method.name, failed=describe_failure(error)))
+            continue
+        rows.append(_row(method.name, "a call", 1, call))
+        total = sum(ms for *_, ms in kernels)
+        launches = sum(calls for _, calls, _ in kernels)
+        rows.append(_row(method.name, SUM, launches, total, total))
+        rows += [_row(method.name, *kernel, total) for kernel in kernels[:most]]
+        rest = kernels[most:]
+        if rest:
+            calls, ms = sum(calls for _, calls, _ in rest), sum(ms for *_, ms in rest)
+            rows.append(_row(method.name, f"{len(rest)} {OTHERS}", calls, ms, total))
+    return rows
+
+
+def _profiled(
+    variant: Variant, device: torch.device, repeats: int
+) -> tuple[float, list[tuple[str, float, float]]]:
+    """Milliseconds of the median call; name, launches and milliseconds a call of each kernel."""
+    taken = interleaved_times({"": variant}, {"": repeats}, Timer(device), _failed)[""]
+    on_gpu = device.type == "cuda"
+    for _ in range(WARMUP):
+        _call(variant)
+    synchronize(device)
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiler:
+        for _ in range(repeats):
+            _call(variant)
+            synchronize(device)
+    found: dict[str, tuple[float, float]] = {}
+    for event in profiler.key_averages():
+        micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if micros <= 0:
+            continue
+        name = event.key.removeprefix("void ")[:LONGEST]
+        calls, ms = found.get(name, (0.0, 0.0))
+        found[name] = calls + event.count / repeats, ms + micros / 1e3 / repeats
+    kernels = [(name, *numbers) for name, numbers in found.items()]
+    return percentiles_ms(taken)["median_ms"], sorted(kernels, key=lambda each: -each[2])
+
+
+def _call(variant: Variant) -> None:
+    prepared = variant.prepare()
+    try:
+        variant.run(prepared)
+    finally:
+        variant.finish()
+
+
+def _failed(name: str, error: Exception) -> None:
+    raise error
+
+
+def _row(
+    method: str,
+    kernel: str = "",
+    calls: float | None = None,
+    ms: float | None = None,
+    total: float | None = None,
+    failed: str = "",
+) -> Cells:
+    share = None if ms is None or not total else ms / total
+    cells = {"method": method, "kernel": kernel, "calls": calls, "kernel_ms": ms, "of_sum": share}
+    return {**cells, "failed": failed}
