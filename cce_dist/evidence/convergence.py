@@ -120,8 +120,16 @@ class Case:
 
     def spread(self, step: int, group: str = ALL) -> float:
         """Of dense between seeds, around this step; the root of the mean variance."""
-        around = [x for x in self.steps if x and step / NEIGHBOURS <= x <= step * NEIGHBOURS]
-        return math.sqrt(statistics.fmean(self.deviation(REFERENCE, x, group) ** 2 for x in around))
+        if (step, group) not in self._spreads:
+            around = [x for x in self.steps if x and step / NEIGHBOURS <= x <= step * NEIGHBOURS]
+            variances = [self.deviation(REFERENCE, x, group) ** 2 for x in around]
+            self._spreads[step, group] = math.sqrt(statistics.fmean(variances))
+        return self._spreads[step, group]
+
+    @functools.cached_property
+    def _spreads(self) -> dict[tuple[int, str], float]:
+        """Those asked for so far: a page asks for each a hundred times."""
+        return {}
 
     def difference(self, method: str, step: int, group: str = ALL) -> float:
         """To dense, the mean over the seeds that both have; positive is worse."""
