@@ -23,7 +23,7 @@ from cce_dist.local_triton_operands import Launch
 from cce_dist.local_triton_screen import (
     add_exact_columns,
     guard,
-    start_moments,
+    start_weight_moments,
     sum_exact_columns,
     with_eight_bits,
 )
@@ -125,17 +125,17 @@ def _packed(
     """The forward's inputs; which token is the i-th, None: the i-th; with `screen` in 8 bits."""
     order, head = None, for_kernels(head)
     # Tokens are put in order by kernels that leave the device idle.
-    moments = start_moments(tokens, head, screen)
+    weight_moments = start_weight_moments(head, screen)
     try:
         if score and len(tokens) > TOKEN_BLOCK:
             order = similar_order(tokens)
             tokens = tokens.reordered(order)
         run = Forward.of(tokens, head, wanted, score, keep_logits, screen is not None)
     finally:
-        known = None if moments is None else moments()
+        own = None if weight_moments is None else weight_moments()
     if screen is None:
         return run, order, None
-    run, rounding = with_eight_bits(run, screen, known)
+    run, rounding = with_eight_bits(run, screen, own)
     return run, order, rounding
 
 

@@ -52,33 +52,19 @@ def moments_of(matrix: Tensor, count: Tensor | None = None, *, every: int = 1) -
     return Moments.of_sums(sums, taken if count is None else count.clamp_min(1))
 
 
-# Of a weight, and of all hidden states; None: of those that count, which aren't known yet.
-BothMoments = tuple[Moments, Moments | None]
-
-
-def start_moments(
-    tokens: Tokens, head: Head, screen: Screen | None
-) -> Callable[[], BothMoments] | None:
-    """Begins the `moments_of` what `with_eight_bits` is going to quantise, beside what the current
-    stream is given next. Returns: what waits for them, to be called whatever happens; None: there
-    is no weight to quantise."""
+def start_weight_moments(head: Head, screen: Screen | None) -> Callable[[], Moments] | None:
+    """Begins the `moments_of` a weight that `with_eight_bits` is going to quantise, beside what the
+    current stream is given next. Returns: what waits for them, to be called whatever happens; None:
+    there is nothing to quantise."""
     if screen is None or head.quantized is not None:
         return None
     weight = with_unit_inner_stride(head.weight)
-    taken = [_sums_of(weight, every_for_centre(weight))]
-    if tokens.rows is None and tokens.count is None:
-        taken.append(_sums_of(with_unit_inner_stride(tokens.hidden), 1))
-
-    def launch() -> None:
-        for *_, run in taken:
-            run()
-
+    taken, sums, launch = _sums_of(weight, every_for_centre(weight))
     wait = start_aside(weight.device, launch)
 
-    def moments() -> BothMoments:
+    def moments() -> Moments:
         wait()
-        of_weight, *of_hidden = (Moments.of_sums(sums, rows) for rows, sums, _ in taken)
-        return of_weight, of_hidden[0] if of_hidden else None
+        return Moments.of_sums(sums, taken)
 
     return moments
 
@@ -192,21 +178,16 @@ def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRow
     return quantize_weight(weight, moments.for_others(), screen_dtype(screen, weight))
 
 
-def with_eight_bits(
-    run: Forward, screen: Screen, known: BothMoments | None
-) -> tuple[Forward, Rounding]:
+def with_eight_bits(run: Forward, screen: Screen, own: Moments | None) -> tuple[Forward, Rounding]:
     """The same forward of 8-bit operands, and what [N_padded] tokens' logits are off by.
 
-    Args: known: of `start_moments`; None: none are needed.
+    Args: own: the weight's; None: computed here, if they are needed.
     """
     head, dim = run.head, run.weight.shape[1]
     hidden, weight = run.packed[:, :dim], head.quantized
     if weight is None:
-        assert known is not None
-        own, of_hidden = known
-        if of_hidden is None:
-            of_hidden = moments_of(hidden, run.count)
-        weight = quantize_weight(run.weight, of_hidden, screen_dtype(screen, run.weight), own=own)
+        dtype = screen_dtype(screen, run.weight)
+        weight = quantize_weight(run.weight, moments_of(hidden, run.count), dtype, own=own)
     values, of_tokens, size = _quantize(
         hidden, weight.hidden_centre, 1 / weight.channel, weight.centre, weight.values.dtype
     )
