@@ -96,8 +96,10 @@ def similar_kernel(
         gram = tl.dot(s, s.T, gram, input_precision=PRECISION)
     # Both less the seeds' mean, by linearity.
     mean = tl.sum(gram, 0) / SEEDS
-    of_mean = tl.sum(mean, 0) / SEEDS
     by_row = tl.sum(gram, 1) / SEEDS
+    # The same for each seed: for Blackwell Triton compiles no sum to a single number of what comes
+    # of a product.
+    of_mean = (tl.sum(tl.zeros((SEEDS, SEEDS), tl.float32) + by_row[:, None], 0) / SEEDS)[None, :]
     centred = gram - mean[None, :] - by_row[:, None] + of_mean
     dots = dots - (tl.sum(dots, 1) / SEEDS)[:, None] - mean[None, :] + of_mean
     size = tl.sum(tl.where(lane[:, None] == lane[None, :], centred, 0.0), 0)
