@@ -17,6 +17,9 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # So many rows at least make the mean row that is subtracted: any row would do, but a flat softmax
 # shows how far off the mean it is.
 CENTRE_ROWS = 16384
+# Of the columns with a mass so many nats or less from a block's threshold so many say what the
+# choice of columns costs a tail.
+NEAR_NATS, NEAR_COLUMNS = 0.5, 128
 # centre, channel, across, [D] fp32 each -> see `local_torch_quantize.quantize`.
 Quantize = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -101,6 +104,12 @@ class Rounding:
 
     rows: QuantizedRows  # of the weight
     variance: Tensor  # [N] fp32 of a token's logit
+
+
+def selects_by_errors(dtype: torch.dtype) -> bool:
+    """Whether errors are so large that their part in the choice of columns counts: int8's cost a
+    sixteenth of e4m3's, less than fp32 sums are off by."""
+    return dtype != torch.int8
 
 
 def correct_for_rounding(

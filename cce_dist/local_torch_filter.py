@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from cce_dist.eight_bits import NEAR_NATS
 from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
 from cce_dist.partials import Head, Kept, Scores, Tokens
 from cce_dist.torch_tiles import TileSize, logits_tile, max_over_blocks, operand_dtype, spans
@@ -76,6 +79,15 @@ def reaches(scores: Scores, lse: Tensor, threshold: float, by_largest: bool) -> 
     assert score is not None
     full = 1 if by_largest else _block_tokens(lse.shape[0], score) / TOKEN_BLOCK
     return score * _tighten(scores, lse) >= threshold * full
+
+
+def near_threshold(scores: Scores, lse: Tensor, threshold: float) -> Tensor:
+    """Columns whose mass is at most NEAR_NATS from the threshold, [num_blocks, V_local]."""
+    assert scores.mass is not None
+    mass = scores.mass * _tighten(scores, lse)
+    least = threshold * _block_tokens(lse.shape[0], mass) / TOKEN_BLOCK
+    reach = math.exp(NEAR_NATS)
+    return (mass * reach >= least) & (mass < least * reach)
 
 
 def keep_targets(mask: Tensor, tokens: Tokens) -> Tensor:

@@ -15,8 +15,20 @@ import torch
 from torch import Tensor
 
 from cce_dist import local_torch
-from cce_dist.eight_bits import correct_for_rounding, screen_dtype
-from cce_dist.local_torch_filter import gathered_logits, keep_targets, reaches, shares_of
+from cce_dist.eight_bits import (
+    NEAR_COLUMNS,
+    NEAR_NATS,
+    correct_for_rounding,
+    screen_dtype,
+    selects_by_errors,
+)
+from cce_dist.local_torch_filter import (
+    gathered_logits,
+    keep_targets,
+    near_threshold,
+    reaches,
+    shares_of,
+)
 from cce_dist.local_torch_quantize import moments_of, quantize, quantize_weight
 from cce_dist.options import TOKEN_BLOCK, Screen
 from cce_dist.partials import (
@@ -66,7 +78,11 @@ def local_stats(
     if share <= screen.max_kept:
         size = TileSize.choose(head.weight, how["workspace_bytes"])
         mask = keep_targets(mask, tokens)
-        made = _Screened.of(eight, stats, scores, mask, size, (stats.lse - lse).exp())
+        by_mass = None if how["score_largest"] else how["threshold"]
+        near = None
+        if by_mass is not None and selects_by_errors(eight.rows.values.dtype):
+            near = near_threshold(scores, lse, by_mass)
+        made = _Screened.of(eight, stats, scores, mask, near, size, (stats.lse - lse).exp())
         # Not true of NaN either.
         if made.error <= screen.max_error:
             return made.stats, made.scores
@@ -129,6 +145,35 @@ class EightBit:
             off[i0:i1] = scale * (rest @ mean[block]) + 0.5 * second
         return off
 
+    def selection_error(self, near: Tensor, lse: Tensor) -> Tensor:
+        """What each token's tail has lost because masses by these logits decide which columns are
+        left in it, [N] over exp(lse). Source: docs/numerics.md#the-bias-of-the-tail.
+
+        Args:
+            near: [num_blocks, V_local] bool: columns whose masses are near the threshold.
+            lse: [N] of these logits.
+        """
+        lost = torch.zeros_like(lse)
+        for block, (i0, i1) in enumerate(spans(len(self.tokens), TOKEN_BLOCK)):
+            index = near[block].nonzero()[:, 0]
+            total = len(index)
+            if total == 0:
+                continue
+            if total > NEAR_COLUMNS:
+                place = torch.arange(NEAR_COLUMNS, device=index.device)
+                index = index[(place * total + NEAR_COLUMNS - 1) // NEAR_COLUMNS]
+            hidden = self.tokens.take(i0, i1).to(operand_dtype(self.head.weight))
+            z, _ = gathered_logits(hidden, self.head, index)
+            off = self.gathered(i0, i1, index)[0].sub_(z)
+            p = z.sub_(lse[i0:i1, None]).exp_()
+            mass = p.sum(0)
+            moved = torch.where(mass > 0, ((p * off.exp()).sum(0) / mass).log(), 0.0)
+            # What is common to all columns, or to a token's logits, moves the threshold alone.
+            moved -= (mass * moved).sum() / mass.sum().clamp_min(1e-30)
+            off -= (p * off).sum(1, keepdim=True) / p.sum(1, keepdim=True).clamp_min(1e-30)
+            lost[i0:i1] = (p * off) @ moved * (total / len(index) / (2 * NEAR_NATS))
+        return lost
+
     def _tiles_of(self, at: slice | Tensor) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
         # Rows of e4m3 can't be gathered; as bytes they can.
         columns = self.rows.values.view(torch.uint8)[at].view(self.rows.values.dtype).float()
@@ -160,6 +205,7 @@ class _Screened:
         stats: Stats,  # of 8-bit logits alone, as are scores
         scores: Scores,
         mask: Tensor,  # [num_blocks, V_local] bool: columns that are kept
+        near: Tensor | None,  # of `selection_error`, where that counts
         size: TileSize,
         here: Tensor,  # [N] share of the mass over all ranks that this shard's columns have
     ) -> _Screened:
@@ -186,6 +232,10 @@ class _Screened:
         off = eight.tail_error(shares_of(scores, stats.lse, mask), size)
         # By softcap's mean slope there. Of a token without a tail nothing is off.
         off = torch.where(unkept > 0, off * dropped / unkept, 0.0)
+        if near is not None:
+            lost = eight.selection_error(near, stats.lse) / (unkept * (-off).exp())
+            # An estimate: of a tail that is next to nothing it may be more than that.
+            off = torch.where(unkept > 0, off - lost.clamp(-0.5, 0.5).log1p(), 0.0)
         log_unkept = stats.lse + unkept.log() - off
         lse = torch.logaddexp(kept, log_unkept)
         screened = None if stats.screened is None else torch.ones_like(lse)

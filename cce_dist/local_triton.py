@@ -102,7 +102,8 @@ def local_stats(
     if screened is None:
         return stats, marks
     assert rounding is not None and made.dropped is not None
-    wait = correct_tail(run, made, rounding, screened.full)
+    by_mass = None if score_largest else threshold
+    wait = correct_tail(run, made, rounding, screened.full, by_mass)
     try:
         exact = sum_exact_columns(run, made, marks, screened, workspace_bytes, listed, beside)
     finally:

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.eight_bits import Rounding, every_for_centre
+from cce_dist.eight_bits import Rounding, every_for_centre, selects_by_errors
 from cce_dist.kernels.tail_error import (
     RUN,
     tail_error_kernel,
@@ -22,6 +22,7 @@ from cce_dist.kernels.tail_error import (
 from cce_dist.local_triton_forward import Forward
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_operands import Finished
+from cce_dist.local_triton_selection import selection_error
 from cce_dist.local_triton_tiles import interpreted, num_programs
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import QuantizedRows
@@ -36,6 +37,7 @@ def correct_tail(
     made: Finished,
     rounding: Rounding,
     full: Tensor,  # [1] int32: 1: no logits are of 8 bits
+    threshold: float | None,  # of the masses that chose the kept columns; None: those did not
 ) -> Callable[[], None]:
     """Begins to correct `made.unkept` and `made.dropped` in place, beside what the current stream
     is given next: the lists of kept columns, which leave the device idle.
@@ -45,6 +47,9 @@ def correct_tail(
     """
     eight, rows = run.eight, rounding.rows
     assert eight is not None
+    lost, launch_lost = None, None
+    if threshold is not None and selects_by_errors(rows.values.dtype):
+        lost, launch_lost = selection_error(run, made, rounding, full, threshold)
     blocks_per_group = triton.cdiv(run.num_blocks, MOST_GROUPS)
     moments, launch_moments = _moments_of(run, rows, blocks_per_group)
     padded, dim = run.packed.shape[0], run.weight.shape[1]
@@ -58,6 +63,8 @@ def correct_tail(
         rows.hidden_centre,
         rows.channel,
         moments,
+        made.lse,
+        made.lse if lost is None else lost,
         full,
         made.unkept,
         made.dropped,
@@ -71,10 +78,13 @@ def correct_tail(
         BLOCK_N=block,
         BLOCK_D=256,
         HAS_SOFTCAP=run.has_unkept,
+        HAS_LOST=lost is not None,
         num_warps=8,
     )
 
     def launch() -> None:
+        if launch_lost is not None:
+            launch_lost()
         launch_moments()
         launch_error()
 

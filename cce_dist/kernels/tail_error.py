@@ -110,6 +110,8 @@ def tail_error_kernel(
     hidden_centre_ptr,  # [D] fp32
     channel_ptr,  # [D] fp32: hidden states, centred, are divided by it
     moments_ptr,  # [3, GROUPS, D] fp32 means over a group's tail of x, x^2, rest^2: see above
+    lse_ptr,  # [N] natural log, of 8-bit logits
+    lost_ptr,  # [N] what the choice of columns cost the tail, over exp(lse)
     full_ptr,  # [1] int32: 1: no logits are of 8 bits, nothing to do
     unkept_ptr,  # [N] log of the sum over columns not kept of exp(z); in place
     dropped_ptr,  # [N] the same of exp(z) softcap'(z); in place
@@ -123,6 +125,7 @@ def tail_error_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_LOST: tl.constexpr,
 ):
     """One program: BLOCK_N tokens of one group. docs/numerics.md#the-bias-of-the-tail"""
     if tl.load(full_ptr) == 0:
@@ -151,11 +154,16 @@ def tail_error_kernel(
             second += tl.sum(rest * rest * spread + x * x * of_columns, 1)
         unkept = tl.load(unkept_ptr + token)
         error = scale * first + 0.5 * (scale * scale * second - tl.load(variance_ptr + token))
+        if HAS_SOFTCAP:
+            dropped = tl.load(dropped_ptr + token)
+            error *= tl.exp2((dropped - unkept) * LOG2E)
+        if HAS_LOST:
+            tail = tl.exp2((unkept - error - tl.load(lse_ptr + token)) * LOG2E)
+            lost = tl.load(lost_ptr + token) / tail
+            # An estimate: of a tail that is next to nothing it may be more than that.
+            error -= tl.log(1.0 + tl.clamp(lost, -0.5, 0.5))
         # Of a token without a tail, which may not count, nothing is off.
         error = tl.where(unkept == float("-inf"), 0.0, error)
         if HAS_SOFTCAP:
-            dropped = tl.load(dropped_ptr + token)
-            slope = tl.exp2((dropped - unkept) * LOG2E)
-            error = tl.where(unkept == float("-inf"), 0.0, error * slope)
             tl.store(dropped_ptr + token, dropped - error)
         tl.store(unkept_ptr + token, unkept - error)
