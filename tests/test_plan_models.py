@@ -249,6 +249,13 @@ def test_parameters_of_a_file(kind: str) -> None:
     assert model_from_config(config).model.parameters == parameters
 
 
+def test_biases_of_a_file() -> None:
+    """Of a gated MLP's three matrices; counted by transformers 5.24.0."""
+    biases = {"attention_bias": True, "mlp_bias": True}
+    config = {"model_type": "llama"} | COMMON | biases
+    assert model_from_config(config).model.parameters == 294_592
+
+
 def test_what_a_file_does_not_say_is_noted() -> None:
     found = model_from_config(FILES["gemma"][0])
     assert any("tie_word_embeddings: not in the file, True" in note for note in found.notes)
@@ -404,6 +411,10 @@ def test_windows_of_a_file() -> None:
         ({"v_head_dim": 128}, "v_head_dim = 128 of llama is not understood"),
         ({"model_type": "qwen3", "linear_num_key_heads": 16}, "not modelled: linear attention"),
         ({"model_type": "deepseek_v3", "index_topk": 2048}, "not modelled: sparse or chunked"),
+        (
+            {"model_type": "mistral", "mlp_bias": True},
+            "mlp_bias = True of mistral is not understood",
+        ),
         ({"lm_head_bias": True}, "lm_head_bias = True of llama is not understood"),
         ({"vision_config": {"depth": 1}}, "of llama is not modelled: a part that is not text"),
     ],

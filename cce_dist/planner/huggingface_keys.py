@@ -36,6 +36,7 @@ OWN: dict[str, tuple[str, ...]] = {
     "sliding_window": ("mistral", "mixtral", "phi3", "gemma2", "qwen2", "qwen3", "qwen3_moe"),
     "window_size": ("gpt_neo",),
     "attention_types": ("gpt_neo",),
+    "mlp_bias": ("llama",),
 }
 # What a model with one of these has that no model here has.
 _ELSE: dict[str, tuple[str, ...]] = {

@@ -128,8 +128,9 @@ class Model:
         return found + (inner + 2 * outer) * self.qkv_bias + 2 * self.size_of_head * self.qk_norm
 
     def mlp_of(self, mlp_dim: int) -> int:
-        matrices = 3 if self.gated else 2
-        return matrices * self.dim * mlp_dim + (mlp_dim + self.dim) * self.mlp_bias
+        inner = 2 if self.gated else 1
+        biases = (inner * mlp_dim + self.dim) * self.mlp_bias
+        return (inner + 1) * self.dim * mlp_dim + biases
 
     @property
     def mlp_parameters(self) -> int:
