@@ -265,6 +265,18 @@ def test_what_a_file_does_not_say_is_noted() -> None:
     assert "num_nextn_predict_layers: not modelled" in found.notes
 
 
+def test_defaults_of_a_type_are_those_of_transformers() -> None:
+    left_out = {"num_key_value_heads", "sliding_window"}
+    config = {key: value for key, value in FILES["mistral"][0].items() if key not in left_out}
+    found = model_from_config(config)
+    assert (found.model.kv_heads, found.model.window) == (8, 4096)
+    assert "num_key_value_heads: not in the file, 8 as in transformers" in found.notes
+    assert "sliding_window: not in the file, 4096 as in transformers" in found.notes
+    found = model_from_config(config | dict.fromkeys(left_out))
+    assert (found.model.kv_heads, found.model.window) == (32, 0)
+    assert "num_key_value_heads: null, taken for 32, as many as of queries" in found.notes
+
+
 # As it is on the hub, with what transformers has written beside it.
 LLAMA_31: dict[str, Any] = {
     "_name_or_path": "somewhere",

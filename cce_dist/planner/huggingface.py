@@ -45,10 +45,19 @@ _FIXED: dict[str, dict[str, Any]] = {
 _TIED = {"gemma", "gemma2", "gpt2", "gpt_neo"}
 # Of a type, where the file does not say; those of transformers.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256, "sliding_window": 4096},
-    "qwen3": {"head_dim": 128},
-    "deepseek_v3": {"n_shared_experts": 1, "first_k_dense_replace": 3},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "gemma": {"head_dim": 256, "num_key_value_heads": 16},
+    "gemma2": {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
+    "deepseek_v3": {
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+    },
 }
 
 
@@ -129,8 +138,9 @@ class _Reader:
         return value
 
     def said(self, key: str) -> int:
-        """0 where the file has none, or null."""
-        return self.whole(key, 0) if self.value(key) else 0
+        """0 where the file has null, or nothing and the type has no default."""
+        has_default = key not in self.config and key in _DEFAULTS.get(self.kind, {})
+        return self.whole(key, 0) if has_default or self.value(key) else 0
 
     def read(self) -> FromConfig:
         kind = self.kind
@@ -145,7 +155,7 @@ class _Reader:
             **_FIXED[kind],
         }
         if kind not in ("gpt2", "gpt_neo", "gpt_neox"):
-            found["kv_heads"] = self.whole("num_key_value_heads", heads, least=1)
+            found["kv_heads"] = self._kv_heads(heads)
         if self.value("head_dim") or kind in ("gemma", "gemma2", "qwen3", "qwen3_moe"):
             found["head_dim"] = self.number("head_dim")
         found["mlp_dim"] = self._mlp_dim(found["dim"])
@@ -170,6 +180,14 @@ class _Reader:
             self.notes.append(f"not used by the planner: {', '.join(unused)}")
         self.notes.append("vocab_size: taken for the number of classes, padding included")
         return FromConfig(Model(**found), tuple(self.notes))
+
+    def _kv_heads(self, heads: int) -> int:
+        key = "num_key_value_heads"
+        # A type's default is for files without the key.
+        if key in self.config and self.value(key) is None:
+            self.notes.append(f"{key}: null, taken for {heads}, as many as of queries")
+            return heads
+        return self.whole(key, heads, least=1)
 
     def _mlp_dim(self, dim: int) -> int:
         if self.kind in ("qwen3_moe", "deepseek_v3"):
