@@ -454,6 +454,9 @@ def test_files_are_read(tmp_path: Path) -> None:
         ({"experts_per_token": 2}, "experts_per_token must be <= experts, 0, got 2"),
         ({"dense_layers": 5}, "dense_layers must be within 0 and layers, 2, got 5"),
         ({"dense_layers": 1}, "dense_mlp_dim must be >= 1, got 0"),
+        ({"shared_mlp_dim": 64}, "shared_experts must be >= 1 with shared_mlp_dim or .*, got 0"),
+        ({"shared_gate": True}, "shared_experts must be >= 1 with shared_mlp_dim or .*, got 0"),
+        ({"qk_norm_heads": True}, "qk_norm must be True with qk_norm_heads, got False"),
     ],
 )
 def test_bad_models_are_refused(values: dict[str, int], message: str) -> None:

@@ -138,7 +138,8 @@ def active_mlp_dim(model: Model, is_dense: bool, index: int) -> float:
         return model.dense_mlp_dim
     if is_dense:
         return model.mlp_dim
-    return model.mlp_dim * ((model.experts_per_token or model.experts) + model.shared_experts)
+    routed = model.mlp_dim * (model.experts_per_token or model.experts)
+    return routed + model.shared_experts * model.size_of_shared
 
 
 def _shapes(model: Model, job: Job, is_dense: bool, index: int) -> list[tuple[float, float, float]]:
@@ -163,10 +164,16 @@ def _shapes(model: Model, job: Job, is_dense: bool, index: int) -> list[tuple[fl
     if is_dense:
         width = active_mlp_dim(model, True, index) / tp
         return [*found, (tokens, wide * width, dim), (tokens, dim, width)]
-    width = model.mlp_dim / tp
-    for each in (model.experts_per_token or model.experts, model.shared_experts):
+    routed = model.experts_per_token or model.experts
+    for each, mlp_dim in (
+        (routed, model.mlp_dim),
+        (model.shared_experts, model.size_of_shared),
+    ):
         if each:
+            width = mlp_dim / tp
             found += [(each * tokens, wide * width, dim), (each * tokens, dim, width)]
+    if model.shared_gate:
+        found.append((tokens, 1, dim))
     return [*found, (tokens, model.experts, dim)]
 
 

@@ -15,13 +15,16 @@ class Model:
         mlp_dim: of one expert where there are several.
         head_dim: None: dim / heads.
         gated: three matrices in the MLP rather than two.
-        norms: of a layer.
+        norms: of a layer, before or after its two halves.
+        norm_weight, norm_bias: vectors of each norm, the last one's too.
         positions: learned ones, a vector each.
         experts: 0: one MLP without a router.
         experts_per_token: that a token goes through; 0: all.
-        shared_experts: of mlp_dim, that every token goes through.
+        shared_experts, shared_mlp_dim: that every token goes through; of one, 0: mlp_dim.
+        shared_gate: a vector that says how much of what they give is taken.
         dense_layers, dense_mlp_dim: the first layers, which have one MLP of that size instead.
         qk_norm: a norm of queries and one of keys, over a head.
+        qk_norm_heads: those have weights for each head, or are over all heads at once.
         window, window_every: tokens that attention looks back at, in all but each window_every-th
             layer (0: in every layer); a window of 0: all tokens.
         kv_rank, query_rank, rope_dim, value_dim: of multi-head latent attention, arXiv:2405.04434:
@@ -29,7 +32,8 @@ class Model:
             those of head_dim; dims of a value. 0: other attention (query_rank: from hidden).
         buffers: numbers beside the parameters that a checkpoint holds, such as causal masks.
     Raises:
-        ValueError: a size below 1, heads that kv_heads do not divide, more classes than rows.
+        ValueError: a size below 1, heads that kv_heads do not divide, more classes than rows, a
+            part of what the model does not have.
     """
 
     classes: int
@@ -43,6 +47,7 @@ class Model:
     gated: bool = True
     tied: bool = False
     norms: int = 2
+    norm_weight: bool = True
     norm_bias: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -52,9 +57,12 @@ class Model:
     experts: int = 0
     experts_per_token: int = 0
     shared_experts: int = 0
+    shared_mlp_dim: int = 0
+    shared_gate: bool = False
     dense_layers: int = 0
     dense_mlp_dim: int = 0
     qk_norm: bool = False
+    qk_norm_heads: bool = False
     window: int = 0
     window_every: int = 0
     kv_rank: int = 0
@@ -87,6 +95,13 @@ class Model:
             )
         if self.dense_layers and self.dense_mlp_dim < 1:
             raise ValueError(f"dense_mlp_dim must be >= 1, got {self.dense_mlp_dim}")
+        if (self.shared_mlp_dim or self.shared_gate) and self.shared_experts < 1:
+            raise ValueError(
+                "shared_experts must be >= 1 with shared_mlp_dim or shared_gate, got "
+                f"{self.shared_experts}"
+            )
+        if self.qk_norm_heads and not self.qk_norm:
+            raise ValueError("qk_norm must be True with qk_norm_heads, got False")
 
     @property
     def num_rows(self) -> int:
@@ -125,7 +140,9 @@ class Model:
         if self.kv_rank:
             return found + self.kv_rank + self.query_rank  # their norms
         inner, outer = self.heads * self.size_of_head, self.kv_heads * self.size_of_head
-        return found + (inner + 2 * outer) * self.qkv_bias + 2 * self.size_of_head * self.qk_norm
+        normed = self.heads + self.kv_heads if self.qk_norm_heads else 2
+        norms = normed * self.size_of_head * self.qk_norm
+        return found + (inner + 2 * outer) * self.qkv_bias + norms
 
     def mlp_of(self, mlp_dim: int) -> int:
         inner = 2 if self.gated else 1
@@ -134,16 +151,22 @@ class Model:
 
     @property
     def mlp_parameters(self) -> int:
-        """Of all experts, and their router."""
+        """Of all experts, their router and the shared ones' gate."""
         one = self.mlp_of(self.mlp_dim)
         if not self.experts:
             return one
-        return self.experts * (one + self.dim) + self.shared_experts * one
+        shared = self.shared_experts * self.mlp_of(self.size_of_shared)
+        return self.experts * (one + self.dim) + shared + self.dim * self.shared_gate
+
+    @property
+    def size_of_shared(self) -> int:
+        """mlp_dim of a shared expert."""
+        return self.shared_mlp_dim or self.mlp_dim
 
     @property
     def norm_parameters(self) -> int:
         """Of one norm."""
-        return self.dim * (1 + self.norm_bias)
+        return self.dim * (self.norm_weight + self.norm_bias)
 
     @property
     def layer_parameters(self) -> int:
