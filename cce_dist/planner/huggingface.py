@@ -1,6 +1,6 @@
 """Models from the config.json of Hugging Face's transformers.
 
-A model type has its own module here only in what differs: which keys it has, and what transformers
+What differs between types is in huggingface_types.py: which keys one has, and what transformers
 takes where one is not in the file. What would change the numbers and is not understood is refused.
 """
 
@@ -11,54 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .huggingface_keys import keys_not_used, require_modelled
+from .huggingface_keys import HARMLESS_OF, keys_not_used, require_modelled
+from .huggingface_types import BIASES, DEFAULTS, FIXED, NAMES, QK_NORMS, TIED
 from .models import Model
-
-# Keys of transformers' common names -> those of a type.
-_GPT2 = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-}
-_GPT_NEO = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
-
-_ALL_BIASES = {"norm_bias": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
-# What is the same in all models of a type.
-_FIXED: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "mixtral": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-    "qwen3_moe": {"qk_norm": True},
-    "gemma": {},
-    "gemma2": {"norms": 4, "window_every": 2},
-    "phi3": {},
-    "phi": {"gated": False, "norms": 1, "head_bias": True, **_ALL_BIASES},
-    "gpt2": {"gated": False, **_ALL_BIASES},
-    "gpt_neo": {"gated": False, **_ALL_BIASES, "qkv_bias": False},
-    "gpt_neox": {"gated": False, **_ALL_BIASES},
-    "deepseek_v3": {},
-}
-_TIED = {"gemma", "gemma2", "gpt2", "gpt_neo"}
-# Of a type, where the file does not say; those of transformers.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "mixtral": {"num_key_value_heads": 8},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
-    "qwen3_moe": {"num_key_value_heads": 4},
-    "gemma": {"head_dim": 256, "num_key_value_heads": 16},
-    "gemma2": {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
-    "deepseek_v3": {
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-    },
-}
 
 
 class FromConfig(NamedTuple):
@@ -92,8 +47,8 @@ def model_from_config(config: Mapping[str, Any]) -> FromConfig:
             f"({config.get('model_type')!r}); save that part as a file of its own"
         )
     kind = config.get("model_type")
-    if kind not in _FIXED:
-        raise ValueError(f"model_type must be one of {sorted(_FIXED)}, got {kind!r}")
+    if kind not in FIXED:
+        raise ValueError(f"model_type must be one of {sorted(FIXED)}, got {kind!r}")
     require_modelled(config, str(kind))
     return _Reader(config, str(kind)).read()
 
@@ -103,8 +58,9 @@ class _Reader:
 
     def __init__(self, config: Mapping[str, Any], kind: str) -> None:
         self.config, self.kind, self.notes = config, kind, []
-        self.read_keys: set[str] = set()
-        self.names = {"gpt2": _GPT2, "gpt_neo": _GPT_NEO}.get(kind, {})
+        self.read_keys = set(HARMLESS_OF.get(kind, ()))
+        self.names = NAMES.get(kind, {})
+        self.defaults = DEFAULTS.get(kind, {})
 
     def value(self, key: str) -> Any:
         """None where the file has none."""
@@ -114,7 +70,7 @@ class _Reader:
     def number(self, key: str) -> int:
         name = self.names.get(key, key)
         value = self.value(name)
-        if value is None and name in _DEFAULTS.get(self.kind, {}):
+        if value is None and name in self.defaults:
             return int(self.other(name, None))
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} of {self.kind} must be an integer >= 1, got {value!r}")
@@ -125,7 +81,7 @@ class _Reader:
         value = self.value(key)
         if value is not None:
             return value
-        value = _DEFAULTS.get(self.kind, {}).get(key, default)
+        value = self.defaults.get(key, default)
         self.notes.append(f"{key}: not in the file, {value} as in transformers")
         return value
 
@@ -139,7 +95,7 @@ class _Reader:
 
     def said(self, key: str) -> int:
         """0 where the file has null, or nothing and the type has no default."""
-        has_default = key not in self.config and key in _DEFAULTS.get(self.kind, {})
+        has_default = key not in self.config and key in self.defaults
         return self.whole(key, 0) if has_default or self.value(key) else 0
 
     def read(self) -> FromConfig:
@@ -151,25 +107,20 @@ class _Reader:
             "layers": self.number("num_hidden_layers"),
             "heads": heads,
             "kv_heads": heads,
-            "tied": bool(self.other("tie_word_embeddings", kind in _TIED)),
-            **_FIXED[kind],
+            "tied": bool(self.other("tie_word_embeddings", kind in TIED)),
+            **FIXED[kind],
         }
         if kind not in ("gpt2", "gpt_neo", "gpt_neox"):
             found["kv_heads"] = self._kv_heads(heads)
-        if self.value("head_dim") or kind in ("gemma", "gemma2", "qwen3", "qwen3_moe"):
+        if self.value("head_dim") or kind == "qwen3_moe" or "head_dim" in self.defaults:
             found["head_dim"] = self.number("head_dim")
         found["mlp_dim"] = self._mlp_dim(found["dim"])
         # Others' are computed, and only bound the sequence.
         self.read_keys.add("max_position_embeddings")
         if kind in ("gpt2", "gpt_neo"):
             found["positions"] = self.number("max_position_embeddings")
-        bias = self.value("attention_bias")
-        if bias is not None and kind != "qwen2":
-            if kind == "deepseek_v3" and bias:
-                raise ValueError("attention_bias = True of deepseek_v3 is not understood")
-            found["qkv_bias"] = found["out_bias"] = bool(bias)
-        if self.value("mlp_bias"):
-            found["mlp_bias"] = True
+        self._biases(found)
+        self._norms(found)
         self._window(found)
         self._experts(found)
         for key in ("quantization_config", "num_nextn_predict_layers"):
@@ -189,8 +140,29 @@ class _Reader:
             return heads
         return self.whole(key, heads, least=1)
 
+    def _biases(self, found: dict[str, Any]) -> None:
+        kind = self.kind
+        if kind in BIASES:
+            key, default, biases = BIASES[kind]
+            found |= dict.fromkeys(biases, bool(self.other(key, default)))
+            return
+        bias = self.value("attention_bias")
+        if bias is not None and kind != "qwen2":
+            if kind == "deepseek_v3" and bias:
+                raise ValueError("attention_bias = True of deepseek_v3 is not understood")
+            found["qkv_bias"] = found["out_bias"] = bool(bias)
+        if self.value("mlp_bias"):
+            found["mlp_bias"] = True
+
+    def _norms(self, found: dict[str, Any]) -> None:
+        if self.kind in QK_NORMS and self.value(QK_NORMS[self.kind]):
+            found["qk_norm"] = found["qk_norm_heads"] = True
+        # gpt_neox has two norms with it, too.
+        if self.kind == "stablelm" and self.value("use_parallel_residual"):
+            found["norms"] = 1
+
     def _mlp_dim(self, dim: int) -> int:
-        if self.kind in ("qwen3_moe", "deepseek_v3"):
+        if self.kind in ("qwen2_moe", "qwen3_moe", "deepseek_v3"):
             # intermediate_size is that of layers without experts.
             self.read_keys.add("intermediate_size")
             return self.number("moe_intermediate_size")
@@ -202,26 +174,49 @@ class _Reader:
 
     def _window(self, found: dict[str, Any]) -> None:
         kind = self.kind
+        if kind in ("gemma2", "gemma3_text"):
+            found["window"] = self.whole("sliding_window", None)
+            found["window_every"] = self._window_every(found["layers"])
+            return
         others = set(self.value("layer_types") or ()) - {"full_attention"}
-        if others and kind != "gemma2":
+        if others:
             raise ValueError(f"layer_types with {sorted(others)} of {kind} is not understood")
-        if kind in ("mistral", "mixtral", "phi3"):
+        if kind in ("mistral", "mixtral", "phi3", "starcoder2"):
             found["window"] = self.said("sliding_window")
-        elif kind == "gemma2":
-            found["window"] = self.whole("sliding_window", 4096)
+        elif kind == "smollm3":
+            self.notes.append("no_rope_layers: counted as layers with rotary positions")
         elif kind == "gpt_neo":
             types = self.value("attention_types") or [[["global", "local"], 1]]
             if types[0][0] != ["global", "local"]:
                 raise ValueError(f"attention_types = {types!r} of gpt_neo is not understood")
             found["window"], found["window_every"] = self.whole("window_size", 256), 2
 
+    def _window_every(self, layers: int) -> int:
+        """Of which layers attention looks back at all tokens: each so-many-th; 0: none."""
+        types = self.value("layer_types")
+        if types is None and self.kind == "gemma2":
+            return 2
+        if types is None:
+            return self.whole("sliding_window_pattern", None, least=1)
+        full, sliding = "full_attention", "sliding_attention"
+        every = types.index(full) + 1 if full in types else 0
+        rule = [sliding if not every or index % every else full for index in range(1, layers + 1)]
+        if types != rule:
+            raise ValueError(
+                f"layer_types of {self.kind} must be {full!r} for each n-th of {layers} layers and "
+                f"{sliding!r} for all others, got {types!r}"
+            )
+        return every
+
     def _experts(self, found: dict[str, Any]) -> None:
         if self.kind == "mixtral":
             found["experts"] = self.number("num_local_experts")
             found["experts_per_token"] = self.number("num_experts_per_tok")
-        elif self.kind == "qwen3_moe":
+        elif self.kind in ("qwen2_moe", "qwen3_moe"):
             found["experts"] = self.number("num_experts")
             found["experts_per_token"] = self.number("num_experts_per_tok")
+            if self.kind == "qwen2_moe":
+                found["shared_mlp_dim"] = self.number("shared_expert_intermediate_size")
         elif self.kind == "deepseek_v3":
             found |= {
                 "experts": self.number("n_routed_experts"),

@@ -15,7 +15,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
     "use_sliding_window": (False, None),
-    "qk_layernorm": (False, None),
+    "use_bidirectional_attention": (False, None),
     "attention_out_bias": (False, None),
     "lm_head_bias": (False, None),
 }
@@ -23,20 +23,35 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 # have no window without it.
 OWN: dict[str, tuple[str, ...]] = {
     "num_local_experts": ("mixtral",),
-    "num_experts": ("qwen3_moe",),
+    "num_experts": ("qwen2_moe", "qwen3_moe"),
     "n_routed_experts": ("deepseek_v3",),
     "n_shared_experts": ("deepseek_v3",),
-    "moe_intermediate_size": ("qwen3_moe", "deepseek_v3"),
-    "shared_expert_intermediate_size": (),
+    "moe_intermediate_size": ("qwen2_moe", "qwen3_moe", "deepseek_v3"),
+    "shared_expert_intermediate_size": ("qwen2_moe",),
     "kv_lora_rank": ("deepseek_v3",),
     "q_lora_rank": ("deepseek_v3",),
     "qk_nope_head_dim": ("deepseek_v3",),
     "qk_rope_head_dim": ("deepseek_v3",),
     "v_head_dim": ("deepseek_v3",),
-    "sliding_window": ("mistral", "mixtral", "phi3", "gemma2", "qwen2", "qwen3", "qwen3_moe"),
+    "sliding_window": (
+        "mistral",
+        "mixtral",
+        "phi3",
+        "starcoder2",
+        "gemma2",
+        "gemma3_text",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+    ),
+    "sliding_window_pattern": ("gemma3_text",),
     "window_size": ("gpt_neo",),
     "attention_types": ("gpt_neo",),
-    "mlp_bias": ("llama",),
+    "mlp_bias": ("llama", "granite", "smollm3"),
+    "use_qk_norm": ("cohere",),
+    "qk_layernorm": ("stablelm",),
 }
 # What a model with one of these has that no model here has.
 _ELSE: dict[str, tuple[str, ...]] = {
@@ -63,7 +78,6 @@ _ELSE: dict[str, tuple[str, ...]] = {
         "hybrid_override_pattern",
         "interleave_moe_layer_step",
         "layers_block_type",
-        "sliding_window_pattern",
     ),
     "linear attention": (
         "full_attention_interval",
@@ -98,7 +112,7 @@ _ELSE: dict[str, tuple[str, ...]] = {
         "total_ut_steps",
         "word_embed_proj_dim",
     ),
-    "norms of queries and keys": ("qk_norm", "use_qk_norm"),
+    "norms of queries and keys": ("qk_norm",),
 }
 _ELSEWHERE = {key: what for what, keys in _ELSE.items() for key in keys}
 
@@ -129,6 +143,26 @@ _TOPICS = {
 _HARMLESS = {key for keys in _TOPICS.values() for key in keys.split()}
 _HARMLESS_ENDS = ("_token_id", "_dropout", "_dropout_prob", "_pdrop")
 _HARMLESS_STARTS = ("_", "summary_", "encoder_no_repeat_", "begin_suppress_", "forced_")
+# Of as little weight, in files of one type.
+HARMLESS_OF: dict[str, tuple[str, ...]] = {
+    "cohere": ("logit_scale",),
+    "granite": (
+        "attention_multiplier",
+        "embedding_multiplier",
+        "logits_scaling",
+        "residual_multiplier",
+    ),
+    "olmo": ("clip_qkv",),
+    "smollm3": ("no_rope_layer_interval", "no_rope_layers"),
+    # Of these transformers reads norm_epsilon alone.
+    "starcoder2": (
+        "attention_softmax_in_fp32",
+        "mlp_type",
+        "norm_epsilon",
+        "norm_type",
+        "scale_attention_softmax_in_fp32",
+    ),
+}
 
 
 def require_modelled(config: Mapping[str, Any], kind: str) -> None:
@@ -146,13 +180,14 @@ def require_modelled(config: Mapping[str, Any], kind: str) -> None:
             )
 
 
-def keys_not_used(config: Iterable[str], read: Iterable[str]) -> list[str]:
-    """Keys of a file that nobody has read, and that may matter."""
+def keys_not_used(config: Mapping[str, Any], read: Iterable[str]) -> list[str]:
+    """Keys of a file that nobody has read, and that may matter; one of null says nothing."""
     known = {*read, *REFUSED, *OWN, *_ELSEWHERE, *_HARMLESS}
     return sorted(
         key
-        for key in config
-        if key not in known
+        for key, value in config.items()
+        if value is not None
+        and key not in known
         and not key.endswith(_HARMLESS_ENDS)
         and not key.startswith(_HARMLESS_STARTS)
     )
