@@ -49,7 +49,7 @@ def correct_tail(
     assert eight is not None
     lost, launch_lost = None, None
     if threshold is not None and selects_by_errors(rows.values.dtype):
-        lost, launch_lost = selection_error(run, made, rounding, full, threshold)
+        lost, launch_lost = selection_error(run, made, full, threshold)
     blocks_per_group = triton.cdiv(run.num_blocks, MOST_GROUPS)
     moments, launch_moments = _moments_of(run, rows, blocks_per_group)
     padded, dim = run.packed.shape[0], run.weight.shape[1]

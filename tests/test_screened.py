@@ -202,7 +202,7 @@ def test_kernels_correct_tails_as_torch_does(
             assert bool((near.sum(1) > samples).any())
             assert softcap is None or bool((near.sum(1) < samples).any())
             lost = counting.selection_error(near, made.lse[:count])
-            of_kernels, launch = selection_error(run, made, rounding, full, threshold)
+            of_kernels, launch = selection_error(run, made, full, threshold)
             launch()
             size = float(lost.square().mean().sqrt())
             torch.testing.assert_close(of_kernels[:count], lost, atol=0.01 * size, rtol=0.01)
