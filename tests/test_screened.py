@@ -513,6 +513,8 @@ def test_screened_on_a_group(place: Place, bounds: Bounds) -> None:
         options["softcap"] = 20.0
     if any(start == stop for start, stop in bounds):
         options["gradient"] = "in_forward"
+    elif len(bounds) == 3:
+        options["screen"] = replace(WIDE, dtype="e4m3")
     case = Case(inputs, options, bounds=bounds).at(place)
     outputs = join_ranks(case, shared_pool().run(len(bounds), run_case, case))
     check_screened(case, outputs)
