@@ -22,7 +22,14 @@ from cce_dist.local_triton_inputs import tiles_of
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, Lists
 from cce_dist.local_triton_tail import GROUPS
-from cce_dist.local_triton_tiles import REST, interpreted, num_programs, rounds_exp2, takes_tma
+from cce_dist.local_triton_tiles import (
+    REST,
+    interpreted,
+    num_programs,
+    rounds_exp2,
+    takes_branches,
+    takes_tma,
+)
 from cce_dist.options import TOKEN_BLOCK
 
 if TYPE_CHECKING:
@@ -107,6 +114,7 @@ def _inputs(run: Backward) -> dict[str, Any]:
         "STAGES": table.backward_stages,
         "LIST_STAGES": 2 * table.backward_stages - 1,
         "USE_TMA": takes_tma(run.weight),
+        "BRANCHES": takes_branches(run.weight),
         "IS_INTERPRETED": interpreted(),
         "HAS_BIAS": head.bias is not None,
         "HAS_SOFTCAP": head.softcap is not None,

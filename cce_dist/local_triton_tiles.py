@@ -113,6 +113,12 @@ def takes_tma(matrix: Tensor) -> bool:
     return newest and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
+def takes_branches(tensor: Tensor) -> bool:
+    """Whether what a product is used for may stand in a branch: for Blackwell's tensor memory
+    Triton 3.6 does not compile that. https://github.com/triton-lang/triton/pull/9212"""
+    return interpreted() or torch.cuda.get_device_capability(tensor.device) < (10, 0)
+
+
 def why_not_screened(hidden: Tensor, dtype: str, *, by_kernels: bool) -> str | None:
     """Why there are no 8-bit logits of it, where what computes them has no objection."""
     if hidden.dtype.itemsize > 2:

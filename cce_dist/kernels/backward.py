@@ -112,6 +112,7 @@ def filtered_kernel(
     USE_TMA: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
     WIDE: tl.constexpr,  # fp32 inputs
+    BRANCHES: tl.constexpr,  # around what a product is used for
     GROUPS: tl.constexpr,
     HAS_MADE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -197,7 +198,7 @@ def filtered_kernel(
                             workspace_ptr, workspace_rows, drawn_sum_ptr, rows_ptr,
                             grad_hidden_ptr, num_rows, drawn_total_ptr, count, unit, num_tiles, D,
                             stride_wv, at_once, TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION,
-                            USE_TMA, WIDE, HAS_DRAWN,
+                            USE_TMA, WIDE, BRANCHES, HAS_DRAWN,
                         )  # fmt: skip
                 else:
                     list_task(

@@ -63,6 +63,7 @@ def dsd_kept_task(
     PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
     WIDE: tl.constexpr,
+    BRANCHES: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
     """A piece of the entries of one token block x SLICE dims."""
@@ -93,11 +94,17 @@ def dsd_kept_task(
             acc = add_product(acc, p.T, c, unit - unit, PRECISION)
         else:
             acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
-    if (turn == 0) | (length > 0):
-        token = block * TOKENS + tl.arange(0, TOKENS)
+    # Of no entries there is nothing to add.
+    wanted = (turn == 0) | (length > 0)
+    own_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    if BRANCHES:
+        if wanted:
+            row = tl.load(rows_ptr + token)
+            add_rows(acc * unit, row, token < count, dims, turn == 0, own_ptr, D)
+    else:
         row = tl.load(rows_ptr + token)
-        own_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
-        add_rows(acc * unit, row, token < count, dims, turn == 0, own_ptr, D)
+        add_rows(acc * unit, row, (token < count) & wanted, dims, turn == 0, own_ptr, D)
     if HAS_DRAWN:  # noqa: SIM102
         if (slice_ == 0) & (piece == 0):
             token = tl.arange(0, TOKENS)
