@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cce_dist.planner.flags import layout_string
 from cce_dist.planner.hardware import GIB, HARDWARE
 from cce_dist.planner.job import SOFTWARE, Job
 from cce_dist.planner.layouts import Parts, balanced_layout, fits_somehow, peak_of
@@ -106,6 +107,21 @@ def test_dense_layers_before_experts_take_their_own_time() -> None:
     job = Job(pp=4, microbatches=16, loss="filtered", vocab_over="pp", recompute="full")
     found, every = best_plan(model, job, H200), all_plans(model, job, H200)
     assert found.seconds == pytest.approx(min(plan.seconds for plan in every), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stages", "layout", "flag"),
+    [(10, (1,) * 9 + (0,), "Et|(t|)*8L"), (11, (0, *[1] * 9, 0), "E|(t|)*9L")],
+)
+def test_embedding_and_head_may_have_a_stage_each(
+    stages: int, layout: tuple[int, ...], flag: str
+) -> None:
+    """As 126 layers in 128 stages have; no stage between them is without a layer."""
+    job = Job(pp=stages, microbatches=8)
+    assert make_plan(PLAIN, job, H200).layout == layout
+    found = best_plan(PLAIN, job, H200)
+    assert all(found.layout[1:-1]) and sum(found.layout) == 9
+    assert layout_string(layout) == flag
 
 
 def test_an_even_layout_is_not_left_for_a_slower_one() -> None:

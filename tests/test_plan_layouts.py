@@ -482,9 +482,9 @@ def test_bad_jobs_are_refused(values: dict[str, Any], message: str) -> None:
     ("values", "message"),
     [
         ({"tp": 3}, "tp must divide the model's 32 heads, got 3; the nearest is 2"),
-        ({"pp": 40}, r"must be <= the model's 32 layers, got 40 . 1 = 40; .* is 32"),
+        ({"pp": 40}, r"must be <= the model's 32 layers and two .* got 40 . 1 = 40; .* is 34"),
         ({"pp": 8, "chunks": 8}, r"got 8 . 8 = 64; the largest pp with these chunks is 4"),
-        ({"pp": 1, "chunks": 33}, r"got 1 . 33 = 33; even pp 1 can have no more than 32 chunks"),
+        ({"pp": 1, "chunks": 35}, r"got 1 . 35 = 35; even pp 1 can have no more than 34 chunks"),
         ({"dp": 2, "ep": 2}, "ep must divide the model's 0 experts, got 2; the nearest is 1"),
         (
             {"tp": 32, "sequence": 4000, "sequence_parallel": True, "cp": 5},
@@ -521,6 +521,9 @@ def test_bad_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"got 3 of 32: .* an even one is \[8, 8, 8, 8\]"):
         make_plan(LLAMA, PIPE, H200, (8, 8, 16))
     assert even_layout(26, 4) == (7, 7, 6, 6)
+    # The embedding and the head may have a stage each.
+    assert even_layout(4, 5) == (1, 1, 1, 1, 0)
+    assert even_layout(4, 6) == (0, 1, 1, 1, 1, 0)
 
 
 def test_hardware() -> None:

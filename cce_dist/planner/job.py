@@ -328,13 +328,16 @@ class Job:
                 f"sequence must be <= the model's {model.positions} learned positions, got "
                 f"{self.sequence}"
             )
-        if self.stages > model.layers:
-            largest = f"the largest pp with these chunks is {model.layers // self.chunks}"
-            if self.chunks > model.layers:
-                largest = f"even pp 1 can have no more than {model.layers} chunks"
+        # The embedding and the head may have a stage each.
+        most = model.layers + 2
+        if self.stages > most:
+            largest = f"the largest pp with these chunks is {most // self.chunks}"
+            if self.chunks > most:
+                largest = f"even pp 1 can have no more than {most} chunks"
             raise ValueError(
-                f"pp * chunks must be <= the model's {model.layers} layers, got {self.pp} * "
-                f"{self.chunks} = {self.stages}; {largest}"
+                f"pp * chunks must be <= the model's {model.layers} layers and two more, for the "
+                f"embedding and the head alone, got {self.pp} * {self.chunks} = {self.stages}; "
+                f"{largest}"
             )
         if self.sequence_parallel and self.tokens % self.tp:
             raise ValueError(

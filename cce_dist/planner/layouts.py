@@ -259,6 +259,10 @@ def _without_gaps(layout: Layout) -> Layout:
     found = list(layout)
     for index in range(1, len(found) - 1):
         if not found[index]:
-            found[found.index(max(found))] -= 1
+            largest = found.index(max(found))
+            if found[largest] == 1:
+                # Only the ends have one that is not needed there.
+                largest = 0 if found[0] else len(found) - 1
+            found[largest] -= 1
             found[index] = 1
     return tuple(found)

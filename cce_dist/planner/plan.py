@@ -130,7 +130,10 @@ class Plan:
 
 
 def even_layout(layers: int, stages: int) -> tuple[int, ...]:
-    """Megatron's and torch's own: as many layers each; what is left over to the first stages."""
+    """Megatron's and torch's own: as many layers each; what is left over to the first stages. Of
+    two stages more than layers the first has the embedding alone, and the last the head."""
+    if stages == layers + 2:
+        return (0, *[1] * layers, 0)
     return tuple(layers // stages + (index < layers % stages) for index in range(stages))
 
 
