@@ -427,7 +427,11 @@ def test_flags_that_a_job_needs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("layout", [(7, 7, 7, 5), (8, 9, 9, 0), (1, 2, 3, 2, 2, 2, 3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [(7, 7, 7, 5), (8, 9, 9, 0), (0, 1, 1, 0), (1, 2, 3, 2, 2, 2, 3, 1), (0, *[1] * 6, 0)],
+    ids=str,
+)
 def test_megatron_understands_layouts(layout: tuple[int, ...]) -> None:
     module = "megatron.core.transformer.pipeline_parallel_layer_layout"
     pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
