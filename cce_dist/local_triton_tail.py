@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cce_dist.kernels.tail import centroid_kernel, merge_kernel
 from cce_dist.local_triton_launch import start
-from cce_dist.local_triton_tiles import num_programs
+from cce_dist.local_triton_tiles import num_programs, tiles_for
 from cce_dist.partials import Head
 
 # Groups of token blocks whose dropped part is one product of marginals. docs/numerics.md#the-tail
@@ -36,7 +36,7 @@ def centroids(
     """
     num_columns, dim = weight.shape
     groups = 0 if share is None else share.shape[0]
-    block_v, block_d = 128, 256 if weight.element_size() == 2 else 64
+    block_v, block_d = 128, tiles_for(weight).tail_dims
     slices = triton.cdiv(dim, block_d)
     tiles = triton.cdiv(num_columns, block_v)
     splits = max(1, min(tiles, 2 * num_programs(weight) // slices))

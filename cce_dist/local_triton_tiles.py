@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Tiles:
     warps: int = 8
     # Of the targets' product, whose rows lie anywhere in memory; None: as many as the forward's.
     target_stages: int | None = None
+    tail_dims: int = 256  # of a task of the tail's centroids
 
 
 # `cce-dist bench tiles` times candidates beside it: docs/performance.md#tiles.
@@ -55,11 +56,26 @@ TABLE = {
         target_stages=6,
     ),
     ("sm80", 2): Tiles(128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3),
-    ("sm90", 4): Tiles(128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=2),
-    ("sm80", 4): Tiles(128, 32, 2, pair=1, slice_dims=128, backward_dims=32, backward_stages=2),
+    ("sm90", 4): Tiles(
+        128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=2, tail_dims=64
+    ),
+    ("sm80", 4): Tiles(
+        128, 32, 2, pair=1, slice_dims=128, backward_dims=32, backward_stages=2, tail_dims=64
+    ),
     # 8 bits: the forward alone.
     ("sm90", 1): Tiles(256, 128, 4, pair=1, slice_dims=128, backward_dims=64, backward_stages=3),
     ("sm80", 1): Tiles(128, 64, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3),
+}
+# Not timed, but as the shared memory of devices wants it: tests/test_compiles.py.
+TABLE |= {
+    # Products take their operands from shared memory, and so need more of it.
+    ("sm100", 2): replace(TABLE["sm90", 2], backward_stages=2),
+    ("sm100", 4): TABLE["sm90", 4],
+    ("sm100", 1): TABLE["sm90", 1],
+    # 99 KB a block.
+    ("sm86", 2): replace(TABLE["sm80", 2], tail_dims=128),
+    ("sm86", 4): TABLE["sm80", 4],
+    ("sm86", 1): TABLE["sm80", 1],
 }
 
 
@@ -70,8 +86,15 @@ def interpreted() -> bool:
 
 def key_of(tensor: Tensor) -> tuple[str, int]:
     """Of `TABLE`, for the tensor's device and dtype."""
-    newest = interpreted() or torch.cuda.get_device_capability(tensor.device) >= (9, 0)
-    return "sm90" if newest else "sm80", tensor.dtype.itemsize
+    capability = (9, 0) if interpreted() else torch.cuda.get_device_capability(tensor.device)
+    if capability[0] in (10, 11):
+        name = "sm100"
+    elif capability[0] == 9:
+        name = "sm90"
+    else:
+        # What is not known yet may have as little shared memory as 12.0.
+        name = "sm80" if capability in ((8, 0), (8, 7)) else "sm86"
+    return name, tensor.dtype.itemsize
 
 
 def tiles_for(tensor: Tensor) -> Tiles:
@@ -107,10 +130,15 @@ def cached_blocks(weight: Tensor, element_size: int) -> int:
 
 
 def takes_tma(matrix: Tensor) -> bool:
-    """Whether the matrix, of inner stride 1, can be read through a tensor descriptor."""
-    newest = interpreted() or torch.cuda.get_device_capability(matrix.device) >= (9, 0)
+    """Whether the matrix, of inner stride 1, can be read through a tensor descriptor, and tiles of
+    its dtype be stored through one."""
+    if not interpreted():
+        capability = torch.cuda.get_device_capability(matrix.device)
+        # 99 KB of shared memory have no room for a tile of fp32 logits, twice.
+        if capability < (9, 0) or (capability >= (12, 0) and matrix.element_size() > 2):
+            return False
     row_bytes = matrix.stride(0) * matrix.element_size()
-    return newest and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+    return row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def takes_branches(tensor: Tensor) -> bool:
