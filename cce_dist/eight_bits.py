@@ -26,10 +26,11 @@ Quantize = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 def screen_dtype(screen: Screen, weight: Tensor) -> torch.dtype:
     """ "auto": int8, whose steps in a row's own scale are finer than e4m3's, and whose products are
-    summed exactly; where its rate has gone, on Blackwell, e4m3. docs/numerics.md#int8-or-e4m3"""
+    summed exactly; e4m3 on compute capability 10 and 11, where Triton makes int8's as Ampere did.
+    docs/numerics.md#int8-or-e4m3"""
     if screen.dtype == "auto" and weight.is_cuda:
-        newest = torch.cuda.get_device_capability(weight.device) >= (10, 0)
-        return torch.float8_e4m3fn if newest else torch.int8
+        major, _ = torch.cuda.get_device_capability(weight.device)
+        return torch.float8_e4m3fn if major in (10, 11) else torch.int8
     return torch.float8_e4m3fn if screen.dtype == "e4m3" else torch.int8
 
 

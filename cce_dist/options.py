@@ -154,7 +154,7 @@ class Screen:
 
     Args:
         dtype: of the 8-bit copies: "int8", "e4m3", or "auto" for the one that is better on the
-            device: int8 up to Hopper, e4m3 after it.
+            device: e4m3 on compute capability 10 and 11, int8 elsewhere.
         max_kept: share of the pairs of a column and a block of 128 tokens, in [0, 1], that may be
             kept and so computed exactly.
         max_error: nats, the bound of an estimate of the rms error of a token's log-sum-exp, as if

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from cce_dist.eight_bits import screen_dtype
 from cce_dist.local_triton_tiles import TABLE, key_of, takes_tma
+from cce_dist.options import Screen
 
 pytest.importorskip("triton")
 
@@ -157,6 +159,26 @@ def test_key_of(capability: tuple[int, int], name: str, device: SimpleNamespace)
         key = key_of(torch.empty(1, dtype=dtype))
         assert key == (name, dtype.itemsize)
         assert key in TABLE
+
+
+@pytest.mark.parametrize(
+    ("major", "bits"),
+    [
+        (8, torch.int8),
+        (9, torch.int8),
+        (10, torch.float8_e4m3fn),
+        (11, torch.float8_e4m3fn),
+        (12, torch.int8),
+    ],
+    ids=str,
+)
+def test_screen_dtype(major: int, bits: torch.dtype, device: SimpleNamespace) -> None:
+    device.capability = (major, 0)
+    weight: Any = SimpleNamespace(is_cuda=True, device="cuda")
+    assert screen_dtype(Screen(), weight) == bits
+    assert screen_dtype(Screen(dtype="e4m3"), weight) == torch.float8_e4m3fn
+    assert screen_dtype(Screen(dtype="int8"), weight) == torch.int8
+    assert screen_dtype(Screen(), torch.empty(1)) == torch.int8
 
 
 @pytest.mark.parametrize(
