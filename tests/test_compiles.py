@@ -44,14 +44,14 @@ TENSOR = 512
 # another has the same tiles.
 CALLS = {
     80: "everything",
-    86: "fp16,everything,exact,int8,largest,small",
+    86: "everything",
     89: "e4m3",
     90: "bf16",
-    100: "bf16,everything,exact,e4m3,odd,small",
-    120: "bf16,everything,exact,fp32,fp32-exact,e4m3,small",
+    100: "bf16,everything,exact,e4m3,small",
+    120: "bf16,exact,fp32-exact",
 }
 # Where the calls reach every kernel, but for Hopper's own.
-WHOLE = (100, 120)
+WHOLE = 100
 
 
 @pytest.fixture
@@ -102,16 +102,15 @@ def kernels() -> set[str]:
     return found
 
 
-# In such an order that the first three take two workers as long as the others.
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("capability", [100, 90, 89, 120, 86, 80], ids=str)
+@pytest.mark.parametrize("capability", [100, 120, 86, 90, 89, 80], ids=str)
 def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
     records = compiled(capability, CALLS[capability], tmp_path)
     reasons = [(record, why_not(record, capability)) for record in records]
     failed = [f"{one['kernel']} of {one['call']}: {why}" for one, why in reasons if why is not None]
     assert not failed, "\n".join(failed)
     seen = {record["kernel"] for record in records}
-    if capability in WHOLE:
+    if capability == WHOLE:
         assert seen == kernels() - {"hopper.hopper_forward_kernel"}
     if capability == 90 and why_no_gluon() is None:
         assert "hopper.hopper_forward_kernel" in seen
