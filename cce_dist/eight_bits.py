@@ -20,6 +20,9 @@ CENTRE_ROWS = 16384
 # Of the columns with a mass so many nats or less from a block's threshold so many say what the
 # choice of columns costs a tail.
 NEAR_NATS, NEAR_COLUMNS = 0.5, 128
+# At most so much of a tail is given back to it: of one that is next to nothing the estimate may be
+# more than that.
+MOST_LOST = 0.5
 # centre, channel, across, [D] fp32 each -> see `local_torch_quantize.quantize`.
 Quantize = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 

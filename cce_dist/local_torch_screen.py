@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cce_dist import local_torch
 from cce_dist.eight_bits import (
+    MOST_LOST,
     NEAR_COLUMNS,
     NEAR_NATS,
     correct_for_rounding,
@@ -234,8 +235,8 @@ class _Screened:
         off = torch.where(unkept > 0, off * dropped / unkept, 0.0)
         if near is not None:
             lost = eight.selection_error(near, stats.lse) / (unkept * (-off).exp())
-            # An estimate: of a tail that is next to nothing it may be more than that.
-            off = torch.where(unkept > 0, off - lost.clamp(-0.5, 0.5).log1p(), 0.0)
+            lost = lost.clamp(-MOST_LOST, MOST_LOST)
+            off = torch.where(unkept > 0, off - lost.log1p(), 0.0)
         log_unkept = stats.lse + unkept.log() - off
         lse = torch.logaddexp(kept, log_unkept)
         screened = None if stats.screened is None else torch.ones_like(lse)

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.eight_bits import Rounding, every_for_centre, selects_by_errors
+from cce_dist.eight_bits import MOST_LOST, Rounding, every_for_centre, selects_by_errors
 from cce_dist.kernels.tail_error import (
     RUN,
     tail_error_kernel,
@@ -74,6 +74,7 @@ def correct_tail(
         run.packed.stride(0),
         eight.hidden.stride(0),
         run.head.logit_scale,
+        MOST_LOST,
         GROUPS=moments.shape[1],
         BLOCK_N=block,
         BLOCK_D=256,

@@ -44,7 +44,7 @@ TENSOR = 512
 # another has the same tiles.
 CALLS = {
     80: "everything",
-    86: "everything",
+    86: "bf16,everything,int8",
     89: "e4m3",
     90: "bf16",
     100: "bf16,everything,exact,e4m3,small",

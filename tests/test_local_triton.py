@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from cce_dist import Filter
+from cce_dist import Filter, Screen
 from cce_dist.options import DRAW_FACTOR
 from cce_dist.testing import (
     DTYPES,
@@ -259,6 +260,41 @@ def test_triton_workspace_changes_rounding_only(
         eps = torch.finfo(expected[name].dtype).eps
         difference = float((found[name].double() - expected[name].double()).abs().max())
         assert difference <= 4 * eps * unit, name
+
+
+# With everything that has mass kept: what is, near the threshold, follows the size of tiles.
+OTHER_GPUS: dict[str, dict[str, Any]] = {
+    "filtered": {"filter": Filter(keep=2e-4)},
+    "exact": WAYS["exact"],
+    "in_forward": {"gradient": "in_forward", "filter": Filter(keep=2e-4)},
+    "screened": {
+        "filter": Filter(keep=2e-4),
+        "logits": "screened",
+        "screen": Screen("e4m3", max_kept=1.0),
+    },
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("way", OTHER_GPUS)
+@pytest.mark.parametrize("name", ["sm80", "sm86", "sm100"])
+def test_triton_tiles_of_other_gpus(monkeypatch: pytest.MonkeyPatch, name: str, way: str) -> None:
+    """Those of GPUs that the kernels are only compiled for, and no branches around products where
+    there are none; several chunks."""
+    asked = []
+
+    def key_of(tensor: Tensor) -> tuple[str, int]:
+        asked.append(tensor.dtype)
+        return name, tensor.dtype.itemsize
+
+    monkeypatch.setattr("cce_dist.local_triton_tiles.key_of", key_of)
+    monkeypatch.setattr("cce_dist.local_triton_products.takes_branches", lambda _: name != "sm100")
+    inputs = zipf_inputs(200, 1100, 40, generator=generator(), dtype=torch.float16)
+    options = {**OTHER_GPUS[way], "workspace_bytes": 2**16}
+    case = Case(inputs, options, upstream={"loss": 1024.0}).at(TRITON_CPU)
+    found = run_case(None, case)
+    assert asked
+    check_outputs(case, found, but=("loss", "lse") if way == "screened" else ())
 
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_files import NOT_USED, check_file
 
 from cce_dist.planner.huggingface import model_from_config, read_config
 from cce_dist.planner.models import Model
@@ -355,23 +356,17 @@ HUB = {
     "qwen2.5-0.5b": (QWEN25, 494_032_768),
     "phi4-mini": (PHI4_MINI, 3_836_021_760),
 }
-NOT_USED = "not used by the planner: "
 
 
 @pytest.mark.parametrize("name", HUB)
 def test_files_of_the_hub(name: str) -> None:
-    config, parameters = HUB[name]
-    found = model_from_config(config)
-    assert found.model.parameters == parameters
-    assert not any(note.startswith(NOT_USED) for note in found.notes)
+    check_file(*HUB[name])
 
 
 def test_a_whole_file_has_no_key_that_is_not_used() -> None:
-    found = model_from_config(LLAMA_31)
-    assert found.model.parameters == PARAMETERS["llama3-8b"]
-    assert not any(note.startswith(NOT_USED) for note in found.notes)
-    for config, _ in FILES.values():
-        assert not any(note.startswith(NOT_USED) for note in model_from_config(config).notes)
+    check_file(LLAMA_31, PARAMETERS["llama3-8b"])
+    for config, parameters in FILES.values():
+        check_file(config, parameters)
 
 
 def test_keys_that_are_not_used_are_named() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from plan_files import NOT_USED, check_file
 
 from cce_dist.planner.cost import layer_cost, visible_tokens
 from cce_dist.planner.hardware import HARDWARE
@@ -18,7 +19,6 @@ from cce_dist.planner.search import best_plan
 
 H200 = HARDWARE["h200"]
 FULL, SLIDING = "full_attention", "sliding_attention"
-NOT_USED = "not used by the planner: "
 
 
 def config_of(kind: str, layers: int, dim: int, mlp: int, heads: int, kv: int, **more: Any) -> dict:
@@ -206,10 +206,7 @@ def small_config(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_parameters_of_a_file(name: str) -> None:
-    config, parameters = FILES[name]
-    found = model_from_config(config)
-    assert found.model.parameters == parameters
-    assert not any(note.startswith(NOT_USED) for note in found.notes)
+    check_file(*FILES[name])
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -174,6 +174,7 @@ def test_kernels_correct_tails_as_torch_does(
     """By the same masses; also of two blocks that are one group, the last with no token that
     counts, and by every third run of columns."""
     from cce_dist import local_triton
+    from cce_dist.eight_bits import MOST_LOST
     from cce_dist.local_torch_screen import EightBit
     from cce_dist.local_triton_selection import selection_error
     from cce_dist.torch_tiles import TileSize
@@ -207,7 +208,7 @@ def test_kernels_correct_tails_as_torch_does(
             size = float(lost.square().mean().sqrt())
             torch.testing.assert_close(of_kernels[:count], lost, atol=0.01 * size, rtol=0.01)
             tail = (before[0][:count] - off - made.lse[:count]).exp()
-            off -= (lost / tail).clamp(-0.5, 0.5).log1p()
+            off -= (lost / tail).clamp(-MOST_LOST, MOST_LOST).log1p()
         for old, new in zip(before, (made.unkept, made.dropped), strict=True):
             found = (old - new)[:count]
             torch.testing.assert_close(found, off, atol=3e-6, rtol=2e-3)

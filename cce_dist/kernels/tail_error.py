@@ -121,6 +121,7 @@ def tail_error_kernel(
     stride_hn,
     stride_vn,
     scale,
+    most_lost,
     GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -160,8 +161,7 @@ def tail_error_kernel(
         if HAS_LOST:
             tail = tl.exp2((unkept - error - tl.load(lse_ptr + token)) * LOG2E)
             lost = tl.load(lost_ptr + token) / tail
-            # An estimate: of a tail that is next to nothing it may be more than that.
-            error -= tl.log(1.0 + tl.clamp(lost, -0.5, 0.5))
+            error -= tl.log(1.0 + tl.clamp(lost, -most_lost, most_lost))
         # Of a token without a tail, which may not count, nothing is off.
         error = tl.where(unkept == float("-inf"), 0.0, error)
         if HAS_SOFTCAP:
