@@ -85,7 +85,9 @@ def quantized_rows(
     values, of_rows, size = quantize(own.mean, channel, hidden_centre)
     # Both the tokens' shifts and the columns' have the means' product.
     mean = torch.cat([_mean_of_long(size), (own.mean * hidden_centre).sum()[None]])
-    made = QuantizedRows(values, of_rows, own.mean, channel, hidden_centre, mean)
+    inverse = 1 / channel
+    for_hidden = torch.stack([inverse, -hidden_centre * inverse])
+    made = QuantizedRows(values, of_rows, own.mean, channel, hidden_centre, for_hidden, mean)
     if into is None:
         return made
     for name, tensor in vars(made).items():

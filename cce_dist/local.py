@@ -102,8 +102,8 @@ def _triton() -> LocalBackend:
         local_triton_lists,
         local_triton_merge,
         local_triton_pick,
+        local_triton_quantize,
         local_triton_rehearsal,
-        local_triton_screen,
     )
 
     return LocalBackend(
@@ -120,7 +120,7 @@ def _triton() -> LocalBackend:
         exchanges=True,
         merge_kernels=local_triton_merge.KERNELS,
         screens=True,
-        quantize=local_triton_screen.quantize_for,
+        quantize=local_triton_quantize.quantize_for,
         room_for_logits=local_triton_exact.KeptLogits.make,
         room_for_listed=local_triton_lists.ListedLogits,
         scores_like=local_triton_lists.Marks.like,
@@ -232,9 +232,9 @@ def quantizer_for(backend: Backend, weight: Tensor, screen: Screen) -> Any:
         raise ValueError(f"weight cannot be quantised here: {reason.replace('hidden', 'weight')}")
     if not by_kernels:
         return local_torch_quantize
-    from cce_dist import local_triton_screen
+    from cce_dist import local_triton_quantize
 
-    return local_triton_screen
+    return local_triton_quantize
 
 
 def _choose(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> LocalBackend:

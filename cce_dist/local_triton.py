@@ -20,10 +20,10 @@ from cce_dist.local_triton_forward import Forward
 from cce_dist.local_triton_inputs import for_kernels, similar_order
 from cce_dist.local_triton_lists import ListedLogits, Marks, marks_of
 from cce_dist.local_triton_operands import Launch
+from cce_dist.local_triton_quantize import start_sums
 from cce_dist.local_triton_screen import (
     add_exact_columns,
     guard,
-    start_weight_moments,
     sum_exact_columns,
     with_eight_bits,
 )
@@ -125,18 +125,17 @@ def _packed(
 ) -> tuple[Forward, Tensor | None, Rounding | None]:
     """The forward's inputs; which token is the i-th, None: the i-th; with `screen` in 8 bits."""
     order, head = None, for_kernels(head)
-    # Tokens are put in order by kernels that leave the device idle.
-    weight_moments = start_weight_moments(head, screen)
+    wait_for_sums = start_sums(tokens, head, screen)
     try:
         if score and len(tokens) > TOKEN_BLOCK:
             order = similar_order(tokens)
             tokens = tokens.reordered(order)
         run = Forward.of(tokens, head, wanted, score, keep_logits, screen is not None)
     finally:
-        own = None if weight_moments is None else weight_moments()
+        sums = None if wait_for_sums is None else wait_for_sums()
     if screen is None:
         return run, order, None
-    run, rounding = with_eight_bits(run, screen, own)
+    run, rounding = with_eight_bits(run, screen, sums)
     return run, order, rounding
 
 

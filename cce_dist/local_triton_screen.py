@@ -8,8 +8,6 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,16 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.eight_bits import (
-    LARGEST,
-    Moments,
-    Rounding,
-    correct_for_rounding,
-    every_for_centre,
-    quantized_rows,
-    screen_dtype,
-)
-from cce_dist.kernels.quantize import moments_kernel, quantize_kernel
+from cce_dist.eight_bits import Rounding
 from cce_dist.kernels.screen import (
     count_kept_kernel,
     exact_columns_kernel,
@@ -34,166 +23,29 @@ from cce_dist.kernels.screen import (
     screened_lse_kernel,
 )
 from cce_dist.local_triton_forward import Forward
-from cce_dist.local_triton_inputs import rows_of, with_unit_inner_stride
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, ListedLogits, Lists, Marks
 from cce_dist.local_triton_operands import EightBit, Finished
 from cce_dist.local_triton_products import LEFT_TO_OTHERS
+from cce_dist.local_triton_quantize import Sums, quantize_both, quantize_tokens
 from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
 from cce_dist.options import TOKEN_BLOCK, Screen
-from cce_dist.partials import Head, QuantizedRows, Tokens
-from cce_dist.streams import start_aside
 
 
-def moments_of(matrix: Tensor, count: Tensor | None = None, *, every: int = 1) -> Moments:
-    """Args: count: [1] only so many rows count, and the others are 0."""
-    taken, sums, launch = _sums_of(with_unit_inner_stride(matrix), every)
-    launch()
-    return Moments.of_sums(sums, taken if count is None else count.clamp_min(1))
-
-
-def start_weight_moments(head: Head, screen: Screen | None) -> Callable[[], Moments] | None:
-    """Begins the `moments_of` a weight that `with_eight_bits` is going to quantise, beside what the
-    current stream is given next. Returns: what waits for them, to be called whatever happens; None:
-    there is nothing to quantise."""
-    if screen is None or head.quantized is not None:
-        return None
-    weight = with_unit_inner_stride(head.weight)
-    taken, sums, launch = _sums_of(weight, every_for_centre(weight))
-    wait = start_aside(weight.device, launch)
-
-    def moments() -> Moments:
-        wait()
-        return Moments.of_sums(sums, taken)
-
-    return moments
-
-
-def _sums_of(matrix: Tensor, every: int) -> tuple[int, Tensor, Callable[[], None]]:
-    """How many rows are taken; room for [2, D], the sum of them and of their squares; and what
-    launches the kernels that fill it."""
-    num_rows, dim = matrix.shape
-    taken = triton.cdiv(num_rows, every)
-    block_n, block_d = (512, 256) if interpreted() else (16, 128)
-    splits = max(1, min(triton.cdiv(taken, 8 * block_n), 64))
-    part = torch.empty(splits, 2, dim, dtype=torch.float32, device=matrix.device)
-    sums = torch.empty_like(part[0])
-    launch_parts = functools.partial(
-        start(moments_kernel, (triton.cdiv(dim, block_d), splits)),
-        matrix,
-        part,
-        num_rows,
-        every,
-        dim,
-        matrix.stride(0),
-        ROWS=block_n,
-        BLOCK_D=block_d,
-    )
-
-    def launch() -> None:
-        launch_parts()
-        torch.sum(part, 0, out=sums)
-
-    return taken, sums, launch
-
-
-def quantize_weight(
-    weight: Tensor,  # [V_local, D]
-    hidden: Moments | None,
-    dtype: torch.dtype,
-    into: QuantizedRows | None = None,
-    own: Moments | None = None,
-) -> QuantizedRows:
-    """The weight in 8 bits. Reads it once, and some of its rows twice.
-
-    Args: as of `eight_bits.quantized_rows`; own: None: computed here.
-    """
-    weight = with_unit_inner_stride(weight)
-    if own is None:
-        own = moments_of(weight, every=every_for_centre(weight))
-    make = functools.partial(_quantize, weight, dtype=dtype, into=into)
-    return quantized_rows(own, hidden, into, make)
-
-
-def _quantize(
-    source: Tensor,  # [R, D]
-    centre: Tensor,
-    channel: Tensor,
-    across: Tensor,
-    dtype: torch.dtype,
-    into: QuantizedRows | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, stride] of 8 bits, [2, R] scale and inner product with `across`, [2, R] sizes: see
-    `quantize_kernel`."""
-    num_rows, dim = source.shape
-    device, fp32 = source.device, torch.float32
-    if into is None:
-        padded = triton.cdiv(dim, 16) * 16
-        values = torch.empty(num_rows, padded, dtype=dtype, device=device)
-        of_rows = torch.empty(2, num_rows, dtype=fp32, device=device)
-    else:
-        values, of_rows = into.values, into.of_rows
-    size = torch.empty(2, num_rows, dtype=fp32, device=device)
-    rows = 512 if interpreted() else 1
-    # Threads that read 8 bytes of a row at once, and keep up to 36 of its numbers in registers.
-    warps = min(16, triton.next_power_of_2(triton.cdiv(dim, 36 * 32)))
-    block_d = 4 * 32 * warps
-    chunks = triton.cdiv(values.stride(0), block_d)
-    groups = triton.cdiv(num_rows, rows)
-    # Enough that the last ones to end have company, and each goes on to some ten groups.
-    # Interpreted, one goes on to all of them.
-    programs = min(groups, num_programs(source) * (1 if interpreted() else 120))
-    start(quantize_kernel, (programs,))(
-        source,
-        channel,
-        -centre * channel,
-        across,
-        values,
-        of_rows,
-        size,
-        num_rows,
-        dim,
-        source.stride(0),
-        values.stride(0),
-        LARGEST[dtype],
-        ROWS=rows,
-        BLOCK_D=block_d,
-        CHUNKS=chunks,
-        EVEN=dim == chunks * block_d and num_rows % rows == 0,
-        IS_INTEGER=dtype == torch.int8,
-        num_warps=warps,
-        # Where the compiler would take more, fewer programs are at work than the sums, for which
-        # a program's warps wait for one another, can do with.
-        maxnreg=96 if chunks in (8, 9) else None,
-    )
-    return values, of_rows, size
-
-
-def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRows:
-    """The weight in 8 bits, as it suits these tokens, for them and others."""
-    rows, count = rows_of(tokens)
-    hidden = tokens.hidden.index_select(0, rows)
-    counts = torch.arange(len(rows), device=hidden.device) < count
-    moments = moments_of(hidden.masked_fill_(~counts[:, None], 0), count)
-    return quantize_weight(weight, moments.for_others(), screen_dtype(screen, weight))
-
-
-def with_eight_bits(run: Forward, screen: Screen, own: Moments | None) -> tuple[Forward, Rounding]:
+def with_eight_bits(run: Forward, screen: Screen, sums: Sums | None) -> tuple[Forward, Rounding]:
     """The same forward of 8-bit operands, and what [N_padded] tokens' logits are off by.
 
-    Args: own: the weight's; None: computed here, if they are needed.
+    Args: sums: None: the head's 8-bit copy is there.
     """
-    head, dim = run.head, run.weight.shape[1]
-    hidden, weight = run.packed[:, :dim], head.quantized
-    if weight is None:
-        dtype = screen_dtype(screen, run.weight)
-        weight = quantize_weight(run.weight, moments_of(hidden, run.count), dtype, own=own)
-    values, of_tokens, size = _quantize(
-        hidden, weight.hidden_centre, 1 / weight.channel, weight.centre, weight.values.dtype
-    )
-    variance = correct_for_rounding(of_tokens, size, weight, head.logit_scale)
-    operands = EightBit(values, weight.values, weight.of_rows, of_tokens)
-    return replace(run, eight=operands), Rounding(weight, variance)
+    head, hidden = run.head, run.packed[:, : run.weight.shape[1]]
+    if head.quantized is None:
+        assert sums is not None
+        made = quantize_both(hidden, run.weight, sums, screen, head.logit_scale)
+    else:
+        made = head.quantized, *quantize_tokens(hidden, head.quantized, head.logit_scale)
+    rows, values, of_tokens, variance = made
+    operands = EightBit(values, rows.values, rows.of_rows, of_tokens)
+    return replace(run, eight=operands), Rounding(rows, variance)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class QuantizedRows:
     centre: Tensor  # [D] fp32
     channel: Tensor  # [D] fp32 powers of two; hidden states are divided by them
     hidden_centre: Tensor  # [D] fp32 subtracted from hidden states before that
+    for_hidden: Tensor  # [2, D] fp32: 1 / channel; -hidden_centre / channel
     # [3] fp32: means over rows of |channel (row - centre)|^2, and of the square of how far off that
     # is; centre . hidden_centre
     mean: Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,7 +22,15 @@ from pipeline_jobs import (
 )
 from torch import Tensor
 
-from cce_dist import Filter, LossOptions, Screen, VocabShard, local_triton, local_triton_screen
+from cce_dist import (
+    Filter,
+    LossOptions,
+    Screen,
+    VocabShard,
+    local_triton,
+    local_triton_quantize,
+    local_triton_screen,
+)
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.testing import Case, check_promise, dense_outputs, golden_outputs, zipf_inputs
 from cce_dist.testing.inputs import Inputs
@@ -46,7 +54,8 @@ def screened_seen(kept: list[int] | None = None) -> Iterator[dict[str, int]]:
     Args: kept: gets the number of pairs of a column and a block of tokens that are kept.
     """
     seen = {"screened": 0, "full": 0, "copies": 0}
-    guard, quantize = local_triton.guard, local_triton_screen.quantize_weight
+    guard, both = local_triton.guard, local_triton_screen.quantize_both
+    quantize = local_triton_quantize.quantize_weight
 
     def guarded(*given: Any) -> Any:
         if kept is not None:
@@ -55,13 +64,17 @@ def screened_seen(kept: list[int] | None = None) -> Iterator[dict[str, int]]:
         seen["full" if int(found.full) else "screened"] += 1
         return run, found
 
-    def quantized(*given: Any, **named: Any) -> Any:
-        seen["copies"] += 1
-        return quantize(*given, **named)
+    def counted(make: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            seen["copies"] += 1
+            return make(*given, **named)
+
+        return run
 
     with (
         mock.patch.object(local_triton, "guard", guarded),
-        mock.patch.object(local_triton_screen, "quantize_weight", quantized),
+        mock.patch.object(local_triton_screen, "quantize_both", counted(both)),
+        mock.patch.object(local_triton_quantize, "quantize_weight", counted(quantize)),
     ):
         yield seen
 

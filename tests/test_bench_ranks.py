@@ -40,9 +40,14 @@ def test_ranks_are_measured_beside_one(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     measured = [row for row in rows if not row["failed"]]
     places = [(row["ranks"], row["sequence_parallel"]) for row in measured]
-    assert places == [("1", ""), ("2", ""), ("2", "yes"), ("1", ""), ("2", "")]
+    of_product = [("1", ""), ("2", "")]
+    assert places == [*of_product, ("1", ""), ("2", ""), ("2", "yes"), *of_product]
+    product = {row["ranks"]: float(row["median_ms"]) for row in measured[:2]}
     for row in measured:
         assert float(row["median_ms"]) > 0 and float(row["times_faster"]) > 0
+        of_matmul = float(row["median_ms"]) / product[row["ranks"]]
+        assert float(row["of_matmul"]) == pytest.approx(of_matmul, rel=0.2, abs=0.01)
+    for row in measured[2:]:
         assert max(float(row["grad_hidden_error"]), float(row["grad_weight_error"])) < 2e-6
         assert row["command"].startswith("torchrun --nproc-per-node 2 -m cce_dist bench ranks")
     # Not installed here: said, rather than left out.

@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cce_dist import Filter, Screen, StepQuantizer, linear_cross_entropy, local_triton_screen
+from cce_dist import (
+    Filter,
+    Screen,
+    StepQuantizer,
+    linear_cross_entropy,
+    local_triton_quantize,
+    local_triton_screen,
+)
 from cce_dist.testing import zipf_inputs
 
 pytest.importorskip("triton")
@@ -34,14 +41,23 @@ OTHER = 0.8 * INPUTS.hidden.flip(0)
 @contextmanager
 def copies_made() -> Iterator[list[Any]]:
     """Weak references to all 8-bit copies of a weight that are made."""
-    made, original = [], local_triton_screen.quantize_weight
+    made = []
+    weight, both = local_triton_quantize.quantize_weight, local_triton_screen.quantize_both
 
-    def quantize(*given: Any, **named: Any) -> Any:
-        rows = original(*given, **named)
+    def of_weight(*given: Any, **named: Any) -> Any:
+        rows = weight(*given, **named)
         made.append(weakref.ref(rows))
         return rows
 
-    with mock.patch.object(local_triton_screen, "quantize_weight", quantize):
+    def of_both(*given: Any, **named: Any) -> Any:
+        rows, *others = both(*given, **named)
+        made.append(weakref.ref(rows))
+        return rows, *others
+
+    with (
+        mock.patch.object(local_triton_quantize, "quantize_weight", of_weight),
+        mock.patch.object(local_triton_screen, "quantize_both", of_both),
+    ):
         yield made
 
 

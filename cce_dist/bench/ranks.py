@@ -25,7 +25,7 @@ from .kept import kept_share
 from .machine import Timer, Variant, interleaved_times, peak_extra_bytes, synchronize
 from .rank_methods import Place, RankMethod
 from .table import Cells, percentiles_ms
-from .variants import variant_of
+from .variants import floor_variants, variant_of
 
 # What a method of ours may be off by, over the dense recipe's error on one rank.
 WORST_ERROR_RATIO = 1.5
@@ -33,6 +33,8 @@ WORST_ERROR_RATIO = 1.5
 # lets run ahead by the whole model's kernels.
 HEAD_START_CYCLES = 24_000_000
 GRADIENTS = ("grad_hidden_error", "grad_weight_error")
+# hidden @ weight.T of a rank's rows, and nothing else.
+FLOOR = "one matmul"
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,13 @@ def make_places(job: Job, sizes: Sequence[int], vocab_size: int, parallel: bool)
 
 @dataclass
 class Trial:
-    """One method in one place."""
+    """One method, or the bare product, in one place."""
 
-    method: RankMethod
+    name: str
     place: Place
     inputs: BenchInputs  # this rank's part
-    function: LossFunction | None = None
+    method: RankMethod | None = None  # None: the product
+    function: LossFunction | None = None  # None: of the product, or it failed
     cells: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
 
@@ -118,7 +121,8 @@ def bench_ranks(
     repeats: int,
     save: Callable[[list[Cells]], None] = lambda rows: None,
 ) -> list[Cells]:
-    """A row for every method and place; the times are those of the slowest rank.
+    """A row for every method and place, after those of the bare product of a rank's rows; the times
+    are those of the slowest rank. `of_matmul` is a time over that product's.
 
     Args:
         inputs: of all tokens and the whole vocabulary, the same on every rank.
@@ -147,14 +151,18 @@ def _bench(
     one = torch.zeros(1, device=job.device)
     timer = Timer(job.device, HEAD_START_CYCLES, align=lambda: dist.all_reduce(one))
     golden = golden_gradients(inputs)
-    trials: list[Trial] = []
+    trials = [
+        Trial(FLOOR, place, _part_of(inputs, place))
+        for place in places
+        if not place.sequence_parallel
+    ]
     for method in methods:
         for place in places:
             if place.sequence_parallel and not method.is_ours:
                 continue
-            trial = Trial(method, place, _part_of(inputs, place))
+            trial = Trial(method.name, place, _part_of(inputs, place), method)
             trials.append(trial)
-            _try(job, trial, golden)
+            _try(job, trial, method, golden)
         save(_rows(trials))
     del golden
     _require_correct(trials)
@@ -172,7 +180,7 @@ def _part_of(inputs: BenchInputs, place: Place) -> BenchInputs:
     return replace(inputs, hidden=hidden, weight=inputs.weight[place.rows])
 
 
-def _try(job: Job, trial: Trial, golden: Gradients) -> None:
+def _try(job: Job, trial: Trial, method: RankMethod, golden: Gradients) -> None:
     """Errors over all ranks, the largest peak; what fails on one rank counts as failed on all."""
     place = trial.place
     tokens = slice(None)
@@ -182,11 +190,11 @@ def _try(job: Job, trial: Trial, golden: Gradients) -> None:
     mine = Gradients(golden.loss, golden.hidden[tokens], golden.weight[place.rows])
     found: dict[str, Any] = {}
     try:
-        function = trial.method.build(place)
+        function = method.build(place)
         found = errors(gradients(function, trial.inputs), mine)
         variant = variant_of(function, trial.inputs, "loss+grad")
         found["peak"] = peak_extra_bytes(variant, job.device) / 2**20
-        if trial.method.is_ours and job.device.type == "cuda":
+        if method.is_ours and job.device.type == "cuda":
             found["kept"] = kept_share(function, trial.inputs, exchanges=True)
             if place.size > 1:
                 found["kept_alone"] = kept_share(function, trial.inputs, exchanges=False)
@@ -200,7 +208,7 @@ def _try(job: Job, trial: Trial, golden: Gradients) -> None:
     failures = [f"rank {rank}: {x['failed']}" for rank, x in enumerate(everywhere) if "failed" in x]
     if failures:
         trial.failed, trial.function = failures[0], None
-        recover(trial.method.name, trial.failed, job.device)
+        recover(trial.name, trial.failed, job.device)
         return
     trial.cells["loss_error"] = max(x["loss_error"] for x in everywhere)
     for name in GRADIENTS:
@@ -215,25 +223,27 @@ def _try(job: Job, trial: Trial, golden: Gradients) -> None:
 
 
 def _alive(trials: Sequence[Trial]) -> list[Trial]:
-    return [trial for trial in trials if trial.function is not None]
+    return [trial for trial in trials if trial.name == FLOOR or trial.function is not None]
 
 
 def _require_correct(trials: Sequence[Trial]) -> None:
-    right = [trial for trial in _alive(trials) if trial.method.name == "dense"]
+    right = [trial for trial in _alive(trials) if trial.name == "dense"]
     if not right:
         return
     for trial in _alive(trials):
-        for name in GRADIENTS if trial.method.is_ours else ():
+        for name in GRADIENTS if trial.method is not None and trial.method.is_ours else ():
             got, limit = trial.cells[name], WORST_ERROR_RATIO * right[0].cells[name] + 1e-6
             # Not `got > limit`: a NaN must not pass.
             if not got <= limit:
                 raise RuntimeError(
-                    f"{trial.method.name} on {trial.place.size} ranks: {name} is {got:.2e}, more "
+                    f"{trial.name} on {trial.place.size} ranks: {name} is {got:.2e}, more "
                     f"than {limit:.2e}; nothing was timed"
                 )
 
 
 def _variant(trial: Trial) -> Variant:
+    if trial.name == FLOOR:
+        return floor_variants(trial.inputs)[FLOOR, "loss"]
     assert trial.function is not None
     return variant_of(trial.function, trial.inputs, "loss+grad")
 
@@ -309,15 +319,16 @@ def uncovered(start: float, end: float, others: Sequence[tuple[float, float]]) -
 
 
 def _rows(trials: Sequence[Trial]) -> list[Cells]:
-    alone = {
-        trial.method.name: trial.cells.get("median_ms")
+    times = {
+        (trial.name, trial.place.size): trial.cells.get("median_ms")
         for trial in trials
-        if trial.place.size == 1 and not trial.failed
+        if not trial.place.sequence_parallel
     }
     rows: list[Cells] = []
     for trial in trials:
-        median, first = trial.cells.get("median_ms"), alone.get(trial.method.name)
+        median, first = trial.cells.get("median_ms"), times.get((trial.name, 1))
         faster = None if median is None or first is None else first / median
+        product = times.get((FLOOR, trial.place.size))
         cells = {
             name: trial.cells.get(name)
             for name in (
@@ -339,10 +350,11 @@ def _rows(trials: Sequence[Trial]) -> list[Cells]:
         }
         rows.append(
             {
-                "method": trial.method.name,
+                "method": trial.name,
                 "ranks": trial.place.size,
                 "sequence_parallel": "yes" if trial.place.sequence_parallel else "",
                 "times_faster": faster,
+                "of_matmul": None if median is None or product is None else median / product,
                 **cells,
                 "failed": trial.failed,
             }

@@ -55,6 +55,7 @@ FORMATS = {
     "p90_ms": ".2f",
     "of_dense": ".2f",
     "times_faster": ".2f",
+    "of_matmul": ".2f",
     "communication_ms": ".2f",
     "exposed_ms": ".2f",
     "least_busy_ms": ".2f",

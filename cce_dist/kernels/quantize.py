@@ -21,34 +21,6 @@ def rounded_to_e4m3(x, largest):
     return tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["num_rows", "every"])
-def moments_kernel(
-    source_ptr,  # [num_rows, D], inner stride 1
-    part_ptr,  # [splits, 2, D] fp32 sum of rows, and of their squares: out
-    num_rows,
-    every,
-    D,
-    stride_sn,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One program: BLOCK_D dims of a share of every `every`-th row."""
-    split, splits = tl.program_id(1), tl.num_programs(1)
-    dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    square = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for start in range(split * ROWS, tl.cdiv(num_rows, every), splits * ROWS):
-        rows = (start + tl.arange(0, ROWS)).to(tl.int64) * every
-        inside = (rows < num_rows)[:, None] & (dims < D)[None, :]
-        at = source_ptr + rows[:, None] * stride_sn + dims[None, :]
-        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        total += x
-        square += x * x
-    part_ptrs = part_ptr + split * 2 * D + dims
-    tl.store(part_ptrs, tl.sum(total, 0), mask=dims < D)
-    tl.store(part_ptrs + D, tl.sum(square, 0), mask=dims < D)
-
-
 @triton.jit
 def read_rows(
     source_ptr,
