@@ -211,22 +211,28 @@ class Backward:
             listed=listed,
         )
         draws = kept is not None and kept.draws and needs.hidden
-        steps = [step for step in (tokens.fill, run._tail_sums(draws)) if step is not None]
-
-        def fill_and_sum() -> None:
-            for step in steps:
-                step()
-
+        fill = [] if tokens.fill is None else [tokens.fill]
+        sum_columns, sum_tokens, sum_groups = run._tail_sums(draws)
         # Which columns are kept has nothing to do with it. Small kernels, either.
-        wait = start_aside(weight.device, fill_and_sum) if steps else None
+        has_lists = kept is not None and listed is None
+        if has_lists:
+            aside = [*fill, *sum_columns, *sum_tokens, *sum_groups]
+        else:
+            aside = [*fill, *sum_tokens]
+        wait = start_aside(weight.device, lambda: [step() for step in aside]) if aside else None
         try:
-            if listed is not None:
-                run.lists = listed.lists
-            elif kept is not None:
+            if kept is not None and has_lists:
                 run.lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
+            else:
+                run.lists = None if listed is None else listed.lists
+                for step in sum_columns:
+                    step()
         finally:
             if wait is not None:
                 wait()
+        if not has_lists:
+            for step in sum_groups:
+                step()
         return run
 
     @property
@@ -253,11 +259,12 @@ class Backward:
         """A pointer for an argument that the kernel was compiled not to read."""
         return self.count if tensor is None else tensor
 
-    def _tail_sums(self, draws: bool) -> Callable[[], None] | None:
+    def _tail_sums(self, draws: bool) -> tuple[list[Callable[[], None]], ...]:
         """What the dropped columns, and the mean logit, add to either gradient, by group: room for
-        it, and what launches the kernels that fill it; None: they add nothing."""
+        it, and what launches the kernels that fill it. Those of columns and those of tokens know
+        nothing of each other; then both. None where they add nothing."""
         if self.share is None and self.mean is None:
-            return None
+            return [], [], []
         with_mean = self.mean is not None
         # Where columns are drawn, no centroid biases the gradient: an estimate of it will do.
         estimates = draws and not with_mean
@@ -298,13 +305,7 @@ class Backward:
             BLOCK_D=block_d,
             HAS_MEAN=with_mean,
         )
-
-        def launch() -> None:
-            sum_columns()
-            sum_tokens()
-            sum_groups()
-
-        return launch
+        return [sum_columns], [sum_tokens], [sum_groups]
 
     def finish_hidden(self, made: Tensor, store_as: torch.dtype) -> Tensor:
         """Adds the tail to [num_rows, D] fp32; in that dtype, in place if it is fp32."""
