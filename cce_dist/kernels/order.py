@@ -38,7 +38,7 @@ def order_kernel(
         of_all += tally
         of_earlier += tl.where(part < own, tally, 0)
     number = tl.sum(of_all, 0)
-    # Behind all smaller keys, all of the same in earlier programs, and all of the same in this one.
+    # Behind all smaller keys, those of the same in earlier programs, and the earlier ones in this.
     first = tl.cumsum(number, 0) - number + tl.sum(of_earlier, 0)
     place = tl.sum(tl.where(key[:, None] == lane[None, :], first[None, :], 0), 1)
     same = (key[None, :] == key[:, None]) & (token[None, :] < token[:, None])
