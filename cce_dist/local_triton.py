@@ -17,7 +17,7 @@ from cce_dist.eight_bits import Rounding
 from cce_dist.local_triton_bounds import EXCHANGES, Gather, raise_lower
 from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_forward import Forward
-from cce_dist.local_triton_inputs import for_kernels, similar_order
+from cce_dist.local_triton_inputs import for_kernels, in_similar_order
 from cce_dist.local_triton_lists import ListedLogits, Marks, marks_of
 from cce_dist.local_triton_operands import Launch
 from cce_dist.local_triton_quantize import start_sums
@@ -128,8 +128,7 @@ def _packed(
     wait_for_sums = start_sums(tokens, head, screen)
     try:
         if score and len(tokens) > TOKEN_BLOCK:
-            order = similar_order(tokens)
-            tokens = tokens.reordered(order)
+            tokens, order = in_similar_order(tokens)
         run = Forward.of(tokens, head, wanted, score, keep_logits, screen is not None)
     finally:
         sums = None if wait_for_sums is None else wait_for_sums()

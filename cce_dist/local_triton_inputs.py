@@ -13,10 +13,14 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist.kernels.similar import similar_kernel
+from cce_dist.kernels.order import order_kernel
+from cce_dist.kernels.similar import SEEDS, similar_kernel
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_tiles import interpreted
 from cce_dist.partials import Head, Tokens
+
+# Tokens, of which `order_kernel` takes work that grows with their square; torch sorts more.
+MOST_COUNTED = 2**16
 
 
 def with_unit_inner_stride(matrix: Tensor) -> Tensor:
@@ -61,23 +65,67 @@ def rows_of(tokens: Tokens) -> tuple[Tensor, Tensor]:
 def similar_order(tokens: Tokens) -> Tensor:
     """An order in which tokens of similar hidden states stand side by side, those that count
     before those that don't, [N] int64. docs/performance.md#the-order-of-tokens."""
-    hidden = with_unit_inner_stride(tokens.hidden)
+    return in_similar_order(tokens)[1]
+
+
+def in_similar_order(tokens: Tokens) -> tuple[Tokens, Tensor]:
+    """The tokens in `similar_order`, and that order."""
     rows, count = rows_of(tokens)
-    num_tokens, block = len(tokens), 512 if interpreted() else 32
+    key, tally = similar_keys(tokens.hidden, rows, count)
+    num_tokens = len(tokens)
+    if num_tokens > MOST_COUNTED:
+        order = torch.sort(key, stable=True).indices
+        return tokens.reordered(order), order
+    order = torch.empty(num_tokens, dtype=torch.int64, device=rows.device)
+    # Where a token's row is its number they are the same, and written twice.
+    made_rows = order if tokens.rows is None else torch.empty_like(rows)
+    targets = tokens.local_targets.contiguous()
+    made_targets = torch.empty_like(targets)
+    # In the interpreter few tallies at a time, so that some tests have more.
+    block, parts = (2 * part_tokens(), 4) if interpreted() else (128, 128)
+    start(order_kernel, (triton.cdiv(num_tokens, block),))(
+        key,
+        tally,
+        rows,
+        targets,
+        order,
+        made_rows,
+        made_targets,
+        num_tokens,
+        PART=part_tokens(),
+        PARTS=parts,
+        BLOCK=block,
+        num_warps=8,
+    )
+    return Tokens(tokens.hidden, made_rows, made_targets, tokens.count), order
+
+
+def part_tokens() -> int:
+    """Of one program of `similar_kernel`."""
+    return 512 if interpreted() else 32
+
+
+def similar_keys(hidden: Tensor, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `similar_kernel`: [N] uint8; [parts, SEEDS] int16, how many of each `part_tokens` tokens
+    have each key."""
+    hidden = with_unit_inner_stride(hidden)
+    num_tokens, parts = rows.shape[0], triton.cdiv(rows.shape[0], part_tokens())
     key = torch.empty(num_tokens, dtype=torch.uint8, device=hidden.device)
-    start(similar_kernel, (triton.cdiv(num_tokens, block),))(
+    tally = torch.empty(parts, SEEDS.value, dtype=torch.int16, device=hidden.device)
+    start(similar_kernel, (parts,))(
         hidden,
         rows,
         count,
         key,
+        tally,
         num_tokens,
         hidden.shape[1],
         hidden.stride(0),
-        BLOCK_N=block,
+        BLOCK_N=part_tokens(),
         BLOCK_D=128,
         PRECISION="ieee",
     )
-    return torch.sort(key, stable=True).indices
+    return key, tally
 
 
 def tiles_of(matrix: Tensor, rows: int, columns: int, use_tma: bool) -> Any:

@@ -90,6 +90,89 @@ def test_similar_order_of_any_hidden_state_is_a_permutation(place: Place, value:
     assert torch.equal(order.sort().values, torch.arange(TOKENS))
 
 
+def tokens_of(place: Place, size: int, hidden: str, share: float, rows: bool, ids: str) -> Tokens:
+    """That share of them count; targets by which each is known."""
+    made, spare = generator(), 50 if rows else 0
+    states = torch.randn(size + spare, DIM, generator=made)
+    if hidden == "clustered":
+        states = 0.1 * states + states[torch.arange(size + spare) % CLUSTERS]
+    elif hidden == "constant":
+        states[:] = 1.0
+    elif hidden == "nan":
+        states[::3] = float("nan")
+    targets = torch.randperm(size, generator=made).to(getattr(torch, ids))
+    return Tokens(
+        states.to(place.device),
+        torch.randperm(size + spare, generator=made)[:size].to(place.device) if rows else None,
+        targets.to(place.device),
+        torch.tensor([round(share * size)], dtype=torch.int32, device=place.device),
+    )
+
+
+@pytest.mark.parametrize(
+    **grid(
+        places=TRITON_PLACES,
+        # One token, a kernel's block and its neighbours, and more parts than are summed at a time.
+        size=(1, 127, 128, 129, 1000, 5000),
+        hidden=("random", "clustered", "constant", "nan"),
+        share=(0.0, 0.4, 1.0),
+        rows=(False, True),
+        ids=("int32", "int64"),
+    )
+)
+def test_in_similar_order_sorts_by_key(
+    place: Place, size: int, hidden: str, share: float, rows: bool, ids: str
+) -> None:
+    from cce_dist.local_triton_inputs import in_similar_order, rows_of, similar_keys
+
+    tokens = tokens_of(place, size, hidden, share, rows, ids)
+    key, _ = similar_keys(tokens.hidden, *rows_of(tokens))
+    wanted = key.sort(stable=True).indices
+    found, order = in_similar_order(tokens)
+    assert order.dtype == torch.int64
+    assert torch.equal(order, wanted)
+    same_tokens(found, tokens.reordered(wanted))
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, rows=(False, True)))
+def test_in_similar_order_of_many_tokens_is_the_same(
+    place: Place, rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that torch sorts, because there are too many to count."""
+    from cce_dist import local_triton_inputs
+
+    tokens = tokens_of(place, 700, "clustered", 0.9, rows, "int32")
+    counted, order = local_triton_inputs.in_similar_order(tokens)
+    monkeypatch.setattr(local_triton_inputs, "MOST_COUNTED", 699)
+    monkeypatch.delattr(local_triton_inputs, "order_kernel")
+    found, order_of_many = local_triton_inputs.in_similar_order(tokens)
+    assert torch.equal(order_of_many, order)
+    same_tokens(found, counted)
+
+
+@pytest.mark.interpreter
+def test_in_similar_order_in_a_devices_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the interpreter are others: here a program sums two lots of tallies."""
+    from cce_dist import local_triton_inputs
+
+    place = next(place for place in TRITON_PLACES if place.interprets)
+    tokens = tokens_of(place, 4200, "clustered", 0.99, True, "int32")
+    counted, order = local_triton_inputs.in_similar_order(tokens)
+    monkeypatch.setattr(local_triton_inputs, "interpreted", lambda: False)
+    found, found_order = local_triton_inputs.in_similar_order(tokens)
+    assert torch.equal(found_order, order)
+    same_tokens(found, counted)
+
+
+def same_tokens(found: Tokens, wanted: Tokens) -> None:
+    assert found.hidden is wanted.hidden
+    assert found.count is wanted.count
+    assert found.rows is not None and wanted.rows is not None
+    for a, b in ((found.rows, wanted.rows), (found.local_targets, wanted.local_targets)):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES))
 def test_filtered_drops_as_much_whatever_the_order_of_tokens(place: Place) -> None:
     found = {}

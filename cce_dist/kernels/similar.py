@@ -63,6 +63,7 @@ def similar_kernel(
     rows_ptr,  # [N] int64: row of each token, those that count first
     count_ptr,  # [1] int32
     key_ptr,  # [N] uint8: sorting by it puts similar tokens side by side: out
+    tally_ptr,  # [programs, SEEDS] int16: how many of a program's tokens have each key: out
     N,
     D,
     stride_hn,
@@ -112,3 +113,5 @@ def similar_kernel(
     key = tl.sum(tl.where(found, as_row(place)[None, :], 0), 1)
     key = tl.where(counts, key, UNCOUNTED)
     tl.store(key_ptr + tokens, key.to(tl.uint8), mask=tokens < N)
+    tally = tl.sum((key[:, None] == lane[None, :]).to(tl.int32), 0)
+    tl.store(tally_ptr + tl.program_id(0) * SEEDS + lane, tally.to(tl.int16))
