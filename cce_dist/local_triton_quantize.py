@@ -64,7 +64,9 @@ def start_sums(tokens: Tokens, head: Head, screen: Screen | None) -> Callable[[]
         launch_weight()
         launch_hidden()
 
-    wait = start_aside(weight.device, launch)
+    # What the current stream is given next takes as long, and more of a multiprocessor's memory,
+    # which is divided for as long as one program is there.
+    wait = start_aside(weight.device, launch, first=False)
 
     def sums() -> Sums:
         wait()

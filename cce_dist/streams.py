@@ -8,10 +8,13 @@ from collections.abc import Callable
 import torch
 
 
-def start_aside(device: torch.device, run: Callable[[], object]) -> Callable[[], None]:
+def start_aside(
+    device: torch.device, run: Callable[[], object], *, first: bool = True
+) -> Callable[[], None]:
     """Runs `run`, which allocates nothing, beside what the current stream is given next; on a CPU
     at once.
 
+    Args: first: its kernels' programs come before those of the current stream that have not begun.
     Returns: what makes the current stream wait for it, to be called whatever happens. Until then
     the memory of what it reads and writes has to stay; what `run` holds does.
     """
@@ -19,7 +22,7 @@ def start_aside(device: torch.device, run: Callable[[], object]) -> Callable[[],
         run()
         return lambda: None
     caller = torch.cuda.current_stream(device)
-    aside = _aside(device, caller.cuda_stream)
+    aside = _aside(device, caller.cuda_stream, -1 if first else 0)
 
     def wait(_holds: object = run) -> None:
         caller.wait_stream(aside)
@@ -36,8 +39,6 @@ def start_aside(device: torch.device, run: Callable[[], object]) -> Callable[[],
 
 
 @functools.cache
-def _aside(device: torch.device, of: int) -> torch.cuda.Stream:
+def _aside(device: torch.device, of: int, priority: int) -> torch.cuda.Stream:
     """One for each stream that calls: what a CUDA graph captures beside one is no other's."""
-    # What runs here others wait for: its kernels' programs come before those of the caller's stream
-    # that have not begun.
-    return torch.cuda.Stream(device, priority=-1)
+    return torch.cuda.Stream(device, priority=priority)
