@@ -45,13 +45,14 @@ def local_stats(
     gather: Gather | None = None,
     screen: Screen | None = None,
     beside: bool = False,
+    order_as: torch.dtype | None = None,
 ) -> tuple[Stats, Marks | None]:
     """Statistics of every token over this rank's shard. Deterministic.
 
     Args: those of `local_torch.local_stats`; `keep_logits`: filled; with `screen`
         ListedLogits, or else without `score`; `gather`: called once for each of `EXCHANGES`;
         `screen`: logits in 8 bits, those that matter exactly; with `score`;
-        `beside`: as of `local_grads`.
+        `beside`: as of `local_grads`; `order_as`: of the marks' order, None: `order_dtype`.
     Returns:
         Stats with fields [N] fp32, 0 for tokens that don't count.
         Marks if `score`, else None.
@@ -68,7 +69,7 @@ def local_stats(
             raise_lower(gather, own, run.parts, run.shape, len(tokens), launch.number, order)
     last = Launch(launches[-1].number, 0, run.num_tiles, robust=True)
     by = threshold, score_largest
-    made, screened, placed = _merged(run, last, by, screen, rounding, order)
+    made, screened, placed = _merged(run, last, by, screen, rounding, order, order_as)
     others = _others(run, made, screened, order)
     stats = Stats(placed.lse, placed.target_logit, **others)
     if not score:
@@ -130,6 +131,7 @@ def _merged(
     screen: Screen | None,
     rounding: Rounding | None,
     order: Tensor | None,
+    order_as: torch.dtype | None,
 ) -> tuple[Finished, Screened | None, Placed]:
     """The splits merged, in full precision if 8 bits won't do, and the targets added."""
     screened = None
@@ -146,7 +148,7 @@ def _merged(
             made = run.merge()
     finally:
         of_targets = products()
-    return made, screened, add_targets(run, made, of_targets, order)
+    return made, screened, add_targets(run, made, of_targets, order, order_as)
 
 
 def _others(

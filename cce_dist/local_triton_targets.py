@@ -80,16 +80,17 @@ def add_targets(
     made: Finished,
     products: Tensor,  # of `start_products`
     order: Tensor | None,  # [N] int64: the blocks' i-th token is the caller's order[i]-th
+    order_as: torch.dtype | None = None,  # of the marks' order; None: `order_dtype`
 ) -> Placed:
     """The targets' logits; and their columns are marked as kept, whatever their mass."""
     num_tokens, score = len(run.tokens), made.dropped is not None
-    new = made.lse.new_empty
+    new, short = made.lse.new_empty, order_as or order_dtype(num_tokens)
     placed = Placed(
         lse=new(num_tokens),
         target_logit=new(num_tokens),
         log_dropped=new(num_tokens) if score else None,
         seed=new(1, dtype=torch.int32) if score else None,
-        order=None if order is None else new(num_tokens, dtype=order_dtype(num_tokens)),
+        order=None if order is None else new(num_tokens, dtype=short),
     )
 
     def or_dummy(tensor: Tensor | None) -> Tensor:

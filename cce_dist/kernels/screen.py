@@ -42,7 +42,8 @@ def guard_parts_kernel(
     inside = (block < blocks)[:, None] & (column < V)[None, :]
     at = block.to(tl.int64)[:, None] * V + column[None, :]
     kept = tl.load(mass_ptr + at, mask=inside, other=0.0) < 0
-    tl.store(number_ptr + part, tl.sum(tl.sum(kept.to(tl.int32), 1), 0))
+    # A thread has its columns of all blocks.
+    tl.store(number_ptr + part, tl.sum(tl.sum(kept.to(tl.int32), 0), 0))
     total = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(part * BLOCK_N, N, num_parts * BLOCK_N):
         token = start + tl.arange(0, BLOCK_N)
