@@ -63,7 +63,7 @@ def start_products(run: Forward) -> Callable[[], Tensor]:
         BLOCK_D=run.tiles.dims,
         PRECISION="ieee",
         HAS_BIAS=bias is not None,
-        num_warps=run.tiles.warps // 2,
+        num_warps=run.tiles.warps * TARGETS // TOKEN_BLOCK,
         num_stages=run.tiles.target_stages or run.tiles.stages,
     )
     wait = start_aside(weight.device, launch)
