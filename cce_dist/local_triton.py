@@ -8,8 +8,6 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -19,15 +17,17 @@ from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_forward import Forward
 from cce_dist.local_triton_inputs import for_kernels, in_similar_order
 from cce_dist.local_triton_lists import ListedLogits, Marks, marks_of
-from cce_dist.local_triton_operands import Launch
+from cce_dist.local_triton_operands import Finished, Launch
 from cce_dist.local_triton_quantize import start_sums
 from cce_dist.local_triton_screen import (
+    Screened,
     add_exact_columns,
     guard,
     sum_exact_columns,
     with_eight_bits,
 )
 from cce_dist.local_triton_tail_error import correct_tail
+from cce_dist.local_triton_targets import Placed, add_targets, start_products
 from cce_dist.options import TOKEN_BLOCK, Screen
 from cce_dist.partials import Head, Stats, Tokens, Wanted
 
@@ -45,19 +45,19 @@ def local_stats(
     gather: Gather | None = None,
     screen: Screen | None = None,
     beside: bool = False,
+    order_as: torch.dtype | None = None,
 ) -> tuple[Stats, Marks | None]:
     """Statistics of every token over this rank's shard. Deterministic.
 
     Args: those of `local_torch.local_stats`; `keep_logits`: filled; with `screen`
         ListedLogits, or else without `score`; `gather`: called once for each of `EXCHANGES`;
         `screen`: logits in 8 bits, those that matter exactly; with `score`;
-        `beside`: as of `local_grads`.
+        `beside`: as of `local_grads`; `order_as`: of the marks' order, None: `order_dtype`.
     Returns:
         Stats with fields [N] fp32, 0 for tokens that don't count.
         Marks if `score`, else None.
     Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/performance.md#forward.
     """
-    screened = None
     every = keep_logits if isinstance(keep_logits, KeptLogits) else None
     listed = keep_logits if isinstance(keep_logits, ListedLogits) else None
     run, order, rounding = _packed(tokens, head, wanted, score, every, screen)
@@ -68,51 +68,35 @@ def local_stats(
         if gather is not None and launch.number in EXCHANGES:
             raise_lower(gather, own, run.parts, run.shape, len(tokens), launch.number, order)
     last = Launch(launches[-1].number, 0, run.num_tiles, robust=True)
-    run.launch(threshold, score_largest, last)
-    made = run.merge()
-    if screen is not None:
-        assert rounding is not None
-        full, screened = guard(run, made, rounding.variance, screen)
-        for launch in (full.alone(), full.alone(robust=True)):
-            full.launch(threshold, score_largest, launch)
-        made = run.merge()
-    run.add_targets(made)
-    stats, log_dropped = run.stats(made), made.dropped
-    if wanted.screened:
-        counts = run.counts.to(stats.lse.dtype)
-        screens = 0 * counts if screened is None else counts * (1 - screened.full)
-        stats = replace(stats, screened=screens)
+    by = threshold, score_largest
+    made, screened, placed = _merged(run, last, by, screen, rounding, order, order_as)
+    others = _others(run, made, screened, order)
+    stats = Stats(placed.lse, placed.target_logit, **others)
     if not score:
         return stats, None
-    assert log_dropped is not None
-    log_dropped = log_dropped[: len(tokens)]
-    if order is not None:
-        stats, log_dropped = in_order(stats, log_dropped, order)
+    assert placed.log_dropped is not None and placed.seed is not None
     marks = marks_of(
         run.parts["mass"],
         run.count,
-        log_dropped,
-        stats.lse,
+        placed.log_dropped,
+        placed.seed,
         run.weight.dtype,
         threshold=threshold,
         # Columns are drawn by mass, which a threshold of the largest probability is not.
         draws=not score_largest,
-        order=order,
+        order=placed.order,
     )
     if screened is None:
         return stats, marks
-    assert rounding is not None and made.dropped is not None
+    assert rounding is not None
     by_mass = None if score_largest else threshold
     wait = correct_tail(run, made, rounding, screened.full, by_mass)
     try:
         exact = sum_exact_columns(run, made, marks, screened, workspace_bytes, listed, beside)
     finally:
         wait()
-    add_exact_columns(run, made, screened, exact)
-    corrected = torch.stack([made.lse, made.dropped])[:, : len(tokens)]
-    if order is not None:
-        corrected = torch.empty_like(corrected).index_copy_(1, order, corrected)
-    return replace(stats, lse=corrected[0]), replace(marks, log_dropped=corrected[1])
+    add_exact_columns(run, made, screened, exact, order, placed.lse, placed.log_dropped)
+    return stats, marks
 
 
 def _packed(
@@ -138,8 +122,45 @@ def _packed(
     return run, order, rounding
 
 
-def in_order(stats: Stats, log_dropped: Tensor, order: Tensor) -> tuple[Stats, Tensor]:
-    """The order[i]-th token's are the i-th -> the i-th token's are the i-th."""
-    packed = torch.stack([*stats.pack(), log_dropped])
+def _merged(
+    run: Forward,
+    last: Launch,
+    by: tuple[float, bool],  # as of `Forward.launch`
+    screen: Screen | None,
+    rounding: Rounding | None,
+    order: Tensor | None,
+    order_as: torch.dtype | None,
+) -> tuple[Finished, Screened | None, Placed]:
+    """The splits merged, in full precision if 8 bits won't do, and the targets added."""
+    screened = None
+    run.launch(*by, last)
+    # Here, where small kernels follow: beside one of the forward's no other program has registers.
+    products = start_products(run)
+    try:
+        made = run.merge()
+        if screen is not None:
+            assert rounding is not None
+            full, screened = guard(run, made, rounding.variance, screen)
+            for launch in (full.alone(), full.alone(robust=True)):
+                full.launch(*by, launch)
+            made = run.merge()
+    finally:
+        of_targets = products()
+    return made, screened, add_targets(run, made, of_targets, order, order_as)
+
+
+def _others(
+    run: Forward, made: Finished, screened: Screened | None, order: Tensor | None
+) -> dict[str, Tensor]:
+    """The statistics that few ask for, by the name of `Stats`' field, in the caller's order."""
+    others = run.extras()
+    if made.entropy is not None:
+        others["entropy"] = made.entropy[: len(run.tokens)]
+    if run.wanted.screened:
+        counts = run.counts.to(made.lse.dtype)
+        others["screened"] = 0 * counts if screened is None else counts * (1 - screened.full)
+    if order is None or not others:
+        return others
+    packed = torch.stack([*others.values()])
     packed = torch.empty_like(packed).index_copy_(1, order, packed)
-    return stats.unpack(packed[:-1]), packed[-1]
+    return dict(zip(others, packed.unbind(0), strict=True))

@@ -19,7 +19,6 @@ from torch import Tensor
 from cce_dist.kernels.finish import finish_kernel
 from cce_dist.kernels.forward import ALONE, FIRST, LAST, PROBE, forward_kernel
 from cce_dist.kernels.pack import pack_kernel
-from cce_dist.kernels.targets import targets_kernel
 from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_extras import (
     NUM_EXTRAS,
@@ -48,7 +47,7 @@ from cce_dist.local_triton_tiles import (
     tiles_for,
 )
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import Head, Stats, Tokens, Wanted
+from cce_dist.partials import Head, Tokens, Wanted
 
 
 @dataclass
@@ -321,8 +320,8 @@ class Forward:
         )
         return Finished(lse, dropped, unkept, entropy, torch.empty_like(lse))
 
-    def stats(self, made: Finished) -> Stats:
-        """[N] of them, and of the statistics that few ask for."""
+    def extras(self) -> dict[str, Tensor]:
+        """The statistics that few ask for, [N] each in the order of the packed tokens."""
         parts, head, num_tokens = self.parts, self.head, len(self.tokens)
         extras = {}
         if "extras" in parts:
@@ -333,40 +332,4 @@ class Forward:
         if self.wanted.smooth_logit and "smooth_logit" not in extras:
             hidden = self.packed[:num_tokens, : self.weight.shape[1]]
             extras["smooth_logit"] = mean_logit_by_linearity(hidden, self.counts, head)
-        return Stats(
-            lse=made.lse[:num_tokens],
-            target_logit=made.target_logit[:num_tokens],
-            entropy=None if made.entropy is None else made.entropy[:num_tokens],
-            **extras,
-        )
-
-    def add_targets(self, made: Finished) -> None:
-        """Their logits; and their columns are marked as kept, whatever their mass."""
-        start(targets_kernel, (self.num_blocks,))(
-            self.packed,
-            self.weight,
-            self._or_dummy(self.head.bias),
-            self.targets,
-            made.lse,
-            self._or_dummy(self.parts.get("mass")),
-            self._or_dummy(made.dropped),
-            self._or_dummy(made.unkept),
-            made.target_logit,
-            self.count,
-            self.weight.shape[0],
-            self.weight.shape[1],
-            self.packed.stride(0),
-            self.weight.stride(0),
-            self.head.logit_scale,
-            self.head.softcap or 1.0,
-            BLOCK=TOKEN_BLOCK,
-            BLOCK_D=self.tiles.dims,
-            PRECISION="ieee",
-            WIDE=rounds_exp2(self.weight),
-            HAS_BIAS=self.head.bias is not None,
-            HAS_SOFTCAP=self.head.softcap is not None,
-            HAS_SCORE=made.dropped is not None,
-            HAS_UNKEPT=self.has_unkept,
-            num_warps=self.tiles.warps,
-            num_stages=self.tiles.target_stages or self.tiles.stages,
-        )
+        return extras

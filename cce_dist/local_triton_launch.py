@@ -35,6 +35,11 @@ def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return lambda *args, **named: compiled.append(kernel.warmup(*args, grid=grid, **named))
 
 
+def is_rehearsing() -> bool:
+    """Whether what a kernel would have written is not there: no numbers to take for indices."""
+    return _compiled.get() is not None
+
+
 @functools.cache
 def can_rehearse() -> bool:
     """Triton 3.4 compiles in the launch alone; 3.5 also apart, but an error would never end it."""

@@ -19,13 +19,16 @@ from cce_dist.kernels.plan import (
     tiles_kernel,
 )
 from cce_dist.local_triton_launch import start
-from cce_dist.local_triton_tail import GROUPS, TAIL_GROUPS
+from cce_dist.local_triton_tail import TAIL_GROUPS
 from cce_dist.local_triton_tiles import interpreted, tiles_for
 from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens
 
 # Columns of one tile of the backward.
 TILE = 128
+# `marks_kernel`'s columns a program, blocks whose masses it waits for at once, and warps: threads
+# of two columns each, and enough of them that their loads fill the memory's latency.
+MARKS = (256, 16, 4)
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,12 @@ def marks_of(
     mass: Tensor,  # [num_blocks, V_local], negative where kept
     count: Tensor,
     log_dropped: Tensor,
-    lse: Tensor,  # [N] of this shard
+    seed: Tensor,  # [1] int32
     dtype: torch.dtype,
     *,
     threshold: float,
     draws: bool,
-    order: Tensor | None = None,
+    order: Tensor | None = None,  # [N] of `order_dtype`
 ) -> Marks:
     """Column masses -> which blocks keep which columns; the masses are not needed afterwards."""
     num_blocks, num_columns = mass.shape
@@ -100,21 +103,17 @@ def marks_of(
     blocks_per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
     groups = triton.cdiv(num_blocks, blocks_per_group)
     share_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
-    bits = torch.zeros(2, num_columns, words, dtype=torch.int64, device=mass.device)
+    kept = torch.empty(num_columns, words, dtype=torch.int64, device=mass.device)
+    # The kernel writes them where columns are drawn.
+    drawn = torch.empty_like(kept) if draws else torch.zeros_like(kept)
     share = torch.empty(groups, num_columns, dtype=share_dtype, device=mass.device)
-    # A copy: a screened forward writes another lse into the same memory.
-    seed = lse[:1].clone().view(torch.int32)
-    if order is not None:
-        order = order.to(order_dtype(len(order)))
-    padded = blocks_padded(num_blocks)
-    marks = Marks(bits[0], bits[1], share, log_dropped, order, seed, blocks_per_group, padded)
-    block = 512 if interpreted() else 64
+    block, at_once, warps = (4096, 4, 4) if interpreted() else MARKS
     start(marks_kernel, (triton.cdiv(num_columns, block),))(
         mass,
         count,
-        marks.seed,
-        marks.kept,
-        marks.drawn,
+        seed,
+        kept,
+        drawn,
         share,
         num_columns,
         num_blocks,
@@ -123,10 +122,12 @@ def marks_of(
         threshold * DRAW_FACTOR,
         TOKENS=TOKEN_BLOCK,
         BLOCK_V=block,
-        GROUPS=GROUPS,
+        AT_ONCE=at_once,
         HAS_DRAWN=draws,
+        num_warps=warps,
     )
-    return marks
+    padded = blocks_padded(num_blocks)
+    return Marks(kept, drawn, share, log_dropped, order, seed, blocks_per_group, padded)
 
 
 def order_dtype(num_tokens: int) -> torch.dtype:

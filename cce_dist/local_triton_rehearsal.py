@@ -64,12 +64,11 @@ def _go_through(tokens: Tokens, head: Head, kind: StepKind) -> None:
         workspace_bytes=least,
         keep_logits=listed,
         screen=kind.screen,
+        # This and what comes below is what the kernels do know of the number of tokens.
+        order_as=order_dtype(len(tokens)),
     )
     assert marks is not None
-    # What the kernels do know of the number of tokens.
-    order = None if marks.order is None else marks.order.to(order_dtype(len(tokens)))
-    padded = blocks_padded(triton.cdiv(len(tokens), TOKEN_BLOCK))
-    marks = replace(marks, order=order, blocks_padded=padded)
+    marks = replace(marks, blocks_padded=blocks_padded(triton.cdiv(len(tokens), TOKEN_BLOCK)))
     kept = local_kept(
         few,
         head,

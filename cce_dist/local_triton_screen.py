@@ -8,6 +8,7 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from cce_dist.eight_bits import Rounding
 from cce_dist.kernels.screen import (
-    count_kept_kernel,
     exact_columns_kernel,
     guard_kernel,
+    guard_parts_kernel,
     screened_lse_kernel,
 )
 from cce_dist.local_triton_forward import Forward
@@ -59,32 +60,45 @@ def guard(
     run: Forward, made: Finished, variance: Tensor, screen: Screen
 ) -> tuple[Forward, Screened]:
     """Whether 8 bits will do, decided on the device; and the forward that runs if they won't."""
-    number = torch.zeros(1, dtype=torch.int32, device=run.weight.device)
     num_blocks, columns = run.num_blocks, run.weight.shape[0]
-    block_v = 4096 if interpreted() else 1024
-    start(count_kept_kernel, (triton.cdiv(num_blocks, 16), triton.cdiv(columns, block_v)))(
-        run.parts["mass"], run.shape, number, columns, BLOCKS=16, BLOCK_V=block_v
-    )
-    found = Screened(torch.empty_like(number))
-    shape = torch.empty_like(run.shape)
     padded = run.packed.shape[0]
-    start(guard_kernel, (1,))(
-        number,
+    block_v = 4096 if interpreted() else 1024
+    grid = triton.cdiv(num_blocks, 16), triton.cdiv(columns, block_v)
+    int32 = functools.partial(run.weight.new_empty, dtype=torch.int32)
+    number, shape = int32(grid[0] * grid[1]), int32(3)
+    error = torch.empty_like(number, dtype=torch.float32)
+    start(guard_parts_kernel, grid)(
+        run.parts["mass"],
         run.count,
         run.shape,
         made.lse,
         made.unkept,
         variance,
         run.parts["lower"],
-        found.full,
+        number,
+        error,
         shape,
         columns,
         padded,
+        *run.for_shape(run.weight.element_size()),
+        BLOCKS=16,
+        BLOCK_V=block_v,
+        BLOCK_N=1024 if interpreted() else 128,
+        GROUPS=run.groups,
+    )
+    found = Screened(int32(1))
+    start(guard_kernel, (1,))(
+        number,
+        error,
+        run.count,
+        run.shape,
+        found.full,
+        shape,
+        len(number),
+        columns,
         screen.max_kept,
         screen.max_error,
-        *run.for_shape(run.weight.element_size()),
-        BLOCK_N=1024,
-        GROUPS=run.groups,
+        BLOCK=1024,
     )
     return replace(run, shape=shape, eight=None), found
 
@@ -140,21 +154,35 @@ def sum_exact_columns(
     return ExactSums(sums, ref, poor)
 
 
-def add_exact_columns(run: Forward, made: Finished, screened: Screened, exact: ExactSums) -> None:
-    """`made.lse` in place: kept columns by their exact logits, all others by their 8-bit ones."""
+def add_exact_columns(
+    run: Forward,
+    made: Finished,
+    screened: Screened,
+    exact: ExactSums,
+    order: Tensor | None,  # of `add_targets`
+    lse: Tensor,  # [N] in the caller's order
+    log_dropped: Tensor,  # [N]
+) -> None:
+    """`lse`, in place: kept columns by their exact logits, all others by their 8-bit ones; and
+    `log_dropped`, by `made.dropped`."""
     padded, block = run.packed.shape[0], TOKEN_BLOCK
     has_made = exact.ref is not None
     start(screened_lse_kernel, (triton.cdiv(padded, block),))(
         run.count,
         screened.full,
         made.unkept,
+        made.dropped,
         exact.sums,
         made.lse,
         exact.ref if has_made else run.count,
         exact.poor if has_made else run.count,
+        run.count if order is None else order,
+        lse,
+        log_dropped,
         padded,
         BLOCK_N=block,
         HAS_MADE=has_made,
+        HAS_ORDER=order is not None,
     )
 
 

@@ -102,10 +102,28 @@ def stand_in(capability: int) -> None:
     properties = SimpleNamespace(multi_processor_count=PROGRAMS, L2_cache_size=50 * 2**20)
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
     torch.cuda.get_device_properties = lambda device=None: properties
-    # What no kernel has filled is taken for indices.
-    torch.empty = torch.zeros
-    torch.empty_like = torch.zeros_like
-    torch.Tensor.new_empty = torch.Tensor.new_zeros
+    # What no kernel has filled must not be taken for indices, but for `Call.exact`, which nobody
+    # rehearses.
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        setattr(owner, name, of_garbage(getattr(owner, name.replace("empty", "zeros"))))
+
+
+# Not empty: memory is full of it.
+_garbage: list[Call] = []
+
+
+def of_garbage(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, of numbers that index nothing, where `_garbage` says so."""
+
+    def made(*given: Any, **named: Any) -> Tensor:
+        tensor = make(*given, **named)
+        if not _garbage:
+            return tensor
+        if tensor.is_floating_point():
+            return tensor.fill_(float("nan"))
+        return tensor if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+    return made
 
 
 def skip_late_stages() -> None:
@@ -146,6 +164,7 @@ def record_warmups(records: list[dict[str, Any]]) -> None:
 
 def compile_call(call: Call) -> None:
     """Forward and backward of one shard, as autograd has them."""
+    _garbage[:] = [] if call.exact else [call]
     hidden = torch.zeros(TOKENS, call.dim, dtype=call.dtype)
     head = head_of(call)
     tokens = Tokens(hidden, None, torch.zeros(TOKENS, dtype=torch.int32))

@@ -308,12 +308,11 @@ def test_marks_of_draws_the_levels_of_torch(place: Place, seed: int) -> None:
     mass = 1.5 * DRAW_FACTOR * threshold * 2.0**-levels
     mass = torch.cat([mass, torch.tensor([-1.0, 0.0])])[:, None].expand(-1, num_columns)
     num_blocks = len(mass)
-    seeds = torch.full((num_blocks * BLOCK,), seed, dtype=torch.int32, device=place.device)
     marks = marks_of(
         mass.bfloat16().contiguous().to(place.device),
         torch.tensor([num_blocks * BLOCK], dtype=torch.int32, device=place.device),
-        torch.zeros_like(seeds, dtype=torch.float32),
-        seeds.view(torch.float32),
+        torch.zeros(num_blocks * BLOCK, device=place.device),
+        torch.tensor([seed], dtype=torch.int32, device=place.device),
         torch.bfloat16,
         threshold=threshold,
         draws=True,

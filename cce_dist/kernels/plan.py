@@ -16,16 +16,7 @@ def level_of(column, seed):
     return 24 - ((bits >> 23) - 127)
 
 
-@triton.jit
-def word_of(bits, BLOCK_V: tl.constexpr):
-    """[64, BLOCK_V] of bool -> [BLOCK_V] int64, bit n from row n."""
-    lane = tl.arange(0, 32)
-    halves = tl.reshape(bits.to(tl.uint32), (2, 32, BLOCK_V)) << lane[None, :, None].to(tl.uint32)
-    halves = tl.sum(halves, 1).to(tl.int64)
-    return tl.sum(halves << (32 * tl.arange(0, 2)).to(tl.int64)[:, None], 0)
-
-
-@triton.jit(do_not_specialize=["num_blocks", "blocks_per_group"])
+@triton.jit(do_not_specialize=["num_blocks", "words", "blocks_per_group"])
 def marks_kernel(
     mass_ptr,  # [num_blocks, V], negative where kept
     count_ptr,  # [1] int32: blocks of no token that counts have no masses
@@ -40,10 +31,11 @@ def marks_kernel(
     top,
     TOKENS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    GROUPS: tl.constexpr,  # a power of two, not below groups
+    AT_ONCE: tl.constexpr,  # blocks whose masses are read before one is used: 2, 4, 8 or 16
     HAS_DRAWN: tl.constexpr,
 ):
-    """One program: BLOCK_V columns, all token blocks.
+    """One program: BLOCK_V columns, all token blocks, one after the other: a thread has its columns
+    of each, and no thread waits for another.
 
     A mass in (top / 2^j, top / 2^(j-1)] has level j. Each column is drawn for one level, level j
     with probability 2^-j, and stands, 2^j times, in the hidden gradient of the blocks where its
@@ -52,35 +44,48 @@ def marks_kernel(
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
     count = tl.load(count_ptr)
+    end = tl.minimum(num_blocks, tl.cdiv(count, TOKENS))
     level = level_of(columns, tl.load(seed_ptr)).to(tl.float32)
-    group = tl.arange(0, GROUPS)
-    lane = tl.arange(0, 64)
-    share = tl.zeros((GROUPS, BLOCK_V), tl.float32)
-    for word in range(words):
-        block = word * 64 + lane
-        num_tokens = tl.minimum(count - block * TOKENS, TOKENS)
-        mass = tl.load(
-            mass_ptr + block.to(tl.int64)[:, None] * V + columns[None, :],
-            mask=((block < num_blocks) & (num_tokens > 0))[:, None] & inside[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        at = columns.to(tl.int64) * words + word
-        tl.store(kept_ptr + at, word_of(mass < 0, BLOCK_V), mask=inside)
-        if HAS_DRAWN:
-            # Of the column's level: at most `most`, all above `most` at level 1, not 0.
-            most = (top / TOKENS * num_tokens)[:, None] * tl.exp2(1.0 - level)[None, :]
-            draws = (mass > most * 0.5) & ((mass <= most) | (level == 1)[None, :])
-            tl.store(drawn_ptr + at, word_of(draws & (mass > 0), BLOCK_V), mask=inside)
-        # A bf16 mass has no more digits than tf32.
-        of_group = (block // blocks_per_group)[None, :] == group[:, None]
-        share = tl.dot(
-            of_group.to(tl.float32), tl.maximum(mass, 0.0), share, input_precision="tf32"
-        )
-    tl.store(
-        share_ptr + group.to(tl.int64)[:, None] * V + columns[None, :],
-        share.to(share_ptr.dtype.element_ty),
-        mask=(group * blocks_per_group < num_blocks)[:, None] & inside[None, :],
-    )
+    # A power of two: what it multiplies is as exact as what a bound would be divided by it.
+    times = tl.exp2(level - 1.0)
+    mass_ptrs = mass_ptr + columns
+    share_ptrs = share_ptr + columns
+    at = columns.to(tl.int64) * words
+    kept = tl.zeros((BLOCK_V,), tl.int64)
+    drawn = tl.zeros((BLOCK_V,), tl.int64)
+    share = tl.zeros((BLOCK_V,), tl.float32)
+    stop = blocks_per_group
+    for first in range(0, num_blocks, AT_ONCE):
+        masses = ()
+        for i in tl.static_range(AT_ONCE):
+            mass = tl.load(mass_ptrs + i * V, mask=inside & (first + i < end), other=0.0)
+            masses = masses + (mass.to(tl.float32),)  # noqa: RUF005
+        mass_ptrs += AT_ONCE * V
+        kept_here = tl.zeros((BLOCK_V,), tl.int32)
+        drawn_here = tl.zeros((BLOCK_V,), tl.int32)
+        for i in tl.static_range(AT_ONCE):
+            mass = masses[i]
+            kept_here |= tl.where(mass < 0, 1 << i, 0)
+            if HAS_DRAWN:
+                # Of the column's level: at most `most`, all above `most` at level 1, not 0.
+                num_tokens = tl.maximum(tl.minimum(count - (first + i) * TOKENS, TOKENS), 0)
+                most = top / TOKENS * num_tokens
+                draws = (mass * times > most * 0.5) & ((mass * times <= most) | (level == 1))
+                drawn_here |= tl.where(draws, 1 << i, 0)
+            share += tl.maximum(mass, 0.0)
+            if first + i + 1 == stop:
+                tl.store(share_ptrs, share.to(share_ptr.dtype.element_ty), mask=inside)
+                share = tl.zeros((BLOCK_V,), tl.float32)
+                share_ptrs += V
+                stop = tl.minimum(stop + blocks_per_group, num_blocks)
+        kept |= kept_here.to(tl.int64) << (first % 64)
+        drawn |= drawn_here.to(tl.int64) << (first % 64)
+        if (first % 64 == 64 - AT_ONCE) | (first + AT_ONCE >= num_blocks):
+            tl.store(kept_ptr + at + first // 64, kept, mask=inside)
+            if HAS_DRAWN:
+                tl.store(drawn_ptr + at + first // 64, drawn, mask=inside)
+            kept = tl.zeros((BLOCK_V,), tl.int64)
+            drawn = tl.zeros((BLOCK_V,), tl.int64)
 
 
 @triton.jit

@@ -10,51 +10,42 @@ from cce_dist.kernels.plan import list_task
 from cce_dist.kernels.sdd import MADE_FURTHEST, MADE_MOST, MADE_SCALE, fresh_logits, segment_of
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def count_kept_kernel(
-    mass_ptr,  # [num_blocks, V], negative where kept
-    shape_ptr,  # [3] int32: blocks that count, ...
-    number_ptr,  # [1] int32, 0: pairs of a column and a block that keeps it: out
-    V,
-    BLOCKS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """One program: BLOCK_V columns of BLOCKS token blocks."""
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = (block < tl.load(shape_ptr))[:, None] & (column < V)[None, :]
-    at = block.to(tl.int64)[:, None] * V + column[None, :]
-    kept = tl.load(mass_ptr + at, mask=inside, other=0.0) < 0
-    tl.atomic_add(number_ptr, tl.sum(tl.sum(kept.to(tl.int32), 1), 0), sem="relaxed")
-
-
 @triton.jit(do_not_specialize=["N", "grid"])
-def guard_kernel(
-    number_ptr,  # [1] int32: pairs of a column and a block that keeps it
+def guard_parts_kernel(
+    mass_ptr,  # [num_blocks, V], negative where kept
     count_ptr,  # [1] int32: tokens that count
     shape_ptr,  # [3] int32: see `forward_kernel`
     lse_ptr,  # [N] natural log, of the 8-bit logits
     unkept_ptr,  # [N] log of the sum over columns not kept
     variance_ptr,  # [N] of an 8-bit logit's error
     lower_ptr,  # [N] lower bound of lse over all ranks, log2; in place
-    full_ptr,  # [1] int32: 1 where full precision is needed: out
-    full_shape_ptr,  # [3] int32: of the forward that then runs; no blocks if none is needed: out
+    number_ptr,  # [num_parts] int32: pairs of a column and a block that keeps it: out
+    error_ptr,  # [num_parts] fp32: sum over tokens of their error's variance: out
+    full_shape_ptr,  # [3] int32: of the forward in full precision: out, but for its blocks
     V,
     N,
-    max_kept,
-    max_error,
     num_tiles,  # these four as of `pack_kernel`, for the full forward
     programs,
     cached_blocks,
     grid,
+    BLOCKS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """One program. docs/numerics.md#when-screening-is-refused"""
-    count = tl.load(count_ptr)
-    blocks = tl.load(shape_ptr)
+    """One program: BLOCK_V columns of BLOCKS token blocks, and its share of the tokens."""
+    part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    num_parts = tl.num_programs(0) * tl.num_programs(1)
+    count, blocks = tl.load(count_ptr), tl.load(shape_ptr)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = (block < blocks)[:, None] & (column < V)[None, :]
+    at = block.to(tl.int64)[:, None] * V + column[None, :]
+    kept = tl.load(mass_ptr + at, mask=inside, other=0.0) < 0
+    # A thread has its columns of all blocks.
+    tl.store(number_ptr + part, tl.sum(tl.sum(kept.to(tl.int32), 0), 0))
     total = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, N, BLOCK_N):
+    for start in range(part * BLOCK_N, N, num_parts * BLOCK_N):
         token = start + tl.arange(0, BLOCK_N)
         counts = token < count
         lse = tl.load(lse_ptr + token, mask=counts, other=0.0)
@@ -70,16 +61,43 @@ def guard_kernel(
         known = (lse - 1.0 - 6.0 * tl.sqrt(variance)) * LOG2E
         raised = tl.where((tl.abs(known) < 1e30) & (known > lower), known, lower)
         tl.store(lower_ptr + token, raised, mask=counts)
-    error = tl.sqrt(tl.sum(total, 0) / tl.maximum(count, 1))
-    share = tl.load(number_ptr).to(tl.float32) / (blocks.to(tl.float32) * V)
+    tl.store(error_ptr + part, tl.sum(total, 0))
+    # The last one has tokens only where all have.
+    if part == num_parts - 1:
+        splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)  # pyright: ignore[reportGeneralTypeIssues]
+        tl.store(full_shape_ptr + 1, splits)
+        tl.store(full_shape_ptr + 2, at_once)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def guard_kernel(
+    number_ptr,  # [num_parts] int32: see `guard_parts_kernel`
+    error_ptr,  # [num_parts] fp32
+    count_ptr,  # [1] int32: tokens that count
+    shape_ptr,  # [3] int32: see `forward_kernel`
+    full_ptr,  # [1] int32: 1 where full precision is needed: out
+    full_shape_ptr,  # [3] int32: no blocks if none is needed: out, the first
+    num_parts,
+    V,
+    max_kept,
+    max_error,
+    BLOCK: tl.constexpr,
+):
+    """One program. docs/numerics.md#when-screening-is-refused"""
+    blocks = tl.load(shape_ptr)
+    number = tl.zeros((BLOCK,), tl.int32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, num_parts, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        number += tl.load(number_ptr + part, mask=part < num_parts, other=0)
+        total += tl.load(error_ptr + part, mask=part < num_parts, other=0.0)
+    error = tl.sqrt(tl.sum(total, 0) / tl.maximum(tl.load(count_ptr), 1))
+    share = tl.sum(number, 0).to(tl.float32) / (blocks.to(tl.float32) * V)
     # Not true of NaN either.
     screened = (error <= max_error) & (share <= max_kept)
     full = 1 - screened.to(tl.int32)
     tl.store(full_ptr, full)
     tl.store(full_shape_ptr, blocks * full)
-    splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)  # pyright: ignore[reportGeneralTypeIssues]
-    tl.store(full_shape_ptr + 1, splits)
-    tl.store(full_shape_ptr + 2, at_once)
 
 
 @triton.jit
@@ -298,13 +316,19 @@ def screened_lse_kernel(
     count_ptr,  # [1] int32
     full_ptr,  # [1] int32
     unkept_ptr,  # [N] natural log
+    dropped_ptr,  # [N] natural log
     sum_ptr,  # [2, N]
-    lse_ptr,  # [N] natural log; in place, where logits were screened
-    ref_ptr,  # [N] log2: what it was before: out
+    lse_ptr,  # [N] natural log, of the 8-bit logits
+    ref_ptr,  # [N] log2: the same: out
     poor_ptr,  # [N / BLOCK_N] int32: 1 where a block's `entries_made` are not to be used: out
+    order_ptr,  # int64: the caller's place of each token that counts, if HAS_ORDER; else its own
+    # In the caller's order, in place, where logits were screened:
+    placed_lse_ptr,  # natural log
+    placed_dropped_ptr,
     N,
     BLOCK_N: tl.constexpr,
     HAS_MADE: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
 ):
     """lse of the exact logits of kept columns and the 8-bit ones of all others."""
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -322,4 +346,9 @@ def screened_lse_kernel(
         good = tl.abs(lse * LOG2E - ref) <= MADE_FURTHEST
         tl.store(ref_ptr + token, ref)
         tl.store(poor_ptr + tl.program_id(0), tl.max((counts & ~good).to(tl.int32), 0) | full)
-    tl.store(lse_ptr + token, lse, mask=counts & (full == 0))
+    screened = counts & (full == 0)
+    place = token
+    if HAS_ORDER:
+        place = tl.load(order_ptr + token, mask=counts, other=0)
+    tl.store(placed_lse_ptr + place, lse, mask=screened)
+    tl.store(placed_dropped_ptr + place, tl.load(dropped_ptr + token), mask=screened)
