@@ -211,9 +211,15 @@ class Backward:
             listed=listed,
         )
         draws = kept is not None and kept.draws and needs.hidden
+        run._list_and_sum(tokens, draws)
+        return run
+
+    def _list_and_sum(self, tokens: Tokens, draws: bool) -> None:
+        """The lists of what is kept, and the tail's sums, which have nothing to do with it, beside
+        them. Both are small kernels."""
+        kept, listed, weight = self.kept, self.listed, self.weight
         fill = [] if tokens.fill is None else [tokens.fill]
-        sum_columns, sum_tokens, sum_groups = run._tail_sums(draws)
-        # Which columns are kept has nothing to do with it. Small kernels, either.
+        sum_columns, sum_tokens, sum_groups = self._tail_sums(draws)
         has_lists = kept is not None and listed is None
         if has_lists:
             aside = [*fill, *sum_columns, *sum_tokens, *sum_groups]
@@ -222,9 +228,10 @@ class Backward:
         wait = start_aside(weight.device, lambda: [step() for step in aside]) if aside else None
         try:
             if kept is not None and has_lists:
-                run.lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
+                room = self.room
+                self.lists = Lists.of(kept.marks, weight, self.num_blocks, room, draws=draws)
             else:
-                run.lists = None if listed is None else listed.lists
+                self.lists = None if listed is None else listed.lists
                 for step in sum_columns:
                     step()
         finally:
@@ -233,7 +240,6 @@ class Backward:
         if not has_lists:
             for step in sum_groups:
                 step()
-        return run
 
     @property
     def tail_mass(self) -> Tensor | None:
