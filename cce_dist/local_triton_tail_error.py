@@ -28,6 +28,10 @@ from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import QuantizedRows
 from cce_dist.streams import start_aside
 
+# Columns and dims of a tile of the moments, warps and stages of its pipeline; tokens and dims of a
+# tile of the tokens' errors, warps.
+MOMENT_TILES = (32, 64, 4, 4)
+ERROR_TILES = (16, 256, 4)
 # Blocks of tokens whose tails have columns in common, at most so many groups of them.
 MOST_GROUPS = 64
 
@@ -53,7 +57,7 @@ def correct_tail(
     blocks_per_group = triton.cdiv(run.num_blocks, MOST_GROUPS)
     moments, launch_moments = _moments_of(run, rows, blocks_per_group)
     padded, dim = run.packed.shape[0], run.weight.shape[1]
-    block = TOKEN_BLOCK if interpreted() else 16
+    block, block_d, warps = (TOKEN_BLOCK, 256, 8) if interpreted() else ERROR_TILES
     launch_error = functools.partial(
         start(tail_error_kernel, (triton.cdiv(padded, block),)),
         run.packed,
@@ -77,10 +81,10 @@ def correct_tail(
         MOST_LOST,
         GROUPS=moments.shape[1],
         BLOCK_N=block,
-        BLOCK_D=256,
+        BLOCK_D=block_d,
         HAS_SOFTCAP=run.has_unkept,
         HAS_LOST=lost is not None,
-        num_warps=8,
+        num_warps=warps,
     )
 
     def launch() -> None:
@@ -89,7 +93,8 @@ def correct_tail(
         launch_moments()
         launch_error()
 
-    return start_aside(run.weight.device, launch)
+    # The lists are many short kernels, one after the other: they should not wait for the moments.
+    return start_aside(run.weight.device, launch, first=False)
 
 
 def _moments_of(
@@ -103,7 +108,7 @@ def _moments_of(
     # As many columns as the centre is the mean of: of a flat tail these err as that does.
     every = every_for_centre(weight)
     num_runs = triton.cdiv(triton.cdiv(num_columns, RUN.value), every)
-    block_v, block_d = 1024 if interpreted() else 32, 64
+    block_v, block_d, warps, stages = (1024, 64, 8, 4) if interpreted() else MOMENT_TILES
     slices, tiles = triton.cdiv(dim, block_d), triton.cdiv(num_runs * RUN.value, block_v)
     # Two programs at a time on each multiprocessor.
     splits = max(1, min(tiles, 2 * num_programs(weight) // slices))
@@ -145,8 +150,8 @@ def _moments_of(
         BLOCK_V=block_v,
         BLOCK_D=block_d,
         GROUPS=groups,
-        num_warps=8,
-        num_stages=4,
+        num_warps=warps,
+        num_stages=stages,
     )
 
     def launch() -> None:
