@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -206,7 +207,8 @@ class Lists:
             return torch.empty(*shape, dtype=torch.int32, device=weight.device)
 
         order = _order_of(marks, num_blocks, draws)
-        counts = torch.zeros(num_blocks + 2, num_tiles + 1, dtype=torch.int32, device=weight.device)
+        shape = num_blocks + 2, num_tiles + 1
+        num_active, counts = int32_zeros(weight.device, (1,), shape)
         lists = cls(
             draws=draws,
             order=int32(num_tiles * TILE),
@@ -214,7 +216,7 @@ class Lists:
             blocks=int32(num_tiles, num_blocks),
             position=torch.empty(num_tiles, num_blocks, dtype=torch.int16, device=weight.device),
             num_blocks=int32(num_tiles),
-            num_active=torch.zeros(1, dtype=torch.int32, device=weight.device),
+            num_active=num_active,
             first=int32(max_chunks + 1),
             num_chunks=int32(1),
             base=int32(max_chunks, num_blocks + 1),
@@ -296,7 +298,7 @@ class ListedLogits:
 
 
 def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
-    """Columns, those kept in many runs of blocks first, [V_local] int32."""
+    """Columns, those kept in many runs of blocks first, [V_local] int64."""
     num_columns, words = marks.kept.shape
     key = torch.empty(num_columns, dtype=torch.int16, device=marks.kept.device)
     block = 256
@@ -310,7 +312,14 @@ def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
         BLOCK_V=block,
         HAS_DRAWN=draws,
     )
-    return torch.sort(key, stable=True).indices.int()
+    return torch.sort(key, stable=True).indices
+
+
+def int32_zeros(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Of those shapes, by one kernel; each begins where a kernel may read 16 bytes at once."""
+    sizes = [triton.cdiv(math.prod(shape), 4) * 4 for shape in shapes]
+    zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    return [x[: math.prod(shape)].view(shape) for x, shape in zip(zeros, shapes, strict=True)]
 
 
 def chunk_bounds(weight: Tensor, num_blocks: int, num_tiles: int, room: int) -> tuple[int, int]:

@@ -92,10 +92,10 @@ def _sums_of(
     """
     num_rows, dim = matrix.shape
     taken = triton.cdiv(num_rows, every) if rows is None else len(rows)
-    block_n, block_d = (512, 256) if interpreted() else (16, 128)
+    block_n, block_d = (512, 256) if interpreted() else (32, 128)
     slices = triton.cdiv(dim, block_d)
-    # Four programs a multiprocessor leave room for what they run beside.
-    splits = max(1, min(triton.cdiv(taken, 8 * block_n), 4 * num_programs(matrix) // slices))
+    # Three programs a multiprocessor leave room for what they run beside.
+    splits = max(1, min(triton.cdiv(taken, 4 * block_n), 3 * num_programs(matrix) // slices))
     part = torch.empty(splits, 2, dim, dtype=torch.float32, device=matrix.device)
     sums = torch.empty_like(part[0])
     launch_parts = functools.partial(

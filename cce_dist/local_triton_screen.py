@@ -25,7 +25,7 @@ from cce_dist.kernels.screen import (
 )
 from cce_dist.local_triton_forward import Forward
 from cce_dist.local_triton_launch import start
-from cce_dist.local_triton_lists import TILE, ListedLogits, Lists, Marks
+from cce_dist.local_triton_lists import TILE, ListedLogits, Lists, Marks, int32_zeros
 from cce_dist.local_triton_operands import EightBit, Finished
 from cce_dist.local_triton_products import LEFT_TO_OTHERS
 from cce_dist.local_triton_quantize import Sums, quantize_both, quantize_tokens
@@ -223,9 +223,7 @@ def _of_lists(lists: Lists, marks: Marks, weight: Tensor) -> dict[str, Any]:
     segment = tiles_for(weight).pair * TILE
     num_tiles, num_blocks = lists.blocks.shape
     max_tasks = triton.cdiv(lists.max_rows, segment) + num_blocks
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=torch.int32, device=weight.device)
+    entries, queue = int32_zeros(weight.device, (2, lists.max_rows), (lists.max_chunks + 3,))
 
     return {
         "kept_ptr": marks.kept,
@@ -236,9 +234,9 @@ def _of_lists(lists: Lists, marks: Marks, weight: Tensor) -> dict[str, Any]:
         "num_chunks_ptr": lists.num_chunks,
         "base_ptr": lists.base,
         "segment_ptr": lists.segment,
-        "entries_ptr": zeros(2, lists.max_rows),
+        "entries_ptr": entries,
         "part_ptr": weight.new_empty(2, 2, max_tasks, TOKEN_BLOCK, dtype=torch.float32),
-        "queue_ptr": zeros(lists.max_chunks + 3),
+        "queue_ptr": queue,
         "num_tiles": num_tiles,
         "max_chunks": lists.max_chunks,
         "max_rows": lists.max_rows,

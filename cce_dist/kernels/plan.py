@@ -153,7 +153,7 @@ def key_kernel(
 def tiles_kernel(
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
-    order_ptr,  # [V] int32: columns by `key_kernel`
+    order_ptr,  # [V] int64: columns by `key_kernel`
     order_padded_ptr,  # [num_tiles * TILE] int32: order, 0 beyond V: out
     counts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: entries of each block's list, of all
     # blocks', and of blocks that keep a column, in column tile + 1; zeros: out
@@ -171,7 +171,7 @@ def tiles_kernel(
     """One program: TILE consecutive columns of the order."""
     tile = tl.program_id(0)
     at = tile * TILE + tl.arange(0, TILE)
-    column = tl.load(order_ptr + at, mask=at < V, other=0)
+    column = tl.load(order_ptr + at, mask=at < V, other=0).to(tl.int32)
     tl.store(order_padded_ptr + at, column)
     word_ptrs = column.to(tl.int64) * words
     list_ptr = blocks_ptr + tile.to(tl.int64) * num_blocks
