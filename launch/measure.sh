@@ -63,7 +63,7 @@ decoder+=(--model.layers 4 --out "$OUT/decoder")
 case $GPUS-$part in
 1-tests)
     python3 -m pytest -p no:cacheprovider -p no:benchmark -n "$JOBS" --dist worksteal \
-        -m "gpu and not multigpu" "$@"
+        --failures-at-once -m "gpu and not multigpu" "$@"
     ;;
 1-capture)
     bench capture --tokens 8192 --batch 4 --step 0 --step 10 --step 100 --step 1000 --step 5000 \
@@ -127,7 +127,7 @@ case $GPUS-$part in
         --csv "$OUT/train-screened.csv" --record "$OUT/end-to-end-screened.json" "$@"
     ;;
 *-tests)
-    python3 -m pytest -p no:cacheprovider -p no:benchmark -m multigpu "$@"
+    python3 -m pytest -p no:cacheprovider -p no:benchmark --failures-at-once -m multigpu "$@"
     ;;
 *-ranks)
     bench_ranks ranks --inputs zipf --shape gemma2-2b --shape llama3-8b --method filtered \

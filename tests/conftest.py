@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import random
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -128,6 +129,23 @@ def seed() -> None:
     else:
         # The same; but for a GPU that may come torch.manual_seed keeps each call with its stack.
         torch.default_generator.manual_seed(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "Show each failure when it comes: a run may be ended before its summary."
+    parser.addoption("--failures-at-once", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--failures-at-once") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce())
+
+
+class FailuresAtOnce:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            heading = f"{report.nodeid}, {report.when}, {report.duration:.0f} s"
+            print(f"\n{heading}\n{report.longreprtext}", file=sys.stderr, flush=True)
 
 
 # Before -m chooses by the markers that are given here.
