@@ -224,7 +224,6 @@ def _of_lists(lists: Lists, marks: Marks, weight: Tensor) -> dict[str, Any]:
     num_tiles, num_blocks = lists.blocks.shape
     max_tasks = triton.cdiv(lists.max_rows, segment) + num_blocks
     entries, queue = int32_zeros(weight.device, (2, lists.max_rows), (lists.max_chunks + 3,))
-
     return {
         "kept_ptr": marks.kept,
         "drawn_ptr": marks.drawn,
