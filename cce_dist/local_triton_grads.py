@@ -211,35 +211,23 @@ class Backward:
             listed=listed,
         )
         draws = kept is not None and kept.draws and needs.hidden
-        run._list_and_sum(tokens, draws)
-        return run
+        steps = [step for step in (tokens.fill, run._tail_sums(draws)) if step is not None]
 
-    def _list_and_sum(self, tokens: Tokens, draws: bool) -> None:
-        """The lists of what is kept, and the tail's sums, which have nothing to do with it, beside
-        them. Both are small kernels."""
-        kept, listed, weight = self.kept, self.listed, self.weight
-        fill = [] if tokens.fill is None else [tokens.fill]
-        sum_columns, sum_tokens, sum_groups = self._tail_sums(draws)
-        has_lists = kept is not None and listed is None
-        if has_lists:
-            aside = [*fill, *sum_columns, *sum_tokens, *sum_groups]
-        else:
-            aside = [*fill, *sum_tokens]
-        wait = start_aside(weight.device, lambda: [step() for step in aside]) if aside else None
+        def fill_and_sum() -> None:
+            for step in steps:
+                step()
+
+        # Which columns are kept has nothing to do with it. Small kernels, either.
+        wait = start_aside(weight.device, fill_and_sum) if steps else None
         try:
-            if kept is not None and has_lists:
-                room = self.room
-                self.lists = Lists.of(kept.marks, weight, self.num_blocks, room, draws=draws)
-            else:
-                self.lists = None if listed is None else listed.lists
-                for step in sum_columns:
-                    step()
+            if listed is not None:
+                run.lists = listed.lists
+            elif kept is not None:
+                run.lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
         finally:
             if wait is not None:
                 wait()
-        if not has_lists:
-            for step in sum_groups:
-                step()
+        return run
 
     @property
     def tail_mass(self) -> Tensor | None:
@@ -265,12 +253,11 @@ class Backward:
         """A pointer for an argument that the kernel was compiled not to read."""
         return self.count if tensor is None else tensor
 
-    def _tail_sums(self, draws: bool) -> tuple[list[Callable[[], None]], ...]:
+    def _tail_sums(self, draws: bool) -> Callable[[], None] | None:
         """What the dropped columns, and the mean logit, add to either gradient, by group: room for
-        it, and what launches the kernels that fill it. Those of columns and those of tokens know
-        nothing of each other; then both. None where they add nothing."""
+        it, and what launches the kernels that fill it; None: they add nothing."""
         if self.share is None and self.mean is None:
-            return [], [], []
+            return None
         with_mean = self.mean is not None
         # Where columns are drawn, no centroid biases the gradient: an estimate of it will do.
         estimates = draws and not with_mean
@@ -311,7 +298,13 @@ class Backward:
             BLOCK_D=block_d,
             HAS_MEAN=with_mean,
         )
-        return [sum_columns], [sum_tokens], [sum_groups]
+
+        def launch() -> None:
+            sum_columns()
+            sum_tokens()
+            sum_groups()
+
+        return launch
 
     def finish_hidden(self, made: Tensor, store_as: torch.dtype) -> Tensor:
         """Adds the tail to [num_rows, D] fp32; in that dtype, in place if it is fp32."""

@@ -42,20 +42,6 @@ def tail_shares_kernel(
     tl.store(out_ptrs, share, mask=(taken < num_taken)[None, :, :])
 
 
-@triton.jit
-def column_of(taken, every):
-    """The column that is the `taken`-th of each `every`-th RUN of them."""
-    return taken // RUN * every * RUN + taken % RUN
-
-
-@triton.jit
-def scales_of(of_rows_ptr, taken, num_taken, V, every):
-    """What the 8-bit numbers of such columns are multiplied by, 0 beyond the last."""
-    column = column_of(taken, every)
-    given = (taken < num_taken) & (column < V)
-    return tl.load(of_rows_ptr + column, mask=given, other=0.0)
-
-
 @triton.jit(do_not_specialize=["every", "num_runs"])
 def tail_moments_kernel(
     weight_ptr,  # [V, D]
@@ -90,14 +76,9 @@ def tail_moments_kernel(
     rest_square = tl.zeros((GROUPS, BLOCK_D), tl.float32)
     seen = tl.zeros((GROUPS,), tl.float32)
     share_ptrs = share_ptr + group.to(tl.int64)[:, None] * num_taken
-    step = splits * BLOCK_V
-    # On its way an iteration ahead, which the compiler sees to for what it multiplies alone.
-    ahead = scales_of(of_rows_ptr, split * BLOCK_V + tl.arange(0, BLOCK_V), num_taken, V, every)
-    for start in range(split * BLOCK_V, num_taken, step):
+    for start in range(split * BLOCK_V, num_taken, splits * BLOCK_V):
         taken = start + tl.arange(0, BLOCK_V)
-        scale = ahead
-        ahead = scales_of(of_rows_ptr, taken + step, num_taken, V, every)
-        column = column_of(taken, every)
+        column = taken // RUN * every * RUN + taken % RUN
         given = (taken < num_taken) & (column < V)
         share = tl.load(share_ptrs + taken[None, :], mask=(taken < num_taken)[None, :], other=0.0)
         inside = given[:, None] & (dims < D)[None, :]
@@ -107,7 +88,7 @@ def tail_moments_kernel(
         x = tl.where(inside, x, 0.0)
         value = tl.load(values_ptr + rows * stride_cv + dims[None, :], mask=inside)
         value = tl.where(inside, value.to(tl.float32), 0.0)
-        rest = scale[:, None] * value - x
+        rest = tl.load(of_rows_ptr + column, mask=given, other=0.0)[:, None] * value - x
         mean = tl.dot(share, x.to(factor), mean)
         square = tl.dot(share, (x * x).to(factor), square)
         rest_square = tl.dot(share, (rest * rest).to(factor), rest_square)
