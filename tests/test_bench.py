@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import subprocess
@@ -467,6 +468,45 @@ def test_golden_gradients_are_those_of_autograd() -> None:
     inputs = make_inputs("zipf", Shape(130, 300, 8), dtype=torch.float64).ignoring(0.1)
     found = errors(gradients(dense_loss, inputs), golden_gradients(inputs, chunk=64))
     assert max(found.values()) < 1e-12
+
+
+def test_golden_gradients_of_a_softcap_are_those_of_autograd() -> None:
+    inputs = make_inputs("zipf", Shape(130, 300, 8), dtype=torch.float64).ignoring(0.1)
+    inputs = replace(inputs, softcap=2.0)
+    capped = functools.partial(dense_loss, softcap=2.0)
+    found = errors(gradients(capped, inputs), golden_gradients(inputs, chunk=64))
+    assert max(found.values()) < 1e-12
+    plain = errors(gradients(dense_loss, inputs), golden_gradients(inputs))
+    assert min(plain.values()) > 0.01
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_bench_loss_with_a_softcap(backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    chosen = (
+        "--method",
+        "dense",
+        "--method",
+        "exact",
+        "--method",
+        "filtered",
+        "--peers",
+        "torch-chunked",
+    )
+    where = ("--backend", backend, "--softcap", "3", "--worst-error-ratio", "9", "--csv", str(path))
+    output = invoke("loss", *TINY, "--inputs", "zipf", *chosen, *where)
+    rows = {row["method"]: row for row in read_csv(path)}
+    assert all(row["inputs"] == "zipf softcap 3" for row in rows.values())
+    assert all(float(rows[name]["grad_weight_error"]) < 1e-4 for name in ("dense", "exact"))
+    assert rows["torch-chunked"]["failed"].startswith("NotImplementedError: torch-chunked takes no")
+    assert "torch-chunked failed" in output
+
+
+@pytest.mark.parametrize("softcap", ["0", "-1", "inf", "nan"])
+def test_bench_refuses_a_softcap(softcap: str) -> None:
+    for command in ("loss", "profile"):
+        got = refuse(command, "--device", "cpu", "--softcap", softcap)
+        assert f"softcap must be positive and finite, got {float(softcap)}" in got
 
 
 def test_zipf_falls_as_a_trained_model() -> None:

@@ -42,6 +42,9 @@ Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choic
 Ignored = Annotated[
     float, typer.Option(min=0, max=0.99, help="Share of the targets that are ignored.")
 ]
+Softcap = Annotated[
+    float | None, typer.Option(help="Of the logits, as Gemma 2's 30; of peers, those that have it.")
+]
 BackendName = Annotated[str, typer.Option(help="Of our own methods: auto, triton or torch.")]
 Peers = Annotated[
     str | None,

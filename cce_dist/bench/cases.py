@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from zipfile import is_zipfile
@@ -50,21 +51,27 @@ def cases_of(
     dtype: str,
     device: str,
     ignored_fraction: float = 0.0,
+    softcap: float | None = None,
 ) -> list[Callable[[], BenchInputs]]:
     return [
-        case_of(kind, found, dtype, device, ignored_fraction)
+        case_of(kind, found, dtype, device, ignored_fraction, softcap)
         for kind in inputs or ["zipf"]
         for found in shapes_of(kind, shape, tokens, vocab, dim)
     ]
 
 
 def case_of(
-    kind: str, shape: Shape, dtype: str, device: str, ignored_fraction: float = 0.0
+    kind: str,
+    shape: Shape,
+    dtype: str,
+    device: str,
+    ignored_fraction: float = 0.0,
+    softcap: float | None = None,
 ) -> Callable[[], BenchInputs]:
     """What makes the inputs; the arguments are checked now."""
     import torch
 
-    from .inputs import KINDS, make_inputs
+    from .inputs import KINDS, check_softcap, make_inputs
 
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):
@@ -79,7 +86,13 @@ def case_of(
         raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
     if kind not in KINDS and not is_zipfile(kind):
         raise ValueError(f"inputs must be a file of `cce-dist bench capture`, got {kind!r}")
-    return lambda: make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)
+    check_softcap(softcap)
+
+    def make() -> BenchInputs:
+        inputs = make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)
+        return replace(inputs, softcap=softcap)
+
+    return make
 
 
 def machine_of(

@@ -26,6 +26,7 @@ from .arguments import (
     Repeats,
     Shapes,
     Size,
+    Softcap,
     Threads,
     Timeout,
     Tokens,
@@ -68,6 +69,7 @@ def loss_command(
     peer_path: PeerPath = None,
     peer_timeout_seconds: Timeout = 120.0,
     extra: Extra = None,
+    softcap: Softcap = None,
     backend: BackendName = "auto",
     worst_error_ratio: WorstRatio = 1.5,
     csv_path: CsvPath = None,
@@ -99,10 +101,13 @@ def loss_command(
             compact=remove_ignored,
         )
         on_gpu = device.startswith("cuda")
+        chosen = parse_backend(backend)
         methods = choose_methods(
-            method or (), peers, backend=parse_backend(backend), extra=extra or (), on_gpu=on_gpu
+            method or (), peers, backend=chosen, extra=extra or (), on_gpu=on_gpu, softcap=softcap
         )
-        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device, ignored_fraction)
+        cases = cases_of(
+            inputs, shape, tokens, vocab, dim, dtype, device, ignored_fraction, softcap
+        )
     machine = machine_of(device, threads, peers=[method.name for method in methods])
     report = Report(machine, csv_path, json_path, plots)
     try:

@@ -20,6 +20,7 @@ from .arguments import (
     Repeats,
     Shapes,
     Size,
+    Softcap,
     Threads,
     Tokens,
 )
@@ -43,6 +44,7 @@ def profile_command(
     most: Annotated[int, typer.Option(min=1, help="Kernels of each method that are shown.")] = 30,
     peer_path: PeerPath = None,
     extra: Extra = None,
+    softcap: Softcap = None,
     backend: BackendName = "auto",
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
@@ -66,8 +68,9 @@ def profile_command(
             backend=parse_backend(backend),
             extra=extra or (),
             on_gpu=device.startswith("cuda"),
+            softcap=softcap,
         )
-        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
+        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device, softcap=softcap)
     machine = machine_of(device, threads, peers=[each.name for each in methods])
     report = Report(machine, csv_path, json_path, None)
     for make in cases:

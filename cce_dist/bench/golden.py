@@ -27,10 +27,15 @@ class Gradients:
     weight: Tensor
 
 
-def dense_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The dense recipe: logits in the inputs' dtype, softmax in fp32 (float64 for float64)."""
+def dense_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, softcap: float | None = None
+) -> Tensor:
+    """The dense recipe: logits in the inputs' dtype, softcap and softmax in fp32 (float64 for
+    float64)."""
     logits = hidden @ weight.T
     wide = logits if logits.dtype == torch.float64 else logits.float()
+    if softcap is not None:
+        wide = softcap * torch.tanh(wide / softcap)
     return F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX)
 
 
@@ -59,10 +64,15 @@ def golden_gradients(inputs: BenchInputs, chunk: int | None = None) -> Gradients
     valid = (inputs.targets != IGNORE_INDEX).nonzero().squeeze(1)
     for tokens in valid.split(chunk):
         rows, ids = inputs.hidden[tokens].double(), inputs.targets[tokens]
-        log_p = (rows @ weight.T).log_softmax(-1)
+        logits = rows @ weight.T
+        if inputs.softcap is not None:
+            logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
+        log_p = logits.log_softmax(-1)
         loss -= log_p.gather(1, ids[:, None]).sum()
         grad = log_p.exp_()
         grad[torch.arange(len(ids), device=ids.device), ids] -= 1
+        if inputs.softcap is not None:
+            grad *= 1 - (logits / inputs.softcap) ** 2
         grad_hidden[tokens] = grad @ weight
         grad_weight.addmm_(grad.T, rows)
     count = max(len(valid), 1)

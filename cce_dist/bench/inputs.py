@@ -29,6 +29,7 @@ class BenchInputs:
     Args:
         token_counts: [V] int64, how often the training text has each id; None: not known.
         training: of a captured file: its step, and how the model was trained.
+        softcap: of the logits; None: they have none.
     """
 
     kind: str
@@ -37,12 +38,13 @@ class BenchInputs:
     targets: Tensor
     token_counts: Tensor | None = None
     training: Mapping[str, int | float | bool] = field(default_factory=dict)
+    softcap: float | None = None
 
     @property
     def description(self) -> dict[str, str | int]:
         """What identifies these inputs in a row of results."""
         return {
-            "inputs": self.kind,
+            "inputs": self.kind + ("" if self.softcap is None else f" softcap {self.softcap:g}"),
             "N": len(self.hidden),
             "ignored": int((self.targets == IGNORE_INDEX).sum()),
             "V": len(self.weight),
@@ -101,6 +103,15 @@ class BenchInputs:
         if factor == 1:
             return self
         return replace(self, kind=f"{self.kind} x {factor:g}", hidden=self.hidden * factor)
+
+
+def check_softcap(softcap: float | None) -> None:
+    """
+    Raises:
+        ValueError: it is not positive and finite.
+    """
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, got {softcap}")
 
 
 def make_inputs(

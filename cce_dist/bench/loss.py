@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,7 +95,8 @@ def _bench(
     timer = Timer(inputs.hidden.device)
     floors = _time_floors(inputs, settings, timer)
     golden = golden_gradients(inputs)
-    dense = errors(gradients(dense_loss, inputs), golden)
+    recipe = functools.partial(dense_loss, softcap=inputs.softcap)
+    dense = errors(gradients(recipe, inputs), golden)
     trials: list[Trial] = []
     for method in methods:
         trial = Trial(method.name, failed=failed.get(method.name, ""))
@@ -132,6 +134,7 @@ def _stats(inputs: BenchInputs, options: LossOptions, stat: Stat) -> LossOutput:
         inputs.hidden,
         inputs.weight,
         inputs.targets,
+        softcap=options.softcap,
         filter=options.filter,
         logits=options.logits,
         screen=options.screen,

@@ -22,7 +22,7 @@ from cce_dist import (
 from cce_dist.options import Backend, GradientMode
 
 from .golden import LossFunction, dense_loss
-from .peers import PEERS
+from .peers import PEERS, build_peer
 
 OURS: tuple[GradientMode, ...] = ("filtered", "exact", "in_forward")
 # A name of ours that is no mode by itself, with its options: `exact` in a GiB of memory.
@@ -72,6 +72,7 @@ def choose_methods(
     backend: Backend = "auto",
     extra: Sequence[str] = (),
     on_gpu: bool = False,
+    softcap: float | None = None,
 ) -> list[Method]:
     """The methods to measure, ours before peers.
 
@@ -80,27 +81,28 @@ def choose_methods(
         peers: "all", "none", or names with commas; None for "all" on a GPU and those that run
             without one elsewhere, or for "none" beside `names`.
         extra: "NAME=MODULE:FUNCTION" for one more peer each, FUNCTION as a LossFunction.
+        softcap: of the logits, for all but `extra`; a peer without it is reported as failed.
     Raises:
         ValueError: an unknown name, one that cannot run here, or `extra` is malformed.
     """
-    known = {"dense": Method("dense", "dense", lambda: dense_loss)}
-    for mode in OURS:
-        build = functools.partial(LinearCrossEntropy, gradient=mode, backend=backend)
-        known[mode] = Method(mode, "ours", build)
-    build = functools.partial(LinearCrossEntropy, gradient="exact", backend=backend, **MEMORY)
-    known[WITH_MEMORY] = Method(WITH_MEMORY, "ours", build)
-    build = functools.partial(LinearCrossEntropy, logits="screened", backend=backend)
-    known[SCREENED] = Method(SCREENED, "ours", build)
-    for name, options in SCREENED_OTHERWISE.items():
-        build = functools.partial(LinearCrossEntropy, logits="screened", backend=backend, **options)
-        known[name] = Method(name, "ours", build)
-    known[SCREENED_COPY] = Method(
-        SCREENED_COPY, "ours", functools.partial(with_copy, backend=backend)
-    )
-    build = functools.partial(compiled, gradient="filtered", backend=backend)
-    known[COMPILED] = Method(COMPILED, "ours", build)
-    for name, builder in PEERS.items():
-        known[name] = Method(name, "peer", builder)
+    recipe = functools.partial(dense_loss, softcap=softcap)
+    known = {"dense": Method("dense", "dense", lambda: recipe)}
+    shared: dict[str, Any] = {"backend": backend, "softcap": softcap}
+    loss = functools.partial(LinearCrossEntropy, **shared)
+    builds: dict[str, Callable[[], LossFunction]] = {
+        **{mode: functools.partial(loss, gradient=mode) for mode in OURS},
+        WITH_MEMORY: functools.partial(loss, gradient="exact", **MEMORY),
+        SCREENED: functools.partial(loss, logits="screened"),
+        **{
+            name: functools.partial(loss, logits="screened", **options)
+            for name, options in SCREENED_OTHERWISE.items()
+        },
+        SCREENED_COPY: functools.partial(with_copy, **shared),
+        COMPILED: functools.partial(compiled, gradient="filtered", **shared),
+    }
+    known |= {name: Method(name, "ours", build) for name, build in builds.items()}
+    for name in PEERS:
+        known[name] = Method(name, "peer", functools.partial(build_peer, name, softcap))
     added = [_parse_extra(text) for text in extra]
     known |= {method.name: method for method in added}
 
@@ -127,7 +129,7 @@ def compiled(**options: Any) -> LossFunction:
     return torch.compile(LinearCrossEntropy(**options), fullgraph=True)
 
 
-def with_copy(backend: Backend = "auto") -> LossFunction:
+def with_copy(backend: Backend = "auto", softcap: float | None = None) -> LossFunction:
     """Screened logits of a weight that is quantised once, for the first hidden states."""
     made: QuantizedWeight | None = None
 
@@ -136,7 +138,7 @@ def with_copy(backend: Backend = "auto") -> LossFunction:
         if made is None:
             made = quantize_weight(weight, hidden, backend=backend)
         how: dict[str, Any] = {"logits": "screened", "quantized_weight": made, "backend": backend}
-        found = linear_cross_entropy(hidden, weight, targets, **how)
+        found = linear_cross_entropy(hidden, weight, targets, softcap=softcap, **how)
         assert isinstance(found, Tensor)
         return found
 

@@ -39,20 +39,22 @@ def torch_chunked() -> LossFunction:
     return loss
 
 
-def apple(impl: str) -> LossFunction:
+def apple(impl: str, softcap: float | None = None) -> LossFunction:
     """Apple's Cut Cross-Entropy by one of its presets."""
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    return functools.partial(function, ignore_index=IGNORE_INDEX, impl=impl)
+    return functools.partial(function, ignore_index=IGNORE_INDEX, impl=impl, softcap=softcap)
 
 
-def liger(chunk_factor: int | None) -> LossFunction:
+def liger(chunk_factor: int | None, softcap: float | None = None) -> LossFunction:
     """Liger's Triton kernel: `chunk_factor` times its default chunk of about N D / V tokens."""
     module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
     function = module.LigerFusedLinearCrossEntropyFunction
     parameters = list(inspect.signature(function.forward).parameters.values())[1:]
-    given = {"ignore_index": IGNORE_INDEX, "reduction": "mean"}
+    given: dict[str, object] = {"ignore_index": IGNORE_INDEX, "reduction": "mean"}
     if chunk_factor is not None:
         given["chunk_mem_const"] = chunk_factor
+    if softcap is not None:
+        given["softcap"] = softcap
     unknown = sorted(set(given) - {parameter.name for parameter in parameters})
     if unknown:
         raise ImportError(f"this version of Liger takes no {unknown}")
@@ -215,3 +217,25 @@ PEERS: dict[str, Callable[[], LossFunction]] = {
     "liger-sm90": lambda: liger_sm90(False),
     "quack": quack,
 }
+
+# Those of them that take a softcap.
+SOFTCAPPED: dict[str, Callable[[float], LossFunction]] = {
+    "torch-compile": compiled_dense,
+    "cce": lambda softcap: apple("cce", softcap),
+    "cce-kahan-full-c": lambda softcap: apple("cce_kahan_full_c", softcap),
+    "cce-exact": lambda softcap: apple("cce_exact", softcap),
+    "liger-8": lambda softcap: liger(8, softcap),
+    "liger": lambda softcap: liger(None, softcap),
+}
+
+
+def build_peer(name: str, softcap: float | None) -> LossFunction:
+    """
+    Raises:
+        NotImplementedError: it takes no softcap.
+    """
+    if softcap is None:
+        return PEERS[name]()
+    if name not in SOFTCAPPED:
+        raise NotImplementedError(f"{name} takes no softcap, as the benchmark calls it")
+    return SOFTCAPPED[name](softcap)

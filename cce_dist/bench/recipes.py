@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,8 @@ from .golden import LossFunction, dense_loss
 from .inputs import IGNORE_INDEX
 
 
-def compiled_dense() -> LossFunction:
-    return torch.compile(dense_loss, dynamic=False)
+def compiled_dense(softcap: float | None = None) -> LossFunction:
+    return torch.compile(functools.partial(dense_loss, softcap=softcap), dynamic=False)
 
 
 def compiled_sum() -> LossFunction:
