@@ -100,8 +100,6 @@ class Forward:
         fp32 = torch.float32
         has_extras = wanted.correct or wanted.moments or sums_softcapped(wanted, head)
         portable = has_extras or wanted.entropy or keep_logits is not None
-        # It sums what is dropped twice.
-        portable |= screened and head.softcap is not None
         groups = 1 if portable else num_groups(weight, tiles)
         size = programs * groups * TOKEN_BLOCK
         parts = {"state": new(2, 4, size, dtype=fp32)}

@@ -23,6 +23,8 @@ from cce_dist.partials import Head
 if TYPE_CHECKING:
     from cce_dist.local_triton_operands import EightBit
 
+# Up to it a tanh to 2^-22 is a logit to 2^-16, which is little beside the rounding to 8 bits.
+ROUGH_SOFTCAP = 64.0
 # What the kernel calls, and what it hands over by position: Gluon is Triton's, and not yet stable.
 GLUON = {
     "warp_specialize": ("functions_and_args", "worker_num_warps", "worker_num_regs"),
@@ -132,6 +134,7 @@ def launch_forward(
         HAS_SCORE=mass is not None,
         BY_LARGEST=how.by_largest,
         IS_SCREENED=eight is not None,
+        FINE=head.softcap is not None and head.softcap > ROUGH_SOFTCAP,
         ACCUMULATOR=_accumulator(weight.dtype),
         num_warps=4,
     )

@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from cce_dist import linear_cross_entropy
+from cce_dist import Filter, Screen, linear_cross_entropy
 from cce_dist.testing import zipf_inputs
 
 triton = pytest.importorskip("triton")
@@ -33,7 +33,9 @@ TYPES = {
 KINDS = {
     "bf16": (gl.bfloat16, gl.float32, True, False),
     "bf16 with a softcap": (gl.bfloat16, gl.float32, False, True),
+    "bf16 with a softcap and a filter": (gl.bfloat16, gl.float32, True, True),
     "i8": (gl.int8, gl.int32, True, False),
+    "i8 with a softcap": (gl.int8, gl.int32, True, True),
 }
 for kind, (dtype, accumulator, score, softcap) in KINDS.items():
     dims = 1024 // dtype.primitive_bitwidth
@@ -42,7 +44,7 @@ for kind, (dtype, accumulator, score, softcap) in KINDS.items():
     constants = {
         "BLOCK_N": 128, "ROWS": 128, "BLOCK_D": dims, "STAGES": 4, "HAS_BIAS": softcap,
         "HAS_SOFTCAP": softcap, "HAS_SCORE": score, "BY_LARGEST": False,
-        "IS_SCREENED": dtype is gl.int8, "ACCUMULATOR": accumulator,
+        "IS_SCREENED": dtype is gl.int8, "FINE": False, "ACCUMULATOR": accumulator,
     }
     signature = {}
     for name in kernel.arg_names:
@@ -88,6 +90,12 @@ def test_why_no_gluon_names_what_it_found(monkeypatch: pytest.MonkeyPatch) -> No
 # -- on a Hopper GPU ----------------------------------------------------------------------------
 
 
+def screened(bits: Literal["int8", "e4m3"], **options: Any) -> dict[str, Any]:
+    """8-bit logits of whatever vocabulary, however many columns are kept."""
+    screen = Screen(dtype=bits, max_kept=1.0, max_error=1e9)
+    return {"logits": "screened", "screen": screen, **options}
+
+
 pytestmark_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -98,7 +106,12 @@ pytestmark_gpu = [
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": 20.0, "logit_scale": 0.7},
+    "softcap_by_largest": {"softcap": 5.0, "filter": Filter(eps=1e-4)},
     "exact": {"gradient": "exact"},
+    "exact_softcap": {"gradient": "exact", "softcap": 5.0},
+    "screened": screened("int8"),
+    "screened_softcap": screened("int8", softcap=20.0, logit_scale=0.7),
+    "screened_softcap_e4m3": screened("e4m3", softcap=5.0),
 }
 # Tokens, classes, dim: whole tiles; a second group without columns; ragged; one class more than a
 # program's tile; fewer tokens than a block; and so few of so many classes that hundreds of splits

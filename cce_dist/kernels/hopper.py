@@ -22,13 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cce_dist.kernels import forward, numbers
+from cce_dist.kernels.hopper_softcap import add_softcapped
 
 GROUPS = gl.constexpr(2)
 
 # Of the warps that run it; Triton 3.7 calls it by another name.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 exp2_of = gluon.jit(numbers.exp2_of.fn)
-near_tanh = gluon.jit(numbers.near_tanh.fn)
 turns_until = gluon.jit(forward.turns_until.fn)
 turns_before = gluon.jit(forward.turns_before.fn)
 first_turn = gluon.jit(forward.first_turn.fn)
@@ -60,11 +60,13 @@ def begin_state(
     counts,
     launch,
     HAS_SCORE: gl.constexpr,
+    HAS_UNKEPT: gl.constexpr,
 ):
     """`forward.begin_state`: what all splits have summed is the reference -> it, [BLOCK_N]."""
     ref = gl.load(lower_ptrs)
     total = ref * 0.0
     dropped = total
+    unkept = total
     if (launch >= forward.FIRST) & (launch < forward.ALONE):
         top = total + numbers.LOWEST
         for first in range(0, splits, forward.READ_AT_ONCE):
@@ -92,10 +94,14 @@ def begin_state(
         total = shrink * gl.load(before_ptrs + own + size, mask=goes_on, other=0.0)
         if HAS_SCORE:
             dropped = shrink * gl.load(before_ptrs + own + 2 * size, mask=goes_on, other=0.0)
+        if HAS_UNKEPT:
+            unkept = shrink * gl.load(before_ptrs + own + 3 * size, mask=goes_on, other=0.0)
     gl.store(state_ptrs, ref)
     gl.store(state_ptrs + size, total)
     if HAS_SCORE:
         gl.store(state_ptrs + 2 * size, dropped)
+    if HAS_UNKEPT:
+        gl.store(state_ptrs + 3 * size, unkept)
     return ref
 
 
@@ -179,9 +185,11 @@ def sum_tiles(
     HAS_SCORE: gl.constexpr,
     BY_LARGEST: gl.constexpr,
     IS_SCREENED: gl.constexpr,
+    FINE: gl.constexpr,
     ACCUMULATOR: gl.constexpr,
 ):
     """The group's columns of every tile, [ROWS, BLOCK_N] at a time in four warps' registers."""
+    HAS_UNKEPT: gl.constexpr = HAS_SCORE and IS_SCREENED and HAS_SOFTCAP
     step_dims: gl.constexpr = 256 // c_tiles.dtype.primitive_bitwidth
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, step_dims])
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -194,13 +202,16 @@ def sum_tiles(
     state_ptrs = state_ptr + launch % 2 * 4 * size + own + token
     first_ref = begin_state(
         lower_ptr + token, state_ptrs, state_ptr + (launch + 1) % 2 * 4 * size + token, own,
-        GROUPS * splits, stride, size, token < count, launch, HAS_SCORE,
+        GROUPS * splits, stride, size, token < count, launch, HAS_SCORE, HAS_UNKEPT,
     )  # fmt: skip
     ref_tile = of_token.index(3 * group)
     ref_tile.store(first_ref)
+    to_tanh = 1.0
+    if IS_SCREENED and HAS_SOFTCAP:
+        to_tanh = 2.0 * numbers.LOG2E / softcap
     if IS_SCREENED:
         of_token.index(3 * group + 1).store(gl.load(token_ptr + token))
-        of_token.index(3 * group + 2).store(gl.load(token_ptr + N + token))
+        of_token.index(3 * group + 2).store(gl.load(token_ptr + N + token) * to_tanh)
     step = 0
     turn = begin
     while turn < end:
@@ -208,6 +219,7 @@ def sum_tiles(
         turn = gl.minimum(turn + gl.maximum(turn - begin, 1), end)
         total = partial_sums(gl.zeros((ROWS, BLOCK_N), gl.float32, layout), ROWS, BLOCK_N)
         dropped = total
+        unkept = total
         for at in range(first, turn):
             x = gl.zeros((ROWS, BLOCK_N), ACCUMULATOR, layout)
             for k in range(0, D, BLOCK_D):
@@ -226,39 +238,46 @@ def sum_tiles(
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
             first_column = ((split + at * splits) * GROUPS + group) * ROWS
             columns = first_column + rows
+            inside = columns < V
+            bias, times, shift = 0.0, 0.0, 0.0
             if IS_SCREENED:
-                times = gl.load(column_ptr + columns, mask=columns < V, other=0.0)
-                shift = gl.load(column_ptr + V + columns, mask=columns < V, other=0.0)
-                x = x.to(gl.float32) * times[:, None]
-                x = x * of_token.index(3 * group + 1).load(across)[None, :] + shift[:, None]
-                x += of_token.index(3 * group + 2).load(across)[None, :]
+                times = gl.load(column_ptr + columns, mask=inside, other=0.0)
+                shift = gl.load(column_ptr + V + columns, mask=inside, other=0.0)
             if HAS_BIAS:
-                bias = gl.load(bias_ptr + columns, mask=columns < V, other=0.0)
-                x += bias.to(gl.float32)[:, None]
-            slope = 1.0
+                bias = gl.load(bias_ptr + columns, mask=inside, other=0.0).to(gl.float32)
+            if IS_SCREENED and HAS_SOFTCAP:
+                times *= to_tanh
+                shift *= to_tanh
+                bias *= to_tanh
             if HAS_SOFTCAP:
-                t = near_tanh(x * (1.0 / softcap))
-                x = t * softcap
-                slope = 1.0 - t * t
-            if first_column + ROWS > V:
-                x = gl.where((columns < V)[:, None], x, float("-inf") * unit)
-            ref = ref_tile.load(across)
-            p = gl.exp2(x * unit - ref[None, :])
-            total += partial_sums(p, ROWS, BLOCK_N)
-            if HAS_SCORE:
-                q = p
-                if HAS_SOFTCAP:
-                    q = p * slope
-                mass = gl.sum(q, 1)
-                score = mass
-                if BY_LARGEST:
-                    score = gl.max(p, 1)
-                keeps = score >= threshold
-                mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
-                mark = mark.to(mass_ptr.dtype.element_ty)
-                gl.store(mass_ptr + columns, mark, mask=columns < V)
-                drops = gl.where(keeps, 0.0, 1.0)
-                dropped += partial_sums(q * drops[:, None], ROWS, BLOCK_N)
+                total, dropped, unkept = add_softcapped(
+                    x, total, dropped, unkept, (bias, times, shift), of_token, 3 * group,
+                    mass_ptr, columns, V, unit, softcap, threshold, ROWS, BLOCK_N, HAS_BIAS,
+                    HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE,
+                )  # fmt: skip
+            else:
+                if IS_SCREENED:
+                    x = x.to(gl.float32) * times[:, None]
+                    x = x * of_token.index(3 * group + 1).load(across)[None, :] + shift[:, None]
+                    x += of_token.index(3 * group + 2).load(across)[None, :]
+                if HAS_BIAS:
+                    x += bias[:, None]
+                if first_column + ROWS > V:
+                    x = gl.where(inside[:, None], x, float("-inf") * unit)
+                ref = ref_tile.load(across)
+                p = gl.exp2(x * unit - ref[None, :])
+                total += partial_sums(p, ROWS, BLOCK_N)
+                if HAS_SCORE:
+                    mass = gl.sum(p, 1)
+                    score = mass
+                    if BY_LARGEST:
+                        score = gl.max(p, 1)
+                    keeps = score >= threshold
+                    mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
+                    mark = mark.to(mass_ptr.dtype.element_ty)
+                    gl.store(mass_ptr + columns, mark, mask=inside)
+                    drops = gl.where(keeps, 0.0, 1.0)
+                    dropped += partial_sums(p * drops[:, None], ROWS, BLOCK_N)
         found = gl.load(state_ptrs + size) + whole_sum(total, by_token)
         gain = gl.maximum(gl.log2(found), 0.0)
         shrink = exp2_of(-gain)
@@ -268,6 +287,9 @@ def sum_tiles(
         if HAS_SCORE:
             found = gl.load(state_ptrs + 2 * size) + whole_sum(dropped, by_token)
             gl.store(state_ptrs + 2 * size, found * shrink)
+        if HAS_UNKEPT:
+            found = gl.load(state_ptrs + 3 * size) + whole_sum(unkept, by_token)
+            gl.store(state_ptrs + 3 * size, found * shrink)
         ref_tile.store(next_ref)
 
 
@@ -300,6 +322,7 @@ def hopper_forward_kernel(
     HAS_SCORE: gl.constexpr,
     BY_LARGEST: gl.constexpr,
     IS_SCREENED: gl.constexpr,
+    FINE: gl.constexpr,
     ACCUMULATOR: gl.constexpr,
 ):
     """One program: a block of tokens against every `splits`-th tile of GROUPS x ROWS columns.
@@ -346,7 +369,7 @@ def hopper_forward_kernel(
                     of_token, e_tiles, c_tiles, full, empty, block, split, splits, begin,
                     end, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
                     BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
-                    IS_SCREENED, ACCUMULATOR,
+                    IS_SCREENED, FINE, ACCUMULATOR,
                 ),
             ),
             (
@@ -356,7 +379,7 @@ def hopper_forward_kernel(
                     of_token, e_tiles, c_tiles, full, empty, block, split, splits, begin,
                     end, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
                     BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
-                    IS_SCREENED, ACCUMULATOR,
+                    IS_SCREENED, FINE, ACCUMULATOR,
                 ),
             ),
             (

@@ -63,8 +63,17 @@ def near_tanh(x):
     """To 2^-19 of itself, at a third of `tanh`'s price: for logits of 16-bit inputs."""
     square = x * x
     near = x + x * square * (-0.3333333333 + square * 0.1333333333)
-    far = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+    far = 1.0 - 2.0 * reciprocal(tl.exp2(x * 2.8853900817779268) + 1.0)
     return tl.where(square < 0.01, near, far)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x by the hardware's function, to its last digit but one; a division is eight times as
+    long."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
