@@ -113,6 +113,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "screened_softcap": screened("int8", softcap=20.0, logit_scale=0.7),
     "screened_softcap_e4m3": screened("e4m3", softcap=5.0),
 }
+# Of lse and loss, more than by sums in another order: with 8 bits and a softcap the tail is summed
+# of bf16 numbers, and products in e4m3 are sums that the two kernels round, so that another column
+# may be kept (2.3e-5 on an H100; e4m3 itself errs by more, docs/benchmarks.md#screened-logits).
+OFF = {"screened_softcap": 2e-5, "screened_softcap_e4m3": 1e-4}
 # Tokens, classes, dim: whole tiles; a second group without columns; ragged; one class more than a
 # program's tile; fewer tokens than a block; and so few of so many classes that hundreds of splits
 # have them.
@@ -163,8 +167,9 @@ class TestOnHopper:
         ours, launched = outputs(2, shape, dtype, **OPTIONS[options])
         portable, none = outputs(1, shape, dtype, **OPTIONS[options])
         assert (launched > 0, none) == (True, 0)
+        off = OFF.get(options, 2e-6)
         for found, expected in zip(ours[:2], portable[:2], strict=True):
-            torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+            torch.testing.assert_close(found, expected, rtol=off, atol=off)
         for found, expected in zip(ours[2:], portable[2:], strict=True):
             assert relative(found.float(), expected.float()) < 8e-3
 
