@@ -14,7 +14,7 @@ JOBS=${JOBS:-8}             # tests side by side
 
 export PATH="$PWD/.venv/bin:$PATH"
 if [[ $GPUS == 1 ]]; then
-    parts=(tests capture loss few screened llama quantize fidelity probabilities converge seeds train)
+    parts=(tests capture loss few softcap screened llama quantize fidelity probabilities converge seeds train)
 else
     parts=(tests ranks pipeline train)
 fi
@@ -82,6 +82,12 @@ case $GPUS-$part in
             --method dense --method filtered --method exact --method screened --peers none \
             --passes loss+grad --budget-seconds .4 --csv "$OUT/few-$tokens.csv" "$@"
     done
+    ;;
+1-softcap)
+    bench loss "${on_gpu[@]}" --inputs zipf --softcap 30 --passes loss+grad --passes forward \
+        --shape gemma2-2b --shape llama3-8b --method dense --method filtered --method exact \
+        --method screened --method screened-copy --peers cce,liger-8,torch-compile \
+        "${from_peers[@]}" --budget-seconds .6 --csv "$OUT/softcap.csv" "$@"
     ;;
 1-screened)
     bench screen --inputs "$OUT/captured/step-0.pt" --inputs "$OUT/captured/step-10.pt" \
