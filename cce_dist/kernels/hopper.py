@@ -206,6 +206,7 @@ def sum_tiles(
     )  # fmt: skip
     ref_tile = of_token.index(3 * group)
     ref_tile.store(first_ref)
+    # Logits come as `tanh_of_8_bits` takes them, which is one multiplication less for each.
     to_tanh = 1.0
     if IS_SCREENED and HAS_SOFTCAP:
         to_tanh = 2.0 * numbers.LOG2E / softcap
