@@ -19,12 +19,18 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from cce_dist import Screen, quantize_weight
+from cce_dist import (
+    Filter,
+    LinearCrossEntropy,
+    Screen,
+    linear_cross_entropy,
+    quantize_weight,
+)
 from cce_dist.bench.filter import bench_filter
 from cce_dist.bench.golden import dense_loss, errors, golden_gradients, gradients
 from cce_dist.bench.guard import describe_failure, time_limit
 from cce_dist.bench.inputs import IGNORE_INDEX, make_inputs
-from cce_dist.bench.loss import Settings, bench_loss
+from cce_dist.bench.loss import Settings, bench_loss, mean_tail_mass
 from cce_dist.bench.machine import Timer, Variant, interleaved_times
 from cce_dist.bench.methods import Method, choose_methods
 from cce_dist.bench.quantize import bench_quantize
@@ -483,16 +489,8 @@ def test_golden_gradients_of_a_softcap_are_those_of_autograd() -> None:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_bench_loss_with_a_softcap(backend: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    chosen = (
-        "--method",
-        "dense",
-        "--method",
-        "exact",
-        "--method",
-        "filtered",
-        "--peers",
-        "torch-chunked",
-    )
+    methods = [x for name in ("dense", "exact", "filtered") for x in ("--method", name)]
+    chosen = (*methods, "--peers", "torch-chunked")
     where = ("--backend", backend, "--softcap", "3", "--worst-error-ratio", "9", "--csv", str(path))
     output = invoke("loss", *TINY, "--inputs", "zipf", *chosen, *where)
     rows = {row["method"]: row for row in read_csv(path)}
@@ -500,6 +498,23 @@ def test_bench_loss_with_a_softcap(backend: str, tmp_path: Path) -> None:
     assert all(float(rows[name]["grad_weight_error"]) < 1e-4 for name in ("dense", "exact"))
     assert rows["torch-chunked"]["failed"].startswith("NotImplementedError: torch-chunked takes no")
     assert "torch-chunked failed" in output
+
+
+def test_tail_mass_is_that_of_the_loss_with_its_softcap() -> None:
+    inputs = make_inputs("zipf", Shape(64, 500, 16))
+    options: dict[str, Any] = {"filter": Filter(keep=0.5), "backend": "torch"}
+    found = {}
+    for softcap in (None, 2.0):
+        function = LinearCrossEntropy(softcap=softcap, **options)
+        out: Any = linear_cross_entropy(
+            *(inputs.hidden, inputs.weight, inputs.targets),
+            softcap=softcap,
+            stats=("tail_mass",),
+            **options,
+        )
+        found[softcap] = mean_tail_mass(inputs, function.options)
+        assert found[softcap] == pytest.approx(float(out.tail_mass.mean()))
+    assert found[2.0] != pytest.approx(found[None], rel=0.01)
 
 
 @pytest.mark.parametrize("softcap", ["0", "-1", "inf", "nan"])

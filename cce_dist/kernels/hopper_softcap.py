@@ -66,6 +66,12 @@ def joined_sums(parts, like, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def for_each_token(x, LAYOUT: gl.constexpr):
+    """[ROWS] -> [ROWS, 1]"""
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None]
+
+
+@gluon.jit
 def pair_of(x, y):
     """Both as bf16, in 32 bits. Of numbers that are summed by the thousand, rounded to nearest."""
     return gl.inline_asm_elementwise(
@@ -114,7 +120,7 @@ def add_softcapped(
     HAS_SCORE: gl.constexpr,
     BY_LARGEST: gl.constexpr,
     IS_SCREENED: gl.constexpr,
-    FINE: gl.constexpr,
+    FINE: gl.constexpr,  # see `tanh_of_8_bits`
 ):
     """A tile of `hopper.sum_tiles` -> total, dropped, unkept."""
     TOKENS: gl.constexpr = BLOCK_N // PARTS
@@ -134,11 +140,11 @@ def add_softcapped(
         if IS_SCREENED:
             times = of_token.index(base + 1).slice(i * TOKENS, TOKENS).load(across)
             shift = of_token.index(base + 2).slice(i * TOKENS, TOKENS).load(across)
-            y = y.to(gl.float32) * down(of_columns[1], rows)
-            y = y * times[None, :] + down(of_columns[2], rows)
+            y = y.to(gl.float32) * for_each_token(of_columns[1], rows)
+            y = y * times[None, :] + for_each_token(of_columns[2], rows)
             y += shift[None, :]
         if HAS_BIAS:
-            y += down(of_columns[0], rows)
+            y += for_each_token(of_columns[0], rows)
         t = tanh_of_8_bits(y, FINE) if IS_SCREENED else near_tanh(y * (1.0 / softcap))
         ref = of_token.index(base).slice(i * TOKENS, TOKENS).load(across)
         p = gl.exp2(t * (unit * softcap) - ref[None, :])
@@ -163,12 +169,6 @@ def add_softcapped(
         drops = gl.where(keeps, 0.0, 1.0)[:, None]
         dropped, unkept = add_dropped(dropped, unkept, kept, drops, ROWS, BLOCK_N, IS_SCREENED)
     return total, dropped, unkept
-
-
-@gluon.jit
-def down(x, LAYOUT: gl.constexpr):
-    """[ROWS] -> [ROWS, 1]"""
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None]
 
 
 @gluon.jit

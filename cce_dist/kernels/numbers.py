@@ -69,8 +69,8 @@ def near_tanh(x):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x by the hardware's function, to its last digit but one; a division is eight times as
-    long."""
+    """1 / x by the hardware's function, to its last digit but one: a division would be four
+    instructions, since it scales what is too large or too small."""
     if IS_INTERPRETED:
         return 1.0 / x
     else:
