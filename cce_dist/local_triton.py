@@ -16,7 +16,7 @@ from cce_dist.local_triton_bounds import EXCHANGES, Gather, raise_lower
 from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_forward import Forward
 from cce_dist.local_triton_inputs import for_kernels, in_similar_order
-from cce_dist.local_triton_lists import ListedLogits, Marks, marks_of
+from cce_dist.local_triton_lists import ListedLogits, Marks, MassFactors, marks_of
 from cce_dist.local_triton_operands import Finished, Launch
 from cce_dist.local_triton_quantize import start_sums
 from cce_dist.local_triton_screen import (
@@ -26,6 +26,7 @@ from cce_dist.local_triton_screen import (
     sum_exact_columns,
     with_eight_bits,
 )
+from cce_dist.local_triton_shares import mass_factors
 from cce_dist.local_triton_tail_error import correct_tail
 from cce_dist.local_triton_targets import Placed, add_targets, start_products
 from cce_dist.options import TOKEN_BLOCK, Screen
@@ -69,14 +70,17 @@ def local_stats(
             raise_lower(gather, own, run.parts, run.shape, len(tokens), launch.number, order)
     last = Launch(launches[-1].number, 0, run.num_tiles, robust=True)
     by = threshold, score_largest
-    made, screened, placed = _merged(run, last, by, screen, rounding, order, order_as)
+    made, screened, factors, placed = _merged(
+        run, last, len(launches), by, screen, rounding, order, order_as
+    )
     others = _others(run, made, screened, order)
     stats = Stats(placed.lse, placed.target_logit, **others)
     if not score:
         return stats, None
-    assert placed.log_dropped is not None and placed.seed is not None
+    assert placed.log_dropped is not None and placed.seed is not None and factors is not None
     marks = marks_of(
         run.parts["mass"],
+        factors,
         run.count,
         placed.log_dropped,
         placed.seed,
@@ -125,28 +129,33 @@ def _packed(
 def _merged(
     run: Forward,
     last: Launch,
+    num_launches: int,
     by: tuple[float, bool],  # as of `Forward.launch`
     screen: Screen | None,
     rounding: Rounding | None,
     order: Tensor | None,
     order_as: torch.dtype | None,
-) -> tuple[Finished, Screened | None, Placed]:
+) -> tuple[Finished, Screened | None, MassFactors | None, Placed]:
     """The splits merged, in full precision if 8 bits won't do, and the targets added."""
-    screened = None
+    screened = factors = None
     run.launch(*by, last)
     # Here, where small kernels follow: beside one of the forward's no other program has registers.
     products = start_products(run)
     try:
-        made = run.merge()
+        made = run.merge(last)
         if screen is not None:
             assert rounding is not None
             full, screened = guard(run, made, rounding.variance, screen)
             for launch in (full.alone(), full.alone(robust=True)):
                 full.launch(*by, launch)
-            made = run.merge()
+            made = run.merge(last)
+        if run.score:
+            full = None if screened is None else screened.full
+            factors = mass_factors(run, made, num_launches, full)
     finally:
         of_targets = products()
-    return made, screened, add_targets(run, made, of_targets, order, order_as)
+    placed = add_targets(run, made, of_targets, order, order_as)
+    return made, screened, factors, placed
 
 
 def _others(

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cce_dist.kernels.finish import finish_kernel
-from cce_dist.kernels.forward import ALONE, FIRST, LAST, PROBE, forward_kernel
+from cce_dist.kernels.forward import ALONE, FIRST, LAST, PROBE, SLOTS, forward_kernel
 from cce_dist.kernels.pack import pack_kernel
 from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_extras import (
@@ -102,7 +102,7 @@ class Forward:
         portable = has_extras or wanted.entropy or keep_logits is not None
         groups = 1 if portable else num_groups(weight, tiles)
         size = programs * groups * TOKEN_BLOCK
-        parts = {"state": new(2, 4, size, dtype=fp32)}
+        parts = {"state": new(SLOTS.value, 4, size, dtype=fp32)}
         if score:
             parts["mass"] = new(num_blocks, weight.shape[0], dtype=torch.bfloat16)
         if has_extras:
@@ -290,9 +290,10 @@ class Forward:
             "ACCUMULATOR": tl.float32 if eight is None else eight.accumulator,
         }
 
-    def merge(self) -> Finished:
-        """The splits merged; targets are still to be added."""
-        state, padded = self.parts["state"], self.packed.shape[0]
+    def merge(self, last: Launch) -> Finished:
+        """The splits as the last launch left them, merged; targets are still to be added."""
+        state = self.parts["state"][last.number % SLOTS.value]
+        padded = self.packed.shape[0]
         lse = state.new_empty(padded)
         dropped = torch.empty_like(lse) if self.score else None
         entropy = torch.empty_like(lse) if self.wanted.entropy else None

@@ -23,7 +23,7 @@ from cce_dist.local_triton_inputs import for_kernels, with_unit_inner_stride
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, KeptColumns, ListedLogits, Lists
 from cce_dist.local_triton_products import products
-from cce_dist.local_triton_tail import GROUPS, centroids
+from cce_dist.local_triton_tail import centroids, padded_groups
 from cce_dist.local_triton_tiles import (
     REST,
     UNTIL_HIDDEN,
@@ -153,9 +153,9 @@ class Backward:
     lists: Lists | None
     logits: KeptLogits | None  # None: none; else of the last columns, used up
     listed: ListedLogits | None  # None: none; else of the last chunk of `lists`, used up
-    centroid: Tensor | None = None  # [GROUPS, D] mean column of what a group drops
-    sums: Tensor | None = None  # [GROUPS, D] what a unit of a group's share adds to a column
-    bias_sums: Tensor | None = None  # [GROUPS]
+    centroid: Tensor | None = None  # [padded_groups, D] mean column of what a group drops
+    sums: Tensor | None = None  # the same: what a unit of a group's share adds to a column
+    bias_sums: Tensor | None = None  # [padded_groups]
 
     @classmethod
     def of(
@@ -246,6 +246,10 @@ class Backward:
         return 0 if self.share is None else self.share.shape[0]
 
     @property
+    def padded_groups(self) -> int:
+        return padded_groups(self.share is not None, self.mean is not None)
+
+    @property
     def tokens_per_group(self) -> int:
         return TOKEN_BLOCK * (1 if self.kept is None else self.kept.marks.blocks_per_group)
 
@@ -285,7 +289,7 @@ class Backward:
         )
         self.sums, self.bias_sums = torch.empty_like(self.centroid), torch.empty_like(inverse)
         sum_groups = functools.partial(
-            start(group_sums_kernel, (GROUPS, triton.cdiv(dim, block_d))),
+            start(group_sums_kernel, (self.padded_groups, triton.cdiv(dim, block_d))),
             part,
             part_bias,
             inverse,

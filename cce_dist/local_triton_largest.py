@@ -22,6 +22,6 @@ def local_largest(tokens: Tokens, head: Head, *, workspace_bytes: int) -> tuple[
     value, index = largest_of(run.parts["extras"], stride, run.shape[1], len(tokens))
     # The kernel's maximum may pass over what is no number; its sum does not. Of infinite logits
     # that is none either.
-    is_number = ~run.merge().lse[: len(tokens)].isnan() | (value == torch.inf)
+    is_number = ~run.merge(last).lse[: len(tokens)].isnan() | (value == torch.inf)
     value = value.where(is_number, torch.nan)
     return value, index.where(is_number & index.isfinite(), 0).long()

@@ -33,6 +33,20 @@ MARKS = (256, 16, 4)
 
 
 @dataclass(frozen=True)
+class MassFactors:
+    """Factors of the masses of each token block, one for each of the forward's launches."""
+
+    of_blocks: Tensor  # [num_blocks, launches] fp32
+    shape: Tensor  # [3] int32, of the forward
+    width: int  # columns of a tile
+    groups: int  # splits that a program makes side by side
+
+    @property
+    def launches(self) -> int:
+        return self.of_blocks.shape[1]
+
+
+@dataclass(frozen=True)
 class Marks:
     """What the forward leaves for the backward: 32 bytes a column at 8,192 tokens."""
 
@@ -89,6 +103,7 @@ class Marks:
 
 def marks_of(
     mass: Tensor,  # [num_blocks, V_local], negative where kept
+    factors: MassFactors,
     count: Tensor,
     log_dropped: Tensor,
     seed: Tensor,  # [1] int32
@@ -111,6 +126,8 @@ def marks_of(
     block, at_once, warps = (4096, 4, 4) if interpreted() else MARKS
     start(marks_kernel, (triton.cdiv(num_columns, block),))(
         mass,
+        factors.of_blocks,
+        factors.shape,
         count,
         seed,
         kept,
@@ -125,6 +142,9 @@ def marks_of(
         BLOCK_V=block,
         AT_ONCE=at_once,
         HAS_DRAWN=draws,
+        WIDTH=factors.width,
+        LAUNCHES=factors.launches,
+        GROUPS=factors.groups,
         num_warps=warps,
     )
     padded = blocks_padded(num_blocks)

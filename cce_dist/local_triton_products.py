@@ -21,7 +21,6 @@ from cce_dist.local_triton_exact import products_of_every_column
 from cce_dist.local_triton_inputs import tiles_of
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, Lists
-from cce_dist.local_triton_tail import GROUPS
 from cce_dist.local_triton_tiles import (
     REST,
     interpreted,
@@ -75,7 +74,7 @@ def products(
         "stride_gv": 0 if grad_weight is None else grad_weight.stride(0),
         "TOKENS": TOKEN_BLOCK,
         "TILE": TILE,
-        "GROUPS": GROUPS,
+        "GROUPS": run.padded_groups,
         "PRECISION": "ieee",
         "TAIL_PRECISION": tail_precision,
         "WIDE": rounds_exp2(weight),

@@ -18,9 +18,12 @@ from cce_dist.local_triton_tiles import num_programs, tiles_for
 from cce_dist.partials import Head
 
 # Groups of token blocks whose dropped part is one product of marginals. docs/numerics.md#the-tail
-TAIL_GROUPS = 8
-# The same, the mean logit's group included, padded to what a matrix product takes.
-GROUPS = 16
+TAIL_GROUPS = 16
+
+
+def padded_groups(has_tail: bool, has_mean: bool) -> int:
+    """The tail's groups and the mean logit's, rounded up to a size that a matrix product takes."""
+    return 2 * TAIL_GROUPS if has_tail and has_mean else TAIL_GROUPS
 
 
 def centroids(
@@ -30,19 +33,20 @@ def centroids(
 
     Args: every: of the tiles of columns every so many at most: an estimate of the same.
     Returns:
-        [GROUPS, D] fp32: groups of `share`, then (with_mean) sum_v class_weight_v C_v.
-        [GROUPS] fp32: 1 over each group's total share; 0 where that is 0, 1 for the mean.
+        [padded_groups, D] fp32: groups of `share`, then (with_mean) sum_v class_weight_v C_v.
+        [padded_groups] fp32: 1 over each group's total share; 0 where that is 0, 1 for the mean.
         what launches the kernels that fill these two.
     """
     num_columns, dim = weight.shape
     groups = 0 if share is None else share.shape[0]
+    padded = padded_groups(share is not None, with_mean)
     block_v, block_d = 128, tiles_for(weight).tail_dims
     slices = triton.cdiv(dim, block_d)
     tiles = triton.cdiv(num_columns, block_v)
     splits = max(1, min(tiles, 2 * num_programs(weight) // slices))
-    part = weight.new_empty(splits, GROUPS, dim, dtype=torch.float32)
-    seen = weight.new_empty(splits, GROUPS, dtype=torch.float32)
-    total = weight.new_empty(slices * splits, GROUPS, dtype=torch.float32)
+    part = weight.new_empty(splits, padded, dim, dtype=torch.float32)
+    seen = weight.new_empty(splits, padded, dtype=torch.float32)
+    total = weight.new_empty(slices * splits, padded, dtype=torch.float32)
     has_class_weight = with_mean and head.class_weight is not None
     sum_up = functools.partial(
         start(centroid_kernel, (slices, splits)),
@@ -60,16 +64,16 @@ def centroids(
         weight.stride(0),
         BLOCK_V=block_v,
         BLOCK_D=block_d,
-        GROUPS=GROUPS,
+        GROUPS=padded,
         PRECISION="tf32" if weight.element_size() == 2 else "ieee",
         HAS_TAIL=share is not None,
         HAS_MEAN=with_mean,
         HAS_CLASS_WEIGHT=has_class_weight,
     )
-    centroid = weight.new_empty(GROUPS, dim, dtype=torch.float32)
-    inverse = weight.new_empty(GROUPS, dtype=torch.float32)
+    centroid = weight.new_empty(padded, dim, dtype=torch.float32)
+    inverse = weight.new_empty(padded, dtype=torch.float32)
     merge = functools.partial(
-        start(merge_kernel, (GROUPS, slices)),
+        start(merge_kernel, (padded, slices)),
         part,
         seen,
         total,
@@ -79,7 +83,7 @@ def centroids(
         groups,
         splits,
         BLOCK_D=block_d,
-        GROUPS=GROUPS,
+        GROUPS=padded,
         LANES=256,
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_shares import launches_of
 from torch import Tensor
 
 from cce_dist import Screen, streams
@@ -18,8 +19,8 @@ pytest.importorskip("triton")
 
 from cce_dist import local_triton, local_triton_targets
 from cce_dist.local_triton_forward import Forward
-from cce_dist.local_triton_lists import Marks, marks_of
-from cce_dist.local_triton_operands import Finished
+from cce_dist.local_triton_lists import Marks, MassFactors, marks_of
+from cce_dist.local_triton_operands import Finished, Launch
 from cce_dist.local_triton_screen import guard
 
 BLOCK = 128
@@ -70,8 +71,13 @@ def test_marks_of_every_block(place: Place, blocks: tuple[int, int], draws: bool
     mass = mass.bfloat16().to(place.device)
     counting = -(-count // BLOCK)
     mass[counting:] = torch.nan
+    # Two splits side by side, three times: the first launch computes the first columns.
+    shape = torch.tensor([counting, 6, 1], dtype=torch.int32, device=place.device)
+    factor = 0.5 + torch.rand(num_blocks, 4, generator=generator()).to(place.device)
+    factor[counting:] = torch.nan
     marks = marks_of(
         mass,
+        MassFactors(factor, shape, width=4, groups=2),
         torch.tensor([count], dtype=torch.int32, device=place.device),
         mass.new_empty(count, dtype=torch.float32),
         torch.zeros(1, dtype=torch.int32, device=place.device),
@@ -83,7 +89,11 @@ def test_marks_of_every_block(place: Place, blocks: tuple[int, int], draws: bool
     assert torch.equal(bits_of(marks.kept, num_blocks), mass < 0)
     drawn = bits_of(marks.drawn, num_blocks)
     assert bool(drawn[:counting].any()) == draws and not bool(drawn[mass <= 0].any())
-    groups = mass.float().clamp_min(0).split(marks.blocks_per_group)
+    launch = launches_of(num_columns, 4, 3).to(place.device)
+    assert launch.unique().tolist() == [0, 1, 2, 3]
+    factor[counting:] = 0
+    corrected = mass.float().clamp_min(0) * factor[:, launch]
+    groups = corrected.split(marks.blocks_per_group)
     torch.testing.assert_close(marks.share, torch.stack([group.sum(0) for group in groups]))
 
 
@@ -192,11 +202,11 @@ def test_target_products_are_waited_for_and_freed(
         wait = streams.start_aside(device, run)
         return lambda: (waited.append(True), wait())[1]
 
-    def merge(run: Forward) -> Finished:
+    def merge(run: Forward, last: Launch) -> Finished:
         assert products and not waited
         if fails:
             raise MemoryError("no room for it")
-        return merged(run)
+        return merged(run, last)
 
     def marks_of(*args: Any, **options: Any) -> Marks:
         assert waited == [True] and products[0]() is None

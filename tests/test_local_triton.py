@@ -47,11 +47,13 @@ def generator() -> torch.Generator:
 def test_what_splits_have_summed_is_merged(place: Place, splits: int) -> None:
     """Of two blocks; some have summed nothing, in one the sum overflowed."""
     from cce_dist.kernels.bounds import bound_kernel
+    from cce_dist.kernels.forward import LAST, SLOTS
 
     tokens, num = 128, 200
     size = 20 * 2 * tokens
-    state = torch.full((2, 4, size), float("nan"))
-    ref, part = state[1, :2, : splits * 2 * tokens].view(2, splits, 2 * tokens)
+    state = torch.full((SLOTS.value, 4, size), float("nan"))
+    launch = LAST.value - 1
+    ref, part = state[launch, :2, : splits * 2 * tokens].view(2, splits, 2 * tokens)
     ref.copy_(40 * torch.randn(ref.shape, generator=generator()))
     part.copy_(torch.rand(part.shape, generator=generator()) + 0.1)
     part[0, :50] = 0
@@ -66,7 +68,7 @@ def test_what_splits_have_summed_is_merged(place: Place, splits: int) -> None:
     shape, lower, state = (tensor.to(place.device) for tensor in (shape, lower, state))
     bound = lower.new_full((num,), float("nan"))
     bound_kernel[(2,)](
-        *(shape, lower, state, shape, bound, 3, size, num), BLOCK_N=tokens, HAS_ORDER=False
+        *(shape, lower, state, shape, bound, launch, size, num), BLOCK_N=tokens, HAS_ORDER=False
     )
     torch.testing.assert_close(bound.cpu().double(), expected[:num], rtol=1e-6, atol=1e-5)
 

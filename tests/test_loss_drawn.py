@@ -300,7 +300,7 @@ def test_levels_of_two_seeds_are_independent() -> None:
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, seed=SEEDS))
 def test_marks_of_draws_the_levels_of_torch(place: Place, seed: int) -> None:
-    from cce_dist.local_triton_lists import marks_of
+    from cce_dist.local_triton_lists import MassFactors, marks_of
 
     # Block n has masses of level n + 1 alone; a mass of the last one is a column's that is kept.
     num_levels, num_columns, threshold = 20, 3000, 1.0
@@ -308,8 +308,10 @@ def test_marks_of_draws_the_levels_of_torch(place: Place, seed: int) -> None:
     mass = 1.5 * DRAW_FACTOR * threshold * 2.0**-levels
     mass = torch.cat([mass, torch.tensor([-1.0, 0.0])])[:, None].expand(-1, num_columns)
     num_blocks = len(mass)
+    one_split = torch.tensor([num_blocks, 1, 1], dtype=torch.int32, device=place.device)
     marks = marks_of(
         mass.bfloat16().contiguous().to(place.device),
+        MassFactors(torch.ones(num_blocks, 1, device=place.device), one_split, 128, 1),
         torch.tensor([num_blocks * BLOCK], dtype=torch.int32, device=place.device),
         torch.zeros(num_blocks * BLOCK, device=place.device),
         torch.tensor([seed], dtype=torch.int32, device=place.device),

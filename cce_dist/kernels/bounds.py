@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.forward import merged_reference
+from cce_dist.kernels.forward import merged_reference, slot_of
 from cce_dist.kernels.numbers import LOWEST, exp2_of
 
 
@@ -11,7 +11,7 @@ from cce_dist.kernels.numbers import LOWEST, exp2_of
 def bound_kernel(
     shape_ptr,  # [3] int32
     lower_ptr,  # [N_padded]
-    state_ptr,  # [2, 4, size]
+    state_ptr,  # [SLOTS, 4, size]
     order_ptr,  # [N] the packed tokens' places in the caller's order, if HAS_ORDER
     bound_ptr,  # [N] in the caller's order: a lower bound of this shard's lse, log2: out
     launch,  # whose sums it comes from
@@ -26,7 +26,7 @@ def bound_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     bound = tl.load(lower_ptr + rows)
     if tl.program_id(0) < num_blocks:
-        state_ptrs = state_ptr + launch % 2 * 4 * size + rows
+        state_ptrs = state_ptr + slot_of(launch) * 4 * size + rows
         merged = merged_reference(state_ptrs, splits, num_blocks * BLOCK_N, size, BLOCK_N)
         bound = tl.maximum(bound, merged)
     at = tl.load(order_ptr + rows, mask=rows < N, other=0) if HAS_ORDER else rows

@@ -55,7 +55,7 @@ def store_columns(
             acc = tl.dot(share, tail, acc, input_precision=PRECISION)
         if HAS_GRAD_BIAS:
             # Group by group, so that its last bit does not depend on the tile's shape.
-            for i in range(groups + 1):
+            for i in range(groups + (1 if HAS_MEAN else 0)):
                 own = tl.sum(tl.where((group == i)[None, :], share, 0.0), 1)
                 bias += own * tl.load(tail_bias_ptr + i)
     if HAS_GRAD_WEIGHT:

@@ -16,12 +16,13 @@ from cce_dist.kernels.numbers import (
 )
 
 # The launches of `forward_kernel`, one after the other: PROBE, FIRST to LAST, and two that keep
-# their logits, if any are to be kept; ALONE does the work of them all. One writes the half of the
-# state that its parity names, the last the first half.
+# their logits, if any are to be kept; ALONE does the work of them all, in LAST's place.
 PROBE = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 LAST = tl.constexpr(4)
-ALONE = tl.constexpr(8)
+ALONE = tl.constexpr(9)
+# States that are there at a time: after LAST those of all launches are, for `shares.py`.
+SLOTS = tl.constexpr(5)
 # Splits whose sums a program reads at a time.
 READ_AT_ONCE = tl.constexpr(8)
 
@@ -61,6 +62,12 @@ def raise_reference(
         tl.store(state_ptrs + 3 * size, shrink * surplus)
     tl.debug_barrier()
     return total * shrink[None, None, :], dropped * shrink[None, None, :]
+
+
+@triton.jit
+def slot_of(launch):
+    """Which of the states a launch writes; it reads the slot of the launch before."""
+    return launch % SLOTS
 
 
 @triton.jit
@@ -116,7 +123,7 @@ def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
 @triton.jit
 def begin_state(
     lower_ptrs,  # [BLOCK_N]
-    first_ptrs,  # [BLOCK_N] in the first field of the first split of the first half
+    first_ptrs,  # [BLOCK_N] in the first field of the first split of the first slot
     own,  # of this split, from the first
     splits,
     stride,  # of two splits
@@ -131,8 +138,8 @@ def begin_state(
     IS_ROBUST: tl.constexpr,
 ):
     """The state as the launch before left it, relative to what all splits have summed there."""
-    state_ptrs = first_ptrs + launch % 2 * 4 * size + own
-    before_ptrs = first_ptrs + (launch + 1) % 2 * 4 * size
+    state_ptrs = first_ptrs + slot_of(launch) * 4 * size + own
+    before_ptrs = first_ptrs + slot_of(launch + SLOTS - 1) * 4 * size
     ref = tl.load(lower_ptrs)
     highest = ref
     earlier = tl.zeros((BLOCK_N,), tl.float32)
@@ -195,11 +202,11 @@ def forward_kernel(
     count_ptr,  # [1] int32: tokens that count
     shape_ptr,  # [3] int32: blocks of them, splits of the vocabulary, blocks at a time
     lower_ptr,  # [N] a lower bound of the token's lse over all ranks, log2
-    state_ptr,  # [2, 4, size], size not below splits * blocks * BLOCK_N. Of a split and a token: a
-    # reference `ref`, a lower bound of lse, log2; the sum of exp2(z - ref) over its columns; of
+    state_ptr,  # [SLOTS, 4, size], size not below splits * blocks * BLOCK_N. Of a split and token:
+    # a reference `ref`, a lower bound of lse, log2; the sum of exp2(z - ref) over its columns; of
     # exp2(z - ref) softcap'(z) over those not kept; of exp2(z - ref) (z - ref), log2, or, if
-    # HAS_UNKEPT, of exp2(z - ref) over those not kept. A launch reads the half that the one before
-    # wrote, and writes the other: out, the last in the first
+    # HAS_UNKEPT, of exp2(z - ref) over those not kept. A launch reads the slot that the one before
+    # wrote, and writes its own: out
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
     extras_ptr,  # [7, size]: see `add_extras`
     logits,  # [columns, N] z - ref, log2, of tiles from `begin_tile`, if HAS_LOGITS: out;
@@ -268,7 +275,7 @@ def forward_kernel(
     count = tl.load(count_ptr)
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     stride = num_blocks * BLOCK_N
-    state_ptrs = state_ptr + launch % 2 * 4 * size + split * stride + rows
+    state_ptrs = state_ptr + slot_of(launch) * 4 * size + split * stride + rows
     num_turns = turns_before(end_tile, split, splits)
     num_turns = tl.where(block * BLOCK_N < count, num_turns, 0)
     turn = first_turn(launch, num_turns)

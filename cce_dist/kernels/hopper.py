@@ -29,6 +29,7 @@ GROUPS = gl.constexpr(2)
 # Of the warps that run it; Triton 3.7 calls it by another name.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 exp2_of = gluon.jit(numbers.exp2_of.fn)
+slot_of = gluon.jit(forward.slot_of.fn)
 turns_until = gluon.jit(forward.turns_until.fn)
 turns_before = gluon.jit(forward.turns_before.fn)
 first_turn = gluon.jit(forward.first_turn.fn)
@@ -154,7 +155,7 @@ def sum_tiles(
     column_ptr,
     token_ptr,
     lower_ptr,
-    state_ptr,  # [2, 4, size]
+    state_ptr,  # [SLOTS, 4, size]
     mass_ptr,  # [V] of the block
     of_token,  # [3 GROUPS, BLOCK_N] in shared memory: reference; of 8 bits, scale and shift
     e_tiles,
@@ -199,10 +200,11 @@ def sum_tiles(
     token = block * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
     stride = num_blocks * BLOCK_N
     own = (GROUPS * split + group) * stride
-    state_ptrs = state_ptr + launch % 2 * 4 * size + own + token
+    state_ptrs = state_ptr + slot_of(launch) * 4 * size + own + token
+    before_ptrs = state_ptr + slot_of(launch + forward.SLOTS - 1) * 4 * size + token
     first_ref = begin_state(
-        lower_ptr + token, state_ptrs, state_ptr + (launch + 1) % 2 * 4 * size + token, own,
-        GROUPS * splits, stride, size, token < count, launch, HAS_SCORE, HAS_UNKEPT,
+        lower_ptr + token, state_ptrs, before_ptrs, own, GROUPS * splits, stride, size,
+        token < count, launch, HAS_SCORE, HAS_UNKEPT,
     )  # fmt: skip
     ref_tile = of_token.index(3 * group)
     ref_tile.store(first_ref)
@@ -304,7 +306,7 @@ def hopper_forward_kernel(
     count_ptr,  # [1] int32: tokens that count
     shape_ptr,  # [3] int32: blocks, GROUPS x splits, blocks at a time
     lower_ptr,  # [N]
-    state_ptr,  # [2, 4, size]: see `forward_kernel`; out
+    state_ptr,  # [SLOTS, 4, size]: see `forward_kernel`; out
     mass_ptr,  # [num_blocks, V]: out
     launch,
     size,

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from cce_dist.kernels.shares import launch_of
+
 
 @triton.jit
 def level_of(column, seed):
@@ -19,6 +21,8 @@ def level_of(column, seed):
 @triton.jit(do_not_specialize=["num_blocks", "words", "blocks_per_group"])
 def marks_kernel(
     mass_ptr,  # [num_blocks, V], negative where kept
+    factor_ptr,  # [num_blocks, LAUNCHES] fp32: see `factors_kernel`
+    shape_ptr,  # [3] int32: see `forward_kernel`
     count_ptr,  # [1] int32: blocks of no token that counts have no masses
     seed_ptr,  # [1] int32
     kept_ptr,  # [V, words] int64: bit n of word w set where block 64 w + n keeps the column: out
@@ -33,6 +37,9 @@ def marks_kernel(
     BLOCK_V: tl.constexpr,
     AT_ONCE: tl.constexpr,  # blocks whose masses are read before one is used: 2, 4, 8 or 16
     HAS_DRAWN: tl.constexpr,
+    WIDTH: tl.constexpr,  # these three as of `launch_of`
+    LAUNCHES: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """One program: BLOCK_V columns, all token blocks, one after the other: a thread has its columns
     of each, and no thread waits for another.
@@ -48,6 +55,8 @@ def marks_kernel(
     level = level_of(columns, tl.load(seed_ptr)).to(tl.float32)
     # A power of two: what it multiplies is as exact as what a bound would be divided by it.
     times = tl.exp2(level - 1.0)
+    splits = tl.load(shape_ptr + 1) // GROUPS
+    factor_ptrs = factor_ptr + launch_of(columns, V, splits, WIDTH, LAUNCHES)
     mass_ptrs = mass_ptr + columns
     share_ptrs = share_ptr + columns
     at = columns.to(tl.int64) * words
@@ -72,7 +81,8 @@ def marks_kernel(
                 most = top / TOKENS * num_tokens
                 draws = (mass * times > most * 0.5) & ((mass * times <= most) | (level == 1))
                 drawn_here |= tl.where(draws, 1 << i, 0)
-            share += tl.maximum(mass, 0.0)
+            factor = tl.load(factor_ptrs + (first + i) * LAUNCHES, mask=first + i < end, other=0.0)
+            share += tl.maximum(mass, 0.0) * factor
             if first + i + 1 == stop:
                 tl.store(share_ptrs, share.to(share_ptr.dtype.element_ty), mask=inside)
                 share = tl.zeros((BLOCK_V,), tl.float32)

@@ -1,0 +1,132 @@
+"""The shares of the columns that a block drops: masses of every launch by the lse of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cce_dist import Screen
+from cce_dist.partials import Head, Stats, Tokens, Wanted
+from cce_dist.testing import TRITON_PLACES, Place, grid
+
+pytest.importorskip("triton")
+
+from cce_dist import local_triton, local_triton_forward
+from cce_dist.local_triton_lists import Marks, MassFactors
+
+BLOCK, DIM = 128, 32
+# Of the blocks' masses, which are bf16, and of the shares.
+ROUNDING = 2.0**-8
+
+
+def problem(place: Place, num_tokens: int, num_classes: int, softcap: float | None) -> Any:
+    """Tokens that agree on frequent columns, which come last: early bounds say little."""
+    made = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, DIM, generator=made) + 0.5
+    weight = 0.2 * torch.randn(num_classes, DIM, generator=made)
+    weight += 0.25 * torch.arange(num_classes)[:, None] / num_classes
+    targets = torch.full((num_tokens,), -1, dtype=torch.int32)
+    parts = hidden.half(), weight.half(), targets
+    hidden, weight, targets = (x.to(place.device) for x in parts)
+    return Tokens(hidden, None, targets), Head(weight, None, None, num_classes, softcap, 1.0)
+
+
+def stats_of(tokens: Tokens, head: Head, **options: Any) -> tuple[Stats, Marks]:
+    found = local_triton.local_stats(
+        tokens,
+        head,
+        wanted=Wanted(),
+        score=True,
+        score_largest=False,
+        threshold=0.02,
+        workspace_bytes=2**24,
+        **options,
+    )
+    assert found[1] is not None
+    return found[0], found[1]
+
+
+def launches_of(num_columns: int, width: int, splits: int) -> Tensor:
+    """The launch, from 0, that computes each column: a 64th of a split's tiles, then four times as
+    many each time."""
+    tiles = torch.arange(-(-num_columns // width))
+    launch = torch.empty_like(tiles)
+    for split in range(splits):
+        own = tiles[split::splits]
+        ends = torch.tensor([-(-len(own) // 64), -(-len(own) // 16), -(-len(own) // 4)])
+        launch[own] = torch.searchsorted(ends, torch.arange(len(own)), right=True)
+    return launch.repeat_interleave(width)[:num_columns]
+
+
+@pytest.fixture
+def factors(monkeypatch: pytest.MonkeyPatch) -> list[MassFactors]:
+    """Those of each forward; their shape as it was then."""
+    seen: list[MassFactors] = []
+    made = local_triton.mass_factors
+
+    def mass_factors(*args: Any) -> MassFactors:
+        seen.append(made(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(local_triton, "mass_factors", mass_factors)
+    return seen
+
+
+# 5 blocks, the last of them not whole. On a GPU of few programs there are several splits.
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, softcap=(None, 3.0)))
+def test_shares_of_a_launch_add_up_to_what_it_drops(
+    place: Place, softcap: float | None, factors: list[MassFactors]
+) -> None:
+    tokens, head = problem(place, 5 * BLOCK - 50, 40000, softcap)
+    # As if ranks told each other bounds: else one program would compute all in one launch.
+    _, marks = stats_of(tokens, head, gather=lambda bound: bound[None])
+    z = tokens.hidden.double() @ head.weight.double().T
+    slope = torch.ones_like(z)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+        slope = 1 - (z / softcap) ** 2
+    assert marks.order is not None
+    mass = (z.softmax(-1) * slope)[marks.order.long()]
+    (found,) = factors
+    splits = int(found.shape[1]) // found.groups
+    launch = launches_of(head.vocab_size, found.width, splits).to(mass.device)
+    assert launch.unique().tolist() == [0, 1, 2, 3]
+    for block, rows in enumerate(mass.split(BLOCK)):
+        kept = (marks.kept[:, 0] >> block & 1).bool()
+        dropped = rows.sum(0).masked_fill(kept, 0)
+        assert bool(dropped.any()) and bool(kept.any())
+        # Five blocks are as many groups.
+        share = marks.share[block].double()
+        assert bool((share[kept] == 0).all())
+        for number in range(4):
+            of_launch = launch == number
+            torch.testing.assert_close(
+                share[of_launch].sum(), dropped[of_launch].sum(), rtol=ROUNDING, atol=1e-12
+            )
+        # As they are recorded, early columns would have several times their share.
+        assert float(found.of_blocks[block, 1]) < 0.3 * float(found.of_blocks[block, 3])
+
+
+# Of 16-bit logits fewer blocks fit the cache than of 8-bit ones, and the splits are others.
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, max_kept=(0.0, 1.0)))
+def test_a_refused_screen_is_the_full_forward(
+    place: Place, max_kept: float, monkeypatch: pytest.MonkeyPatch, factors: list[MassFactors]
+) -> None:
+    def cached_blocks(weight: Tensor, element_size: int) -> int:
+        return 4 if element_size == 1 else 1
+
+    monkeypatch.setattr(local_triton_forward, "cached_blocks", cached_blocks)
+    monkeypatch.setattr(local_triton_forward, "num_programs", lambda weight: 4)
+    tokens, head = problem(place, 4 * BLOCK, 40000, None)
+    full, _ = stats_of(tokens, head)
+    screened, _ = stats_of(tokens, head, screen=Screen(max_kept=max_kept, max_error=10.0))
+    in_full, in_8_bits = (int(found.shape[1]) // found.groups for found in factors)
+    if max_kept > 0:
+        assert in_8_bits < in_full
+        return
+    torch.testing.assert_close(screened.lse, full.lse, rtol=0, atol=1e-5)
+    # One launch has computed all columns: one factor.
+    assert bool((factors[1].of_blocks == factors[1].of_blocks[:, :1]).all())
