@@ -74,7 +74,8 @@ def guard_kernel(
     number_ptr,  # [num_parts] int32: see `guard_parts_kernel`
     error_ptr,  # [num_parts] fp32
     count_ptr,  # [1] int32: tokens that count
-    shape_ptr,  # [3] int32: see `forward_kernel`
+    shape_ptr,  # [3] int32: see `forward_kernel`; that of the sums to merge: out, if full precision
+    # is needed, which may take another number of splits
     full_ptr,  # [1] int32: 1 where full precision is needed: out
     full_shape_ptr,  # [3] int32: no blocks if none is needed: out, the first
     num_parts,
@@ -98,6 +99,8 @@ def guard_kernel(
     full = 1 - screened.to(tl.int32)
     tl.store(full_ptr, full)
     tl.store(full_shape_ptr, blocks * full)
+    for i in tl.static_range(1, 3):  # pyright: ignore[reportGeneralTypeIssues]
+        tl.store(shape_ptr + i, tl.load(full_shape_ptr + i), mask=full != 0)
 
 
 @triton.jit
