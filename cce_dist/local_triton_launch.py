@@ -23,12 +23,15 @@ from typing import Any
 import torch
 import triton
 
+from cce_dist.local_triton_loading import load_one_at_a_time
+
 # What a rehearsal compiles.
 _compiled: ContextVar[list[Any] | None] = ContextVar("cce_dist_compiled", default=None)
 
 
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """`kernel[grid]`; in a rehearsal what compiles the kernel for such arguments, and no more."""
+    load_one_at_a_time()
     compiled = _compiled.get()
     if compiled is None:
         return kernel[grid]
