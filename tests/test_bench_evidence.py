@@ -63,7 +63,8 @@ def of(rows: list[FidelityRow], method: str, group: str = "all") -> list[Fidelit
 def test_groups_are_tenths_of_the_text() -> None:
     inputs = skewed()
     assert inputs.token_counts is not None
-    whole, *tenths, never = groups_of(inputs, tenths=True)
+    whole, *tenths = groups_of(inputs, tenths=True)
+    (*tenths, never), by_ids = tenths[:-10], tenths[-10:]
     assert [whole.name, never.name] == ["all", "never"]
     assert [group.name for group in tenths] == [str(number) for number in range(1, 11)]
     assert never.times == (0, 0) and int(never.ids.sum()) == 20
@@ -75,8 +76,13 @@ def test_groups_are_tenths_of_the_text() -> None:
     assert all(0.05 < share < 0.16 for share in shares)
     for before, after in pairwise(tenths):
         assert before.times[0] >= after.times[1]
-    for group in tenths:
+    for group in (*tenths, *by_ids):
         assert torch.equal(group.tokens, group.ids[inputs.targets])
+    assert [group.name for group in by_ids] == [f"ids {number}" for number in range(1, 11)]
+    ids = torch.stack([group.ids for group in by_ids])
+    assert ids.sum(0).eq(1).all() and int(ids.sum(1).max() - ids.sum(1).min()) <= 1
+    for before, after in pairwise(by_ids):
+        assert before.times and after.times and before.times[0] >= after.times[1]
     assert [group.name for group in groups_of(inputs, tenths=False)] == ["all"]
 
 
@@ -98,6 +104,10 @@ def test_compare_groups_by_hand() -> None:
             for key, value in expected.items():
                 got = compared[group.name][f"grad_{name}_{key}"]
                 assert got == pytest.approx(float(value), rel=1e-6, abs=1e-12)
+        rows = group.ids
+        by_row = (found.weight - golden.weight)[rows].norm(dim=1) / golden.weight[rows].norm(dim=1)
+        got = compared[group.name]["grad_weight_update_error"]
+        assert got == pytest.approx(float(by_row.square().mean().sqrt()), rel=1e-5)
     starved = compare(products_by_row(torch.zeros(3, 2), torch.ones(3, 2)).sum(0))
     assert starved == {"error": 1.0, "cosine_distance": None, "norm_ratio": 0.0}
 
@@ -122,7 +132,8 @@ def test_bench_fidelity_rows() -> None:
     assert chosen == list(METHODS)
     candidates = candidates_of(chosen, inputs, [keep], [2.0**-4], "torch")
     rows = bench_fidelity(inputs, candidates, repeats=3)
-    assert {row.group for row in rows} == {"all", "never", *(str(n) for n in range(1, 11))}
+    tenths = {name for n in range(1, 11) for name in (str(n), f"ids {n}")}
+    assert {row.group for row in rows} == {"all", "never", *tenths}
     for method in ("dense", "exact", "in_forward"):
         (row,) = of(rows, method)
         assert row.grad_weight_error is not None and row.grad_weight_error < 1e-5
@@ -147,9 +158,11 @@ def test_bench_fidelity_rows() -> None:
     ]
     whole, *groups = [row for row in rows if row.method == "float64"]
     assert whole.num_tokens == len(inputs.hidden) and whole.num_ids == V
-    assert sum(row.num_tokens or 0 for row in groups) == whole.num_tokens
-    for name in ("grad_hidden_share", "grad_weight_share"):
-        assert sum(getattr(row, name) for row in groups) == pytest.approx(1)
+    # Tenths of the text, and of the ids.
+    for each in (groups[:-10], groups[-10:]):
+        assert sum(row.num_tokens or 0 for row in each) == whole.num_tokens
+        for name in ("grad_hidden_share", "grad_weight_share"):
+            assert sum(getattr(row, name) for row in each) == pytest.approx(1)
 
 
 def test_bench_fidelity_of_a_peer_that_filters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,9 @@ GOLDEN = "float64"
 class FidelityRow:
     """A method at one threshold, of one group of tokens (`Group`'s name).
 
-    Errors are relative Frobenius errors against float64, cosine distances 1 - cosine, norm ratios
-    over float64's. `kept` is the share of pairs of column and block of 128 tokens whose true mass
-    reaches the threshold; of Apple's methods that of the tiles it computes. `screened` is False
+    Errors are relative Frobenius errors against float64, of the weight's update by
+    `tenths.update_error`, cosine distances 1 - cosine, norm ratios over float64's. `kept` is the
+    share of pairs of column and block of 128 tokens whose true mass reaches the threshold; of Apple's methods that of the tiles it computes. `screened` is False
     where 8 bits were not enough and the call was computed in full. Rows of "float64" say
     what each group is, and its share of the squared norm of the whole gradient. None: nothing to
     say.
@@ -48,6 +48,7 @@ class FidelityRow:
     loss_error: float | None = None
     grad_hidden_error: float | None = None
     grad_weight_error: float | None = None
+    grad_weight_update_error: float | None = None
     grad_hidden_cosine_distance: float | None = None
     grad_weight_cosine_distance: float | None = None
     grad_hidden_norm_ratio: float | None = None

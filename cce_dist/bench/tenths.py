@@ -14,6 +14,7 @@ from .golden import Gradients
 from .inputs import BenchInputs
 
 ALL = "all"
+NUM_ID_GROUPS = 10
 # Numbers of a gradient in a float64 temporary: 128 MiB.
 CHUNK_ELEMENTS = 2**24
 
@@ -24,7 +25,8 @@ class Group:
 
     Args:
         name: "all"; or a tenth of the training text, "1" of the most frequent ids to "10" of the
-            rarest; or "never", the ids that it doesn't have.
+            rarest; or "never", the ids that it doesn't have; or "ids 1" to "ids 10", a tenth of
+            the ids each, the most frequent first.
         ids, tokens: bool, [V] rows of the weight's gradient, and [N] of hidden's: tokens whose
             target is among the ids.
         times: how often the training text has the rarest and the most frequent of the ids.
@@ -37,13 +39,13 @@ class Group:
 
 
 def groups_of(inputs: BenchInputs, tenths: bool) -> list[Group]:
-    """All rows, then with `tenths` those of each tenth of the training text by frequency.
+    """All rows, then with `tenths` those of each tenth of the training text, and of the ids.
 
-    The tenths are those of `cce-dist eval`: ids in the order of their counts, each group of them a
-    tenth of the text, so that each counts about as much in the loss. (Most ids of a vocabulary are
-    rare: a tenth of the *ids* would be next to nothing of the text, or nearly all of it.) Counts
-    are the training text's, which say how often a row of the weight was trained; of the captured
-    tokens' ids few come twice.
+    Tenths of the text are those of `cce-dist eval`: ids in the order of their counts, each group of
+    them a tenth of the text, so that each counts about as much in the loss. Tenths of the ids count
+    each row of the weight alike, as an optimizer does that divides a row's update by the row's own
+    size: most ids are rare. Counts are the training text's, which say how often a row of the weight
+    was trained; of the captured tokens' ids few come twice.
 
     Args: inputs: without ignored tokens.
     Raises:
@@ -73,6 +75,12 @@ def groups_of(inputs: BenchInputs, tenths: bool) -> list[Group]:
             ids, times = found.to(device), counts[found]
             bounds = int(times.min()), int(times.max())
             groups.append(Group(name_of(number), ids, ids[inputs.targets], bounds))
+    ranked = torch.sort(counts, descending=True, stable=True).indices
+    for number, chosen in enumerate(ranked.tensor_split(NUM_ID_GROUPS), 1):
+        ids = torch.zeros_like(every).index_fill_(0, chosen.to(device), True)
+        times = counts[chosen]
+        bounds = int(times.min()), int(times.max())
+        groups.append(Group(f"ids {number}", ids, ids[inputs.targets], bounds))
     return groups
 
 
@@ -106,10 +114,19 @@ def compare(sums: Tensor) -> dict[str, float | None]:
     }
 
 
+def update_error(products: Tensor) -> float | None:
+    """Of [rows, 4], as `products_by_row`: root mean square over the rows of a row's error over the
+    row's own norm, which is about what Adam makes of it; None: no row is other than 0."""
+    right = products[:, 2]
+    errors = products[right > 0, 3] / right[right > 0]
+    return float(errors.mean().sqrt()) if len(errors) else None
+
+
 def compare_groups(
     found: Gradients, golden: Gradients, groups: list[Group]
 ) -> dict[str, dict[str, float | None]]:
-    """By group: `compare` of hidden's and the weight's gradient, as grad_hidden_error and so on."""
+    """By group: `compare` of hidden's and the weight's gradient, as grad_hidden_error and so on;
+    and the weight's `update_error`."""
     hidden = products_by_row(found.hidden, golden.hidden)
     weight = products_by_row(found.weight, golden.weight)
     compared = {}
@@ -120,4 +137,5 @@ def compare_groups(
             for name, rows in parts.items()
             for key, value in compare(rows.sum(0)).items()
         }
+        compared[group.name]["grad_weight_update_error"] = update_error(parts["grad_weight"])
     return compared
