@@ -169,5 +169,5 @@ def test_warm_ups_of_fresh_processes_agree() -> None:
         return done.stdout
 
     first = warm_up(0)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as executor:
+    with ThreadPoolExecutor(min(24, os.cpu_count() or 1)) as executor:
         assert set(executor.map(warm_up, range(NUM_PROCESSES))) == {first}

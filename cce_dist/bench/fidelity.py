@@ -31,8 +31,9 @@ class FidelityRow:
 
     Errors are relative Frobenius errors against float64, of the weight's update by
     `tenths.update_error`, cosine distances 1 - cosine, norm ratios over float64's. `kept` is the
-    share of pairs of column and block of 128 tokens whose true mass reaches the threshold; of Apple's methods that of the tiles it computes. `screened` is False
-    where 8 bits were not enough and the call was computed in full. Rows of "float64" say
+    share of pairs of column and block of 128 tokens whose true mass reaches the threshold; of
+    Apple's methods that of the tiles it computes. `screened` is False where 8 bits were not enough
+    and the call was computed in full. Rows of "float64" say
     what each group is, and its share of the squared norm of the whole gradient. None: nothing to
     say.
     """
