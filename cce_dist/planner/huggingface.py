@@ -206,6 +206,8 @@ class _Reader:
         kind = self.kind
         if kind in WINDOWS:
             found["window"] = self.said("sliding_window")
+            # Without a window both kinds of layer look back at all tokens.
+            self.read_keys.add("layer_types")
             found["window_every"] = self._window_every(found["layers"]) if found["window"] else 0
             return
         if kind in LINEAR:
@@ -215,6 +217,8 @@ class _Reader:
             raise ValueError(f"layer_types with {sorted(others)} of {kind} is not understood")
         if kind in ("mistral", "ministral3", "mixtral", "phi3", "starcoder2"):
             found["window"] = self.said("sliding_window")
+            # Without a window both kinds of layer look back at all tokens.
+            self.read_keys.add("layer_types")
         elif kind == "smollm3":
             self.notes.append("no_rope_layers: counted as layers with rotary positions")
         elif kind == "gpt_neo":
