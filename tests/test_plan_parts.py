@@ -304,16 +304,16 @@ def test_files_that_are_not_understood_are_refused(config: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("tp", "cp", "message"),
     [
-        ({"tp": 8}, "tp must divide the 2 heads of keys of the model's linear attention, got 8"),
-        ({"cp": 2}, "cp must be 1 with linear attention"),
+        (8, 1, "tp must divide the 2 heads of keys of the model's linear attention, got 8"),
+        (1, 2, "cp must be 1 with linear attention"),
     ],
 )
-def test_jobs_that_linear_attention_cannot_have(values: dict[str, int], message: str) -> None:
+def test_jobs_that_linear_attention_cannot_have(tp: int, cp: int, message: str) -> None:
     model = model_from_config(small_config("qwen3_5_text")).model
     with pytest.raises(ValueError, match=message):
-        Job(sequence=64, **values).check_model(model)
+        Job(sequence=64, tp=tp, cp=cp).check_model(model)
 
 
 def test_bad_models_are_refused() -> None:
