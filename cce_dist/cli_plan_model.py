@@ -248,7 +248,7 @@ def _hardware(name: str) -> dict[str, Any]:
     if not Path(name).is_file():
         return dict(vars(find_hardware(name)))
     try:
-        values = json.loads(Path(name).read_text(encoding="utf-8"))
+        values = json.loads(Path(name).read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"hardware must be a readable JSON file, got {name}: {error}") from None
     if not isinstance(values, dict):

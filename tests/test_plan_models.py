@@ -393,7 +393,7 @@ def test_windows_of_a_file() -> None:
         ({"hidden_size": None}, "hidden_size of llama must be an integer >= 1, got None"),
         ({"vocab_size": "many"}, "vocab_size of llama must be an integer >= 1, got 'many'"),
         ({"num_attention_heads": 0}, "num_attention_heads of llama must be an integer >= 1, got 0"),
-        ({"text_config": {}}, "model_type must be that of a text model"),
+        ({"text_config": {}}, "text_config of llama must have the model_type of a text model"),
         (
             {"model_type": "qwen2", "use_sliding_window": True},
             "use_sliding_window = True of qwen2 is not understood",

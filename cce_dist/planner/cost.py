@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from .hardware import Hardware
 from .job import Job
+from .linear_attention import LinearAttention
 from .models import Model
 
 # A backward reads and writes twice what the forward does.
@@ -50,8 +51,7 @@ def collective(hardware: Hardware, ranks: int, size: float, *, rounds: float = 1
 
 def visible_tokens(model: Model, job: Job, index: int) -> float:
     """How many tokens one looks back at, on average: half of the sequence, or the window."""
-    everywhere = model.window_every and (index + 1) % model.window_every == 0
-    window = 0 if everywhere else model.window
+    window = model.window if model.attention_of(index) == "window" else 0
     if not window or window >= job.sequence:
         return job.sequence / 2
     return window - window * window / (2 * job.sequence)
@@ -59,6 +59,8 @@ def visible_tokens(model: Model, job: Job, index: int) -> float:
 
 def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerCost:
     """Of the model's `index`-th layer."""
+    if model.attention_of(index) == "image":
+        return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0)
     tokens, tp, soft = job.tokens, job.tp, job.software
     split = tp if job.sequence_parallel else 1
     is_dense = index < model.dense_layers or not model.experts
@@ -70,10 +72,9 @@ def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerC
 
     traffic = soft.gated_traffic if model.gated else soft.plain_traffic
     mlp_kept = soft.gated_kept if model.gated else soft.plain_kept
-    rope = (model.heads + model.kv_heads) * model.key_dim
     moved = tokens * (
         job.hidden_bytes * model.dim * (2 * model.norms + 3 * min(2, model.norms)) / split
-        + (soft.rope_traffic * rope * (model.positions == 0) + traffic * width) / tp
+        + (_attention_traffic(model, job, index) + traffic * width) / tp
         + 4.0 * model.dim * _copies(model, is_dense)
     )
     # A mask of what attention gives, and one of the MLP.
@@ -84,7 +85,7 @@ def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerC
     ring = _ring(model, job, hardware)
     forward = products + max(attention.forward, ring) + elementwise + told
     backward = gradients + max(attention.backward, 2 * ring) + BACKWARD * elementwise + told_again
-    kept = tokens * _kept(model, job, mlp_kept * width, is_dense) + masks
+    kept = tokens * _kept(model, job, mlp_kept * width, index) + masks
     working = tokens * (4.0 * width / tp + 4.0 * model.dim / split)
     if job.recompute != "selective":
         kept += attention.scores
@@ -113,6 +114,12 @@ class _Attention:
 
 
 def _attention(model: Model, job: Job, hardware: Hardware, index: int) -> _Attention:
+    linear = _linear_of(model, index)
+    if linear:
+        flops = job.tokens * linear.flops / job.tp
+        forward = flops / (hardware.flops * hardware.attention_forward)
+        backward = flops / (hardware.flops * hardware.attention_backward)
+        return _Attention(flops, forward, ATTENTION_BACKWARD * backward, 0.0)
     per_score = 2.0 * model.heads * (model.key_dim + model.head_value_dim)
     flops = job.tokens * visible_tokens(model, job, index) * per_score / job.tp
     if job.attention_kernels != "unfused":
@@ -132,6 +139,21 @@ def _attention(model: Model, job: Job, hardware: Hardware, index: int) -> _Atten
     return _Attention(flops, products + seconds, 2 * products + BACKWARD * seconds, scores)
 
 
+def _linear_of(model: Model, index: int) -> LinearAttention | None:
+    return model.linear if model.attention_of(index) == "linear" else None
+
+
+def _attention_traffic(model: Model, job: Job, index: int) -> float:
+    """Bytes of a token between its products with weights and attention, through memory."""
+    linear = _linear_of(model, index)
+    if linear:
+        return linear.traffic
+    # A gate is read, and values are read and written again.
+    gate = 6.0 * model.heads * model.head_value_dim * model.query_gate
+    rope = (model.heads + model.kv_heads) * model.key_dim
+    return job.software.rope_traffic * rope * (model.positions == 0) + gate
+
+
 def active_mlp_dim(model: Model, is_dense: bool, index: int) -> float:
     """Of all MLPs that one token goes through."""
     if index < model.dense_layers:
@@ -145,21 +167,7 @@ def active_mlp_dim(model: Model, is_dense: bool, index: int) -> float:
 def _shapes(model: Model, job: Job, is_dense: bool, index: int) -> list[tuple[float, float, float]]:
     """Of the forward's products on one rank: rows (tokens), columns, inner dims."""
     dim, tp, tokens = model.dim, job.tp, float(job.tokens)
-    queries, values = model.heads * model.key_dim, model.heads * model.head_value_dim
-    if model.kv_rank:
-        inner = float(model.query_rank or dim)
-        made = model.heads * (model.size_of_head + model.head_value_dim)
-        found: list[tuple[float, float, float]] = [
-            (tokens, queries / tp, inner),
-            (tokens, model.kv_rank + model.rope_dim, dim),
-            (tokens, made / tp, model.kv_rank),
-        ]
-        if model.query_rank:
-            found.append((tokens, model.query_rank, dim))
-    else:
-        keys = model.kv_heads * (model.key_dim + model.head_value_dim)
-        found = [(tokens, (queries + keys) / tp, dim)]
-    found.append((tokens, dim, values / tp))
+    found = _attention_shapes(model, job, index)
     wide = 2 if model.gated else 1
     if is_dense:
         width = active_mlp_dim(model, True, index) / tp
@@ -177,24 +185,54 @@ def _shapes(model: Model, job: Job, is_dense: bool, index: int) -> list[tuple[fl
     return [*found, (tokens, model.experts, dim)]
 
 
+def _attention_shapes(model: Model, job: Job, index: int) -> list[tuple[float, float, float]]:
+    dim, tp, tokens = model.dim, job.tp, float(job.tokens)
+    linear = _linear_of(model, index)
+    if linear:
+        return [(tokens, linear.columns / tp, dim), (tokens, dim, linear.values / tp)]
+    queries, values = model.heads * model.key_dim, model.heads * model.head_value_dim
+    if model.kv_rank:
+        inner = float(model.query_rank or dim)
+        made = model.heads * (model.size_of_head + model.head_value_dim)
+        found: list[tuple[float, float, float]] = [
+            (tokens, queries / tp, inner),
+            (tokens, model.kv_rank + model.rope_dim, dim),
+            (tokens, made / tp, model.kv_rank),
+        ]
+        if model.query_rank:
+            found.append((tokens, model.query_rank, dim))
+    else:
+        keys = model.kv_heads * (model.key_dim + model.head_value_dim)
+        found = [(tokens, (queries * (1 + model.query_gate) + keys) / tp, dim)]
+    return [*found, (tokens, dim, values / tp)]
+
+
 def _copies(model: Model, is_dense: bool) -> float:
     """Of a token's hidden state, to its experts and back."""
     return 0.0 if is_dense else 2.0 * (model.experts_per_token or model.experts)
 
 
-def _kept(model: Model, job: Job, mlp: float, is_dense: bool) -> float:
+def _kept(model: Model, job: Job, mlp: float, index: int) -> float:
     """Bytes a token, without what attention's scores need: the norms' inputs, what they give, what
     attention takes and gives, and the MLP's."""
     split = job.tp if job.sequence_parallel else 1
     found = model.dim * (job.hidden_bytes * model.norms + 2 * min(2, model.norms)) / split
+    is_dense = index < model.dense_layers or not model.experts
+    inputs = 2 * model.dim * _copies(model, is_dense) / 2
+    return found + (_attention_kept(model, job, index) + mlp) / job.tp + inputs
+
+
+def _attention_kept(model: Model, job: Job, index: int) -> float:
+    linear = _linear_of(model, index)
+    if linear:
+        return linear.kept
     queries, keys = model.heads * model.key_dim, model.kv_heads * model.key_dim
     values, out = model.kv_heads * model.head_value_dim, model.heads * model.head_value_dim
-    attention = 2 * (queries + keys + values + out)
+    # With a gate, which is kept, what attention gives is there before and after it.
+    attention = 2 * (queries + keys + values + out * (1 + 2 * model.query_gate))
     if job.software.joint_qkv and not model.positions:
         attention += 2 * (queries + keys)
-    attention += 4 * (model.kv_rank + model.query_rank)
-    inputs = 2 * model.dim * _copies(model, is_dense) / 2
-    return found + (attention + mlp) / job.tp + inputs
+    return attention + 4 * (model.kv_rank + model.query_rank)
 
 
 def _products(

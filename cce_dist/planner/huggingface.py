@@ -12,7 +12,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .huggingface_keys import HARMLESS_OF, keys_not_used, require_modelled
-from .huggingface_types import BIASES, DEFAULTS, FIXED, NAMES, QK_NORMS, TIED
+from .huggingface_parts import text_part
+from .huggingface_types import (
+    BIASES,
+    DEFAULTS,
+    EVEN_HEADS,
+    FIXED,
+    LINEAR,
+    NAMES,
+    QK_NORMS,
+    TIED,
+    UNREAD,
+    WINDOWS,
+)
+from .linear_attention import LinearAttention
 from .models import Model
 
 
@@ -31,7 +44,8 @@ def read_config(path: str | Path) -> FromConfig:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        # Some editors begin a file with a byte-order mark.
+        config = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"model must be a readable config.json, got {file}: {error}") from None
     if not isinstance(config, dict):
@@ -41,16 +55,13 @@ def read_config(path: str | Path) -> FromConfig:
 
 def model_from_config(config: Mapping[str, Any]) -> FromConfig:
     """Raises ValueError as `read_config`."""
-    if "text_config" in config:
-        raise ValueError(
-            "model_type must be that of a text model, got one with a text_config "
-            f"({config.get('model_type')!r}); save that part as a file of its own"
-        )
+    config, notes = text_part(config)
     kind = config.get("model_type")
     if kind not in FIXED:
         raise ValueError(f"model_type must be one of {sorted(FIXED)}, got {kind!r}")
     require_modelled(config, str(kind))
-    return _Reader(config, str(kind)).read()
+    found = _Reader(config, str(kind)).read()
+    return FromConfig(found.model, (*notes, *found.notes))
 
 
 class _Reader:
@@ -70,7 +81,8 @@ class _Reader:
     def number(self, key: str) -> int:
         name = self.names.get(key, key)
         value = self.value(name)
-        if value is None and name in self.defaults:
+        # A type's default is for files without the key.
+        if name not in self.config and name in self.defaults:
             return int(self.other(name, None))
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} of {self.kind} must be an integer >= 1, got {value!r}")
@@ -112,8 +124,7 @@ class _Reader:
         }
         if kind not in ("gpt2", "gpt_neo", "gpt_neox"):
             found["kv_heads"] = self._kv_heads(heads)
-        if self.value("head_dim") or kind == "qwen3_moe" or "head_dim" in self.defaults:
-            found["head_dim"] = self.number("head_dim")
+        self._head_dim(found)
         found["mlp_dim"] = self._mlp_dim(found["dim"])
         # Others' are computed, and only bound the sequence.
         self.read_keys.add("max_position_embeddings")
@@ -121,9 +132,13 @@ class _Reader:
             found["positions"] = self.number("max_position_embeddings")
         self._biases(found)
         self._norms(found)
+        self._unread()
         self._window(found)
+        self._linear(found)
         self._experts(found)
-        for key in ("quantization_config", "num_nextn_predict_layers"):
+        if kind == "mllama_text_model":
+            self._image_layers(found)
+        for key in ("quantization_config", "num_nextn_predict_layers", "mtp_num_hidden_layers"):
             if self.value(key):
                 self.notes.append(f"{key}: not modelled")
         unused = keys_not_used(self.config, self.read_keys)
@@ -132,9 +147,18 @@ class _Reader:
         self.notes.append("vocab_size: taken for the number of classes, padding included")
         return FromConfig(Model(**found), tuple(self.notes))
 
+    def _head_dim(self, found: dict[str, Any]) -> None:
+        value = self.value("head_dim")
+        if self.kind in EVEN_HEADS:
+            if value is not None and value * found["heads"] != found["dim"]:
+                even = f"transformers' {self.kind} does not read it"
+                self.notes.append(f"head_dim: {value}, but {even}: hidden_size / heads")
+        # A type's default is for files without the key.
+        elif value or ("head_dim" not in self.config and "head_dim" in self.defaults):
+            found["head_dim"] = self.number("head_dim")
+
     def _kv_heads(self, heads: int) -> int:
         key = "num_key_value_heads"
-        # A type's default is for files without the key.
         if key in self.config and self.value(key) is None:
             self.notes.append(f"{key}: null, taken for {heads}, as many as of queries")
             return heads
@@ -147,12 +171,18 @@ class _Reader:
             found |= dict.fromkeys(biases, bool(self.other(key, default)))
             return
         bias = self.value("attention_bias")
-        if bias is not None and kind != "qwen2":
+        if bias is not None and "attention_bias" not in UNREAD.get(kind, ()):
             if kind == "deepseek_v3" and bias:
                 raise ValueError("attention_bias = True of deepseek_v3 is not understood")
             found["qkv_bias"] = found["out_bias"] = bool(bias)
         if self.value("mlp_bias"):
             found["mlp_bias"] = True
+
+    def _unread(self) -> None:
+        for key in UNREAD.get(self.kind, ()):
+            # True is refused where a type has no such bias.
+            if self.value(key) is False:
+                self.notes.append(f"{key}: False, which transformers' {self.kind} does not read")
 
     def _norms(self, found: dict[str, Any]) -> None:
         if self.kind in QK_NORMS and self.value(QK_NORMS[self.kind]):
@@ -162,7 +192,7 @@ class _Reader:
             found["norms"] = 1
 
     def _mlp_dim(self, dim: int) -> int:
-        if self.kind in ("qwen2_moe", "qwen3_moe", "deepseek_v3"):
+        if self.kind in ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "deepseek_v3"):
             # intermediate_size is that of layers without experts.
             self.read_keys.add("intermediate_size")
             return self.number("moe_intermediate_size")
@@ -174,48 +204,84 @@ class _Reader:
 
     def _window(self, found: dict[str, Any]) -> None:
         kind = self.kind
-        if kind in ("gemma2", "gemma3_text"):
-            found["window"] = self.whole("sliding_window", None)
-            found["window_every"] = self._window_every(found["layers"])
+        if kind in WINDOWS:
+            found["window"] = self.said("sliding_window")
+            # Without a window both kinds of layer look back at all tokens.
+            self.read_keys.add("layer_types")
+            found["window_every"] = self._window_every(found["layers"]) if found["window"] else 0
+            return
+        if kind in LINEAR:
             return
         others = set(self.value("layer_types") or ()) - {"full_attention"}
         if others:
             raise ValueError(f"layer_types with {sorted(others)} of {kind} is not understood")
-        if kind in ("mistral", "mixtral", "phi3", "starcoder2"):
+        if kind in ("mistral", "ministral3", "mixtral", "phi3", "starcoder2"):
             found["window"] = self.said("sliding_window")
+            # Without a window both kinds of layer look back at all tokens.
+            self.read_keys.add("layer_types")
         elif kind == "smollm3":
             self.notes.append("no_rope_layers: counted as layers with rotary positions")
         elif kind == "gpt_neo":
             types = self.value("attention_types") or [[["global", "local"], 1]]
             if types[0][0] != ["global", "local"]:
                 raise ValueError(f"attention_types = {types!r} of gpt_neo is not understood")
-            found["window"], found["window_every"] = self.whole("window_size", 256), 2
+            found |= {"window": self.whole("window_size", 256), "window_every": 2}
+            # The first layer is a global one.
+            found["window_offset"] = 1
 
     def _window_every(self, layers: int) -> int:
         """Of which layers attention looks back at all tokens: each so-many-th; 0: none."""
-        types = self.value("layer_types")
-        if types is None and self.kind == "gemma2":
-            return 2
-        if types is None:
+        if self.value("layer_types") is not None:
+            return self._full_every(layers, "sliding_attention")
+        every = WINDOWS[self.kind]
+        if every is None:
             return self.whole("sliding_window_pattern", None, least=1)
-        full, sliding = "full_attention", "sliding_attention"
+        which = f"but each {every}. " if every else ""
+        self.notes.append(f"layer_types: not in the file, all {which}sliding as in transformers")
+        return every
+
+    def _full_every(self, layers: int, other: str) -> int:
+        """Each how-manieth of layer_types is full attention, all others are `other`; 0: none."""
+        types, full = self.value("layer_types"), "full_attention"
         every = types.index(full) + 1 if full in types else 0
-        rule = [sliding if not every or index % every else full for index in range(1, layers + 1)]
+        rule = [other if not every or index % every else full for index in range(1, layers + 1)]
         if types != rule:
             raise ValueError(
                 f"layer_types of {self.kind} must be {full!r} for each n-th of {layers} layers and "
-                f"{sliding!r} for all others, got {types!r}"
+                f"{other!r} for all others, got {types!r}"
             )
         return every
+
+    def _linear(self, found: dict[str, Any]) -> None:
+        if self.kind not in LINEAR:
+            return
+        self.read_keys.add("full_attention_interval")
+        if self.value("layer_types") is None:
+            found["linear_every"] = self.number("full_attention_interval")
+        else:
+            found["linear_every"] = self._full_every(found["layers"], "linear_attention")
+        found["linear"] = LinearAttention(
+            key_heads=self.number("linear_num_key_heads"),
+            value_heads=self.number("linear_num_value_heads"),
+            key_dim=self.number("linear_key_head_dim"),
+            value_dim=self.number("linear_value_head_dim"),
+            kernel=self.number("linear_conv_kernel_dim"),
+        )
+        self.notes.append("linear attention: time and memory by a formula, not measured")
+
+    def _image_layers(self, found: dict[str, Any]) -> None:
+        key, usual = "cross_attention_layers", [3, 8, 13, 18, 23, 28, 33, 38]
+        found["image_layers"] = tuple(self.other(key, usual))
+        self.notes.append(f"{key}: text passes them by; attention to images is not modelled")
 
     def _experts(self, found: dict[str, Any]) -> None:
         if self.kind == "mixtral":
             found["experts"] = self.number("num_local_experts")
             found["experts_per_token"] = self.number("num_experts_per_tok")
-        elif self.kind in ("qwen2_moe", "qwen3_moe"):
+        elif self.kind in ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text"):
             found["experts"] = self.number("num_experts")
             found["experts_per_token"] = self.number("num_experts_per_tok")
-            if self.kind == "qwen2_moe":
+            if self.kind != "qwen3_moe":
                 found["shared_mlp_dim"] = self.number("shared_expert_intermediate_size")
         elif self.kind == "deepseek_v3":
             found |= {

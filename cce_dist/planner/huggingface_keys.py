@@ -23,11 +23,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 # have no window without it.
 OWN: dict[str, tuple[str, ...]] = {
     "num_local_experts": ("mixtral",),
-    "num_experts": ("qwen2_moe", "qwen3_moe"),
+    "num_experts": ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text"),
     "n_routed_experts": ("deepseek_v3",),
     "n_shared_experts": ("deepseek_v3",),
-    "moe_intermediate_size": ("qwen2_moe", "qwen3_moe", "deepseek_v3"),
-    "shared_expert_intermediate_size": ("qwen2_moe",),
+    "moe_intermediate_size": ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "deepseek_v3"),
+    "shared_expert_intermediate_size": ("qwen2_moe", "qwen3_5_moe_text"),
     "kv_lora_rank": ("deepseek_v3",),
     "q_lora_rank": ("deepseek_v3",),
     "qk_nope_head_dim": ("deepseek_v3",),
@@ -35,23 +35,58 @@ OWN: dict[str, tuple[str, ...]] = {
     "v_head_dim": ("deepseek_v3",),
     "sliding_window": (
         "mistral",
+        "ministral",
+        "ministral3",
         "mixtral",
+        "exaone4",
+        "olmo3",
         "phi3",
         "starcoder2",
         "gemma2",
         "gemma3_text",
         "qwen2",
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
         "qwen2_moe",
         "qwen3",
         "qwen3_moe",
         "smollm3",
     ),
-    "sliding_window_pattern": ("gemma3_text",),
+    "sliding_window_pattern": ("gemma3_text", "exaone4"),
     "window_size": ("gpt_neo",),
     "attention_types": ("gpt_neo",),
     "mlp_bias": ("llama", "granite", "smollm3"),
     "use_qk_norm": ("cohere",),
     "qk_layernorm": ("stablelm",),
+    "attn_output_gate": ("qwen3_5_text", "qwen3_5_moe_text"),
+    "attention_bias": (
+        "llama",
+        "qwen2",
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "phi",
+        "gpt_neox",
+        "deepseek_v3",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "granite",
+        "glm4",
+        "smollm3",
+        "cohere",
+    ),
+}
+# Of the parts below, those that are modelled in files of some types.
+_MODELLED = {
+    "linear attention": ("qwen3_5_text", "qwen3_5_moe_text"),
+    "cross attention": ("mllama_text_model",),
 }
 # What a model with one of these has that no model here has.
 _ELSE: dict[str, tuple[str, ...]] = {
@@ -153,6 +188,8 @@ HARMLESS_OF: dict[str, tuple[str, ...]] = {
         "residual_multiplier",
     ),
     "olmo": ("clip_qkv",),
+    "qwen3_5_text": ("mamba_ssm_dtype", "mlp_only_layers", "mtp_use_dedicated_embeddings"),
+    "qwen3_5_moe_text": ("mamba_ssm_dtype", "mtp_use_dedicated_embeddings"),
     "smollm3": ("no_rope_layer_interval", "no_rope_layers"),
     # Of these transformers reads norm_epsilon alone.
     "starcoder2": (
@@ -174,7 +211,7 @@ def require_modelled(config: Mapping[str, Any], kind: str) -> None:
         if config.get(key) and kind not in kinds:
             raise ValueError(f"{key} = {config[key]!r} of {kind} is not understood")
     for key in config:
-        if config[key] and key in _ELSEWHERE:
+        if config[key] and key in _ELSEWHERE and kind not in _MODELLED.get(_ELSEWHERE[key], ()):
             raise ValueError(
                 f"{key} = {config[key]!r} of {kind} is not modelled: {_ELSEWHERE[key]}"
             )
@@ -182,7 +219,8 @@ def require_modelled(config: Mapping[str, Any], kind: str) -> None:
 
 def keys_not_used(config: Mapping[str, Any], read: Iterable[str]) -> list[str]:
     """Keys of a file that nobody has read, and that may matter; one of null says nothing."""
-    known = {*read, *REFUSED, *OWN, *_ELSEWHERE, *_HARMLESS}
+    absent = (key for key in _ELSEWHERE if not config.get(key))
+    known = {*read, *REFUSED, *OWN, *absent, *_HARMLESS}
     return sorted(
         key
         for key, value in config.items()

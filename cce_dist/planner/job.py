@@ -316,6 +316,7 @@ class Job:
                 raise ValueError(
                     f"tp must {what}, got {self.tp}; the nearest is {_nearest_of(works, self.tp)}"
                 )
+        self._check_linear(model)
         if self.ep > 1 and (not model.experts or model.experts % self.ep):
             shared = gcd(model.experts, self.dp * self.cp)
             near = _nearest_of(_divisors(shared), self.ep) if model.experts else 1
@@ -343,6 +344,21 @@ class Job:
             raise ValueError(
                 f"tokens of a microbatch must be a multiple of tp, {self.tp}, under sequence "
                 f"parallelism, got {self.tokens}; the nearest is {_nearest(self.tokens, self.tp)}"
+            )
+
+    def _check_linear(self, model: Model) -> None:
+        if not model.linear:
+            return
+        heads = gcd(model.linear.key_heads, model.linear.value_heads)
+        if heads % self.tp:
+            raise ValueError(
+                f"tp must divide the {heads} heads of keys of the model's linear attention, got "
+                f"{self.tp}; the nearest is {_nearest_of(_divisors(heads), self.tp)}"
+            )
+        if self.cp > 1:
+            raise ValueError(
+                "cp must be 1 with linear attention, whose state between ranks is not modelled, "
+                f"got {self.cp}"
             )
 
 

@@ -35,7 +35,7 @@ def predict_file(path: str | Path, **instead: Any) -> Prediction:
     """
     file = Path(path)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"times must be a readable JSON file, got {file}: {error}") from None
     if not isinstance(found, dict):

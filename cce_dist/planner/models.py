@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .linear_attention import LinearAttention
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -12,6 +14,7 @@ class Model:
     Args:
         classes: V of the loss, the tokenizer's size.
         rows: of the embedding and the head, padding included; None: classes.
+        more_rows: that the embedding alone has beside those.
         mlp_dim: of one expert where there are several.
         head_dim: None: dim / heads.
         gated: three matrices in the MLP rather than two.
@@ -27,9 +30,15 @@ class Model:
         qk_norm_heads: those have weights for each head, or are over all heads at once.
         window, window_every: tokens that attention looks back at, in all but each window_every-th
             layer (0: in every layer); a window of 0: all tokens.
+        window_offset: how many layers earlier each window_every-th comes.
         kv_rank, query_rank, rope_dim, value_dim: of multi-head latent attention, arXiv:2405.04434:
             what keys and values, and queries, are made from; dims of a head with positions, beside
             those of head_dim; dims of a value. 0: other attention (query_rank: from hidden).
+        query_gate: queries are made with a gate of their size, for the values of each head.
+        linear, linear_every: attention of all but each linear_every-th layer (0: of every layer);
+            None: no layer has linear attention.
+        image_layers: indices of layers with cross attention to images. Text passes them by, so
+            they have parameters and take no time.
         buffers: numbers beside the parameters that a checkpoint holds, such as causal masks.
     Raises:
         ValueError: a size below 1, heads that kv_heads do not divide, more classes than rows, a
@@ -43,6 +52,7 @@ class Model:
     heads: int
     kv_heads: int
     rows: int | None = None
+    more_rows: int = 0
     head_dim: int | None = None
     gated: bool = True
     tied: bool = False
@@ -65,10 +75,15 @@ class Model:
     qk_norm_heads: bool = False
     window: int = 0
     window_every: int = 0
+    window_offset: int = 0
     kv_rank: int = 0
     query_rank: int = 0
     rope_dim: int = 0
     value_dim: int = 0
+    query_gate: bool = False
+    linear: LinearAttention | None = None
+    linear_every: int = 0
+    image_layers: tuple[int, ...] = ()
     buffers: int = 0
 
     def __post_init__(self) -> None:
@@ -100,6 +115,8 @@ class Model:
                 "shared_experts must be >= 1 with shared_mlp_dim or shared_gate, got "
                 f"{self.shared_experts}"
             )
+        if self.more_rows and self.tied:
+            raise ValueError(f"more_rows must be 0 in a tied model, got {self.more_rows}")
         if self.qk_norm_heads and not self.qk_norm:
             raise ValueError("qk_norm must be True with qk_norm_heads, got False")
 
@@ -132,7 +149,7 @@ class Model:
             keys = self.dim * (self.kv_rank + self.rope_dim) + self.kv_rank * each
             return queries + keys + self.heads * self.head_value_dim * self.dim
         inner, outer = self.heads * self.size_of_head, self.kv_heads * self.size_of_head
-        return 2 * self.dim * inner + 2 * self.dim * outer
+        return (2 + self.query_gate) * self.dim * inner + 2 * self.dim * outer
 
     @property
     def attention_parameters(self) -> int:
@@ -142,7 +159,28 @@ class Model:
         inner, outer = self.heads * self.size_of_head, self.kv_heads * self.size_of_head
         normed = self.heads + self.kv_heads if self.qk_norm_heads else 2
         norms = normed * self.size_of_head * self.qk_norm
-        return found + (inner + 2 * outer) * self.qkv_bias + norms
+        made = inner * (1 + self.query_gate) + 2 * outer
+        return found + made * self.qkv_bias + norms
+
+    def attention_of(self, index: int) -> str:
+        """ "full", "window", "linear" or "image": the attention of the `index`-th layer."""
+        if index in self.image_layers:
+            return "image"
+        for name, has, every, offset in (
+            ("linear", self.linear, self.linear_every, 0),
+            ("window", self.window, self.window_every, self.window_offset),
+        ):
+            if has and not (every and (index + 1 + offset) % every == 0):
+                return name
+        return "full"
+
+    def attention_parameters_of(self, index: int) -> int:
+        kind = self.attention_of(index)
+        if kind == "linear" and self.linear:
+            return self.linear.parameters(self.dim)
+        # Norms of a head's queries and keys, and gates of attention and MLP, of a number each.
+        image = 2 * self.size_of_head + 2 if kind == "image" else 0
+        return self.attention_parameters + image
 
     def mlp_of(self, mlp_dim: int) -> int:
         inner = 2 if self.gated else 1
@@ -176,7 +214,8 @@ class Model:
     def parameters_of_layer(self, index: int) -> int:
         is_dense = index < self.dense_layers
         mlp = self.mlp_of(self.dense_mlp_dim) if is_dense else self.mlp_parameters
-        return self.attention_parameters + mlp + self.norms * self.norm_parameters
+        attention = self.attention_parameters_of(index)
+        return attention + mlp + self.norms * self.norm_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -184,8 +223,8 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        embedding = (self.num_rows + self.positions) * self.dim
-        head = 0 if self.tied else self.head_parameters
+        embedding = (self.num_rows + self.more_rows + self.positions) * self.dim
+        head = self.num_rows * self.head_bias if self.tied else self.head_parameters
         layers = sum(self.parameters_of_layer(index) for index in range(self.layers))
         return embedding + head + layers + self.norm_parameters
 

@@ -63,14 +63,20 @@ class Costs:
     @property
     def embedding_parameters(self) -> float:
         """Of the first stage, or of every rank where the head is over all and tied to it."""
-        rows = self.rows / (self.job.head_ranks if self.is_embedding_shared else self.job.tp)
+        ranks = self.job.head_ranks if self.is_embedding_shared else self.job.tp
+        rows = (self.rows + self.model.more_rows) / ranks
         return (rows + self.model.positions) * self.model.dim
 
     @property
     def head_parameters(self) -> float:
         if self.job.loss == "none" and self.model.tied:
             return 0.0
-        return self.rows * (self.model.dim + self.model.head_bias) / self.job.head_ranks
+        return self.rows * self.model.dim / self.job.head_ranks + self.head_bias
+
+    @property
+    def head_bias(self) -> float:
+        """Parameters of the head that no embedding has."""
+        return self.rows * self.model.head_bias / self.job.head_ranks
 
     @property
     def is_embedding_shared(self) -> bool:
@@ -103,11 +109,10 @@ class Costs:
 def costs_of(model: Model, job: Job, hardware: Hardware) -> Costs:
     """Raises ValueError: the model cannot be cut like this."""
     job.check_model(model)
-    alike: dict[tuple[bool, float], LayerCost] = {}
+    alike: dict[tuple[bool, str], LayerCost] = {}
     layers = []
     for index in range(model.layers):
-        every = model.window_every
-        key = (index < model.dense_layers, (index + 1) % every if every else 0)
+        key = (index < model.dense_layers, model.attention_of(index))
         if key not in alike:
             alike[key] = layer_cost(model, job, hardware, index)
         layers.append(alike[key])
@@ -146,7 +151,7 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
     # On one rank with the embedding: alone, or at the end of a V.
     is_tied_here = model.tied and (job.pp == 1 or job.schedule_name == "zbv")
     if has_head:
-        parameters += 0.0 if is_tied_here else costs.head_parameters
+        parameters += costs.head_bias if is_tied_here else costs.head_parameters
         flops += head.flops
         forward, backward = forward + head.forward, backward + head.backward
         seconds = head.forward + head.backward
