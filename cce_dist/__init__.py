@@ -5,8 +5,9 @@ ranks merge by log-add-exp. Start with `linear_cross_entropy`.
 """
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+_why: Exception | None = None
 try:
     from cce_dist.collectives import all_reduce_logaddexp
     from cce_dist.compute import LogitMoments, LossOutput
@@ -23,10 +24,29 @@ except (ImportError, OSError) as error:
     # `cce-dist doctor` has to start where torch does not: it says why, as does every name here.
     _why = error
 
+if TYPE_CHECKING:
+    __version__: str
+else:
+    # A type checker would take any name for one of these.
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
+        if name == "__version__":
+            return _installed_version()
+        if _why is None or name not in __all__:
             raise AttributeError(f"module 'cce_dist' has no attribute {name!r}")
         raise ImportError(f"cce_dist.{name} needs torch, which cannot be imported") from _why
+
+
+def _installed_version() -> str:
+    import importlib.metadata
+    from pathlib import Path
+
+    try:
+        return importlib.metadata.version("cce-dist")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise AttributeError(
+            "cce_dist.__version__ is the installed package's, and cce-dist is not installed: "
+            f"pip install {Path(__file__).parent.parent}"
+        ) from error
 
 
 __all__ = [

@@ -8,18 +8,40 @@ from typing import Annotated
 
 import typer
 
+import cce_dist
+
 from .bench.cli import app as bench_app
 from .cli_doctor import doctor
 from .cli_eval import evaluate
+from .cli_extras import need_modules
 from .cli_plan import app as plan_app
 from .cli_report import report
 
 app = typer.Typer(
     help="Train with, and measure, a loss whose vocabulary is sharded over ranks.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if not asked:
+        return
+    try:
+        typer.echo(f"cce-dist {cce_dist.__version__}")
+    except AttributeError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit
+
+
+@app.callback()
+def command(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None: ...
 
 
 class Comparison(str, Enum):
@@ -49,6 +71,7 @@ def train(
     from .train.errors import ConfigError
     from .train.job import run_job
 
+    need_modules("matplotlib", "tokenizers")
     try:
         overrides = parse_overrides(context.args)
     except ConfigError as error:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .cli_extras import need_modules
 from .cli_output import check_output
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def evaluate(
     """
     from .train.perplexity import Request, run_evaluation
 
+    need_modules("tokenizers")
     request = Request(
         run=run,
         texts=tuple(texts),

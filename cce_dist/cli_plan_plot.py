@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from .cli_extras import need_modules
 from .planner.hardware import GIB
 from .planner.plan import Plan
 from .planner.predict import Prediction
@@ -36,8 +37,16 @@ SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def require_picture(path: Path | None) -> None:
-    """Before anything is computed. Raises ValueError: matplotlib has no such format."""
-    if path is not None and path.suffix.lower() not in SUFFIXES:
+    """Before anything is computed.
+
+    Raises:
+        ModuleNotFoundError: there is no matplotlib.
+        ValueError: it has no such format.
+    """
+    if path is None:
+        return
+    need_modules("matplotlib")
+    if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"plot must end with one of {', '.join(SUFFIXES)}, got {path}")
 
 

@@ -301,6 +301,8 @@ def test_bench_evidence_refuses(tmp_path: Path) -> None:
         (["fidelity", "--inputs", new, "--record", "x.csv"], "record must be the path of a .json"),
         (["probabilities", "--inputs", new, "--record", "a b.json"], "name must be lower-case"),
         (["probabilities", "--inputs", "zip"], "inputs must be one of"),
+        (["probabilities", "--inputs", "zipf"], "inputs must be a file of"),
+        (["fidelity", "--inputs", "zipf"], "inputs must be a file of"),
     ):
         assert message in refuse(*arguments)
     wrong = replace(inputs, token_counts=torch.ones(3))

@@ -62,7 +62,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"train": ANY},
     {"testing": {"torch", "triton", "numpy"}},
     {"doctor": {"torch", "triton", "numpy"}},
-    {"cli_output": set()},
+    {"cli_extras": set(), "cli_output": set()},
     {"cli_plan_plot": {"matplotlib"}, "cli_plan_tables": {"rich"}},
     {"cli_plan_model": {"typer"}, "cli_doctor": {"typer", "rich"}, "cli_eval": {"typer", "rich"}},
     {"evidence": {"numpy"}},

@@ -84,7 +84,7 @@ def case_of(
         raise ValueError(f"device must be cpu where torch finds no GPU, got {device!r}")
     if kind not in KINDS and not Path(kind).is_file():
         raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
-    if kind not in KINDS and not is_zipfile(kind):
+    if not (shape.vocab_size if kind in KINDS else is_zipfile(kind)):
         raise ValueError(f"inputs must be a file of `cce-dist bench capture`, got {kind!r}")
     check_softcap(softcap)
 

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from cce_dist.cli_extras import need_modules
+
 from .arguments import (
     BackendName,
     Budget,
@@ -90,6 +92,8 @@ def loss_command(
     from .suite import measure_all
     from .variants import check_parts
 
+    if plots is not None:
+        need_modules("matplotlib")
     sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
     with refusals():
         settings = Settings(
@@ -313,6 +317,7 @@ def capture(
     """
     from .capture import capture_inputs, load_capture_config, make_capture_config
 
+    need_modules("tokenizers")
     steps = step or ([] if seconds is not None else [0, 10, 100, 300])
     num_steps = max([*steps, 1])
     with refusals():

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cce_dist.cli_extras import need_modules
+
 from .arguments import BackendName, Names, PeerPath, Size, Threads
 from .cases import machine_of, refusals
 
@@ -93,6 +95,7 @@ def converge_command(
     from .converge_plan import Plan, Sizes, as_start, default_methods, parse_slice, settings_of
     from .methods import parse_backend
 
+    need_modules("tokenizers")
     sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
     on_gpu = torch.cuda.is_available()
     with refusals():

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cce_dist.cli_extras import need_modules
+
 from .arguments import CsvPath, Device, Dtype, JsonPath, Names, Size
 from .cases import machine_of, refusals
 
@@ -51,6 +53,8 @@ def pipeline_command(
     from .report import Report
     from .shapes import Shape
 
+    if plot_path is not None:
+        need_modules("matplotlib")
     with refusals():
         if model not in MODELS:
             raise ValueError(f"model must be among {list(MODELS)}, got {model!r}")

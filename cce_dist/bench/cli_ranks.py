@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cce_dist.cli_extras import need_modules
+
 from .arguments import (
     BackendName,
     CsvPath,
@@ -181,6 +183,7 @@ def train_command(
     from .report import Report
     from .training import LOSSES, bench_training
 
+    need_modules("tokenizers")
     sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
     with refusals():
         try:

@@ -1,0 +1,138 @@
+"""What an installed cce-dist can do, found out in its own environment: tests/test_install.py.
+
+    python -I install_probe.py FOUND modules                imports and helps
+    python -I install_probe.py FOUND commands ANSWERS ONLY  subcommands' exit codes and output
+
+FOUND is the JSON file to write.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import pkgutil
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("cce_dist", "megatron_patch")
+
+
+def main(path: str, what: str, *rest: str) -> None:
+    found = find_modules() if what == "modules" else run_commands(json.loads(rest[0]), rest[1])
+    Path(path).write_text(json.dumps(found))
+
+
+def subcommands() -> Iterator[tuple[list[str], Any]]:
+    """Words and command of each, groups too; typer's own tree, so that a new one is here."""
+    import typer
+
+    from cce_dist.cli import app
+
+    waiting: list[tuple[list[str], Any]] = [([], typer.main.get_command(app))]
+    while waiting:
+        words, command = waiting.pop(0)
+        yield words, command
+        children = getattr(command, "commands", {})
+        waiting += [([*words, name], child) for name, child in children.items()]
+
+
+def find_modules() -> dict[str, Any]:
+    """Modules that cannot be imported, third-party ones that are named anywhere, and all helps."""
+    failures, third_party, helps = {}, {}, {}
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        for info in pkgutil.walk_packages(spec.submodule_search_locations, f"{package}."):
+            if info.name.endswith(".__main__"):
+                continue
+            try:
+                module = importlib.import_module(info.name)
+            except Exception as error:
+                failures[info.name] = getattr(error, "name", None) or repr(error)
+                continue
+            for name in named_in(Path(str(module.__file__))):
+                third_party[name] = importlib.util.find_spec(name) is not None
+    for words, command in subcommands():
+        try:
+            command.main(["--help"], prog_name=" ".join(["cce-dist", *words]))
+        except SystemExit as done:
+            helps[" ".join(words)] = done.code
+    return {"failures": failures, "third_party": third_party, "helps": helps}
+
+
+def named_in(path: Path) -> Iterator[str]:
+    """Third-party packages that its import statements name, in functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in names:
+            top = name.partition(".")[0]
+            if top not in PACKAGES and top not in sys.stdlib_module_names:
+                yield top
+
+
+def run_commands(answers: dict[str, str], only: str) -> dict[str, tuple[int, str]]:
+    """Runs those whose words the pattern `only` matches, with what `answers` has for their
+    parameters, each in a fork: torch is imported once."""
+    found = {}
+    for words, command in subcommands():
+        name = " ".join(words)
+        if not hasattr(command, "commands") and re.fullmatch(only, name):
+            found[name] = run_forked([*words, *arguments_of(command, answers)])
+    return found
+
+
+def arguments_of(command: Any, answers: dict[str, str]) -> list[str]:
+    """Of a flag the answer is ""."""
+    given: list[str] = []
+    for parameter in command.params:
+        for name in [*parameter.opts, *parameter.secondary_opts]:
+            if name in answers:
+                given += [name] if name.startswith("-") else []
+                given += [answers[name]] if answers[name] else []
+    return given
+
+
+def run_forked(arguments: list[str]) -> tuple[int, str]:
+    """Exit code and all output."""
+    with tempfile.TemporaryFile("w+") as file:
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+            os._exit(run(arguments))
+        _, status = os.waitpid(child, 0)
+        file.seek(0)
+        return os.waitstatus_to_exitcode(status), file.read()
+
+
+def run(arguments: list[str]) -> int:
+    from cce_dist.__main__ import main
+
+    sys.argv[1:] = arguments
+    code = 1
+    try:
+        main()
+    except SystemExit as done:
+        code = int(done.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,259 @@
+"""The wheel, installed with each extra into an environment that has nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from installs import NAME, build, make_environment, metadata_of, run
+from launch_jobs import write_config
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
+
+import cce_dist
+from cce_dist.cli import app
+from cce_dist.cli_extras import CORE, EXTRAS, explain_missing, need_modules
+
+# Environments are made, and torch is imported in each.
+pytestmark = pytest.mark.timeout(240)
+
+ROOT = Path(__file__).parent.parent
+PROBE = Path(__file__).parent / "install_probe.py"
+# All but `test`, whose environment is the one that runs this.
+CHOICES = (CORE, "train", "bench", "mpi", "megatron")
+# Extras that bring what another brings.
+BRINGS = {"bench": "train"}
+# Without Triton, which torch's CUDA build brings, and without what extras bring.
+OPTIONAL = r"cce_dist\.(kernels|local_triton\w*|train|bench|testing)\b.*"
+# Subcommands that train, or read what training has written.
+TRAINING = ("train", "eval", "bench capture", "bench converge", "bench train")
+PLAIN = {
+    "--device": "cpu",
+    "--dtype": "float32",
+    "--backend": "torch",
+    "--shape": "64x600x16",
+    "--vocab": "600",
+    "--dim": "16",
+    "--tokens": "64",
+    "--repeats": "3",
+    "--method": "exact",
+    "--gradient": "exact",
+    "--share": "1",
+    "--peers": "none",
+    "--table": "1",
+    "--seconds": "0",
+    "name": "gemma2-2b",
+}
+
+Environments = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return build(ROOT, tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="module")
+def environments(
+    built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Environments:
+    """Of an extra its environment's Python."""
+    made: dict[str, Path] = {}
+
+    def environment(extra: str) -> Path:
+        if extra not in made:
+            folder = tmp_path_factory.mktemp(extra or "plain")
+            made[extra] = make_environment(folder, built[1], extra)
+        return made[extra]
+
+    return environment
+
+
+def missing_by_right(extra: str) -> set[str]:
+    """Modules that an installation with `extra` need not have."""
+    brought = {CORE, extra, BRINGS.get(extra, CORE)}
+    return {"triton", *(name for name, of in EXTRAS.items() if of not in brought)}
+
+
+@pytest.mark.parametrize("extra", CHOICES, ids=lambda extra: extra or "plain")
+def test_an_extra_brings_what_its_modules_import(
+    extra: str, environments: Environments, tmp_path: Path
+) -> None:
+    path = tmp_path / "found.json"
+    run([str(environments(extra)), "-I", str(PROBE), str(path), "modules"])
+    found = json.loads(path.read_text())
+    may_miss = missing_by_right(extra)
+    failed = {
+        module: why
+        for module, why in found["failures"].items()
+        if why not in may_miss or not re.fullmatch(OPTIONAL, module)
+    }
+    assert failed == {}
+    # Named in functions too: those imports come late.
+    absent = {name for name, is_there in found["third_party"].items() if not is_there}
+    assert absent <= may_miss
+    assert set(found["third_party"]) <= {"triton", *EXTRAS}
+    assert {"", "train", "doctor", "bench loss", "plan model"} <= set(found["helps"])
+    assert {words: code for words, code in found["helps"].items() if code} == {}
+
+
+def run_subcommands(
+    python: Path, folder: Path, only: str, **more: str
+) -> dict[str, tuple[int, str]]:
+    """Exit code and output of those whose words `only` matches, in moments of work."""
+    config = write_config(folder, steps=2, batch=2)
+    cache, text = str(folder / "cache"), argparse.__file__
+    answers = {**PLAIN, "config": str(config), "run": str(folder / "runs" / "tiny"), "texts": text}
+    answers |= {"--cache": cache, "--data": text, "path": str(folder / "none.json"), **more}
+    path = folder / "found.json"
+    command = [str(python), "-I", str(PROBE), str(path), "commands", json.dumps(answers), only]
+    run(command, cwd=folder)
+    return json.loads(path.read_text())
+
+
+def test_the_plain_install_works_or_names_the_extra(
+    environments: Environments, tmp_path: Path
+) -> None:
+    found = run_subcommands(environments(CORE), tmp_path, ".*")
+    for words, (code, output) in found.items():
+        assert code in (0, 2), f"{words}: {output}"
+        assert "Traceback" not in output, f"{words}: {output}"
+        extra = "bench" if words.startswith("bench") else "train"
+        says = (
+            rf"error: `cce-dist {words}` needs \w+, which is not installed: "
+            rf"pip install 'cce-dist\[{extra}\]'\n"
+        )
+        assert (re.fullmatch(says, output) is not None) == (words in TRAINING), output
+    works = {words for words, (code, _) in found.items() if code == 0}
+    assert {"doctor", "plan model", "plan paper", "bench loss", "bench ranks"} <= works
+    plot = [str(environments(CORE).parent / "cce-dist"), "plan", "paper", "--plot", "x.png"]
+    done = run(plot, cwd=tmp_path, check=False)
+    assert done.returncode == 2 and "`cce-dist plan paper` needs matplotlib" in done.stderr
+
+
+@pytest.mark.parametrize("extra", ["train", "bench"])
+def test_an_extra_is_enough_to_train(
+    extra: str, environments: Environments, tmp_path: Path
+) -> None:
+    only = "train|eval" if extra == "train" else "bench (train|capture|converge)"
+    sizes = {"--steps": "2", "--checkpoint-steps": "2", "--evaluations": "1", "--seeds": "1"}
+    small = {"--layers": "1", "--batch": "2", "--sequence-length": "16", "--megabytes": "0.05"}
+    short = {"--start": "random", "--held-out-tokens": "64", "--warmup": "1"}
+    timed = {"--warmup-steps": "1", "--timed-steps": "1", "--no-largest": ""}
+    found = run_subcommands(environments(extra), tmp_path, only, **sizes, **small, **short, **timed)
+    assert len(found) == (2 if extra == "train" else 3)
+    for words, (code, output) in found.items():
+        assert code == 0, f"{words}: {output}"
+
+
+def test_version(built: tuple[Path, Path], environments: Environments) -> None:
+    version, python = metadata_of(built[1])["Version"], environments(CORE)
+    for command in ([str(python.parent / "cce-dist")], [str(python), "-I", "-m", "cce_dist"]):
+        assert run([*command, "--version"]).stdout == f"{NAME} {version}\n"
+    asks = "import cce_dist, sys; print(cce_dist.__version__, 'typer' in sys.modules)"
+    assert run([str(python), "-I", "-c", asks]).stdout == f"{version} False\n"
+
+
+def test_a_checkout_on_the_path_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    for name in ("distribution", "version"):
+        monkeypatch.setattr(importlib.metadata, name, absent)
+    assert not hasattr(cce_dist, "__version__")
+    with pytest.raises(AttributeError, match=re.escape(f"not installed: pip install {ROOT}")):
+        cce_dist.__version__  # noqa: B018
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 2 and "cce-dist is not installed" in done.output
+    error = ModuleNotFoundError("No module named 'typer'", name="typer.core")
+    said = explain_missing(error, ["--help"])
+    assert said == f"`cce-dist` needs typer, which is not installed: pip install '{ROOT}'"
+    error = ModuleNotFoundError("No module named 'yaml'", name="yaml")
+    assert str(explain_missing(error, ["eval", "runs/x"])).endswith(f"pip install '{ROOT}[train]'")
+    assert explain_missing(ModuleNotFoundError("mine", name="mine"), ["train"]) is None
+
+
+def test_a_module_that_is_there_but_broken_is_not_called_missing() -> None:
+    error = ModuleNotFoundError("No module named 'numpy.gone'", name="numpy.gone")
+    assert explain_missing(error, ["train"]) is None
+    with pytest.raises(ModuleNotFoundError, match="'no_such_module'"):
+        need_modules("numpy", "no_such_module")
+
+
+def test_megatron_patch(environments: Environments) -> None:
+    command = ["-I", "-m", "megatron_patch"]
+    assert "SCRIPT" in run([str(environments(CORE)), *command, "--help"]).stdout
+    done = run([str(environments(CORE)), *command, "--check"], check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(r"megatron_patch: cannot run: .*install megatron-core.*\n", done.stderr)
+    done = run([str(environments("megatron")), *command, "--check"])
+    assert done.stdout.startswith(f"megatron_patch: {NAME} ")
+
+
+def test_shell_completion(environments: Environments, tmp_path: Path) -> None:
+    command = environments(CORE).parent / "cce-dist"
+    words = "_CCE_DIST_COMPLETE=complete_bash COMP_WORDS='cce-dist bench lo' COMP_CWORD=2"
+    install = f"HOME={tmp_path} {command} --install-completion && {words} {command}"
+    done = run(["bash", "-c", install])
+    assert done.stdout.splitlines()[-1] == "loss"
+    assert "cce-dist" in (tmp_path / ".bashrc").read_text()
+
+
+def test_extras_are_those_that_messages_name(built: tuple[Path, Path]) -> None:
+    metadata = metadata_of(built[1])
+    assert set(metadata.get_all("Provides-Extra") or ()) == {*CHOICES, "test"} - {CORE}
+    required: dict[str, set[str]] = {extra: set() for extra in CHOICES}
+    for text in metadata.get_all("Requires-Dist") or ():
+        requirement = Requirement(text)
+        for extra in CHOICES:
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                required[extra].add(canonicalize_name(requirement.name))
+    packages = importlib.metadata.packages_distributions()
+    for module, extra in EXTRAS.items():
+        named = {canonicalize_name(name) for name in packages[module]}
+        # By itself: what another package happens to bring may be gone with its next release.
+        assert named & required[extra], f"{module} is not among [{extra}]"
+    for extra, other in BRINGS.items():
+        assert required[extra] == required[other]
+
+
+def test_metadata(built: tuple[Path, Path]) -> None:
+    metadata: Any = metadata_of(built[1])
+    assert metadata["License-Expression"] == "Apache-2.0"
+    versions = re.findall(r"Python :: (3\.\d+)$", "\n".join(metadata.get_all("Classifier")), re.M)
+    assert versions and all(SpecifierSet(metadata["Requires-Python"]).contains(v) for v in versions)
+    for url in metadata.get_all("Project-URL"):
+        assert re.fullmatch(r"[\w -]+, https://\S+", url)
+    # A package index has README's text alone: no link may lead to a file or a heading.
+    description = metadata.get_payload()
+    assert "](https://" in description and "docs/options.md has all of them" in description
+    assert re.findall(r"\]\((?!https?://)[^)]*\)", re.sub(r"`[^`]*`", "", description)) == []
+
+
+def test_the_source_archive_is_whole(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as archive:
+        found = {name.partition("/")[2]: entry for name, entry in _entries(archive)}
+    folders = ("cce_dist", "megatron_patch", "launch", "docs", "tests")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    paths += [*ROOT.glob("*.md"), ROOT / "CITATION.cff", ROOT / "LICENSE"]
+    for path in paths:
+        if path.is_file() and not {"__pycache__", "runs"} & set(path.parts):
+            name = path.relative_to(ROOT).as_posix()
+            assert name in found, name
+            assert bool(found[name].mode & 0o100) == bool(path.stat().st_mode & 0o100), name
+    assert not any(name.startswith((".venv", ".ci", "runs/")) for name in found)
+
+
+def _entries(archive: tarfile.TarFile) -> list[tuple[str, tarfile.TarInfo]]:
+    return [(entry.name, entry) for entry in archive.getmembers()]
