@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from cce_dist.phases import watched_by
-from cce_dist.testing.faults import Ending, Fault, Kind, finish_all, start_job
+from cce_dist.testing.faults import BEGINNING, Ending, Fault, Kind, finish_all, start_job
 from cce_dist.testing.forks import fork_context
 from cce_dist.testing.nodes import Node, two_nodes
 from cce_dist.testing.torchrun import read_losses, run_agent, run_rank
@@ -212,6 +212,42 @@ def test_a_rank_that_raises(jobs: Jobs) -> None:
         assert message == f"error: rank 1 failed in {place_of(each)}: PlantedError: planted"
         # torch's schedules raise another error from it.
         assert ending.output.count("Traceback") == (2 if each.layout == "served" else 1)
+
+
+def test_a_disk_that_is_full(jobs: Jobs) -> None:
+    """Of one rank, at its second checkpoint."""
+    planned = [
+        Scenario(Fault("fills the disk", "checkpoint", AT // EVERY, rank), layout)
+        for rank, layout in ((1, "tp"), (0, "pp"))
+    ]
+    for each, ending in zip(planned, break_and_restart(jobs, planned), strict=True):
+        assert ending.codes == [1, 1]
+        (message,) = ending.messages
+        folder = jobs.folder / each.name / "checkpoints"
+        start = f"error: the checkpoint of step {AT}, about "
+        middle = f" could not be written in {folder}: File too large (rank {each.fault.rank}); "
+        assert message.startswith(start) and middle in message, message
+        assert " are free there. To do: free space" in message and "--resume" in message
+        assert "Traceback" not in ending.output and "CheckpointException" not in ending.output
+
+
+def test_a_disk_that_is_full_from_the_beginning(jobs: Jobs) -> None:
+    """Refused before the vocabulary is trained, also where one rank alone cannot write."""
+    planned = [Scenario(Fault("fills the disk", BEGINNING, rank, rank)) for rank in (0, 1)]
+    data = {"paths": [str(jobs.folder / "text")], "cache": str(jobs.folder / "other-cache")}
+    configs = [
+        jobs.config(each.name, "tp", data={**data, "vocab_size": 300 - each.fault.rank})
+        for each in planned
+    ]
+    pairs = zip(configs, planned, strict=True)
+    jobs_of = [start_job(2, config, fault=each.fault) for config, each in pairs]
+    for each, ending in zip(planned, finish_all(jobs_of, 60), strict=True):
+        assert all(ending.codes) and ending.codes[each.fault.rank] == 2, ending.output
+        (message,) = ending.messages
+        assert "run.out must be in a folder that can be written, got " in message
+        assert "Traceback" not in ending.output
+        if each.fault.rank == 0:
+            assert "training a byte-level BPE" not in ending.output
 
 
 @pytest.fixture

@@ -13,12 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from .config import DataConfig
+from .disk import require_space, writing
+from .errors import JobError
 from .text import collect_documents
 
 END_OF_TEXT = "<eos>"
 # Part of every cache key: raise it when the ids of the same text would change.
 FORMAT_VERSION = 1
 BATCH_DOCUMENTS = 512
+CACHE_REMEDY = "free space, or set data.cache to another folder"
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,16 @@ def prepare_tokens(
         key: of a run to resume; if the cache still has it, the text is not read again, so that
             installing a package does not make a run impossible to resume.
     Raises:
-        ConfigError: there is no usable text.
+        ConfigError: there is no usable text, or the cache cannot be written.
+        JobError: what was made cannot be written.
     """
     if key is not None and (config.cache / key / "info.json").exists():
         return open_tokens(config.cache, key)
     documents = collect_documents(config.paths, config.megabytes)
     found_key = _cache_key(documents, config.vocab_size)
     if not (config.cache / found_key / "info.json").exists():
+        # The work below may take minutes.
+        require_space(config.cache, "data.cache", 0)
         num_chars = sum(len(text) for text in documents)
         say(
             f"training a byte-level BPE of {config.vocab_size} ids on {len(documents)} documents, "
@@ -123,10 +129,15 @@ def _build(documents: Sequence[str], config: DataConfig, key: str) -> None:
 def _publish(folder: Path, tokenizer: str, tokens: np.ndarray, info: dict[str, int]) -> None:
     # A job killed here, or two jobs at once, must never leave half a folder under the key.
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True, exist_ok=True)
-    (partial / "tokenizer.json").write_text(tokenizer, encoding="utf8")
-    np.save(partial / "tokens.npy", tokens)
-    (partial / "info.json").write_text(json.dumps(info))
+    try:
+        with writing("the token ids", folder.parent, CACHE_REMEDY):
+            partial.mkdir(parents=True, exist_ok=True)
+            (partial / "tokenizer.json").write_text(tokenizer, encoding="utf8")
+            np.save(partial / "tokens.npy", tokens)
+            (partial / "info.json").write_text(json.dumps(info))
+    except JobError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     try:
         partial.rename(folder)
     except OSError:
