@@ -113,12 +113,23 @@ def _text_field(line: str, where: str) -> str:
             f"{where}: each line must be a JSON object, got {_shorten(line)} ({error.msg} at "
             f"column {error.colno})"
         ) from None
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or brackets of such a depth.
+        raise ConfigError(f"{where}: each line must be a JSON object: {error}") from None
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: each line must be a JSON object, got {_shorten(line)}")
     text = record.get("text")
     if not isinstance(text, str):
         found = f"fields {sorted(record)}" if "text" not in record else f"text={text!r}"
         raise ConfigError(f'{where}: each object must have a field "text" of text, got {found}')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise ConfigError(
+            f'{where}: "text" must be Unicode, got {half}, half of a character, at offset '
+            f"{error.start}: write the character whole, or \\ufffd"
+        ) from None
     return text
 
 
