@@ -23,3 +23,15 @@ def check_output(option: str, path: Path | None) -> None:
         raise ValueError(f"{option} must lie in a folder, got {path}: {there} is a file")
     if not os.access(there, os.W_OK):
         raise ValueError(f"{option} must be writable, got {path}: {there} is not")
+
+
+def write_output(option: str, path: Path, text: str) -> None:
+    """
+    Raises:
+        ValueError: the file cannot be written, although `check_output` has let it pass.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} cannot be written, got {path}: {error.strerror}") from None
