@@ -35,7 +35,7 @@ class TrainCommand(TyperCommand):
         try:
             from .train.config_file import describe_keys
         except ModuleNotFoundError as error:
-            formatter.write(f"Keys are listed here where {error.name} is installed.\n")
+            formatter.write(f"Keys: docs/training.md; here too once {error.name} is installed.\n")
             return
         with formatter.section("Keys of the file, with their defaults (docs/training.md)"):
             formatter.write_dl(describe_keys())

@@ -87,6 +87,14 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param("data: {vocab_size: 100}", "data.vocab_size must be >= 257", id="bytes"),
         pytest.param("run: {name: ../x}", "run.name must match", id="name"),
+        pytest.param(
+            'run: {out: "\\ud83d"}', "run.out must be a name that a file can have, got", id="half"
+        ),
+        pytest.param(
+            'data: {paths: [a, "\\0"]}',
+            "data.paths.1 must be a name that a file can have",
+            id="nul",
+        ),
         pytest.param("model: {dim: 9, heads: 2}", "got dim=9 and heads=2", id="heads"),
         pytest.param(
             "batch: 3\nparallel: {tp: 2, sequence_parallel: true}",

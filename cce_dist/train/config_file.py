@@ -41,6 +41,7 @@ _RULES = {
     "bool_type": "be true or false",
     "string_type": "be text",
     "path_type": "be a path",
+    "no_file_name": "be a name that a file can have",
     "tuple_type": "be a list",
     "model_type": "be a section with keys of its own",
     "string_pattern_mismatch": "match {pattern}",
