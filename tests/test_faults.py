@@ -35,8 +35,9 @@ TIMEOUT_S = 4.0
 BOUND_S = TIMEOUT_S + 30
 STEPS, EVERY, AT = 6, 2, 4
 MICROBATCHES = 4
-# Of the main rank and a checkpoint: its tensors, their index, run.json, and two folders.
-FLUSHES = 5
+# Of the main rank and a checkpoint: its tensors, their index, run.json, and two folders. Before all
+# of them it writes to the folder to see that it can.
+FLUSHES, PROBES = 5, 1
 PHASES = ("forward", "merge", "backward", "reduce", "checkpoint")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
@@ -299,7 +300,8 @@ def test_a_rank_that_skips(jobs: Jobs) -> None:
 
 def test_the_main_rank_is_killed(jobs: Jobs) -> None:
     """While it writes its second checkpoint, after each file of it."""
-    planned = [Scenario(Fault("dies", "fsync", FLUSHES + number, rank=0)) for number in (1, 2, 3)]
+    before = PROBES + FLUSHES
+    planned = [Scenario(Fault("dies", "fsync", before + number, rank=0)) for number in (1, 2, 3)]
     for ending in break_and_restart(jobs, planned):
         assert ending.codes == [-9, 1]
         (message,) = ending.messages

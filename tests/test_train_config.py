@@ -296,6 +296,12 @@ def test_train_help_lists_the_keys() -> None:
         assert f"{last}`" in table, key
 
 
+def test_train_help_without_the_train_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cce_dist.train.config_file", None)
+    done = CliRunner().invoke(app, ["train", "--help"])
+    assert done.exit_code == 0 and "Keys: docs/training.md; here too once " in done.output
+
+
 @pytest.mark.parametrize("rank", [0, 1], ids=["main rank speaks", "others do not"])
 def test_train_command_exits_with_2(tmp_path: Path, rank: int) -> None:
     path = tmp_path / "config.yaml"
