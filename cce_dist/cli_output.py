@@ -14,12 +14,13 @@ def check_output(option: str, path: Path | None) -> None:
     """
     if path is None or str(path) == "-":
         return
-    if path.is_dir():
+    # Of paths that this user may not see the methods of Path raise.
+    if os.path.isdir(path):
         raise ValueError(f"{option} must name a file, got the folder {path}")
     there = path
-    while not there.exists() and there != there.parent:
+    while not os.path.exists(there) and there != there.parent:
         there = there.parent
-    if there != path and not there.is_dir():
+    if there != path and not os.path.isdir(there):
         raise ValueError(f"{option} must lie in a folder, got {path}: {there} is a file")
     if not os.access(there, os.W_OK):
         raise ValueError(f"{option} must be writable, got {path}: {there} is not")

@@ -29,6 +29,13 @@ def test_check_output_refuses_a_folder_that_is_not_writable(
         check_output("--json", tmp_path / "x.json")
 
 
+def test_check_output_of_a_path_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    # As of a folder that this user may not search, Path's methods raise for it.
+    check_output("--json", tmp_path / (300 * "x"))
+    with pytest.raises(ValueError, match=r"--json cannot be written, got .*: File name too long"):
+        write_output("--json", tmp_path / (300 * "x"), "")
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -36,6 +36,8 @@ pytestmark = pytest.mark.timeout(180)
 FULL = Path("/dev/full")
 # sysfs takes no folder, not even of root.
 NEVER = Path("/sys/cce_dist")
+# As of a folder that others may not search, Path's methods raise for it.
+LONG = 300 * "x"
 # 1.4 times a checkpoint: one fits, and the next does not.
 DISK_BYTES = 2**19
 
@@ -124,15 +126,13 @@ def test_train_refuses_run_out_before_the_vocabulary(
     tmp_path: Path, mount: Callable[[str], Path]
 ) -> None:
     (tmp_path / "file").touch()
-    places = {
-        NEVER: "run.out must be in a folder",
-        tmp_path / "file": "run.out must be in a folder",
-    }
-    for out, message in places.items():
+    for out in (NEVER, tmp_path / "file", tmp_path / LONG):
         config = write_config(tmp_path, run={"name": "run", "out": str(out)})
-        code, output = run_forked_training(0, config)
-        assert code == 2 and message in only_message(output)
-        assert "byte-level BPE" not in output
+        for arguments in ((), ("--resume",)):
+            code, output = run_forked_training(0, config, *arguments)
+            message = f"error: run.out must be in a folder that can be written, got {out}"
+            assert code == 2 and only_message(output).startswith(message)
+            assert "byte-level BPE" not in output
     # The rest needs a disk.
     out = mount("size=128k")
     config = write_config(tmp_path, run={"name": "run", "out": str(out)})
@@ -200,11 +200,12 @@ def test_train_report_that_cannot_be_written(tmp_path: Path, name: str) -> None:
     assert code == 0 and path.exists(), output
 
 
-def test_prepare_tokens_refuses_a_cache_that_cannot_be_written() -> None:
+@pytest.mark.parametrize("cache", [NEVER, Path(LONG)], ids=["never", "long"])
+def test_prepare_tokens_refuses_a_cache_that_cannot_be_written(cache: Path) -> None:
     said: list[str] = []
-    config = DataConfig(paths=(Path(argparse.__file__),), vocab_size=300, cache=NEVER)
+    config = DataConfig(paths=(Path(argparse.__file__),), vocab_size=300, cache=cache)
     with pytest.raises(ConfigError, match=r"data\.cache must be in a folder that can be written"):
-        prepare_tokens(config, said.append)
+        prepare_tokens(config, said.append, key="0")
     assert not said, "before the vocabulary is trained"
 
 

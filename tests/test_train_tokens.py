@@ -82,6 +82,8 @@ def test_collect_documents_refuses(
 def test_collect_documents_refuses_a_missing_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*nowhere"):
         collect_documents((tmp_path / "nowhere",), 1.0)
+    with pytest.raises(ConfigError, match=r"cannot read .*: File name too long"):
+        collect_documents((tmp_path / (300 * "x"),), 1.0)
 
 
 def test_prepare_tokens_round_trip_and_cache(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -81,10 +82,10 @@ def _free_text(folder: Path) -> str:
 
 def _free_bytes(folder: Path) -> int | None:
     """None: the file system does not say."""
-    there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
-    try:
-        found = shutil.disk_usage(there)
-    except OSError:
-        return None
-    # As /proc and some file systems over a network say it.
-    return found.free if found.total else None
+    for path in (folder, *folder.parents):
+        # The folder may not be there, or not for this user to see.
+        with contextlib.suppress(OSError):
+            found = shutil.disk_usage(path)
+            # As /proc and some file systems over a network say it.
+            return found.free if found.total else None
+    return None

@@ -12,7 +12,7 @@ from .batches import split_tokens
 from .checkpoint import check_resumable, checkpoint_bytes, newest_checkpoint, remove_partial
 from .config import TrainConfig
 from .config_file import load_config
-from .disk import require_space, writing
+from .disk import reason_of, require_space, writing
 from .errors import ConfigError
 from .heartbeat import Heartbeat
 from .loop import Job, Run, resume_run, start_run, train
@@ -135,17 +135,18 @@ def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: b
     key = json.loads(ranks.store.get("tokens"))
     try:
         return open_tokens(config.data.cache, key)
-    except FileNotFoundError as error:
+    except OSError as error:
         raise ConfigError(
-            f"data.cache must be a folder that every rank sees, but rank {ranks.rank} has no "
-            f"{error.filename}"
+            f"data.cache must be a folder that every rank sees, but rank {ranks.rank} cannot read "
+            f"{error.filename}: {reason_of(error)}"
         ) from None
 
 
 def _open_run(config: TrainConfig, display: Display, resume: bool) -> None:
     """Make its folder, or find it, and see that a checkpoint can be written there."""
     num_bytes = checkpoint_bytes(config)
-    if resume and config.run_dir.exists():
+    # Unlike Path's method it raises nothing where this user may not look.
+    if resume and os.path.exists(config.run_dir):
         checkpoints = config.run_dir / "checkpoints"
         with writing("the checkpoints", checkpoints):
             remove_partial(checkpoints)

@@ -39,7 +39,7 @@ from .scores import (
 )
 from .stop import StopRequest
 from .text import read_text
-from .tokens import TokenCache, encode_texts, open_tokens
+from .tokens import TokenCache, encode_texts, is_cached, open_tokens
 from .watch import run_watched, wait_for_main
 from .windows import Windows, cut_windows
 
@@ -214,7 +214,7 @@ def _share_texts(
 
 def _open_tokenizer(request: Request, checkpoint: Checkpoint, config: TrainConfig) -> TokenCache:
     caches, key = _caches(request, checkpoint, config), checkpoint.info["data_key"]
-    found = next((cache for cache in caches if (cache / key / "tokenizer.json").exists()), None)
+    found = next((cache for cache in caches if is_cached(cache, key)), None)
     if found is None:
         raise ConfigError(
             f"the tokenizer of {checkpoint.folder} must be in the run's data.cache, found no {key} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -51,7 +52,8 @@ def _read_all(paths: Sequence[Path]) -> Iterator[str]:
         random.Random(0).shuffle(files)
         yield from _read_files(files)
     for path in paths:
-        if path.is_dir():
+        # Of a path that cannot be looked at reading tells why.
+        if os.path.isdir(path):
             yield from _read_files(sorted(_files_in(path)))
         elif path.suffix in JSONL_SUFFIXES:
             yield from _read_jsonl(path)

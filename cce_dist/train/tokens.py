@@ -54,11 +54,11 @@ def prepare_tokens(
         ConfigError: there is no usable text, or the cache cannot be written.
         JobError: what was made cannot be written.
     """
-    if key is not None and (config.cache / key / "info.json").exists():
+    if key is not None and is_cached(config.cache, key):
         return open_tokens(config.cache, key)
     documents = collect_documents(config.paths, config.megabytes)
     found_key = _cache_key(documents, config.vocab_size)
-    if not (config.cache / found_key / "info.json").exists():
+    if not is_cached(config.cache, found_key):
         # The work below may take minutes.
         require_space(config.cache, "data.cache", 0)
         num_chars = sum(len(text) for text in documents)
@@ -68,6 +68,11 @@ def prepare_tokens(
         )
         _build(documents, config, found_key)
     return open_tokens(config.cache, found_key)
+
+
+def is_cached(cache: Path, key: str) -> bool:
+    # Unlike Path's method it raises nothing where this user may not look.
+    return os.path.exists(cache / key / "info.json")
 
 
 def open_tokens(cache: Path, key: str) -> TokenCache:
