@@ -180,7 +180,7 @@ def _prepare_tokens(
 
 def move_aside(folder: Path, display: Display) -> None:
     """Starting again must neither destroy an earlier run nor mix with it."""
-    if not folder.exists():
+    if not os.path.exists(folder):
         return
     number = 1
     while folder.with_name(f"{folder.name}.previous-{number}").exists():
