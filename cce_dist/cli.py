@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import cce_dist
 
@@ -48,10 +49,27 @@ class Comparison(str, Enum):
     dense = "dense"
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+class TrainCommand(TyperCommand):
+    """A command whose help ends with the keys of its file."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        try:
+            from .train.config_file import describe_keys
+        except ModuleNotFoundError as error:
+            formatter.write(f"Keys: docs/training.md; here too once {error.name} is installed.\n")
+            return
+        with formatter.section("Keys of the file, with their defaults (docs/training.md)"):
+            formatter.write_dl(describe_keys())
+
+
+@app.command(
+    cls=TrainCommand,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def train(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="YAML file; keys in docs/training.md.")],
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file; may be empty.")],
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the run's newest checkpoint.")
     ] = False,
@@ -67,20 +85,21 @@ def train(
     import json
 
     from .distributed import rank_from_environment
-    from .train.config_file import parse_overrides
+    from .train.config_file import parse_arguments
     from .train.errors import ConfigError
     from .train.job import run_job
 
     need_modules("matplotlib", "tokenizers")
     try:
-        overrides = parse_overrides(context.args)
+        # The parser takes the first of what it does not know for the file.
+        path, overrides = parse_arguments([config, *context.args])
     except ConfigError as error:
         if rank_from_environment() == 0:
             typer.echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from None
     if data:
         overrides.append(("data.paths", json.dumps([str(path) for path in data])))
-    code = run_job(config, overrides, resume=resume, compare_dense=compare is not None)
+    code = run_job(path, overrides, resume=resume, compare_dense=compare is not None)
     raise typer.Exit(code)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .cli_output import check_output
+from .cli_output import check_output, write_output
 from .doctor.check import Check, worst
 from .doctor.run import Report, Request, examine
 from .launchers import rank_from_environment
@@ -106,8 +106,11 @@ def _hand_over(report: Report, path: Path | None) -> None:
         return
     show(report)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+        try:
+            write_output("--json", path, text + "\n")
+        except ValueError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
 
 
 def show(report: Report) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .cli_extras import need_modules
-from .cli_output import check_output
+from .cli_output import check_output, write_output
 
 if TYPE_CHECKING:
     from .train.scores import Findings, Score, TextScore
@@ -77,8 +77,12 @@ def _hand_over(findings: Findings, path: Path | None) -> None:
         return
     show(findings)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+        from .train.errors import JobError
+
+        try:
+            write_output("--json", path, text + "\n")
+        except ValueError as error:
+            raise JobError(str(error)) from None
 
 
 def show(findings: Findings) -> None:

@@ -18,13 +18,18 @@ def report(
 ) -> None:
     """Make docs/evidence.md, with its figures, of the records in docs/evidence.
 
-    The same records give the same bytes. Exits with 2 where a record is broken.
+    The records are in the repository, not in an installed package: start in a checkout of it. The
+    same records give the same bytes. Exits with 2 where there is no record, or a broken one.
     """
     from .evidence.records import RecordError
     from .evidence.report import write_report
 
-    if not records.is_dir():
-        raise typer.BadParameter(f"records must be a folder, got {str(records)!r}")
+    if not any(records.glob("*.json")):
+        here = "which has none" if records.is_dir() else f"no folder in {Path.cwd()}"
+        raise typer.BadParameter(
+            f"--records must be a folder of records (*.json), got {records}, {here}: start in a "
+            "checkout of the repository, whose docs/evidence has them, or name their folder"
+        )
     try:
         check_output("--html", html)
     except ValueError as error:
@@ -33,5 +38,10 @@ def report(
         paths = write_report(records, html)
     except RecordError as error:
         raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        where = records.with_suffix(".md")
+        text = f"{where} and its figures cannot all be written: {error.strerror}"
+        typer.echo(f"error: {text}", err=True)
+        raise typer.Exit(1) from None
     for path in paths:
         typer.echo(path)

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,44 @@ def test_eval_refuses_texts_and_tokenizers(out: Path, tmp_path: Path) -> None:
     shutil.copytree(out / "cache" / key, tmp_path / key)
     (tmp_path / key / "info.json").write_text('{"num_merged": 302}')
     refuse("must have at most the 301 ids of .*, got 302", text=text, cache=tmp_path)
+
+
+def test_eval_finds_the_tokenizer_from_any_folder(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # The run was started in another folder, with a relative data.cache, and has moved alone.
+    run = tmp_path / "elsewhere" / "runs" / "run"
+    shutil.copytree(out / "run", run)
+    info = run / "checkpoints" / "step_00000012" / "run.json"
+    found = json.loads(info.read_text())
+    assert found["cache"] == str(out / "cache")
+    found["config"]["data"]["cache"] = "runs/.cache"
+    info.write_text(json.dumps(found))
+    request = Request(run=run, texts=(out / "a.txt",))
+    config = load_request(request, num_ranks=1)
+    tokens = read_texts(request, config)[2]
+    expected = texts_of(out, find_checkpoint(out / "run" / "checkpoints", None))
+    assert np.array_equal(tokens[0], expected[0])
+    # It has moved with its cache, and where it was trained is nothing any more.
+    found["cache"] = str(tmp_path / "gone")
+    info.write_text(json.dumps(found))
+    with pytest.raises(ConfigError, match=r"nor where the run was trained or is now: name the"):
+        read_texts(request, config)
+    shutil.copytree(out / "cache", run.parent / ".cache")
+    for path in (run, run.relative_to(tmp_path)):
+        moved = replace(request, run=path)
+        assert np.array_equal(read_texts(moved, load_request(moved, 1))[2][0], expected[0])
+
+
+def test_eval_findings_that_cannot_be_written(out: Path, tmp_path: Path) -> None:
+    (tmp_path / "found.json").symlink_to("/dev/full")
+    command = ("eval", str(out / "run"), str(out / "a.txt"), "--json", str(tmp_path / "found.json"))
+    code, output = run_forked(0, tmp_path / "full.out", *command)
+    assert code == 1
+    (message,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "--json cannot be written, got " in message and "No space left" in message
+    assert "Traceback" not in output
 
 
 def test_eval_refuses_weights_of_another_model(out: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from cce_dist.phases import watched_by
-from cce_dist.testing.faults import Ending, Fault, Kind, finish_all, start_job
+from cce_dist.testing.faults import BEGINNING, Ending, Fault, Kind, finish_all, start_job
 from cce_dist.testing.forks import fork_context
 from cce_dist.testing.nodes import Node, two_nodes
 from cce_dist.testing.torchrun import read_losses, run_agent, run_rank
@@ -35,8 +35,9 @@ TIMEOUT_S = 4.0
 BOUND_S = TIMEOUT_S + 30
 STEPS, EVERY, AT = 6, 2, 4
 MICROBATCHES = 4
-# Of the main rank and a checkpoint: its tensors, their index, run.json, and two folders.
-FLUSHES = 5
+# Of the main rank and a checkpoint: its tensors, their index, run.json, and two folders. Before all
+# of them it writes to the folder to see that it can.
+FLUSHES, PROBES = 5, 1
 PHASES = ("forward", "merge", "backward", "reduce", "checkpoint")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
@@ -214,6 +215,42 @@ def test_a_rank_that_raises(jobs: Jobs) -> None:
         assert ending.output.count("Traceback") == (2 if each.layout == "served" else 1)
 
 
+def test_a_disk_that_is_full(jobs: Jobs) -> None:
+    """Of one rank, at its second checkpoint."""
+    planned = [
+        Scenario(Fault("fills the disk", "checkpoint", AT // EVERY, rank), layout)
+        for rank, layout in ((1, "tp"), (0, "pp"))
+    ]
+    for each, ending in zip(planned, break_and_restart(jobs, planned), strict=True):
+        assert ending.codes == [1, 1]
+        (message,) = ending.messages
+        folder = jobs.folder / each.name / "checkpoints"
+        start = f"error: the checkpoint of step {AT}, about "
+        middle = f" could not be written in {folder}: File too large (rank {each.fault.rank}); "
+        assert message.startswith(start) and middle in message, message
+        assert " are free there. To do: free space" in message and "--resume" in message
+        assert "Traceback" not in ending.output and "CheckpointException" not in ending.output
+
+
+def test_a_disk_that_is_full_from_the_beginning(jobs: Jobs) -> None:
+    """Refused before the vocabulary is trained, also where one rank alone cannot write."""
+    planned = [Scenario(Fault("fills the disk", BEGINNING, rank, rank)) for rank in (0, 1)]
+    data = {"paths": [str(jobs.folder / "text")], "cache": str(jobs.folder / "other-cache")}
+    configs = [
+        jobs.config(each.name, "tp", data={**data, "vocab_size": 300 - each.fault.rank})
+        for each in planned
+    ]
+    pairs = zip(configs, planned, strict=True)
+    jobs_of = [start_job(2, config, fault=each.fault) for config, each in pairs]
+    for each, ending in zip(planned, finish_all(jobs_of, 60), strict=True):
+        assert all(ending.codes) and ending.codes[each.fault.rank] == 2, ending.output
+        (message,) = ending.messages
+        assert "run.out must be in a folder that can be written, got " in message
+        assert "Traceback" not in ending.output
+        if each.fault.rank == 0:
+            assert "training a byte-level BPE" not in ending.output
+
+
 @pytest.fixture
 def nodes() -> Iterator[list[tuple[Node, Node]]]:
     with ExitStack() as stack:
@@ -263,7 +300,8 @@ def test_a_rank_that_skips(jobs: Jobs) -> None:
 
 def test_the_main_rank_is_killed(jobs: Jobs) -> None:
     """While it writes its second checkpoint, after each file of it."""
-    planned = [Scenario(Fault("dies", "fsync", FLUSHES + number, rank=0)) for number in (1, 2, 3)]
+    before = PROBES + FLUSHES
+    planned = [Scenario(Fault("dies", "fsync", before + number, rank=0)) for number in (1, 2, 3)]
     for ending in break_and_restart(jobs, planned):
         assert ending.codes == [-9, 1]
         (message,) = ending.messages

@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 
 from cce_dist import cli
 from cce_dist.train.config import TrainConfig
-from cce_dist.train.config_file import load_config, parse_overrides
+from cce_dist.train.config_file import load_config, parse_arguments
 
 LAUNCH = ROOT / "launch"
 # Whoever knows one of them knows all.
@@ -105,7 +105,8 @@ def trained_config(arguments: list[str]) -> TrainConfig:
     group: Any = typer.main.get_command(cli.app)
     assert arguments[0] == "train"
     context = group.commands["train"].make_context("train", arguments[1:])
-    return load_config(ROOT / context.params["config"], parse_overrides(context.args))
+    path, overrides = parse_arguments([context.params["config"], *context.args])
+    return load_config(ROOT / path, overrides)
 
 
 def torchrun_config(arguments: list[str]) -> tuple[Any, TrainConfig]:

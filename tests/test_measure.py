@@ -15,7 +15,7 @@ from launch_jobs import ROOT, launch_environment
 from torch.distributed.run import get_args_parser
 
 from cce_dist import cli
-from cce_dist.train.config_file import load_config, parse_overrides
+from cce_dist.train.config_file import load_config, parse_arguments
 
 SCRIPT = ROOT / "launch" / "measure.sh"
 # On PATH for python3 and torchrun: writes its arguments down, a line a call, and fails if asked.
@@ -97,7 +97,8 @@ def test_every_command_is_one_of_the_benchmark_s(copy: Path, gpus: int) -> None:
         assert named == {"ranks", "pipeline", "train"}
     for context in contexts:
         if context.info_name == "train":
-            config = load_config(ROOT / context.params["config"], parse_overrides(context.args))
+            path, overrides = parse_arguments([context.params["config"], *context.args])
+            config = load_config(ROOT / path, overrides)
             # Where peers are measured every rank has the whole head.
             assert config.parallel.tp == (1 if "liger" in context.params["loss"] else gpus)
     asked_peers = [

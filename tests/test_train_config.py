@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from cce_dist.cli import app
 from cce_dist.train.config import TrainConfig
-from cce_dist.train.config_file import load_config, parse_overrides
+from cce_dist.train.config_file import describe_keys, load_config, parse_arguments
 from cce_dist.train.errors import ConfigError
 
 CONFIGS = Path(__file__).parent.parent / "launch" / "configs"
@@ -18,7 +21,7 @@ CONFIGS = Path(__file__).parent.parent / "launch" / "configs"
 def load(tmp_path: Path, text: str, *arguments: str) -> TrainConfig:
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    return load_config(path, parse_overrides(arguments))
+    return load_config(*parse_arguments([str(path), *arguments]))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -38,7 +41,7 @@ def test_load_config_reads_exponents_without_a_point(tmp_path: Path) -> None:
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (3e-4, 1e-2)
 
 
-def test_parse_overrides_win_over_the_file(tmp_path: Path) -> None:
+def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
     config = load(
         tmp_path,
         "loss: {gradient: exact}\nsteps: 3",
@@ -84,6 +87,14 @@ def test_parse_overrides_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param("data: {vocab_size: 100}", "data.vocab_size must be >= 257", id="bytes"),
         pytest.param("run: {name: ../x}", "run.name must match", id="name"),
+        pytest.param(
+            'run: {out: "\\ud83d"}', "run.out must be a name that a file can have, got", id="half"
+        ),
+        pytest.param(
+            'data: {paths: [a, "\\0"]}',
+            "data.paths.1 must be a name that a file can have",
+            id="nul",
+        ),
         pytest.param("model: {dim: 9, heads: 2}", "got dim=9 and heads=2", id="heads"),
         pytest.param(
             "batch: 3\nparallel: {tp: 2, sequence_parallel: true}",
@@ -227,16 +238,68 @@ def test_load_config_reports_everything_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        pytest.param(["exact"], "unexpected argument 'exact'", id="no option"),
+        pytest.param(
+            ["exact"], "unexpected argument 'exact' after the config file", id="no option"
+        ),
+        pytest.param(["-s", "1"], "unexpected argument '-s': overrides are", id="short"),
         pytest.param(["--steps"], "--steps must be followed by a value", id="no value"),
         pytest.param(["--steps.x", "1"], "steps is a value, not a section", id="no section"),
         pytest.param(["--steps", "["], "--steps is not valid YAML", id="not YAML"),
     ],
 )
-def test_parse_overrides_refuses(tmp_path: Path, arguments: list[str], expected: str) -> None:
+def test_parse_arguments_refuses(tmp_path: Path, arguments: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "steps: 3", *arguments)
     assert expected in str(caught.value)
+
+
+def test_parse_arguments_finds_the_file_anywhere() -> None:
+    found = Path("a.yaml"), [("steps", "300"), ("batch", "2")]
+    for arguments in ("a.yaml --steps 300 --batch=2", "--steps 300 --batch=2 a.yaml"):
+        assert parse_arguments(arguments.split()) == found
+    with pytest.raises(ConfigError, match=r"^CONFIG must be given, got only --steps 300: it is a"):
+        parse_arguments(["--steps", "300"])
+
+
+@pytest.mark.parametrize("command", [["train"], ["bench", "train"]], ids=" ".join)
+def test_commands_ask_for_the_file(command: list[str]) -> None:
+    done = CliRunner().invoke(app, [*command, "--steps", "300"])
+    assert done.exit_code == 2
+    assert "CONFIG must be given, got only --steps 300" in done.output
+
+
+def leaves(values: dict[str, Any]) -> list[str]:
+    found = []
+    for key, value in values.items():
+        found += [f"{key}.{x}" for x in leaves(value)] if isinstance(value, dict) else [key]
+    return found
+
+
+def test_train_help_lists_the_keys() -> None:
+    said = CliRunner().invoke(app, ["train", "--help"]).output
+    for row in (
+        "--run.name [run] text",
+        "--parallel.tp [1] integer",
+        "--loss.gradient [filtered] filtered, exact, in_forward",
+        "--loss.filter.keep [auto] auto or number",
+        "--loss.z_loss [0.0] number",
+        "--optimizer.betas [[0.9, 0.95]] list",
+        "--model.tied [false] flag",
+    ):
+        assert row in " ".join(said.split())
+    keys = dict(describe_keys())
+    assert keys.keys() == {f"--{key}" for key in leaves(TrainConfig().model_dump())}
+    # Of the docs as well, whose table says what they mean: its rows may share a prefix.
+    table = (CONFIGS.parent.parent / "docs" / "training.md").read_text()
+    for key in keys:
+        *_, last = key.removeprefix("--").split(".")
+        assert f"{last}`" in table, key
+
+
+def test_train_help_without_the_train_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cce_dist.train.config_file", None)
+    done = CliRunner().invoke(app, ["train", "--help"])
+    assert done.exit_code == 0 and "Keys: docs/training.md; here too once " in done.output
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["main rank speaks", "others do not"])

@@ -18,6 +18,7 @@ from cce_dist.launchers import Launch, read_launch
 from cce_dist.phases import in_phase, watched_by
 from cce_dist.testing import fork_context
 from cce_dist.train.blame import Peer, find_skipped
+from cce_dist.train.errors import JobError
 from cce_dist.train.heartbeat import Heartbeat
 from cce_dist.train.place import COUNTED, Place, Seen, SeenPlace
 
@@ -72,6 +73,15 @@ def test_explain_own_error_is_told_to_the_others() -> None:
     assert message == "rank 1 failed in step 0 (starting): ValueError: something else"
     first._watch()
     assert first.explain(LOST) is None, "rank 1 has said it"
+
+
+def test_refuse_is_said_by_one_rank() -> None:
+    """Also where that is not the main one, and the others know nothing of it."""
+    first, second = heartbeats(PATIENT_S)
+    assert second.refuse(JobError("a full disk")) == "a full disk"
+    assert first.refuse(JobError("a full disk")) is None
+    first._watch()
+    assert first.explain(LOST) is None
 
 
 def test_explain_finds_the_lost_peer_in_what_pipelines_raise() -> None:

@@ -58,6 +58,14 @@ def test_collect_documents_jsonl(tmp_path: Path) -> None:
             id="no field",
         ),
         pytest.param("x.jsonl", '{"text": 3}', "got text=3", id="no text"),
+        pytest.param(
+            "x.jsonl",
+            '{"text": "\\ud83d\\ude00"}\n{"text": "ab\\ud83d"}',
+            "x.jsonl:2: \"text\" must be Unicode, got '\\ud83d', half of a character, at offset 2",
+            id="lone surrogate",
+        ),
+        pytest.param("x.jsonl", "9" * 5000, "x.jsonl:1: each line must be a JSON", id="digits"),
+        pytest.param("x.jsonl", "[" * 200_000, "x.jsonl:1: each line must be", id="depth"),
         pytest.param("x.txt", b"ab\xff", "got the byte 0xff at offset 2", id="not UTF-8"),
         pytest.param("x.txt", "", "must hold some text, found none in", id="empty"),
     ],
@@ -74,6 +82,8 @@ def test_collect_documents_refuses(
 def test_collect_documents_refuses_a_missing_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*nowhere"):
         collect_documents((tmp_path / "nowhere",), 1.0)
+    with pytest.raises(ConfigError, match=r"cannot read .*: File name too long"):
+        collect_documents((tmp_path / (300 * "x"),), 1.0)
 
 
 def test_prepare_tokens_round_trip_and_cache(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def megatron_command(
 
 def train_command(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="Of `cce-dist train`; keys are overridden alike.")],
+    config: Annotated[str, typer.Argument(help="Of `cce-dist train`; keys are overridden alike.")],
     loss: Annotated[
         Names,
         typer.Option(
@@ -176,7 +176,7 @@ def train_command(
 
     from cce_dist.evidence.records import write_record
     from cce_dist.evidence.show_end_to_end import end_to_end_record
-    from cce_dist.train.config_file import load_config, parse_overrides
+    from cce_dist.train.config_file import load_config, parse_arguments
     from cce_dist.train.errors import ConfigError
     from cce_dist.train.ranks import num_ranks
 
@@ -188,7 +188,8 @@ def train_command(
     with refusals():
         try:
             size = num_ranks()
-            chosen = load_config(config, parse_overrides(context.args), num_ranks=size)
+            path, overrides = parse_arguments([config, *context.args])
+            chosen = load_config(path, overrides, num_ranks=size)
         except ConfigError as error:
             raise ValueError(str(error)) from None
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import time
@@ -23,7 +24,12 @@ from cce_dist.testing.nodes import Node
 from cce_dist.testing.torchrun import run_command
 from cce_dist.train import loop, model
 
-Kind = Literal["dies", "stops", "raises", "loses its link", "skips"]
+Kind = Literal["dies", "stops", "raises", "loses its link", "skips", "fills the disk"]
+# What a file may have on a disk that is full, by the kernel's limit for a process: enough for
+# messages, too little for a checkpoint. Needs no rights and no disk of its own.
+FULL_BYTES = 2**15
+# A phase before all others, in which a planted fault happens at once.
+BEGINNING = "beginning"
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,8 @@ class Fault:
     rank: int = 1
 
 
-class PlantedError(RuntimeError):
-    """As if a rank had run out of memory, say."""
+class PlantedError(BaseException):
+    """As if a rank had run out of memory, say. The worst of torch and Rust are no Exception."""
 
 
 class Planter:
@@ -54,12 +60,12 @@ class Planter:
         self.depth += 1
         self.count += begins and self.depth == 1
         if self.count == self.fault.number and begins and self.depth == 1:
-            self._act()
+            self.act()
 
     def leave(self, phase: str, error: BaseException | None) -> None:
         self.depth -= phase == self.fault.phase
 
-    def _act(self) -> None:
+    def act(self) -> None:
         self.note.write_text(str(time.monotonic()))
         if self.fault.kind == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -67,6 +73,9 @@ class Planter:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.fault.kind == "raises":
             raise PlantedError("planted")
+        elif self.fault.kind == "fills the disk":
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, hard))
         elif self.fault.kind == "loses its link":
             assert self.node is not None
             self.node.cut()
@@ -96,6 +105,9 @@ def planted(
     if fault.kind == "skips":
         return _skip(fault, note)
     planter = Planter(fault, note, node)
+    if fault.phase == BEGINNING:
+        planter.act()
+        return nullcontext()
     return _before_fsync(planter) if fault.phase == "fsync" else watched_by(planter)
 
 

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from .checkpoint_files import read_state, read_tensors, write_state
 from .collectives import wait_for_all
 from .config import TrainConfig
-from .errors import ConfigError
+from .disk import GO_ON, writing
+from .errors import ConfigError, JobError
 from .fsdp import local_part
+from .model import count_parameters
 from .pipeline_model import AnyDecoder
+from .progress import format_bytes
 from .ranks import Ranks
 
 # Keys that may differ between a checkpoint and the run that resumes it: they change neither
@@ -45,11 +48,17 @@ FREE_KEYS = (
     "batch",
 )
 INFO_FILE = "run.json"
+# The weight and AdamW's two moments, all in fp32.
+BYTES_A_PARAMETER = 12
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk: `info` holds step, config, dp, data_key, and files' sizes."""
+    """A whole checkpoint on disk.
+
+    Args:
+        info: step, config, dp, data_key, cache, and the sizes of the files.
+    """
 
     folder: Path
     step: int
@@ -120,40 +129,71 @@ def save_checkpoint(
 ) -> Path:
     """Write everything a resumed run needs, then make it visible in one rename.
 
+    Raises:
+        JobError: a file cannot be written, on any rank; earlier checkpoints are as they were.
     Collectives: those of torch.distributed.checkpoint.save, and one small all-reduce.
     """
     final = folder / _name_of(step)
     partial = folder / f"partial_{step:08d}"
-    if ranks.is_main:
-        for left_by_a_killed_job in folder.glob("partial_*"):
-            shutil.rmtree(left_by_a_killed_job)
-        partial.mkdir(parents=True)
-    wait_for_all(ranks.device)
-    dcp.save(_state(model, optimizer, ranks), checkpoint_id=partial)
-    if ranks.is_main:
-        info = {
-            "step": step,
-            "dp": ranks.dp,
-            "data_key": data_key,
-            "config": config.model_dump(mode="json"),
-            "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
-        }
-        (partial / INFO_FILE).write_text(json.dumps(info, indent=1))
-        # The other files are on the disk; now the names must follow, in this order.
-        _flush(partial / INFO_FILE, partial)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _flush(folder)
-        _prune(folder, config.checkpoint.keep)
+    info = {
+        "step": step,
+        "dp": ranks.dp,
+        "data_key": data_key,
+        # Absolute: data.cache may be relative to a folder that nobody remembers.
+        "cache": str(config.data.cache.absolute()),
+        "config": config.model_dump(mode="json"),
+    }
+    size = format_bytes(checkpoint_bytes(config))
+    remedy = f"{GO_ON}; checkpoint.keep={config.checkpoint.keep} of them stay on the disk"
+    try:
+        with writing(f"the checkpoint of step {step}, about {size},", folder, remedy):
+            if ranks.is_main:
+                remove_partial(folder)
+                partial.mkdir(parents=True)
+            wait_for_all(ranks.device)
+            write_state(_state(model, optimizer, ranks), partial)
+            if ranks.is_main:
+                _publish(partial, final, info)
+                _prune(folder, config.checkpoint.keep)
+    except JobError:
+        # Every rank has ended its part. What is left of it only takes the space that is missing.
+        if ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     return final
+
+
+def checkpoint_bytes(config: TrainConfig) -> int:
+    """Bytes of all tensors, over all ranks; torch adds about 1 KiB to each."""
+    return BYTES_A_PARAMETER * count_parameters(config).total
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove unfinished checkpoints, which a job leaves that is killed."""
+    for left in folder.glob("partial_*"):
+        shutil.rmtree(left)
+
+
+def _publish(partial: Path, final: Path, info: dict[str, Any]) -> None:
+    sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+    (partial / INFO_FILE).write_text(json.dumps({**info, "files": sizes}, indent=1))
+    # The other files are on the disk; now the names must follow, in this order.
+    _flush(partial / INFO_FILE, partial)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    _flush(final.parent)
 
 
 def load_checkpoint(
     checkpoint: Checkpoint, model: AnyDecoder, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> None:
-    """Fill model, optimizer and random state in place; each rank reads its own rows."""
+    """Fill model, optimizer and random state in place; each rank reads its own rows.
+
+    Raises:
+        JobError: a file cannot be read, on any rank.
+    """
     state = _state(model, optimizer, ranks)
-    dcp.load(state, checkpoint_id=checkpoint.folder)
+    read_state(state, checkpoint.folder)
     torch.set_rng_state(state["rng"])
 
 
@@ -162,9 +202,10 @@ def load_weights(checkpoint: Checkpoint, model: AnyDecoder, ranks: Ranks) -> Non
 
     Raises:
         ConfigError: the checkpoint has no such weights, or of other shapes.
+        JobError: a file cannot be read, on any rank.
     """
     weights = _weights(model, ranks)
-    saved = dcp.FileSystemReader(checkpoint.folder).read_metadata().state_dict_metadata
+    saved = read_tensors(checkpoint.folder)
     wrong = []
     for name, weight in weights.items():
         found = getattr(saved.get(f"model.{name}"), "size", None)
@@ -174,7 +215,7 @@ def load_weights(checkpoint: Checkpoint, model: AnyDecoder, ranks: Ranks) -> Non
     if wrong:
         rule = f"checkpoint {checkpoint.folder} must have the weights of its configuration:"
         raise ConfigError("\n".join([rule, *wrong]))
-    dcp.load({"model": weights}, checkpoint_id=checkpoint.folder)
+    read_state({"model": weights}, checkpoint.folder)
 
 
 def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dp: int) -> None:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from .pipeline_layout import (
     Layout,
@@ -20,6 +29,19 @@ Count = Annotated[int, Field(strict=True, ge=1)]
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
 
+
+def _nameable(path: Path) -> Path:
+    try:
+        is_name = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise PydanticCustomError("no_file_name", "no name of a file")
+    return path
+
+
+SystemPath = Annotated[Path, AfterValidator(_nameable)]
+
 # 256 bytes and the end-of-text token: no byte-level vocabulary is smaller.
 MIN_VOCAB_SIZE = 257
 
@@ -33,16 +55,16 @@ class Section(BaseModel):
 class RunConfig(Section):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
     seed: Annotated[Int, Field(ge=0, lt=2**31)] = 0
-    out: Path = Path("runs")
+    out: SystemPath = Path("runs")
 
 
 class DataConfig(Section):
-    paths: tuple[Path, ...] = ()
+    paths: tuple[SystemPath, ...] = ()
     megabytes: Annotated[Float, Field(gt=0)] = 40.0
     vocab_size: Annotated[Int, Field(ge=MIN_VOCAB_SIZE, le=2**24)] = 16384
     sequence_length: Annotated[Int, Field(ge=2)] = 256
     held_out: Annotated[Float, Field(gt=0, le=0.5)] = 0.02
-    cache: Path = Path("runs/.cache")
+    cache: SystemPath = Path("runs/.cache")
 
 
 class ModelConfig(Section):

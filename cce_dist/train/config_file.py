@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from .config import TrainConfig
 from .elastic import fit_to_ranks
@@ -39,6 +41,7 @@ _RULES = {
     "bool_type": "be true or false",
     "string_type": "be text",
     "path_type": "be a path",
+    "no_file_name": "be a name that a file can have",
     "tuple_type": "be a list",
     "model_type": "be a section with keys of its own",
     "string_pattern_mismatch": "match {pattern}",
@@ -85,16 +88,20 @@ def make_config(values: dict[str, Any], where: str) -> TrainConfig:
         raise ConfigError("\n".join(lines)) from None
 
 
-def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """["--loss.gradient", "exact", "--steps=5"] -> [("loss.gradient", "exact"), ("steps", "5")].
+def parse_arguments(arguments: Sequence[str]) -> tuple[Path, list[tuple[str, str]]]:
+    """["run.yaml", "--loss.gradient", "exact", "--steps=5"] ->
+    Path("run.yaml"), [("loss.gradient", "exact"), ("steps", "5")], in any order.
 
     Raises:
-        ConfigError: an argument is no option, or an option has no value.
+        ConfigError: there is no file or more than one, or an option has no value.
     """
-    overrides = []
+    files, overrides = [], []
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
+        if not argument.startswith("-"):
+            files.append(argument)
+            continue
         if not argument.startswith("--"):
             raise ConfigError(
                 f"unexpected argument {argument!r}: overrides are written --section.key VALUE"
@@ -105,7 +112,17 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
                 raise ConfigError(f"--{key} must be followed by a value")
             value = remaining.pop(0)
         overrides.append((key.replace("-", "_"), value))
-    return overrides
+    if len(files) > 1:
+        raise ConfigError(
+            f"unexpected argument {files[1]!r} after the config file {files[0]}: overrides are "
+            "written --section.key VALUE"
+        )
+    if not files:
+        given = " ".join(f"--{key} {value}" for key, value in overrides)
+        raise ConfigError(
+            f"CONFIG must be given, got only {given}: it is a YAML file, which may be empty"
+        )
+    return Path(files[0]), overrides
 
 
 def _parse(text: str, where: str) -> Any:
@@ -173,11 +190,41 @@ def _suggest(key: str) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    names = []
+def describe_keys() -> list[tuple[str, str]]:
+    """Each key as an option, and its default with the values it may have."""
+    rows = []
+    for key, field in _keys(TrainConfig).items():
+        if not isinstance(field.default, BaseModel):
+            rows.append((f"--{key}", f"[{_yaml(field.default)}] {_kind(field.annotation)}"))
+    return rows
+
+
+def _yaml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def _kind(annotation: Any) -> str:
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return ", ".join(map(str, parts))
+    if get_origin(annotation) is Annotated:
+        return _kind(parts[0])
+    if get_origin(annotation) is tuple:
+        return "list"
+    if parts:
+        return " or ".join(map(_kind, parts))
+    names = {int: "integer", float: "number", bool: "flag", str: "text", Path: "path"}
+    return names.get(annotation, "null")
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """All keys, sections included, by their dotted names."""
+    found = {}
     for name, field in model.model_fields.items():
-        names.append(prefix + name)
+        found[prefix + name] = field
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            names += _keys(annotation, f"{prefix}{name}.")
-    return names
+            found |= _keys(annotation, f"{prefix}{name}.")
+    return found

@@ -1,6 +1,10 @@
-"""The errors that end a job with one message and no traceback."""
+"""The errors that end a job with one message and no traceback, and any error in one line."""
 
 from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
 
 
 class JobError(Exception):
@@ -13,3 +17,22 @@ class ConfigError(JobError):
     """A key of the configuration, or the text it points to, is not valid. Exit code 2."""
 
     exit_code = 2
+
+
+def first_line(error: BaseException) -> str:
+    """Its type, and the beginning of its text: torch adds pages to some."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def say_error(message: str) -> None:
+    """Write it to stderr, if that is possible: a log may be on a full disk."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"error: {message}\n")
+        sys.stderr.flush()
+
+
+def say_traceback(error: BaseException) -> None:
+    """The same, of an error that nobody expected."""
+    with contextlib.suppress(OSError):
+        traceback.print_exception(error)

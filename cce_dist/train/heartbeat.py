@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 
 import torch.distributed as dist
 
 from .blame import FINISHED, Peer, describe_lost, describe_place, find_skipped
+from .errors import JobError, first_line, say_error, say_traceback
 from .place import Place
 from .ranks import Ranks
 
@@ -26,6 +25,8 @@ from .ranks import Ranks
 INTERVAL_S = 1.0
 # After a collective failed, this many intervals show who has fallen silent.
 GRACE_INTERVALS = 3
+# A rank that has failed leaves anyway: it may wait longer for the store, to speak only if it is to.
+SPEAK_S = 5.0
 # torchrun's SIGTERM means that a peer is dead already: no need to wait for the whole timeout.
 STOPPING_TIMEOUT_S = 5.0
 
@@ -122,7 +123,7 @@ class Heartbeat:
         who hang. None if another rank is the one to say it.
         """
         own = (
-            f"rank {self.rank} failed in {self.place.seen}: {_first_line(_lost_in(error) or error)}"
+            f"rank {self.rank} failed in {self.place.seen}: {first_line(_lost_in(error) or error)}"
         )
         if not self.is_lost_peer(error):
             # Nobody is to be watched any more: this rank leaves whatever they do.
@@ -141,6 +142,14 @@ class Heartbeat:
         # Every rank lives, but one may have never reached the collective.
         places = [describe_place(rank, peer.seen) for rank, peer in sorted(self.peers.items())]
         return self._leave(self._find_skipped() or "; ".join([own, *places]), [])
+
+    def refuse(self, error: JobError) -> str | None:
+        """The error's message; None if another rank is the one to say it.
+
+        All ranks may have found the same, or this one alone.
+        """
+        self.closed.set()
+        return self._leave(str(error), [], patience_s=SPEAK_S)
 
     def is_lost_peer(self, error: BaseException) -> bool:
         """Whether the error only says that some other rank is missing."""
@@ -168,7 +177,9 @@ class Heartbeat:
                 peer.place.kill()
         return self._leave("\n".join(texts), list(lost))
 
-    def _leave(self, message: str, blames: list[int]) -> str | None:
+    def _leave(
+        self, message: str, blames: list[int], *, patience_s: float | None = None
+    ) -> str | None:
         """Tells the others, who then leave without a word. None if one of them was the first."""
         self.blames = blames
         if not blames:
@@ -182,7 +193,7 @@ class Heartbeat:
         # The store may be behind the very link that is down.
         telling = threading.Thread(target=tell, daemon=True)
         telling.start()
-        telling.join(self.interval_s)
+        telling.join(patience_s or self.interval_s)
         return message if spokesman[0] == str(self.rank) else None
 
     def _find_skipped(self) -> str | None:
@@ -209,7 +220,7 @@ class Heartbeat:
                 # Rank 0 may hold the store, and may have finished.
                 if self.closed.is_set() or self.phase == "leaving":
                     return
-                self._die(lambda error=error: self._describe_lost_store(_first_line(error)))
+                self._die(lambda error=error: self._describe_lost_store(first_line(error)))
             lost = {rank: peer for rank, peer in lost.items() if not peer.is_leaving}
             if lost:
                 self._die(lambda lost=lost: self._blame(lost))
@@ -246,7 +257,7 @@ class Heartbeat:
         elif self._error_since is None:
             self._error_since = time.monotonic()
         elif time.monotonic() - self._error_since > GRACE_INTERVALS * self.interval_s:
-            traceback.print_exception(error)
+            say_traceback(error)
             self._die(lambda: self.explain(error))
 
     def _guard(self) -> None:
@@ -301,8 +312,7 @@ class Heartbeat:
         message = say()
         # Only a hard exit works here: the main thread may never come back from its collective.
         if message is not None:
-            sys.stderr.write(f"error: {message}\n")
-            sys.stderr.flush()
+            say_error(message)
         os._exit(1)
 
 
@@ -323,8 +333,3 @@ def _is_connection_error(error: BaseException) -> bool:
         isinstance(error, RuntimeError)
         and any(word in str(error).lower() for word in ("gloo", "nccl", "connection", "timed out"))
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"

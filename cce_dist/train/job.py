@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .batches import split_tokens
-from .checkpoint import check_resumable, newest_checkpoint
+from .checkpoint import check_resumable, checkpoint_bytes, newest_checkpoint, remove_partial
 from .config import TrainConfig
 from .config_file import load_config
+from .disk import reason_of, require_space, writing
 from .errors import ConfigError
 from .heartbeat import Heartbeat
 from .loop import Job, Run, resume_run, start_run, train
@@ -98,7 +99,8 @@ def _evaluate(job: Job, run: Run) -> Evaluation:
 
 def _trained(job: Job, folder: Path, head: str, resume: bool) -> Run | None:
     job.heartbeat.phase = "building the model"
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing("the folder of the run", folder):
+        folder.mkdir(exist_ok=True)
     run = start_run(job, folder, head)
     start = resume_run(job, run) if resume else 0
     _announce(job, run)
@@ -122,20 +124,40 @@ def _announce(job: Job, run: Run) -> None:
 def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: bool) -> TokenCache:
     """The main rank prepares folder and text; the others wait for as long as it lives."""
     if ranks.is_main:
-        if not resume:
-            move_aside(config.run_dir, display)
+        _open_run(config, display, resume)
+        ranks.store.set("folder", "")
         cache = _prepare_tokens(config, ranks, display, resume)
         ranks.store.set("tokens", json.dumps(cache.key))
         return cache
+    wait_for_main(ranks, "folder")
+    require_space(config.run_dir, "run.out", 0)
     wait_for_main(ranks, "tokens")
     key = json.loads(ranks.store.get("tokens"))
     try:
         return open_tokens(config.data.cache, key)
-    except FileNotFoundError as error:
+    except OSError as error:
         raise ConfigError(
-            f"data.cache must be a folder that every rank sees, but rank {ranks.rank} has no "
-            f"{error.filename}"
+            f"data.cache must be a folder that every rank sees, but rank {ranks.rank} cannot read "
+            f"{error.filename}: {reason_of(error)}"
         ) from None
+
+
+def _open_run(config: TrainConfig, display: Display, resume: bool) -> None:
+    """Make its folder, or find it, and see that a checkpoint can be written there."""
+    num_bytes = checkpoint_bytes(config)
+    # Unlike Path's method it raises nothing where this user may not look.
+    if resume and os.path.exists(config.run_dir):
+        checkpoints = config.run_dir / "checkpoints"
+        with writing("the checkpoints", checkpoints):
+            remove_partial(checkpoints)
+        newest = newest_checkpoint(checkpoints)
+        is_done = newest is not None and newest.step >= config.steps
+        return require_space(config.run_dir, "run.out", 0 if is_done else num_bytes)
+    # Before an earlier run is moved: it can then still be resumed.
+    require_space(config.run.out, "run.out", num_bytes)
+    move_aside(config.run_dir, display)
+    with writing("the folder of the run", config.run.out):
+        config.run_dir.mkdir(exist_ok=True)
 
 
 def _prepare_tokens(
@@ -158,11 +180,12 @@ def _prepare_tokens(
 
 def move_aside(folder: Path, display: Display) -> None:
     """Starting again must neither destroy an earlier run nor mix with it."""
-    if not folder.exists():
+    if not os.path.exists(folder):
         return
     number = 1
     while folder.with_name(f"{folder.name}.previous-{number}").exists():
         number += 1
     target = folder.with_name(f"{folder.name}.previous-{number}")
-    folder.rename(target)
+    with writing("another name for the earlier run", folder.parent):
+        folder.rename(target)
     display.say(f"moved the earlier run to {target} (--resume would have continued it)")

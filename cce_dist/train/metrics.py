@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .disk import writing
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -26,12 +28,13 @@ def truncate_metrics(run_dir: Path, step: int) -> None:
     """Forget the steps after `step`: the resumed run will do them again."""
     kept = [record for record in read_metrics(run_dir) if record["step"] <= step]
     partial = run_dir / f"{METRICS_FILE}.partial"
-    partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    partial.replace(run_dir / METRICS_FILE)
+    with writing(METRICS_FILE, run_dir):
+        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        partial.replace(run_dir / METRICS_FILE)
 
 
 def append_metrics(run_dir: Path, record: dict[str, Any]) -> None:
-    with (run_dir / METRICS_FILE).open("a") as file:
+    with writing(METRICS_FILE, run_dir), (run_dir / METRICS_FILE).open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 

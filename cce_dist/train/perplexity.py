@@ -39,7 +39,7 @@ from .scores import (
 )
 from .stop import StopRequest
 from .text import read_text
-from .tokens import TokenCache, encode_texts, open_tokens
+from .tokens import TokenCache, encode_texts, is_cached, open_tokens
 from .watch import run_watched, wait_for_main
 from .windows import Windows, cut_windows
 
@@ -194,7 +194,7 @@ def read_texts(request: Request, config: TrainConfig) -> tuple[int, list[int], l
     """
     checkpoint = find_checkpoint(request.run / "checkpoints", request.checkpoint)
     texts = [read_text(path, "TEXT") for path in request.texts]
-    tokens = encode_texts(_open_tokenizer(checkpoint, config), texts)
+    tokens = encode_texts(_open_tokenizer(request, checkpoint, config), texts)
     return checkpoint.step, [len(text.encode()) for text in texts], tokens
 
 
@@ -212,19 +212,29 @@ def _share_texts(
     return box[0]
 
 
-def _open_tokenizer(checkpoint: Checkpoint, config: TrainConfig) -> TokenCache:
-    cache, key = config.data.cache, checkpoint.info["data_key"]
-    try:
-        tokens = open_tokens(cache, key)
-    except FileNotFoundError as error:
+def _open_tokenizer(request: Request, checkpoint: Checkpoint, config: TrainConfig) -> TokenCache:
+    caches, key = _caches(request, checkpoint, config), checkpoint.info["data_key"]
+    found = next((cache for cache in caches if is_cached(cache, key)), None)
+    if found is None:
         raise ConfigError(
-            f"the tokenizer of {checkpoint.folder} must be in {cache / key}, found no "
-            f"{error.filename}: start in the folder that training was started in, or name the "
-            "run's data.cache by --cache"
-        ) from None
+            f"the tokenizer of {checkpoint.folder} must be in the run's data.cache, found no {key} "
+            f"in {caches[0]}, nor where the run was trained or is now: name the folder by --cache"
+        )
+    tokens = open_tokens(found, key)
     if tokens.num_merged > config.data.vocab_size:
         raise ConfigError(
             f"the tokenizer in {tokens.folder} must have at most the {config.data.vocab_size} ids "
             f"of {checkpoint.folder}, got {tokens.num_merged}"
         )
     return tokens
+
+
+def _caches(request: Request, checkpoint: Checkpoint, config: TrainConfig) -> list[Path]:
+    """Where the run's data.cache may be; wherever its key is found, the tokenizer is the same."""
+    cache = config.data.cache
+    if request.cache is not None:
+        return [cache]
+    # Relative to this folder, as training found it, and beside a run that was moved with its cache.
+    places = [cache, Path(checkpoint.info.get("cache", cache))]
+    places += [above / cache for above in request.run.absolute().parents]
+    return list(dict.fromkeys(places))

@@ -11,6 +11,8 @@ from rich.markdown import Markdown
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .errors import JobError
+
 # Keys of a step's record that most steps lack.
 LOGGED = ("tail_mass", "screened")
 
@@ -29,14 +31,23 @@ class Display:
 
     def say(self, text: str) -> None:
         if self.is_main:
-            self.console.print(escape(text))
+            self._print(escape(text))
 
     def warn(self, text: str) -> None:
         if self.is_main:
-            self.console.print(f"[yellow]warning:[/yellow] {escape(text)}")
+            self._print(f"[yellow]warning:[/yellow] {escape(text)}")
 
     def show_report(self, markdown: str) -> None:
-        self.console.print(Markdown(markdown) if self.console.is_terminal else escape(markdown))
+        self._print(Markdown(markdown) if self.console.is_terminal else escape(markdown))
+
+    def _print(self, shown: str | Markdown) -> None:
+        try:
+            self.console.print(shown)
+        except OSError as error:
+            raise JobError(
+                f"stdout cannot be written: {error.strerror}. To do: free space where it goes, and "
+                "start the same command with --resume"
+            ) from None
 
     @contextmanager
     def training(self, title: str, start: int, steps: int) -> Iterator[None]:

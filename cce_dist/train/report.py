@@ -14,6 +14,7 @@ from torch import Tensor
 from cce_dist.allocations import track_allocations
 
 from .config import TrainConfig
+from .disk import writing
 from .fsdp import whole_head
 from .head import HeadLoss, golden_loss, head_layout, make_head_loss
 from .loop import Job, Run, forward_body
@@ -113,7 +114,6 @@ def write_report(job: Job, folder: Path, evaluation: Evaluation, dense: Path | N
     """
     records = read_metrics(folder)
     dense_records = read_metrics(dense) if dense is not None else []
-    plot_losses(folder / "loss.png", job.config.run.name, records, dense_records)
     lines = [f"# {job.config.run.name}", ""]
     lines += _table(_rows(job, records, evaluation))
     if dense_records:
@@ -121,7 +121,9 @@ def write_report(job: Job, folder: Path, evaluation: Evaluation, dense: Path | N
         lines += _table(_comparison_rows(records, dense_records))
     lines += ["", f"Curve: loss.png. Every step: metrics.jsonl ({len(records)} lines).", ""]
     text = "\n".join(lines)
-    (folder / "report.md").write_text(text)
+    with writing("the report", folder):
+        plot_losses(folder / "loss.png", job.config.run.name, records, dense_records)
+        (folder / "report.md").write_text(text)
     return text
 
 

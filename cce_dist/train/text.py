@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -51,7 +52,8 @@ def _read_all(paths: Sequence[Path]) -> Iterator[str]:
         random.Random(0).shuffle(files)
         yield from _read_files(files)
     for path in paths:
-        if path.is_dir():
+        # Of a path that cannot be looked at reading tells why.
+        if os.path.isdir(path):
             yield from _read_files(sorted(_files_in(path)))
         elif path.suffix in JSONL_SUFFIXES:
             yield from _read_jsonl(path)
@@ -113,12 +115,23 @@ def _text_field(line: str, where: str) -> str:
             f"{where}: each line must be a JSON object, got {_shorten(line)} ({error.msg} at "
             f"column {error.colno})"
         ) from None
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or brackets of such a depth.
+        raise ConfigError(f"{where}: each line must be a JSON object: {error}") from None
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: each line must be a JSON object, got {_shorten(line)}")
     text = record.get("text")
     if not isinstance(text, str):
         found = f"fields {sorted(record)}" if "text" not in record else f"text={text!r}"
         raise ConfigError(f'{where}: each object must have a field "text" of text, got {found}')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise ConfigError(
+            f'{where}: "text" must be Unicode, got {half}, half of a character, at offset '
+            f"{error.start}: write the character whole, or \\ufffd"
+        ) from None
     return text
 
 

@@ -13,12 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from .config import DataConfig
+from .disk import require_space, writing
+from .errors import JobError
 from .text import collect_documents
 
 END_OF_TEXT = "<eos>"
 # Part of every cache key: raise it when the ids of the same text would change.
 FORMAT_VERSION = 1
 BATCH_DOCUMENTS = 512
+CACHE_REMEDY = "free space, or set data.cache to another folder"
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,16 @@ def prepare_tokens(
         key: of a run to resume; if the cache still has it, the text is not read again, so that
             installing a package does not make a run impossible to resume.
     Raises:
-        ConfigError: there is no usable text.
+        ConfigError: there is no usable text, or the cache cannot be written.
+        JobError: what was made cannot be written.
     """
-    if key is not None and (config.cache / key / "info.json").exists():
+    if key is not None and is_cached(config.cache, key):
         return open_tokens(config.cache, key)
     documents = collect_documents(config.paths, config.megabytes)
     found_key = _cache_key(documents, config.vocab_size)
-    if not (config.cache / found_key / "info.json").exists():
+    if not is_cached(config.cache, found_key):
+        # The work below may take minutes.
+        require_space(config.cache, "data.cache", 0)
         num_chars = sum(len(text) for text in documents)
         say(
             f"training a byte-level BPE of {config.vocab_size} ids on {len(documents)} documents, "
@@ -62,6 +68,11 @@ def prepare_tokens(
         )
         _build(documents, config, found_key)
     return open_tokens(config.cache, found_key)
+
+
+def is_cached(cache: Path, key: str) -> bool:
+    # Unlike Path's method it raises nothing where this user may not look.
+    return os.path.exists(cache / key / "info.json")
 
 
 def open_tokens(cache: Path, key: str) -> TokenCache:
@@ -123,10 +134,15 @@ def _build(documents: Sequence[str], config: DataConfig, key: str) -> None:
 def _publish(folder: Path, tokenizer: str, tokens: np.ndarray, info: dict[str, int]) -> None:
     # A job killed here, or two jobs at once, must never leave half a folder under the key.
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True, exist_ok=True)
-    (partial / "tokenizer.json").write_text(tokenizer, encoding="utf8")
-    np.save(partial / "tokens.npy", tokens)
-    (partial / "info.json").write_text(json.dumps(info))
+    try:
+        with writing("the token ids", folder.parent, CACHE_REMEDY):
+            partial.mkdir(parents=True, exist_ok=True)
+            (partial / "tokenizer.json").write_text(tokenizer, encoding="utf8")
+            np.save(partial / "tokens.npy", tokens)
+            (partial / "info.json").write_text(json.dumps(info))
+    except JobError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     try:
         partial.rename(folder)
     except OSError:

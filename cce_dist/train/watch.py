@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 
 from cce_dist.phases import watched_by
 
 from .collectives import wait_for_all
 from .config import TrainConfig
-from .errors import JobError
+from .errors import JobError, say_error, say_traceback
 from .heartbeat import Heartbeat
 from .ranks import Ranks, connect, leave, rank_from_environment
 from .stop import StopRequest, end_at_once
 
-# How long the other ranks let the main one explain an error that all of them found: a launcher
+# How long the other ranks let one of them explain an error that all of them found: a launcher
 # ends every rank as soon as one has left.
-LET_MAIN_SPEAK_S = 5.0
+LET_SPEAK_S = 5.0
 
 Work = Callable[[TrainConfig, Ranks, Heartbeat, StopRequest], None]
 
@@ -32,7 +32,7 @@ def run_watched(
 
     Args:
         load: before the ranks are joined; it raises on all of them or on none.
-        work: JobError is one message, and so is the loss of a peer.
+        work: JobError, of one rank or of all, is one message, and so is the loss of a peer.
         kin: of Heartbeat.
     """
     end_at_once()
@@ -55,9 +55,11 @@ def run_watched(
         wait_for_all(ranks.device)
     except JobError as error:
         if heartbeat is not None:
-            heartbeat.explain(error)
-        return _refuse(error)
-    except Exception as error:
+            return _refuse(error, heartbeat.refuse(error))
+        # Before the ranks have met, all of them find the same.
+        return _refuse(error, str(error) if rank_from_environment() == 0 else None)
+    except BaseException as error:
+        # Libraries raise some that are no Exception: torch's checkpoints, Rust's panics.
         if heartbeat is None:
             raise
         _leave_failed(heartbeat, error)
@@ -73,32 +75,30 @@ def wait_for_main(ranks: Ranks, key: str) -> None:
         time.sleep(0.1)
 
 
-def _refuse(error: JobError) -> int:
-    """Say it once, from the main rank; does not return where ranks have to be left."""
-    if rank_from_environment() == 0:
-        _say_error(str(error))
+def _refuse(error: JobError, message: str | None) -> int:
+    """Say it, or let another rank; does not return where ranks have to be left."""
+    if message is not None:
+        say_error(message)
     else:
-        time.sleep(LET_MAIN_SPEAK_S)
+        time.sleep(LET_SPEAK_S)
     _exit(error.exit_code)
     return error.exit_code
 
 
-def _leave_failed(heartbeat: Heartbeat, error: Exception) -> None:
+def _leave_failed(heartbeat: Heartbeat, error: BaseException) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not heartbeat.is_lost_peer(error):
-        traceback.print_exc()
+        say_traceback(error)
     message = heartbeat.explain(error)
     if message is not None:
-        _say_error(message)
+        say_error(message)
     _exit(1)
 
 
-def _say_error(message: str) -> None:
-    sys.stderr.write(f"error: {message}\n")
-
-
 def _exit(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # It may go to a file on a full disk.
+        with contextlib.suppress(OSError):
+            stream.flush()
     # Destructors of process groups wait for peers that will never come.
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)

@@ -1,0 +1,91 @@
+"""Files on a disk that may be full or read-only: one message that says what to do about it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import ConfigError, JobError
+from .progress import format_bytes
+
+# A file system may keep a file of a few bytes in its index, also when it has no block left.
+PROBE_BYTES = 2**16
+GO_ON = (
+    "free space, or make the folder writable, and start the same command with --resume: it goes "
+    "on from the newest checkpoint"
+)
+
+
+@contextmanager
+def writing(what: str, folder: Path, remedy: str = GO_ON) -> Iterator[None]:
+    """Turn an OSError of files in `folder` into one message.
+
+    Args:
+        what: is being written, as the message begins.
+    Raises:
+        JobError: why it failed, how much space is left, and the remedy.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise JobError(
+            f"{what} could not be written in {folder}: {reason_of(error)}; {_free_text(folder)}. "
+            f"To do: {remedy}"
+        ) from None
+
+
+def require_space(folder: Path, key: str, num_bytes: int) -> None:
+    """Make the folder and write there, before any work whose result it is for.
+
+    Args:
+        key: of the configuration, which names the folder or one above it.
+        num_bytes: that the first result takes.
+    Raises:
+        ConfigError: the folder cannot be made or written, or has less space than that.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # It has no name, so that nothing is left if the job is killed here.
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(
+            f"{key} must be in a folder that can be written, got {folder}: {reason_of(error)}; "
+            f"{_free_text(folder)}. To do: free space, make it writable, or set {key} to another "
+            "folder"
+        ) from None
+    free = _free_bytes(folder)
+    if free is not None and free < num_bytes:
+        raise ConfigError(
+            f"{key} must be in a folder with {format_bytes(num_bytes)} of free space for a "
+            f"checkpoint, got {format_bytes(free)} in {folder}: free space, or set {key} to "
+            "another folder"
+        )
+
+
+def reason_of(error: OSError) -> str:
+    # NumPy's has a text alone.
+    return error.strerror or str(error)
+
+
+def _free_text(folder: Path) -> str:
+    free = _free_bytes(folder)
+    return "its free space is unknown" if free is None else f"{format_bytes(free)} are free there"
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """None: the file system does not say."""
+    for path in (folder, *folder.parents):
+        # The folder may not be there, or not for this user to see.
+        with contextlib.suppress(OSError):
+            found = shutil.disk_usage(path)
+            # As /proc and some file systems over a network say it.
+            return found.free if found.total else None
+    return None
