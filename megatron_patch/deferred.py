@@ -2,54 +2,132 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import numbers
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from megatron_patch.errors import PatchError
 
-class DeferredLogits:
+
+def version_of(tensor: Tensor) -> int:
+    """How often autograd has seen it written to; inference tensors are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass(frozen=True)
+class HeadCall:
+    """A call of the output layer that is not computed yet.
+
+    Args:
+        gathers: the call's runtime_gather_output.
+        version: of hidden, at the call.
+        scale: of the logits.
+        records, infers: whether autograd recorded, and inference_mode was on, at the call.
+    """
+
+    layer: Any
+    hidden: Tensor  # [s, b, h]; under sequence parallelism this rank's [s / tp, b, h]
+    weight: Tensor | None
+    gathers: bool | None
+    version: int
+    scale: float = 1.0
+    records: bool = field(default_factory=torch.is_grad_enabled)
+    infers: bool = field(default_factory=torch.is_inference_mode_enabled)
+
+    def require_same(self) -> None:
+        """Raises:
+        PatchError: the value or its gradient would not be those of logits made by the call.
+        """
+        # A Function's forward alone has this switched off outside of inference_mode.
+        hides = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+        if self.records and hides:
+            raise PatchError(
+                "logits of the output layer are an argument of a torch.autograd.Function (a loss "
+                "or a checkpoint of its own), and autograd does not see there what they depend "
+                "on: call compute_language_model_loss, or hand over logits.clone()"
+            )
+        if version_of(self.hidden) != self.version:
+            raise PatchError(
+                "the output layer's input was changed in place after the output layer was called, "
+                "and the loss is computed from it: change a copy, or change it before the call"
+            )
+
+    @contextlib.contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Makes what the call would have made: autograd records as it did then."""
+        with contextlib.ExitStack() as stack:
+            if torch.is_inference_mode_enabled() != self.infers:
+                stack.enter_context(torch.inference_mode(self.infers))
+            stack.enter_context(torch.set_grad_enabled(self.records))
+            yield
+
+
+class DeferredLogits(Tensor):
     """scale * (hidden @ weight.T), not computed yet.
 
     The loss takes hidden and weight from here; so do, where nothing is differentiated, the largest
     logits and their indices, by the loss's kernel, which multi-token prediction's metric wants.
     Whoever else asks for anything, an attribute, an operator, a torch function, gets that of the
-    logits, which are then made by Megatron's own forward, once.
+    logits, which are then made by Megatron's own forward, once, and are from then on the logits:
+    also for the loss, since who has them may have changed them.
     """
 
-    def __init__(
-        self, layer: Any, hidden: Tensor, weight: Tensor | None, gather: bool | None, scale: float
-    ) -> None:
-        self.layer, self.hidden, self.weight = layer, hidden, weight
-        self.gather, self.scale = gather, scale
-        self._logits: Tensor | None = None
+    call: HeadCall
+    _logits: Tensor | None
+
+    def __new__(cls, call: HeadCall) -> DeferredLogits:
+        # Without memory and shape: whoever asks for either gets the logits'.
+        like = {"dtype": call.hidden.dtype, "device": call.hidden.device}
+        self = Tensor._make_wrapper_subclass(cls, (), **like)
+        self.call, self._logits = call, None
+        return self
+
+    @classmethod
+    def of(
+        cls, layer: Any, hidden: Tensor, weight: Tensor | None, gathers: bool | None
+    ) -> DeferredLogits:
+        return cls(HeadCall(layer, hidden, weight, gathers, version_of(hidden)))
+
+    @property
+    def is_made(self) -> bool:
+        return self._logits is not None
 
     def materialize(self) -> Tensor:
         """[s, b, V / tp], or [s, b, V] where the head was asked to gather."""
-        logits = self._logits
+        call, logits = self.call, self._logits
         if logits is None:
-            logits, _ = self.layer(
-                self.hidden,
-                weight=self.weight,
-                runtime_gather_output=self.gather,
-                logits_wanted=True,
-            )
-            logits = self._logits = logits if self.scale == 1 else logits * self.scale
+            call.require_same()
+            with call.as_called():
+                logits, _ = call.layer(
+                    call.hidden,
+                    weight=call.weight,
+                    runtime_gather_output=call.gathers,
+                    logits_wanted=True,
+                )
+                logits = self._logits = logits if call.scale == 1 else logits * call.scale
         return logits
 
     @property
     def _gathers(self) -> bool:
-        return self.layer.gather_output if self.gather is None else self.gather
+        return self.call.layer.gather_output if self.call.gathers is None else self.call.gathers
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Of the logits, without making them."""
-        size = self.layer.tp_group.size()
-        length = self.hidden.shape[0] * (size if self.layer.sequence_parallel else 1)
-        columns = self.layer.output_size_per_partition * (size if self._gathers else 1)
-        return torch.Size((length, *self.hidden.shape[1:-1], columns))
+        if self._logits is not None:
+            return self._logits.shape
+        layer, hidden = self.call.layer, self.call.hidden
+        size = layer.tp_group.size()
+        length = hidden.shape[0] * (size if layer.sequence_parallel else 1)
+        columns = layer.output_size_per_partition * (size if self._gathers else 1)
+        return torch.Size((length, *hidden.shape[1:-1], columns))
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -67,56 +145,48 @@ class DeferredLogits:
     def _wants_largest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Of each token, for no gradient, and on this rank's columns."""
         asked = (args == (-1,) and not kwargs) or (not args and kwargs == {"dim": -1})
-        split = self.layer.tp_group.size() > 1 and self._gathers
+        split = self.call.layer.tp_group.size() > 1 and self._gathers
         return asked and not torch.is_grad_enabled() and self._logits is None and not split
 
     def _largest(self) -> tuple[Tensor, Tensor]:
-        found, _ = self.layer(
-            self.hidden, weight=self.weight, logit_scale=self.scale, largest_wanted=True
+        call = self.call
+        call.require_same()
+        found, _ = call.layer(
+            call.hidden, weight=call.weight, logit_scale=call.scale, largest_wanted=True
         )
         return found
 
-    def __mul__(self, factor: Any) -> Any:
+    def __mul__(self, other: Any) -> Any:
         # muP's multiplier of the logits.
-        if isinstance(factor, numbers.Real):
-            scale = self.scale * float(factor)
-            return DeferredLogits(self.layer, self.hidden, self.weight, self.gather, scale)
-        return self.materialize() * factor
+        if self._logits is None and isinstance(other, numbers.Real):
+            scale = self.call.scale * float(other)
+            if 0 < scale < math.inf:
+                records = self.call.records and torch.is_grad_enabled()
+                return DeferredLogits(replace(self.call, scale=scale, records=records))
+        return self.materialize() * other
 
-    __rmul__ = __mul__
+    def __rmul__(self, other: Any) -> Any:
+        return self * other
 
-    def __getattr__(self, name: str) -> Any:
-        # Protocols are asked for by such names: copying, pickling, arrays.
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.materialize(), name)
-
-    def __repr__(self) -> str:
-        return f"DeferredLogits(hidden={tuple(self.hidden.shape)}, scale={self.scale})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"DeferredLogits(hidden={tuple(self.call.hidden.shape)}, scale={self.call.scale})"
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if function in (torch.max, torch.argmax) and isinstance(args[0], cls):
-            return getattr(args[0], function.__name__)(*args[1:], **(kwargs or {}))
+        if func in (torch.max, torch.argmax) and isinstance(args[0], cls):
+            return getattr(args[0], func.__name__)(*args[1:], **(kwargs or {}))
         args, kwargs = pytree.tree_map_only(
             DeferredLogits, lambda x: x.materialize(), (args, kwargs or {})
         )
-        return function(*args, **kwargs)
+        return func(*args, **kwargs)
 
-
-def _delegated(name: str) -> Any:
-    def method(self: DeferredLogits, *args: Any) -> Any:
-        return getattr(self.materialize(), name)(*args)
-
-    method.__name__ = name
-    return method
-
-
-# Python looks for these in the class.
-for _name in (
-    *("getitem", "setitem", "len", "iter", "neg", "abs", "add", "radd", "sub", "rsub"),
-    *("truediv", "rtruediv", "pow", "matmul", "rmatmul", "lt", "le", "gt", "ge"),
-):
-    setattr(DeferredLogits, f"__{_name}__", _delegated(f"__{_name}__"))
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise PatchError(
+            f"{func} was called with the output layer's logits where torch functions are switched "
+            "off, and they are not made there: hand over logits.clone()"
+        )

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import functools
-import types
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_patch import over_pipeline, quantized
-from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError
-from megatron_patch.head import head_loss
-from megatron_patch.largest import largest_logits
 from megatron_patch.options import PatchOptions
-from megatron_patch.refusals import why_hooked, why_not
+from megatron_patch.refusals import why_not
+from megatron_patch.replaced import options_of, put, take_away
 from megatron_patch.seams import PipelineSeams, Seams, find_pipeline_seams, find_seams
 
 SETUP = "setup_embeddings_and_output_layer"
-# Where a patched head keeps its options.
-MARK = "megatron_patch_options"
 
 
 @dataclass(frozen=True)
@@ -182,7 +176,7 @@ def _apply_to(models: list[Any], options: PatchOptions, seams: Seams) -> None:
         layer = _head_of(model)
         if layer is None:
             continue
-        has = vars(layer).get(MARK)
+        has = options_of(layer)
         if has == options:
             continue
         if has is not None:
@@ -195,10 +189,7 @@ def _apply_to(models: list[Any], options: PatchOptions, seams: Seams) -> None:
             raise PatchError(f"{type(model).__name__} cannot be patched: {reason}")
         todo.append((model, layer))
     for model, layer in todo:
-        setattr(layer, MARK, options)
-        layer.forward = types.MethodType(_head_forward, layer)
-        layer._call_impl = types.MethodType(_head_call, layer)
-        model.compute_language_model_loss = types.MethodType(_model_loss, model)
+        put(model, layer, options, seams)
         _State.models.add(model)
     if todo and _State.seams is None:
         _State.seams = seams
@@ -215,70 +206,6 @@ def _spread(
 
 def _restore(model: Any) -> None:
     layer = _head_of(model)
-    if layer is not None and MARK in vars(layer):
-        del layer.forward, layer._call_impl, model.compute_language_model_loss
-        delattr(layer, MARK)
+    if layer is not None and options_of(layer) is not None:
+        take_away(model, layer)
     _State.models.discard(model)
-
-
-def _defer(
-    self: Any,
-    input_: Tensor,
-    weight: Tensor | None = None,
-    runtime_gather_output: bool | None = None,
-    **ours: Any,
-) -> DeferredLogits | None:
-    """What a call of the head gives; None: what its forward gives."""
-    gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
-    if ours or (gathers and not (self.training and torch.is_grad_enabled())):
-        return None
-    reason = why_hooked(self)
-    if reason is not None:
-        raise PatchError(f"the loss needs no logits, but {reason}")
-    return DeferredLogits(self, input_, weight, runtime_gather_output, 1.0)
-
-
-def _head_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of what nn.Module.__call__ calls. A call that computes nothing runs no hooks: FSDP's
-    wrap the head's input to be told of its gradient, and must be told once."""
-    deferred = _defer(self, *args, **kwargs)
-    return type(self)._call_impl(self, *args, **kwargs) if deferred is None else (deferred, None)
-
-
-def _head_forward(
-    self: Any,
-    input_: Tensor,
-    weight: Tensor | None = None,
-    runtime_gather_output: bool | None = None,
-    *,
-    labels: Tensor | None = None,  # [s, b]: the loss is wanted
-    logit_scale: float = 1.0,
-    logits_wanted: bool = False,
-    largest_wanted: bool = False,
-) -> tuple[Any, Tensor | None]:
-    """In place of ColumnParallelLinear.forward. The loss too comes through here, and so through the
-    layer's __call__: hooks that bring the weight (overlap_param_gather, FSDP) run before it."""
-    options: PatchOptions = vars(self)[MARK]
-    given = self.weight if weight is None else weight
-    if labels is not None:
-        return head_loss(self, input_, given, labels, logit_scale, options), None
-    if largest_wanted:
-        return largest_logits(self, input_, given, logit_scale, options), None
-    # Compiled modules call their forward directly.
-    deferred = None if logits_wanted else _defer(self, input_, weight, runtime_gather_output)
-    if deferred is not None:
-        return deferred, None
-    return type(self).forward(self, input_, weight, runtime_gather_output)
-
-
-def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
-    """In place of compute_language_model_loss: labels [b, s] -> loss [b, s] fp32."""
-    if not isinstance(logits, DeferredLogits):
-        return type(self).compute_language_model_loss(self, labels, logits)
-    loss, _ = logits.layer(
-        logits.hidden,
-        weight=logits.weight,
-        labels=labels.transpose(0, 1).contiguous(),
-        logit_scale=logits.scale,
-    )
-    return loss.transpose(0, 1).contiguous()

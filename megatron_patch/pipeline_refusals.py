@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
 from megatron_patch.options import PatchOptions
-from megatron_patch.refusals import why_not
+from megatron_patch.refusals import foreign_hook, why_not, why_overridden
 from megatron_patch.rows import place
-from megatron_patch.seams import PipelineSeams, Seams, parallel_state
+from megatron_patch.seams import LAYERS, PipelineSeams, Seams, parallel_state
+from megatron_patch.stock import device_of, why_not_stock
+
+# Methods of GPTModel that nobody calls where a tied weight has its rows over the pipeline.
+OF_TIED = ("shared_embedding_or_output_weight", "tie_embeddings_and_output_weights_state_dict")
+_GONE = "which the patch would leave out, since it puts another module there: remove it"
 
 # Field of Megatron's configuration, the value that works, what to do about another.
 PLAIN = (
@@ -71,9 +78,34 @@ def why_not_over_pipeline(
         )
     if any(hasattr(x, "main_grad") or isinstance(x, DTensor) for x in model.parameters()):
         return "it is wrapped for training already: apply the patch before DDP, and without FSDP"
-    tied = model.share_embeddings_and_output_weights
-    if tied and model.pre_process and not model.embedding.scatter_to_sequence_parallel:
+    if model.share_embeddings_and_output_weights:
+        reason = _why_not_tied(model, pipeline)
+        if reason is not None:
+            return reason
+    if not model.post_process:
+        return None
+    layer = model.output_layer
+    reason = why_not(model, layer, seams, options) or foreign_hook(
+        "output_layer", [("forward pre-hook", layer._forward_pre_hooks, _GONE)]
+    )
+    if reason is not None:
+        return reason
+    return why_not_stock(model, layer, layer.weight.to(device_of(layer.tp_group)), seams)
+
+
+def _why_not_tied(model: Any, pipeline: PipelineSeams) -> str | None:
+    own = {name: inspect.getattr_static(pipeline.gpt_model, name) for name in OF_TIED}
+    reason = why_overridden(model, own)
+    if reason is not None or not model.pre_process:
+        return reason
+    if not model.embedding.scatter_to_sequence_parallel:
         return "scatter_embedding_sequence_parallel=False with a tied embedding is not supported"
-    if model.post_process:
-        return why_not(model, model.output_layer, seams, options)
-    return None
+    words = model.embedding.word_embeddings
+    own_class = importlib.import_module(LAYERS).VocabParallelEmbedding
+    if type(words) is not own_class or "forward" in vars(words):
+        return (
+            f"word_embeddings is a {type(words).__qualname__}, or its forward is replaced: with a "
+            "tied embedding it must be Megatron's VocabParallelEmbedding"
+        )
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return foreign_hook("word_embeddings", [("hook", getattr(words, x), _GONE) for x in kinds])

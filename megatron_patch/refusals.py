@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules import module as modules
 
 from megatron_patch.options import PatchOptions
-from megatron_patch.seams import Seams
+from megatron_patch.seams import LOSS, Seams, describe
 
-# Forward hooks of these only gather or free parameters.
-HARMLESS = ("megatron.core.distributed", "torch.distributed")
+# Hooks of these only gather or free parameters, or note which module runs.
+HARMLESS = ("megatron.core.distributed", "torch.distributed", "torch.utils.module_tracker")
+_LOGITS = (
+    "which would read logits that are never made, as for distillation: remove it, or run without "
+    "the patch"
+)
+_GRADIENT = (
+    "which would read the gradient of logits that are never made: remove it, or run without the "
+    "patch"
+)
+_COPY = (
+    "which may write the weight between two microbatches, and one 8-bit copy serves both: set "
+    "quantize_once=False"
+)
 
 
 def why_not(model: Any, layer: Any, seams: Seams, options: PatchOptions) -> str | None:
     """Why this model's head cannot be patched; None: it can."""
     config = model.config
     if _class_of(layer) is not seams.head:
-        return (
-            f"output_layer is a {type(layer).__qualname__}, not Megatron's ColumnParallelLinear: "
-            "switch off what replaces the head (--fp8-output-proj, quantization, a custom layer)"
-        )
-    if layer.bias is not None:
-        return (
-            "output_layer has a bias, as T5's tied head: use "
-            "--untie-embeddings-and-output-weights or run T5 without the patch"
-        )
+        return why_changed(layer, seams, options)
     if getattr(config, "defer_embedding_wgrad_compute", False):
         return (
             "defer_embedding_wgrad_compute keeps the gradient of logits, which are never made: "
@@ -47,14 +53,54 @@ def why_not(model: Any, layer: Any, seams: Seams, options: PatchOptions) -> str 
         )
     if layer.disable_grad_reduce:
         return "disable_grad_reduce leaves the hidden gradient's sum to others: not supported"
-    if "compute_language_model_loss" in vars(model):
+    if LOSS in vars(model):
         return (
-            "compute_language_model_loss of this model is replaced already, as for distillation, "
-            "which needs logits: run one of the two"
+            f"{LOSS} of this model is replaced already, by {describe(vars(model)[LOSS])}, as for "
+            "distillation, which needs logits: run one of the two"
         )
     if "forward" in vars(layer):
-        return "forward of this output_layer is replaced already: run one of the two"
-    return why_hooked(layer)
+        return (
+            f"forward of this output_layer is replaced already, by "
+            f"{describe(vars(layer)['forward'])}: run one of the two"
+        )
+    return why_overridden(model, {LOSS: seams.loss}) or why_changed(layer, seams, options)
+
+
+def why_overridden(model: Any, own: dict[str, Any]) -> str | None:
+    """Why methods of the model's class are not Megatron's: some class of its MRO overrides one.
+
+    Args: own: Megatron's functions, by name.
+    """
+    for name, function in own.items():
+        found = inspect.getattr_static(type(model), name, None)
+        if found is not function:
+            owner = next((each for each in type(model).__mro__ if name in vars(each)), type(model))
+            return (
+                f"{owner.__module__}.{owner.__qualname__} overrides {name} by {describe(found)}, "
+                "and the patch would leave out what it computes: run this model without the patch"
+            )
+    return None
+
+
+def why_changed(layer: Any, seams: Seams, options: PatchOptions) -> str | None:
+    """Why a head is not what Megatron has built; asked before every use: models change once they
+    are built, too."""
+    if _class_of(layer) is not seams.head:
+        return (
+            f"output_layer is a {type(layer).__qualname__}, not Megatron's ColumnParallelLinear: "
+            "switch off what replaces the head (--fp8-output-proj, quantization, a custom layer)"
+        )
+    if seams.head.forward is not seams.forward:
+        return (
+            f"ColumnParallelLinear.forward has been replaced by {describe(seams.head.forward)}: "
+            "run one of the two"
+        )
+    if layer.bias is not None:
+        return (
+            "output_layer has a bias, as T5's tied head: use "
+            "--untie-embeddings-and-output-weights or run T5 without the patch"
+        )
+    return why_hooked(layer, options)
 
 
 def _is_of_fp32(config: Any) -> bool:
@@ -69,15 +115,30 @@ def _class_of(layer: Any) -> type:
     return found.__bases__[1] if found.__bases__[0] is FSDPModule else found
 
 
-def why_hooked(layer: Any) -> str | None:
-    """A forward hook of someone else's reads logits."""
-    for hook in layer._forward_hooks.values():
-        owner = getattr(hook, "func", hook)
-        if not str(getattr(owner, "__module__", "")).startswith(HARMLESS):
-            name = getattr(owner, "__qualname__", type(owner).__qualname__)
-            return (
-                f"output_layer has the forward hook {owner.__module__}.{name}, which would read "
-                "logits that are never made, as for distillation: remove it, or run without the "
-                "patch"
-            )
+def why_hooked(layer: Any, options: PatchOptions) -> str | None:
+    """A hook of someone else's reads logits or their gradient; or, before them, may write the
+    weight of which there is an 8-bit copy."""
+    kinds = [
+        ("forward hook", layer._forward_hooks, _LOGITS),
+        ("backward hook", layer._backward_hooks, _GRADIENT),
+        ("backward pre-hook", layer._backward_pre_hooks, _GRADIENT),
+        ("forward hook of every module", modules._global_forward_hooks, _LOGITS),
+        ("backward hook of every module", modules._global_backward_hooks, _GRADIENT),
+        ("backward pre-hook of every module", modules._global_backward_pre_hooks, _GRADIENT),
+    ]
+    if options.logits == "screened" and options.quantize_once:
+        kinds += [("forward pre-hook", layer._forward_pre_hooks, _COPY)]
+    return foreign_hook("output_layer", kinds)
+
+
+def foreign_hook(of: str, kinds: list[tuple[str, Any, str]]) -> str | None:
+    """Args:
+    of: the module's name in the model.
+    kinds: of hooks, a name; the hooks; why there may be none.
+    """
+    for kind, hooks, why in kinds:
+        for hook in hooks.values():
+            owner = getattr(hook, "func", hook)
+            if not str(getattr(owner, "__module__", "")).startswith(HARMLESS):
+                return f"{of} has the {kind} {describe(owner)}, {why}"
     return None

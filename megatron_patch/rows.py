@@ -14,6 +14,7 @@ from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError
 from megatron_patch.options import PatchOptions
 from megatron_patch.seams import parallel_state
+from megatron_patch.stock import device_of
 
 NO_LOGITS = (
     "logits are asked for, but with vocab_over_pipeline no stage has all rows of the output layer: "
@@ -54,7 +55,7 @@ class Rows(nn.Module):
             return self.weight
         if logits_wanted or weight is not None:
             raise PatchError(NO_LOGITS)
-        return DeferredLogits(self, input_, None, runtime_gather_output, 1.0), None
+        return DeferredLogits.of(self, input_, None, runtime_gather_output), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **_: Any
@@ -109,7 +110,7 @@ def spread(model: Any, options: PatchOptions, *, requires_grad: bool) -> Rows:
     """
     config, tied = model.config, model.share_embeddings_and_output_weights
     num_rows = model.vocab_size // place()[1]
-    device = next((x.device for x in model.parameters()), _device_of_group())
+    device = next((x.device for x in model.parameters()), device_of(_group()))
     whole = model.output_layer.weight.detach() if model.post_process else None
     weight = torch.empty(num_rows, config.hidden_size, dtype=config.params_dtype, device=device)
     _scatter(whole, weight)
@@ -137,7 +138,7 @@ def gather_output_weight(model: Any) -> Tensor | None:
         PatchError: the model's output layer is Megatron's own.
     """
     weight, group = rows_of(model).weight, _group()
-    mine = weight.detach().to(_device_of_group()).contiguous()
+    mine = weight.detach().to(device_of(_group())).contiguous()
     last = group.size() - 1
     parts = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == last else None
     dist.gather(mine, parts, group=group, group_dst=last)
@@ -162,7 +163,7 @@ def scatter_output_weight(model: Any, weight: Tensor | None) -> None:
 
 
 def _scatter(whole: Tensor | None, rows: Tensor) -> None:
-    group, device = _group(), _device_of_group()
+    group, device = _group(), device_of(_group())
     last, mine = group.size() - 1, torch.empty_like(rows, device=device)
     parts = None
     if group.rank() == last:
@@ -175,9 +176,3 @@ def _scatter(whole: Tensor | None, rows: Tensor) -> None:
 
 def _group() -> Any:
     return parallel_state().get_pipeline_model_parallel_group()
-
-
-def _device_of_group() -> torch.device:
-    if dist.get_backend(_group()) != "nccl":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError, failing_in
 from megatron_patch.pipeline import Pipeline
+from megatron_patch.refusals import why_hooked, why_overridden
 from megatron_patch.rows import NO_LOGITS, Rows
-from megatron_patch.seams import PipelineSeams, parallel_state
+from megatron_patch.seams import LOSS, PipelineSeams, describe, parallel_state
 from megatron_patch.step import Arguments, Step
 
 
@@ -32,7 +33,7 @@ def forward_backward(seams: PipelineSeams, rows: Rows, given: Arguments) -> list
                 raise PatchError(f"{name} must be one of each stage, got {len(value)}")
             setattr(given, name, value[0])
     config = schedules.get_model_config(given.model)
-    _require(rows, given, config)
+    _require(seams, rows, given, config)
     (shape,) = schedules.get_tensor_shapes(
         seq_length=given.seq_length,
         micro_batch_size=given.micro_batch_size,
@@ -70,9 +71,11 @@ def model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
             "the model's loss is asked for outside of get_forward_backward_func's function, where "
             "the other stages do not answer: with vocab_over_pipeline it has no value there"
         )
-    if logits.scale != 1:
+    call = logits.call
+    call.require_same()
+    if call.scale != 1:
         raise PatchError("logits with a multiplier are not supported with vocab_over_pipeline")
-    return rows.step.accept(logits.hidden, labels)
+    return rows.step.accept(call.hidden, labels)
 
 
 def _unwrapped(model: Any) -> Any:
@@ -81,7 +84,7 @@ def _unwrapped(model: Any) -> Any:
     return model
 
 
-def _require(rows: Rows, given: Arguments, config: Any) -> None:
+def _require(seams: PipelineSeams, rows: Rows, given: Arguments, config: Any) -> None:
     reason = None
     if given.collect_non_loss_data:
         reason = f"collect_non_loss_data=True: {NO_LOGITS}"
@@ -93,6 +96,12 @@ def _require(rows: Rows, given: Arguments, config: Any) -> None:
         reason = "FSDP shards the rows once more: use DDP, with the distributed optimizer"
     elif _unwrapped(given.model).output_layer is not rows:
         reason = "output_layer of the model has been replaced since"
+    elif "forward" in vars(rows):
+        reason = f"forward of output_layer is replaced, by {describe(vars(rows)['forward'])}"
+    else:
+        reason = why_hooked(rows, rows.options) or why_overridden(
+            _unwrapped(given.model), {LOSS: seams.language_model.loss}
+        )
     stages = parallel_state().get_pipeline_model_parallel_group()
     for holder, name, known in (
         (given.p2p_communicator, "pp_group", stages),

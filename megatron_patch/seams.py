@@ -1,24 +1,30 @@
 """What of Megatron the patch relies on: a few functions, whose signatures are looked at.
 
-Not the version: a checkout's name says little, and these have not changed from 0.14 on.
+Not the version: a checkout's name says little, and these have not changed from 0.14 on. Functions
+that the patch replaces must be Megatron's own: nothing else may have been put in their place.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_patch.errors import PatchError
 
 LAYERS = "megatron.core.tensor_parallel.layers"
 LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
-# Module, class, function, its arguments.
+LOSS = "compute_language_model_loss"
+# Module, class, function, its arguments, whether the patch computes something else in its place.
 EXPECTED = (
-    (LAYERS, "ColumnParallelLinear", "forward", "self input_ weight runtime_gather_output"),
-    (LANGUAGE_MODULE, "LanguageModule", "compute_language_model_loss", "self labels logits"),
-    (LANGUAGE_MODULE, "LanguageModule", "setup_embeddings_and_output_layer", "self"),
+    (LAYERS, "ColumnParallelLinear", "forward", "self input_ weight runtime_gather_output", True),
+    (LANGUAGE_MODULE, "LanguageModule", LOSS, "self labels logits", True),
+    (LANGUAGE_MODULE, "LanguageModule", "setup_embeddings_and_output_layer", "self", False),
 )
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -74,13 +80,16 @@ class Seams:
 
     head: Any  # ColumnParallelLinear
     language_module: Any
+    forward: Any  # head's
+    loss: Any  # language_module's
     version: str
     file: str
 
 
 def find_seams() -> Seams:
     """Raises:
-    PatchError: there is no megatron.core, or a function is not there or takes other arguments.
+    PatchError: there is no megatron.core, or a function is not there, takes other arguments or
+        is not Megatron's own.
     """
     try:
         core = importlib.import_module("megatron.core")
@@ -92,10 +101,8 @@ def find_seams() -> Seams:
         ) from error
     version, file = getattr(core, "__version__", "unknown"), str(core.__file__)
     classes: dict[str, Any] = {}
-    for module, owner, name, wanted in EXPECTED:
-        function = getattr(getattr(modules[module], owner, None), name, None)
-        # What an earlier apply() has put there stands for what it replaced.
-        function = getattr(function, "__wrapped__", function)
+    for module, owner, name, wanted, is_replaced in EXPECTED:
+        function = without_ours(getattr(getattr(modules[module], owner, None), name, None))
         found = "nothing" if function is None else " ".join(inspect.signature(function).parameters)
         if found != wanted:
             raise PatchError(
@@ -103,8 +110,57 @@ def find_seams() -> Seams:
                 f"({found.replace(' ', ', ')}) in megatron.core {version} ({file}): the patch does "
                 "not know this release; run without megatron_patch"
             )
+        if is_replaced:
+            require_own(f"{module}.{owner}.{name}", function, modules[module], core)
         classes[owner] = getattr(modules[module], owner)
-    return Seams(classes["ColumnParallelLinear"], classes["LanguageModule"], version, file)
+    head, language_module = classes["ColumnParallelLinear"], classes["LanguageModule"]
+    loss = getattr(language_module, LOSS)
+    return Seams(head, language_module, head.forward, loss, version, file)
+
+
+def without_ours(function: Any) -> Any:
+    """What an earlier apply() has put there stands for what it replaced."""
+    while _file_of(function).parent == Path(__file__).parent and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def require_own(name: str, function: Any, module: Any, core: Any) -> None:
+    """Raises:
+    PatchError: the function is not the one that Megatron's module defines, or one that Megatron or
+        torch has wrapped.
+    """
+    inside = tuple(Path(str(each.__file__)).parent for each in (core, torch))
+    chain = list(_unwrapped(function))
+    own = _file_of(chain[-1]) == Path(module.__file__)
+    for each in chain:
+        if not own or not any(folder in _file_of(each).parents for folder in inside):
+            raise PatchError(
+                f"{name} is {describe(each)}, not Megatron's own in {module.__file__}: the patch "
+                "would leave out what it does; switch off what has replaced it, or run without "
+                "megatron_patch"
+            )
+
+
+def describe(function: Any) -> str:
+    """A function, by its name and where it is defined."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    module = getattr(function, "__module__", type(function).__module__)
+    code = getattr(function, "__code__", None)
+    where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    return f"{module}.{name}{where}"
+
+
+def _unwrapped(function: Any) -> Iterator[Any]:
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _file_of(function: Any) -> Path:
+    """Of its code, which no functools.wraps copies."""
+    code = getattr(function, "__code__", None)
+    return Path("nowhere" if code is None else code.co_filename)
 
 
 @dataclass(frozen=True)
@@ -113,6 +169,7 @@ class PipelineSeams:
 
     schedules: Any  # the module
     gpt_model: Any  # the class
+    language_model: Seams
 
     def finalizing(self) -> list[str]:
         """Arguments of the schedule that finalize_model_grads_func gets."""
@@ -140,7 +197,10 @@ def find_pipeline_seams() -> PipelineSeams:
                 f"({', '.join(has)}) in megatron.core {found.version} ({found.file}): the patch "
                 "does not know this release; run without vocab_over_pipeline"
             )
-    return PipelineSeams(schedules, gpt_model)
+    core = importlib.import_module("megatron.core")
+    own = without_ours(getattr(schedules, SCHEDULE))
+    require_own(f"{SCHEDULES}.{SCHEDULE}", own, schedules, core)
+    return PipelineSeams(schedules, gpt_model, found)
 
 
 def find_schedules() -> Any:
@@ -165,5 +225,4 @@ def parallel_state() -> Any:
 
 
 def _arguments(function: Any) -> list[str]:
-    # What an earlier apply() has put there stands for what it replaced.
-    return list(inspect.signature(getattr(function, "__wrapped__", function)).parameters)
+    return list(inspect.signature(without_ours(function)).parameters)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.adapters.pipeline_server import Waiting
+from megatron_patch.deferred import version_of
 from megatron_patch.errors import PatchError, failing_in
 from megatron_patch.head import IGNORED
 from megatron_patch.pipeline import Pipeline
@@ -209,14 +210,16 @@ class Step:
 
     def _post(self, index: int, output: Any) -> Tensor:
         """Returns: what the last stage's backward begins at."""
-        if self._accepted is None or output is not self._accepted[2]:
+        accepted = self._accepted
+        if accepted is None or output is not accepted[2] or version_of(output) != 0:
             raise PatchError(
-                "forward_step_func must return the model's losses as the model returned them, got "
+                "forward_step_func must return the model's losses as the model's "
+                "compute_language_model_loss returned them, unchanged, got "
                 f"{type(output).__name__}: compute with them in the loss function; where the model "
                 "is called without labels its logits are asked for, which vocab_over_pipeline has "
                 "not"
             )
-        hidden, labels, _ = self._accepted
+        hidden, labels, _ = accepted
         self._accepted = None
         shard = self.rows.shard
         inside = (labels >= 0) & (labels < shard.vocab_size)

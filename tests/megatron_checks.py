@@ -29,10 +29,10 @@ def check(function: Check) -> Check:
     return function
 
 
-def run_check(_: Any, name: str) -> None:
+def run_check(_: Any, name: str, checks: dict[str, Check] = CHECKS) -> None:
     with megatron(SETUP):
         try:
-            CHECKS[name]()
+            checks[name]()
         finally:
             megatron_patch.remove()
 
@@ -403,7 +403,7 @@ def refusals() -> None:
         megatron_patch.apply(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="gradient must be one of 'filtered', 'exact'"):
         megatron_patch.apply(model, gradient="in_forward")
-    assert not vars(layer).keys() & {"forward", "megatron_patch_options"}
+    assert not vars(layer).keys() & {"forward", "megatron_patch"}
     assert megatron_patch.status().heads == ()
 
 

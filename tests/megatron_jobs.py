@@ -422,12 +422,12 @@ def pretrain(setup: Setup, patch: dict[str, Any] | None, when: str = "before") -
 
 @contextlib.contextmanager
 def counting_calls() -> Iterator[dict[str, int]]:
-    from megatron_patch import patch
+    from megatron_patch import replaced
     from megatron_patch.deferred import DeferredLogits
 
     counted = {"losses_of_ours": 0, "logits_made": 0}
     targets = {
-        "losses_of_ours": (patch, "head_loss"),
+        "losses_of_ours": (replaced, "head_loss"),
         "logits_made": (DeferredLogits, "materialize"),
     }
     originals = {key: getattr(*target) for key, target in targets.items()}

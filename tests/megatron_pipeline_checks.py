@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -235,6 +236,93 @@ def models_that_are_refused() -> None:
 
 
 @check
+def code_that_is_not_megatrons() -> None:
+    """One stage's reason is every stage's error, before anything is changed."""
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+
+    def other(self: Any, *_: Any, **__: Any) -> Any: ...
+
+    def refused(model: Any, message: str) -> None:
+        with pytest.raises(PatchError, match=message):
+            megatron_patch.apply(model, **OPTIONS)
+        assert megatron_patch.status().over_pipeline == ()
+
+    for setup, name in (
+        (SETUP, "compute_language_model_loss"),
+        (Setup(pp=2, tied=True), "shared_embedding_or_output_weight"),
+        (Setup(pp=2, tied=True), "tie_embeddings_and_output_weights_state_dict"),
+    ):
+        model = make(setup, ours=False)
+        model.__class__ = type("Mine", (type(model),), {name: other})
+        refused(model, rf"Mine overrides {name} by megatron_pipeline_checks.code.*other \(")
+    model = make(ours=False)
+    if is_last():
+        handle = model.output_layer.register_forward_pre_hook(other)
+    refused(model, "output_layer has the forward pre-hook .*other")
+    if is_last():
+        handle.remove()
+    cross_entropy = tensor_parallel.vocab_parallel_cross_entropy
+    with changed(tensor_parallel, vocab_parallel_cross_entropy=lambda *x: cross_entropy(*x) * 1.01):
+        refused(model, "is not the cross-entropy of its logits")
+    tied = make(Setup(pp=2, tied=True), ours=False)
+    if not is_last():
+        words = tied.embedding.word_embeddings
+        handle = words.register_forward_hook(other)
+    refused(tied, "word_embeddings has the hook .*other")
+    if not is_last():
+        handle.remove()
+        words.__class__ = type("Scaled", (VocabParallelEmbedding,), {})
+    refused(tied, "word_embeddings is a Scaled")
+
+
+@check
+def code_that_is_not_megatrons_once_it_is_patched() -> None:
+    def hook(*_: Any) -> None: ...
+
+    model = make()
+    megatron_patch.apply(model, **OPTIONS)
+    rows, own = model.output_layer, type(model)
+    for register, message in (
+        (rows.register_forward_hook, "has the forward hook .*hook"),
+        (rows.register_full_backward_hook, "has the backward hook .*hook"),
+    ):
+        handle = register(hook)
+        with pytest.raises(PatchError, match=f"vocab_over_pipeline: output_layer {message}"):
+            schedule(model)
+        handle.remove()
+    model.__class__ = type("Mine", (own,), {"compute_language_model_loss": hook})
+    with pytest.raises(PatchError, match="Mine overrides compute_language_model_loss"):
+        schedule(model)
+    model.__class__ = own
+    with (
+        changed(rows, forward=hook),
+        pytest.raises(PatchError, match=r"forward of output_layer is replaced, by .*hook"),
+    ):
+        schedule(model)
+    assert bool(schedule(model)) == is_last()
+
+
+@check
+def a_schedule_that_is_not_megatrons() -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    name = "forward_backward_pipelining_without_interleaving"
+    own = getattr(schedules, name)
+
+    @functools.wraps(own)
+    def theirs(*args: Any, **given: Any) -> Any:
+        return own(*args, **given)
+
+    with (
+        changed(schedules, **{name: theirs}),
+        pytest.raises(PatchError, match=rf"{name} is .* \(.*\.py:\d+\), not Megatron's own in"),
+    ):
+        megatron_patch.apply(**OPTIONS)
+    assert megatron_patch.status().options is None
+
+
+@check
 def calls_that_are_refused() -> None:
     model = make()
     megatron_patch.apply(model, **OPTIONS)
@@ -260,12 +348,18 @@ def calls_that_are_refused() -> None:
 
 @check
 def a_loss_that_is_changed_on_its_way() -> None:
+    for change in (lambda losses: losses * 2, lambda losses: losses.mul_(2)):
+        _change_losses(change)
+        megatron_patch.remove()
+
+
+def _change_losses(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model = make()
     megatron_patch.apply(model, **OPTIONS)
 
     def changes(batches: Any, model: Any) -> Any:
         output, loss_func = forward_step(batches, model)
-        return output * 2, loss_func
+        return change(output) if is_last() else output, loss_func
 
     # The other stage waits no longer than its groups do.
     message = "must return the model's losses as the model" if is_last() else "imed? ?out|clos"

@@ -18,6 +18,8 @@ from megatron_bench import measure  # noqa: E402
 from megatron_checks import CHECKS, run_check  # noqa: E402
 from megatron_jobs import Setup, compare  # noqa: E402
 from megatron_screened import on_tensor_parallel_ranks  # noqa: E402
+from megatron_stock import CHECKS as OF_OTHERS  # noqa: E402
+from megatron_stock import run_check as run_check_of_others  # noqa: E402
 
 from cce_dist.testing import RankPool  # noqa: E402
 from cce_dist.testing.forks import run_module  # noqa: E402
@@ -107,6 +109,11 @@ def check_pretraining(pool: RankPool, name: str, setup: Setup, patch: dict[str, 
 @pytest.mark.parametrize("name", CHECKS)
 def test_head(megatron_pools: dict[int, RankPool], name: str) -> None:
     megatron_pools[2].run(2, run_check, name, timeout=100)
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_code_that_is_not_megatrons(megatron_pools: dict[int, RankPool], name: str) -> None:
+    megatron_pools[2].run(2, run_check_of_others, name, timeout=100)
 
 
 @pytest.mark.interpreter

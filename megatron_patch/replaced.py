@@ -1,0 +1,175 @@
+"""Methods in place of those of a head and its model."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_patch.deferred import DeferredLogits
+from megatron_patch.errors import PatchError
+from megatron_patch.head import head_loss
+from megatron_patch.largest import largest_logits
+from megatron_patch.options import PatchOptions
+from megatron_patch.refusals import why_changed, why_overridden
+from megatron_patch.seams import LOSS, Seams
+from megatron_patch.stock import why_not_stock
+
+# Where a patched head keeps what it needs.
+MARK = "megatron_patch"
+
+
+@dataclass
+class Patched:
+    """Of one head.
+
+    Args: is_stock: what the patch replaces has been run beside it, and gives the same.
+    """
+
+    options: PatchOptions
+    seams: Seams
+    is_stock: bool = False
+
+
+def options_of(layer: Any) -> PatchOptions | None:
+    """None: the head is Megatron's."""
+    found = vars(layer).get(MARK)
+    return None if found is None else found.options
+
+
+def put(model: Any, layer: Any, options: PatchOptions, seams: Seams) -> None:
+    """On the instances: their classes stay as they are."""
+    setattr(layer, MARK, Patched(options, seams))
+    layer.forward = types.MethodType(_head_forward, layer)
+    layer._call_impl = types.MethodType(_head_call, layer)
+    model.compute_language_model_loss = types.MethodType(_model_loss, model)
+
+
+def take_away(model: Any, layer: Any) -> None:
+    del layer.forward, layer._call_impl, model.compute_language_model_loss
+    delattr(layer, MARK)
+
+
+def _defer(
+    self: Any,
+    input_: Tensor,
+    weight: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+    **ours: Any,
+) -> DeferredLogits | None:
+    """What a call of the head gives; None: what its forward gives."""
+    gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
+    if ours or (gathers and not (self.training and torch.is_grad_enabled())):
+        return None
+    _require_unchanged(self)
+    return DeferredLogits.of(self, input_, weight, runtime_gather_output)
+
+
+def _require_unchanged(layer: Any) -> None:
+    """Raises:
+    PatchError: since `apply` the head has got what the patch would leave out.
+    """
+    found: Patched = vars(layer)[MARK]
+    reason = why_changed(layer, found.seams, found.options)
+    ours = {"forward": _head_forward, "_call_impl": _head_call}
+    for name, function in ours.items():
+        if getattr(vars(layer).get(name), "__func__", None) is not function:
+            reason = f"{name} of output_layer has been replaced since: call remove() before that"
+    if reason is not None:
+        raise PatchError(f"the loss needs no logits, but {reason}")
+
+
+def _head_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of what nn.Module.__call__ calls. A call that computes nothing runs no hooks: FSDP's
+    wrap the head's input to be told of its gradient, and must be told once."""
+    deferred = _defer(self, *args, **kwargs)
+    return type(self)._call_impl(self, *args, **kwargs) if deferred is None else (deferred, None)
+
+
+def _head_forward(
+    self: Any,
+    input_: Tensor,
+    weight: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+    *,
+    labels: Tensor | None = None,  # [s, b]: the loss is wanted
+    logit_scale: float = 1.0,
+    logits_wanted: bool = False,
+    largest_wanted: bool = False,
+    model: Any = None,  # whose loss is wanted
+) -> tuple[Any, Tensor | None]:
+    """In place of ColumnParallelLinear.forward. The loss too comes through here, and so through the
+    layer's __call__: hooks that bring the weight (overlap_param_gather, FSDP) run before it."""
+    found: Patched = vars(self)[MARK]
+    given = self.weight if weight is None else weight
+    if labels is not None:
+        _require_stock(model, self, given)
+        return head_loss(self, input_, given, labels, logit_scale, found.options), None
+    if largest_wanted:
+        return largest_logits(self, input_, given, logit_scale, found.options), None
+    # Compiled modules call their forward directly.
+    deferred = None if logits_wanted else _defer(self, input_, weight, runtime_gather_output)
+    if deferred is not None:
+        return deferred, None
+    return type(self).forward(self, input_, weight, runtime_gather_output)
+
+
+def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
+    """In place of compute_language_model_loss: labels [b, s] -> loss [b, s] fp32.
+
+    Raises:
+        PatchError: since `apply` the model has got what the patch would leave out; or the loss of
+            logits that are made lacks what the options ask for.
+    """
+    found: Patched | None = vars(self.output_layer).get(MARK)
+    if found is None:
+        raise PatchError(
+            f"{type(self).__name__}: output_layer has been replaced since, by a "
+            f"{type(self.output_layer).__qualname__}: apply the patch after that, or run without it"
+        )
+    reason = why_overridden(self, {LOSS: found.seams.loss})
+    if reason is not None:
+        raise PatchError(f"{type(self).__name__}: {reason}")
+    if isinstance(logits, DeferredLogits) and not logits.is_made:
+        call = logits.call
+        call.require_same()
+        with torch.set_grad_enabled(call.records and torch.is_grad_enabled()):
+            loss, _ = call.layer(
+                call.hidden,
+                weight=call.weight,
+                labels=labels.transpose(0, 1).contiguous(),
+                logit_scale=call.scale,
+                model=self,
+            )
+            return loss.transpose(0, 1).contiguous()
+    _require_plain(found.options)
+    made = logits.materialize() if isinstance(logits, DeferredLogits) else logits
+    return type(self).compute_language_model_loss(self, labels, made)
+
+
+def _require_plain(options: PatchOptions) -> None:
+    for name in ("softcap", "vocab_size"):
+        if getattr(options, name) is not None:
+            raise PatchError(
+                f"{name}={getattr(options, name)!r} is of a loss without logits, but the model has "
+                "made its logits (something reads or changes them between output_layer and "
+                f"{LOSS}, or the head gathers them), and Megatron's loss of them knows no {name}: "
+                f"drop {name}, or leave the logits alone"
+            )
+
+
+def _require_stock(model: Any, layer: Any, weight: Tensor) -> None:
+    """Once for a model.
+
+    Raises:
+        PatchError: the functions of Megatron in whose place the patch computes give other values.
+    """
+    found: Patched = vars(layer)[MARK]
+    if not found.is_stock:
+        reason = why_not_stock(model, layer, weight, found.seams)
+        if reason is not None:
+            raise PatchError(f"{type(model).__name__}: {reason}")
+        found.is_stock = True

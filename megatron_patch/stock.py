@@ -1,0 +1,115 @@
+"""Whether Megatron's own head and loss compute what the patch computes in their place.
+
+A name and a signature say nothing of a fork whose files are edited, nor of functions that someone
+has put under those of Megatron. So both are run on a few tokens, once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_patch.seams import Seams, describe
+
+TOKENS = (2, 4)  # s, b
+# Logits spread this much around this mean, so that no term of their log-sum-exp is near 0.
+SPREAD, MEAN = 3.0, 4.0
+# Of fp32 losses near 20, whose rounding is 2e-6; a z-loss of 1e-6 log-sum-exp^2 is more.
+LOSS_TOLERANCE = 1e-4
+# Megatron's fused loss rounds this gradient to bf16.
+GRADIENT_TOLERANCE = 2**-7
+# The head's probe has logits up to this, which a softcap changes; they have 8 bits in bf16.
+LARGEST, LOGITS_TOLERANCE = 100.0, 2**-6
+
+
+def why_not_stock(model: Any, layer: Any, weight: Tensor, seams: Seams) -> str | None:
+    """Why Megatron's head or its loss of this model gives other values than the patch; None: both
+    give the same.
+
+    Args: weight: [V / tp, h], where the layer's tensor-parallel group, all of whose ranks call
+        this, can reach it.
+    Collectives: those of Megatron's loss of TOKENS; one of a number; under sequence parallelism an
+        all-gather of as few tokens.
+    """
+    # A model that is compiled calls it once, too.
+    head: Any = torch.compiler.disable(_why_another_head)
+    loss: Any = torch.compiler.disable(_why_another_loss)
+    return head(layer, weight, seams) or loss(model, layer.tp_group, weight, seams)
+
+
+def _why_another_loss(model: Any, group: Any, weight: Tensor, seams: Seams) -> str | None:
+    device, rank, columns = weight.device, group.rank(), len(weight)
+    generator = torch.Generator().manual_seed(0)
+    size = group.size() * columns
+    # On all ranks the same: the reference needs no other rank.
+    every = torch.randn(*TOKENS, size, generator=generator) * SPREAD + MEAN
+    labels = torch.randint(size, TOKENS, generator=generator).to(device)
+    upstream = torch.rand(TOKENS, generator=generator).to(device)
+    # Fusions are compiled else, for seconds.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        logits = every.to(device).requires_grad_()
+        right = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="none"
+        ).view(TOKENS)
+        (expected,) = torch.autograd.grad(right, logits, upstream)
+        mine = slice(rank * columns, (rank + 1) * columns)
+        # Megatron's loss writes into its logits, as into what a head has made.
+        leaf = logits.detach()[..., mine].clone().requires_grad_()
+        grad = torch.zeros_like(leaf)
+        try:
+            found = seams.loss(model, labels.T.contiguous(), leaf.clone()).T
+            if found.requires_grad:
+                (grad,) = torch.autograd.grad(found, leaf, upstream)
+        except RuntimeError as error:
+            raised = f"of fp32 logits it raises {type(error).__name__}: {error}"
+            return f"{describe(seams.loss)} is not the cross-entropy of its logits: {raised}"
+    off = (found - right).detach().abs().max()
+    grad_off = (grad - expected[..., mine]).abs().max()
+    if off <= LOSS_TOLERANCE and grad_off <= GRADIENT_TOLERANCE:
+        return None
+    return (
+        f"{describe(seams.loss)} is not the cross-entropy of its logits: of the same logits it "
+        f"gives {float(found.mean()):.6f} where that is {float(right.mean()):.6f}, and a gradient "
+        f"{float(grad_off):.2e} apart; a fork's, or what has replaced a function that it calls, "
+        "which the patch would leave out: run without megatron_patch"
+    )
+
+
+def _why_another_head(layer: Any, weight: Tensor, seams: Seams) -> str | None:
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(weight.device.type, enabled=False),
+    ):
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, TOKENS[1], weight.shape[1], generator=generator)
+        hidden = hidden.to(weight.device, weight.dtype)
+        largest = torch.nn.functional.linear(hidden, weight).abs().amax().clamp_min(1e-3)
+        if layer.tp_group.size() > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=layer.tp_group)
+        hidden = hidden * (LARGEST / largest)
+        expected = torch.nn.functional.linear(hidden, weight)
+        found, bias = seams.forward(layer, hidden, weight, False)
+        off = (found - expected).abs().max()
+    if bias is None and off <= LOGITS_TOLERANCE * LARGEST:
+        return None
+    return (
+        f"{describe(seams.forward)} does not give its input times the weight: logits up to "
+        f"{LARGEST:g} are off by {float(off):.3g}; a fork's, or what has replaced a function that "
+        "it calls, which the patch would leave out: run without megatron_patch"
+    )
+
+
+def device_of(group: Any) -> torch.device:
+    """A device whose tensors the group can send."""
+    if dist.get_backend(group) != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
