@@ -51,6 +51,18 @@ def memory_functions(tools: Tools) -> Makers:
     }
 
 
+def checking_bytes(validate: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Of a descriptor: its strides' alignment, which Triton up to 3.5 looks for in their number of
+    elements."""
+
+    def validate_in_bytes(self: Any) -> None:
+        size = self.base.dtype.element_ty.primitive_bitwidth // 8
+        in_bytes = [SimpleNamespace(data=stride.data * size) for stride in self.strides[:-1]]
+        validate(SimpleNamespace(**vars(self) | {"strides": [*in_bytes, self.strides[-1]]}))
+
+    return validate_in_bytes
+
+
 def _memory() -> Callable[[Any], Any]:
     """All of this process's memory as one array of a dtype, from its second element on.
 
@@ -141,7 +153,8 @@ def _descriptor_load(tools: Tools, slow: Function) -> Function:
     pad_zero = tools.interpreter._ir.PADDING_OPTION.PAD_ZERO
 
     def descriptor_load(desc: Any, indices: Any, *hints: Any, **more_hints: Any) -> Any:
-        if desc.ndim != 2 or getattr(desc, "padding", pad_zero) != pad_zero:
+        rounds = getattr(desc, "round_f32_to_tf32", False)
+        if rounds or desc.ndim != 2 or getattr(desc, "padding", pad_zero) != pad_zero:
             return slow(desc, indices, *hints, **more_hints)
         element = desc.base.dtype.element_ty
         dtype = tools.interpreter._get_np_dtype(element)
