@@ -6,6 +6,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Waits for the warps that run the same function. Triton 3.7 renamed it.
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # Begins to copy a tile from global to shared memory. Triton 3.8 renamed it.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

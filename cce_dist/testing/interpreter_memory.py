@@ -54,18 +54,6 @@ def memory_functions(tools: Tools) -> Makers:
     }
 
 
-def checking_bytes(validate: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Of a descriptor: its strides' alignment, which Triton up to 3.5 looks for in their number of
-    elements."""
-
-    def validate_in_bytes(self: Any) -> None:
-        size = self.base.dtype.element_ty.primitive_bitwidth // 8
-        in_bytes = [SimpleNamespace(data=stride.data * size) for stride in self.strides[:-1]]
-        validate(SimpleNamespace(**vars(self) | {"strides": [*in_bytes, self.strides[-1]]}))
-
-    return validate_in_bytes
-
-
 def _memory() -> Callable[[Any], Any]:
     """All of this process's memory as one array of a dtype, from its second element on.
 
