@@ -220,12 +220,19 @@ def quantizer_for(backend: Backend, weight: Tensor, screen: Screen) -> Any:
     Raises:
         ValueError: the backend asked for by name cannot run, or the weight is not of 16 bits.
     """
-    from cce_dist.local_triton_tiles import interpreted, why_not, why_not_screened
+    from cce_dist.local_triton_tiles import (
+        interpreted,
+        warn_of_torch,
+        why_not,
+        why_not_screened,
+    )
 
     by_kernels = backend == "triton"
     if backend == "auto":
         # The interpreter is for tests, which ask for it by name.
         by_kernels = not interpreted() and why_not(weight) is None
+        if not by_kernels:
+            warn_of_torch(weight)
     reason = why_not(weight) if by_kernels else None
     reason = reason or why_not_screened(weight, screen.dtype, by_kernels=by_kernels)
     if reason is not None:
@@ -240,7 +247,7 @@ def quantizer_for(backend: Backend, weight: Tensor, screen: Screen) -> Any:
 def _choose(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> LocalBackend:
     if backend == "torch":
         return TORCH
-    from cce_dist.local_triton_tiles import interpreted, why_not
+    from cce_dist.local_triton_tiles import interpreted, warn_of_torch, why_not
 
     reason = why_not(hidden)
     if backend == "triton" and reason is not None:
@@ -250,6 +257,7 @@ def _choose(backend: Backend, hidden: Tensor, num_tokens: int, columns: int) -> 
         )
     # The interpreter is for tests, which ask for it by name.
     if reason is not None or (backend == "auto" and interpreted()):
+        warn_of_torch(hidden)
         return TORCH
     if num_tokens == 0:
         return TORCH

@@ -45,6 +45,7 @@ from cce_dist.local_triton_tiles import (
     rounds_exp2,
     takes_tma,
     tiles_for,
+    warn_of_layout,
 )
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens, Wanted
@@ -84,6 +85,7 @@ class Forward:
         keep_logits: KeptLogits | None,
         screened: bool = False,
     ) -> Forward:
+        warn_of_layout(head.weight)
         head = for_kernels(head)
         weight = head.weight
         tiles = tiles_for(weight)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -19,6 +20,7 @@ from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_tiles import Tiles, interpreted, takes_tma
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head
+from cce_dist.slower import warn_slower
 
 if TYPE_CHECKING:
     from cce_dist.local_triton_operands import EightBit
@@ -29,11 +31,19 @@ ROUGH_SOFTCAP = 64.0
 GLUON = {
     "warp_specialize": ("functions_and_args", "worker_num_warps", "worker_num_regs"),
     "allocate_shared_memory": ("element_ty", "shape", "layout"),
+    "barrier": (),
     "hopper.warpgroup_mma": ("a", "b", "acc"),
     "hopper.mbarrier.wait": ("mbarrier", "phase"),
     "hopper.mbarrier.expect": ("mbarrier",),
-    "hopper.tma.async_copy_global_to_shared": ("tensor_desc", "coord", "barrier", "result"),
+    "hopper.tma.async_load": ("tensor_desc", "coord", "barrier", "result"),
 }
+# Names of older releases: `cce_dist.kernels.gluon_names` has one for each pair.
+FORMER = {
+    "barrier": "thread_barrier",
+    "hopper.tma.async_load": "hopper.tma.async_copy_global_to_shared",
+}
+# With which tests/test_hopper.py compiles the kernel.
+RELEASES = "3.6 to 3.9"
 
 
 @functools.cache
@@ -48,16 +58,16 @@ def why_no_gluon() -> str | None:
         return f"{found} has no Gluon: {error}"
     del TensorDescriptor
     for name, expected in GLUON.items():
-        root = hopper if name.startswith("hopper.") else language
-        try:
-            function = operator.attrgetter(name.removeprefix("hopper."))(root)
-        except AttributeError:
+        root, former = hopper if name.startswith("hopper.") else language, FORMER.get(name, name)
+        function = None
+        for each in (former, name):
+            with contextlib.suppress(AttributeError):
+                function = operator.attrgetter(each.removeprefix("hopper."))(root)
+        if function is None:
             return f"{found} has no {name} in Gluon"
         taken = tuple(inspect.signature(function).parameters)
         if taken[: len(expected)] != expected:
             return f"{found}: {name} takes {taken}, and {expected} was expected"
-    if not (hasattr(language, "thread_barrier") or hasattr(language, "barrier")):
-        return f"{found} has no thread_barrier in Gluon"
     return None
 
 
@@ -68,7 +78,13 @@ def num_groups(weight: Tensor, tiles: Tiles) -> int:
     # Later architectures have other tensor cores.
     if torch.cuda.get_device_capability(weight.device)[0] != 9 or not takes_tma(weight):
         return 1
-    return 1 if why_no_gluon() else 2
+    reason = why_no_gluon()
+    if reason is not None:
+        warn_slower(
+            f"the forward is not Hopper's own: {reason}; install a Triton from {RELEASES}, or the "
+            "PyTorch that brings one"
+        )
+    return 1 if reason else 2
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from cce_dist.local_triton_lists import (
 from cce_dist.local_triton_tiles import interpreted
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, StepKind, Tokens, Upstream
+from cce_dist.slower import warn_slower
 
 # What distinguishes the kernels that this process has compiled.
 _rehearsed: set[tuple[object, ...]] = set()
@@ -37,7 +38,13 @@ def rehearse(tokens: Tokens, head: Head, kind: StepKind) -> None:
     bounds that ranks exchange.
     """
     weight, num_blocks = head.weight, triton.cdiv(len(tokens), TOKEN_BLOCK)
-    if interpreted() or torch.cuda.is_current_stream_capturing() or not can_rehearse():
+    if interpreted() or torch.cuda.is_current_stream_capturing():
+        return
+    if not can_rehearse():
+        warn_slower(
+            f"triton {triton.__version__} compiles a first call's kernels one after the other, in "
+            "twice the time; 3.6 and later do so side by side"
+        )
         return
     has = (head.bias is None, head.class_weight is None, head.softcap is None)
     layout = (weight.device, weight.dtype, weight.shape, weight.stride(), tokens.hidden.stride())

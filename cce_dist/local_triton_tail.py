@@ -26,6 +26,16 @@ def padded_groups(has_tail: bool, has_mean: bool) -> int:
     return 2 * TAIL_GROUPS if has_tail and has_mean else TAIL_GROUPS
 
 
+def dims_of_centroids(weight: Tensor, has_class_weight: bool) -> int:
+    """Dims of one task of `centroid_kernel`."""
+    dims = tiles_for(weight).tail_dims
+    # Triton 3.8 keeps what class weights multiply in shared memory in fp32, too: with all dims
+    # 280 KB, and an H100 has 227.
+    if has_class_weight and weight.element_size() == 2 and triton.__version__.startswith("3.8."):
+        dims //= 2
+    return dims
+
+
 def centroids(
     head: Head, weight: Tensor, share: Tensor | None, *, with_mean: bool, every: int = 1
 ) -> tuple[Tensor, Tensor, Callable[[], None]]:
@@ -40,14 +50,14 @@ def centroids(
     num_columns, dim = weight.shape
     groups = 0 if share is None else share.shape[0]
     padded = padded_groups(share is not None, with_mean)
-    block_v, block_d = 128, tiles_for(weight).tail_dims
+    has_class_weight = with_mean and head.class_weight is not None
+    block_v, block_d = 128, dims_of_centroids(weight, has_class_weight)
     slices = triton.cdiv(dim, block_d)
     tiles = triton.cdiv(num_columns, block_v)
     splits = max(1, min(tiles, 2 * num_programs(weight) // slices))
     part = weight.new_empty(splits, padded, dim, dtype=torch.float32)
     seen = weight.new_empty(splits, padded, dtype=torch.float32)
     total = weight.new_empty(slices * splits, padded, dtype=torch.float32)
-    has_class_weight = with_mean and head.class_weight is not None
     sum_up = functools.partial(
         start(centroid_kernel, (slices, splits)),
         weight,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.options import TOKEN_BLOCK
+from cce_dist.slower import warn_slower
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LEAST_CAPABILITY = (8, 0)
@@ -137,8 +138,30 @@ def takes_tma(matrix: Tensor) -> bool:
         # 99 KB of shared memory have no room for a tile of fp32 logits, twice.
         if capability < (9, 0) or (capability >= (12, 0) and matrix.element_size() > 2):
             return False
+    return is_aligned(matrix)
+
+
+def is_aligned(matrix: Tensor) -> bool:
+    """Whether each row begins at a multiple of 16 bytes, as descriptors and wide loads need it."""
     row_bytes = matrix.stride(0) * matrix.element_size()
     return row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def warn_of_layout(weight: Tensor) -> None:
+    """Says what of the weight's layout costs more than a tenth of a call, once."""
+    if interpreted():
+        return
+    if weight.stride(1) != 1 and weight.shape[1] > 1:
+        warn_slower(
+            f"weight has strides {weight.stride()}, and every call copies it, as the kernels read "
+            "rows whose elements lie side by side; pass a contiguous weight"
+        )
+    elif not is_aligned(weight):
+        warn_slower(
+            f"weight's rows are {weight.stride(0) * weight.element_size()} bytes apart and begin "
+            f"{weight.data_ptr() % 16} bytes after a multiple of 16, so neither descriptors nor "
+            "16 bytes at a time load them; pass a weight whose rows begin at multiples of 16 bytes"
+        )
 
 
 def takes_branches(tensor: Tensor) -> bool:
@@ -157,6 +180,23 @@ def why_not_screened(hidden: Tensor, dtype: str, *, by_kernels: bool) -> str | N
     if capability < (8, 9):
         return f"the device has compute capability {capability}, and Screen.dtype e4m3 needs (8, 9)"
     return None
+
+
+def warn_of_torch(hidden: Tensor) -> None:
+    """Says, once, what could be changed for the kernels to run, where torch takes their place."""
+    # Of fp64 and of older devices the kernels have nothing faster.
+    if not hidden.is_cuda or hidden.dtype not in DTYPES:
+        return
+    if importlib.util.find_spec("triton") is None:
+        warn_slower(
+            f'backend="auto" took "torch" on {hidden.device.type}: triton is not installed; '
+            "install it, or PyTorch's CUDA wheel, which brings it"
+        )
+    elif interpreted():
+        warn_slower(
+            f'backend="auto" took "torch" on {hidden.device.type}, as TRITON_INTERPRET=1 keeps '
+            "kernels from being compiled; unset it"
+        )
 
 
 def why_not(hidden: Tensor) -> str | None:

@@ -16,7 +16,13 @@ fi
 [[ -x .venv/bin/pip ]] || "$PYTHON" -m venv .venv
 echo "setup: installing cce-dist[$extra] and PyTorch into .venv; this can take minutes" >&2
 # pip itself compiles on one core. What cannot be compiled are templates of files.
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-    --constraint constraints-test.txt --editable ".[$extra]"
+install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
+# torch's CUDA wheel requires one release of Triton, and its CPU wheel none: then it is the pinned one.
+grep -v '^triton==' constraints-test.txt > .venv/constraints.txt
+install --constraint .venv/constraints.txt --editable ".[$extra]"
+brings_triton='import importlib.metadata as m; exit(not any(x.startswith("triton") for x in m.requires("torch")))'
+if [[ $extra == test ]] && ! .venv/bin/python -c "$brings_triton"; then
+    install --constraint constraints-test.txt --no-deps triton
+fi
 .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
 echo "$inputs" > "$stamp"

@@ -29,6 +29,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
         "allocations": {"torch"},
         "options": set(),
         "phases": set(),
+        "slower": set(),
         "streams": {"torch"},
         "vocab_shard": {"torch"},
     },

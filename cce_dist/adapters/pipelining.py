@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
-from torch.distributed.pipelining.schedules import FORWARD, RECV_F, SEND_F
 
 from cce_dist.adapters.groups import connect_neighbours
 from cce_dist.adapters.pipeline_checks import (
@@ -28,6 +27,9 @@ from cce_dist.adapters.pipeline_checks import (
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipeline_server import Server
+
+# Actions of torch's schedules; torch 2.15 waits for each send by one of its own.
+_OF_FORWARDS = ("FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F")
 
 
 class VocabOverPipeline:
@@ -252,7 +254,7 @@ def forwards_alone(schedule: Any) -> Iterator[None]:
             return
         orders = schedule.pipeline_order_with_comms
         schedule.pipeline_order_with_comms = {
-            rank: [x for x in order if x.computation_type in (FORWARD, SEND_F, RECV_F)]
+            rank: [x for x in order if x.computation_type.name in _OF_FORWARDS]
             for rank, order in orders.items()
         }
         try:

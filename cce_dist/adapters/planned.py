@@ -55,6 +55,8 @@ from cce_dist.planner.orders import (
 _KIND: dict[Any, Kind] = {FORWARD: "S", FULL_BACKWARD: "T", UNSHARD: "E", RESHARD: "G"}
 # Of torch's own, what goes between stages.
 _SENDS, _RECEIVES = (SEND_F, SEND_B), (RECV_F, RECV_B)
+# Torch 2.15 waits for each send by an action.
+_WAITS = ("WAIT_SEND_F", "WAIT_SEND_B")
 # How many sums of hidden gradients a rank leaves unawaited that needs none of them.
 _UNAWAITED = 2
 
@@ -203,8 +205,12 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
                 phases.setdefault(last, []).append(each)
         lowered, waiting = [self._action(phase) for phase in phases.get(None, ())], []
         for action in self.pipeline_order_with_comms[self.rank]:
+            waits = action.computation_type.name in _WAITS
+            if waits and self.head.paced:
+                # What the courier sends, it waits for.
+                continue
             # What a pass sends goes first: others wait for it, and phases wait for them.
-            if action.computation_type not in _SENDS:
+            if not waits and action.computation_type not in _SENDS:
                 lowered += waiting
                 waiting = []
             if self.head.paced and action.computation_type in (*_SENDS, *_RECEIVES):

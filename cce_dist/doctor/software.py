@@ -94,14 +94,14 @@ def check_hopper_forward(facts: Facts) -> Check | None:
     """Whether 16-bit forwards have their faster kernel; None: not such a GPU, or no Triton."""
     if not any(gpu.capability == (9, 0) for gpu in facts.gpus) or "triton" not in facts.versions:
         return None
-    from cce_dist.local_triton_hopper import why_no_gluon
+    from cce_dist.local_triton_hopper import RELEASES, why_no_gluon
 
     reason = why_no_gluon()
     return Check(
         name="Hopper's forward",
         status="warning" if reason else "ok",
         found=reason or "its Gluon kernel can be compiled",
-        expected="triton 3.6 or 3.7",
+        expected=f"triton {RELEASES}",
         remedy="nothing is wrong, but slower: use one of these versions" if reason else "",
     )
 

@@ -16,18 +16,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from cce_dist.kernels import forward, numbers
+from cce_dist.kernels.gluon_names import async_load, thread_barrier
 from cce_dist.kernels.hopper_softcap import add_softcapped
 
 GROUPS = gl.constexpr(2)
 
-# Of the warps that run it; Triton 3.7 calls it by another name.
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 exp2_of = gluon.jit(numbers.exp2_of.fn)
 slot_of = gluon.jit(forward.slot_of.fn)
 turns_until = gluon.jit(forward.turns_until.fn)
@@ -135,11 +133,9 @@ def load_tiles(
             loaded = full.index(stage)
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(loaded, num_bytes // 8)
-            tma.async_copy_global_to_shared(
-                hidden, [block * BLOCK_N, k], loaded, e_tiles.index(stage)
-            )
+            async_load(hidden, [block * BLOCK_N, k], loaded, e_tiles.index(stage))
             for group in gl.static_range(GROUPS):
-                tma.async_copy_global_to_shared(
+                async_load(
                     weight,
                     [column + group * ROWS, k],
                     loaded,

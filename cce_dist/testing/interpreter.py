@@ -18,6 +18,7 @@ import torch
 
 from cce_dist.testing.interpreter_blocks import functions, methods
 from cce_dist.testing.interpreter_memory import memory_functions
+from cce_dist.testing.interpreter_mends import mend_interpreter
 from cce_dist.testing.interpreter_ops import make_tools, operators
 
 
@@ -30,7 +31,7 @@ def speed_up_interpreter() -> None:
     """
     if importlib.util.find_spec("triton") is None:
         return
-    from triton import knobs
+    from triton import __version__, knobs
 
     if not knobs.runtime.interpret:
         return
@@ -45,6 +46,7 @@ def speed_up_interpreter() -> None:
     if not _rounds_alike(np.matmul) and _rounds_alike(_by_torch):
         builder.create_dot = _multiplying_by_torch(interpreter, builder.create_dot)
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+    mend_interpreter(interpreter, tuple(map(int, __version__.split(".")[:2])))
     executor = interpreter.GridExecutor
     executor.__call__ = _without_warnings(executor.__call__)
     interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)

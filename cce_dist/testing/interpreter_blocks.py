@@ -15,6 +15,7 @@ from cce_dist.testing.interpreter_ops import (
     Plan,
     Tools,
     between,
+    by_bits,
     dtype_of,
     plan_of,
 )
@@ -36,8 +37,8 @@ def functions(tools: Tools) -> Makers:
         "arange": lambda slow: _arange(tools, slow),
         "dot": lambda slow: _dot(tools, slow),
         "full": lambda slow: _full(tools, slow),
-        "maximum": lambda slow: between(tools, slow, np.maximum),
-        "minimum": lambda slow: between(tools, slow, np.minimum),
+        "maximum": lambda slow: between(tools, slow, (np.maximum, np.fmax)),
+        "minimum": lambda slow: between(tools, slow, (np.minimum, np.fmin)),
         "num_programs": lambda slow: _of_grid(tools, slow, "grid_dim"),
         "program_id": lambda slow: _of_grid(tools, slow, "grid_idx"),
         "where": lambda slow: _where(tools, slow),
@@ -164,7 +165,8 @@ def _unary(tools: Tools, slow: Function, compute: Function, value: int) -> Funct
         if dtype is None or dtype is POINTERS:
             return None
         number = np.array([value]).astype(dtype)
-        return plan_of(lambda data: compute(number, data), (x,), None, result)
+        apply = by_bits(tools, compute, x)
+        return plan_of(lambda data: apply(number, data), (x,), None, result)
 
     def operate(self: Any, _semantic: Any = None) -> Any:
         plan = plans.get(self.type.code, UNKNOWN)

@@ -25,22 +25,25 @@ def memory_functions(tools: Tools) -> Makers:
     """Of triton.language: load and store. The builder's, of descriptors, are replaced at once."""
     builder, own = tools.interpreter.interpreter_builder, tools.interpreter._interpreter
     read, write = _reading(own), _writing(own)
-    masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
+    masked_load = builder.create_masked_load
+
+    def as_bools(mask: Any) -> Any:
+        # A descriptor's has no handle up to Triton 3.8. A comparison of numbers leaves an int32,
+        # which Triton 3.9 refuses.
+        data = mask if isinstance(mask, np.ndarray) else mask.data
+        return data if data.dtype == np.bool_ else data.astype(np.bool_)
 
     def create_masked_load(ptrs: Any, mask: Any, other: Any, *args: Any, **hints: Any) -> Any:
-        # A descriptor's comes without a handle.
-        holds = mask if isinstance(mask, np.ndarray) else mask.data
-        if other is None or holds.dtype != np.bool_:
-            return masked_load(ptrs, mask, other, *args, **hints)
+        holds = as_bools(mask)
+        if other is None:
+            handle = tools.interpreter.TensorHandle(holds, tools.interpreter.tl.int1)
+            return masked_load(ptrs, handle, other, *args, **hints)
         dtype = ptrs.get_element_ty()
         data = read(ptrs.data, holds, other.data, tools.interpreter._get_np_dtype(dtype))
         return tools.interpreter.TensorHandle(data, dtype)
 
     def create_masked_store(ptrs: Any, value: Any, mask: Any, *args: Any, **hints: Any) -> Any:
-        holds = mask if isinstance(mask, np.ndarray) else mask.data
-        if holds.dtype != np.bool_:
-            return masked_store(ptrs, value, mask, *args, **hints)
-        return write(ptrs.data, value.data, holds)
+        return write(ptrs.data, value.data, as_bools(mask))
 
     builder.create_masked_load = create_masked_load
     builder.create_masked_store = create_masked_store
@@ -141,7 +144,8 @@ def _descriptor_load(tools: Tools, slow: Function) -> Function:
     pad_zero = tools.interpreter._ir.PADDING_OPTION.PAD_ZERO
 
     def descriptor_load(desc: Any, indices: Any, *hints: Any, **more_hints: Any) -> Any:
-        if desc.ndim != 2 or getattr(desc, "padding", pad_zero) != pad_zero:
+        rounds = getattr(desc, "round_f32_to_tf32", False)
+        if rounds or desc.ndim != 2 or getattr(desc, "padding", pad_zero) != pad_zero:
             return slow(desc, indices, *hints, **more_hints)
         element = desc.base.dtype.element_ty
         dtype = tools.interpreter._get_np_dtype(element)

@@ -7,6 +7,7 @@ only if it gave the same bits, laid out alike.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ NUMPY_DTYPES = {
     "fp32": np.dtype(np.float32),
     "fp64": np.dtype(np.float64),
 }
+FLOATS = ("fp16", "fp32")
 POINTERS = np.dtype(np.uint64)
 UNKNOWN = object()
 
@@ -46,7 +48,7 @@ ARITHMETIC: dict[str, Function] = {
     "lshift": np.left_shift,
     "rshift": np.right_shift,
 }
-# They make a number a tensor before they look at the other operand.
+# Up to Triton 3.8 they make a number a tensor before they look at the other operand.
 COMPARISONS: dict[str, Function] = {
     "lt": np.less,
     "le": np.less_equal,
@@ -70,9 +72,18 @@ class Plan(NamedTuple):
     like: tuple[Any, ...]  # type, dtype, numel and shape of the result
 
 
+class Rules(NamedTuple):
+    """Rules of arithmetic that differ between releases of Triton."""
+
+    compares_in_dtype: bool  # a number takes the other operand's dtype in comparisons, too: 3.9
+    skips_nan: bool  # the larger of NaN and a number is the number: 3.8
+    wraps_bits: bool  # int1 is a number of one bit, and NumPy's bool is none: 3.9
+
+
 class Tools(NamedTuple):
     interpreter: Any
     core: Any
+    rules: Rules
     tensor_of: Function
     number: Function
     typed_number: Function
@@ -83,9 +94,23 @@ def make_tools(interpreter: Any, core: Any) -> Tools:
     return Tools(
         interpreter,
         core,
+        _rules(interpreter, core),
         _tensor_of(interpreter, core),
         _number(interpreter),
         _typed_number(interpreter),
+    )
+
+
+def _rules(interpreter: Any, core: Any) -> Rules:
+    """Asks this Triton, by an operation each."""
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
+    maximum = inspect.unwrap(core.maximum)
+    half, nan = (semantic.scalar_constant(float("nan"), core.dtype(name)) for name in FLOATS)
+    bit = interpreter.TensorHandle(np.ones(1, np.bool_), core.int1)
+    return Rules(
+        compares_in_dtype=maximum(half, 0.5, _semantic=semantic).dtype.name == "fp16",
+        skips_nan=not np.isnan(maximum(nan, 0.5, _semantic=semantic).handle.data[0]),
+        wraps_bits=not builder.create_add(bit, bit).data[0],
     )
 
 
@@ -196,6 +221,19 @@ def _same_bits(found: Any, expected: Any) -> bool:
     )
 
 
+def by_bits(tools: Tools, compute: Function, *operands: Any) -> Function:
+    """The function of NumPy's by which Triton computes with operands of such types."""
+    if not tools.rules.wraps_bits or any(each.dtype.name != "int1" for each in operands):
+        return compute
+
+    def of_bits(*data: Any) -> Any:
+        # A copy of a block that was spread lies as that does.
+        spread = np.broadcast_arrays(*data)
+        return (compute(*[each.astype(np.int8) for each in spread]) & 1).astype(np.bool_)
+
+    return of_bits
+
+
 def plan_of(
     compute: Function, operands: tuple[Any, ...], casts: tuple[Any, ...] | None, result: Any
 ) -> Plan | None:
@@ -235,7 +273,7 @@ def _plan_of_two(
     if left.dtype.name == right.dtype.name:
         if is_division and left.dtype.name == "fp16":
             return None
-        return plan_of(compute, (left, right), None, result)
+        return plan_of(by_bits(tools, compute, left, right), (left, right), None, result)
     if is_division:
         return None
     computed = semantic.computation_type_impl(left.dtype, False, right.dtype, False, False)
@@ -273,6 +311,7 @@ def _binary(
     """An operator; `swaps` for those that come from the right operand."""
     tensor, constexpr = tools.core.tensor, tools.core.constexpr
     number, typed_number, tensor_of = tools.number, tools.typed_number, tools.tensor_of
+    makes_numbers = compares and not tools.rules.compares_in_dtype
     plans: dict[Any, Any] = {}
 
     def as_tensor(value: Any, beside: Any) -> Any:
@@ -280,7 +319,7 @@ def _binary(
             value = value.value
         if type(value) not in (int, float):
             return None
-        if compares or beside.dtype.is_ptr():
+        if makes_numbers or beside.dtype.is_ptr():
             return number(value)
         if is_division and beside.dtype.name == "fp16":
             return None
@@ -317,19 +356,18 @@ def _binary(
     return operate
 
 
-def between(tools: Tools, slow: Function, compute: Function) -> Function:
-    """The larger, or the smaller, of two."""
-    tensor, constexpr, number = tools.core.tensor, tools.core.constexpr, tools.number
+def between(tools: Tools, slow: Function, choices: tuple[Function, Function]) -> Function:
+    """The larger, or the smaller, of two; choices: NumPy's, of which the second skips NaN."""
+    tensor = tools.core.tensor
+    compute = choices[tools.rules.skips_nan]
     operate = _binary(tools, slow, compute, compares=True)
+    operate_swapped = _binary(tools, lambda y, x: slow(x, y), compute, swaps=True, compares=True)
 
     def choose(x: Any, y: Any, *how: Any, _semantic: Any = None, **hows: Any) -> Any:
         if how or hows:
             return slow(x, y, *how, **hows)
-        if type(x) is not tensor:
-            value = x.value if type(x) is constexpr else x
-            if type(value) not in (int, float):
-                return slow(x, y)
-            x = number(value)
-        return operate(x, y)
+        if type(x) is tensor:
+            return operate(x, y)
+        return operate_swapped(y, x) if type(y) is tensor else slow(x, y)
 
     return choose

@@ -1,0 +1,11 @@
+"""Functions of Gluon that releases of Triton call by different names, or with other arguments."""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# Waits for the warps that run the same function. Triton 3.7 renamed it.
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# Begins to copy a tile from global to shared memory. Triton 3.8 renamed it.
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

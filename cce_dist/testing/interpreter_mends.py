@@ -1,0 +1,65 @@
+"""What releases of Triton get wrong in their interpreter, and compile right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+
+def mend_interpreter(interpreter: Any, version: tuple[int, ...]) -> None:
+    """For good. Args: version: Triton's."""
+    if version < (3, 6):
+        descriptor = interpreter.TensorDescHandle
+        descriptor.validate = _checking_bytes(descriptor.validate)
+    if version >= (3, 9):
+        builder, reduction = interpreter.interpreter_builder, interpreter.ReduceOps
+        for name in dir(builder):
+            if name.startswith("create_fcmp"):
+                setattr(builder, name, _comparing_bf16(interpreter, getattr(builder, name)))
+        reduction.min_max = _of_nothing_but_nan(reduction.min_max)
+
+
+def _checking_bytes(validate: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Of a descriptor: its strides' alignment, which Triton up to 3.5 looks for in their number of
+    elements."""
+
+    def validate_in_bytes(self: Any) -> None:
+        size = self.base.dtype.element_ty.primitive_bitwidth // 8
+        in_bytes = [SimpleNamespace(data=stride.data * size) for stride in self.strides[:-1]]
+        validate(SimpleNamespace(**vars(self) | {"strides": [*in_bytes, self.strides[-1]]}))
+
+    return validate_in_bytes
+
+
+def _comparing_bf16(interpreter: Any, compare: Callable[..., Any]) -> Callable[..., Any]:
+    """Compares bf16 as numbers. Triton 3.9 makes a number beside bf16 bf16 too, and then compares
+    what stands for it in NumPy, uint16."""
+    bf16, fp32 = interpreter.tl.bfloat16, interpreter.tl.float32
+
+    def widened(operand: Any) -> Any:
+        if operand.dtype.scalar != bf16:
+            return operand
+        bits = operand.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), fp32)
+
+    return lambda lhs, rhs: compare(widened(lhs), widened(rhs))
+
+
+def _of_nothing_but_nan(min_max: Callable[..., Any]) -> Callable[..., Any]:
+    """The place of the largest where all are NaN is the first; Triton 3.9 raises there."""
+
+    def first_of_nan(index_of: Callable[..., Any]) -> Callable[..., Any]:
+        def index(data: Any, *, axis: Any, keepdims: bool) -> Any:
+            lost = np.isnan(data).all(axis=axis, keepdims=True)
+            return index_of(np.where(lost, 0, data), axis=axis, keepdims=keepdims)
+
+        return index
+
+    def min_max_of_any(self: Any, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        index = None if idx_reduce_op is None else first_of_nan(idx_reduce_op)
+        return min_max(self, input, val_reduce_op, index)
+
+    return min_max_of_any

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Usage: launch/test-versions.sh [TRITON_RELEASE ...]
+# The tests that depend on Triton's release, with each of these; without arguments with the last of
+# each minor release that the kernels are written for.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+[[ $# -gt 0 ]] || set -- 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0 3.9.0
+
+./launch/setup.sh test
+
+# Into a folder of its own, beside the environment.
+install() {
+    [[ -d $1 ]] || .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+        --no-deps --target "$1" "$2"
+}
+
+failed=()
+for release in "$@"; do
+    folder=$PWD/.venv/triton-$release
+    install "$folder" "triton==$release"
+    case $release in
+        # Their interpreter takes int() of an array, which is an error from NumPy 2.4 on.
+        3.[456].*)
+            install "$PWD/.venv/numpy-before-2.4" "numpy<2.4"
+            folder=$folder:$PWD/.venv/numpy-before-2.4
+            ;;
+    esac
+    echo "test-versions: triton $release" >&2
+    PYTHONPATH=$folder .venv/bin/python -m pytest --numprocesses 2 \
+        tests/test_compiles.py tests/test_hopper.py tests/test_interpreter.py \
+        tests/test_local_triton.py tests/test_rehearsal.py tests/test_slower.py \
+        || failed+=("$release")
+done
+if [[ ${#failed[@]} -gt 0 ]]; then
+    echo "test-versions: failed with triton ${failed[*]}" >&2
+    exit 1
+fi
