@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cce_dist.autograd import Call, TwoPass
+from cce_dist.autograd import Call, Left, TwoPass
 from cce_dist.compute import plan_of, wanted_of
 from cce_dist.loss_plan import Plan
 from cce_dist.options import LossOptions
 from cce_dist.partials import accumulate_dtype
+from cce_dist.saved import put_together, take_apart
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ class _Context:
     def __init__(self, needs: list[bool]) -> None:
         self.needs_input_grad = tuple(needs)
         self.saved_tensors: tuple[Any, ...] = ()
-        self.scores = self.kept = None
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -126,12 +126,12 @@ def two_pass(
     others = [_padded(x, size) for x in plain if x is not None]
     state: list[Tensor] = []
     if call.record and plan.backend.counts_on_device:
-        *_, target_logit, _ = ctx.saved_tensors
+        _, _, _, _, _, target_logit, _, *tensors = ctx.saved_tensors
         state = [target_logit]
         # An empty shard has nothing to keep, whatever it has recorded.
         if plan.filters and plan.backend.scores_like is not None:
-            scores = ctx.scores if ctx.kept is None else ctx.kept.marks
-            state += scores.tensors()
+            left: Left = put_together(ctx.left, iter(tensors))
+            state += take_apart(left.scores if left.kept is None else left.kept.marks)[1]
     apart = _apart([*outputs, *others, *state])
     end = 4 + len(others)
     return (*apart[:4], apart[4:end], apart[end:])  # pyright: ignore[reportReturnType]
@@ -180,7 +180,7 @@ def _state_like(hidden: Tensor, weight: Tensor, size: int, bound: Bound) -> list
         return []
     state = [hidden.new_empty(size, dtype=torch.float32)]
     if plan.filters and plan.backend.scores_like is not None:
-        state += plan.backend.scores_like(size, bound.shard.num_classes, weight).tensors()
+        state += take_apart(plan.backend.scores_like(size, bound.shard.num_classes, weight))[1]
     return state
 
 
@@ -214,20 +214,20 @@ def two_pass_backward(
     bound = BOUND[key]
     plan = bound.plan(hidden, len(rows))
     call = _call(plan, class_weight, rows, local_targets, count, record=True)
+    inputs = (hidden, weight, bias)
     if state:
         target_logit, *marks = state
         scores = None
         if marks and plan.backend.scores_like is not None:
             # The sizes of a Marks follow from these: only its tensors are at hand.
             like = torch.empty_like(weight, device="meta")
-            scores = plan.backend.scores_like(len(rows), bound.shard.num_classes, like)
-            scores = scores.with_tensors(marks)
+            like = plan.backend.scores_like(len(rows), bound.shard.num_classes, like)
+            scores, _ = take_apart(like)
         saved_entropy = entropy if plan.wanted.entropy else None
         ctx: Any = SimpleNamespace(
-            saved_tensors=(hidden, weight, bias, lse, target_logit, saved_entropy),
+            saved_tensors=(*inputs, class_weight, lse, target_logit, saved_entropy, *marks),
             needs_input_grad=tuple(needs),
-            scores=scores,
-            kept=None,
+            left=Left(scores, None),
             call=call,
             target=None,
             logits=None,
@@ -240,7 +240,6 @@ def two_pass_backward(
     if not plan.backend.counts_on_device:
         upstream = tuple(None if x is None else x[: call.local_targets.shape[0]] for x in upstream)
     grads = TwoPass.backward(ctx, *upstream)
-    inputs = (hidden, weight, bias)
     return [
         torch.zeros_like(x) if grad is None else grad
         for x, grad, need in zip(inputs, grads, needs, strict=False)

@@ -27,9 +27,12 @@ ANY = None
 LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {
         "allocations": {"torch"},
+        "once": {"torch"},
         "options": set(),
         "phases": set(),
+        "saved": {"torch"},
         "streams": {"torch"},
+        "tracing": {"torch"},
         "vocab_shard": {"torch"},
     },
     {"launchers": set()},
