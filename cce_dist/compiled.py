@@ -1,5 +1,5 @@
 """The loss within torch.compile: validation and reductions are traced, around the operators of
-`compiled_operators`, which the compiler does not look into.
+`compiled_operators`, which the compiler does not look into. So it is of fake tensors, too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cce_dist.compute import (
 )
 from cce_dist.options import Filter, LossOptions, Screen
 from cce_dist.reduction import TokenLoss, pick_tokens
+from cce_dist.tracing import is_traced
 from cce_dist.transport import group_rank, group_size, is_over_mpi, resolve_group
 from cce_dist.vocab_shard import VocabShard
 
@@ -76,14 +77,16 @@ def compute(
     grad_weight_into: Tensor | None,
     quantized_weight: Any = None,
 ) -> Tensor | LossOutput:
-    """As `compute.compute`, while torch.compile traces."""
+    """As `compute.compute`, while a call is traced, or of fake tensors: then results and gradients
+    have shapes alone. Collectives of fake tensors: none."""
     if is_over_mpi(group):
-        raise ValueError("group must be a ProcessGroup within torch.compile, got an MPIGroup")
-    if quantized_weight is not None:
-        raise ValueError("quantized_weight must be None within torch.compile")
-    if grad_weight_into is not None:
-        why = "a backward may not write into the caller's tensors"
-        raise ValueError(f"grad_weight_into must be None within torch.compile, where {why}")
+        where = "within torch.compile and of fake tensors"
+        raise ValueError(f"group must be a ProcessGroup {where}, got an MPIGroup")
+    if is_traced():
+        _refuse_tensors(quantized_weight, grad_weight_into)
+    else:
+        # No values to compare, no memory to keep.
+        options = replace(options, keep_logits=None, check_ranks=False)
     validation.check_hidden_and_weight(hidden, weight)
     fields = {name: getattr(options, name) for name in OPTIONS}
     for (kind, names), name in zip(NESTED, ("filter", "screen"), strict=True):
@@ -99,12 +102,14 @@ def compute(
     shape = validation.check_targets(targets, hidden, options, size)
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
     validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
+    validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
     picked = pick_tokens(targets, options, count_on_device=True)
     assert picked.rows is not None and picked.count is not None
     validation.check_target_range(picked.targets, vocab_size, options.ignore_index)
     terms = TokenLoss.of(picked, options, shape, token_weight, class_weight, hidden)
     grad = torch.is_grad_enabled()
-    needs = [grad and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+    inputs = (hidden, weight if grad_weight_into is None else None, bias)
+    needs = [grad and x is not None and x.requires_grad for x in inputs]
     nll, lse, smooth, entropy, others, _ = torch.ops.cce_dist.two_pass(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -127,5 +132,14 @@ def compute(
     )
 
 
+def _refuse_tensors(quantized_weight: Any, grad_weight_into: Tensor | None) -> None:
+    if quantized_weight is not None:
+        raise ValueError("quantized_weight must be None within torch.compile")
+    if grad_weight_into is not None:
+        why = "a backward may not write into the caller's tensors"
+        raise ValueError(f"grad_weight_into must be None within torch.compile, where {why}")
+
+
 def _plain(others: list[Tensor], options: LossOptions) -> list[Tensor | None]:
-    return [others.pop(0) if has else None for has in has_plain(options)]
+    """Detached: an operator's outputs are all differentiable to who traces it."""
+    return [others.pop(0).detach() if has else None for has in has_plain(options)]
