@@ -6,17 +6,20 @@ ordinary autograd on [N], and comes back as the upstream gradient. No kernel kno
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch.autograd.graph import saved_tensors_hooks
 
 from cce_dist import in_forward, sharded
 from cce_dist.loss_plan import Plan
+from cce_dist.once import once_differentiable, outside_autocast
 from cce_dist.partials import Head, Needs, QuantizedRows, Stats, Tokens, Upstream, accumulate_dtype
+from cce_dist.saved import put_together, take_apart
 
 # nll, lse, smooth_logit [N] -> this chunk's part of the scalar loss; the slice says which tokens.
 Objective = Callable[[Tensor, Tensor, Tensor | None, slice], Tensor]
@@ -92,6 +95,14 @@ class GradWeight:
         return cls(grad, grad[:classes], False)
 
 
+@dataclass(frozen=True)
+class Left:
+    """What the forward leaves of the columns' masses, the backend's own."""
+
+    scores: Any  # for `find_kept`; None: none, or `kept` is made of them already
+    kept: Any
+
+
 def concatenate(chunks: list[Stats]) -> Stats:
     """Statistics of consecutive chunks of tokens -> of all of them."""
     packed = torch.cat([chunk.pack() for chunk in chunks], dim=1)
@@ -111,49 +122,6 @@ def _plain_outputs(stats: Stats, tail: Tensor | None) -> tuple[Tensor | None, ..
     if mean is not None and stats.origin_logit is not None:
         mean = stats.origin_logit + mean
     return stats.max_logit, stats.target_is_argmax, mean, stats.m2_logit, stats.screened, tail
-
-
-def _outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward called within an autocast region must not have its fp32 products cast."""
-
-    @functools.wraps(backward)
-    def run(ctx: Any, *grads: Tensor | None):
-        with torch.autocast(ctx.call.device_type, enabled=False):
-            return backward(ctx, *grads)
-
-    return run
-
-
-class _Once(torch.autograd.Function):
-    """The first `count` tensors as they are, as a function of the others, without a derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor | None):
-        return tensors[:count]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
-        raise RuntimeError(
-            "linear_cross_entropy is differentiable once: its gradients were made with "
-            "create_graph=True, and a derivative of them was asked for; use dense logits there"
-        )
-
-
-def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's does nothing unless the upstream gradient requires grad: gradients would pass for
-    constants, and a penalty of their norm would have no effect."""
-
-    @functools.wraps(backward)
-    def run(ctx: Any, *grads: Tensor | None):
-        with torch.no_grad():
-            made = backward(ctx, *grads)
-        if not torch.is_grad_enabled() or all(grad is None for grad in made):
-            return made
-        given = [grad for grad in made if grad is not None]
-        marked = iter(_Once.apply(len(given), *given, *ctx.saved_tensors, *grads))
-        return tuple(None if grad is None else next(marked) for grad in made)
-
-    return run
 
 
 class TwoPass(torch.autograd.Function):
@@ -182,12 +150,12 @@ class TwoPass(torch.autograd.Function):
             kept = sharded.find_kept(tokens, head, call.plan, scores, stats.lse)
             tail = sharded.tail_mass(kept, stats.lse, call.plan)
             scores = None
-        ctx.call = call
         if call.record:
-            ctx.scores, ctx.kept = scores, kept
-            ctx.save_for_backward(
-                hidden, weight, bias, stats.lse, stats.target_logit, stats.entropy
-            )
+            # Autograd frees what it has saved; what else is here lives as long as the loss does.
+            ctx.left, tensors = take_apart(Left(scores, kept))
+            ctx.call = replace(call, class_weight=None, quantized=None, quantize_once=None)
+            of_loss = (call.class_weight, stats.lse, stats.target_logit, stats.entropy)
+            ctx.save_for_backward(hidden, weight, bias, *of_loss, *tensors)
         plain = _plain_outputs(stats, tail)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in plain if x is not None))
@@ -207,20 +175,22 @@ class TwoPass(torch.autograd.Function):
         return sharded.room_for_logits(head, len(tokens), call.plan, needs, spare), target
 
     @staticmethod
-    @_once_differentiable
-    @_outside_autocast
+    @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
-        hidden, weight, bias, lse, target_logit, entropy = ctx.saved_tensors
+        hidden, weight, bias, class_weight, lse, target_logit, entropy, *tensors = ctx.saved_tensors
+        call: Call = replace(ctx.call, class_weight=class_weight)
+        _forget_buffer(ctx)
+        # Both are used up: another backward over a retained graph does without.
+        target, logits, ctx.target, ctx.logits = ctx.target, ctx.logits, None, None
         upstream = Upstream(*grads[:4])
         if all(grad is None for grad in grads[:4]):
             return None, None, None, None
-        call: Call = ctx.call
         tokens, head = call.tokens(hidden, later=True), call.head(weight, bias)
-        kept = ctx.kept
-        if ctx.scores is not None and upstream.entropy is None:
-            kept = sharded.find_kept(tokens, head, call.plan, ctx.scores, lse)
-        # Both are used up: another backward over a retained graph does without.
-        target, logits, ctx.target, ctx.logits = ctx.target, ctx.logits, None, None
+        left: Left = put_together(ctx.left, iter(tensors))
+        kept = left.kept
+        if left.scores is not None and upstream.entropy is None:
+            kept = sharded.find_kept(tokens, head, call.plan, left.scores, lse)
         if target is None:
             target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
         out = sharded.backward(
@@ -237,6 +207,18 @@ class TwoPass(torch.autograd.Function):
         )
         grad_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
         return grad_hidden, target.returned, pad_bias(out.bias, bias), None
+
+
+def _forget_buffer(ctx: Any) -> None:
+    """A loss that is kept after its backward must not keep the caller's buffer."""
+    into = ctx.call.grad_weight_into
+    # It is no saved tensor, which autograd would free: hooks would put a copy in its place.
+    if into is not None and not _get_current_graph_task_keep_graph():
+        ctx.call = replace(ctx.call, grad_weight_into=None)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -270,9 +252,10 @@ class InForward(torch.autograd.Function):
         call: Call,
         objective: Objective,
     ):
-        ctx.call, ctx.objective = call, objective
-        ctx.save_for_backward(hidden, weight, bias)
-        ctx.made, loss, stats, tail = InForward._make(ctx, hidden, weight, bias)
+        ctx.call, ctx.objective = replace(call, class_weight=None, quantized=None), objective
+        ctx.quantized, tensors = take_apart(call.quantized)
+        ctx.save_for_backward(hidden, weight, bias, call.class_weight, *tensors)
+        ctx.made, loss, stats, tail = InForward._make(ctx, call, hidden, weight, bias)
         plain = _plain_outputs(stats, tail)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in plain if x is not None))
@@ -280,9 +263,8 @@ class InForward(torch.autograd.Function):
 
     @staticmethod
     def _make(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Made, Tensor, Stats, Tensor | None]:
-        call: Call = ctx.call
         tokens, head = call.tokens(hidden), call.head(weight, bias)
         chunks: list[Stats] = []
         loss = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))
@@ -295,7 +277,8 @@ class InForward(torch.autograd.Function):
             )
             assert nll is not None and lse is not None
             inputs = [x for x in (nll, lse, smooth) if x is not None]
-            with torch.enable_grad():
+            # Checkpointing's hooks would run its whole region again for what is saved here.
+            with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
                 value = ctx.objective(nll, lse, smooth, at)
                 grads = torch.autograd.grad(value, inputs, allow_unused=True)
             loss.add_(value.detach())
@@ -327,11 +310,12 @@ class InForward(torch.autograd.Function):
         return Made(grads.hidden, grads.bias, whole), loss, concatenate(chunks), tail
 
     @staticmethod
-    @_once_differentiable
-    @_outside_autocast
+    @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
-        hidden, weight, bias = ctx.saved_tensors
-        call: Call = ctx.call
+        hidden, weight, bias, class_weight, *tensors = ctx.saved_tensors
+        quantized = put_together(ctx.quantized, iter(tensors))
+        call: Call = replace(ctx.call, class_weight=class_weight, quantized=quantized)
         for name, grad in zip(("lse", "entropy"), grads[1:3], strict=True):
             if grad is not None:
                 raise RuntimeError(
@@ -339,13 +323,13 @@ class InForward(torch.autograd.Function):
                     'gradients are made before the backward; use gradient="filtered" or "exact"'
                     + (", or the option z_loss" if name == "lse" else "")
                 )
-        upstream = grads[0]
+        _forget_buffer(ctx)
+        made: Made | None = ctx.made
+        ctx.made, upstream = None, grads[0]
         if upstream is None:
             return None, None, None, None, None
-        made: Made | None = ctx.made
-        ctx.made = None
         if made is None:
-            made, *_ = InForward._make(ctx, hidden, weight, bias)
+            made, *_ = InForward._make(ctx, call, hidden, weight, bias)
         made.scale(upstream)
         grad_hidden = None if made.hidden is None else made.hidden.to(hidden.dtype)
         grad_weight = made.weight

@@ -12,7 +12,8 @@ from cce_dist.compute import cast_by_autocast
 from cce_dist.dtensor import arrived, require_plain
 from cce_dist.local import choose_backend
 from cce_dist.options import Backend, LossOptions
-from cce_dist.partials import Head, Tokens
+from cce_dist.partials import Head, Tokens, accumulate_dtype
+from cce_dist.tracing import is_fake, unseen_by_checkpointing
 
 
 class LargestLogits(NamedTuple):
@@ -61,6 +62,9 @@ def largest_logits(
     head = Head(weight, bias, None, weight.shape[0], softcap, options.logit_scale)
     chosen = choose_backend(options, hidden, len(flat), weight.shape[0])
     room = options.workspace_for(len(flat))
-    with torch.autocast(hidden.device.type, enabled=False):
+    if is_fake(hidden):
+        dtype = accumulate_dtype(hidden.dtype)
+        return LargestLogits(hidden.new_empty(shape, dtype=dtype), nobody.view(shape))
+    with torch.autocast(hidden.device.type, enabled=False), unseen_by_checkpointing():
         value, index = chosen.largest(Tokens(flat, None, nobody), head, workspace_bytes=room)
     return LargestLogits(value.view(shape), index.view(shape))

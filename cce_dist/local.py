@@ -76,8 +76,8 @@ class LocalBackend:
     room_for_logits: Callable[..., Any] | None = None
     # (draws) -> the same for a screened `stats`, which knows how many; None: it keeps none.
     room_for_listed: Callable[[bool], Any] | None = None
-    # (num_tokens, num_columns, weight) -> what `stats` records for `kept`, by shapes alone, with
-    # `tensors` and `with_tensors`; None: it cannot know.
+    # (num_tokens, num_columns, weight) -> what `stats` records for `kept`, by shapes alone;
+    # None: it cannot know.
     scores_like: Callable[[int, int, Tensor], Any] | None = None
     # (tokens, head, StepKind): compiles what the others will run; None: nothing to compile.
     rehearse: Callable[[Tokens, Head, StepKind], None] | None = None

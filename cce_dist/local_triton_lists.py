@@ -92,14 +92,6 @@ class Marks:
             blocks_padded(num_blocks),
         )
 
-    def tensors(self) -> list[Tensor]:
-        return [x for x in vars(self).values() if isinstance(x, Tensor)]
-
-    def with_tensors(self, tensors: list[Tensor]) -> Marks:
-        """The same numbers, and other tensors: as `tensors` has them."""
-        names = [name for name, x in vars(self).items() if isinstance(x, Tensor)]
-        return replace(self, **dict(zip(names, tensors, strict=True)))
-
 
 def marks_of(
     mass: Tensor,  # [num_blocks, V_local], negative where kept

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.slower import warn_slower
+from cce_dist.tracing import is_fake
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LEAST_CAPABILITY = (8, 0)
@@ -176,6 +177,8 @@ def why_not_screened(hidden: Tensor, dtype: str, *, by_kernels: bool) -> str | N
         return f"hidden is {hidden.dtype}, whose digits 8-bit logits would lose"
     if not by_kernels or interpreted() or dtype != "e4m3":
         return None
+    if is_fake(hidden) and not torch.cuda.is_available():
+        return None
     capability = torch.cuda.get_device_capability(hidden.device)
     if capability < (8, 9):
         return f"the device has compute capability {capability}, and Screen.dtype e4m3 needs (8, 9)"
@@ -210,6 +213,8 @@ def why_not(hidden: Tensor) -> str | None:
         return "Triton's interpreter has no bf16 product" if hidden.dtype == DTYPES[0] else None
     if not hidden.is_cuda:
         return f"hidden is on {hidden.device}, and its kernels need a CUDA device"
+    if is_fake(hidden) and not torch.cuda.is_available():
+        return None  # of a GPU that is elsewhere: of those that compute this, most can
     capability = torch.cuda.get_device_capability(hidden.device)
     if capability < LEAST_CAPABILITY:
         need = LEAST_CAPABILITY

@@ -1,11 +1,10 @@
-"""The public function and its module; the work is in `compute`, or `compiled` for torch.compile."""
+"""The public function and its module; the work is in `compute`, or `compiled` for tracers."""
 
 from __future__ import annotations
 
 import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from cce_dist.compute import LossOutput, cast_by_autocast, compute
@@ -21,6 +20,7 @@ from cce_dist.options import (
     Stat,
 )
 from cce_dist.quantized import QuantizedWeight, StepQuantizer
+from cce_dist.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.validation import require_vocab_shard
 from cce_dist.vocab_shard import VocabShard
 
@@ -200,12 +200,17 @@ def _compute_local(
     **more: Any,
 ) -> Tensor | LossOutput:
     hidden, weight = cast_by_autocast(arrived(hidden), arrived(weight))
-    run = compute
-    if torch.compiler.is_compiling():
-        # Imports the compiler, which the caller has.
-        from cce_dist.compiled import compute as run
     more |= {"vocab_shard": vocab_shard, "quantized_weight": quantized_weight}
-    return run(hidden, weight, options=options, group=group, **more)
+    if is_traced():
+        # Imports the compiler, which the caller has.
+        from cce_dist.compiled import compute as trace
+
+        return trace(hidden, weight, options=options, group=group, **more)
+    run = compute
+    if is_fake(hidden):
+        from cce_dist.compiled import compute as run
+    with unseen_by_checkpointing():
+        return run(hidden, weight, options=options, group=group, **more)
 
 
 class LinearCrossEntropy(nn.Module):

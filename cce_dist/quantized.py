@@ -16,7 +16,12 @@ from cce_dist.eight_bits import screen_dtype
 from cce_dist.local import quantizer_for
 from cce_dist.options import Backend, LossOptions, Screen, require_choice
 from cce_dist.partials import QuantizedRows
-from cce_dist.validation import require_rows, require_tensor, require_vocab_shard
+from cce_dist.validation import (
+    require_rows,
+    require_tensor,
+    require_values,
+    require_vocab_shard,
+)
 from cce_dist.vocab_shard import VocabShard
 
 
@@ -181,8 +186,7 @@ def _require_matrix(weight: Tensor) -> None:
         raise ValueError(f"weight must have shape [V_local, D], got {got}")
     require_plain("weight", weight)
     require_tensor("weight", weight)
-    if weight.device.type == "meta":
-        raise ValueError("weight must hold values, got a tensor on the meta device, which has none")
+    require_values("weight", weight)
 
 
 def _moments_of(hidden: Tensor | None, weight: Tensor, how: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from cce_dist.collectives import require
 from cce_dist.options import LossOptions
 from cce_dist.partials import accumulate_dtype
+from cce_dist.tracing import is_fake
 from cce_dist.transport import adapter_of
 from cce_dist.vocab_shard import VocabShard
 
@@ -29,6 +30,13 @@ def require_tensor(name: str, value: object) -> Tensor:
         kind = "a nested tensor" if value.is_nested else f"one of {value.layout}"
         raise ValueError(f"{name} must be a dense tensor, got {kind}")
     return value
+
+
+def require_values(name: str, tensor: Tensor) -> None:
+    kind = "a tensor on the meta device" if tensor.device.type == "meta" else None
+    kind = "a fake tensor" if is_fake(tensor) else kind
+    if kind is not None:
+        raise ValueError(f"{name} must hold values, got {kind}, which has none")
 
 
 def check_hidden_and_weight(hidden: Tensor, weight: Tensor) -> None:
@@ -213,7 +221,7 @@ def check_grad_weight_into(buffer: Tensor | None, weight: Tensor, needs_grad: bo
             "grad_weight_into must have memory for each of its elements, got an expanded tensor "
             f"of strides {list(buffer.stride())}"
         )
-    if buffer.numel() and buffer.data_ptr() == weight.data_ptr():
+    if buffer.numel() and not is_fake(buffer) and buffer.data_ptr() == weight.data_ptr():
         raise ValueError("grad_weight_into must have memory of its own, got that of weight")
     if not needs_grad and torch.is_grad_enabled():
         raise ValueError(

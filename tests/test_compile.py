@@ -25,7 +25,15 @@ from cce_dist import (
     linear_cross_entropy,
 )
 from cce_dist.adapters.mpi import MPIGroup
-from cce_dist.testing import CPU_PLACES, DTYPES, PLACES, Place, grid, shared_pool
+from cce_dist.testing import (
+    CPU_PLACES,
+    DTYPES,
+    PLACES,
+    Place,
+    grid,
+    reachable_tensors,
+    shared_pool,
+)
 
 WARNING = ".torch.jit.script_method"
 pytestmark = [
@@ -322,3 +330,25 @@ def test_compiled_refusals(options: dict[str, Any], message: str) -> None:
 
     with pytest.raises(Exception, match=message):
         torch.compile(run, fullgraph=True, backend="aot_eager")()
+
+
+@pytest.mark.parametrize(**grid(places=CPU_PLACES, option=OPTIONS))
+def test_a_kept_compiled_loss_keeps_vectors_of_tokens(place: Place, option: dict[str, Any]) -> None:
+    tensors = made(torch.float32, ignored=0.0)
+    if option.get("gradient") == "in_forward":
+        tensors["token_weight"] = tensors["token_weight"].detach()
+    # So many that the weight's marks are more than the tokens' vectors.
+    tensors["weight"] = torch.randn(2304, DIM).requires_grad_()
+    tensors["bias"] = torch.randn(2304).requires_grad_()
+
+    def run(**tensors: Tensor) -> Tensor:
+        return scalar_of(linear_cross_entropy(**tensors, **place.options, **option))  # pyright: ignore
+
+    loss = torch.compile(run, fullgraph=True, backend="aot_eager")(**tensors)
+
+    def largest() -> int:
+        return max((x.untyped_storage().nbytes() for x in reachable_tensors(loss)), default=0)
+
+    assert largest() >= 4 * 2304 * DIM
+    loss.backward()
+    assert largest() <= 64 * BATCH * LENGTH

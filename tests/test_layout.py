@@ -27,10 +27,13 @@ ANY = None
 LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {
         "allocations": {"torch"},
+        "once": {"torch"},
         "options": set(),
         "phases": set(),
+        "saved": {"torch"},
         "slower": set(),
         "streams": {"torch"},
+        "tracing": {"torch"},
         "vocab_shard": {"torch"},
     },
     {"launchers": set()},
@@ -54,6 +57,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     },
     {"quantized": {"torch"}},
     {"compute": {"torch"}},
+    {"compiled_operators": {"torch"}},
     {"compiled": {"torch"}},
     {"loss": {"torch"}},
     {"largest": {"torch"}, "logprobs": {"torch"}},

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from cce_dist.options import LossOptions
 from cce_dist.transport import group_size
+from cce_dist.validation import require_values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,6 +35,7 @@ def check_weight(
     ranks = dist.get_process_group_ranks(group)
     if ranks != sorted(ranks):
         raise ValueError(f"group must have its ranks in ascending order, got {ranks}")
+    require_values("weight", weight)
     if weight.ndim != 2:
         raise ValueError(f"weight must be [V_local, D], got {list(weight.shape)}")
     if len(shape) < 2 or shape[-1] != weight.shape[1]:

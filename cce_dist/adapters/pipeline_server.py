@@ -109,9 +109,7 @@ class Server(threading.Thread):
             except queue.Empty:
                 self._raise_error()
                 if not self.is_alive() and self._grads[index].empty():
-                    raise RuntimeError(
-                        f"the hidden gradient of microbatch {index} was asked for twice"
-                    ) from None
+                    raise RuntimeError(_asked_twice(index)) from None
         if mark is not None:
             stream = torch.cuda.current_stream(grad.device)
             stream.wait_event(mark)
@@ -224,6 +222,10 @@ class Answers(Protocol):
         ...
 
 
+def _asked_twice(index: int) -> str:
+    return f"the hidden gradient of microbatch {index} was asked for twice"
+
+
 class Waiting(torch.autograd.Function):
     """The loss of a microbatch that is not known yet; its backward waits for its gradient."""
 
@@ -235,7 +237,11 @@ class Waiting(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor):
-        grad = ctx.server.grad(ctx.index)
+        # A loss that is kept must not keep the server, and with it the head and the stages.
+        server, ctx.server = ctx.server, None
+        if server is None:
+            raise RuntimeError(_asked_twice(ctx.index))
+        grad = server.grad(ctx.index)
         rule = (
             "the loss must go to the schedule as loss_fn returned it: the weight's gradient is "
             "made for an upstream gradient of 1; use PipelineHead's loss_scale"
