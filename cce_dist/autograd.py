@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cce_dist import in_forward, sharded
+from cce_dist import collectives, in_forward, sharded
 from cce_dist.loss_plan import Plan
 from cce_dist.partials import Head, Needs, QuantizedRows, Stats, Tokens, Upstream, accumulate_dtype
 
@@ -51,6 +51,20 @@ class Call:
             quantized=self.quantized,
             quantize_once=self.quantize_once,
         )
+
+    def require_same_sizes(self, hidden: Tensor) -> None:
+        """Before ranks say anything else. Collectives: `collectives.require_same_sizes`."""
+        wanted = astuple(self.plan.wanted)
+        sizes = {
+            "tokens of hidden": hidden.shape[0],
+            "tokens to compute (not ignored)": len(self.local_targets),
+            "D of hidden": hidden.shape[1],
+            "bytes an element of hidden": hidden.element_size(),
+            "statistics (label_smoothing, stats) as bits": sum(
+                given << place for place, given in enumerate(wanted)
+            ),
+        }
+        collectives.require_same_sizes(sizes, hidden.device, self.plan.group)
 
     def tokens(self, hidden: Tensor, *, later: bool = False) -> Tokens:
         """Args: later: `grads` is next, and may gather hidden beside what it begins with."""
@@ -164,6 +178,7 @@ class TwoPass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call):
+        call.require_same_sizes(hidden)
         tokens, head = call.tokens(hidden), call.head(weight, bias)
         ctx.logits = ctx.target = None
         if call.record:
@@ -283,6 +298,7 @@ class InForward(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Made, Tensor, Stats, Tensor | None]:
         call: Call = ctx.call
+        call.require_same_sizes(hidden)
         tokens, head = call.tokens(hidden), call.head(weight, bias)
         chunks: list[Stats] = []
         loss = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))

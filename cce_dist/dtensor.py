@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist.options import LossOptions
+from cce_dist.reduction import shifted
 from cce_dist.transport import process_group
 from cce_dist.vocab_shard import VocabShard
 
@@ -143,12 +144,7 @@ def local_parts(
         local["hidden"] = hidden.to_local()
     shift = 0
     if token_dim is not None:
-        shift, targets = options.shift, local["targets"]
-        length = targets.shape[-1] if isinstance(targets, Tensor) and targets.dim() else 0
-        if shift and shift >= length:
-            raise ValueError(
-                f"shift must be smaller than the last dim of targets ({length}), got {shift}"
-            )
+        shift = options.shift
         options = replace(options, sequence_parallel=True, shift=0)
         _put_first(local, token_dim, shift, options.ignore_index)
     return LocalParts(
@@ -259,10 +255,7 @@ def _put_first(local: dict[str, Any], dim: int, shift: int, ignore_index: int) -
     for name, fill in (("targets", ignore_index), ("token_weight", 0)):
         value = local[name]
         if isinstance(value, Tensor) and value.dim() > dim:
-            if shift:
-                pad = value.new_full((*value.shape[:-1], shift), fill)
-                value = torch.cat([value[..., shift:], pad], -1)
-            local[name] = value.movedim(dim, 0)
+            local[name] = shifted(value, shift, fill).movedim(dim, 0)
     local["hidden"] = local["hidden"].movedim(dim, 0)
 
 

@@ -90,10 +90,10 @@ def check_targets(
         rule += f", dim 0 times {world_size} ranks (sequence_parallel: targets of all ranks)"
     if list(targets.shape) != wanted:
         raise ValueError(f"targets must have shape {wanted} ({rule}), got {list(targets.shape)}")
-    if options.shift and (targets.dim() == 0 or options.shift >= targets.shape[-1]):
-        length = targets.shape[-1] if targets.dim() else 0
+    if options.shift and not wanted:
         raise ValueError(
-            f"shift must be smaller than the last dim of targets ({length}), got {options.shift}"
+            f"shift={options.shift} goes along the last dim of targets, and targets [] have none: "
+            "pass hidden [..., T, D]"
         )
     return targets.shape
 

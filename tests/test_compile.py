@@ -117,6 +117,35 @@ def test_compiled_as_eager(place: Place, option: dict[str, Any], dtype: str) -> 
         torch.testing.assert_close(found[name], expected, msg=name)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("shape", "shift"),
+    [
+        pytest.param((4, 1), 1, id="one_token"),
+        pytest.param((2, 3), 5, id="shift_beyond"),
+        pytest.param((0, 5), 1, id="no_sequence"),
+        pytest.param((2, 0), 0, id="no_token"),
+    ],
+)
+def test_compiled_of_a_batch_without_targets(
+    shape: tuple[int, ...], shift: int, reduction: str
+) -> None:
+    tensors = {
+        "hidden": torch.randn(*shape, DIM, requires_grad=True),
+        "weight": torch.randn(CLASSES, DIM, requires_grad=True),
+        "targets": torch.zeros(shape, dtype=torch.int64),
+    }
+
+    def run(**tensors: Tensor) -> Any:
+        return linear_cross_entropy(**tensors, shift=shift, reduction=reduction)  # pyright: ignore
+
+    found = step(torch.compile(run, fullgraph=True, backend="aot_eager"), tensors)
+    left = (*shape[:-1], max(shape[-1] - shift, 0)) if reduction == "none" else ()
+    assert found["loss"].shape == left
+    assert found["grad_hidden"].shape == (*shape, DIM)
+    assert not any(bool(x.any()) for x in found.values())
+
+
 def test_compiled_with_screened_logits() -> None:
     tensors = made(torch.bfloat16)
     how: dict[str, Any] = {"logits": "screened", "screen": Screen(max_kept=1.0)}

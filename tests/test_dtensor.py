@@ -412,7 +412,6 @@ def refusals(group: Any) -> dict[str, str]:
         "targets": {"targets": place(given["targets"], mesh, Shard(0))},
         "bias": {"bias": place(given["bias"], mesh, Replicate())},
         "vocab_shard": {"vocab_shard": whole_vocabulary},
-        "shift": {"shift": LENGTH, "hidden": place(given["hidden"], mesh, Shard(1))},
     }
     said = {}
     for name, call in calls.items():
@@ -441,7 +440,6 @@ REFUSALS = {
     "targets": r"targets must be placed Replicate\(\) on its mesh, got Shard\(dim=0\)",
     "bias": r"bias must be placed Shard\(0\) on its mesh, got Replicate",
     "vocab_shard": r"vocab_shard must have the rows of weight's DTensor on this rank, \[0, 150\)",
-    "shift": r"shift must be smaller than the last dim of targets \(12\), got 12",
 }
 
 

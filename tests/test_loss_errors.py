@@ -174,7 +174,10 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
         {"vocab_shard": VocabShard(0, V, V - 3), "class_weight": torch.ones(V)},
         rf"class_weight must have shape \[{V - 3}\].*\[{V}\]",
     ),
-    "shift_too_long": ({"shift": N + 1}, rf"shift must be smaller .*{N + 1}"),
+    "shift_without_tokens": (
+        {"hidden": torch.ones(D), "targets": torch.tensor(1), "shift": 1},
+        r"shift=1 goes along the last dim of targets.*\[\.\.\., T, D\]",
+    ),
 }
 
 # Values of one option, and pairs that exclude each other.
