@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cce_dist import collectives, in_forward, sharded
+from cce_dist import in_forward, sharded
 from cce_dist.loss_plan import Plan
 from cce_dist.partials import Head, Needs, QuantizedRows, Stats, Tokens, Upstream, accumulate_dtype
 
@@ -41,6 +41,11 @@ class Call:
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """Rows beyond vocab_size are cut off here: no step below sees padding."""
         options, rows = self.plan.options, slice(0, self.plan.shard.num_classes)
+        if weight.numel() and not weight.untyped_storage().nbytes():
+            raise RuntimeError(
+                "weight's memory was freed before the backward of linear_cross_entropy, as FSDP's "
+                "reshard() does; leave that to FSDP, which does so when the backward is done"
+            )
         return Head(
             weight=weight[rows],
             bias=None if bias is None else bias[rows],
@@ -51,20 +56,6 @@ class Call:
             quantized=self.quantized,
             quantize_once=self.quantize_once,
         )
-
-    def require_same_sizes(self, hidden: Tensor) -> None:
-        """Before ranks say anything else. Collectives: `collectives.require_same_sizes`."""
-        wanted = astuple(self.plan.wanted)
-        sizes = {
-            "tokens of hidden": hidden.shape[0],
-            "tokens to compute (not ignored)": len(self.local_targets),
-            "D of hidden": hidden.shape[1],
-            "bytes an element of hidden": hidden.element_size(),
-            "statistics (label_smoothing, stats) as bits": sum(
-                given << place for place, given in enumerate(wanted)
-            ),
-        }
-        collectives.require_same_sizes(sizes, hidden.device, self.plan.group)
 
     def tokens(self, hidden: Tensor, *, later: bool = False) -> Tokens:
         """Args: later: `grads` is next, and may gather hidden beside what it begins with."""
@@ -170,15 +161,24 @@ def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _no_forward_mode(ctx: Any, *tangents: Tensor | None):
+    raise RuntimeError(
+        "linear_cross_entropy has no forward-mode derivative (torch.autograd.forward_ad): use "
+        "backward() or torch.autograd.grad, or dense logits"
+    )
+
+
 class TwoPass(torch.autograd.Function):
     """gradient="filtered" and "exact": the backward recomputes the logits that it needs.
 
     Outputs: nll, lse, smooth_logit, entropy (differentiable), then `_plain_outputs`, each [N].
     """
 
+    jvp = staticmethod(_no_forward_mode)
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call):
-        call.require_same_sizes(hidden)
+        sharded.require_same_sizes(hidden, len(call.local_targets), call.plan)
         tokens, head = call.tokens(hidden), call.head(weight, bias)
         ctx.logits = ctx.target = None
         if call.record:
@@ -276,6 +276,8 @@ class InForward(torch.autograd.Function):
     scales the gradients and hands them on; a later one over a retained graph makes them again.
     """
 
+    jvp = staticmethod(_no_forward_mode)
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -298,7 +300,7 @@ class InForward(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Made, Tensor, Stats, Tensor | None]:
         call: Call = ctx.call
-        call.require_same_sizes(hidden)
+        sharded.require_same_sizes(hidden, len(call.local_targets), call.plan)
         tokens, head = call.tokens(hidden), call.head(weight, bias)
         chunks: list[Stats] = []
         loss = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))

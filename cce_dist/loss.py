@@ -21,7 +21,7 @@ from cce_dist.options import (
     Stat,
 )
 from cce_dist.quantized import QuantizedWeight, StepQuantizer
-from cce_dist.validation import require_vocab_shard
+from cce_dist.validation import require_plain_call, require_vocab_shard
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ def linear_cross_entropy(
         screen: how, and when a call goes without.
         quantized_weight: `quantize_weight(weight)`, or a `StepQuantizer`, which save quantising it
             in each call.
-        grad_weight_into: the weight's gradient is added here, and weight.grad stays None.
+        grad_weight_into: the weight's gradient is added here, and weight.grad stays None; DDP does
+            not reduce it.
         stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments", "screened". Where
             "entropy" is differentiated, the backward computes every column. "tail_mass"
             recomputes what is kept once more, and gathers [N] numbers. "screened": whether logits
@@ -202,6 +203,7 @@ def _compute_local(
     weight: Tensor,
     **more: Any,
 ) -> Tensor | LossOutput:
+    require_plain_call(weight)
     hidden, weight = cast_by_autocast(arrived(hidden), arrived(weight))
     run = compute
     if torch.compiler.is_compiling():

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -144,6 +145,21 @@ def test_compiled_of_a_batch_without_targets(
     assert found["loss"].shape == left
     assert found["grad_hidden"].shape == (*shape, DIM)
     assert not any(bool(x.any()) for x in found.values())
+
+
+def test_compiled_with_options_of_another_kind() -> None:
+    """The module's are Python's since it was made; a call says what to do."""
+    hidden, weight, targets = torch.randn(9, DIM), torch.randn(CLASSES, DIM), torch.arange(9)
+    cap = np.float32(30)
+    loss = LinearCrossEntropy(softcap=cap, z_loss=torch.tensor(0.5))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, weight, targets), loss(hidden, weight, targets))
+
+    def run(hidden: Tensor) -> Any:
+        return linear_cross_entropy(hidden, weight, targets, softcap=cap)  # pyright: ignore
+
+    with pytest.raises(Exception, match=r"softcap must be a Python number within torch.compile"):
+        torch.compile(run, fullgraph=True, backend="aot_eager")(hidden)
 
 
 def test_compiled_with_screened_logits() -> None:

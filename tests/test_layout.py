@@ -25,6 +25,7 @@ ANY = None
 # From the bottom up. A module imports rows above its own, never its own row or one below it; files
 # of one folder or backend may import each other. After a name: the third-party packages for it.
 LAYERS: tuple[dict[str, set[str] | None], ...] = (
+    {"python_numbers": set()},
     {
         "allocations": {"torch"},
         "options": set(),
