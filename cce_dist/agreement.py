@@ -129,9 +129,7 @@ def _hash_of_values(tensor: Tensor | None) -> int:
     """Of the bits, and where they stand; sums that wrap, so that their order does not matter."""
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
         return 0
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().contiguous().view(-1).view(sizes[tensor.element_size()])
-    total = 0
+    bits, total = _bits_of(tensor), 0
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].long()
         place = torch.arange(start, start + part.numel(), device=part.device)
@@ -139,14 +137,19 @@ def _hash_of_values(tensor: Tensor | None) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
+def _bits_of(tensor: Tensor) -> Tensor:
+    """The elements in a row, as integers."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(-1).view(sizes[tensor.element_size()])
+
+
 def _hash_of_rows(weight: Tensor) -> int:
     """0 where rows are equal to each other, as those of a head that begins at 0: ranks may have the
     same then."""
     if not isinstance(weight, Tensor) or weight.numel() == 0 or weight.dim() != 2:
         return 0
-    if bool((weight.detach() == weight.detach()[:1]).all()):
-        return 0
-    return _hash_of_values(weight)
+    bits = _bits_of(weight).view(weight.shape)
+    return 0 if bool((bits == bits[:1]).all()) else _hash_of_values(weight)
 
 
 def _require_own_rows(row: Sequence[int]) -> None:
