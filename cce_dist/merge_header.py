@@ -16,10 +16,11 @@ from cce_dist.vocab_shard import VocabShard
 DIGIT = 2**20
 NUM_DIGITS = 8
 
-# One head on every rank is told by these tokens' log-sum-exp: there are some, on all ranks they are
-# the same but for rounding, and not among each other, as those of a head of zeros are.
+# One head on every rank is told by these tokens: there are some, their log-sum-exps are the same on
+# all ranks but for rounding, and their targets' logits differ. Of a head that began at zero, whose
+# rows without targets are alike, these differ so much only when the log-sum-exps do, too.
 LOOK_AT, LEAST_TOKENS = 256, 4
-SAME, LEAST_SPREAD = 2.0**-20, 2.0**-7
+SAME, LEAST_SPREAD = 2.0**-22, 1.0
 
 # On a GPU, where no number can be told.
 RULE = (
@@ -82,23 +83,26 @@ def require_records(numbers: Sequence[Sequence[int]]) -> None:
         ValueError: they don't belong together.
     """
     told = torch.tensor(numbers)
-    decoded, seen, holds = decode(told[:, :NUM_DIGITS]), told[:, -2], told[:, -1]
+    decoded, (seen, holds, differs) = decode(told[:, :NUM_DIGITS]), told[:, NUM_DIGITS:].unbind(1)
     if not _tiles(decoded):
         raise ValueError(_does_not_tile(decoded))
-    if seen[0] != 0 and (seen == seen[0]).all() and holds.sum() <= 1 and len(seen) > 1:
+    same = seen[0] != 0 and bool((seen == seen[0]).all())
+    if same and len(seen) > 1 and holds.sum() <= 1 and differs.sum() > 0:
         raise ValueError(whole_head_of(len(seen)))
 
 
 def record_of(shard: VocabShard, local: Stats, count: Tensor | None) -> list[int]:
-    """The header of statistics that nobody else sees, [10]: a hash of what `_is_repeated` looks
-    at, 0 where that tells nothing, and whether a target is here."""
+    """The header of statistics that nobody else sees, [11], and what `_is_repeated` looks at: a
+    hash of log-sum-exps, 0 of too few; whether a target is here, and whether their logits differ.
+    """
     number = LOOK_AT if count is None else int(count)
     lse, target = local.lse[:LOOK_AT][:number], local.target_logit[:LOOK_AT][:number]
     seen = 0
-    if len(lse) >= LEAST_TOKENS and bool(lse.max() - lse.min() >= LEAST_SPREAD):
+    if len(lse) >= LEAST_TOKENS:
         digest = hashlib.blake2b(lse.numpy().tobytes(), digest_size=7).digest()
         seen = int.from_bytes(digest, "little")
-    return [*digits_of(shard, len(local.lse)), seen, int((target != 0).any())]
+    differs = seen != 0 and bool(target.max() - target.min() >= LEAST_SPREAD)
+    return [*digits_of(shard, len(local.lse)), seen, int((target != 0).any()), int(differs)]
 
 
 def whole_head_of(ranks: int) -> str:
@@ -142,8 +146,9 @@ def _is_repeated(stats: Stats, count: Tensor | None) -> Tensor:
     counts = torch.ones_like(place, dtype=torch.bool) if count is None else place < count
     # Of an empty shard, or of an overflow: the difference is NaN, and not the same.
     same = (lse - lse[0]).abs() <= SAME * lse[0].abs().clamp_min(1)
-    lowest = lse[0].masked_fill(~counts, torch.inf).amin()
-    spread = lse[0].masked_fill(~counts, -torch.inf).amax() - lowest
+    of_targets = target.sum(0)
+    lowest = of_targets.masked_fill(~counts, torch.inf).amin()
+    spread = of_targets.masked_fill(~counts, -torch.inf).amax() - lowest
     holds = ((target != 0) & counts).any(1)
     fine = (same | ~counts).all() & (spread >= LEAST_SPREAD)
     return fine & (counts.sum() >= LEAST_TOKENS) & (holds.sum() <= 1)

@@ -80,7 +80,7 @@ BELONGING: dict[str, bool] = {
     "beyond what counts": True,
     "within what counts": False,
     "targets on two ranks": True,
-    "every token alike": True,
+    "targets' logits alike": True,
     "three tokens": True,
     "NaN": True,
     "empty shards": True,
@@ -100,8 +100,8 @@ def what_ranks_send(kind: str) -> tuple[Tensor, int | None]:
         stats[1, 0, 9 if kind[0] == "b" else 11] += 1
     elif kind == "targets on two ranks":
         stats[2, 1, 99] = 1
-    elif kind == "every token alike":
-        stats[:, 0] = 5
+    elif kind == "targets' logits alike":
+        stats[0, 1] = 5
     elif kind == "NaN":
         stats[:, 0, 7] = torch.nan
     elif kind == "empty shards":

@@ -67,8 +67,7 @@ def is_repeated(
     rows = tl.arange(0, LOOK_AT)
     counts = rows < tl.minimum(count, N)
     first = tl.load(parts_ptr + HEADER + rows, mask=counts, other=0.0)
-    spread = tl.max(tl.where(counts, first, float("-inf")), 0)
-    spread -= tl.min(tl.where(counts, first, float("inf")), 0)
+    logit = tl.zeros((LOOK_AT,), tl.float32)
     differ = 0
     holding = 0
     part_ptr = parts_ptr + HEADER
@@ -79,7 +78,10 @@ def is_repeated(
         same = tl.abs(lse - first) <= SAME * tl.maximum(tl.abs(first), 1.0)
         differ += tl.sum(tl.where(counts & (same == 0), 1, 0), 0)
         holding += tl.max(tl.where(counts & (target != 0.0), 1, 0), 0)
+        logit += target
         part_ptr += stride
+    spread = tl.max(tl.where(counts, logit, float("-inf")), 0)
+    spread -= tl.min(tl.where(counts, logit, float("inf")), 0)
     enough = tl.sum(counts.to(tl.int32), 0) >= LEAST_TOKENS
     return enough & (spread >= LEAST_SPREAD) & (differ == 0) & (holding <= 1) & (ranks > 1)
 
