@@ -107,6 +107,28 @@ def test_rows_that_may_be_alike_pass(kind: str, mode: str) -> None:
     assert losses == [losses[0]] * 3 and float(losses[0]) >= 0
 
 
+def from_zero(group: dist.ProcessGroup) -> list[str]:
+    """Steps of Adam: rows that have not been targets are alike, and all targets are rank 0's."""
+    made, rows = torch.Generator().manual_seed(0), 2**15
+    hidden = torch.randn(8, 32, generator=made)
+    targets = torch.randint(0, rows, (8,), generator=made)
+    weight = torch.zeros(rows, 32, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=2e-4)
+    said = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        try:
+            linear_cross_entropy(hidden, weight, targets, group=group).backward()  # pyright: ignore
+        except ValueError as error:
+            said.append(str(error))
+        optimizer.step()
+    return said
+
+
+def test_a_head_that_begins_at_zero_is_no_whole_head() -> None:
+    assert shared_pool().run(2, from_zero) == [[], []]
+
+
 # -- different sizes ----------------------------------------------------------------------------
 
 
