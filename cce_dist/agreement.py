@@ -52,11 +52,12 @@ def check_ranks(
     bias: Tensor | None,
     weights: Mapping[str, Tensor | None],
 ) -> None:
-    """That the arguments which all ranks share are the same on all of them, to the last bit.
+    """That the arguments which all ranks share are the same on all of them, to the last bit; and
+    that no two have the same rows of weight.
 
     Args: weights: others that every rank passes alike, by name.
     Raises:
-        ValueError: on every rank; names what differs, and the ranks.
+        ValueError: on every rank; names what differs, or the rows that do not, and the ranks.
     Collectives: one all-gather of about 30 int64 over `group`; none for one rank.
     """
     if group_size(group) == 1:
@@ -69,13 +70,15 @@ def check_ranks(
     # As many numbers on every rank, whatever it was called with.
     numbers = {name: _hash_of(text) for name, text in mine.items()}
     numbers |= {_VALUES + name: _hash_of_values(tensor) for name, tensor in shared.items()}
+    numbers["rows of weight"] = _hash_of_rows(weight)
     columns = zip(*gather_numbers(list(numbers.values()), group), strict=True)
     by_name = dict(zip(numbers, columns, strict=True))
+    of_rows = by_name.pop("rows of weight")
     differ = [name for name, row in by_name.items() if len(set(row)) > 1]
     # Values of another shape are other values.
     differ = [name for name in differ if name.removeprefix(_VALUES) not in differ or name in mine]
     if not differ:
-        return
+        return _require_own_rows(of_rows)
     has = [f"{name} {mine[name]}" for name in differ if name in mine]
     raise ValueError(
         "every rank of the group must be called alike, got different "
@@ -126,14 +129,41 @@ def _hash_of_values(tensor: Tensor | None) -> int:
     """Of the bits, and where they stand; sums that wrap, so that their order does not matter."""
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
         return 0
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().contiguous().view(-1).view(sizes[tensor.element_size()])
-    total = 0
+    bits, total = _bits_of(tensor), 0
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].long()
         place = torch.arange(start, start + part.numel(), device=part.device)
         total += int(_mixed(part + _mixed(place)).sum())
     return (total + 2**63) % 2**64 - 2**63
+
+
+def _bits_of(tensor: Tensor) -> Tensor:
+    """The elements in a row, as integers."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(-1).view(sizes[tensor.element_size()])
+
+
+def _hash_of_rows(weight: Tensor) -> int:
+    """0 where rows are equal to each other, as those of a head that begins at 0: ranks may have the
+    same then."""
+    if not isinstance(weight, Tensor) or weight.numel() == 0 or weight.dim() != 2:
+        return 0
+    bits = _bits_of(weight).view(weight.shape)
+    return 0 if bool((bits == bits[:1]).all()) else _hash_of_values(weight)
+
+
+def _require_own_rows(row: Sequence[int]) -> None:
+    size = len(row)
+    if len(set(row) - {0}) == sum(number != 0 for number in row):
+        return
+    same = [ranks for number, ranks in _by_number(row).items() if number and len(ranks) > 1]
+    raise ValueError(
+        "every rank of the group must have rows of weight of its own, got the same values on ranks "
+        + " and on ranks ".join(map(str, same))
+        + f": rows that several ranks have count several times. Pass weight.chunk({size})[rank] "
+        f"with vocab_shard=VocabShard.chunked(V, rank, {size}), or group=None where each rank has "
+        "a whole head; and let ranks draw their own rows where the head is made"
+    )
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -147,7 +177,11 @@ def _mixed(x: Tensor) -> Tensor:
 
 def _grouped(row: Sequence[int]) -> str:
     """Ranks with the same number together, the most of them first."""
+    return " | ".join(map(str, sorted(_by_number(row).values(), key=len, reverse=True)))
+
+
+def _by_number(row: Sequence[int]) -> dict[int, list[int]]:
     ranks: dict[int, list[int]] = defaultdict(list)
     for rank, number in enumerate(row):
         ranks[number].append(rank)
-    return " | ".join(str(same) for same in sorted(ranks.values(), key=len, reverse=True))
+    return ranks

@@ -44,6 +44,11 @@ class Call:
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """Rows beyond vocab_size are cut off here: no step below sees padding."""
         options, rows = self.plan.options, slice(0, self.plan.shard.num_classes)
+        if weight.numel() and not weight.untyped_storage().nbytes():
+            raise RuntimeError(
+                "weight's memory was freed before the backward of linear_cross_entropy, as FSDP's "
+                "reshard() does; leave that to FSDP, which does so when the backward is done"
+            )
         return Head(
             weight=weight[rows],
             bias=None if bias is None else bias[rows],
@@ -124,14 +129,24 @@ def _plain_outputs(stats: Stats, tail: Tensor | None) -> tuple[Tensor | None, ..
     return stats.max_logit, stats.target_is_argmax, mean, stats.m2_logit, stats.screened, tail
 
 
+def _no_forward_mode(ctx: Any, *tangents: Tensor | None):
+    raise RuntimeError(
+        "linear_cross_entropy has no forward-mode derivative (torch.autograd.forward_ad): use "
+        "backward() or torch.autograd.grad, or dense logits"
+    )
+
+
 class TwoPass(torch.autograd.Function):
     """gradient="filtered" and "exact": the backward recomputes the logits that it needs.
 
     Outputs: nll, lse, smooth_logit, entropy (differentiable), then `_plain_outputs`, each [N].
     """
 
+    jvp = staticmethod(_no_forward_mode)
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call):
+        sharded.require_same_sizes(hidden, len(call.local_targets), call.plan)
         tokens, head = call.tokens(hidden), call.head(weight, bias)
         ctx.logits = ctx.target = None
         if call.record:
@@ -243,6 +258,8 @@ class InForward(torch.autograd.Function):
     scales the gradients and hands them on; a later one over a retained graph makes them again.
     """
 
+    jvp = staticmethod(_no_forward_mode)
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -265,6 +282,7 @@ class InForward(torch.autograd.Function):
     def _make(
         ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Made, Tensor, Stats, Tensor | None]:
+        sharded.require_same_sizes(hidden, len(call.local_targets), call.plan)
         tokens, head = call.tokens(hidden), call.head(weight, bias)
         chunks: list[Stats] = []
         loss = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))

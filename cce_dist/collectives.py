@@ -6,12 +6,23 @@ return their input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from cce_dist.merge_header import (
+    NUM_DIGITS,
+    RULE,
+    decode,
+    digits_of,
+    encode,
+    flaw,
+    is_sound,
+    record_of,
+    require_records,
+)
 from cce_dist.partials import MergeKernels, Stats, logaddexp_parts, merge_parts, zero_beyond
 from cce_dist.phases import in_phase
 from cce_dist.streams import start_aside
@@ -22,6 +33,7 @@ from cce_dist.transport import (
     all_gather_into,
     all_reduce,
     device_of_numbers,
+    group_size,
     reduce_scatter_into,
     resolve_group,
 )
@@ -71,10 +83,12 @@ def all_reduce_logaddexp(
 
     -inf (an empty part) adds nothing. The sum is taken in rank order, in fp32 or float64; over MPI
     in the order that MPI takes.
-    Collectives: one all-gather of `tensor` over `group`, over MPI one all-reduce of twice as many
-    fp32 or float64 by an operator of its own; none for None. Not differentiable.
+    Collectives: one all-gather of `tensor` over `group`, on the CPU behind one of its sizes; over
+    MPI one all-reduce of twice as many fp32 or float64 by an operator of its own; none for None.
+    Not differentiable.
     Raises:
-        ValueError: tensor is not floating, or requires grad while grad mode is on.
+        ValueError: tensor is not floating, requires grad while grad mode is on, or, on the CPU, has
+            another size on another rank.
     Source: docs/numerics.md#online-merge.
     """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -87,6 +101,8 @@ def all_reduce_logaddexp(
         )
     ranks = resolve_group(group)
     adapter = adapter_of(ranks)
+    sizes = {"elements": tensor.numel(), "bytes an element": tensor.element_size()}
+    require_same_sizes(sizes, tensor.device, ranks)
     if adapter is None:
         merged = logaddexp_parts(_widened(_all_gather(tensor.reshape(-1), ranks)))
     else:
@@ -119,10 +135,11 @@ def merge_stats(
         count: [1] int32: only the first tokens count, the others get 0.
         kernels: for lse and target logit alone; all ranks have them, or none.
     Collectives: one all-gather over `group` of the fields of `local` that are present, packed:
-    4 (K N + 6) bytes a rank, K = 2 for the loss alone (8 (K N + 6) for float64). Over MPI one
+    4 (K N + 8) bytes a rank, K = 2 for the loss alone (8 (K N + 8) for float64). Over MPI one
     all-reduce of N records instead, of 4 (K + 1) bytes, where all of K merge that way.
     Raises:
-        ValueError: the ranks' shards overlap or don't cover the vocabulary (on the CPU; a
+        ValueError: the ranks' shards overlap or don't cover the vocabulary, they sent different
+            numbers of numbers, or all of them seem to have the same rows (on the CPU; a
             device-side assertion on a GPU, where looking would stop the stream).
     """
     return start_merge_stats(local, shard, group, count, kernels, later=False)()
@@ -148,83 +165,47 @@ def start_merge_stats(
         merged = _reduced(adapter, local, shard, count)
         return lambda: merged
     if kernels is not None and local.is_plain:
-        payload = kernels.pack(local.lse, local.target_logit, _digits_of(shard))
+        length = 2 * len(local.lse)
+        payload = kernels.pack(local.lse, local.target_logit, digits_of(shard, length))
         gather = start_all_gather(payload, group, later=later, begin=begin)
 
         def merge_by_kernel() -> Stats:
             parts = gather()
-            merged, tiles = kernels.merge(parts, count, _DIGIT)
-            _require_that(tiles, parts[:, -_NUM_DIGITS:])
+            merged, sound = kernels.merge(parts, count)
+            _require_sound(sound, parts[:, :NUM_DIGITS], _fields(parts, local, merged), count)
             return local.unpack(merged)
 
         return merge_by_kernel
     packed = local.pack()
-    payload = torch.cat([packed.flatten(), _encode_shard(shard, packed)])
+    payload = torch.cat([encode(shard, packed.numel(), packed), packed.flatten()])
     gather = start_all_gather(payload, group, later=later, begin=begin)
     return lambda: _merged(gather(), local, packed, count)
 
 
 def _reduced(adapter: RankGroup, local: Stats, shard: VocabShard, count: Tensor | None) -> Stats:
     records = local.to_records()
-    digits = torch.tensor(adapter.all_reduce_logaddexp(records, _digits_of(shard)))
-    _require_that(_tiles(_decode_shards(digits)), digits)
+    require_records(adapter.all_reduce_logaddexp(records, record_of(shard, local, count)))
     merged = local.from_records(records)
     return merged if count is None else zero_beyond(merged, count)
 
 
 def _merged(parts: Tensor, local: Stats, packed: Tensor, count: Tensor | None) -> Stats:
-    bounds = _decode_shards(parts[:, -_NUM_DIGITS:])
-    _require_that(_tiles(bounds), parts[:, -_NUM_DIGITS:])
-    rows = parts[:, : packed.numel()].view(len(parts), *packed.shape).transpose(0, 1)
-    first = bounds[:, 0].to(packed.dtype)
-    num_classes = (bounds[:, 1].minimum(bounds[:, 2]) - bounds[:, 0]).clamp_min(0)
-    merged = merge_parts(local.unpack(rows), num_classes.to(packed.dtype), first)
+    headers, stats = parts[:, :NUM_DIGITS], _fields(parts, local, packed)
+    _require_sound(is_sound(headers, stats, count), headers, stats, count)
+    _, start, stop, vocab_size = decode(headers).unbind(1)
+    num_classes = (stop.minimum(vocab_size) - start).clamp_min(0)
+    merged = merge_parts(stats, num_classes.to(packed.dtype), start.to(packed.dtype))
     return merged if count is None else zero_beyond(merged, count)
 
 
-# Shard bounds travel as two numbers below 2^20 each: fp32 holds integers exactly up to 2^24.
-_DIGIT = 2**20
-_NUM_DIGITS = 6
+def _fields(parts: Tensor, local: Stats, packed: Tensor) -> Stats:
+    """What all ranks sent, [W, 8 + K N] -> fields [W, N], those of `local`."""
+    rows = parts[:, NUM_DIGITS:].view(len(parts), *packed.shape)
+    return local.unpack(rows.transpose(0, 1))
 
 
-def _encode_shard(shard: VocabShard, like: Tensor) -> Tensor:
-    """[6] as `like`."""
-    digits = _digits_of(shard)
-    if like.is_cuda:
-        # A copy from the host would wait for all that the device has still to do.
-        return torch.cat([like.new_full((1,), digit) for digit in digits])
-    return like.new_tensor(digits)
-
-
-def _digits_of(shard: VocabShard) -> list[int]:
-    values = (shard.start, shard.stop, shard.vocab_size)
-    return [digit for value in values for digit in divmod(value, _DIGIT)]
-
-
-def _decode_shards(digits: Tensor) -> Tensor:
-    """[W, 6] -> [W, 3] int64: start, stop, vocab_size."""
-    high_low = digits.view(-1, 3, 2).long()
-    return high_low[..., 0] * _DIGIT + high_low[..., 1]
-
-
-def _tiles(bounds: Tensor) -> Tensor:
-    """Whether [W, 3] int64 shards tile their vocabulary, []."""
-    start, stop, vocab_size = bounds.unbind(1)
-    stop = stop.minimum(vocab_size).maximum(start)
-    overlap = torch.minimum(stop[:, None], stop) - torch.maximum(start[:, None], start)
-    overlap = overlap.fill_diagonal_(0).clamp_min(0).sum()
-    covered = (stop - start).sum() == vocab_size[0]
-    return covered & (overlap == 0) & (vocab_size == vocab_size[0]).all()
-
-
-def _require_that(tiles: Tensor, digits: Tensor) -> None:
-    rule = "vocab_shard of the ranks must tile [0, vocab_size)"
-
-    def message() -> str:
-        bounds = [tuple(row) for row in _decode_shards(digits).tolist()]
-        return f"{rule} without gap or overlap, got (start, stop, vocab_size) by rank: {bounds}"
-
-    require(tiles, message, rule)
+def _require_sound(sound: Tensor, headers: Tensor, stats: Stats, count: Tensor | None) -> None:
+    require(sound, lambda: flaw(headers, stats, count), RULE)
 
 
 def require(condition: Tensor, message: Callable[[], str], async_message: str) -> None:
@@ -241,6 +222,28 @@ def gather_numbers(numbers: list[int], group: Group | None) -> list[list[int]]:
     """[W] lists in rank order; the host waits. Collectives: one all-gather of int64."""
     device = device_of_numbers(group)
     return _all_gather(torch.tensor(numbers, device=device), group).tolist()
+
+
+@in_phase("merge", begins=False)
+def require_same_sizes(sizes: Mapping[str, int], device: torch.device, group: Group | None) -> None:
+    """That all ranks are about to send as much, where it would end the process if they did not:
+    gloo aborts when more arrives than fits. Over MPI ranks say so before each collective.
+
+    Args: sizes: the same names on every rank.
+    Raises:
+        ValueError: on every rank; names what differs, and every rank's.
+    Collectives: on the CPU over torch.distributed one all-gather of the sizes, int64.
+    """
+    if device.type != "cpu" or group_size(group) == 1 or adapter_of(group) is not None:
+        return
+    columns = zip(*gather_numbers(list(sizes.values()), group), strict=True)
+    by_name = dict(zip(sizes, columns, strict=True))
+    differ = {name: list(row) for name, row in by_name.items() if len(set(row)) > 1}
+    if differ:
+        raise ValueError(
+            "every rank of the group must be called with tensors of the same sizes, got by rank "
+            + "; ".join(f"{name} {row}" for name, row in differ.items())
+        )
 
 
 def sum_over_ranks(tensor: Tensor, group: Group | None) -> Tensor:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist.options import LossOptions
+from cce_dist.reduction import shifted
 from cce_dist.transport import process_group
 from cce_dist.vocab_shard import VocabShard
 
@@ -143,12 +144,7 @@ def local_parts(
         local["hidden"] = hidden.to_local()
     shift = 0
     if token_dim is not None:
-        shift, targets = options.shift, local["targets"]
-        length = targets.shape[-1] if isinstance(targets, Tensor) and targets.dim() else 0
-        if shift and shift >= length:
-            raise ValueError(
-                f"shift must be smaller than the last dim of targets ({length}), got {shift}"
-            )
+        shift = options.shift
         options = replace(options, sequence_parallel=True, shift=0)
         _put_first(local, token_dim, shift, options.ignore_index)
     return LocalParts(
@@ -163,13 +159,23 @@ def local_parts(
 
 
 def _mesh_of(weight: DTensor) -> DeviceMesh:
+    from torch.distributed.tensor import Replicate
+
     mesh = weight.device_mesh
+    if all(isinstance(placement, Replicate) for placement in weight.placements):
+        raise ValueError(
+            f"weight must be placed Shard(0), got {list(weight.placements)}: every rank has all of "
+            "it, and no vocabulary is shared. Pass weight.to_local() without group, and to_local() "
+            "of whatever else is a DTensor; where each rank has tokens of its own, "
+            "weight.to_local(grad_placements=[Partial()]) sums their gradients. Or redistribute "
+            "it to Shard(0)"
+        )
     if mesh.ndim != 1:
         raise ValueError(
             f"weight must be a DTensor on a mesh of one dim, got {list(weight.placements)} on the "
             f'dims {mesh.mesh_dim_names}: distribute it over one, as mesh["tp"]; a weight that '
-            "fully_shard has split is whole only within the forward of the module that holds it, "
-            "so call the loss there"
+            "fully_shard has split is whole only within the forward of the module that it wraps, "
+            "so call the loss there, or weight's module.unshard() before the loss"
         )
     return mesh
 
@@ -190,7 +196,9 @@ def _group_of(mesh: DeviceMesh, group: Group | DeviceMesh | None, hidden: object
             "group must be given where weight is a DTensor and hidden is not: pass the mesh dim "
             f"over which weight is split, {mesh.mesh_dim_names}, if its ranks hold the same "
             "tokens; if fully_shard split it, their tokens differ, and the loss must be called "
-            "within the forward of the module that holds the weight, where it is whole"
+            "within the forward of the module that fully_shard wraps and that holds the weight. "
+            "Where the head is in a group of its own, call head.unshard() before the loss in the "
+            "forward of the root, without reshard() until the backward is done, which does it"
         )
     return own
 
@@ -216,7 +224,9 @@ def _require_placement(name: str, value: DTensor, mesh: DeviceMesh, wanted: str)
     (placement,) = value.placements
     splits = _is_split(placement) and placement.dim % max(value.dim(), 1) == 0
     if not (splits if wanted == "Shard(0)" else isinstance(placement, Replicate)):
-        raise ValueError(f"{name} must be placed {wanted} on its mesh, got {placement!r}")
+        raise ValueError(
+            f"{name} must be placed {wanted} on its mesh, got {placement!r}: redistribute it"
+        )
 
 
 def _token_dim(hidden: object, mesh: DeviceMesh, options: LossOptions) -> int | None:
@@ -259,10 +269,7 @@ def _put_first(local: dict[str, Any], dim: int, shift: int, ignore_index: int) -
     for name, fill in (("targets", ignore_index), ("token_weight", 0)):
         value = local[name]
         if isinstance(value, Tensor) and value.dim() > dim:
-            if shift:
-                pad = value.new_full((*value.shape[:-1], shift), fill)
-                value = torch.cat([value[..., shift:], pad], -1)
-            local[name] = value.movedim(dim, 0)
+            local[name] = shifted(value, shift, fill).movedim(dim, 0)
     local["hidden"] = local["hidden"].movedim(dim, 0)
 
 

@@ -13,50 +13,62 @@ from torch import Tensor
 
 from cce_dist.kernels.merge import merge_kernel, pack_stats_kernel
 from cce_dist.local_triton_launch import start
+from cce_dist.merge_header import (
+    DIGIT,
+    LEAST_SPREAD,
+    LEAST_TOKENS,
+    LOOK_AT,
+    NUM_DIGITS,
+    SAME,
+)
 from cce_dist.partials import MergeKernels
 
 BLOCK = 256
 
 
-def pack_lse_and_target(lse: Tensor, target_logit: Tensor, numbers: Sequence[int]) -> Tensor:
-    """[N], [N], six numbers below 2^24 -> [2 N + 6] fp32."""
-    out = lse.new_empty(2 * len(lse) + 6)
+def pack_lse_and_target(lse: Tensor, target_logit: Tensor, header: Sequence[int]) -> Tensor:
+    """[N], [N], eight numbers below 2^24 -> [8 + 2 N] fp32."""
+    out = lse.new_empty(NUM_DIGITS + 2 * len(lse))
     start(pack_stats_kernel, (max(triton.cdiv(len(lse), BLOCK), 1),))(
         lse.contiguous(),
         target_logit.contiguous(),
         out,
         len(lse),
-        *(float(number) for number in numbers),
+        *(float(number) for number in header),
         BLOCK_N=BLOCK,
     )
     return out
 
 
 def merge_lse_and_target(
-    parts: Tensor,  # [W, 2 N + 6] fp32: lse, target logit, the shard's bounds as three pairs
+    parts: Tensor,  # [W, 8 + 2 N] fp32: header, lse, target logit
     count: Tensor | None,  # [1] int32: tokens that count
-    digit: int,  # what the first of a pair is multiplied by
 ) -> tuple[Tensor, Tensor]:
-    """lse and target logit of all shards [2, N], 0 where no token counts; whether the shards tile
-    the vocabulary, [1] int32. As `partials.merge_parts`."""
+    """lse and target logit of all shards [2, N], 0 where no token counts, as
+    `partials.merge_parts`; whether the parts belong together, [1] int32, as
+    `merge_header.is_sound`."""
     ranks, stride = parts.shape
-    num_tokens = (stride - 6) // 2
+    num_tokens = (stride - NUM_DIGITS) // 2
     out = parts.new_empty(2, num_tokens)
-    tiles = torch.empty(1, dtype=torch.int32, device=parts.device)
+    sound = torch.empty(1, dtype=torch.int32, device=parts.device)
     start(merge_kernel, (triton.cdiv(num_tokens, BLOCK) + 1,))(
         parts,
-        tiles if count is None else count,
+        sound if count is None else count,
         out,
-        tiles,
+        sound,
         ranks,
         num_tokens,
         stride,
         BLOCK_N=BLOCK,
         BLOCK_RANKS=triton.next_power_of_2(ranks),
-        DIGIT=digit,
+        DIGIT=DIGIT,
         HAS_COUNT=count is not None,
+        LOOK_AT=LOOK_AT,
+        LEAST_TOKENS=LEAST_TOKENS,
+        SAME=SAME,
+        LEAST_SPREAD=LEAST_SPREAD,
     )
-    return out, tiles
+    return out, sound
 
 
 KERNELS = MergeKernels(pack_lse_and_target, merge_lse_and_target)

@@ -75,12 +75,12 @@ def token_logprobs(
         ValueError: an argument is not supported; the message says which.
     Collectives, determinism: as `linear_cross_entropy` with reduction "none".
     """
-    require_finite("temperature", temperature)
+    temperature = require_finite("temperature", temperature)
     if temperature <= 0:
         raise ValueError(f"temperature must be > 0, got {temperature!r}")
     require_bool("entropy", entropy)
     require_choice("gradient", gradient, get_args(GradientOfEach))
-    require_finite("logit_scale", logit_scale)
+    logit_scale = require_finite("logit_scale", logit_scale)
     if logit_scale != 0:
         name = f"logit_scale={logit_scale!r} / temperature={temperature!r}"
         require_factor(name, logit_scale / temperature)

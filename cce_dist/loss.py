@@ -21,7 +21,7 @@ from cce_dist.options import (
 )
 from cce_dist.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.tracing import is_fake, is_traced, unseen_by_checkpointing
-from cce_dist.validation import require_vocab_shard
+from cce_dist.validation import require_plain_call, require_vocab_shard
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def linear_cross_entropy(
         group: the ranks that share the vocabulary; None for one rank. Every rank passes all
             targets of the group and gets the same loss. Over MPI an MPIGroup: docs/mpi.md.
         vocab_shard: which token ids this rank's rows are; None splits evenly by rank (Megatron's
-            rule). Rows of ids >= vocab_size are padding: no softmax, gradient 0.
+            rule). Rows of ids >= vocab_size are padding: no softmax, gradient 0. A whole head on
+            each of W ranks would count W times: refused where the merge shows it.
         sequence_parallel: hidden is this rank's slice of dim 0, of the same size on every rank;
             its gradient comes back reduce-scattered. Without it hidden is the same on every
             rank and its gradient is all-reduced.
@@ -81,7 +82,7 @@ def linear_cross_entropy(
             their class weights; by 1 if that is 0, so that a batch without targets has loss 0
             and adds nothing to a sum over data-parallel ranks.
         shift: hidden[..., t, :] predicts targets[..., t + shift]; the last dim of the result is
-            T - shift. token_weight goes with targets.
+            max(T - shift, 0). token_weight goes with targets.
         gradient: "filtered" computes the columns that matter and keeps the mass of the others
             (`filter`); "exact" computes every column; "in_forward" makes the gradients beside the
             loss, which must be a scalar: backend "torch" of every column, with one matrix product
@@ -93,7 +94,8 @@ def linear_cross_entropy(
         screen: how, and when a call goes without.
         quantized_weight: `quantize_weight(weight)`, or a `StepQuantizer`, which save quantising it
             in each call.
-        grad_weight_into: the weight's gradient is added here, and weight.grad stays None.
+        grad_weight_into: the weight's gradient is added here, and weight.grad stays None; DDP does
+            not reduce it.
         stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments", "screened". Where
             "entropy" is differentiated, the backward computes every column. "tail_mass"
             recomputes what is kept once more, and gathers [N] numbers. "screened": whether logits
@@ -109,8 +111,9 @@ def linear_cross_entropy(
             as many as fit the workspace; None: they are where the kernels compute. False where
             many forwards come before their backwards, each of which would hold a workspace. A
             second backward over a retained graph computes them again.
-        check_ranks: first compare, bit by bit, what all ranks of the group must share; for
-            debugging, on every rank or on none: the host waits. So does CCE_DIST_CHECK_RANKS=1.
+        check_ranks: first compare, bit by bit, what all ranks of the group must share, and the rows
+            of weight, which they must not; for debugging, on every rank or on none: the host waits.
+            So does CCE_DIST_CHECK_RANKS=1.
     Returns:
         The loss in fp32 (float64 for float64 inputs): [], or targets' (shifted) shape with 0 at
         ignored tokens for reduction "none"; LossOutput if `stats` is not empty.
@@ -118,9 +121,10 @@ def linear_cross_entropy(
         ValueError: an argument or a combination is not supported; the message says which.
         RuntimeError: a backward through lse or entropy with gradient="in_forward".
     Collectives on `group`, bytes a rank (float64: twice as many): forward one all-gather of
-        8 N + 24, and 4 N more for label smoothing, 4 N for entropy, 8 N for correct, 16 N for
+        8 N + 32, and 4 N more for label smoothing, 4 N for entropy, 8 N for correct, 16 N for
         moments (backend "torch", "in_forward": one a chunk of tokens); one more of 4 N for
-        tail_mass; before it four of 4 N where backend "triton" filters, one where "torch" screens.
+        tail_mass; before it four of 4 N where backend "triton" filters, one where "torch" screens,
+        and on the CPU one of 40 bytes, the sizes.
         Backward one all-reduce of [N, D] fp32, or for 16-bit hidden, where W divides N, a
         reduce-scatter and an all-gather of the sum in 16 bits; of "in_forward" in the forward.
         sequence_parallel: an all-gather of hidden in each, and the reduce-scatter alone.
@@ -199,6 +203,7 @@ def _compute_local(
     weight: Tensor,
     **more: Any,
 ) -> Tensor | LossOutput:
+    require_plain_call(weight)
     hidden, weight = cast_by_autocast(arrived(hidden), arrived(weight))
     more |= {"vocab_shard": vocab_shard, "quantized_weight": quantized_weight}
     if is_traced():

@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from cce_dist.python_numbers import python_number, use_python_numbers
+
 Reduction = Literal["mean", "sum", "none"]
 GradientMode = Literal["filtered", "exact", "in_forward"]
 LogitsMode = Literal["full", "screened"]
@@ -37,6 +39,16 @@ LEAST_WORKSPACE_BYTES = 64 * 2**20
 WORKSPACE_BYTES_PER_TOKEN = 2**13
 SCREENED_BYTES_PER_TOKEN = 2**14
 
+_NUMBERS = (
+    "ignore_index",
+    "shift",
+    "softcap",
+    "logit_scale",
+    "label_smoothing",
+    "z_loss",
+    "workspace_bytes",
+)
+
 # Factors of logits, in size: fp32 has to hold them, their inverses, and what they are made of.
 LEAST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
 
@@ -47,16 +59,15 @@ def require_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {allowed}, got {got!r}")
 
 
-def require_finite(name: str, got: object, *, minimum: float | None = None) -> None:
+def require_finite(name: str, got: object, *, minimum: float | None = None) -> float:
+    """Returns: the number, as Python's."""
+    number = python_number(name, got)
     # An int may be larger than any float, which math.isfinite trips over.
-    if (
-        isinstance(got, bool)
-        or not isinstance(got, int | float)
-        or not abs(got) <= sys.float_info.max
-    ):
+    if number is None or not abs(number) <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number, got {got!r}")
-    if minimum is not None and got < minimum:
+    if minimum is not None and number < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {got!r}")
+    return number
 
 
 def require_factor(name: str, got: float) -> None:
@@ -106,6 +117,7 @@ class Filter:
     draw: bool = True
 
     def __post_init__(self) -> None:
+        use_python_numbers(self, "keep", "eps")
         if not (isinstance(self.keep, str) and self.keep == "auto"):
             require_finite("Filter.keep", self.keep, minimum=0)
             if self.keep > TOKEN_BLOCK:
@@ -168,6 +180,7 @@ class Screen:
     max_error: float = 2.0**-7
 
     def __post_init__(self) -> None:
+        use_python_numbers(self, "max_kept", "max_error")
         require_choice("Screen.dtype", self.dtype, get_args(EightBitDtype))
         require_finite("Screen.max_kept", self.max_kept, minimum=0)
         if self.max_kept > 1:
@@ -204,6 +217,7 @@ class LossOptions:
     check_ranks: bool = False
 
     def __post_init__(self) -> None:
+        use_python_numbers(self, *_NUMBERS)
         require_choice("reduction", self.reduction, get_args(Reduction))
         require_choice("gradient", self.gradient, get_args(GradientMode))
         require_choice("logits", self.logits, get_args(LogitsMode))

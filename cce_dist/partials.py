@@ -197,11 +197,11 @@ class Stats:
 class MergeKernels(NamedTuple):
     """What a backend merges lse and target logit of ranks with, in place of `merge_parts`."""
 
-    # lse [N], target logit [N], numbers of a shard's bounds -> what a rank sends, [2 N + 6]
+    # lse [N], target logit [N], the header's eight numbers -> what a rank sends, [8 + 2 N]
     pack: Callable[[Tensor, Tensor, Sequence[int]], Tensor]
-    # What all ranks sent [W, 2 N + 6], how many tokens count, what the first of two numbers of a
-    # bound is multiplied by -> lse and target logit [2, N], whether the shards tile, [1]
-    merge: Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
+    # What all ranks sent [W, 8 + 2 N], how many tokens count -> lse and target logit [2, N],
+    # whether it belongs together, [1], as `merge_header.is_sound`
+    merge: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def zero_beyond(stats: Stats, count: Tensor) -> Stats:

@@ -40,18 +40,19 @@ class PickedTokens:
             empty = values.new_zeros(shape.numel())
             values = empty.index_copy(0, self.rows, values)
         values = values.view(shape)
-        return values[..., : shape[-1] - shift] if shift else values
+        return values[..., : max(shape[-1] - shift, 0)] if shift else values
 
     def take(self, values: Tensor, shift: int) -> Tensor:
         """targets' shape, unshifted -> [N]."""
-        values = _shifted(values, shift, 0).reshape(-1)
+        values = shifted(values, shift, 0).reshape(-1)
         return values if self.rows is None else values[self.rows]
 
 
-def _shifted(values: Tensor, shift: int, fill: int) -> Tensor:
+def shifted(values: Tensor, shift: int, fill: int) -> Tensor:
+    """[..., T] -> [..., T] of those `shift` further on, and `fill` where there are none."""
     if not shift:
         return values
-    pad = values.new_full((*values.shape[:-1], shift), fill)
+    pad = values.new_full((*values.shape[:-1], min(shift, values.shape[-1])), fill)
     return torch.cat([values[..., shift:], pad], -1)
 
 
@@ -67,13 +68,13 @@ def pick_tokens(
     With count_on_device the host doesn't wait to learn how many they are. `kernels` does what is
     done here then, of [N] ids and ignore_index.
     """
-    ids = _shifted(targets, options.shift, options.ignore_index).reshape(-1)
+    ids = shifted(targets, options.shift, options.ignore_index).reshape(-1)
     if kernels is not None:
         return PickedTokens(**kernels(ids, options.ignore_index)._asdict())
     valid = ids != options.ignore_index
     if count_on_device:
         seen = valid.cumsum(0)
-        count = seen[-1:]
+        count = seen[-1:] if ids.shape[0] else seen.new_zeros(1)
         place = torch.arange(ids.shape[0], device=ids.device)
         # Those that count keep their order at the front, the others theirs behind them.
         at = torch.where(valid, seen - 1, count + place - seen)

@@ -23,12 +23,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cce_dist import collectives
 from cce_dist.collectives import (
     gather_bounds,
     gather_tokens,
@@ -52,6 +53,23 @@ from cce_dist.partials import (
     Wanted,
 )
 from cce_dist.transport import group_size
+
+
+def require_same_sizes(hidden: Tensor, num_tokens: int, plan: Plan) -> None:
+    """Before ranks say anything else. Collectives: those of `collectives.require_same_sizes`.
+
+    Args: num_tokens: that are computed.
+    """
+    sizes = {
+        "tokens of hidden": hidden.shape[0],
+        "tokens to compute (not ignored)": num_tokens,
+        "D of hidden": hidden.shape[1],
+        "bytes an element of hidden": hidden.element_size(),
+        "statistics (label_smoothing, stats) as bits": sum(
+            given << place for place, given in enumerate(astuple(plan.wanted))
+        ),
+    }
+    collectives.require_same_sizes(sizes, hidden.device, plan.group)
 
 
 def forward(

@@ -56,7 +56,7 @@ class RankGroup(Protocol):
         first two by log-add-exp, the others by adding.
 
         Returns:
-            the at most six `numbers` of every rank, in rank order.
+            the at most eleven `numbers` of every rank, in rank order.
         """
         ...
 

@@ -39,11 +39,51 @@ def require_values(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must hold values, got {kind}, which has none")
 
 
+def require_plain_call(weight: object) -> None:
+    """Before anything is read: that no transform is under way, and that weight is in memory."""
+    if torch.compiler.is_compiling():
+        # The compiler refuses transforms itself, and its tensors have no memory.
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError(
+            "linear_cross_entropy must be called outside of torch.func's transforms (grad, vmap, "
+            "jvp, jacrev, ...), which its autograd functions have no rules for: take gradients by "
+            "backward() or torch.autograd.grad, and loop over what vmap would batch"
+        )
+    if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.is_nested:
+        return
+    if weight.numel() and weight.device.type != "meta" and not weight.untyped_storage().nbytes():
+        raise ValueError(
+            f"weight must be in memory, got one of shape {list(weight.shape)} whose memory was "
+            f"freed, as FSDP does outside of a forward: {_BY_FSDP}"
+        )
+
+
+_BY_FSDP = (
+    "call the loss within the forward of the module that FSDP wraps and that holds the weight. Or "
+    "make it whole before: FullyShardedDataParallel, without gradients, by "
+    "FSDP.summon_full_params(model); fully_shard by unshard() of that module, without reshard() "
+    "until the backward is done"
+)
+
+
+def _require_dtype(name: str, value: Tensor) -> None:
+    if value.dtype in DTYPES:
+        return
+    rule = f"{name} must be bf16, fp16, fp32 or float64, got {value.dtype}"
+    if value.dtype.itemsize == 1 and value.dtype != torch.bool:
+        rule += (
+            f": a quantised {name} is not supported, and autocast casts none; pass it "
+            'dequantised in the other\'s dtype. (logits="screened" makes 8-bit copies of its own)'
+        )
+    raise ValueError(rule)
+
+
 def check_hidden_and_weight(hidden: Tensor, weight: Tensor) -> None:
     require_tensor("hidden", hidden)
     require_tensor("weight", weight)
-    if hidden.dtype not in DTYPES:
-        raise ValueError(f"hidden must be bf16, fp16, fp32 or float64, got {hidden.dtype}")
+    _require_dtype("hidden", hidden)
+    _require_dtype("weight", weight)
     if hidden.dim() < 1:
         raise ValueError("hidden must have shape [..., D], got a tensor of 0 dims")
     if hidden.device.type == "meta":
@@ -52,10 +92,9 @@ def check_hidden_and_weight(hidden: Tensor, weight: Tensor) -> None:
     if dim < 1:
         raise ValueError(f"hidden must have shape [..., D] with D >= 1, got {list(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != dim:
-        raise ValueError(
-            f"weight must have shape [V_local, D] with D={dim} (from hidden), got "
-            f"{list(weight.shape)}"
-        )
+        rule = f"weight must have shape [V_local, D] with D={dim} (from hidden), got "
+        by_fsdp = f"; if FSDP has left this part of it: {_BY_FSDP}" if weight.dim() == 1 else ""
+        raise ValueError(f"{rule}{list(weight.shape)}{by_fsdp}")
     if weight.dtype != hidden.dtype:
         raise ValueError(
             f"weight must have hidden's dtype {hidden.dtype}, got {weight.dtype}: cast one of "
@@ -81,13 +120,23 @@ def check_group_device(group: Group | None, hidden: object) -> None:
         )
 
 
+_IDS = (
+    "class probabilities are not supported, class ids are: take argmax(-1) of one-hot rows, and "
+    "label_smoothing= for a share of every class"
+)
+
+
 def check_targets(
     targets: Tensor, hidden: Tensor, options: LossOptions, world_size: int
 ) -> torch.Size:
     """Returns the shape of the targets, which is that of all ranks' tokens."""
     require_tensor("targets", targets)
     if targets.dtype != torch.int64:
-        raise ValueError(f"targets must be int64, got {targets.dtype}: use targets.long()")
+        use = "use targets.long()"
+        apart = targets.dim() > 1 and targets.shape[-1] not in hidden.shape[-2:-1]
+        if targets.is_floating_point() and (targets.dim() == hidden.dim() or apart):
+            use = f"{list(targets.shape)} are class probabilities? {_IDS}"
+        raise ValueError(f"targets must be int64, got {targets.dtype}: {use}")
     require_device("targets", targets, hidden)
     wanted = list(hidden.shape[:-1])
     rule = "hidden's shape without D"
@@ -97,11 +146,14 @@ def check_targets(
         wanted[0] *= world_size
         rule += f", dim 0 times {world_size} ranks (sequence_parallel: targets of all ranks)"
     if list(targets.shape) != wanted:
-        raise ValueError(f"targets must have shape {wanted} ({rule}), got {list(targets.shape)}")
-    if options.shift and (targets.dim() == 0 or options.shift >= targets.shape[-1]):
-        length = targets.shape[-1] if targets.dim() else 0
+        ids = f": {_IDS}" if list(targets.shape[:-1]) == wanted else ""
         raise ValueError(
-            f"shift must be smaller than the last dim of targets ({length}), got {options.shift}"
+            f"targets must have shape {wanted} ({rule}), got {list(targets.shape)}{ids}"
+        )
+    if options.shift and not wanted:
+        raise ValueError(
+            f"shift={options.shift} goes along the last dim of targets, and targets [] have none: "
+            "pass hidden [..., T, D]"
         )
     return targets.shape
 

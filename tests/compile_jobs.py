@@ -241,9 +241,9 @@ def compile_small() -> None:
     """What picks tokens and merges ranks."""
     shard = VocabShard(0, COLUMNS, COLUMNS)
     pick_on_device(torch.zeros(TOKENS, dtype=torch.int64), -100, shard)
-    part = pack_lse_and_target(torch.zeros(TOKENS), torch.zeros(TOKENS), (0,) * 6)
+    part = pack_lse_and_target(torch.zeros(TOKENS), torch.zeros(TOKENS), (0,) * 8)
     count = torch.ones(1, dtype=torch.int32)
-    merge_lse_and_target(torch.stack([part, part]), count, 4096)
+    merge_lse_and_target(torch.stack([part, part]), count)
 
 
 OTHERS = {"largest": compile_largest, "small": compile_small}

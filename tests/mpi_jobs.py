@@ -280,6 +280,12 @@ def one_has_another_option(group: Any) -> str:
     return refusal(lambda: linear_cross_entropy(**given))
 
 
+def whole_head(group: Any) -> str:
+    inputs = gaussian_inputs(24, 60, 16, generator=made())
+    given = {"hidden": inputs.hidden, "weight": inputs.weight, "targets": inputs.targets}
+    return refusal(lambda: linear_cross_entropy(**given, group=group))
+
+
 def shards_overlap(group: Any) -> str:
     given = arguments(group) | {"vocab_shard": VocabShard(0, 60 // group.size(), 60)}
     return refusal(lambda: linear_cross_entropy(**given))
@@ -346,7 +352,7 @@ def jobs() -> dict[str, Job]:
             found[f"bits {dtype} {world}"] = (world, bits_of_every_size, (dtype,))
         for name, case in cases(world).items():
             found[f"case {name} {world}"] = (world, run_case, (case,))
-    for job in (twice, by_other_functions, not_a_number, one_skips, shards_overlap):
+    for job in (twice, by_other_functions, not_a_number, one_skips, shards_overlap, whole_head):
         found[job.__name__] = (3, job, ())
     for job in (errors_return, leaves_in_order):
         found[job.__name__] = (1, job, ())

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cce_dist import Filter, LossOptions, linear_cross_entropy
+from cce_dist import Filter, LossOptions, VocabShard, linear_cross_entropy
 from cce_dist.agreement import SWITCH, is_wanted
 from cce_dist.testing import CollectiveCounter, shared_pool
 
@@ -111,6 +111,49 @@ def test_check_ranks_names_everything_that_differs() -> None:
         assert "reduction by rank: [0, 2] | [1]" in message
         assert "z_loss by rank: [0, 2] | [1]" in message
         assert "softcap" not in message
+
+
+def with_weights(group: dist.ProcessGroup, kind: str) -> str:
+    rank = dist.get_rank(group)
+    given = arguments(rank, "alike") | {"check_ranks": True}
+    if kind == "two_alike":
+        given["weight"] = arguments(max(rank, 1), "alike")["weight"]
+    elif kind == "whole":
+        given["weight"] = arguments(0, "alike")["weight"]
+    elif kind == "whole_without_tokens":
+        given["weight"] = arguments(0, "alike")["weight"]
+        given["targets"] = torch.full_like(given["targets"], -100)
+    elif kind == "zeros":
+        given["weight"] = torch.zeros(10, 8)
+    elif kind == "rows_alike":
+        given["weight"] = torch.arange(8.0).expand(10, 8)
+    elif kind == "empty":
+        start, stop = (0, 30) if rank == 0 else (30, 30)
+        given["weight"] = torch.randn(stop - start, 8)
+        given["vocab_shard"] = VocabShard(start, stop, 30)
+    try:
+        with torch.no_grad():
+            return f"{linear_cross_entropy(**given, group=group):.6f}"
+    except ValueError as error:
+        return str(error)
+
+
+WITH_SAME_ROWS = {"two_alike": "[0, 1]"}
+WITH_SAME_ROWS |= {kind: "[0, 1, 2]" for kind in ("whole", "whole_without_tokens")}
+
+
+@pytest.mark.parametrize("kind", WITH_SAME_ROWS)
+def test_check_ranks_wants_other_rows_of_weight_on_every_rank(kind: str) -> None:
+    # Targets are of several ranks, or there are none: nothing but the weight tells.
+    for message in shared_pool().run(WORLD_SIZE, with_weights, kind):
+        assert f"the same values on ranks {WITH_SAME_ROWS[kind]}: rows that" in message, message
+        assert "weight.chunk(3)[rank]" in message and "group=None" in message
+
+
+@pytest.mark.parametrize("kind", ["zeros", "rows_alike", "empty"])
+def test_check_ranks_lets_a_head_pass_whose_rows_are_alike(kind: str) -> None:
+    losses = shared_pool().run(WORLD_SIZE, with_weights, kind)
+    assert float(losses[0]) > 0 and losses == [losses[0]] * WORLD_SIZE
 
 
 @pytest.mark.parametrize("kind", ["alike", "slices", "workspace", "number"])

@@ -44,7 +44,8 @@ def test_all_reduce_logaddexp(dtype: torch.dtype, values: str, world_size: int) 
     results = shared_pool().run(world_size, reduce_rows, parts)
     golden = parts[:world_size].double().logsumexp(0)
     for found, num_calls in results:
-        assert num_calls == 1
+        # On the CPU the sizes go ahead; a group of one still gathers.
+        assert num_calls == (1 if world_size == 1 else 2)
         assert found.dtype == dtype and found.shape == golden.shape
         torch.testing.assert_close(
             found.double(), golden, rtol=4 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps
@@ -95,6 +96,19 @@ def test_all_reduce_logaddexp_refuses_a_gradient_that_it_would_lose() -> None:
         all_reduce_logaddexp(tensor)
     with torch.no_grad():
         assert torch.equal(all_reduce_logaddexp(tensor), tensor)
+
+
+def uneven(group: dist.ProcessGroup) -> str:
+    try:
+        all_reduce_logaddexp(torch.zeros(3 + dist.get_rank(group)), group)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_all_reduce_logaddexp_refuses_uneven_tensors_on_every_rank() -> None:
+    for message in shared_pool().run(3, uneven):
+        assert "tensors of the same sizes, got by rank elements [3, 4, 5]" in message
 
 
 @pytest.mark.parametrize("group", ["tp", 3, object()], ids=["str", "int", "object"])

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -123,6 +124,50 @@ def test_compiled_as_eager(place: Place, option: dict[str, Any], dtype: str) -> 
     for name, expected in eager.items():
         # What a graph adds up may be in another order.
         torch.testing.assert_close(found[name], expected, msg=name)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("shape", "shift"),
+    [
+        pytest.param((4, 1), 1, id="one_token"),
+        pytest.param((2, 3), 5, id="shift_beyond"),
+        pytest.param((0, 5), 1, id="no_sequence"),
+        pytest.param((2, 0), 0, id="no_token"),
+    ],
+)
+def test_compiled_of_a_batch_without_targets(
+    shape: tuple[int, ...], shift: int, reduction: str
+) -> None:
+    tensors = {
+        "hidden": torch.randn(*shape, DIM, requires_grad=True),
+        "weight": torch.randn(CLASSES, DIM, requires_grad=True),
+        "targets": torch.zeros(shape, dtype=torch.int64),
+    }
+
+    def run(**tensors: Tensor) -> Any:
+        return linear_cross_entropy(**tensors, shift=shift, reduction=reduction)  # pyright: ignore
+
+    found = step(torch.compile(run, fullgraph=True, backend="aot_eager"), tensors)
+    left = (*shape[:-1], max(shape[-1] - shift, 0)) if reduction == "none" else ()
+    assert found["loss"].shape == left
+    assert found["grad_hidden"].shape == (*shape, DIM)
+    assert not any(bool(x.any()) for x in found.values())
+
+
+def test_compiled_with_options_of_another_kind() -> None:
+    """The module's are Python's since it was made; a call says what to do."""
+    hidden, weight, targets = torch.randn(9, DIM), torch.randn(CLASSES, DIM), torch.arange(9)
+    cap = np.float32(30)
+    loss = LinearCrossEntropy(softcap=cap, z_loss=torch.tensor(0.5))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, weight, targets), loss(hidden, weight, targets))
+
+    def run(hidden: Tensor) -> Any:
+        return linear_cross_entropy(hidden, weight, targets, softcap=cap)  # pyright: ignore
+
+    with pytest.raises(Exception, match=r"softcap must be a Python number within torch.compile"):
+        torch.compile(run, fullgraph=True, backend="aot_eager")(hidden)
 
 
 def test_compiled_with_screened_logits() -> None:

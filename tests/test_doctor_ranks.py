@@ -100,7 +100,7 @@ def test_a_pipeline_of_tensor_parallel_ranks(tmp_path: Path) -> None:
     for name in ("devices", "software"):
         assert row(name, found)["status"] == "ok"
     # What nccl-tests count for a ring: 4 bytes, two numbers a token, and 6 bytes an element.
-    expected = {"latency": 4.0, "merge": 4 * (2 * 256 + 6), "sum": 6.0 * 256 * 64}
+    expected = {"latency": 4.0, "merge": 4 * (2 * 256 + 8), "sum": 6.0 * 256 * 64}
     for group, size in (("tp", 2), ("pp x tp", 4)):
         for what, num_bytes in expected.items():
             numbers = row(f"{what}, {group} {size}", found)["numbers"]

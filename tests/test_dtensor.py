@@ -395,6 +395,8 @@ def refusals(group: Any) -> dict[str, str]:
     fully_shard(sharded, mesh=square["dp"])
     rows = distribute_tensor(given["weight"], square, [Replicate(), Shard(0)], src_data_rank=None)
     mean = DTensor.from_local(given["hidden"], mesh, [Partial()], run_check=False)
+    replicated = place(given["weight"], mesh, Replicate())
+    on_both = distribute_tensor(given["weight"], square, [Replicate()] * 2, src_data_rank=None)
     whole_vocabulary = VocabShard(0, 600, 600)
     calls: dict[str, dict[str, Any]] = {
         "no group": {"hidden": given["hidden"]},
@@ -402,7 +404,10 @@ def refusals(group: Any) -> dict[str, str]:
         "other group": {"group": square["tp"]},
         "plain weight": {"weight": given["weight"], "group": group},
         "two dims": {"weight": rows},
-        "replicated weight": {"weight": place(given["weight"], mesh, Replicate())},
+        "replicated weight": {"weight": replicated},
+        "replicated weight, group": {"weight": replicated, "group": group},
+        "replicated weight, plain hidden": {"weight": replicated, "hidden": given["hidden"]},
+        "replicated on two dims": {"weight": on_both},
         "columns": {"weight": place(given["weight"], mesh, Shard(1))},
         "split dim": {"hidden": place(given["hidden"], mesh, Shard(2))},
         "partial": {"hidden": mean},
@@ -412,7 +417,6 @@ def refusals(group: Any) -> dict[str, str]:
         "targets": {"targets": place(given["targets"], mesh, Shard(0))},
         "bias": {"bias": place(given["bias"], mesh, Replicate())},
         "vocab_shard": {"vocab_shard": whole_vocabulary},
-        "shift": {"shift": LENGTH, "hidden": place(given["hidden"], mesh, Shard(1))},
     }
     said = {}
     for name, call in calls.items():
@@ -427,11 +431,14 @@ def refusals(group: Any) -> dict[str, str]:
 
 REFUSALS = {
     "no group": r"group must be given where weight is a DTensor.*'tp'.*fully_shard",
-    "fsdp": r"group must be given where weight is a DTensor.*within the forward",
+    "fsdp": r"group must be given where weight is a DTensor.*within the forward.*head.unshard\(\)",
     "other group": r"group must be that of weight's mesh, ranks \[0, 1, 2, 3\].*got ranks",
     "plain weight": r"weight must be a DTensor too, placed Shard\(0\), where hidden is one",
     "two dims": r"weight must be a DTensor on a mesh of one dim, got .*'dp', 'tp'.*fully_shard",
-    "replicated weight": r"weight must be placed Shard\(0\) on its mesh, got Replicate",
+    "replicated weight": r"weight must be placed Shard\(0\), got \[Replicate\(\)\].*to_local\(\)",
+    "replicated weight, group": r"weight must be placed Shard\(0\), got \[Replicate.*to_local",
+    "replicated weight, plain hidden": r"got \[Replicate\(\)\].*weight.to_local\(\) without group",
+    "replicated on two dims": r"got \[Replicate\(\), Replicate\(\)\].*weight.to_local\(\)",
     "columns": r"weight must be placed Shard\(0\) on its mesh, got Shard\(dim=1\)",
     "split dim": r"hidden must be placed Replicate\(\), or Shard\(d\).*got Shard\(dim=2\) of 3",
     "partial": r"hidden must be placed Replicate\(\), or Shard\(d\).*got Partial",
@@ -441,7 +448,6 @@ REFUSALS = {
     "targets": r"targets must be placed Replicate\(\) on its mesh, got Shard\(dim=0\)",
     "bias": r"bias must be placed Shard\(0\) on its mesh, got Replicate",
     "vocab_shard": r"vocab_shard must have the rows of weight's DTensor on this rank, \[0, 150\)",
-    "shift": r"shift must be smaller than the last dim of targets \(12\), got 12",
 }
 
 

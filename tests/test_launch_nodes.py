@@ -22,8 +22,8 @@ pytestmark = pytest.mark.timeout(300)
 
 NUM_TOKENS, DIM = 128, 32
 # Of a rank's sends in a step: what the vocabulary's two ranks make of the input embedding and of
-# the hidden gradient, each [N, D] in fp32 and summed in a ring, and the merge.
-STEP_BYTES = 2 * 4 * NUM_TOKENS * DIM + 8 * NUM_TOKENS + 24
+# the hidden gradient, each [N, D] in fp32 and summed in a ring, the sizes, and the merge.
+STEP_BYTES = 2 * 4 * NUM_TOKENS * DIM + 40 + 8 * NUM_TOKENS + 32
 RATE = 500_000  # bits a second
 # Until each rank has ended whose peers are out of reach, at the most.
 FAILING_S = TIMEOUT_S + 30

@@ -25,6 +25,7 @@ ANY = None
 # From the bottom up. A module imports rows above its own, never its own row or one below it; files
 # of one folder or backend may import each other. After a name: the third-party packages for it.
 LAYERS: tuple[dict[str, set[str] | None], ...] = (
+    {"python_numbers": set()},
     {
         "allocations": {"torch"},
         "once": {"torch"},
@@ -40,6 +41,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"rendezvous": {"torch", "mpi4py"}},
     {"distributed": {"torch"}},
     {"reference": {"torch"}, "partials": {"torch"}},
+    {"merge_header": {"torch"}},
     {"kernels": {"triton"}, "torch_tiles": {"torch"}, "eight_bits": {"torch"}},
     {"local_triton": {"torch", "triton"}, "local_torch": {"torch"}},
     {"local": {"torch"}},
@@ -47,12 +49,11 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"loss_plan": set()},
     {"collectives": {"torch"}},
     {"sharded": {"torch"}},
-    {"in_forward": {"torch"}},
+    {"in_forward": {"torch"}, "reduction": {"torch"}},
     {
         "agreement": {"torch"},
         "autograd": {"torch"},
         "dtensor": {"torch"},
-        "reduction": {"torch"},
         "validation": {"torch"},
     },
     {"quantized": {"torch"}},

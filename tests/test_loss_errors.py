@@ -73,7 +73,42 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
         {"targets": torch.arange(N, dtype=torch.int32)},
         r"targets must be int64.*int32",
     ),
-    "targets_float": ({"targets": torch.ones(N)}, r"targets must be int64.*float32"),
+    "targets_float": ({"targets": torch.ones(N)}, r"targets must be int64.*float32.*long"),
+    "targets_probabilities": (
+        {"targets": torch.ones(N, V) / V},
+        r"targets must be int64.*class probabilities are not supported.*class ids are",
+    ),
+    "targets_probabilities_flat": (
+        {"hidden": torch.ones(2, N, D), "targets": torch.ones(2 * N, V) / V},
+        r"targets must be int64.*class probabilities are not supported",
+    ),
+    "targets_one_hot": (
+        {"targets": torch.ones(N, V, dtype=torch.int64)},
+        rf"targets must have shape \[{N}\].*argmax\(-1\) of one-hot rows",
+    ),
+    **{
+        f"weight_{dtype}".removeprefix("torch."): (
+            {"weight": torch.ones(V, D).to(dtype)},
+            rf"weight must be bf16, .*{dtype}: a quantised weight.*autocast casts none",
+        )
+        for dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+    },
+    "hidden_float8": (
+        {"hidden": torch.ones(N, D).to(torch.float8_e4m3fn)},
+        r"hidden must be bf16, .*float8_e4m3fn: a quantised hidden is not supported",
+    ),
+    "weight_int64": (
+        {"weight": torch.ones(V, D, dtype=torch.int64)},
+        r"weight must be bf16, fp16, fp32 or float64, got torch.int64$",
+    ),
+    "weight_packed": (
+        {"weight": torch.ones(V * D // 2, 1, dtype=torch.uint8)},
+        r"a quantised weight is not supported",
+    ),
+    "weight_of_one_dim": (
+        {"weight": torch.ones(V * D // 2)},
+        rf"got \[{V * D // 2}\]; if FSDP has left.*within the forward.*summon_full_params.*unshard",
+    ),
     "targets_long": (
         {"targets": torch.zeros(N + 1, dtype=torch.int64)},
         rf"targets must have shape \[{N}\].*\[{N + 1}\]",
@@ -174,7 +209,10 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
         {"vocab_shard": VocabShard(0, V, V - 3), "class_weight": torch.ones(V)},
         rf"class_weight must have shape \[{V - 3}\].*\[{V}\]",
     ),
-    "shift_too_long": ({"shift": N + 1}, rf"shift must be smaller .*{N + 1}"),
+    "shift_without_tokens": (
+        {"hidden": torch.ones(D), "targets": torch.tensor(1), "shift": 1},
+        r"shift=1 goes along the last dim of targets.*\[\.\.\., T, D\]",
+    ),
 }
 
 # Values of one option, and pairs that exclude each other.
@@ -321,7 +359,7 @@ def test_linear_cross_entropy_refuses_one_dtensor_alone(name: str, tmp_path: Any
         positional = [made.pop(place) for place in ("hidden", "weight", "targets")]
         expected = rf"weight must be a DTensor too.*{name} is one.*pass {name}.to_local\(\)"
         if name == "weight":
-            expected = "group must be given where weight is a DTensor and hidden is not"
+            expected = r"weight must be placed Shard\(0\), got .*Pass weight.to_local\(\)"
         with pytest.raises(ValueError, match=expected):
             linear_cross_entropy(*positional, **made)
 

@@ -287,6 +287,11 @@ def test_check_ranks(results: Results) -> None:
         assert "got different softcap by rank: [0] | [1]" in message
 
 
+def test_a_whole_head_on_every_rank(results: Results) -> None:
+    for message in results.of("whole_head"):
+        assert "a whole head on each of them counts 3 times" in message, message
+
+
 def test_shards_that_overlap(results: Results) -> None:
     for message in results.of("shards_overlap"):
         assert "ValueError: vocab_shard of the ranks must tile" in message

@@ -34,7 +34,7 @@ _DTYPES = (
 )
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "log-add-exp all-reduce")
 _GATHER, _REDUCE, _SCATTER, _MERGE = range(len(_KINDS))
-_NUMBERS = 6
+_NUMBERS = 11
 # Where launchers say how many ranks they have started.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # A rank that waits gives up its core, first to whoever wants it, then for this long.
@@ -56,7 +56,7 @@ class MPIGroup:
     """An MPI communicator, where `linear_cross_entropy` and others take a group.
 
     Tensors are on the CPU. Before each collective the ranks tell each other which one it is and of
-    what size, in an all-gather of 88 bytes a rank: those that disagree all raise, and a rank that
+    what size, in an all-gather of 128 bytes a rank: those that disagree all raise, and a rank that
     does not come is waited for no longer than `timeout`. After either the group is of no more use.
 
     Args:

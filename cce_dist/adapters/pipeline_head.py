@@ -79,7 +79,7 @@ class PipelineHead:
     Collectives: three groups are made, four with tensor_group, with `paced` twice as many, for
         which every rank of the job makes a head at the same time, those of other pipelines too. A
         microbatch costs a broadcast of its hidden states and targets over `group`, an all-gather of
-        8 N + 24 bytes a rank over vocab_group, and a sum of [N, D] in fp32 over `group` to the rank
+        8 N + 32 bytes a rank over vocab_group, and a sum of [N, D] in fp32 over `group` to the rank
         of the last stage; there one all-reduce more over tensor_group, or a reduce-scatter under
         sequence_parallel, which gathers hidden over tensor_group first. With reduction "none" one
         more group, and a broadcast of 4 N bytes over it. With gradient="filtered" and the Triton

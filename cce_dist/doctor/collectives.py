@@ -142,8 +142,8 @@ def _make(what: str, job: Job, group: dist.ProcessGroup, device: torch.device) -
     share = (size - 1) / size
     if what == "sum":
         return _make_sum(job, group, device)
-    # As the merge sends them: two numbers a token, and its shard's bounds.
-    count = TINY if what == "latency" else 2 * job.tokens + 6
+    # As the merge sends them: two numbers a token, behind a header.
+    count = TINY if what == "latency" else 2 * job.tokens + 8
     mine = torch.full((count,), float(rank), device=device)
 
     def gather() -> Tensor:

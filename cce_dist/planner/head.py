@@ -151,6 +151,6 @@ def phase_bytes(model: Model, job: Job) -> dict[str, float]:
     shared = job.tp if job.sequence_parallel else 1
     return {
         "broadcast": 2.0 * tokens * dim / shared + 8.0 * tokens,
-        "merge": 8.0 * tokens + 24,
+        "merge": 8.0 * tokens + 32,
         "sum": 4.0 * tokens * dim / shared,
     }
