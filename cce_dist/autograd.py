@@ -52,14 +52,14 @@ class Call:
             quantize_once=self.quantize_once,
         )
 
-    def tokens(self, hidden: Tensor, *, later: bool = False) -> Tokens:
+    def tokens(self, hidden: Tensor, scale: Tensor | None = None, *, later: bool = False) -> Tokens:
         """Args: later: `grads` is next, and may gather hidden beside what it begins with."""
         rows = None if self.rows is None else self.rows.long()
         hidden, fill = sharded.gather_hidden(hidden, self.plan, later=later)
         targets = self.local_targets
         if not self.plan.backend.takes_int32:
             targets = targets.long()
-        return Tokens(hidden, rows, targets, self.count, fill)
+        return Tokens(hidden, rows, targets, self.count, fill, scale)
 
     def rehearse(
         self, tokens: Tokens, head: Head, dtype: torch.dtype, needed: tuple[bool, ...]
@@ -103,6 +103,19 @@ def pad_bias(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
     if grad is None or bias is None:
         return None
     return torch.cat([grad, grad.new_zeros(bias.shape[0] - grad.shape[0])]).to(bias.dtype)
+
+
+def _grad_of_scale(scale: Tensor, stats: Stats, upstream: Upstream) -> Tensor:
+    """[N] by the factor s of a token's logits: d lse / ds is over s their mean, which is lse less
+    the entropy; d target_logit / ds is target_logit over s."""
+    # Its derivative would take the logits' variance; who asks for both is refused.
+    assert upstream.entropy is None and stats.entropy is not None
+    total = torch.zeros_like(scale)
+    if upstream.nll is not None:
+        total = total + upstream.nll * (stats.lse - stats.target_logit - stats.entropy)
+    if upstream.lse is not None:
+        total = total + upstream.lse * (stats.lse - stats.entropy)
+    return total / scale
 
 
 # What both functions return besides their differentiable outputs, in this order.
@@ -159,16 +172,23 @@ def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 class TwoPass(torch.autograd.Function):
     """gradient="filtered" and "exact": the backward recomputes the logits that it needs.
 
+    `scale` [N]: each token's factor of its logits, or None; its gradient takes no logits.
     Outputs: nll, lse, smooth_logit, entropy (differentiable), then `_plain_outputs`, each [N].
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call):
-        tokens, head = call.tokens(hidden), call.head(weight, bias)
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        call: Call,
+    ):
+        tokens, head = call.tokens(hidden, scale), call.head(weight, bias)
         ctx.logits = ctx.target = None
-        if call.record:
+        if call.record and any(ctx.needs_input_grad[:3]):
             ctx.logits, ctx.target = TwoPass._room_for_logits(ctx, call, tokens, head, weight)
-        if call.record:
             call.rehearse(tokens, head, weight.dtype, ctx.needs_input_grad)
         stats, scores = sharded.forward(
             tokens,
@@ -186,7 +206,7 @@ class TwoPass(torch.autograd.Function):
         if call.record:
             ctx.scores, ctx.kept = scores, kept
             ctx.save_for_backward(
-                hidden, weight, bias, stats.lse, stats.target_logit, stats.entropy
+                hidden, weight, bias, scale, stats.lse, stats.target_logit, stats.entropy
             )
         plain = _plain_outputs(stats, tail)
         ctx.set_materialize_grads(False)
@@ -210,12 +230,15 @@ class TwoPass(torch.autograd.Function):
     @_once_differentiable
     @_outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
-        hidden, weight, bias, lse, target_logit, entropy = ctx.saved_tensors
-        upstream = Upstream(*grads[:4])
+        hidden, weight, bias, scale, lse, target_logit, entropy = ctx.saved_tensors
+        upstream, stats = Upstream(*grads[:4]), Stats(lse, target_logit, entropy=entropy)
         if all(grad is None for grad in grads[:4]):
-            return None, None, None, None
+            return None, None, None, None, None
+        grad_scale = _grad_of_scale(scale, stats, upstream) if ctx.needs_input_grad[3] else None
+        if not any(ctx.needs_input_grad[:3]):
+            return None, None, None, grad_scale, None
         call: Call = ctx.call
-        tokens, head = call.tokens(hidden, later=True), call.head(weight, bias)
+        tokens, head = call.tokens(hidden, scale, later=True), call.head(weight, bias)
         kept = ctx.kept
         if ctx.scores is not None and upstream.entropy is None:
             kept = sharded.find_kept(tokens, head, call.plan, ctx.scores, lse)
@@ -227,7 +250,7 @@ class TwoPass(torch.autograd.Function):
             tokens,
             head,
             call.plan,
-            Stats(lse, target_logit, entropy=entropy),
+            stats,
             upstream,
             kept=kept,
             needs=Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),
@@ -236,7 +259,7 @@ class TwoPass(torch.autograd.Function):
             logits=logits,
         )
         grad_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
-        return grad_hidden, target.returned, pad_bias(out.bias, bias), None
+        return grad_hidden, target.returned, pad_bias(out.bias, bias), grad_scale, None
 
 
 @dataclass(frozen=True)

@@ -1,57 +1,34 @@
-"""The loss within torch.compile: two operators that the compiler does not look into.
-
-They are `autograd.TwoPass`, forward and backward, collectives included; validation and reductions
-around them are traced. What the forward leaves for the backward is tensors, so that the compiler
-can keep them, or compute them again. Its stand-ins for tensors have shapes alone: `_state_like`
-says those of what is left.
+"""The loss within torch.compile: validation and reductions are traced, around the operators of
+`compiled_operators`, which the compiler does not look into.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cce_dist import validation
-from cce_dist.autograd import Call, TwoPass
+from cce_dist.compiled_operators import BOUND, Bound, has_plain
 from cce_dist.compute import (
     Finish,
     LossOutput,
+    differentiates,
     local_targets_of,
     narrow,
-    plan_of,
+    scale_for,
     slice_of,
     wanted_of,
 )
-from cce_dist.loss_plan import Plan
 from cce_dist.options import Filter, LossOptions, Screen
-from cce_dist.partials import accumulate_dtype
 from cce_dist.reduction import TokenLoss, pick_tokens
 from cce_dist.transport import group_rank, group_size, is_over_mpi, resolve_group
 from cce_dist.vocab_shard import VocabShard
 
-if TYPE_CHECKING:
-    from cce_dist.transport import Group
-
-
-@dataclass(frozen=True)
-class Bound:
-    """What a compiled call has besides tensors. The operators know it by a string."""
-
-    options: LossOptions
-    group: Group | None
-    shard: VocabShard
-
-    def plan(self, hidden: Tensor, num_tokens: int) -> Plan:
-        return plan_of(hidden, num_tokens, self.options, self.group, self.shard)
-
-
 OPTIONS = tuple(LossOptions.__dataclass_fields__)
 NESTED = tuple((kind, tuple(kind.__dataclass_fields__)) for kind in (Filter, Screen))
-_bound: dict[str, Bound] = {}
 
 
 @torch.compiler.assume_constant_result
@@ -83,7 +60,7 @@ def _bind(group: Any, shard: Any, num_rows: int, **fields: Any) -> tuple[str, in
     shard = VocabShard(*shard) if isinstance(shard, tuple) else shard
     shard = validation.check_shard(shard, rows, rank, size)
     key = f"{'' if group is None else group.group_name!r} {shard} {options}"
-    _bound[key] = Bound(options, group, shard)
+    BOUND[key] = Bound(options, group, shard)
     return key, shard.start, shard.stop, shard.vocab_size, size
 
 
@@ -99,6 +76,7 @@ def compute(
     token_weight: Tensor | None,
     class_weight: Tensor | None,
     grad_weight_into: Tensor | None,
+    temperature: Tensor | None = None,
     quantized_weight: Any = None,
 ) -> Tensor | LossOutput:
     """As `compute.compute`, while torch.compile traces."""
@@ -124,16 +102,18 @@ def compute(
     shape = validation.check_targets(targets, hidden, options, size)
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
     validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
+    validation.check_vector("temperature", temperature, list(shape), "that of targets", hidden)
     picked = pick_tokens(targets, options, count_on_device=True)
     assert picked.rows is not None and picked.count is not None
     validation.check_target_range(picked.targets, vocab_size, options.ignore_index)
     terms = TokenLoss.of(picked, options, shape, token_weight, class_weight, hidden)
-    grad = torch.is_grad_enabled()
-    needs = [grad and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+    scale = scale_for(temperature, picked, options, hidden)
+    needs = [differentiates(x) for x in (hidden, weight, bias, temperature)]
     nll, lse, smooth, entropy, others, _ = torch.ops.cce_dist.two_pass(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         bias,
+        scale,
         slice_of(class_weight, shard),
         narrow(picked.rows, targets.numel()),
         narrow(local_targets_of(picked, shard), vocab_size),
@@ -152,249 +132,5 @@ def compute(
     )
 
 
-def _has_plain(options: LossOptions) -> tuple[bool, ...]:
-    """Which of max_logit, target_is_argmax, mean_logit, m2_logit, screened, tail mass there are."""
-    wanted = wanted_of(options)
-    some = wanted.correct or wanted.moments
-    moments = wanted.moments
-    has = (some, wanted.correct, moments, moments, wanted.screened)
-    return (*has, "tail_mass" in options.stats)
-
-
 def _plain(others: list[Tensor], options: LossOptions) -> list[Tensor | None]:
-    return [others.pop(0) if has else None for has in _has_plain(options)]
-
-
-# -- the operators ------------------------------------------------------------------------------
-
-
-class _Context:
-    """What `TwoPass.forward` takes for autograd's context, and `TwoPass.backward` after it."""
-
-    def __init__(self, needs: list[bool]) -> None:
-        self.needs_input_grad = tuple(needs)
-        self.saved_tensors: tuple[Any, ...] = ()
-        self.scores = self.kept = None
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, _: bool) -> None: ...
-
-    def mark_non_differentiable(self, *_: Tensor) -> None: ...
-
-
-def _call(
-    plan: Plan,
-    class_weight: Tensor | None,
-    rows: Tensor,
-    local_targets: Tensor,
-    count: Tensor,
-    record: bool,
-) -> Call:
-    device_count: Tensor | None = count
-    if not plan.backend.counts_on_device:
-        known = int(count)
-        rows, local_targets, device_count = rows[:known], local_targets[:known], None
-    return Call(
-        plan=plan,
-        rows=rows,
-        local_targets=local_targets,
-        count=device_count,
-        device_type=rows.device.type,
-        class_weight=class_weight,
-        quantized=None,
-        grad_weight_into=None,
-        tail_mass="tail_mass" in plan.options.stats,
-        record=record,
-    )
-
-
-def _padded(values: Tensor, size: int) -> Tensor:
-    short = size - values.shape[0]
-    return values if short == 0 else torch.cat([values, values.new_zeros(short)])
-
-
-@torch.library.custom_op(
-    "cce_dist::two_pass",
-    mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor? class_weight, Tensor rows, "
-    "Tensor local_targets, Tensor count, bool[] needs, str key) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor[], Tensor[])",
-)
-def two_pass(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    rows: Tensor,
-    local_targets: Tensor,
-    count: Tensor,
-    needs: list[bool],
-    key: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """`TwoPass.forward`: nll, lse, smooth_logit, entropy, others, and what the backward needs; [N]
-    of all tokens, those that count first; empty where there is none."""
-    bound, size = _bound[key], len(rows)
-    plan = bound.plan(hidden, size)
-    call = _call(plan, class_weight, rows, local_targets, count, any(needs))
-    ctx: Any = _Context(needs)
-    with torch.autocast(hidden.device.type, enabled=False):
-        nll, lse, smooth, entropy, *plain = TwoPass.forward(ctx, hidden, weight, bias, call)
-    nothing = lse.new_empty(0)
-    outputs = [nothing if x is None else _padded(x, size) for x in (nll, lse, smooth, entropy)]
-    others = [_padded(x, size) for x in plain if x is not None]
-    state: list[Tensor] = []
-    if call.record and plan.backend.counts_on_device:
-        *_, target_logit, _ = ctx.saved_tensors
-        state = [target_logit]
-        # An empty shard has nothing to keep, whatever it has recorded.
-        if plan.filters and plan.backend.scores_like is not None:
-            scores = ctx.scores if ctx.kept is None else ctx.kept.marks
-            state += scores.tensors()
-    apart = _apart([*outputs, *others, *state])
-    end = 4 + len(others)
-    return (*apart[:4], apart[4:end], apart[end:])  # pyright: ignore[reportReturnType]
-
-
-def _apart(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of those that lie in the memory of another one: an operator may not return views."""
-    seen: set[int] = set()
-    out = []
-    for tensor in tensors:
-        memory = tensor.untyped_storage().data_ptr()
-        out.append(tensor.clone() if memory in seen else tensor)
-        seen.add(memory)
-    return out
-
-
-@two_pass.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    rows: Tensor,
-    local_targets: Tensor,
-    count: Tensor,
-    needs: list[bool],
-    key: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    bound, size = _bound[key], rows.shape[0]
-    dtype, wanted = accumulate_dtype(hidden.dtype), wanted_of(bound.options)
-
-    def vector(given: bool = True) -> Tensor:
-        return hidden.new_empty(size if given else 0, dtype=dtype)
-
-    others = [vector() for has in _has_plain(bound.options) if has]
-    smooth, entropy = vector(wanted.smooth_logit), vector(wanted.entropy)
-    state = _state_like(hidden, weight, size, bound) if any(needs) else []
-    return vector(), vector(), smooth, entropy, others, state
-
-
-def _state_like(hidden: Tensor, weight: Tensor, size: int, bound: Bound) -> list[Tensor]:
-    """The torch backend's state has as many rows as tokens count, which a compiler cannot know: its
-    backward computes the forward again, on every rank alike."""
-    plan = bound.plan(hidden, size)
-    if not plan.backend.counts_on_device:
-        return []
-    state = [hidden.new_empty(size, dtype=torch.float32)]
-    if plan.filters and plan.backend.scores_like is not None:
-        state += plan.backend.scores_like(size, bound.shard.num_classes, weight).tensors()
-    return state
-
-
-@torch.library.custom_op(
-    "cce_dist::two_pass_backward",
-    mutates_args=(),
-    schema="(Tensor? grad_nll, Tensor? grad_lse, Tensor? grad_smooth, Tensor? grad_entropy, "
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? class_weight, Tensor rows, "
-    "Tensor local_targets, Tensor count, Tensor lse, Tensor entropy, Tensor[] state, "
-    "bool[] needs, str key) -> Tensor[]",
-)
-def two_pass_backward(
-    grad_nll: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_smooth: Tensor | None,
-    grad_entropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    rows: Tensor,
-    local_targets: Tensor,
-    count: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    state: list[Tensor],
-    needs: list[bool],
-    key: str,
-) -> list[Tensor]:
-    """`TwoPass.backward`: gradients of those of hidden, weight and bias that need one."""
-    bound = _bound[key]
-    plan = bound.plan(hidden, len(rows))
-    call = _call(plan, class_weight, rows, local_targets, count, record=True)
-    if state:
-        target_logit, *marks = state
-        scores = None
-        if marks and plan.backend.scores_like is not None:
-            # The sizes of a Marks follow from these: only its tensors are at hand.
-            like = torch.empty_like(weight, device="meta")
-            scores = plan.backend.scores_like(len(rows), bound.shard.num_classes, like)
-            scores = scores.with_tensors(marks)
-        saved_entropy = entropy if plan.wanted.entropy else None
-        ctx: Any = SimpleNamespace(
-            saved_tensors=(hidden, weight, bias, lse, target_logit, saved_entropy),
-            needs_input_grad=tuple(needs),
-            scores=scores,
-            kept=None,
-            call=call,
-            target=None,
-            logits=None,
-        )
-    else:
-        ctx = _Context(needs)
-        with torch.autocast(hidden.device.type, enabled=False):
-            TwoPass.forward(ctx, hidden, weight, bias, call)
-    upstream = (grad_nll, grad_lse, grad_smooth, grad_entropy)
-    if not plan.backend.counts_on_device:
-        upstream = tuple(None if x is None else x[: call.local_targets.shape[0]] for x in upstream)
-    grads = TwoPass.backward(ctx, *upstream)
-    inputs = (hidden, weight, bias)
-    return [
-        torch.zeros_like(x) if grad is None else grad
-        for x, grad, need in zip(inputs, grads, needs, strict=False)
-        if need and x is not None
-    ]
-
-
-@two_pass_backward.register_fake
-def _(*arguments: Any) -> list[Tensor]:
-    inputs, needs = arguments[4:7], arguments[-2]
-    return [
-        torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x, need in zip(inputs, needs, strict=True)
-        if need
-    ]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *tensors, needs, key = inputs
-    _, lse, _, entropy, _, state = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, lse, entropy, *state)
-    ctx.needs, ctx.key = needs, key
-
-
-def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-    *upstream, _, _ = grads
-    # The seven inputs that are tensors, lse and entropy.
-    tensors, state = ctx.saved_tensors[:9], list(ctx.saved_tensors[9:])
-    made = iter(
-        torch.ops.cce_dist.two_pass_backward(*upstream, *tensors, state, ctx.needs, ctx.key)
-    )
-    of_inputs = [next(made) if need else None for need in ctx.needs]
-    return (*of_inputs, *(None for _ in range(6)))
-
-
-two_pass.register_autograd(_backward, setup_context=_setup)
+    return [others.pop(0) if has else None for has in has_plain(options)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.collectives import require
-from cce_dist.options import LossOptions
+from cce_dist.options import LARGEST_FACTOR, LEAST_FACTOR, LossOptions
 from cce_dist.partials import accumulate_dtype
 from cce_dist.transport import adapter_of
 from cce_dist.vocab_shard import VocabShard
@@ -116,6 +116,23 @@ def check_target_range(
         )
 
     require(in_range, message, "targets must lie in [0, vocab_size) or equal ignore_index")
+
+
+def check_scale(scale: Tensor, logit_scale: float) -> None:
+    """1 / temperature [N] of the tokens that count: as the options check a number."""
+    size = scale * abs(logit_scale)
+    # False of NaN, too.
+    good = ((size >= LEAST_FACTOR) & (size <= LARGEST_FACTOR)).all()
+    rule = "temperature must be finite and > 0 at every token that counts"
+
+    def message() -> str:
+        low, high = torch.aminmax(scale.reciprocal())
+        return (
+            f"{rule}, and logit_scale={logit_scale!r} / temperature lie between {LEAST_FACTOR:.0e} "
+            f"and {LARGEST_FACTOR:.0e} in size, got temperatures from {float(low)} to {float(high)}"
+        )
+
+    require(good, message, rule)
 
 
 def require_vocab_shard(shard: object) -> None:

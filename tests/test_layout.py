@@ -53,6 +53,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     },
     {"quantized": {"torch"}},
     {"compute": {"torch"}},
+    {"compiled_operators": {"torch"}},
     {"compiled": {"torch"}},
     {"loss": {"torch"}},
     {"largest": {"torch"}, "logprobs": {"torch"}},
