@@ -14,6 +14,7 @@ from cce_dist.options import (
     Backend,
     Filter,
     LossOptions,
+    Screen,
     require_bool,
     require_choice,
     require_factor,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from cce_dist.transport import Group
 
 IGNORED = -100
+# Not LossOptions' own, which torch.compile does not trace.
+UNSCREENED = Screen()
 GradientOfEach = Literal["filtered", "exact"]
 
 
@@ -97,6 +100,7 @@ def token_logprobs(
         logit_scale=logit_scale,
         gradient=gradient,
         filter=filter,
+        screen=UNSCREENED,
         stats=("entropy",) if entropy else (),
         backend=backend,
         workspace_bytes=workspace_bytes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cce_dist.collectives import require
 from cce_dist.options import LARGEST_FACTOR, LEAST_FACTOR, LossOptions
@@ -23,6 +23,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def require_tensor(name: str, value: object) -> Tensor:
+    if isinstance(value, nn.Module):
+        raise ValueError(
+            f"{name} must be a torch.Tensor, got a module, {type(value).__name__}: for a head pass "
+            "weight=head.weight and bias=head.bias; if LoRA (PEFT) wraps it, weight=head.weight + "
+            'head.get_delta_weight("default"), since its weight is the frozen base alone'
+        )
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(value)}")
     if value.layout != torch.strided or value.is_nested:

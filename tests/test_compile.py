@@ -23,6 +23,7 @@ from cce_dist import (
     Screen,
     VocabShard,
     linear_cross_entropy,
+    token_logprobs,
 )
 from cce_dist.adapters.mpi import MPIGroup
 from cce_dist.testing import CPU_PLACES, DTYPES, PLACES, Place, grid, shared_pool
@@ -115,6 +116,28 @@ def test_compiled_as_eager(place: Place, option: dict[str, Any], dtype: str) -> 
     for name, expected in eager.items():
         # What a graph adds up may be in another order.
         torch.testing.assert_close(found[name], expected, msg=name)
+
+
+@pytest.mark.parametrize(**grid(places=PLACES, learned=(False, True), dtype=("fp32", "bf16")))
+def test_compiled_with_a_temperature_of_each_token(place: Place, learned: bool, dtype: str) -> None:
+    tensors = made(DTYPES[dtype], place.device)
+    # Any of its size will do.
+    weight = tensors.pop("token_weight").detach()
+    tensors["temperature"] = (weight + 0.5).requires_grad_(learned)
+
+    def run(hidden: Tensor, **more: Tensor) -> Any:
+        how: dict[str, Any] = {"filter": SOME, "shift": 1, "softcap": 8.0, "backend": place.backend}
+        return token_logprobs(2 * hidden, **more, entropy=not learned, **how)  # pyright: ignore
+
+    def gradients(run: Callable[..., Any]) -> list[Tensor]:
+        needing = [x for x in tensors.values() if x.requires_grad]
+        found = run(**tensors)
+        total = found.logprobs.square().sum() if learned else sum(x.sum() for x in found)
+        return [found.logprobs.detach(), *torch.autograd.grad(total, needing)]
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(gradients(compiled), gradients(run), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_compiled_with_screened_logits() -> None:
