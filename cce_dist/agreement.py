@@ -62,7 +62,7 @@ def check_ranks(
     """
     if group_size(group) == 1:
         return
-    mine = _described(hidden, weight, options, bias)
+    mine = _described(hidden, weight, options, bias, weights.get("temperature"))
     # Under sequence parallel each rank has tokens of its own.
     alike = None if options.sequence_parallel else hidden
     shared: dict[str, Tensor | None] = {"targets": targets, **weights, "hidden": alike}
@@ -89,7 +89,11 @@ def check_ranks(
 
 
 def _described(
-    hidden: Tensor, weight: Tensor, options: LossOptions, bias: Tensor | None
+    hidden: Tensor,
+    weight: Tensor,
+    options: LossOptions,
+    bias: Tensor | None,
+    temperature: Tensor | None,
 ) -> dict[str, str]:
     texts = {field.name: _text_of(getattr(options, field.name)) for field in fields(options)}
     for name in _OWN:
@@ -101,7 +105,8 @@ def _described(
     texts["bias"] = "None" if bias is None else "given"
     # Whether there is a backward, and what it says to other ranks.
     texts["grad mode"] = str(torch.is_grad_enabled())
-    texts["hidden.requires_grad"] = str(getattr(hidden, "requires_grad", None))
+    for name, value in {"hidden": hidden, "temperature": temperature}.items():
+        texts[f"{name}.requires_grad"] = str(getattr(value, "requires_grad", None))
     needing = [getattr(x, "requires_grad", False) for x in (hidden, weight, bias)]
     texts["whether any input requires grad"] = str(any(needing))
     return texts

@@ -60,14 +60,14 @@ class Call:
             quantize_once=self.quantize_once,
         )
 
-    def tokens(self, hidden: Tensor, *, later: bool = False) -> Tokens:
+    def tokens(self, hidden: Tensor, scale: Tensor | None = None, *, later: bool = False) -> Tokens:
         """Args: later: `grads` is next, and may gather hidden beside what it begins with."""
         rows = None if self.rows is None else self.rows.long()
         hidden, fill = sharded.gather_hidden(hidden, self.plan, later=later)
         targets = self.local_targets
         if not self.plan.backend.takes_int32:
             targets = targets.long()
-        return Tokens(hidden, rows, targets, self.count, fill)
+        return Tokens(hidden, rows, targets, self.count, fill, scale)
 
     def rehearse(
         self, tokens: Tokens, head: Head, dtype: torch.dtype, needed: tuple[bool, ...]
@@ -121,6 +121,19 @@ def pad_bias(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
     return torch.cat([grad, grad.new_zeros(bias.shape[0] - grad.shape[0])]).to(bias.dtype)
 
 
+def _grad_of_scale(scale: Tensor, stats: Stats, upstream: Upstream) -> Tensor:
+    """[N] by the factor s of a token's logits: d lse / ds is over s their mean, which is lse less
+    the entropy; d target_logit / ds is target_logit over s."""
+    # Its derivative would take the logits' variance; who asks for both is refused.
+    assert upstream.entropy is None and stats.entropy is not None
+    total = torch.zeros_like(scale)
+    if upstream.nll is not None:
+        total = total + upstream.nll * (stats.lse - stats.target_logit - stats.entropy)
+    if upstream.lse is not None:
+        total = total + upstream.lse * (stats.lse - stats.entropy)
+    return total / scale
+
+
 # What both functions return besides their differentiable outputs, in this order.
 def _plain_outputs(stats: Stats, tail: Tensor | None) -> tuple[Tensor | None, ...]:
     mean = stats.mean_logit
@@ -139,19 +152,26 @@ def _no_forward_mode(ctx: Any, *tangents: Tensor | None):
 class TwoPass(torch.autograd.Function):
     """gradient="filtered" and "exact": the backward recomputes the logits that it needs.
 
+    `scale` [N]: each token's factor of its logits, or None; its gradient takes no logits.
     Outputs: nll, lse, smooth_logit, entropy (differentiable), then `_plain_outputs`, each [N].
     """
 
     jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        call: Call,
+    ):
         sharded.require_same_sizes(hidden, len(call.local_targets), call.plan)
-        tokens, head = call.tokens(hidden), call.head(weight, bias)
+        tokens, head = call.tokens(hidden, scale), call.head(weight, bias)
         ctx.logits = ctx.target = None
-        if call.record:
+        if call.record and any(ctx.needs_input_grad[:3]):
             ctx.logits, ctx.target = TwoPass._room_for_logits(ctx, call, tokens, head, weight)
-        if call.record:
             call.rehearse(tokens, head, weight.dtype, ctx.needs_input_grad)
         stats, scores = sharded.forward(
             tokens,
@@ -170,7 +190,7 @@ class TwoPass(torch.autograd.Function):
             ctx.left, tensors = take_apart(Left(scores, kept))
             ctx.call = replace(call, class_weight=None, quantized=None, quantize_once=None)
             of_loss = (call.class_weight, stats.lse, stats.target_logit, stats.entropy)
-            ctx.save_for_backward(hidden, weight, bias, *of_loss, *tensors)
+            ctx.save_for_backward(hidden, weight, bias, scale, *of_loss, *tensors)
         plain = _plain_outputs(stats, tail)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in plain if x is not None))
@@ -193,15 +213,19 @@ class TwoPass(torch.autograd.Function):
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
-        hidden, weight, bias, class_weight, lse, target_logit, entropy, *tensors = ctx.saved_tensors
+        hidden, weight, bias, scale, class_weight, *saved = ctx.saved_tensors
+        lse, target_logit, entropy, *tensors = saved
         call: Call = replace(ctx.call, class_weight=class_weight)
         _forget_buffer(ctx)
         # Both are used up: another backward over a retained graph does without.
         target, logits, ctx.target, ctx.logits = ctx.target, ctx.logits, None, None
-        upstream = Upstream(*grads[:4])
+        upstream, stats = Upstream(*grads[:4]), Stats(lse, target_logit, entropy=entropy)
         if all(grad is None for grad in grads[:4]):
-            return None, None, None, None
-        tokens, head = call.tokens(hidden, later=True), call.head(weight, bias)
+            return None, None, None, None, None
+        grad_scale = _grad_of_scale(scale, stats, upstream) if ctx.needs_input_grad[3] else None
+        if not any(ctx.needs_input_grad[:3]):
+            return None, None, None, grad_scale, None
+        tokens, head = call.tokens(hidden, scale, later=True), call.head(weight, bias)
         left: Left = put_together(ctx.left, iter(tensors))
         kept = left.kept
         if left.scores is not None and upstream.entropy is None:
@@ -212,7 +236,7 @@ class TwoPass(torch.autograd.Function):
             tokens,
             head,
             call.plan,
-            Stats(lse, target_logit, entropy=entropy),
+            stats,
             upstream,
             kept=kept,
             needs=Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),
@@ -221,7 +245,7 @@ class TwoPass(torch.autograd.Function):
             logits=logits,
         )
         grad_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
-        return grad_hidden, target.returned, pad_bias(out.bias, bias), None
+        return grad_hidden, target.returned, pad_bias(out.bias, bias), grad_scale, None
 
 
 def _forget_buffer(ctx: Any) -> None:

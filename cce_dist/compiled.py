@@ -15,8 +15,10 @@ from cce_dist.compiled_operators import BOUND, Bound, has_plain
 from cce_dist.compute import (
     Finish,
     LossOutput,
+    differentiates,
     local_targets_of,
     narrow,
+    scale_for,
     slice_of,
     wanted_of,
 )
@@ -75,6 +77,7 @@ def compute(
     token_weight: Tensor | None,
     class_weight: Tensor | None,
     grad_weight_into: Tensor | None,
+    temperature: Tensor | None = None,
     quantized_weight: Any = None,
 ) -> Tensor | LossOutput:
     """As `compute.compute`, while a call is traced, or of fake tensors: then results and gradients
@@ -103,17 +106,19 @@ def compute(
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
     validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
     validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
+    validation.check_vector("temperature", temperature, list(shape), "that of targets", hidden)
     picked = pick_tokens(targets, options, count_on_device=True)
     assert picked.rows is not None and picked.count is not None
     validation.check_target_range(picked.targets, vocab_size, options.ignore_index)
     terms = TokenLoss.of(picked, options, shape, token_weight, class_weight, hidden)
-    grad = torch.is_grad_enabled()
-    inputs = (hidden, weight if grad_weight_into is None else None, bias)
-    needs = [grad and x is not None and x.requires_grad for x in inputs]
+    scale = scale_for(temperature, picked, options, hidden)
+    inputs = (hidden, weight if grad_weight_into is None else None, bias, temperature)
+    needs = [differentiates(x) for x in inputs]
     nll, lse, smooth, entropy, others, _ = torch.ops.cce_dist.two_pass(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         bias,
+        scale,
         slice_of(class_weight, shard),
         narrow(picked.rows, targets.numel()),
         narrow(local_targets_of(picked, shard), vocab_size),

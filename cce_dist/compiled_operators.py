@@ -33,8 +33,10 @@ class Bound:
     group: Group | None
     shard: VocabShard
 
-    def plan(self, hidden: Tensor, num_tokens: int) -> Plan:
-        return plan_of(hidden, num_tokens, self.options, self.group, self.shard)
+    def plan(self, hidden: Tensor, num_tokens: int, needs: list[bool]) -> Plan:
+        """Args: needs: which of hidden, weight, bias and scale need a gradient."""
+        given = (self.options, self.group, self.shard)
+        return plan_of(hidden, num_tokens, *given, entropy=needs[3])
 
 
 BOUND: dict[str, Bound] = {}
@@ -90,6 +92,11 @@ def _call(
     )
 
 
+def _of_known(scale: Tensor | None, call: Call) -> Tensor | None:
+    """Of the tokens that the call has."""
+    return None if scale is None else scale[: call.local_targets.shape[0]]
+
+
 def _padded(values: Tensor, size: int) -> Tensor:
     short = size - values.shape[0]
     return values if short == 0 else torch.cat([values, values.new_zeros(short)])
@@ -98,14 +105,15 @@ def _padded(values: Tensor, size: int) -> Tensor:
 @torch.library.custom_op(
     "cce_dist::two_pass",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor? class_weight, Tensor rows, "
-    "Tensor local_targets, Tensor count, bool[] needs, str key) "
+    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor? scale, Tensor? class_weight, "
+    "Tensor rows, Tensor local_targets, Tensor count, bool[] needs, str key) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor[], Tensor[])",
 )
 def two_pass(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    scale: Tensor | None,
     class_weight: Tensor | None,
     rows: Tensor,
     local_targets: Tensor,
@@ -116,17 +124,18 @@ def two_pass(
     """`TwoPass.forward`: nll, lse, smooth_logit, entropy, others, and what the backward needs; [N]
     of all tokens, those that count first; empty where there is none."""
     bound, size = BOUND[key], len(rows)
-    plan = bound.plan(hidden, size)
+    plan = bound.plan(hidden, size, needs)
     call = _call(plan, class_weight, rows, local_targets, count, any(needs))
     ctx: Any = _Context(needs)
+    scale = _of_known(scale, call)
     with torch.autocast(hidden.device.type, enabled=False):
-        nll, lse, smooth, entropy, *plain = TwoPass.forward(ctx, hidden, weight, bias, call)
+        nll, lse, smooth, entropy, *plain = TwoPass.forward(ctx, hidden, weight, bias, scale, call)
     nothing = lse.new_empty(0)
     outputs = [nothing if x is None else _padded(x, size) for x in (nll, lse, smooth, entropy)]
     others = [_padded(x, size) for x in plain if x is not None]
     state: list[Tensor] = []
     if call.record and plan.backend.counts_on_device:
-        _, _, _, _, _, target_logit, _, *tensors = ctx.saved_tensors
+        _, _, _, _, _, _, target_logit, _, *tensors = ctx.saved_tensors
         state = [target_logit]
         # An empty shard has nothing to keep, whatever it has recorded.
         if plan.filters and plan.backend.scores_like is not None:
@@ -153,6 +162,7 @@ def _(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    scale: Tensor | None,
     class_weight: Tensor | None,
     rows: Tensor,
     local_targets: Tensor,
@@ -167,15 +177,17 @@ def _(
         return hidden.new_empty(size if given else 0, dtype=dtype)
 
     others = [vector() for has in has_plain(bound.options) if has]
-    smooth, entropy = vector(wanted.smooth_logit), vector(wanted.entropy)
-    state = _state_like(hidden, weight, size, bound) if any(needs) else []
+    smooth, entropy = vector(wanted.smooth_logit), vector(wanted.entropy or needs[3])
+    state = _state_like(hidden, weight, size, bound, needs) if any(needs) else []
     return vector(), vector(), smooth, entropy, others, state
 
 
-def _state_like(hidden: Tensor, weight: Tensor, size: int, bound: Bound) -> list[Tensor]:
+def _state_like(
+    hidden: Tensor, weight: Tensor, size: int, bound: Bound, needs: list[bool]
+) -> list[Tensor]:
     """The torch backend's state has as many rows as tokens count, which a compiler cannot know: its
     backward computes the forward again, on every rank alike."""
-    plan = bound.plan(hidden, size)
+    plan = bound.plan(hidden, size, needs)
     if not plan.backend.counts_on_device:
         return []
     state = [hidden.new_empty(size, dtype=torch.float32)]
@@ -188,8 +200,8 @@ def _state_like(hidden: Tensor, weight: Tensor, size: int, bound: Bound) -> list
     "cce_dist::two_pass_backward",
     mutates_args=(),
     schema="(Tensor? grad_nll, Tensor? grad_lse, Tensor? grad_smooth, Tensor? grad_entropy, "
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? class_weight, Tensor rows, "
-    "Tensor local_targets, Tensor count, Tensor lse, Tensor entropy, Tensor[] state, "
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? scale, Tensor? class_weight, "
+    "Tensor rows, Tensor local_targets, Tensor count, Tensor lse, Tensor entropy, Tensor[] state, "
     "bool[] needs, str key) -> Tensor[]",
 )
 def two_pass_backward(
@@ -200,6 +212,7 @@ def two_pass_backward(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    scale: Tensor | None,
     class_weight: Tensor | None,
     rows: Tensor,
     local_targets: Tensor,
@@ -210,11 +223,11 @@ def two_pass_backward(
     needs: list[bool],
     key: str,
 ) -> list[Tensor]:
-    """`TwoPass.backward`: gradients of those of hidden, weight and bias that need one."""
+    """`TwoPass.backward`: gradients of those of hidden, weight, bias and scale that need one."""
     bound = BOUND[key]
-    plan = bound.plan(hidden, len(rows))
+    plan = bound.plan(hidden, len(rows), needs)
     call = _call(plan, class_weight, rows, local_targets, count, record=True)
-    inputs = (hidden, weight, bias)
+    known = _of_known(scale, call)
     if state:
         target_logit, *marks = state
         scores = None
@@ -225,7 +238,10 @@ def two_pass_backward(
             scores, _ = take_apart(like)
         saved_entropy = entropy if plan.wanted.entropy else None
         ctx: Any = SimpleNamespace(
-            saved_tensors=(*inputs, class_weight, lse, target_logit, saved_entropy, *marks),
+            saved_tensors=(
+                *(hidden, weight, bias, known, class_weight, lse, target_logit, saved_entropy),
+                *marks,
+            ),
             needs_input_grad=tuple(needs),
             left=Left(scores, None),
             call=call,
@@ -235,21 +251,23 @@ def two_pass_backward(
     else:
         ctx = _Context(needs)
         with torch.autocast(hidden.device.type, enabled=False):
-            TwoPass.forward(ctx, hidden, weight, bias, call)
+            TwoPass.forward(ctx, hidden, weight, bias, known, call)
     upstream = (grad_nll, grad_lse, grad_smooth, grad_entropy)
     if not plan.backend.counts_on_device:
         upstream = tuple(None if x is None else x[: call.local_targets.shape[0]] for x in upstream)
-    grads = TwoPass.backward(ctx, *upstream)
+    *grads, grad_scale, _ = TwoPass.backward(ctx, *upstream)
+    grads.append(None if grad_scale is None else _padded(grad_scale, len(rows)))
+    inputs = (hidden, weight, bias, scale)
     return [
         torch.zeros_like(x) if grad is None else grad
-        for x, grad, need in zip(inputs, grads, needs, strict=False)
+        for x, grad, need in zip(inputs, grads, needs, strict=True)
         if need and x is not None
     ]
 
 
 @two_pass_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    inputs, needs = arguments[4:7], arguments[-2]
+    inputs, needs = arguments[4:8], arguments[-2]
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format)
         for x, need in zip(inputs, needs, strict=True)
@@ -267,8 +285,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 
 def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     *upstream, _, _ = grads
-    # The seven inputs that are tensors, lse and entropy.
-    tensors, state = ctx.saved_tensors[:9], list(ctx.saved_tensors[9:])
+    # The eight inputs that are tensors, lse and entropy.
+    tensors, state = ctx.saved_tensors[:10], list(ctx.saved_tensors[10:])
     made = iter(
         torch.ops.cce_dist.two_pass_backward(*upstream, *tensors, state, ctx.needs, ctx.key)
     )

@@ -14,9 +14,9 @@ from cce_dist.autograd import Call, InForward, TwoPass
 from cce_dist.local import choose_backend
 from cce_dist.loss_plan import Plan
 from cce_dist.options import LossOptions
-from cce_dist.partials import Wanted
+from cce_dist.partials import Wanted, accumulate_dtype
 from cce_dist.quantized import QuantizedWeight, StepQuantizer
-from cce_dist.reduction import PickedTokens, TokenLoss, pick_tokens
+from cce_dist.reduction import PickedTokens, TokenLoss, pick_tokens, scale_of_tokens
 from cce_dist.transport import group_rank, group_size, resolve_group
 from cce_dist.vocab_shard import VocabShard
 
@@ -115,8 +115,9 @@ def prepare(
     grad_weight_into: Tensor | None,
     record: bool,  # a backward may follow
     quantized_weight: QuantizedWeight | StepQuantizer | None = None,
+    temperature: Tensor | None = None,  # as targets; for full logits without label smoothing
 ) -> tuple[Call, Finish]:
-    """Validate, pick tokens and a backend. Arguments are those of the public function.
+    """Validate, pick tokens and a backend. Arguments are those of the public functions.
 
     Raises:
         ValueError: as there.
@@ -125,19 +126,22 @@ def prepare(
     validation.check_group_device(ranks, hidden)
     # Before any check that one rank alone may fail, while the others wait for it.
     if agreement.is_wanted(options):
-        weights = {"token_weight": token_weight, "class_weight": class_weight}
-        agreement.check_ranks(ranks, hidden, weight, targets, options, bias, weights)
+        alike = {"token_weight": token_weight, "class_weight": class_weight}
+        alike["temperature"] = temperature
+        agreement.check_ranks(ranks, hidden, weight, targets, options, bias, alike)
     validation.check_hidden_and_weight(hidden, weight)
     rank, world_size = group_rank(ranks), group_size(ranks)
     shape = validation.check_targets(targets, hidden, options, world_size)
     shard = validation.check_shard(vocab_shard, weight, rank, world_size)
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
     validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
+    validation.check_vector("temperature", temperature, list(shape), "that of targets", hidden)
     validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
     if quantized_weight is not None:
         quantized_weight.check(weight, shard.num_classes, options)
 
-    plan = plan_of(hidden, targets.numel(), options, ranks, shard)
+    entropy = differentiates(temperature)
+    plan = plan_of(hidden, targets.numel(), options, ranks, shard, entropy=entropy)
     pick = plan.backend.pick_tokens
     picked = pick_tokens(
         targets,
@@ -173,15 +177,42 @@ def plan_of(
     options: LossOptions,
     group: Group | None,
     shard: VocabShard,
+    *,
+    entropy: bool = False,
 ) -> Plan:
-    """Args: num_tokens: of all ranks, ignored ones included."""
+    """Args: num_tokens: of all ranks, ignored ones included. entropy: whatever the options say."""
     backend = choose_backend(options, hidden, num_tokens, shard.num_classes)
     threshold = options.filter.threshold(
         str(hidden.dtype).removeprefix("torch."),
         shard.vocab_size,
         ordered_tokens=num_tokens if backend.orders_tokens else None,
     )
-    return Plan(options, shard, group, backend, wanted_of(options), threshold)
+    wanted = wanted_of(options)
+    wanted = replace(wanted, entropy=wanted.entropy or entropy)
+    return Plan(options, shard, group, backend, wanted, threshold)
+
+
+def differentiates(temperature: Tensor | None) -> bool:
+    """Whether its gradient may be asked for, which is made of the entropy."""
+    return torch.is_grad_enabled() and temperature is not None and temperature.requires_grad
+
+
+def scale_for(
+    temperature: Tensor | None, picked: PickedTokens, options: LossOptions, hidden: Tensor
+) -> Tensor | None:
+    """The factor of each token's logits, [N]; None: 1.
+
+    Raises:
+        ValueError: a temperature is out of range; on a GPU a device-side assertion.
+    """
+    if temperature is None:
+        return None
+    # Other losses have no temperature: nothing that they take was made for one.
+    assert options.logits == "full" and options.gradient != "in_forward"
+    assert options.label_smoothing == 0
+    scale = scale_of_tokens(temperature, picked, options.shift, accumulate_dtype(hidden.dtype))
+    validation.check_scale(scale.detach(), options.logit_scale)
+    return scale
 
 
 def compute(
@@ -191,14 +222,17 @@ def compute(
     options: LossOptions,
     *,
     bias: Tensor | None,
+    temperature: Tensor | None = None,
     **more: Any,
 ) -> Tensor | LossOutput:
     """The loss of plain tensors, eagerly. Arguments are those of `prepare`."""
-    inputs = (hidden, weight, bias)
+    inputs = (hidden, weight, bias, temperature)
     record = torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in inputs
     )
-    call, finish = prepare(hidden, weight, targets, options, bias=bias, record=record, **more)
+    more |= {"bias": bias, "temperature": temperature, "record": record}
+    call, finish = prepare(hidden, weight, targets, options, **more)
+    scale = scale_for(temperature, finish.picked, options, hidden)
     call = replace(call, plan=replace(call.plan, backward_is_next=True))
     with torch.autocast(hidden.device.type, enabled=False):
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -206,7 +240,7 @@ def compute(
             total = finish.terms.total
             loss, lse, entropy, *plain = InForward.apply(flat, weight, bias, call, total)
             return finish.with_stats(loss, lse, entropy, plain)
-        nll, lse, smooth, entropy, *plain = TwoPass.apply(flat, weight, bias, call)
+        nll, lse, smooth, entropy, *plain = TwoPass.apply(flat, weight, bias, scale, call)
         return finish.result(nll, lse, smooth, entropy, plain)
 
 

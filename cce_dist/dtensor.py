@@ -134,6 +134,7 @@ def local_parts(
         "grad_weight_into": "Shard(0)",
         "targets": "Replicate()",
         "token_weight": "Replicate()",
+        "temperature": "Replicate()",
         "class_weight": "Replicate()",
     }.items():
         if is_dtensor(tensors[name]):
@@ -266,7 +267,7 @@ def _token_dim(hidden: object, mesh: DeviceMesh, options: LossOptions) -> int | 
 def _put_first(local: dict[str, Any], dim: int, shift: int, ignore_index: int) -> None:
     """The dim that the ranks split becomes the first, of whatever has tokens. A shift goes along
     the last dim, which may be that one: targets are shifted before."""
-    for name, fill in (("targets", ignore_index), ("token_weight", 0)):
+    for name, fill in (("targets", ignore_index), ("token_weight", 0), ("temperature", 1)):
         value = local[name]
         if isinstance(value, Tensor) and value.dim() > dim:
             local[name] = shifted(value, shift, fill).movedim(dim, 0)

@@ -18,6 +18,7 @@ from cce_dist.torch_tiles import (
     max_over_blocks,
     operand_dtype,
     spans,
+    squash,
     sum_over_blocks,
     tiles_of,
 )
@@ -232,15 +233,9 @@ def _target_bound(tokens: Tokens, head: Head, size: TileSize) -> Tensor:
         x = torch.linalg.vecdot(tokens.take(i0, i1).to(dtype), columns)
         if head.bias is not None:
             x = x + head.bias[ids.clamp_min(0)].to(dtype)
-        z = _squash_copy(x, head)
-        out[i0:i1] = z.masked_fill(ids < 0, -torch.inf)
+        z, _ = squash(x[:, None], head, tokens.scale_of(i0, i1))
+        out[i0:i1] = z[:, 0].masked_fill(ids < 0, -torch.inf)
     return out
-
-
-def _squash_copy(x: Tensor, head: Head) -> Tensor:
-    if head.softcap is not None:
-        x = head.softcap * torch.tanh(x / head.softcap)
-    return x * head.logit_scale
 
 
 def weighted_column_sum(head: Head, size: TileSize) -> tuple[Tensor, Tensor | None]:

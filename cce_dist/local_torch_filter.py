@@ -138,14 +138,17 @@ def _dropped_mass(
         wanted = mask[block] if few_kept else ~mask[block]
         found = torch.zeros_like(lse[i0:i1])
         for index in wanted.nonzero()[:, 0].split(size.columns):
-            p, slope = gathered_logits(hidden, head, index)
+            p, slope = gathered_logits(hidden, head, index, tokens.scale_of(i0, i1))
             p.sub_(lse[i0:i1, None]).exp_()
             found += (p if slope is None else p.mul_(slope)).sum(1)
         dropped[i0:i1] = (total[i0:i1] - found).clamp_min_(0) if few_kept else found
     return dropped
 
 
-def gathered_logits(hidden: Tensor, head: Head, index: Tensor) -> tuple[Tensor, Tensor | None]:
+def gathered_logits(
+    hidden: Tensor, head: Head, index: Tensor, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """(z, softcap'(z)) of some tokens and the columns `index`, [n, len(index)]."""
     columns = head.weight.index_select(0, index).to(hidden.dtype)
-    return logits_tile(hidden, columns, None if head.bias is None else head.bias[index], head)
+    bias = None if head.bias is None else head.bias[index]
+    return logits_tile(hidden, columns, bias, head, scale)

@@ -197,7 +197,7 @@ class _Task:
         hidden = self.tokens.take(i0, i1).to(self.operands)
         if stored is None:
             bias = None if self.head.bias is None else self.head.bias[v0:v1]
-            z, slope = logits_tile(hidden, columns, bias, self.head)
+            z, slope = logits_tile(hidden, columns, bias, self.head, self.tokens.scale_of(i0, i1))
         else:
             z, slope = stored, _slope_of(stored, self.head)
         grad = self._grad_logits(z, slope, i0, i1, slice(v0, v1))
@@ -217,7 +217,8 @@ class _Task:
             at = mask[block].nonzero()[:, 0]
             index, (b0, b1) = at + self.sums.start, (i0 + j0, i0 + j1)
             hidden = self.tokens.take(b0, b1).to(self.operands)
-            z, slope = gathered_logits(hidden, self.head, index)
+            scale = self.tokens.scale_of(b0, b1)
+            z, slope = gathered_logits(hidden, self.head, index, scale)
             grad = self._grad_logits(z, slope, b0, b1, index)
             operand, unscale = self._to_operand(grad)
             if self.sums.hidden is not None:
@@ -239,7 +240,8 @@ class _Task:
             if len(index) == 0:
                 continue
             hidden = self.tokens.take(b0, b1).to(self.operands)
-            z, slope = gathered_logits(hidden, self.head, index)
+            scale = self.tokens.scale_of(b0, b1)
+            z, slope = gathered_logits(hidden, self.head, index, scale)
             grad = self._grad_logits(z, slope, b0, b1, index).mul_(times[index])
             operand, unscale = self._to_operand(grad)
             columns = self.head.weight.index_select(0, index).to(self.operands)

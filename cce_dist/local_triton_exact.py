@@ -190,7 +190,7 @@ def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
         "first_column": region.first_column,
         "num_columns": region.num_columns,
         "N": region.memory.shape[1],
-        "scale": head.logit_scale,
+        "scale": of_tokens.scale,
         "softcap": head.softcap or 1.0,
         "BLOCK_N": TOKEN_BLOCK,
         "WIDE": rounds_exp2(weight),

@@ -57,6 +57,7 @@ class Forward:
 
     tokens: Tokens
     head: Head
+    scale: float | Tensor  # of logits, or [N_padded] fp32 that of each token
     wanted: Wanted
     tiles: Tiles
     rows: Tensor
@@ -112,6 +113,7 @@ class Forward:
         return cls(
             tokens=tokens,
             head=head,
+            scale=_scale_of(tokens, head, padded),
             wanted=wanted,
             tiles=tiles,
             rows=rows,
@@ -204,7 +206,7 @@ class Forward:
             hidden.stride(0),
             self.weight.stride(0),
             stride,
-            self.head.logit_scale,
+            self.scale,
             self.head.softcap or 1.0,
             BLOCK_N=block,
             BLOCK_D=256,
@@ -230,8 +232,9 @@ class Forward:
         if self.groups > 1 and not launch.robust:
             how = Groups(self.programs, self.groups, tiles, threshold, by_largest)
             launch_forward(
-                hidden, weight, head, parts, self.count, self.shape, launch.number, how, eight
-            )
+                hidden, weight, head, self.scale, parts, self.count, self.shape, launch.number, how,
+                eight,
+            )  # fmt: skip
             return
         use_tma, region = takes_tma(weight), launch.region
         logits = self.count if region is None else region.as_logits()
@@ -257,7 +260,7 @@ class Forward:
             dim,
             hidden.stride(0),
             weight.stride(0),
-            head.logit_scale,
+            self.scale,
             head.softcap or 1.0,
             threshold,
             BLOCK_V=self.columns,
@@ -334,3 +337,9 @@ class Forward:
             hidden = self.packed[:num_tokens, : self.weight.shape[1]]
             extras["smooth_logit"] = mean_logit_by_linearity(hidden, self.counts, head)
         return extras
+
+
+def _scale_of(tokens: Tokens, head: Head, padded: int) -> float | Tensor:
+    if tokens.scale is None:
+        return head.logit_scale
+    return pad_tokens(tokens.scale * head.logit_scale, padded, 1.0)

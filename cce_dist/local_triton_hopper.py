@@ -102,6 +102,7 @@ def launch_forward(
     hidden: Tensor,
     weight: Tensor,
     head: Head,
+    scale: float | Tensor,
     parts: dict[str, Tensor],
     count: Tensor,
     shape: Tensor,
@@ -111,7 +112,8 @@ def launch_forward(
 ) -> None:
     """One launch of those that `forward_kernel` numbers.
 
-    hidden [N_padded, D] packed and weight [V_local, D], both of 8 bits with `eight`; parts: state,
+    hidden [N_padded, D] packed and weight [V_local, D], both of 8 bits with `eight`; scale: of
+    logits, or without `eight` [N_padded] that of each token; parts: state,
     lower, and mass where columns are scored; count [1] and shape [3] as the kernels have them.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -138,7 +140,7 @@ def launch_forward(
         hidden.shape[0],
         weight.shape[0],
         weight.shape[1],
-        head.logit_scale,
+        scale,
         head.softcap or 1.0,
         how.threshold,
         BLOCK_N=TOKEN_BLOCK,

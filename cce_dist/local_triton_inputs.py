@@ -100,7 +100,8 @@ def in_similar_order(tokens: Tokens) -> tuple[Tokens, Tensor]:
         BLOCK=block,
         num_warps=8,
     )
-    return Tokens(tokens.hidden, made_rows, made_targets, tokens.count), order
+    scale = None if tokens.scale is None else tokens.scale.index_select(0, order)
+    return Tokens(tokens.hidden, made_rows, made_targets, tokens.count, scale=scale), order
 
 
 def part_tokens() -> int:

@@ -104,7 +104,7 @@ def _inputs(run: Backward) -> dict[str, Any]:
         "num_blocks": run.num_blocks,
         "num_tiles": run.num_tiles,
         "stride_hn": run.hidden.stride(0),
-        "scale": head.logit_scale,
+        "scale": of_tokens.scale,
         "softcap": head.softcap or 1.0,
         "SLICE": table.slice_dims,
         "at_once": table.slices_at_once,

@@ -47,6 +47,7 @@ def rehearse(tokens: Tokens, head: Head, kind: StepKind) -> None:
         )
         return
     has = (head.bias is None, head.class_weight is None, head.softcap is None)
+    has += (tokens.scale is None,)
     layout = (weight.device, weight.dtype, weight.shape, weight.stride(), tokens.hidden.stride())
     sizes = (num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks))
     if (kind, has, layout, sizes) in _rehearsed:

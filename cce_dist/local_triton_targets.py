@@ -113,7 +113,7 @@ def add_targets(
         or_dummy(placed.order),
         num_tokens,
         run.weight.shape[0],
-        run.head.logit_scale,
+        run.scale,
         run.head.softcap or 1.0,
         BLOCK=TOKEN_BLOCK,
         WIDE=rounds_exp2(run.weight),

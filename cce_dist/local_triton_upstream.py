@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cce_dist.kernels.upstream import pull_kernel, unit_kernel
-from cce_dist.local_triton_inputs import rows_of
-from cce_dist.local_triton_launch import start
+from cce_dist.local_triton_inputs import pad_tokens, rows_of
+from cce_dist.local_triton_launch import is_rehearsing, start
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens, Upstream, largest_operand
 
@@ -27,6 +27,7 @@ class Pull:
     rows: Tensor  # [P] int64: a permutation of the first N
     read_rows: Tensor  # [P] int64: the same, of a token that counts for those that don't
     targets: Tensor  # [P] int32, -1: none here
+    scale: float | Tensor  # of logits, or [P] fp32 that of each token
     tail_mass: Tensor | None  # [P] upstream times dropped mass
     mean: Tensor | None  # [P] upstream of the mean logit, where it is linear
 
@@ -63,6 +64,7 @@ class Pull:
             rows=new(size, dtype=int64),
             read_rows=new(size, dtype=int64),
             targets=new(size, dtype=torch.int32),
+            scale=_scale_of(tokens, head, order, size),
             tail_mass=None if dropped_mass is None else new(size, dtype=fp32),
             mean=new(size, dtype=fp32) if linear else None,
         )
@@ -90,6 +92,15 @@ class Pull:
             HAS_TAIL=dropped_mass is not None,
         )
         return made
+
+
+def _scale_of(tokens: Tokens, head: Head, order: Tensor | None, size: int) -> float | Tensor:
+    if tokens.scale is None:
+        return head.logit_scale
+    scale = tokens.scale
+    if order is not None and not is_rehearsing():
+        scale = scale.index_select(0, order.long())
+    return pad_tokens(scale * head.logit_scale, size, 1.0)
 
 
 def _has(given: list[Tensor | None]) -> dict[str, bool]:

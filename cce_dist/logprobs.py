@@ -9,10 +9,12 @@ from torch import Tensor
 
 from cce_dist.compute import LossOutput
 from cce_dist.dtensor import is_dtensor
-from cce_dist.loss import linear_cross_entropy
+from cce_dist.loss import compute_loss
 from cce_dist.options import (
     Backend,
     Filter,
+    LossOptions,
+    Screen,
     require_bool,
     require_choice,
     require_factor,
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from cce_dist.transport import Group
 
 IGNORED = -100
+# Not LossOptions' own, which torch.compile does not trace.
+UNSCREENED = Screen()
 GradientOfEach = Literal["filtered", "exact"]
 
 
@@ -43,7 +47,7 @@ def token_logprobs(
     targets: Tensor,  # [...] int64
     *,
     mask: Tensor | None = None,  # [...] bool
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # a Tensor: [...], any float dtype
     entropy: bool = False,
     bias: Tensor | None = None,  # [V_local]
     group: Group | DeviceMesh | None = None,
@@ -67,7 +71,9 @@ def token_logprobs(
         mask: the tokens to compute, the response's; the others cost nothing, and their hidden
             states are not read. It goes with targets: with `shift` it is shifted as they are.
             None: every token. Tokens of target -100 are left out either way.
-        temperature: that of the sampling; > 0. For one of each token divide hidden by it.
+        temperature: that of the sampling; > 0. A tensor has one of each token, goes with targets as
+            mask does, and may require grad, but for `entropy`: its own is then a token's
+            -(logprob + entropy) / temperature. What it holds where no token counts is not read.
         entropy: compute it. Where a loss depends on it, the backward computes every column;
             as a metric it costs little more than nothing.
         gradient: "filtered" or "exact".
@@ -75,39 +81,65 @@ def token_logprobs(
         ValueError: an argument is not supported; the message says which.
     Collectives, determinism: as `linear_cross_entropy` with reduction "none".
     """
-    temperature = require_finite("temperature", temperature)
-    if temperature <= 0:
-        raise ValueError(f"temperature must be > 0, got {temperature!r}")
     require_bool("entropy", entropy)
     require_choice("gradient", gradient, get_args(GradientOfEach))
     logit_scale = require_finite("logit_scale", logit_scale)
-    if logit_scale != 0:
-        name = f"logit_scale={logit_scale!r} / temperature={temperature!r}"
-        require_factor(name, logit_scale / temperature)
+    of_tokens = None
+    if isinstance(temperature, Tensor):
+        of_tokens = _of_tokens(temperature, targets, entropy)
+    else:
+        logit_scale = _divided(logit_scale, temperature)
     if mask is not None:
         targets = _masked(targets, mask)
-    result = linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        group=group,
-        vocab_shard=vocab_shard,
+    options = LossOptions(
         sequence_parallel=sequence_parallel,
         ignore_index=IGNORED,
         reduction="none",
         shift=shift,
         softcap=softcap,
-        logit_scale=logit_scale / temperature,
+        logit_scale=logit_scale,
         gradient=gradient,
         filter=filter,
+        screen=UNSCREENED,
         stats=("entropy",) if entropy else (),
         backend=backend,
         workspace_bytes=workspace_bytes,
     )
+    result = compute_loss(
+        hidden,
+        weight,
+        targets,
+        options,
+        group=group,
+        vocab_shard=vocab_shard,
+        bias=bias,
+        temperature=of_tokens,
+    )
     if isinstance(result, LossOutput):
         return TokenLogprobs(0.0 - result.loss, result.entropy)
     return TokenLogprobs(0.0 - result, None)
+
+
+def _divided(logit_scale: float, temperature: float) -> float:
+    temperature = require_finite("temperature", temperature)
+    if temperature <= 0:
+        raise ValueError(f"temperature must be > 0, got {temperature!r}")
+    if logit_scale != 0:
+        name = f"logit_scale={logit_scale!r} / temperature={temperature!r}"
+        require_factor(name, logit_scale / temperature)
+    return logit_scale / temperature
+
+
+def _of_tokens(temperature: Tensor, targets: Tensor, entropy: bool) -> Tensor:
+    require_tensor("temperature", temperature)
+    if entropy and temperature.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "temperature must not require grad with entropy=True, whose derivative by it is not "
+            "computed: pass temperature.detach(), or take the entropy by a call of its own"
+        )
+    if temperature.dim() == 0 and isinstance(targets, Tensor):
+        return temperature.expand(targets.shape)
+    return temperature
 
 
 def _masked(targets: Tensor, mask: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def linear_cross_entropy(
         keep_logits=keep_logits,
         check_ranks=check_ranks,
     )
-    return _compute(
+    return compute_loss(
         hidden,
         weight,
         targets,
@@ -169,7 +169,7 @@ def linear_cross_entropy(
     )
 
 
-def _compute(
+def compute_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -177,15 +177,28 @@ def _compute(
     *,
     group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
-    quantized_weight: QuantizedWeight | StepQuantizer | None,
-    **more: Tensor | None,
+    bias: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    grad_weight_into: Tensor | None = None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None = None,
+    temperature: Tensor | None = None,  # as targets: see `token_logprobs`
 ) -> Tensor | LossOutput:
     """DTensors' local parts go through the plain loss, and its results come back as DTensors."""
     known = (QuantizedWeight, StepQuantizer)
     if quantized_weight is not None and not isinstance(quantized_weight, known):
         rule = "what quantize_weight returns, or a StepQuantizer"
         raise ValueError(f"quantized_weight must be {rule}, got {type(quantized_weight)}")
-    tensors = {"hidden": hidden, "weight": weight, "targets": targets, **more}
+    tensors = {
+        "hidden": hidden,
+        "weight": weight,
+        "targets": targets,
+        "bias": bias,
+        "token_weight": token_weight,
+        "class_weight": class_weight,
+        "grad_weight_into": grad_weight_into,
+        "temperature": temperature,
+    }
     if not any(map(is_dtensor, tensors.values())):
         return _compute_local(options, group, vocab_shard, quantized_weight, **tensors)
     parts = local_parts(tensors, options, group, vocab_shard)
@@ -260,7 +273,7 @@ class LinearCrossEntropy(nn.Module):
         quantized_weight: QuantizedWeight | StepQuantizer | None = None,
     ) -> Tensor | LossOutput:
         """See `linear_cross_entropy`."""
-        return _compute(
+        return compute_loss(
             hidden,
             weight,
             targets,

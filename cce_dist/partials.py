@@ -87,6 +87,8 @@ class Tokens:
     count: Tensor | None = None
     # Fills hidden, where ranks are still to gather it: on the stream that it is called on.
     fill: Callable[[], None] | None = None
+    # [N] in the accumulation dtype: multiplies each token's logits, beside Head.logit_scale.
+    scale: Tensor | None = None
 
     def __len__(self) -> int:
         return self.local_targets.shape[0]
@@ -97,16 +99,24 @@ class Tokens:
             return self.hidden[start:stop]
         return self.hidden.index_select(0, self.rows[start:stop])
 
+    def scale_of(self, start: int, stop: int) -> Tensor | None:
+        """Those of tokens [start, stop)."""
+        return None if self.scale is None else self.scale[start:stop]
+
     def reordered(self, order: Tensor) -> Tokens:
         """The same tokens, the order[i]-th of them i-th; order [N] int64."""
         rows = order if self.rows is None else self.rows.index_select(0, order)
-        return Tokens(self.hidden, rows, self.local_targets.index_select(0, order), self.count)
+        targets = self.local_targets.index_select(0, order)
+        scale = None if self.scale is None else self.scale.index_select(0, order)
+        return Tokens(self.hidden, rows, targets, self.count, scale=scale)
 
     def slice(self, start: int, stop: int) -> Tokens:
         count = None if self.count is None else (self.count - start).clamp(0, stop - start)
-        if self.rows is None:
-            return Tokens(self.hidden[start:stop], None, self.local_targets[start:stop], count)
-        return Tokens(self.hidden, self.rows[start:stop], self.local_targets[start:stop], count)
+        hidden, rows = self.hidden[start:stop], None
+        if self.rows is not None:
+            hidden, rows = self.hidden, self.rows[start:stop]
+        targets, scale = self.local_targets[start:stop], self.scale_of(start, stop)
+        return Tokens(hidden, rows, targets, count, scale=scale)
 
 
 class Picked(NamedTuple):
@@ -308,6 +318,11 @@ class Upstream:
     lse: Tensor | None = None
     smooth_logit: Tensor | None = None
     entropy: Tensor | None = None
+
+    def scaled(self, factor: Tensor | float) -> Upstream:
+        """Times `factor`, [N] or a number."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return Upstream(*(None if value is None else factor * value for value in values))
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,17 @@ def shifted(values: Tensor, shift: int, fill: int) -> Tensor:
     return torch.cat([values[..., shift:], pad], -1)
 
 
+def scale_of_tokens(
+    temperature: Tensor,  # targets' shape, unshifted
+    picked: PickedTokens,
+    shift: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """1 / temperature of each token that counts, 1 of the others, [N] in `dtype`."""
+    taken = picked.take(temperature.to(dtype), shift)
+    return (taken if picked.counts is None else taken.where(picked.counts, 1)).reciprocal()
+
+
 def pick_tokens(
     targets: Tensor,
     options: LossOptions,

@@ -32,14 +32,17 @@ def reference_logits(
     *,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    temperature: Tensor | float = 1.0,  # [...] of each token
 ) -> Tensor:
-    """z = logit_scale * softcap * tanh((E . C + bias) / softcap), [..., V] in hidden's dtype."""
+    """z / T with z = logit_scale * softcap * tanh((E . C + bias) / softcap), [..., V]."""
     logits = hidden @ weight.T
     if bias is not None:
         logits = logits + bias
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return logit_scale * logits
+    if isinstance(temperature, Tensor):
+        temperature = temperature[..., None]
+    return logit_scale * logits / temperature
 
 
 def linear_cross_entropy_reference(
@@ -57,15 +60,25 @@ def linear_cross_entropy_reference(
     z_loss: float = 0.0,
     token_weight: Tensor | None = None,
     class_weight: Tensor | None = None,
+    temperature: Tensor | float = 1.0,  # of `token_logprobs`: logprobs are -nll
     logits: Tensor | None = None,  # given: replaces those of hidden and weight (dense recipes)
 ) -> Reference:
     """Loss of `linear_cross_entropy`, from dense logits. No checks, no collectives."""
     if shift:
         hidden, targets = hidden[..., :-shift, :], targets[..., shift:]
         token_weight = None if token_weight is None else token_weight[..., shift:]
+        if isinstance(temperature, Tensor):
+            temperature = temperature[..., shift:]
         logits = None if logits is None else logits[..., :-shift, :]
     if logits is None:
-        logits = reference_logits(hidden, weight, bias, softcap=softcap, logit_scale=logit_scale)
+        logits = reference_logits(
+            hidden,
+            weight,
+            bias,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+        )
     vocab_size = logits.shape[-1]
     valid = targets != ignore_index
     ids = targets.masked_fill(~valid, 0)

@@ -141,6 +141,9 @@ def backward(
     if plan.shard.vocab_size == 1 and upstream.nll is not None:
         # One class has probability 1: a difference of two roundings is no gradient.
         upstream = replace(upstream, nll=0 * upstream.nll)
+    if tokens.scale is not None:
+        # A gradient by a token's logits is one by what they are made of, times its factor.
+        upstream = upstream.scaled(tokens.scale)
     dtype = torch.float32 if in_fp32 else tokens.hidden.dtype
     how: dict[str, Any] = {}
     if plan.backend.stores_rows:

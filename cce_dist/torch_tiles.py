@@ -73,14 +73,20 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None = None) 
         out.add_(result if scale is None else result * scale)
 
 
-def squash(x: Tensor, head: Head) -> tuple[Tensor, Tensor | None]:
+def squash(
+    x: Tensor,  # [n, columns]
+    head: Head,
+    scale: Tensor | None = None,  # [n], see `Tokens.scale`
+) -> tuple[Tensor, Tensor | None]:
     """E . C + bias -> (z, softcap'(z)), in place; the slope is None without a softcap."""
     slope = None
     if head.softcap is not None:
         x = x.div_(head.softcap).tanh_()
         slope = 1 - x * x
         x = x.mul_(head.softcap)
-    return (x if head.logit_scale == 1 else x.mul_(head.logit_scale)), slope
+    if head.logit_scale != 1:
+        x = x.mul_(head.logit_scale)
+    return (x if scale is None else x.mul_(scale[:, None])), slope
 
 
 def logits_tile(
@@ -88,12 +94,13 @@ def logits_tile(
     weight: Tensor,  # [columns, D] in operand_dtype
     bias: Tensor | None,  # [columns]
     head: Head,
+    scale: Tensor | None = None,  # [n], see `Tokens.scale`
 ) -> tuple[Tensor, Tensor | None]:
     """(z, softcap'(z)) of some tokens and columns, [n, columns] in accumulate_dtype."""
     x = product(hidden, weight.T)
     if bias is not None:
         x.add_(bias.to(x.dtype))
-    return squash(x, head)
+    return squash(x, head, scale)
 
 
 def tiles_of(tokens: Tokens, head: Head) -> Tiles:
@@ -103,7 +110,12 @@ def tiles_of(tokens: Tokens, head: Head) -> Tiles:
     def of_columns(v0: int, v1: int) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
         columns = head.weight[v0:v1].to(operands)
         bias = None if head.bias is None else head.bias[v0:v1]
-        return lambda i0, i1: logits_tile(tokens.take(i0, i1).to(operands), columns, bias, head)
+
+        def of_tokens(i0: int, i1: int) -> tuple[Tensor, Tensor | None]:
+            hidden = tokens.take(i0, i1).to(operands)
+            return logits_tile(hidden, columns, bias, head, tokens.scale_of(i0, i1))
+
+        return of_tokens
 
     return of_columns
 

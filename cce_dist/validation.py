@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cce_dist.collectives import require
-from cce_dist.options import LossOptions
+from cce_dist.options import LARGEST_FACTOR, LEAST_FACTOR, LossOptions
 from cce_dist.partials import accumulate_dtype
 from cce_dist.tracing import is_fake
 from cce_dist.transport import adapter_of
@@ -24,6 +24,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def require_tensor(name: str, value: object) -> Tensor:
+    if isinstance(value, nn.Module):
+        raise ValueError(
+            f"{name} must be a torch.Tensor, got a module, {type(value).__name__}: for a head pass "
+            "weight=head.weight and bias=head.bias; if LoRA (PEFT) wraps it, weight=head.weight + "
+            'head.get_delta_weight("default"), since its weight is the frozen base alone'
+        )
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(value)}")
     if value.layout != torch.strided or value.is_nested:
@@ -176,6 +182,23 @@ def check_target_range(
         )
 
     require(in_range, message, "targets must lie in [0, vocab_size) or equal ignore_index")
+
+
+def check_scale(scale: Tensor, logit_scale: float) -> None:
+    """1 / temperature [N] of the tokens that count: as the options check a number."""
+    size = scale * abs(logit_scale)
+    # False of NaN, too.
+    good = ((size >= LEAST_FACTOR) & (size <= LARGEST_FACTOR)).all()
+    rule = "temperature must be finite and > 0 at every token that counts"
+
+    def message() -> str:
+        low, high = torch.aminmax(scale.reciprocal())
+        return (
+            f"{rule}, and logit_scale={logit_scale!r} / temperature lie between {LEAST_FACTOR:.0e} "
+            f"and {LARGEST_FACTOR:.0e} in size, got temperatures from {float(low)} to {float(high)}"
+        )
+
+    require(good, message, rule)
 
 
 def require_vocab_shard(shard: object) -> None:

@@ -57,6 +57,7 @@ class Call:
     everything: bool = False  # a bias, class weights, smoothing, all statistics and their gradients
     ranks: bool = False  # exchange bounds, and sum the hidden gradient while the rest is made
     keeps: bool = True  # logits, for the backward
+    temperature: bool = False  # of each token
 
 
 CALLS = {
@@ -73,6 +74,10 @@ CALLS = {
     # Dims that are not whole steps, of which filtered_kernel takes more memory.
     "e4m3": Call(dim=200, screen="e4m3"),
     "e4m3-softcap": Call(screen="e4m3", softcap=30.0, keeps=False),
+    "temperature": Call(temperature=True),
+    "temperature-softcap": Call(temperature=True, softcap=30.0),
+    "temperature-fp32": Call(torch.float32, temperature=True, softcap=30.0),
+    "temperature-exact": Call(exact=True, everything=True, temperature=True, keeps=False),
     # Rows that no descriptor has.
     "odd": Call(dim=17),
     "odd-int8": Call(dim=17, screen="int8"),
@@ -167,7 +172,8 @@ def compile_call(call: Call) -> None:
     _garbage[:] = [] if call.exact else [call]
     hidden = torch.zeros(TOKENS, call.dim, dtype=call.dtype)
     head = head_of(call)
-    tokens = Tokens(hidden, None, torch.zeros(TOKENS, dtype=torch.int32))
+    scale = torch.ones(TOKENS) if call.temperature else None
+    tokens = Tokens(hidden, None, torch.zeros(TOKENS, dtype=torch.int32), scale=scale)
     wanted = Wanted()
     if call.everything:
         wanted = Wanted(smooth_logit=True, entropy=True, correct=True, moments=True)

@@ -399,6 +399,11 @@ def on_last_stage(group: Any, setup: Setup, rel: float) -> None:
             with pytest.raises(ValueError, match=lost):
                 schedule._compute_loss(model.x[:MICROBATCH], model.targets[:MICROBATCH])
             last[0].submod.register_parameter("head", weight)
+            bias = nn.Parameter(torch.zeros(shard.num_rows))
+            own, schedule._loss_fn = schedule._loss_fn, LastStageLoss(weight, bias=bias)
+            with pytest.raises(ValueError, match=lost.replace("weight", "bias")):
+                schedule._compute_loss(model.x[:MICROBATCH], model.targets[:MICROBATCH])
+            schedule._loss_fn = own
     losses: list[Tensor] = []
     schedule.step(*args, losses=losses, **kwargs)
     found: dict[str, Tensor | None] = {}

@@ -24,6 +24,7 @@ from cce_dist import (
     Screen,
     VocabShard,
     linear_cross_entropy,
+    token_logprobs,
 )
 from cce_dist.adapters.mpi import MPIGroup
 from cce_dist.testing import (
@@ -168,6 +169,28 @@ def test_compiled_with_options_of_another_kind() -> None:
 
     with pytest.raises(Exception, match=r"softcap must be a Python number within torch.compile"):
         torch.compile(run, fullgraph=True, backend="aot_eager")(hidden)
+
+
+@pytest.mark.parametrize(**grid(places=PLACES, learned=(False, True), dtype=("fp32", "bf16")))
+def test_compiled_with_a_temperature_of_each_token(place: Place, learned: bool, dtype: str) -> None:
+    tensors = made(DTYPES[dtype], place.device)
+    # Any of its size will do.
+    weight = tensors.pop("token_weight").detach()
+    tensors["temperature"] = (weight + 0.5).requires_grad_(learned)
+
+    def run(hidden: Tensor, **more: Tensor) -> Any:
+        how: dict[str, Any] = {"filter": SOME, "shift": 1, "softcap": 8.0, "backend": place.backend}
+        return token_logprobs(2 * hidden, **more, entropy=not learned, **how)  # pyright: ignore
+
+    def gradients(run: Callable[..., Any]) -> list[Tensor]:
+        needing = [x for x in tensors.values() if x.requires_grad]
+        found = run(**tensors)
+        total = found.logprobs.square().sum() if learned else sum(x.sum() for x in found)
+        return [found.logprobs.detach(), *torch.autograd.grad(total, needing)]
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(gradients(compiled), gradients(run), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_compiled_with_screened_logits() -> None:

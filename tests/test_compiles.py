@@ -43,10 +43,10 @@ TENSOR = 512
 # By compute capability: A100; A10 and A6000; L4 and L40S; H100; B200; RTX 50. Few calls where
 # another has the same tiles.
 CALLS = {
-    80: "everything",
+    80: "everything,temperature-exact",
     86: "bf16,everything,int8",
     89: "e4m3",
-    90: "bf16",
+    90: "bf16,temperature,temperature-softcap",
     100: "bf16,everything,exact,e4m3,small",
     120: "bf16,exact,fp32-exact",
 }

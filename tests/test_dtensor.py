@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from cce_dist import VocabShard, linear_cross_entropy, token_logprobs
+from cce_dist.reference import linear_cross_entropy_reference
 from cce_dist.testing import shared_pool
 
 BATCH, LENGTH, DIM = 8, 12, 16
@@ -203,6 +204,49 @@ def logprobs(group: Any) -> None:
 
 def test_token_logprobs_of_dtensors() -> None:
     shared_pool().run(2, logprobs)
+
+
+def temperatures(group: Any) -> None:
+    mesh, given = mesh_of(group), made(600)
+    targets = given["targets"]
+    whole_one = 0.5 + torch.rand(targets.shape, generator=torch.Generator().manual_seed(1)).double()
+    leaf = whole_one.clone().requires_grad_()
+    wanted = -linear_cross_entropy_reference(
+        given["hidden"],
+        given["weight"],
+        targets,
+        reduction="none",
+        shift=1,
+        softcap=5.0,
+        temperature=leaf,
+    ).loss
+    (grad,) = torch.autograd.grad(wanted.sum(), leaf)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        for temperature in (whole_one, place(whole_one, mesh, Replicate())):
+            own = temperature.detach().requires_grad_()
+            got = token_logprobs(
+                place(given["hidden"], mesh, placement),
+                place(given["weight"], mesh, Shard(0)),
+                targets,
+                shift=1,
+                softcap=5.0,
+                temperature=own,
+            )
+            torch.testing.assert_close(whole(got.logprobs), wanted)
+            whole(got.logprobs).sum().backward()
+            assert own.grad is not None and type(own.grad) is type(own)
+            torch.testing.assert_close(whole(own.grad), grad)
+    with pytest.raises(ValueError, match=r"temperature must be placed Replicate\(\)"):
+        token_logprobs(
+            place(given["hidden"], mesh, Replicate()),
+            place(given["weight"], mesh, Shard(0)),
+            targets,
+            temperature=place(whole_one, mesh, Shard(0)),
+        )
+
+
+def test_token_logprobs_temperature_of_dtensors() -> None:
+    shared_pool().run(2, temperatures)
 
 
 # -- parallelize_module -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cce_dist import Filter, linear_cross_entropy
+from cce_dist import Filter, linear_cross_entropy, token_logprobs
 from cce_dist.testing import gaussian_inputs, zipf_inputs
 
 pytestmark = pytest.mark.gpu
@@ -127,6 +127,27 @@ def test_triton_never_waits_for_the_device(options: dict[str, Any], weighted: bo
 
     expected = run().detach()  # compiles
     hidden.grad = weight.grad = more["bias"].grad = None
+    with no_waiting():
+        found = run().detach()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["given", "learned"])
+def test_token_logprobs_never_wait_for_the_device(learned: bool) -> None:
+    made = tensors(0, torch.bfloat16, 0.3)
+    names = ("hidden", "weight", "targets", "bias")
+    given = {name: made[name] for name in names}
+    hidden = given["hidden"].requires_grad_()
+    shape = given["targets"].shape
+    temperature = (torch.rand(shape, device="cuda") + 0.5).requires_grad_(learned)
+
+    def run() -> Tensor:
+        found = token_logprobs(**given, temperature=temperature, backend="triton").logprobs
+        found.backward(torch.ones_like(found))
+        return found
+
+    expected = run().detach()  # compiles
+    hidden.grad = temperature.grad = None
     with no_waiting():
         found = run().detach()
     assert torch.equal(found, expected)

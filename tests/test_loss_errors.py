@@ -29,6 +29,10 @@ def arguments(**changed: Any) -> dict[str, Any]:
 SHARED = torch.ones(V, D, requires_grad=True)
 TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "hidden_list": ({"hidden": [[1.0] * D] * N}, r"hidden must be a torch.Tensor.*list"),
+    "weight_module": (
+        {"weight": torch.nn.Linear(D, V)},
+        r"weight must be a torch.Tensor, got a module, Linear: .*weight=head\.weight and bias=head",
+    ),
     "hidden_int": ({"hidden": torch.ones(N, D, dtype=torch.int64)}, r"hidden must be .*int64"),
     "hidden_bool": ({"hidden": torch.ones(N, D, dtype=torch.bool)}, r"hidden must be .*bool"),
     "hidden_complex": (

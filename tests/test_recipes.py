@@ -1,8 +1,10 @@
-"""The recipes of docs/parallelism.md run as they stand there."""
+"""The recipes of docs/*.md as they stand there, also with a bias, a softcap, a scale, a shift."""
 
 from __future__ import annotations
 
+import functools
 import re
+import textwrap
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,78 +13,392 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from cce_dist import linear_cross_entropy, token_logprobs
+from cce_dist import VocabShard, largest_logits, linear_cross_entropy, token_logprobs
+from cce_dist.reference import Reference, linear_cross_entropy_reference, reference_logits
 from cce_dist.testing import shared_pool
 
-DOCS = Path(__file__).parent.parent / "docs" / "parallelism.md"
-TOKENS, CLASSES, DIM = 32, 60, 8
+DOCS = Path(__file__).parent.parent / "docs"
+BATCH, LENGTH, CLASSES, DIM = 8, 12, 60, 8
+CAPPED: dict[str, Any] = {"softcap": 2.0, "logit_scale": 1.7}
+# With every one but the first the head has a bias.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {},
+    "capped": CAPPED,
+    "shifted": {**CAPPED, "shift": 1},
+}
 
 
-def recipes() -> list[str]:
-    text = DOCS.read_text(encoding="utf8")
-    section = text[text.index("## Recipes") : text.index("## DTensor")]
-    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+def section(page: str, title: str) -> str:
+    text = (DOCS / page).read_text(encoding="utf8")
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def recipes(page: str, title: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", section(page, title), re.DOTALL)
+
+
+def made() -> dict[str, Tensor]:
+    """The same on every rank, float64."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    targets = torch.randint(CLASSES, (BATCH, LENGTH), generator=generator)
+    # Not as many count on each rank, in each microbatch, in each sequence.
+    targets[torch.arange(LENGTH) < torch.arange(BATCH)[:, None]] = -100
+    return {
+        "hidden": randn(BATCH, LENGTH, DIM),
+        "weight": randn(CLASSES, DIM),
+        "bias": randn(CLASSES),
+        "targets": targets,
+        "advantage": randn(BATCH, LENGTH).round(),
+        "temperature": 0.5 + torch.rand(BATCH, LENGTH, generator=generator).double(),
+    }
+
+
+def head_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if bias is not None:
+            head.bias.copy_(bias)
+    return head
+
+
+def close(found: dict[str, Tensor | None], wanted: dict[str, Tensor], most: float = 1e-9) -> None:
+    for name, value in wanted.items():
+        got = found[name]
+        assert got is not None, name
+        error = float((got.double() - value).norm())
+        assert error <= most * float(value.norm()), f"{name}: {error}"
+
+
+def grads_of(head: nn.Linear) -> dict[str, Tensor | None]:
+    return {name: x.grad for name, x in head.named_parameters()}
+
+
+def dense(
+    variant: str, by: Any = lambda found: found.loss, **more: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A number that `by` makes of the reference, and its gradients."""
+    given = made()
+    leaves = {name: given[name].requires_grad_() for name in ("hidden", "weight", "bias")}
+    if variant == "plain":
+        del leaves["bias"]
+    how = VARIANTS[variant] | more
+    found: Reference = linear_cross_entropy_reference(targets=given["targets"], **leaves, **how)
+    loss = by(found)
+    grads = torch.autograd.grad(loss, [*leaves.values()])
+    return loss.detach(), dict(zip(leaves, grads, strict=True))
+
+
+# -- parallelism.md: Recipes --------------------------------------------------------------------
 
 
 class Model(nn.Module):
     """On each data-parallel rank, with tokens of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: nn.Linear, options: dict[str, Any]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(CLASSES, DIM))
+        self.head, self.options = head, options
 
     def forward(self, inputs: Tensor, ids: Tensor) -> Any:
-        return linear_cross_entropy(inputs, self.weight, ids)
+        head = self.head
+        how = {"bias": head.bias, "reduction": "sum", **self.options}
+        return linear_cross_entropy(inputs, head.weight, ids, **how)
 
 
-def run(group: Any, recipe: str) -> None:
+def names_of(group: Any, variant: str) -> dict[str, Any]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TOKENS, DIM, generator=generator).requires_grad_()
-    whole = torch.randn(CLASSES, DIM, generator=generator)
-    head = nn.Linear(DIM, CLASSES // size, bias=False)
-    with torch.no_grad():
-        head.weight.copy_(whole.chunk(size)[rank])
-    targets = torch.randint(CLASSES, (TOKENS,), generator=generator)
-    torch.manual_seed(0)
-    model = Model()
-    names: dict[str, Any] = {
+    given, options = made(), VARIANTS[variant]
+    rows = slice(rank * CLASSES // size, (rank + 1) * CLASSES // size)
+    bias = None if variant == "plain" else given["bias"]
+    model = Model(head_of(given["weight"], bias), options)
+    mine = range(rank * BATCH // size, (rank + 1) * BATCH // size)
+    own = [(given["hidden"][i], given["targets"][i]) for i in mine]
+    return {
         "torch": torch,
-        "linear_cross_entropy": linear_cross_entropy,
-        "token_logprobs": token_logprobs,
+        "linear_cross_entropy": functools.partial(linear_cross_entropy, **options),
+        "token_logprobs": functools.partial(token_logprobs, **options),
         "DistributedDataParallel": DistributedDataParallel,
+        "all_reduce": dist.all_reduce,
         "nullcontext": nullcontext,
         "checkpoint": checkpoint,
         "tp_group": group,
         "dp_group": group,
-        "head": head,
+        "head": head_of(given["weight"][rows], None if bias is None else bias[rows]),
         "norm": nn.Identity(),
         "model": model,
-        "hidden": hidden,
-        "targets": targets,
-        "ids": targets,
-        "microbatches": [(torch.randn(8, DIM), targets[:8] + 0) for _ in range(3)],
-        "response": torch.arange(TOKENS) >= 5,
-        "old_logprobs": torch.full((TOKENS,), -4.0),
-        "advantage": torch.randn(TOKENS, generator=generator),
+        "hidden": given["hidden"].clone().requires_grad_(),
+        "targets": given["targets"],
+        "ids": given["targets"],
+        "microbatches": own,
+        "response": given["targets"] != -100,
+        "temperature": given["temperature"],
+        "old_logprobs": torch.full((BATCH, LENGTH), -4.0),
+        "advantage": given["advantage"],
     }
+
+
+def policy_loss(found: Reference) -> Tensor:
+    given = made()
+    response = given["targets"] != -100
+    ratio = (4.0 - found.nll).exp()
+    gain = torch.minimum(ratio * given["advantage"], ratio.clamp(0.8, 1.2) * given["advantage"])
+    return -((gain + 0.01 * found.entropy) * response).sum() / response.sum()
+
+
+def run(group: Any, recipe: str, variant: str) -> None:
+    rank = dist.get_rank(group)
+    names = names_of(group, variant)
+    if "autocast" in recipe:
+        # Which leaves float64 alone.
+        names["head"].float()
+        names["hidden"] = names["hidden"].detach().float().requires_grad_()
     exec(recipe, names)
     if "replica" in names:
-        assert model.weight.grad is not None and bool(model.weight.grad.abs().sum() > 0)
+        _, grads = dense(variant)
+        del grads["hidden"]
+        close(grads_of(names["model"].head), grads)
         return
-    loss = names["loss"]
+    names["loss"].backward()
+    how: dict[str, Any] = {}
+    if "token_logprobs" in recipe:
+        how = {"by": policy_loss, "reduction": "none", "temperature": names["temperature"]}
+    wanted, grads = dense(variant, **how)
+    head, hidden = names["head"], names["hidden"]
+    rows = {name: grads[name].chunk(2)[rank] for name in ("weight", "bias") if name in grads}
+    # In the sequence-parallel recipe both calls stand in one block, of which the second is `loss`.
+    part = grads["hidden"]
+    if "sequence_parallel" in recipe:
+        part = torch.zeros_like(part)
+        part.chunk(2)[rank].copy_(grads["hidden"].chunk(2)[rank])
+    found = {"loss": names["loss"].detach(), "hidden": hidden.grad, **grads_of(head)}
+    close(found, {"loss": wanted, "hidden": part, **rows}, 2e-2 if "autocast" in recipe else 1e-9)
+
+
+COUNT = 5
+
+
+# The last is of log-probabilities, which options.md has shifted.
+EACH = [(n, v) for n in range(COUNT) for v in VARIANTS if (n, v) != (COUNT - 1, "shifted")]
+
+
+@pytest.mark.parametrize(("number", "variant"), EACH, ids=[f"{n}-{v}" for n, v in EACH])
+def test_recipe(number: int, variant: str) -> None:
+    found = recipes("parallelism.md", "Recipes")
+    assert len(found) == COUNT and "token_logprobs" in found[-1]
+    recipe = found[number]
+    if variant == "shifted":
+        # As its text says.
+        recipe = recipe.replace("(ids != -100)", "(ids[..., 1:] != -100)")
+    shared_pool().run(2, run, recipe, variant)
+
+
+# -- parallelism.md: DTensor, FSDP2 -------------------------------------------------------------
+
+
+class Layered(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        given = made()
+        self.embedding = nn.Embedding(CLASSES, DIM, dtype=torch.float64)
+        self.layers = nn.Identity()
+        self.norm = nn.LayerNorm(DIM, dtype=torch.float64)
+        self.head = head_of(given["weight"], given["bias"] if bias else None)
+
+
+def split_by_parallelize_module(group: Any, recipe: str, variant: str) -> None:
+    options, targets = VARIANTS[variant], made()["targets"]
+    torch.manual_seed(0)
+    model = Layered(variant != "plain")
+    tokens = targets.clamp_min(0)
+    hidden = model.norm(model.embedding(tokens)).detach()
+    how: dict[str, Any] = {"bias": model.head.bias, **options}
+    wanted = linear_cross_entropy_reference(hidden, model.head.weight, targets, **how).loss
+    parameters = dict(model.head.named_parameters())
+    grads = dict(zip(parameters, torch.autograd.grad(wanted, [*parameters.values()]), strict=True))
+    names: dict[str, Any] = {
+        "mesh": DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)),
+        "model": model,
+        "tokens": tokens,
+        "targets": targets,
+        "parallelize_module": parallelize_module,
+        "RowwiseParallel": RowwiseParallel,
+        "SequenceParallel": SequenceParallel,
+        "Replicate": Replicate,
+        "Shard": Shard,
+        "ColwiseParallel": ColwiseParallel,
+        "linear_cross_entropy": functools.partial(linear_cross_entropy, **options),
+    }
+    exec(recipe, names)
+    found = {name: x.grad.full_tensor() for name, x in model.head.named_parameters()}
+    found["loss"] = names["loss"].full_tensor().detach()
+    close(found, {"loss": wanted.detach(), **grads})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dtensor_recipe(variant: str) -> None:
+    (recipe,) = recipes("parallelism.md", "DTensor")
+    shared_pool().run(2, split_by_parallelize_module, recipe, variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fsdp_recipes_head(variant: str) -> None:
+    (recipe,) = recipes("parallelism.md", "FSDP2")
+    options = VARIANTS[variant]
+    names = {"nn": nn, "linear_cross_entropy": functools.partial(linear_cross_entropy, **options)}
+    # The class alone: what shards it is tests/test_dtensor.py's.
+    exec(recipe.partition("\n\n\n")[0], names)
+    given, wanted = made(), dense(variant)
+    head = names["Head"](DIM, CLASSES, bias=variant != "plain", dtype=torch.float64)
+    head.load_state_dict({name: given[name] for name in head.state_dict()})
+    loss = head(given["hidden"], given["targets"])
     loss.backward()
-    assert head.weight.grad is not None and bool(head.weight.grad.abs().sum() > 0)
-    if "token_logprobs" not in recipe:
-        dense = nn.functional.cross_entropy(hidden.detach() @ whole.T, targets)
-        exact = "autocast" not in recipe
-        torch.testing.assert_close(loss.detach(), dense, rtol=1e-5 if exact else 2e-2, atol=1e-5)
+    del wanted[1]["hidden"]
+    close({"loss": loss.detach(), **grads_of(head)}, {"loss": wanted[0], **wanted[1]})
 
 
-@pytest.mark.parametrize("number", range(5))
-def test_recipe(number: int) -> None:
-    assert len(recipes()) == 5
-    shared_pool().run(2, run, recipes()[number])
+# -- options.md ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logprobs_recipe(variant: str) -> None:
+    lines = section("options.md", "Log-probabilities").splitlines()
+    recipe = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ")))
+    given, options = made(), {k: v for k, v in VARIANTS[variant].items() if k != "shift"}
+    response, advantage = given["targets"] != -100, given["advantage"][:, 1:]
+    head = head_of(given["weight"], None if variant == "plain" else given["bias"])
+    names: dict[str, Any] = {
+        "torch": torch,
+        "token_logprobs": functools.partial(token_logprobs, **options),
+        "hidden": given["hidden"].requires_grad_(),
+        "head": head,
+        "ids": given["targets"].clamp_min(0),
+        "is_response": response,
+        "before": torch.full((BATCH, LENGTH - 1), -4.0),
+        "advantage": advantage,
+    }
+    exec(recipe, names)
+    names["loss"].backward()
+
+    def by(found: Reference) -> Tensor:
+        ratio = (4.0 - found.nll).exp()
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        return -(gain * response[:, 1:]).sum() / response[:, 1:].sum()
+
+    wanted, grads = dense(variant, by, shift=1, temperature=0.8)
+    found = {"loss": names["loss"].detach(), "hidden": names["hidden"].grad, **grads_of(head)}
+    close(found, {"loss": wanted, **grads})
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize("spares", [False, True], ids=["of_all", "spares_bias"])
+def test_a_multiplier_before_bias_and_softcap(softcap: float | None, spares: bool) -> None:
+    given, m = made(), 0.3
+    hidden, weight, bias, targets = (given[n] for n in ("hidden", "weight", "bias", "targets"))
+    x = m * (hidden @ weight.T) + (bias if spares else m * bias)
+    z = x if softcap is None else softcap * torch.tanh(x / softcap)
+    wanted = linear_cross_entropy_reference(hidden, weight, targets, logits=z).loss
+    found = linear_cross_entropy(
+        hidden,
+        weight,
+        targets,
+        bias=bias / m if spares else bias,
+        logit_scale=m,
+        softcap=None if softcap is None else softcap / m,
+    )
+    assert isinstance(found, Tensor)
+    close({"loss": found}, {"loss": wanted})
+
+
+@pytest.mark.parametrize("shift", [0, 1], ids=["whole", "shifted"])
+def test_a_bias_takes_a_class_out(shift: int) -> None:
+    given = made()
+    hidden, weight, bias, targets = (given[n] for n in ("hidden", "weight", "bias", "targets"))
+    targets = targets.masked_fill(targets == CLASSES - 1, 0)
+    bias[-1] = -torch.inf
+    found = linear_cross_entropy(hidden, weight, targets, bias=bias, logit_scale=1.7, shift=shift)
+    rest = {"bias": bias[:-1], "logit_scale": 1.7, "shift": shift}
+    wanted = linear_cross_entropy_reference(hidden, weight[:-1], targets, **rest).loss  # pyright: ignore[reportArgumentType]
+    assert isinstance(found, Tensor)
+    close({"loss": found}, {"loss": wanted})
+    # Under a softcap it is one more class, of the logit -softcap, as the table says.
+    assert "but not under a softcap" in section("options.md", "Tensors")
+    capped = linear_cross_entropy(hidden, weight, targets, bias=bias, softcap=2.0)
+    logits = reference_logits(hidden, weight[:-1], bias[:-1], softcap=2.0)
+    logits = torch.cat([logits, torch.full_like(logits[..., :1], -2.0)], -1)
+    wanted = linear_cross_entropy_reference(hidden, weight, targets, logits=logits).loss
+    assert isinstance(capped, Tensor)
+    close({"loss": capped}, {"loss": wanted})
+
+
+def largest_over_ranks(group: Any, variant: str) -> None:
+    rank, given = dist.get_rank(group), made()
+    options = {k: v for k, v in VARIANTS[variant].items() if k != "shift"}
+    bias = None if variant == "plain" else given["bias"]
+    shard = VocabShard.even(CLASSES // 2, rank, 2)
+    rows = slice(shard.start, shard.stop)
+    own = None if bias is None else bias[rows]
+    found = largest_logits(given["hidden"], given["weight"][rows], bias=own, **options)
+    every = [torch.empty_like(found.value) for _ in range(2)]
+    ids = [torch.empty_like(found.index) for _ in range(2)]
+    dist.all_gather(every, found.value, group=group)
+    dist.all_gather(ids, found.index + shard.start, group=group)
+    best = torch.stack(every).argmax(0)
+    wanted = reference_logits(given["hidden"], given["weight"], bias, **options)
+    assert torch.equal(torch.where(best == 0, *ids), wanted.argmax(-1))
+
+
+@pytest.mark.parametrize("variant", ["plain", "bias", "capped"])
+def test_largest_logits_over_ranks(variant: str) -> None:
+    shared_pool().run(2, largest_over_ranks, variant)
+
+
+# -- examples.md: LoRA on the head --------------------------------------------------------------
+
+
+def lora_on_ranks(group: Any, variant: str) -> None:
+    rank, given, options, s = dist.get_rank(group), made(), VARIANTS[variant], 1.5
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(3, DIM, generator=generator, dtype=torch.float64).requires_grad_()
+    b = torch.randn(CLASSES, 3, generator=generator, dtype=torch.float64)
+    rows = slice(rank * CLASSES // 2, (rank + 1) * CLASSES // 2)
+    bias = None if variant == "plain" else given["bias"]
+    hidden, own = given["hidden"].requires_grad_(), b[rows].clone().requires_grad_()
+    loss = linear_cross_entropy(
+        torch.cat([hidden, s * hidden @ a.T], -1),
+        torch.cat([given["weight"][rows], own], 1),
+        given["targets"],
+        bias=None if bias is None else bias[rows],
+        group=group,
+        **options,
+    )
+    assert isinstance(loss, Tensor)
+    names = ("hidden", "a", "b")
+    found = dict(zip(names, torch.autograd.grad(loss, (hidden, a, own)), strict=True))
+    b.requires_grad_()
+    merged = given["weight"] + s * b @ a
+    how: dict[str, Any] = {"bias": bias, **options}
+    wanted = linear_cross_entropy_reference(hidden, merged, given["targets"], **how).loss
+    grads = dict(zip(names, torch.autograd.grad(wanted, (hidden, a, b)), strict=True))
+    grads["b"] = grads["b"][rows]
+    close({"loss": loss.detach(), **found}, {"loss": wanted.detach(), **grads})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lora_recipe_over_ranks(variant: str) -> None:
+    shared_pool().run(2, lora_on_ranks, variant)

@@ -120,7 +120,13 @@ def test_check_ranks_over_nccl() -> None:
         assert f"This is rank {rank}" in message, message
 
 
-def logprobs_on_a_rank(group: dist.ProcessGroup, hidden: Tensor, weight: Tensor, targets: Tensor):
+def logprobs_on_a_rank(
+    group: dist.ProcessGroup,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor | float,
+):
     rank, rows = dist.get_rank(group), len(weight) // dist.get_world_size(group)
     mine = weight[rank * rows : (rank + 1) * rows].cuda().requires_grad_()
     leaf = hidden.cuda().requires_grad_()
@@ -128,7 +134,7 @@ def logprobs_on_a_rank(group: dist.ProcessGroup, hidden: Tensor, weight: Tensor,
         leaf,
         mine,
         targets.cuda(),
-        temperature=0.7,
+        temperature=temperature.cuda() if isinstance(temperature, Tensor) else temperature,
         entropy=True,
         group=group,
         vocab_shard=VocabShard(rank * rows, (rank + 1) * rows, len(weight)),
@@ -140,17 +146,22 @@ def logprobs_on_a_rank(group: dist.ProcessGroup, hidden: Tensor, weight: Tensor,
     return [tensor.cpu() for tensor in tensors]
 
 
+TEMPERATURES = {"number": 0.7, "of_each": torch.linspace(0.3, 3, 140)}
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES.values(), ids=TEMPERATURES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_token_logprobs_over_nccl(world_size: int) -> None:
+def test_token_logprobs_over_nccl(world_size: int, temperature: Tensor | float) -> None:
     inputs = gaussian_inputs(140, 1200, 64, generator=generator(), dtype=torch.float32)
     hidden, weight = inputs.hidden.double(), inputs.weight.double()
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    scores = (leaves[0] @ leaves[1].T / 0.7).log_softmax(-1)
+    divisor = torch.as_tensor(temperature).double().view(-1, 1)
+    scores = (leaves[0] @ leaves[1].T / divisor).log_softmax(-1)
     logprobs = scores.gather(-1, inputs.targets[:, None])[:, 0]
     entropy = -(scores.exp() * scores).sum(-1)
     grads = torch.autograd.grad(logprobs.sum() - 0.1 * entropy.sum(), leaves)
     ranks = nccl_pool().run(
-        world_size, logprobs_on_a_rank, inputs.hidden, inputs.weight, inputs.targets
+        world_size, logprobs_on_a_rank, inputs.hidden, inputs.weight, inputs.targets, temperature
     )
     for found in ranks:
         for name, value, first in zip(("logprobs", "entropy", "dE"), found, ranks[0], strict=False):

@@ -21,9 +21,9 @@ class LastStageLoss:
     Args:
         weight: [V_local, D], of the ranks of the last stage. Where a schedule splits its backward
             (zero bubble, ZBV, DualPipeV) a parameter of the last stage's module, since torch then
-            makes gradients of no others.
+            makes gradients of no others; so is `bias`.
         group: those of them that share the vocabulary, the tensor-parallel ranks; None: one rank.
-        options: keywords of `linear_cross_entropy`, of reduction "mean" or "sum".
+        options: keywords of `linear_cross_entropy`, `bias` too, of reduction "mean" or "sum".
     Raises:
         ValueError: an option that a schedule has no use for, or that would count twice; when it is
             called, a weight whose gradient the schedule would lose.
@@ -60,14 +60,17 @@ class LastStageLoss:
         return loss
 
     def _check_schedule(self, schedule: Any) -> None:
-        if schedule is None or not self.weight.requires_grad or not _splits_backward(schedule):
+        if schedule is None or not _splits_backward(schedule):
             return
         last = [stage for stage in stages_of(schedule) if stage.is_last]
-        if not any(self.weight is x for stage in last for x in stage.submod.parameters()):
+        known = {id(x) for stage in last for x in stage.submod.parameters()}
+        for name, given in {"weight": self.weight, "bias": self.options.get("bias")}.items():
+            if given is None or not given.requires_grad or id(given) in known:
+                continue
             raise ValueError(
-                f"weight must be a parameter of the last stage's module under "
+                f"{name} must be a parameter of the last stage's module under "
                 f"{type(schedule).__name__}, which splits its backward and makes gradients of the "
-                "stages' parameters alone: the weight's would be lost"
+                f"stages' parameters alone: the {name}'s would be lost"
             )
 
 

@@ -389,8 +389,7 @@ class PipelineHead:
         assert isinstance(loss, Tensor)
         if batch.grad_losses is not None:
             scale = scale * finish.picked.take(batch.grad_losses, finish.options.shift)
-        scaled = (None if x is None else scale * x for x in finish.terms.derivatives(*vectors))
-        return loss, stats, Upstream(*scaled)
+        return loss, stats, Upstream(*finish.terms.derivatives(*vectors)).scaled(scale)
 
     def checked(self, hidden: Tensor | None, targets: Tensor | None) -> tuple[Tensor, Tensor]:
         if hidden is None or targets is None:

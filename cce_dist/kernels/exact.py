@@ -6,7 +6,7 @@ They, and logits that the forward kept, lie as [columns, N_padded] in the worksp
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.numbers import LOG2E, exp2_of, load_tile, softcapped
+from cce_dist.kernels.numbers import LOG2E, exp2_of, load_tile, scale_across, scale_of, softcapped
 from cce_dist.kernels.sdd import slope_at
 
 
@@ -82,7 +82,8 @@ def logits_task(
         tl.debug_barrier()
         if HAS_SOFTCAP:
             # Of a token that doesn't count the logits are -inf.
-            slope = tl.where(x > float("-inf"), slope_at(x, scale, softcap), 0.0)
+            slope = slope_at(x, scale_across(scale, token), softcap)
+            slope = tl.where(x > float("-inf"), slope, 0.0)
     else:
         x = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
         for k in range(0, tl.cdiv(D, BLOCK_D)):
@@ -99,7 +100,7 @@ def logits_task(
             x += bias.to(tl.float32)[:, None]
         if HAS_SOFTCAP:
             x, slope = softcapped(x, softcap, WIDE)
-        x *= scale * LOG2E
+        x *= scale_across(scale, token) * LOG2E
     of_class = 1.0
     if HAS_CLASS_WEIGHT:
         of_class = tl.load(class_weight_ptr + column, mask=column < V, other=0.0)[:, None]
@@ -146,7 +147,7 @@ def exact_logits_kernel(
     D,
     stride_hn,
     stride_wv,
-    scale,
+    scale,  # a number, or [N] one of each token
     softcap,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -220,7 +221,7 @@ def exact_targets_kernel(
     z = tl.load(pull_ptrs + 6 * N)
     slope = 1.0
     if HAS_SOFTCAP:
-        slope = slope_at(z, scale, softcap)
+        slope = slope_at(z, scale_of(scale, token), softcap)
     of_class = 1.0
     if HAS_CLASS_WEIGHT:
         of_class = tl.load(class_weight_ptr + target, mask=here, other=0.0)

@@ -6,12 +6,14 @@ import triton.language as tl
 from cce_dist.kernels.extras import add_extras
 from cce_dist.kernels.numbers import (
     HIGHEST,
-    LOG2E,
     LOWEST,
     exp2_of,
     load_tile,
     partial_sums,
+    scale_across,
     softcapped,
+    unit_across,
+    unit_of,
     whole_sum,
 )
 
@@ -222,7 +224,7 @@ def forward_kernel(
     D,
     stride_hn,
     stride_wv,
-    scale,
+    scale,  # a number, or [N] one of each token
     softcap,
     keep,
     BLOCK_N: tl.constexpr,
@@ -298,7 +300,7 @@ def forward_kernel(
     threshold = keep
     if not BY_LARGEST:
         threshold = keep * (tl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
-    unit = LOG2E * scale
+    unit = unit_of(scale)
     begin = turn
     if HAS_LOGITS:
         tl.store(kept_ref_ptr + rows, tl.load(state_ptrs), mask=(split == 0) & (rows < N))
@@ -329,19 +331,20 @@ def forward_kernel(
                 x, slope = softcapped(x, softcap, WIDE)
             if HAS_ARGMAX or HAS_MOMENTS or HAS_SMOOTH:
                 add_extras(
-                    x * scale, columns, tile == split, V, class_weight_ptr,
+                    x * scale_across(scale, rows), columns, tile == split, V, class_weight_ptr,
                     extras_ptr + split * stride + rows, size, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS,
                     HAS_SMOOTH, HAS_CLASS_WEIGHT,
                 )  # fmt: skip
+            factor = unit_across(unit, rows)
             if tile * BLOCK_V + BLOCK_V > V:
-                x = tl.where((columns < V)[:, None], x, float("-inf") * unit)
+                x = tl.where((columns < V)[:, None], x, float("-inf") * factor)
             ref = tl.load(state_ptrs)
             if IS_ROBUST:
-                ref = tl.maximum(tl.max(x * unit, 0), ref)
+                ref = tl.maximum(tl.max(x * factor, 0), ref)
                 total, dropped = raise_reference(
                     total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
                 )
-            log_p = x * unit - ref[None, :]
+            log_p = x * factor - ref[None, :]
             if HAS_LOGITS:
                 local = (tile - begin_tile) * BLOCK_V
                 if USE_TMA:
@@ -353,7 +356,7 @@ def forward_kernel(
             p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
             total += partial_sums(p, BLOCK_V, BLOCK_N)
             if HAS_SURPLUS:
-                excess = tl.sum(tl.where(p > 0, p * (x * unit - ref[None, :]), 0.0), 0)
+                excess = tl.sum(tl.where(p > 0, p * (x * factor - ref[None, :]), 0.0), 0)
                 tl.store(state_ptrs + 3 * size, tl.load(state_ptrs + 3 * size) + excess)
                 tl.debug_barrier()
             if HAS_SCORE:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cce_dist.kernels import forward, numbers
 from cce_dist.kernels.gluon_names import async_load, thread_barrier
-from cce_dist.kernels.hopper_softcap import add_softcapped
+from cce_dist.kernels.hopper_softcap import add_softcapped, keep_units, unit_across, unit_of
 
 GROUPS = gl.constexpr(2)
 
@@ -192,7 +192,7 @@ def sum_tiles(
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     across: gl.constexpr = gl.SliceLayout(0, layout)
-    unit = numbers.LOG2E * scale
+    unit = unit_of(scale)
     token = block * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
     stride = num_blocks * BLOCK_N
     own = (GROUPS * split + group) * stride
@@ -211,6 +211,7 @@ def sum_tiles(
     if IS_SCREENED:
         of_token.index(3 * group + 1).store(gl.load(token_ptr + token))
         of_token.index(3 * group + 2).store(gl.load(token_ptr + N + token) * to_tanh)
+    keep_units(unit, token, of_token.index(3 * group + 1))
     step = 0
     turn = begin
     while turn < end:
@@ -261,10 +262,11 @@ def sum_tiles(
                     x += of_token.index(3 * group + 2).load(across)[None, :]
                 if HAS_BIAS:
                     x += bias[:, None]
+                factor = unit_across(unit, of_token.index(3 * group + 1), 0, BLOCK_N, across)
                 if first_column + ROWS > V:
-                    x = gl.where(inside[:, None], x, float("-inf") * unit)
+                    x = gl.where(inside[:, None], x, float("-inf") * factor)
                 ref = ref_tile.load(across)
-                p = gl.exp2(x * unit - ref[None, :])
+                p = gl.exp2(x * factor - ref[None, :])
                 total += partial_sums(p, ROWS, BLOCK_N)
                 if HAS_SCORE:
                     mass = gl.sum(p, 1)

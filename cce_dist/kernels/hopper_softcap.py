@@ -19,6 +19,7 @@ PARTS = gl.constexpr(8)
 # Rows of a group that no two of lie in one thread.
 APART = gl.constexpr(32)
 
+unit_of = gluon.jit(numbers.unit_of.fn)
 near_tanh = gluon.jit(numbers.near_tanh.fn)
 reciprocal = gluon.jit(numbers.reciprocal.fn)
 
@@ -72,6 +73,22 @@ def for_each_token(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def keep_units(unit, token, of_tokens):
+    """What `unit`, where it is a pointer, has of each token goes to shared memory."""
+    if unit.dtype.is_ptr():
+        of_tokens.store(numbers.LOG2E * gl.load(unit + token))
+
+
+@gluon.jit
+def unit_across(unit, of_tokens, FIRST: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
+    """`numbers.unit_across`, of what `keep_units` has put there."""
+    if unit.dtype.is_ptr():
+        return of_tokens.slice(FIRST, TOKENS).load(LAYOUT)[None, :]
+    else:
+        return unit
+
+
+@gluon.jit
 def pair_of(x, y):
     """Both as bf16, in 32 bits. Of numbers that are summed by the thousand, rounded to nearest."""
     return gl.inline_asm_elementwise(
@@ -106,7 +123,7 @@ def add_softcapped(
     unkept,  # of exp2(z - ref) over them, if IS_SCREENED
     of_columns,  # [ROWS] each: the bias; of 8 bits what products are multiplied and shifted by.
     # Of 8 bits these shifts, and those of tokens, are times 2 log2(e) / softcap
-    of_token,  # in shared memory, from `base`: reference; of 8 bits, scale and shift
+    of_token,  # in shared memory, from `base`: see `hopper.sum_tiles`
     base,
     mass_ptr,
     columns,  # [ROWS]
@@ -147,7 +164,8 @@ def add_softcapped(
             y += for_each_token(of_columns[0], rows)
         t = tanh_of_8_bits(y, FINE) if IS_SCREENED else near_tanh(y * (1.0 / softcap))
         ref = of_token.index(base).slice(i * TOKENS, TOKENS).load(across)
-        p = gl.exp2(t * (unit * softcap) - ref[None, :])
+        factor = unit_across(unit, of_token.index(base + 1), i * TOKENS, TOKENS, across)
+        p = gl.exp2(t * (factor * softcap) - ref[None, :])
         # Not in a branch, for which what parts have in registers would go to memory.
         p = gl.where(inside[:, None], p, 0.0)
         totals = totals + (with_rows_of(before[i], p, ROWS, TOKENS),)  # noqa: RUF005

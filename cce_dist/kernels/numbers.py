@@ -87,6 +87,43 @@ def softcapped(x, softcap, WIDE: tl.constexpr):
 
 
 @triton.jit
+def scale_of(scale, token):
+    """What logits are multiplied by: a number; or, of a pointer, each token's."""
+    # When compiling it is a tensor already; the interpreter has numbers as they come.
+    if tl.to_tensor(scale).dtype.is_ptr():
+        return tl.load(scale + token)
+    else:
+        return scale
+
+
+@triton.jit
+def scale_across(scale, token):
+    """The same for [.., TOKENS]. Loaded where it is used: registers are for products."""
+    if tl.to_tensor(scale).dtype.is_ptr():
+        return tl.load(scale + token)[None, :]
+    else:
+        return scale
+
+
+@triton.jit
+def unit_of(scale):
+    """log2(e) times it; a pointer as it is, for `unit_across`."""
+    if tl.to_tensor(scale).dtype.is_ptr():
+        return scale
+    else:
+        return LOG2E * scale
+
+
+@triton.jit
+def unit_across(unit, token):
+    """What logits [.., TOKENS] are multiplied by for base 2."""
+    if tl.to_tensor(unit).dtype.is_ptr():
+        return LOG2E * tl.load(unit + token)[None, :]
+    else:
+        return unit
+
+
+@triton.jit
 def load_tile(
     source,  # descriptor, or pointer to a row-major matrix
     row,

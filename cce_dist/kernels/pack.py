@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.numbers import HIGHEST, LOG2E, LOWEST, softcapped
+from cce_dist.kernels.numbers import HIGHEST, LOG2E, LOWEST, scale_of, softcapped
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def pack_kernel(
     stride_hn,
     stride_wv,
     stride_pn,
-    scale,
+    scale,  # a number, or [N_padded] one of each token
     softcap,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -103,6 +103,7 @@ def pack_kernel(
         of_first, _ = softcapped(of_first, softcap, False)
     ref = tl.full((BLOCK_N,), LOWEST, tl.float32)
     # An infinite logit, or NaN, is no bound.
+    scale = scale_of(scale, tokens)
     of_first *= scale * LOG2E
     ref = tl.where(tl.abs(of_first) < 1e30, of_first, ref)
     of_target *= scale * LOG2E

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.numbers import LOG2E, exp2_of, softcapped
+from cce_dist.kernels.numbers import LOG2E, exp2_of, scale_across, softcapped
 from cce_dist.kernels.plan import level_of
 
 # What a forward leaves of an entry's logit is its exp2 over a reference, in fp16: that has more
@@ -64,7 +64,7 @@ def fresh_logits(
     D,
     stride_hn,
     stride_wv,
-    scale,
+    scale,  # a number, or [N] one of each token
     softcap,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -87,7 +87,8 @@ def fresh_logits(
     slope = 1.0
     if HAS_SOFTCAP:
         x, slope = softcapped(x, softcap, WIDE)
-    return x * (scale * LOG2E), slope
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    return x * (scale_across(scale, token) * LOG2E), slope
 
 
 @triton.jit
@@ -194,7 +195,7 @@ def sdd_kept_task(
                 HAS_SOFTCAP,
             )  # fmt: skip
         if HAS_SOFTCAP:
-            slope = slope_at(of_entry, scale, softcap)
+            slope = slope_at(of_entry, scale_across(scale, token), softcap)
             slope = tl.where(of_entry == float("-inf"), 0.0, slope)
     else:
         of_entry, slope = fresh_logits(
@@ -207,7 +208,7 @@ def sdd_kept_task(
     own = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
     z = tl.load(pull_ptrs + 6 * N)[None, :]
     if HAS_SOFTCAP:
-        slope = tl.where(own, slope_at(z, scale, softcap), slope)
+        slope = tl.where(own, slope_at(z, scale_across(scale, token), softcap), slope)
     log_p = tl.where(own, z, of_entry) - tl.load(pull_ptrs + 5 * N)[None, :]
     if HAS_DRAWN:
         # A drawn column stands for 2^level of its kind.

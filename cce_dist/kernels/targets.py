@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.kernels.numbers import LOG2E, softcapped
+from cce_dist.kernels.numbers import LOG2E, scale_across, scale_of, softcapped
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def targets_kernel(
     short_order_ptr,  # [N] int16 or int32, the order: out, if HAS_ORDER
     N,
     V,
-    scale,
+    scale,  # a number, or [N_padded] one of each token
     softcap,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,  # fp32 inputs
@@ -104,7 +104,7 @@ def targets_kernel(
         if HAS_SOFTCAP:
             x, slope = softcapped(x, softcap, WIDE)
         own = lane[:, None] == lane[None, :]
-        logit = tl.where(here, tl.sum(tl.where(own, x, 0.0), 0) * scale, 0.0)
+        logit = tl.where(here, tl.sum(tl.where(own, x, 0.0), 0) * scale_of(scale, token), 0.0)
         if HAS_SCORE:
             column = tl.maximum(target, 0).to(tl.int64)
             mass_ptrs = mass_ptr + block.to(tl.int64) * V + column
@@ -115,7 +115,8 @@ def targets_kernel(
             is_first = tl.max(again.to(tl.int32), 1) == 0
             is_new = here & is_first & (mass >= 0)
             finite = tl.where(lse == float("-inf"), 0.0, lse)
-            p = tl.exp2(x * (scale * LOG2E) - (finite * LOG2E)[None, :])
+            unit = scale_across(scale, token) * LOG2E
+            p = tl.exp2(x * unit - (finite * LOG2E)[None, :])
             p = tl.where(is_new[:, None], p, 0.0)
             if HAS_UNKEPT:
                 taken_from(unkept_ptr + token, tl.sum(p, 0), finite, token < count)
