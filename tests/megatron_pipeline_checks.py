@@ -263,7 +263,11 @@ def code_that_is_not_megatrons() -> None:
     if is_last():
         handle.remove()
     cross_entropy = tensor_parallel.vocab_parallel_cross_entropy
-    with changed(tensor_parallel, vocab_parallel_cross_entropy=lambda *x: cross_entropy(*x) * 1.01):
+
+    def larger(*given: Any, **named: Any) -> torch.Tensor:
+        return cross_entropy(*given, **named) * 1.01
+
+    with changed(tensor_parallel, vocab_parallel_cross_entropy=larger):
         refused(model, "is not the cross-entropy of its logits")
     tied = make(Setup(pp=2, tied=True), ours=False)
     if not is_last():

@@ -490,21 +490,21 @@ def forks_with_another_value() -> None:
     def squared(z: Tensor) -> Tensor:
         return 1e-5 * z.float().clone().logsumexp(-1) ** 2
 
-    def ours(z: Tensor, labels: Tensor, *more: Any) -> Tensor:
-        return squared(z) + cross_entropy(z, labels, *more)
+    def ours(z: Tensor, labels: Tensor, *more: Any, **named: Any) -> Tensor:
+        return squared(z) + cross_entropy(z, labels, *more, **named)
 
-    def ours_fused(z: Tensor, labels: Tensor, *more: Any) -> Tensor:
-        return squared(z) + fused(z, labels, *more)
+    def ours_fused(z: Tensor, labels: Tensor, *more: Any, **named: Any) -> Tensor:
+        return squared(z) + fused(z, labels, *more, **named)
 
-    def of_16_bits_alone(z: Tensor, labels: Tensor, *more: Any) -> Tensor:
-        return z.float().logsumexp(-1) ** 2 + cross_entropy(z, labels, *more)
+    def of_16_bits_alone(z: Tensor, labels: Tensor, *more: Any, **named: Any) -> Tensor:
+        return z.float().logsumexp(-1) ** 2 + cross_entropy(z, labels, *more, **named)
 
-    def of_another_gradient(z: Tensor, labels: Tensor, *more: Any) -> Tensor:
-        loss = cross_entropy(z, labels, *more)
+    def of_another_gradient(z: Tensor, labels: Tensor, *more: Any, **named: Any) -> Tensor:
+        loss = cross_entropy(z, labels, *more, **named)
         return loss + 0.1 * (loss - loss.detach())
 
-    def without_gradient(z: Tensor, labels: Tensor, *more: Any) -> Tensor:
-        return cross_entropy(z.detach(), labels, *more)
+    def without_gradient(z: Tensor, labels: Tensor, *more: Any, **named: Any) -> Tensor:
+        return cross_entropy(z.detach(), labels, *more, **named)
 
     def capped(self: Any, **how: Any) -> Tensor:
         return softcapped(linear(self, **how), 30.0)
