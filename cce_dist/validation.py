@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cce_dist.collectives import require
 from cce_dist.options import LARGEST_FACTOR, LEAST_FACTOR, LossOptions
 from cce_dist.partials import accumulate_dtype
-from cce_dist.tracing import is_fake
+from cce_dist.tracing import is_fake, is_traced
 from cce_dist.transport import adapter_of
 from cce_dist.vocab_shard import VocabShard
 
@@ -57,6 +57,8 @@ def require_plain_call(weight: object) -> None:
             "backward() or torch.autograd.grad, and loop over what vmap would batch"
         )
     if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.is_nested:
+        return
+    if is_traced():
         return
     if weight.numel() and weight.device.type != "meta" and not weight.untyped_storage().nbytes():
         raise ValueError(

@@ -114,7 +114,7 @@ def dds_kept_task(
     ACCUMULATE: tl.constexpr,
 ):
     """A tile of columns x SLICE dims over the token blocks that keep any of them, and the tail."""
-    tile, slice_ = slice_of(task, number, num_slices, at_once)  # pyright: ignore[reportGeneralTypeIssues]
+    tile, slice_ = slice_of(task, number, num_slices, at_once)
     tile += first_tile
     dims = slice_ * SLICE + tl.arange(0, SLICE)
     inside = (dims < D)[None, :]

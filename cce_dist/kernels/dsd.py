@@ -70,7 +70,7 @@ def dsd_kept_task(
     num_slices = tl.cdiv(D, SLICE)
     piece = task % pieces
     number = tl.cdiv(count, TOKENS)
-    block, slice_ = slice_of(task // pieces, number, num_slices, at_once)  # pyright: ignore[reportGeneralTypeIssues]
+    block, slice_ = slice_of(task // pieces, number, num_slices, at_once)
     dims = slice_ * SLICE + tl.arange(0, SLICE)
     inside = (dims < D)[None, :]
     row_ptr = starts_ptr + block * (num_tiles + 1)
@@ -78,7 +78,7 @@ def dsd_kept_task(
     base = tl.load(base_ptr + block)
     lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros((TOKENS, SLICE), tl.float32)
-    begin, end = piece_of(piece, pieces, length, BLOCK_K)  # pyright: ignore[reportGeneralTypeIssues]
+    begin, end = piece_of(piece, pieces, length, BLOCK_K)
     for k in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         # Past the list's end stands some column: its d_logits are 0.
         column = (tl.load(entries_ptr + base + k + lane) >> 1).to(tl.int64)

@@ -110,7 +110,7 @@ def exact_dsd_task(
     first_token = task // num_slices * TOKENS
     first_dim = task % num_slices * SLICE
     acc = tl.zeros((TOKENS, SLICE), tl.float32)
-    begin, end = piece_of(piece, pieces, num_columns, BLOCK_K)  # pyright: ignore[reportGeneralTypeIssues]
+    begin, end = piece_of(piece, pieces, num_columns, BLOCK_K)
     for k in range(begin, end, BLOCK_K):
         p = load_tile(workspace_tokens, k, first_token, rows, N, N, BLOCK_K, TOKENS, USE_TMA)
         c = load_tile(weight, first_column + k, first_dim, V, D, stride_wv, BLOCK_K, SLICE, USE_TMA)

@@ -28,7 +28,7 @@ def add_extras(
     valid = (columns < V)[:, None]
     if HAS_ARGMAX:
         values = tl.where(valid, z, float("-inf"))
-        top, index = tl.max(values, 0, return_indices=True)  # pyright: ignore[reportGeneralTypeIssues]
+        top, index = tl.max(values, 0, return_indices=True)
         index = (index + tl.min(columns, 0)).to(tl.float32)
         old = tl.load(largest_ptr)
         old_index = tl.load(largest_ptr + field)

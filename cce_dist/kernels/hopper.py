@@ -6,12 +6,6 @@ What it computes is what `forward_kernel` says; that one is for all else, and fo
 GPU, as Triton interprets no kernel whose layouts are written out.
 """
 
-# Gluon types what a kernel sees, not Python's values; and these helpers are Triton's, whose
-# source is compiled a second time.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -4,11 +4,6 @@ Of all tokens of a tile at once a thread would hold probabilities and slopes bes
 than it has registers. docs/performance.md#a-softcap
 """
 
-# Gluon types what a kernel sees, not Python's values.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
-# pyright: reportReturnType=false, reportOptionalOperand=false, reportAssignmentType=false
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

@@ -1,7 +1,6 @@
 """The ranks' statistics of every token, merged; and whether they belong together."""
 
 # Triton types a kernel's arguments as its compiler sees them.
-# pyright: reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

@@ -114,7 +114,7 @@ def pack_kernel(
         blocks = N_padded // TOKENS
     tl.store(lower_ptr + tokens, ref, mask=tokens < N_padded)
     if tl.program_id(0) == 0:
-        splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)  # pyright: ignore[reportGeneralTypeIssues]
+        splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)
         tl.store(shape_ptr, blocks)
         tl.store(shape_ptr + 1, splits)
         tl.store(shape_ptr + 2, at_once)

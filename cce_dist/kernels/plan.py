@@ -147,7 +147,7 @@ def key_kernel(
     of8 = tl.zeros((BLOCK_V,), tl.int32)
     number = tl.zeros((BLOCK_V,), tl.int32)
     halves = tl.zeros((BLOCK_V,), tl.int32)
-    for i in tl.static_range(8):  # pyright: ignore[reportGeneralTypeIssues]
+    for i in tl.static_range(8):
         two = (of16 >> (14 - 2 * i)) & 3
         halves = tl.where((two > 0) & (number < 2), (halves << 2) | two, halves)
         of8 |= (two > 0).to(tl.int32) << (7 - i)
@@ -341,7 +341,7 @@ def list_task(
     """One tile and 64 token blocks: the tile's entries in the blocks' lists of columns."""
     tile = first_tile + task // words
     word = task % words
-    column, keeps, listed, row = listed_columns(  # pyright: ignore[reportGeneralTypeIssues]
+    column, keeps, listed, row = listed_columns(
         tile, word, first_tile, kept_ptr, drawn_ptr, order_ptr, starts_ptr, base_ptr, V, num_tiles,
         num_blocks, words, TILE, HAS_DRAWN,
     )  # fmt: skip
@@ -371,7 +371,7 @@ def pair_task(
     """One tile that is kept somewhere and 64 token blocks: where DDS finds their d_logits."""
     tile = first_tile + task // words
     word = task % words
-    _, keeps, _, row = listed_columns(  # pyright: ignore[reportGeneralTypeIssues]
+    _, keeps, _, row = listed_columns(
         tile, word, first_tile, kept_ptr, drawn_ptr, order_ptr, starts_ptr, base_ptr, V, num_tiles,
         num_blocks, words, TILE, HAS_DRAWN,
     )  # fmt: skip

@@ -1,7 +1,6 @@
 """Rows in 8 bits: a scale for each, and how far off what they stand for is."""
 
 # Triton's loops are none that Python may run, and its tuples grow by static ones.
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl

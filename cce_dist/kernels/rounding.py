@@ -2,7 +2,6 @@
 each by one kernel where torch takes some forty."""
 
 # Triton's loops are none that Python may run.
-# pyright: reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

@@ -64,7 +64,7 @@ def guard_parts_kernel(
     tl.store(error_ptr + part, tl.sum(total, 0))
     # The last one has tokens only where all have.
     if part == num_parts - 1:
-        splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)  # pyright: ignore[reportGeneralTypeIssues]
+        splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)
         tl.store(full_shape_ptr + 1, splits)
         tl.store(full_shape_ptr + 2, at_once)
 
@@ -99,7 +99,7 @@ def guard_kernel(
     full = 1 - screened.to(tl.int32)
     tl.store(full_ptr, full)
     tl.store(full_shape_ptr, blocks * full)
-    for i in tl.static_range(1, 3):  # pyright: ignore[reportGeneralTypeIssues]
+    for i in tl.static_range(1, 3):
         tl.store(shape_ptr + i, tl.load(full_shape_ptr + i), mask=full != 0)
 
 
@@ -142,7 +142,7 @@ def exact_task(
     HAS_MADE: tl.constexpr,
 ):
     """SEGMENT entries of one token block's list of columns. Those that are drawn are in no sum."""
-    block, place, length, row = segment_of(  # pyright: ignore[reportGeneralTypeIssues]
+    block, place, length, row = segment_of(
         task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
         SEGMENT, BLOCKS,
     )  # fmt: skip

@@ -173,7 +173,7 @@ def sdd_kept_task(
     HAS_DRAWN: tl.constexpr,
 ):
     """SEGMENT entries of one token block's list of columns."""
-    block, place, length, row = segment_of(  # pyright: ignore[reportGeneralTypeIssues]
+    block, place, length, row = segment_of(
         task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
         SEGMENT, BLOCKS,
     )  # fmt: skip

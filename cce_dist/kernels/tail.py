@@ -171,7 +171,7 @@ def token_sums_kernel(
         mask=inside[:, None] & (dims < D)[None, :],
         other=0.0,
     ).to(tl.float32)
-    for kind in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
+    for kind in tl.static_range(2):
         if HAS_TAIL if kind == 0 else HAS_MEAN:
             weight_ptr = mass_ptr if kind == 0 else mean_ptr
             weight = tl.load(weight_ptr + token, mask=inside, other=0.0)
