@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cce_dist.kernels.tail import centroid_kernel, merge_kernel
 from cce_dist.local_triton_launch import start
-from cce_dist.local_triton_tiles import num_programs, tiles_for
+from cce_dist.local_triton_tiles import key_of, num_programs, tiles_for
 from cce_dist.partials import Head
 
 # Groups of token blocks whose dropped part is one product of marginals. docs/numerics.md#the-tail
@@ -26,14 +26,16 @@ def padded_groups(has_tail: bool, has_mean: bool) -> int:
     return 2 * TAIL_GROUPS if has_tail and has_mean else TAIL_GROUPS
 
 
-def dims_of_centroids(weight: Tensor, has_class_weight: bool) -> int:
-    """Dims of one task of `centroid_kernel`."""
+def dims_of_centroids(weight: Tensor, padded: int, has_class_weight: bool) -> int:
+    """Dims of one task of `centroid_kernel`: as many as its shared memory holds."""
     dims = tiles_for(weight).tail_dims
-    # Triton 3.8 keeps what class weights multiply in shared memory in fp32, too: with all dims
-    # 280 KB, and an H100 has 227.
-    if has_class_weight and weight.element_size() == 2 and triton.__version__.startswith("3.8."):
-        dims //= 2
-    return dims
+    if not has_class_weight or weight.element_size() > 2:
+        return dims
+    # Triton 3.8 keeps the tile that class weights multiply in fp32 as well.
+    if triton.__version__.startswith("3.8."):
+        return dims // 4
+    is_small = key_of(weight)[0] in ("sm80", "sm86")
+    return dims // 2 if is_small and padded > TAIL_GROUPS else dims
 
 
 def centroids(
@@ -51,7 +53,7 @@ def centroids(
     groups = 0 if share is None else share.shape[0]
     padded = padded_groups(share is not None, with_mean)
     has_class_weight = with_mean and head.class_weight is not None
-    block_v, block_d = 128, dims_of_centroids(weight, has_class_weight)
+    block_v, block_d = 128, dims_of_centroids(weight, padded, has_class_weight)
     slices = triton.cdiv(dim, block_d)
     tiles = triton.cdiv(num_columns, block_v)
     splits = max(1, min(tiles, 2 * num_programs(weight) // slices))

@@ -1,5 +1,8 @@
 """Functions of Gluon that releases of Triton call by different names, or with other arguments."""
 
+# Each release has one of two names.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
