@@ -32,10 +32,19 @@ _compiled: ContextVar[list[Any] | None] = ContextVar("cce_dist_compiled", defaul
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """`kernel[grid]`; in a rehearsal what compiles the kernel for such arguments, and no more."""
     load_one_at_a_time()
-    compiled = _compiled.get()
+    compiled, options = _compiled.get(), _options()
     if compiled is None:
-        return kernel[grid]
-    return lambda *args, **named: compiled.append(kernel.warmup(*args, grid=grid, **named))
+        return functools.partial(kernel[grid], **options) if options else kernel[grid]
+    return lambda *args, **named: compiled.append(
+        kernel.warmup(*args, grid=grid, **options, **named)
+    )
+
+
+@functools.cache
+def _options() -> dict[str, bool]:
+    """Of every kernel: to fuse multiply-adds, of whose default Triton 3.9 warns that it will end."""
+    language = getattr(getattr(triton, "knobs", None), "language", None)
+    return {"enable_fp_fusion": True} if hasattr(language, "fp_fusion_enabled") else {}
 
 
 def is_rehearsing() -> bool:

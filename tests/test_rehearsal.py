@@ -27,9 +27,9 @@ class Recorded:
         self.calls: list[tuple[str, Any, tuple[Any, ...]]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self.calls.append(("launch", grid, args))
+        return lambda *args, **_: self.calls.append(("launch", grid, args))
 
-    def warmup(self, *args: Any, grid: tuple[int, ...]) -> None:
+    def warmup(self, *args: Any, grid: tuple[int, ...], **_: Any) -> None:
         self.calls.append(("warmup", grid, args))
 
 

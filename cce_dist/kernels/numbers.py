@@ -90,7 +90,7 @@ def softcapped(x, softcap, WIDE: tl.constexpr):
 def scale_of(scale, token):
     """What logits are multiplied by: a number; or, of a pointer, each token's."""
     # When compiling it is a tensor already; the interpreter has numbers as they come.
-    if tl.to_tensor(scale).dtype.is_ptr():
+    if tl.core.to_tensor(scale).dtype.is_ptr():
         return tl.load(scale + token)
     else:
         return scale
@@ -99,7 +99,7 @@ def scale_of(scale, token):
 @triton.jit
 def scale_across(scale, token):
     """The same for [.., TOKENS]. Loaded where it is used: registers are for products."""
-    if tl.to_tensor(scale).dtype.is_ptr():
+    if tl.core.to_tensor(scale).dtype.is_ptr():
         return tl.load(scale + token)[None, :]
     else:
         return scale
@@ -108,7 +108,7 @@ def scale_across(scale, token):
 @triton.jit
 def unit_of(scale):
     """log2(e) times it; a pointer as it is, for `unit_across`."""
-    if tl.to_tensor(scale).dtype.is_ptr():
+    if tl.core.to_tensor(scale).dtype.is_ptr():
         return scale
     else:
         return LOG2E * scale
@@ -117,7 +117,7 @@ def unit_of(scale):
 @triton.jit
 def unit_across(unit, token):
     """What logits [.., TOKENS] are multiplied by for base 2."""
-    if tl.to_tensor(unit).dtype.is_ptr():
+    if tl.core.to_tensor(unit).dtype.is_ptr():
         return LOG2E * tl.load(unit + token)[None, :]
     else:
         return unit
