@@ -42,7 +42,7 @@ def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 @functools.cache
 def _options() -> dict[str, bool]:
-    """Of every kernel: to fuse multiply-adds, of whose default Triton 3.9 warns that it will end."""
+    """Of every kernel. Triton 3.9 warns where it is left to decide whether to fuse."""
     language = getattr(getattr(triton, "knobs", None), "language", None)
     return {"enable_fp_fusion": True} if hasattr(language, "fp_fusion_enabled") else {}
 
