@@ -14,6 +14,7 @@ EXTRAS = {
     "mpi4py": "mpi",
     "numpy": CORE,
     "pydantic": "train",
+    "pydantic_core": "train",
     "rich": CORE,
     "tokenizers": "train",
     "torch": CORE,
