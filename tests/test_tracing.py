@@ -58,15 +58,20 @@ SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Policy:
-    """Of selective checkpointing, and the operators that it was asked about."""
+    """A policy of selective checkpointing; it lists the operators of the forward.
+
+    PyTorch before 2.13 asks it again while the region is recomputed, and must hear the same.
+    """
 
     def __init__(self, saves: Callable[[Any, int], bool]) -> None:
         self.saves = saves
         self.seen: list[Any] = []
+        self.recomputed: list[Any] = []
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        self.seen.append(op)
-        return SAVE if self.saves(op, self.seen.count(op)) else AGAIN
+        operators = self.recomputed if ctx.is_recompute else self.seen
+        operators.append(op)
+        return SAVE if self.saves(op, operators.count(op)) else AGAIN
 
 
 MM = torch.ops.aten.mm.default
