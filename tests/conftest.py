@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.util
 import os
+import pkgutil
 import random
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -19,14 +20,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from cce_dist import kernels
 from cce_dist.testing import Place, RankPool, speed_up_interpreter
 from cce_dist.testing.forks import start_fork_server
 
 # Triton reads it when a kernel is decorated, so it must stand here before any is imported. The
-# processes of a RankPool inherit it.
+# processes of a RankPool inherit it. All are imported at once: some tests set it to 0 for a while.
 if torch.cuda.device_count() == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 speed_up_interpreter()
+if importlib.util.find_spec("triton"):
+    for module in pkgutil.iter_modules(kernels.__path__):
+        # Gluon's have no interpreter, and not every Triton has their parts.
+        if not module.name.startswith(("hopper", "gluon")):
+            importlib.import_module(f"{kernels.__name__}.{module.name}")
 # A test may be the first to need half a dozen kernels, while as many tests as there are cores do.
 COMPILING_SECONDS = 300
 # Whose processes are forks; fixtures whose processes are.
