@@ -102,7 +102,7 @@ def linear_cross_entropy(
             were, on all ranks.
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
             one tile of 128 tokens. None: 64 MiB, and 8 KiB a token of more than 8,192, so that
-            more tokens take no longer each; with logits="screened" 16 KiB a token if that is more,
+            more tokens take no longer each; with logits="screened" 17 KiB a token if that is more,
             but no more for it than the weight's 8-bit copy took, which is gone by then.
         keep_logits: whether memory from the forward to the backward saves time, on a GPU. With
             gradient="exact" logits of as many columns as fit the workspace, and the weight's

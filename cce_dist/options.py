@@ -37,7 +37,7 @@ TOKEN_BLOCK = 128
 # more the more tokens there are, and so many more columns have to share it.
 LEAST_WORKSPACE_BYTES = 64 * 2**20
 WORKSPACE_BYTES_PER_TOKEN = 2**13
-SCREENED_BYTES_PER_TOKEN = 2**14
+SCREENED_BYTES_PER_TOKEN = 17 * 2**10
 
 _NUMBERS = (
     "ignore_index",
