@@ -76,10 +76,8 @@ def doctor(
         # The ranks are not together: nobody else says what this one has found.
         for check in report.checks:
             if check.status == "failure":
-                text = (
-                    f"error: rank {report.rank} on {report.hosts[0]}: {check.name}: {check.found}"
-                )
-                typer.echo(text, err=True)
+                place = f"rank {report.rank} on {report.hosts[0]}"
+                typer.echo(f"error: {place}: {check.name}: {check.observed}", err=True)
     raise typer.Exit(report.exit_code)
 
 
@@ -136,8 +134,8 @@ def show(report: Report) -> None:
 
 
 def lines_of(check: Check) -> str:
-    """What was found; where that is not well, what was expected and what to do."""
-    lines = [check.found]
+    """Writes a check's finding; for a bad finding also the expectation and the remedy."""
+    lines = [check.observed]
     measured = "expected_seconds" in check.numbers
     if check.expected and (measured or check.status in ("warning", "failure")):
         lines.append(f"expected: {check.expected}")

@@ -1,4 +1,5 @@
-"""What a command needs beside torch, and how to install it where it is missing."""
+"""Packages that a command needs beside torch, and the way to install them where they are
+missing."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def need_modules(*names: str) -> None:
 
 
 def explain_missing(error: ModuleNotFoundError, arguments: list[str]) -> str | None:
-    """One line for the user; None where no extra would help.
+    """Returns a line for the user; None where no extra would help.
 
     Args: arguments: of the command line, as in sys.argv[1:].
     """

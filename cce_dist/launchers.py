@@ -1,4 +1,4 @@
-"""Who started this process and which rank it is, from environment variables alone.
+"""The launcher of this process and its rank, from environment variables alone.
 
 docs/ranks.md has the table of variables and says which launcher wins where several have left some.
 """
@@ -23,7 +23,7 @@ class LaunchError(ValueError):
 
 
 class Variables(NamedTuple):
-    """Where a launcher says a rank's place."""
+    """The environment variables in which a launcher states a rank's place."""
 
     rank: str
     world_size: str
@@ -145,7 +145,8 @@ def _read_mpi(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _is_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun has started this process; a batch script has most of the variables too."""
+    """Returns True if srun has started this process; a batch script has most of the variables
+    too."""
     return "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment
 
 

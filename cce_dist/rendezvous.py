@@ -1,4 +1,4 @@
-"""How ranks find one another: rank 0's address, a store, and keys in it that are theirs alone."""
+"""Meeting of ranks: rank 0's address, a store, and keys in it that are theirs alone."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def locate(launch: Launch, timeout: timedelta) -> tuple[Launch, dist.Store | Non
         return replace(launch, local_rank=0, local_world_size=1), None
     comm, node = _mpi_communicators(launch)
     launch = replace(launch, local_rank=node.Get_rank(), local_world_size=node.Get_size())
-    server, found = None, None
+    server, endpoint = None, None
     if launch.rank == 0 and launch.port is None:
         # A name, since many hosts know themselves by 127.0.1.1.
         alone = launch.local_world_size == launch.world_size
         address = launch.address or ("127.0.0.1" if alone else socket.gethostname())
         server = _host_store(address, 0, timeout)
-        found = (address, server.port)
+        endpoint = (address, server.port)
     elif launch.rank == 0:
-        found = (launch.address or socket.gethostname(), launch.port)
-    address, port = comm.bcast(found, root=0)
+        endpoint = (launch.address or socket.gethostname(), launch.port)
+    address, port = comm.bcast(endpoint, root=0)
     return replace(launch, address=address, port=port), server
 
 
@@ -132,9 +132,9 @@ def meet(
     common = dist.PrefixStore("cce_dist/join", store)
     if rank == 0:
         attempt = uuid.uuid4().hex
-        found = _gather(common, attempt, world_size, facts, timeout)
-        missing = [str(other) for other in range(world_size) if other not in found]
-        error = _contradiction(found)
+        facts_by_rank = _gather(common, attempt, world_size, facts, timeout)
+        missing = [str(other) for other in range(world_size) if other not in facts_by_rank]
+        error = _contradiction(facts_by_rank)
         if missing:
             error = (
                 f"of {world_size} ranks these have not come within "
@@ -144,7 +144,9 @@ def meet(
         common.set(f"{attempt}/verdict", json.dumps([error, all_here]))
         if error is not None:
             # The store may end with this process.
-            _wait_until(lambda: common.add(f"{attempt}/heard", 0) == len(found) - 1, LET_HEAR_S)
+            _wait_until(
+                lambda: common.add(f"{attempt}/heard", 0) == len(facts_by_rank) - 1, LET_HEAR_S
+            )
     else:
         attempt, error, all_here = _ask(common, rank, world_size, facts, timeout)
     if error is not None:
@@ -156,24 +158,24 @@ def _gather(
     store: dist.Store, attempt: str, world_size: int, facts: Mapping[str, Any], timeout: timedelta
 ) -> dict[int, Mapping[str, Any]]:
     """Facts by rank, of those who have come in time, on rank 0."""
-    found: dict[int, Mapping[str, Any]] = {0: facts}
+    facts_by_rank: dict[int, Mapping[str, Any]] = {0: facts}
     # The last hello of each rank that was answered; an earlier attempt's will stay alone.
     answered: dict[int, str] = {}
     deadline = time.monotonic() + timeout.total_seconds()
-    while len(found) < world_size:
+    while len(facts_by_rank) < world_size:
         for rank in range(1, world_size):
-            if rank in found or not store.check([f"hello/{rank}"]):
+            if rank in facts_by_rank or not store.check([f"hello/{rank}"]):
                 continue
             hello = json.loads(store.get(f"hello/{rank}"))
             if answered.get(rank) != hello["number"]:
                 answered[rank] = hello["number"]
                 store.set(f"answer/{hello['number']}", attempt)
             elif store.check([f"{attempt}/here/{hello['number']}"]):
-                found[rank] = hello["facts"]
+                facts_by_rank[rank] = hello["facts"]
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
-    return found
+    return facts_by_rank
 
 
 def _ask(

@@ -35,8 +35,8 @@ class Clash:
 
 
 def is_at_least(facts: Facts, package: str, *version: int) -> bool:
-    found = facts.version(package)
-    return found is not None and found[: len(version)] >= version
+    installed = facts.version(package)
+    return installed is not None and installed[: len(version)] >= version
 
 
 def is_before(facts: Facts, package: str, *version: int) -> bool:
@@ -149,15 +149,15 @@ CLASHES = (
 
 def check_clashes(facts: Facts, pp: int) -> list[Check]:
     """A row for each that applies, or one that says that none does."""
-    found = [clash for clash in CLASHES if clash.applies(facts, pp)]
-    if not found:
-        return [Check(name="clashes", status="ok", found=f"none of {len(CLASHES)} known ones")]
+    clashes = [clash for clash in CLASHES if clash.applies(facts, pp)]
+    if not clashes:
+        return [Check(name="clashes", status="ok", observed=f"none of {len(CLASHES)} known ones")]
     return [
         Check(
             name=clash.name,
             status=clash.status,
-            found=f"{clash.what} ({clash.source})",
+            observed=f"{clash.what} ({clash.source})",
             remedy=clash.remedy,
         )
-        for clash in found
+        for clash in clashes
     ]

@@ -36,7 +36,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Job:
-    """What the collectives are of.
+    """The sizes and the dtype of the loss whose collectives are measured.
 
     Args:
         bandwidth: bytes/s to expect in place of the table's.
@@ -76,7 +76,7 @@ class Measured:
 def groups_of(
     ranks: Ranks, job: Job, device: torch.device
 ) -> Iterator[list[tuple[str, dist.ProcessGroup, list[int]]]]:
-    """Of this rank: the groups that may share a vocabulary, their names and members.
+    """Yields this rank's groups that may share a vocabulary: their names and members.
 
     Collectives: those of making groups. They are destroyed at the end.
     """
@@ -89,13 +89,13 @@ def groups_of(
     broken = False
     try:
         widths = {"tp": job.tp} | ({"pp x tp": job.pp * job.tp} if job.pp > 1 else {})
-        found = []
+        groups = []
         for name, width in widths.items():
             rows = [list(range(x, x + width)) for x in range(0, ranks.size, width)]
             group = own_group(ranks.rank, rows, limit)
             if group is not None and width > 1:
-                found.append((name, group, rows[ranks.rank // width]))
-        yield found
+                groups.append((name, group, rows[ranks.rank // width]))
+        yield groups
     except BaseException:
         broken = True
         raise
@@ -116,8 +116,8 @@ def check_collectives(
     checks: list[Check] = []
     with groups_of(ranks, job, device) as groups:
         if not groups:
-            found = "every rank holds the whole vocabulary: the loss has none"
-            return [Check(name="collectives", status="skipped", found=found)]
+            reason = "every rank holds the whole vocabulary: the loss has none"
+            return [Check(name="collectives", status="skipped", observed=reason)]
         for name, group, members in groups:
             link = link_of([everyone[rank] for rank in members], _num_cores())
             for what in ("latency", "merge", "sum"):
@@ -198,14 +198,14 @@ def _measure(
 
 
 def _times(call: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:
-    """Of each call; back to back, which keeps the ranks together."""
+    """Times each call. Calls run back to back, which keeps the ranks together."""
     if device.type != "cuda":
-        found = []
+        durations = []
         for _ in range(repeats):
             start = time.perf_counter()
             call()
-            found.append(time.perf_counter() - start)
-        return found
+            durations.append(time.perf_counter() - start)
+        return durations
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
     for mark in marks[1:]:
@@ -250,7 +250,7 @@ def judge(
     return Check(
         name=name,
         status="warning" if slow else "ok",
-        found=f"{_duration(seconds)}{speed}: {measured.what}; {link.kind}",
+        observed=f"{_duration(seconds)}{speed}: {measured.what}; {link.kind}",
         expected="no figure for this link"
         if expected is None
         else f"{_duration(expected)}, at most {TOO_SLOW:g} times that ({source})",
@@ -270,7 +270,7 @@ def _wrong(name: str, measured: Measured) -> Check:
     return Check(
         name=name,
         status="failure",
-        found=f"wrong numbers came back: {measured.what}",
+        observed=f"wrong numbers came back: {measured.what}",
         expected="each rank's numbers, or their sum",
         remedy="do not train on this: NCCL_DEBUG=INFO, another NCCL, the GPUs' and links' errors",
     )

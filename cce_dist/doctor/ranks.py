@@ -110,7 +110,7 @@ def join(timeout: float, alike: Mapping[str, Any]) -> Ranks:
 
 @contextmanager
 def ends_within(seconds: float, ranks: Ranks, phase: str) -> Iterator[None]:
-    """This process ends with exit code 1, and a message, if the phase takes longer.
+    """Ends this process with exit code 1 and a message if the phase takes longer.
 
     For what no exception gets out of: a kernel or a collective that waits for ever.
     """
@@ -143,7 +143,8 @@ def _absent(ranks: Ranks, phase: str) -> str:
 
 
 def choose_device(ranks: Ranks, facts: Facts) -> torch.device:
-    """This rank's GPU, made current; without one the CPU, which `check_devices` judges."""
+    """Makes this rank's GPU current and returns it; without a GPU returns the CPU, which
+    `check_devices` judges."""
     if not facts.gpus and ranks.size > 1:
         return distributed.choose_device(ranks.launch, "cpu")
     # A launcher may show every rank no GPU but its own.
@@ -155,7 +156,7 @@ def choose_device(ranks: Ranks, facts: Facts) -> torch.device:
 
 
 def describe(ranks: Ranks, facts: Facts, device: torch.device) -> dict[str, Any]:
-    """What the others have to know of this rank; JSON."""
+    """Returns this rank's facts for the other ranks; JSON."""
     gpu = facts.gpus[device.index] if device.type == "cuda" else None
     return {
         "host": facts.host,
@@ -182,14 +183,14 @@ def check_devices(everyone: Sequence[dict[str, Any]]) -> Check:
     shared = [ranks for ranks in owners.values() if len(ranks) > 1]
     without = [rank for rank, one in enumerate(everyone) if one["gpu"] is None]
     if not owners and not any(one["has_gpus"] for one in everyone):
-        return Check(name="devices", status="ok", found="every rank on the CPU, over gloo")
+        return Check(name="devices", status="ok", observed="every rank on the CPU, over gloo")
     problems = [f"{name_ranks(ranks)} share a GPU" for ranks in shared]
     if without:
         problems.append(f"{name_ranks(without)} without one")
     return Check(
         name="devices",
         status="failure" if problems else "ok",
-        found="; ".join(problems) or f"{len(owners)} GPUs, one a rank",
+        observed="; ".join(problems) or f"{len(owners)} GPUs, one a rank",
         expected=expected,
         remedy="start as many ranks as GPUs on each host, each with its LOCAL_RANK, and let all "
         "of a host see the same CUDA_VISIBLE_DEVICES"
@@ -211,7 +212,7 @@ def check_alike(everyone: Sequence[dict[str, Any]]) -> Check:
     return Check(
         name="software",
         status="failure" if different else "ok",
-        found="\n".join(different) or f"cce_dist {version}, sources {sources}, alike everywhere",
+        observed="\n".join(different) or f"cce_dist {version}, sources {sources}, alike everywhere",
         expected="the same versions, and the same files of cce_dist, on every rank",
         remedy="install the same environment on every host" if different else "",
         numbers={"sources": sources},
@@ -243,7 +244,7 @@ def check_clocks(everyone: Sequence[dict[str, Any]]) -> Check | None:
     return Check(
         name="clocks",
         status="ok" if good else "warning",
-        found=f"{apart:.2f} s apart between {len(hosts)} hosts",
+        observed=f"{apart:.2f} s apart between {len(hosts)} hosts",
         expected=f"<= {LARGEST_SKEW_S:g} s",
         remedy="" if good else "synchronise them, by NTP or chrony",
         numbers={"apart_seconds": apart},

@@ -28,12 +28,12 @@ def dotted(version: tuple[int, ...]) -> str:
 
 
 def check_python() -> Check:
-    found = dotted(sys.version_info[:3])
+    version = dotted(sys.version_info[:3])
     good = sys.version_info[:2] >= LEAST_PYTHON
     return Check(
         name="python",
         status="ok" if good else "failure",
-        found=found,
+        observed=version,
         expected=f">= {dotted(LEAST_PYTHON)}",
         remedy="" if good else "make the environment with a newer Python",
     )
@@ -49,7 +49,7 @@ def check_torch() -> Check:
         return Check(
             name="torch",
             status="failure",
-            found="not installed" if missing else f"cannot be imported: {first_line(error)}",
+            observed="not installed" if missing else f"cannot be imported: {first_line(error)}",
             expected=expected,
             remedy="install it as https://pytorch.org/get-started says for this machine, "
             "into the Python that runs this: " + sys.executable,
@@ -57,13 +57,13 @@ def check_torch() -> Check:
     version = numbers_of(torch.__version__) or ()
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     good = version >= LEAST_TORCH and torch.distributed.is_available()
-    found = f"{torch.__version__}, built for {built}"
+    build = f"{torch.__version__}, built for {built}"
     if not torch.distributed.is_available():
-        found += ", without torch.distributed"
+        build += ", without torch.distributed"
     return Check(
         name="torch",
         status="ok" if good else "failure",
-        found=found,
+        observed=build,
         expected=f"{expected}, with torch.distributed",
         remedy="" if good else "pip install --upgrade torch",
     )
@@ -79,19 +79,22 @@ def check_triton(*, needed: bool) -> Check:
             return Check(
                 name="triton",
                 status="failure" if needed else "skipped",
-                found="not installed",
+                observed="not installed",
                 expected=expected,
                 remedy=remedy if needed else "",
             )
         triton = importlib.import_module("triton")
     except Exception as error:
-        found = f"cannot be imported: {first_line(error)}"
-        return Check(name="triton", status="failure", found=found, expected=expected, remedy=remedy)
-    return Check(name="triton", status="ok", found=triton.__version__, expected=expected)
+        reason = f"cannot be imported: {first_line(error)}"
+        return Check(
+            name="triton", status="failure", observed=reason, expected=expected, remedy=remedy
+        )
+    return Check(name="triton", status="ok", observed=triton.__version__, expected=expected)
 
 
 def check_hopper_forward(facts: Facts) -> Check | None:
-    """Whether 16-bit forwards have their faster kernel; None: not such a GPU, or no Triton."""
+    """Checks that 16-bit forwards have their faster kernel; None: another kind of GPU, or no
+    Triton."""
     if not any(gpu.capability == (9, 0) for gpu in facts.gpus) or "triton" not in facts.versions:
         return None
     from cce_dist.local_triton_hopper import RELEASES, why_no_gluon
@@ -100,7 +103,7 @@ def check_hopper_forward(facts: Facts) -> Check | None:
     return Check(
         name="Hopper's forward",
         status="warning" if reason else "ok",
-        found=reason or "its Gluon kernel can be compiled",
+        observed=reason or "its Gluon kernel can be compiled",
         expected=f"triton {RELEASES}",
         remedy="nothing is wrong, but slower: use one of these versions" if reason else "",
     )
@@ -113,14 +116,14 @@ def check_interpreter(facts: Facts) -> Check:
         return Check(
             name="interpreter",
             status="warning",
-            found="TRITON_INTERPRET=1 on a machine with GPUs: eager torch computes the loss",
+            observed="TRITON_INTERPRET=1 on a machine with GPUs: eager torch computes the loss",
             expected="unset, so that kernels are compiled",
             remedy="unset TRITON_INTERPRET",
         )
     return Check(
         name="interpreter",
         status="ok",
-        found="on: kernels run in NumPy, for tests" if on else "off",
+        observed="on: kernels run in NumPy, for tests" if on else "off",
     )
 
 
@@ -129,7 +132,7 @@ def check_numpy(facts: Facts) -> Check:
         return Check(
             name="numpy",
             status="skipped",
-            found="not installed",
+            observed="not installed",
             expected="needed by `cce-dist train` and `bench`, and Triton's interpreter",
         )
     try:
@@ -138,26 +141,26 @@ def check_numpy(facts: Facts) -> Check:
         return Check(
             name="numpy",
             status="failure",
-            found=f"cannot be imported: {first_line(error)}",
+            observed=f"cannot be imported: {first_line(error)}",
             expected="importable",
             remedy="pip install --force-reinstall numpy",
         )
-    return Check(name="numpy", status="ok", found=facts.versions["numpy"])
+    return Check(name="numpy", status="ok", observed=facts.versions["numpy"])
 
 
 def check_nccl(facts: Facts) -> Check:
     if facts.nccl is not None:
-        return Check(name="NCCL", status="ok", found=facts.nccl)
+        return Check(name="NCCL", status="ok", observed=facts.nccl)
     if facts.gpus:
         return Check(
             name="NCCL",
             status="failure",
-            found="torch has none",
+            observed="torch has none",
             expected="a torch built with NCCL, for more than one GPU",
             remedy="install torch's CUDA wheel: https://pytorch.org/get-started",
         )
-    found = "not in use without GPUs: ranks talk over gloo"
-    return Check(name="NCCL", status="skipped", found=found)
+    unused = "not in use without GPUs: ranks talk over gloo"
+    return Check(name="NCCL", status="skipped", observed=unused)
 
 
 def check_megatron(facts: Facts) -> Check:
@@ -171,11 +174,11 @@ def check_megatron(facts: Facts) -> Check:
         except ModuleNotFoundError:
             spec = None
         if spec is None:
-            return Check(name="megatron-core", status="skipped", found="not installed")
+            return Check(name="megatron-core", status="skipped", observed="not installed")
         return Check(
             name="megatron-core",
             status="warning",
-            found=f"a checkout, of no known version: {spec.origin}",
+            observed=f"a checkout, of no known version: {spec.origin}",
             expected=expected,
             remedy="python -m megatron_patch --check",
         )
@@ -183,18 +186,18 @@ def check_megatron(facts: Facts) -> Check:
     return Check(
         name="megatron-core",
         status="ok" if good else "warning",
-        found=facts.versions["megatron-core"],
+        observed=facts.versions["megatron-core"],
         expected=expected,
         remedy="" if good else "python -m megatron_patch --check says whether it can be patched",
     )
 
 
 def check_transformer_engine(facts: Facts) -> Check:
-    found = facts.versions.get("transformer-engine")
+    version = facts.versions.get("transformer-engine")
     return Check(
         name="TransformerEngine",
-        status="ok" if found else "skipped",
-        found=found or "not installed",
+        status="ok" if version else "skipped",
+        observed=version or "not installed",
         expected="optional: a peer of the benchmarks, and Megatron's layers",
     )
 
@@ -203,7 +206,7 @@ def check_mpi(facts: Facts) -> Check:
     """mpi4py, and the library that it finds; MPI is not started."""
     version = facts.versions.get("mpi4py")
     if version is None:
-        return Check(name="MPI", status="skipped", found="mpi4py is not installed")
+        return Check(name="MPI", status="skipped", observed="mpi4py is not installed")
     try:
         done = subprocess.run(
             [sys.executable, "-c", ASK_MPI], capture_output=True, text=True, timeout=ASK_SECONDS
@@ -215,11 +218,11 @@ def check_mpi(facts: Facts) -> Check:
         return Check(
             name="MPI",
             status="warning",
-            found=f"mpi4py {version} finds no MPI library: {why}",
+            observed=f"mpi4py {version} finds no MPI library: {why}",
             expected="Open MPI, MPICH or Intel MPI",
             remedy="only for jobs of mpirun: pip install mpich, or the system's MPI",
         )
-    return Check(name="MPI", status="ok", found=f"mpi4py {version}, {library_of(done.stdout)}")
+    return Check(name="MPI", status="ok", observed=f"mpi4py {version}, {library_of(done.stdout)}")
 
 
 def library_of(text: str) -> str:

@@ -154,7 +154,7 @@ def filtered_kernel(
         is_last = phase == 2 * num_chunks
         chunk = num_chunks - 1 - turn
         at = chunk * (num_blocks + 1)
-        own = (turn + 1) % 2 * max_rows
+        entries_of_turn = (turn + 1) % 2 * max_rows
         other = turn % 2 * max_rows
         # Of the chunk the tiles [first, middle), of the one before in time [middle, last).
         first = 0
@@ -194,7 +194,7 @@ def filtered_kernel(
                         before = at + num_blocks + 1
                         dsd_kept_task(
                             task - num_dds, pieces, turn - 1, middle, last, weight_ptr, starts_ptr,
-                            base_ptr + before, segment_ptr + before, entries_ptr + own,
+                            base_ptr + before, segment_ptr + before, entries_ptr + entries_of_turn,
                             workspace_ptr, workspace_rows, drawn_sum_ptr, rows_ptr,
                             grad_hidden_ptr, num_rows, drawn_total_ptr, count, unit, num_tiles, D,
                             stride_wv, at_once, TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION,

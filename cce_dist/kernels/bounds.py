@@ -1,4 +1,4 @@
-"""What ranks tell each other of a token's lse between two launches of the forward."""
+"""Bounds of a token's lse that ranks exchange between two launches of the forward."""
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ def bound_kernel(
     BLOCK_N: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ):
-    """One program a block of tokens, for the other ranks."""
+    """Writes the bound of a block of tokens for the other ranks; a program a block."""
     num_blocks = tl.load(shape_ptr)
     splits = tl.load(shape_ptr + 1)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -56,8 +56,8 @@ def store_columns(
         if HAS_GRAD_BIAS:
             # Group by group, so that its last bit does not depend on the tile's shape.
             for i in range(groups + (1 if HAS_MEAN else 0)):
-                own = tl.sum(tl.where((group == i)[None, :], share, 0.0), 1)
-                bias += own * tl.load(tail_bias_ptr + i)
+                share_of_group = tl.sum(tl.where((group == i)[None, :], share, 0.0), 1)
+                bias += share_of_group * tl.load(tail_bias_ptr + i)
     if HAS_GRAD_WEIGHT:
         out = grad_weight_ptr + column.to(tl.int64)[:, None] * stride_gv + dims[None, :]
         written = valid[:, None] & inside

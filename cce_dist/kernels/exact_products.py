@@ -104,7 +104,7 @@ def exact_dsd_task(
     WIDE: tl.constexpr,
     IS_FIRST: tl.constexpr,
 ):
-    """One token block x SLICE dims over a piece of the chunk's columns."""
+    """Multiplies a token block by SLICE dims over a piece of the chunk's columns."""
     piece = task % pieces
     task //= pieces
     first_token = task // num_slices * TOKENS

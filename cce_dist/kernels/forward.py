@@ -68,7 +68,8 @@ def raise_reference(
 
 @triton.jit
 def slot_of(launch):
-    """Which of the states a launch writes; it reads the slot of the launch before."""
+    """Returns the slot of the state that a launch writes; it reads the slot of the launch
+    before."""
     return launch % SLOTS
 
 
@@ -87,14 +88,15 @@ def turns_until(launch, num_turns):
 
 @triton.jit
 def first_turn(launch, num_turns):
-    """Where a launch begins: where the one before ended."""
+    """Returns a launch's first turn: the end of the launch before."""
     goes_on = (launch > FIRST) & (launch <= LAST)
     return tl.where(goes_on, turns_until(launch - 1, num_turns), 0)
 
 
 @triton.jit
 def end_turn(launch, num_turns, splits):
-    """Where it ends. PROBE looks at one tile, or at none: one split knows all there is."""
+    """Returns the end of a launch's turns. PROBE looks at one tile, or at none: one split knows all
+    there is."""
     probed = tl.minimum(tl.minimum(num_turns, splits - 1), 1)
     return tl.where(launch == PROBE, probed, turns_until(launch, num_turns))
 
@@ -126,7 +128,7 @@ def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
 def begin_state(
     lower_ptrs,  # [BLOCK_N]
     first_ptrs,  # [BLOCK_N] in the first field of the first split of the first slot
-    own,  # of this split, from the first
+    split_offset,  # of this split, from the first
     splits,
     stride,  # of two splits
     size,
@@ -140,7 +142,7 @@ def begin_state(
     IS_ROBUST: tl.constexpr,
 ):
     """The state as the launch before left it, relative to what all splits have summed there."""
-    state_ptrs = first_ptrs + slot_of(launch) * 4 * size + own
+    state_ptrs = first_ptrs + slot_of(launch) * 4 * size + split_offset
     before_ptrs = first_ptrs + slot_of(launch + SLOTS - 1) * 4 * size
     ref = tl.load(lower_ptrs)
     highest = ref
@@ -150,7 +152,7 @@ def begin_state(
     if IS_ROBUST:
         ref = tl.where(counts, LOWEST, HIGHEST)
     elif (launch >= FIRST) & (launch < ALONE):
-        ref = tl.load(before_ptrs + own)
+        ref = tl.load(before_ptrs + split_offset)
         merged = merged_reference(before_ptrs, splits, stride, size, BLOCK_N)
         # What other ranks have summed may have raised it.
         highest = tl.maximum(highest, merged)
@@ -160,11 +162,13 @@ def begin_state(
             highest = tl.maximum(highest, ref)
         # PROBE was for its references alone.
         goes_on = (launch > FIRST) & counts
-        earlier = tl.load(before_ptrs + own + size, mask=goes_on, other=0.0)
+        earlier = tl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
         if HAS_SCORE:
-            earlier_dropped = tl.load(before_ptrs + own + 2 * size, mask=goes_on, other=0.0)
+            earlier_dropped = tl.load(
+                before_ptrs + split_offset + 2 * size, mask=goes_on, other=0.0
+            )
         if HAS_SURPLUS or HAS_UNKEPT:
-            surplus = tl.load(before_ptrs + own + 3 * size, mask=goes_on, other=0.0)
+            surplus = tl.load(before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0)
     tl.store(state_ptrs, ref)
     tl.store(state_ptrs + size, earlier)
     tl.store(state_ptrs + 2 * size, earlier_dropped)
@@ -186,7 +190,7 @@ def dequantized(
     token_ptrs,  # [BLOCK_N] in the first row of [2, N]
     N,
 ):
-    """What they stand for, in fp32. docs/numerics.md#screened-logits"""
+    """Returns the logits of 8-bit products, in fp32. docs/numerics.md#screened-logits"""
     scale = tl.load(column_ptr + columns, mask=columns < V, other=0.0)
     shift = tl.load(column_ptr + V + columns, mask=columns < V, other=0.0)
     x = x.to(tl.float32) * scale[:, None] * tl.load(token_ptrs)[None, :]
@@ -248,8 +252,9 @@ def forward_kernel(
     IS_SCREENED: tl.constexpr,  # hidden and weight are of 8 bits
     ACCUMULATOR: tl.constexpr,
 ):
-    """One program: a block of tokens against every `splits`-th vocabulary tile. How many splits
-    there are follows how many blocks count: ignored tokens leave no multiprocessor idle.
+    """Sums a block of tokens over every `splits`-th vocabulary tile; a program a block and split.
+    The number of splits follows the number of blocks that count: ignored tokens leave no
+    multiprocessor idle.
 
     Tiles are strided over the programs: those that run at a time read the same few rows of the
     weight, and no more token blocks than the cache holds beside them. docs/performance.md#forward.
@@ -306,8 +311,8 @@ def forward_kernel(
         tl.store(kept_ref_ptr + rows, tl.load(state_ptrs), mask=(split == 0) & (rows < N))
     while turn < num_turns:
         first = turn
-        made = turn - begin
-        turn += tl.maximum(made, 1)
+        turns_of_launch = turn - begin
+        turn += tl.maximum(turns_of_launch, 1)
         turn = tl.minimum(turn, num_turns)
         if HAS_LOGITS:
             turn = num_turns
@@ -372,8 +377,8 @@ def forward_kernel(
                     unkept = tl.sum(p * drops[:, None], 0)
                     tl.store(state_ptrs + 3 * size, tl.load(state_ptrs + 3 * size) + unkept)
                     tl.debug_barrier()
-        found = whole_sum(total) + tl.load(state_ptrs + size)
-        ref = tl.load(state_ptrs) + tl.maximum(tl.log2(found), 0.0)
+        whole_total = whole_sum(total) + tl.load(state_ptrs + size)
+        ref = tl.load(state_ptrs) + tl.maximum(tl.log2(whole_total), 0.0)
         total, dropped = raise_reference(
             total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
         )

@@ -1,4 +1,4 @@
-"""What Hopper's forward does with a tile of products under a softcap: few tokens at a time.
+"""Softcapping of a tile of products in Hopper's forward: few tokens at a time.
 
 Of all tokens of a tile at once a thread would hold probabilities and slopes beside the logits, more
 than it has registers. docs/performance.md#a-softcap
@@ -49,14 +49,14 @@ def join_tokens(
 def with_rows_of(sums, x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
     """sums [APART, TOKENS] + the rows of x [ROWS, TOKENS] that one thread of four warps holds."""
     split = gl.reshape(x, (ROWS // 64, 4, 2, 8, TOKENS))
-    own = gl.reshape(gl.sum(gl.sum(split, 2), 0), (APART, TOKENS))
+    row_sums = gl.reshape(gl.sum(gl.sum(split, 2), 0), (APART, TOKENS))
     # Two names of one layout.
-    return gl.convert_layout(sums, own.type.layout, assert_trivial=True) + own
+    return gl.convert_layout(sums, row_sums.type.layout, assert_trivial=True) + row_sums
 
 
 @gluon.jit
 def joined_sums(parts, like, TOKENS: gl.constexpr):
-    """Of all parts -> [4, 8, TOKENS] in the layout of `like`."""
+    """Joins the sums of all parts -> [4, 8, TOKENS] in the layout of `like`."""
     whole = gl.reshape(join_tokens(parts, 0, APART, TOKENS, PARTS), (4, 8, TOKENS))
     return gl.convert_layout(whole, like.type.layout, assert_trivial=True)
 
@@ -69,7 +69,7 @@ def for_each_token(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def keep_units(unit, token, of_tokens):
-    """What `unit`, where it is a pointer, has of each token goes to shared memory."""
+    """Copies each token's value of `unit`, where it is a pointer, to shared memory."""
     if unit.dtype.is_ptr():
         of_tokens.store(numbers.LOG2E * gl.load(unit + token))
 
@@ -167,8 +167,8 @@ def add_softcapped(
         if HAS_SCORE:
             q = p * (1.0 - t * t)
             # But for eight, the tokens that one thread holds.
-            own = gl.sum(gl.reshape(q, (ROWS, TOKENS // 8, 8)), 1)
-            mass = own if i == 0 else mass + own
+            row_mass = gl.sum(gl.reshape(q, (ROWS, TOKENS // 8, 8)), 1)
+            mass = row_mass if i == 0 else mass + row_mass
             if BY_LARGEST:
                 top = gl.max(p, 1)
                 largest = top if i == 0 else gl.maximum(largest, top)
@@ -203,12 +203,12 @@ def add_dropped(
     for i in gl.static_range(PARTS):
         q = kept[i]
         if IS_SCREENED:
-            own = with_rows_of(before_unkept[i], first_of(q) * drops, ROWS, TOKENS)
-            unkept_sums = unkept_sums + (own,)  # noqa: RUF005
-            own = with_rows_of(before[i], second_of(q) * drops, ROWS, TOKENS)
+            with_rows = with_rows_of(before_unkept[i], first_of(q) * drops, ROWS, TOKENS)
+            unkept_sums = unkept_sums + (with_rows,)  # noqa: RUF005
+            with_rows = with_rows_of(before[i], second_of(q) * drops, ROWS, TOKENS)
         else:
-            own = with_rows_of(before[i], q * drops, ROWS, TOKENS)
-        sums = sums + (own,)  # noqa: RUF005
+            with_rows = with_rows_of(before[i], q * drops, ROWS, TOKENS)
+        sums = sums + (with_rows,)  # noqa: RUF005
     if IS_SCREENED:
         unkept = joined_sums(unkept_sums, unkept, BLOCK_N)
     return joined_sums(sums, dropped, BLOCK_N), unkept

@@ -32,7 +32,7 @@ def bounds_of(header_ptr, DIGIT: tl.constexpr):
 
 @triton.jit
 def tiles_whole(parts_ptr, ranks, N, stride, BLOCK_RANKS: tl.constexpr, DIGIT: tl.constexpr):
-    """Whether all ranks sent 2 N numbers, and their shards tile the vocabulary."""
+    """Checks that all ranks sent 2 N numbers, and that their shards tile the vocabulary."""
     rank = tl.arange(0, BLOCK_RANKS)
     real = rank < ranks
     headers = parts_ptr + tl.minimum(rank, ranks - 1).to(tl.int64) * stride
@@ -62,7 +62,7 @@ def is_repeated(
     SAME: tl.constexpr,
     LEAST_SPREAD: tl.constexpr,
 ):
-    """Whether all ranks have the same rows, to all appearances: `merge_header._is_repeated`."""
+    """Checks if all ranks have the same rows, to all appearances: `merge_header._is_repeated`."""
     rows = tl.arange(0, LOOK_AT)
     counts = rows < tl.minimum(count, N)
     first = tl.load(parts_ptr + HEADER + rows, mask=counts, other=0.0)
@@ -101,7 +101,7 @@ def pack_stats_kernel(
     size_low,
     BLOCK_N: tl.constexpr,
 ):
-    """What a rank sends. The numbers come with the launch: a copy of them would have to wait."""
+    """Packs the numbers that a rank sends. They come with the launch: a copy would have to wait."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
     stats_ptr = out_ptr + HEADER

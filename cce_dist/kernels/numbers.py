@@ -1,4 +1,5 @@
-"""What the kernels share: units, the logit function, loads, sums that stay inside a thread."""
+"""Functions that the kernels share: units, the logit function, loads, sums that stay inside a
+thread."""
 
 import os
 
@@ -41,8 +42,8 @@ def log2_of(x):
     square = s * s
     series = 0.3205988980 + square * (0.2623081893 + square * 0.2219530832)
     series = 0.9617966939 + square * (0.5770780164 + square * (0.4121985831 + square * series))
-    found = exponent.to(tl.float32) + (s * 2.8853900817779268 + s * square * series)
-    return tl.where((x > 1e-37) & (x < 1e38), found, tl.log2(x))
+    log2 = exponent.to(tl.float32) + (s * 2.8853900817779268 + s * square * series)
+    return tl.where((x > 1e-37) & (x < 1e38), log2, tl.log2(x))
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def softcapped(x, softcap, WIDE: tl.constexpr):
 
 @triton.jit
 def scale_of(scale, token):
-    """What logits are multiplied by: a number; or, of a pointer, each token's."""
+    """Returns the factor of logits: a number, or each token's value behind a pointer."""
     # When compiling it is a tensor already; the interpreter has numbers as they come.
     if tl.core.to_tensor(scale).dtype.is_ptr():
         return tl.load(scale + token)
@@ -116,7 +117,7 @@ def unit_of(scale):
 
 @triton.jit
 def unit_across(unit, token):
-    """What logits [.., TOKENS] are multiplied by for base 2."""
+    """Returns the factor of logits [.., TOKENS] for base 2."""
     if tl.core.to_tensor(unit).dtype.is_ptr():
         return LOG2E * tl.load(unit + token)[None, :]
     else:
@@ -182,9 +183,9 @@ def whole_sum(x):
 
 @triton.jit
 def slice_of(task, number, num_slices, at_once):
-    """Of `number` x `num_slices` tasks: which of the number, which slice. `at_once` slices of all
-    come before the next ones: what those read of a matrix, whole columns of it, stays in the cache.
-    """
+    """Splits a task of `number` x `num_slices` into its number and its slice. `at_once` slices of
+    all numbers come before the next slices: the whole columns of a matrix that they read stay in
+    the cache."""
     begin = task // (number * at_once) * at_once
     width = tl.minimum(num_slices - begin, at_once)
     inside = task - begin * number

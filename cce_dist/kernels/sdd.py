@@ -205,17 +205,17 @@ def sdd_kept_task(
         )  # fmt: skip
     pull_ptrs = pull_ptr + token
     # The target's element is the forward's own logit; it is kept, wherever it is.
-    own = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
+    is_target = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
     z = tl.load(pull_ptrs + 6 * N)[None, :]
     if HAS_SOFTCAP:
-        slope = tl.where(own, slope_at(z, scale_across(scale, token), softcap), slope)
-    log_p = tl.where(own, z, of_entry) - tl.load(pull_ptrs + 5 * N)[None, :]
+        slope = tl.where(is_target, slope_at(z, scale_across(scale, token), softcap), slope)
+    log_p = tl.where(is_target, z, of_entry) - tl.load(pull_ptrs + 5 * N)[None, :]
     if HAS_DRAWN:
         # A drawn column stands for 2^level of its kind.
         log_p += tl.where(drawn, level_of(column, seed), 0).to(tl.float32)[:, None]
     p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
     grad = p * tl.load(pull_ptrs)[None, :]
-    grad -= tl.where(own, tl.load(pull_ptrs + N)[None, :], 0.0)
+    grad -= tl.where(is_target, tl.load(pull_ptrs + N)[None, :], 0.0)
     grad = tl.where(listed[:, None], grad * slope, 0.0)
     # The products read whole steps of the list.
     written = (place < tl.cdiv(length, BLOCK_K) * BLOCK_K)[:, None]

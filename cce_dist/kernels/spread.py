@@ -31,17 +31,17 @@ def spread_kernel(
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = (dims < D)[None, :]
     counts = token < tl.load(count_ptr)
-    made = counts
+    is_made = counts
     if not EVERY:
-        made = counts & (tl.load(num_chunks_ptr) > 0)
+        is_made = counts & (tl.load(num_chunks_ptr) > 0)
     row = tl.load(rows_ptr + token, mask=token < N, other=0)
     at = row[:, None] * D + dims[None, :]
-    value = tl.load(made_ptr + at, mask=made[:, None] & inside, other=0.0)
+    value = tl.load(made_ptr + at, mask=is_made[:, None] & inside, other=0.0)
     if HAS_TAIL:
         group = tl.program_id(0) * BLOCK_N // tokens_per_group
         mass = tl.load(mass_ptr + token, mask=counts, other=0.0)
         if HAS_DRAWN:
-            mass -= tl.load(drawn_ptr + token, mask=made, other=0.0) * tl.load(unit_ptr)
+            mass -= tl.load(drawn_ptr + token, mask=is_made, other=0.0) * tl.load(unit_ptr)
         centroid = tl.load(centroid_ptr + group * D + dims, mask=dims < D, other=0.0)
         value += mass[:, None] * centroid[None, :]
     if HAS_MEAN:

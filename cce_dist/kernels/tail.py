@@ -160,7 +160,7 @@ def token_sums_kernel(
     HAS_TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr,
 ):
-    """One program: a token block x BLOCK_D dims."""
+    """Sums a token block x BLOCK_D dims; a program a pair."""
     block = tl.program_id(0)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     token = block * TOKENS + tl.arange(0, TOKENS)

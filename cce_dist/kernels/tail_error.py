@@ -1,4 +1,4 @@
-"""How far off an 8-bit forward's tail is, to the second order, from what its columns share."""
+"""The error of an 8-bit forward's tail, to the second order, from the shares of its columns."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def tail_shares_kernel(
     BLOCK_V: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Of each `every`-th RUN of columns, what a group's blocks have of it that is not kept."""
+    """Sums, for each `every`-th RUN of columns, the mass that a group's blocks do not keep."""
     RUNS: tl.constexpr = BLOCK_V // RUN
     num_blocks, num_taken = tl.load(shape_ptr), num_runs * RUN
     group = tl.arange(0, GROUPS)[:, None, None]
@@ -34,8 +34,8 @@ def tail_shares_kernel(
     share = tl.where(column < V, 1e-20, 0.0) + tl.zeros((GROUPS, RUNS, RUN), tl.float32)
     for i in range(blocks_per_group):
         block = (group * blocks_per_group + i).to(tl.int64)
-        given = (block < num_blocks) & (column < V)
-        mass = tl.load(mass_ptr + block * V + column, mask=given, other=0.0)
+        inside = (block < num_blocks) & (column < V)
+        mass = tl.load(mass_ptr + block * V + column, mask=inside, other=0.0)
         share += tl.maximum(mass.to(tl.float32), 0.0)
     share = share.to(share_ptr.dtype.element_ty)
     out_ptrs = share_ptr + group.to(tl.int64) * num_taken + taken[None, :, :]
@@ -79,16 +79,16 @@ def tail_moments_kernel(
     for start in range(split * BLOCK_V, num_taken, splits * BLOCK_V):
         taken = start + tl.arange(0, BLOCK_V)
         column = taken // RUN * every * RUN + taken % RUN
-        given = (taken < num_taken) & (column < V)
+        is_taken = (taken < num_taken) & (column < V)
         share = tl.load(share_ptrs + taken[None, :], mask=(taken < num_taken)[None, :], other=0.0)
-        inside = given[:, None] & (dims < D)[None, :]
+        inside = is_taken[:, None] & (dims < D)[None, :]
         rows = column.to(tl.int64)[:, None]
         x = tl.load(weight_ptr + rows * stride_wv + dims[None, :], mask=inside, other=0.0)
         x = (x.to(tl.float32) - centre) * channel
         x = tl.where(inside, x, 0.0)
         value = tl.load(values_ptr + rows * stride_cv + dims[None, :], mask=inside)
         value = tl.where(inside, value.to(tl.float32), 0.0)
-        rest = tl.load(of_rows_ptr + column, mask=given, other=0.0)[:, None] * value - x
+        rest = tl.load(of_rows_ptr + column, mask=is_taken, other=0.0)[:, None] * value - x
         mean = tl.dot(share, x.to(factor), mean)
         square = tl.dot(share, (x * x).to(factor), square)
         rest_square = tl.dot(share, (rest * rest).to(factor), rest_square)
@@ -128,7 +128,8 @@ def tail_error_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_LOST: tl.constexpr,
 ):
-    """One program: BLOCK_N tokens of one group. docs/numerics.md#the-bias-of-the-tail"""
+    """Corrects BLOCK_N tokens of a group; a program a block.
+    docs/numerics.md#the-bias-of-the-tail"""
     if tl.load(full_ptr) == 0:
         token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         group = tl.program_id(0) * BLOCK_N // tokens_per_group

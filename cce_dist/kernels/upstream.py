@@ -1,4 +1,4 @@
-"""What the backward reads of each token, in the order in which blocks are made of them."""
+"""The backward's inputs of each token, in the order in which blocks hold tokens."""
 
 import triton
 import triton.language as tl
@@ -41,8 +41,8 @@ def unit_kernel(
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
 ):
-    """One program: a power of two near the largest finite upstream gradient times `scale`: a mean
-    over tokens puts d_logits below fp16's smallest number."""
+    """Finds a power of two near the largest finite upstream gradient times `scale`: a mean over
+    tokens puts d_logits below fp16's smallest number. A single program."""
     largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -93,8 +93,8 @@ def pull_kernel(
     HAS_MEAN: tl.constexpr,  # of linear ones: apart from them
     HAS_TAIL: tl.constexpr,
 ):
-    """One program: a block of tokens. Those that don't count get upstream gradients 0 and an lse
-    above any logit."""
+    """Writes a block of tokens' upstream gradients. Tokens that do not count get gradients 0 and an
+    lse above any logit."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     size = tl.num_programs(0) * TOKENS
     inside = token < N

@@ -22,15 +22,15 @@ def layout_string(layout: Sequence[int]) -> str:
         texts.append("E" * (index == 0) + layers + "L" * (index == last))
     if last == 0:
         return texts[0]
-    found = texts[0] + "|"
+    layout_text = texts[0] + "|"
     for text, same in groupby(texts[1:-1]):
         count = len(list(same))
-        found += f"{text}|" if count == 1 else f"({text}|)*{count}"
-    return found + texts[-1]
+        layout_text += f"{text}|" if count == 1 else f"({text}|)*{count}"
+    return layout_text + texts[-1]
 
 
 def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
-    """Of Megatron's training script, what the job is and how its layers lie.
+    """Returns the flags of Megatron's training script for the job and its layout of layers.
 
     Raises:
         ValueError: neither Megatron nor `megatron_patch` has such a job.
@@ -87,7 +87,7 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
 
 
 def patch_flags(job: Job) -> list[str]:
-    """What Megatron's training script is run by where the loss is ours; docs/megatron.md."""
+    """Returns the command that runs Megatron's training script with our loss; docs/megatron.md."""
     if job.loss not in OURS:
         return []
     over = ["--vocab-over-pipeline true"] if job.is_over_ranks else []

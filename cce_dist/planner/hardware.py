@@ -18,7 +18,7 @@ TILE = 128 * 256  # of a product's result
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One GPU and what connects it.
+    """A GPU and its links to others.
 
     Args:
         flops: dense bf16 products, FLOP/s, as its maker states them.
@@ -81,7 +81,7 @@ class Hardware:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of what reads and writes HBM."""
+        """The speed of reads and writes of HBM."""
         return self.hbm * self.hbm_share
 
     def link(self, ranks: int) -> float:
@@ -124,7 +124,7 @@ HARDWARE = {
 
 
 def require_units(values: Mapping[str, float]) -> None:
-    """That numbers which someone has typed are in the units of `Hardware`.
+    """Checks that numbers typed by a user are in the units of `Hardware`.
 
     Raises:
         ValueError: one cannot be; the message names the unit.

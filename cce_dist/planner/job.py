@@ -1,4 +1,4 @@
-"""What is trained how: the inputs of a plan beside the model and the hardware."""
+"""The training job: the inputs of a plan beside the model and the hardware."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEGATRON_ROWS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """What a framework keeps and moves, in bytes; docs/planner.md derives the numbers.
+    """A framework's memory and traffic, in bytes; docs/planner.md derives the numbers.
 
     Args:
         framework: whose order "interleaved" has.
@@ -239,12 +239,12 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch on one rank."""
+        """Tokens of a microbatch on a rank."""
         return self.sequence * self.microbatch // self.cp
 
     @property
     def head_ranks(self) -> int:
-        """That the vocabulary lies over."""
+        """Ranks that the vocabulary lies over."""
         return {"last": self.tp, "pp": self.pp, "pp-tp": self.pp * self.tp}[self.vocab_over]
 
     def rows_divisible_by(self, rows: int) -> int:
@@ -256,8 +256,9 @@ class Job:
         return MEGATRON_ROWS
 
     def padded_rows(self, rows: int) -> int:
-        """Of the embedding and the head with padding: Megatron's to its multiple times tp, others'
-        to that of the ranks that share them, where the last may have fewer."""
+        """Returns the rows of the embedding and the head with padding. Megatron pads to a multiple
+        of its own times tp. Others pad to a multiple of the ranks that share the rows, where the
+        last may have fewer."""
         step = self.head_ranks
         if self.software.framework == "megatron":
             step = self.rows_divisible_by(rows) * self.tp
@@ -269,24 +270,25 @@ class Job:
 
     @property
     def gradient_bytes(self) -> float:
-        """Of a parameter's gradient."""
+        """Bytes of a parameter's gradient."""
         if self.precision == "mixed":
             return 4.0 if self.gradients == "fp32" else 2.0
         return 2.0 if self.precision == "bf16" else 4.0
 
     @property
     def weight_bytes(self) -> float:
-        """Of a parameter, with the 16-bit copy that autocast makes."""
+        """Bytes of a parameter, with the 16-bit copy that autocast makes."""
         return 6.0 if self.precision == "fp32" else 2.0
 
     @property
     def hidden_bytes(self) -> float:
-        """Of a number of the hidden states that layers hand on."""
+        """Bytes of a number of the hidden states that layers hand on."""
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
     def state_bytes(self) -> float:
-        """Of a parameter's optimizer: two moments, and an fp32 weight beside a bf16 one."""
+        """Bytes of a parameter's optimizer state: two moments, and an fp32 weight beside a bf16
+        weight."""
         return {"mixed": 12.0, "bf16": 4.0, "fp32": 8.0}[self.precision]
 
     @property

@@ -1,4 +1,4 @@
-"""How many layers each stage should have."""
+"""Chooses the number of layers of each stage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def best_layout(costs: Costs, schedule: Schedule) -> Plan:
 
 
 def fits_somehow(costs: Costs, schedule: Schedule) -> bool:
-    """Whether `best_layout` finds one that fits; nothing is simulated."""
+    """Returns True where `best_layout` finds a layout that fits; nothing is simulated."""
     parts = Parts(costs, schedule)
     return any(peak_of(costs, schedule, layout) <= parts.room for layout in _starts(parts))
 
@@ -58,7 +58,7 @@ def peak_of(costs: Costs, schedule: Schedule, layout: Layout) -> float:
 
 
 def _order(plan: Plan) -> tuple[float, float]:
-    """Of plans that fit, the best first."""
+    """Sorts plans that fit, the best first."""
     return round(plan.seconds, 9), plan.peak
 
 
@@ -72,7 +72,7 @@ def _starts(parts: Parts) -> Iterator[Layout]:
 
 @dataclass(frozen=True)
 class Parts:
-    """What layouts are made of."""
+    """The parts that layouts consist of."""
 
     costs: Costs
     schedule: Schedule
@@ -89,7 +89,7 @@ class Parts:
 
     @cached_property
     def layer(self) -> Stage:
-        """What one more layer adds to a stage, on average."""
+        """The average addition of a layer to a stage."""
         count = len(self.costs.layers)
         without, inner = self.inner, make_stages(self.costs, [0, count, 0])[1]
         names = ("parameters", "expert_parameters", "flops", "forward", "backward", "kept")
@@ -98,13 +98,14 @@ class Parts:
 
     @cached_property
     def inner(self) -> Stage:
-        """One without layers, which is neither the first nor the last: of a head over all ranks it
-        has its share."""
+        """A stage without layers, neither first nor last. It has its share of a head that all ranks
+        share."""
         return make_stages(self.costs, [0, 0, 0])[1]
 
     @cached_property
     def until(self) -> tuple[list[float], list[float]]:
-        """Of as many layers, from the model's first: seconds of their forward, and in all."""
+        """For each count of layers, from the model's first: seconds of their forward, and seconds
+        in all."""
         each = make_stages(self.costs, [0, *[1] * len(self.costs.layers), 0])[1:-1]
         forward = [one.forward - self.inner.forward for one in each]
         both = [
@@ -115,7 +116,7 @@ class Parts:
 
     @cached_property
     def stages(self) -> list[list[int]]:
-        """Of each rank."""
+        """Stages of each rank."""
         schedule = self.schedule
         return [
             [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
@@ -167,7 +168,7 @@ class Parts:
         return sorted(each, reverse=True), self.least_seconds(layout)
 
     def least_seconds(self, layout: Layout) -> float:
-        """That no step is shorter than: a rank's own work, after the first microbatch's way."""
+        """Returns a lower bound of a step: a rank's own work, after the first microbatch's way."""
         forward, both = self.taken(layout)
         way = list(accumulate(forward, initial=0.0))
         count, head = self.schedule.microbatches, self.costs.head
@@ -195,16 +196,17 @@ class Parts:
 
 
 def _moves(layout: Layout, sources: list[int]) -> Iterator[Layout]:
-    """One layer of these stages elsewhere. Only the first and the last stage may have none."""
+    """Yields layouts with a layer of `sources` moved elsewhere. Only the first and the last stage
+    may be empty."""
     last = len(layout) - 1
     for source in sources:
         if layout[source] > (0 < source < last):
             for target in range(last + 1):
                 if target != source:
-                    found = list(layout)
-                    found[source] -= 1
-                    found[target] += 1
-                    yield tuple(found)
+                    moved = list(layout)
+                    moved[source] -= 1
+                    moved[target] += 1
+                    yield tuple(moved)
 
 
 def _improve(parts: Parts, plans: dict[Layout, Plan], layout: Layout, most: int) -> None:
@@ -256,13 +258,13 @@ def balanced_layout(parts: Parts, *, is_thrifty: bool = False) -> Layout:
 
 def _without_gaps(layout: Layout) -> Layout:
     """No stage but the first and the last without a layer: one of the largest stage's instead."""
-    found = list(layout)
-    for index in range(1, len(found) - 1):
-        if not found[index]:
-            largest = found.index(max(found))
-            if found[largest] == 1:
+    filled = list(layout)
+    for index in range(1, len(filled) - 1):
+        if not filled[index]:
+            largest = filled.index(max(filled))
+            if filled[largest] == 1:
                 # Only the ends have one that is not needed there.
-                largest = 0 if found[0] else len(found) - 1
-            found[largest] -= 1
-            found[index] = 1
-    return tuple(found)
+                largest = 0 if filled[0] else len(filled) - 1
+            filled[largest] -= 1
+            filled[index] = 1
+    return tuple(filled)

@@ -131,12 +131,12 @@ class Model:
 
     @property
     def key_dim(self) -> int:
-        """Of a head's query and key."""
+        """Dims of a head's query and key."""
         return self.size_of_head + self.rope_dim
 
     @property
     def head_value_dim(self) -> int:
-        """Of a head's value."""
+        """Dims of a head's value."""
         return self.value_dim or self.size_of_head
 
     @property
@@ -153,14 +153,14 @@ class Model:
 
     @property
     def attention_parameters(self) -> int:
-        found = self.attention_matrices + self.dim * self.out_bias
+        parameters = self.attention_matrices + self.dim * self.out_bias
         if self.kv_rank:
-            return found + self.kv_rank + self.query_rank  # their norms
+            return parameters + self.kv_rank + self.query_rank  # their norms
         inner, outer = self.heads * self.size_of_head, self.kv_heads * self.size_of_head
         normed = self.heads + self.kv_heads if self.qk_norm_heads else 2
         norms = normed * self.size_of_head * self.qk_norm
-        made = inner * (1 + self.query_gate) + 2 * outer
-        return found + made * self.qkv_bias + norms
+        projected = inner * (1 + self.query_gate) + 2 * outer
+        return parameters + projected * self.qkv_bias + norms
 
     def attention_of(self, index: int) -> str:
         """ "full", "window", "linear" or "image": the attention of the `index`-th layer."""
@@ -189,7 +189,7 @@ class Model:
 
     @property
     def mlp_parameters(self) -> int:
-        """Of all experts, their router and the shared ones' gate."""
+        """Parameters of all experts, their router and the shared experts' gate."""
         one = self.mlp_of(self.mlp_dim)
         if not self.experts:
             return one
@@ -203,12 +203,12 @@ class Model:
 
     @property
     def norm_parameters(self) -> int:
-        """Of one norm."""
+        """Parameters of a norm."""
         return self.dim * (self.norm_weight + self.norm_bias)
 
     @property
     def layer_parameters(self) -> int:
-        """Of one that is not among the dense ones."""
+        """Parameters of a layer that is not among the dense layers."""
         return self.parameters_of_layer(self.layers)
 
     def parameters_of_layer(self, index: int) -> int:
@@ -250,7 +250,19 @@ def _gpt2(dim: int, layers: int, heads: int, positions: int, saved: int, qkv_bia
 
 
 def _llama(
-    classes: int, dim: int, layers: int, mlp_dim: int, heads: int, kv_heads: int, **more: int | bool
+    classes: int,
+    dim: int,
+    layers: int,
+    mlp_dim: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    rows: int | None = None,
+    head_dim: int | None = None,
+    tied: bool = False,
+    norms: int = 2,
+    qkv_bias: bool = False,
+    experts: int = 0,
 ) -> Model:
     return Model(
         classes=classes,
@@ -259,7 +271,12 @@ def _llama(
         mlp_dim=mlp_dim,
         heads=heads,
         kv_heads=kv_heads,
-        **more,  # pyright: ignore
+        rows=rows,
+        head_dim=head_dim,
+        tied=tied,
+        norms=norms,
+        qkv_bias=qkv_bias,
+        experts=experts,
     )
 
 

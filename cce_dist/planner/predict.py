@@ -56,11 +56,11 @@ class StageTimes:
                 f"{len(self.forward)} and {len(self.backward)}"
             )
         for name in ("statistics", "gradients", "embedding"):
-            found = len(getattr(self, name))
-            if found * self.chunks not in (0, len(self.forward)):
+            count = len(getattr(self, name))
+            if count * self.chunks not in (0, len(self.forward)):
                 raise ValueError(
                     f"{name} must have a time for each of {len(self.forward) // self.chunks} "
-                    f"ranks, or none, got {found}"
+                    f"ranks, or none, got {count}"
                 )
         for name in ("forward", "backward", "statistics", "gradients", "embedding"):
             for value in getattr(self, name):
@@ -91,8 +91,8 @@ class StageTimes:
         return replace(self, stalled=share * (stages + each.statistics + each.gradients))
 
     def slowest(self) -> Times:
-        """One cycle for all ranks, for planner/orders.py; without latency, as train, bench and
-        megatron_patch plan theirs."""
+        """Returns a cycle for all ranks, for planner/orders.py; without latency, as in the plans of
+        train, bench and megatron_patch."""
         return Times(
             forward=max(self.forward),
             backward=max(self.backward),
@@ -105,7 +105,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step, without the optimizer.
+    """The prediction of a step, without the optimizer.
 
     Args:
         seconds: until the last rank is done.
@@ -137,7 +137,7 @@ def predict(
     framework: Literal["torch", "megatron"] = "megatron",
     weighs: bool = False,
 ) -> Prediction:
-    """What a step of `microbatches` takes: the schedule's own order, simulated.
+    """Predicts a step of `microbatches` by simulating the schedule's own order.
 
     Args:
         weighs: of "vocab", that the last rank alone knows the gradient of each token's loss, as in
@@ -160,7 +160,7 @@ def predict(
         raise ValueError(f"chunks must be those of the times, {times.chunks}, got {chunks}")
     if times.embedding and not times.is_over_ranks:
         raise ValueError("embedding must be given with statistics and gradients, got it alone")
-    made = make_schedule(
+    schedule_order = make_schedule(
         schedule,
         ranks,
         microbatches,
@@ -170,7 +170,7 @@ def predict(
         embeds=bool(times.embedding),
         weighs=weighs,
     )
-    return simulate_schedule(made, times)
+    return simulate_schedule(schedule_order, times)
 
 
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:

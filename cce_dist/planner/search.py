@@ -17,7 +17,7 @@ from .stages import Costs, costs_of
 
 
 def best_plan(model: Model, job: Job, hardware: Hardware) -> Plan:
-    """Of the best layout found; of those that do not fit, of the one that needs less.
+    """Returns the plan of the best layout; if none fits, the plan that needs the least memory.
 
     Raises:
         ValueError: as `make_plan`.
@@ -87,7 +87,7 @@ def _largest(fits: Callable[[int], bool], step: int, below: int | None = None) -
 
 @dataclass(frozen=True)
 class Pays:
-    """Whether the vocabulary over pipeline ranks pays, beside the same loss on the last stage with
+    """A comparison of the vocabulary over pipeline ranks with the same loss on the last stage, with
     the layers laid out for it.
 
     Args:
@@ -144,13 +144,13 @@ def vocab_pays(
 
     last, planned = found(on_last_stage(job)), found(over_pipeline(job))
     if job.is_served:
-        own = found(job)
-        return Pays(last, own, verdict_on(own, last), planned)
+        over_ranks = found(job)
+        return Pays(last, over_ranks, verdict_on(over_ranks, last), planned)
     return Pays(last, planned, verdict_on(planned, last))
 
 
 def verdict_on(new: Plan, old: Plan) -> str:
-    """Whether a plan is better than another: a sentence that begins with yes or no."""
+    """Says if a plan is better than another: a sentence that begins with yes or no."""
     ratio = old.seconds / new.seconds
     memory = f"{new.peak / GIB:.1f} GiB at the most instead of {old.peak / GIB:.1f}"
     if not new.fits and not old.fits:
@@ -210,7 +210,7 @@ def nearest_that_fits(
 
 
 def _changes(job: Job) -> Iterator[dict[str, object]]:
-    """One after the other; each is kept if the model can be cut like this."""
+    """Yields changes to try in order; a change is kept if the model can be cut like this."""
     if job.dp * job.cp > 1:
         yield {"distributed_optimizer": True}
     yield {"microbatch": _least_microbatch(job)}
@@ -231,10 +231,10 @@ def _changes(job: Job) -> Iterator[dict[str, object]]:
 
 
 def _flags_of(job: Job, changed: Job) -> str:
-    """Those in which the jobs differ, as the command has them."""
-    found = []
+    """Returns the command's flags in which the jobs differ."""
+    flags = []
     for name, value in vars(changed).items():
         if value != getattr(job, name):
             flag = "--" + name.replace("_", "-")
-            found.append(flag if value is True else f"{flag} {value}")
-    return " ".join(found)
+            flags.append(flag if value is True else f"{flag} {value}")
+    return " ".join(flags)

@@ -34,7 +34,7 @@ _HEAD = -1
 
 @dataclass(frozen=True)
 class Served:
-    """What the thread does for each microbatch, one number a rank.
+    """The thread's work for each microbatch, one number a rank.
 
     Args:
         statistics, gradients: seconds of S and of T.
@@ -67,14 +67,14 @@ def run_served(
     ranks = [
         _Rank(order, gates.lanes(rank, order, work), before) for rank, order in enumerate(orders)
     ]
-    found = _Run(ranks, head, gates.named(("F", head.last)), gates.named("T"), before)
-    found.run()
+    simulation = _Run(ranks, head, gates.named(("F", head.last)), gates.named("T"), before)
+    simulation.run()
     require_ends(orders, [rank.ends for rank in ranks])
-    return found.timeline(count)
+    return simulation.timeline(count)
 
 
 class _Rank:
-    """What one rank is at: its next task, which has an end once it waits for nothing."""
+    """A rank's progress: its next task, which has an end once it waits for nothing."""
 
     def __init__(
         self, order: Sequence[Task], lanes: Mapping[str, Mapping[int, Lane]], free: float
@@ -105,7 +105,7 @@ class _Run:
     takes: Gate  # its backward
     free: float  # when the thread is, of its last microbatch
     events: list[tuple[float, int]] = field(default_factory=list)
-    given: int = 0  # microbatches that the last stage has given
+    num_given: int = 0  # microbatches that the last stage has given
     served: int = 0
     phase: str = ""  # that is to come; "": the thread waits for a microbatch
     phases: list[Phase] = field(default_factory=list)
@@ -130,7 +130,7 @@ class _Run:
             if opens is not None:
                 self._open(opens, index, now)
             if opens is self.gives:
-                self.given += 1
+                self.num_given += 1
                 if not self.phase:
                     self._begin(now)
             self._start(number, now)
@@ -162,7 +162,7 @@ class _Run:
 
     def _begin(self, now: float) -> None:
         """The next microbatch, if the last stage has given it."""
-        self.phase = "S" if self.served < self.given else ""
+        self.phase = "S" if self.served < self.num_given else ""
         if self.phase:
             heappush(self.events, (now + self.head.latency, _HEAD))
 

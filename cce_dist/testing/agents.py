@@ -35,9 +35,9 @@ class ElasticJob:
     agents: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.port = listener.getsockname()[1]
         self.output.touch()
 
     def add_node(self) -> int:
@@ -81,9 +81,11 @@ class ElasticJob:
 
 
 @contextmanager
-def elastic_job(arguments: Sequence[str], output: Path, **how: Any) -> Iterator[ElasticJob]:
-    """An ElasticJob of which no process outlives the context."""
-    job = ElasticJob(arguments, output, **how)
+def elastic_job(
+    arguments: Sequence[str], output: Path, *, num_nodes: int = 2, share_store: bool = False
+) -> Iterator[ElasticJob]:
+    """Yields an ElasticJob whose processes all end with the context."""
+    job = ElasticJob(arguments, output, num_nodes=num_nodes, share_store=share_store)
     try:
         yield job
     finally:

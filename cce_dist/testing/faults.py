@@ -34,7 +34,7 @@ BEGINNING = "beginning"
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to `rank` the `number`-th time that it begins `phase`."""
+    """An event that befalls `rank` the `number`-th time that it begins `phase`."""
 
     kind: Kind
     phase: str
@@ -141,7 +141,8 @@ def _skip(fault: Fault, note: Path) -> Any:
 
 @dataclass
 class Ending:
-    """Of a job: exit codes by rank, seconds from the fault to each rank's end, all output."""
+    """The end of a job: exit codes by rank, seconds from the fault to each rank's end, all
+    output."""
 
     codes: list[int]
     seconds: list[float]
@@ -216,16 +217,16 @@ def start_job(
     for rank in range(num_ranks):
         node = nodes[rank] if nodes else None
         mine = fault if fault is not None and fault.rank == rank else None
-        own = {**place, "RANK": rank, "LOCAL_RANK": rank}
+        rank_place = {**place, "RANK": rank, "LOCAL_RANK": rank}
         command = ("train", str(config), *arguments)
-        given = (own, output, command, mine, note, node)
-        processes.append(fork_context().Process(target=_run_rank, args=given))
+        run_args = (rank_place, output, command, mine, note, node)
+        processes.append(fork_context().Process(target=_run_rank, args=run_args))
         processes[-1].start()
     return ForkedJob(processes, output, note, store)
 
 
 def free_port() -> int:
-    """Of this host, at this moment."""
+    """Returns a port of this host that is free at this moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -246,7 +247,7 @@ def _run_rank(
 
 
 def finish_all(jobs: Sequence[ForkedJob], timeout: float) -> list[Ending]:
-    """Of jobs that run at the same time.
+    """Waits for jobs that run at the same time.
 
     Raises:
         TimeoutError: a rank has not ended; says what its job wrote.

@@ -64,15 +64,15 @@ def speed_up_interpreter() -> None:
 
 
 def _rounds_alike(multiply: Callable[[Any, Any], Any]) -> bool:
-    """Whether equal rows times equal columns are equal, as tensor cores make them.
+    """Returns True if equal rows times equal columns are equal, as tensor cores make them.
 
     OpenBLAS's kernels for processors without AVX-512 add up the rows at a block's end otherwise.
     """
     draw = np.random.default_rng(0)
     for rows, inner, columns in ((16, 32, 32), (64, 64, 64), (128, 64, 128)):
         row, column = draw.standard_normal((2, inner), np.float32)
-        found = multiply(np.tile(row, (rows, 1)), np.tile(column, (columns, 1)).T)
-        if (found != found[0, 0]).any():
+        products = multiply(np.tile(row, (rows, 1)), np.tile(column, (columns, 1)).T)
+        if (products != products[0, 0]).any():
             return False
     return True
 
@@ -93,10 +93,10 @@ def _multiplying_by_torch(interpreter: Any, create_dot: Callable[..., Any]) -> C
             )
         return operand.data
 
-    def dot(a: Any, b: Any, d: Any, *how: Any) -> Any:
+    def dot(a: Any, b: Any, d: Any, *precision_args: Any) -> Any:
         left, right = in_numpy(a), in_numpy(b)
         if d.data.dtype != np.float32 or not {left.dtype, right.dtype} <= is_float:
-            return create_dot(a, b, d, *how)
+            return create_dot(a, b, d, *precision_args)
         product = _by_torch(left.astype(np.float32), right.astype(np.float32))
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
@@ -131,7 +131,8 @@ def _patching_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _stand_ins(interpreter: Any, core: Any) -> Callable[[Any, str, Any], Any]:
-    """What gives, for a member of triton.language or of its tensor, what stands in for it."""
+    """Returns a function that replaces a member of triton.language, or of its tensor, by a faster
+    stand-in."""
     tools = make_tools(interpreter, core)
     of_tensors = {**operators(tools), **methods(tools)}
     of_language = {**functions(tools), **memory_functions(tools)}
@@ -141,9 +142,9 @@ def _stand_ins(interpreter: Any, core: Any) -> Callable[[Any, str, Any], Any]:
         makers = of_tensors if owner is core.tensor else of_language if is_language else {}
         if name not in makers:
             return slow
-        made = makers[name](slow)
-        vars(made)["__wrapped__"] = slow
-        return made
+        stand_in_for_slow = makers[name](slow)
+        vars(stand_in_for_slow)["__wrapped__"] = slow
+        return stand_in_for_slow
 
     return stand_in
 
@@ -188,8 +189,8 @@ def _remembering(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _remembering_shapes(make: Callable[..., None]) -> Callable[..., None]:
-    """Of a block's type: its shape is checked, counted and written out the first time alone."""
-    made: dict[Any, dict[str, Any]] = {}
+    """Makes a block type check, count and write out a shape the first time alone."""
+    known: dict[Any, dict[str, Any]] = {}
 
     def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([getattr(size, "value", size) for size in shape])
@@ -198,11 +199,11 @@ def _remembering_shapes(make: Callable[..., None]) -> Callable[..., None]:
             self.sizes = tuple(self.shape)
             return
         key = (element_ty.name, sizes)
-        if key not in made:
+        if key not in known:
             make(self, element_ty, shape)
-            made[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
-            made[key]["sizes"] = sizes
-        vars(self).update(made[key], element_ty=element_ty)
+            known[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+            known[key]["sizes"] = sizes
+        vars(self).update(known[key], element_ty=element_ty)
 
     return make_block_type
 
@@ -224,30 +225,30 @@ def _sharing_types(core: Any) -> Callable[[Any, Any], Any]:
 
 def _remembering_types(to_ir: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """The interpreter's type of a block's, which it makes anew for each operation."""
-    made: dict[Any, Any] = {}
+    known: dict[Any, Any] = {}
 
     def to_ir_of(self: Any, builder: Any) -> Any:
         if self.element_ty.is_ptr():
             return to_ir(self, builder)
         key = (self.element_ty.name, self.sizes)
-        if key not in made:
-            made[key] = to_ir(self, builder)
-        return made[key]
+        if key not in known:
+            known[key] = to_ir(self, builder)
+        return known[key]
 
     return to_ir_of
 
 
 def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
-    """Of a tensor: those of one shape share the constants that say so."""
-    made: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    """Makes tensors of a shape share the constants that state it."""
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         sizes = type.sizes if type.is_block() else ()
-        if sizes not in made:
+        if sizes not in known:
             make(self, handle, type)
-            made[sizes] = self.numel, self.shape
+            known[sizes] = self.numel, self.shape
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = made[sizes]
+        self.numel, self.shape = known[sizes]
 
     return make_tensor
 
@@ -287,17 +288,17 @@ def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]
         div_or_mod: bool = False,
     ) -> tuple[Any, Any]:
         left, right = kind_of(lhs), kind_of(rhs)
-        how = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        flags = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
         if left is None or right is None:
             pointers = allow_lhs_ptr and type(lhs) is tensor and lhs.dtype.is_ptr()
             if pointers and type(right) is str and rhs.dtype.is_int():
                 return semantic.broadcast_impl_value(lhs, rhs)
-            return check(lhs, rhs, *how)
+            return check(lhs, rhs, *flags)
         if type(left) is str and left == right and not (div_or_mod and left in ("fp16", "bf16")):
             return semantic.broadcast_impl_value(lhs, rhs)
-        key = (left, right, how)
+        key = (left, right, flags)
         if key not in known:
-            examples = check(example_of(lhs), example_of(rhs), *how)
+            examples = check(example_of(lhs), example_of(rhs), *flags)
             for example in examples:
                 # A number's array is shared from here on.
                 example.handle.data.flags.writeable = False
@@ -342,7 +343,7 @@ def _broadcasting_less(interpreter: Any, block_type: Any) -> Callable[[Any, Any]
 
 
 def _equal_to_itself(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Of types, which exist once, most of them: their names need not be compared."""
+    """Compares types, most of which exist once, by identity: their names need not be compared."""
     return lambda self, other: self is other or equal(self, other)
 
 

@@ -1,4 +1,4 @@
-"""What releases of Triton get wrong in their interpreter, and compile right."""
+"""Errors in the interpreters of Triton's releases, where the compiler is right."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def mend_interpreter(interpreter: Any, version: tuple[int, ...]) -> None:
 
 
 def _checking_bytes(validate: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Of a descriptor: its strides' alignment, which Triton up to 3.5 looks for in their number of
-    elements."""
+    """Makes a descriptor check its strides' alignment in bytes; Triton up to 3.5 checks their
+    number of elements."""
 
     def validate_in_bytes(self: Any) -> None:
         size = self.base.dtype.element_ty.primitive_bitwidth // 8

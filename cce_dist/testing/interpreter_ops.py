@@ -60,7 +60,7 @@ COMPARISONS: dict[str, Function] = {
 
 
 class Plan(NamedTuple):
-    """How a result is computed of operands of certain types."""
+    """The computation of a result from operands of certain types."""
 
     compute: Function
     dtypes: tuple[Any, ...]  # NumPy's, of the operands
@@ -118,17 +118,17 @@ Makers = dict[str, Callable[[Function], Function]]
 
 
 def operators(tools: Tools) -> Makers:
-    """Of a tensor's methods: those of two operands."""
-    made: Makers = {}
+    """Returns stand-ins for a tensor's methods of two operands."""
+    makers: Makers = {}
     for name, compute in ARITHMETIC.items():
         is_division = name in ("truediv", "floordiv", "mod")
         for method, swaps in ((f"__{name}__", False), (f"__r{name}__", True)):
-            made[method] = lambda slow, c=compute, s=swaps, d=is_division: _binary(
+            makers[method] = lambda slow, c=compute, s=swaps, d=is_division: _binary(
                 tools, slow, c, swaps=s, is_division=d
             )
     for name, compute in COMPARISONS.items():
-        made[f"__{name}__"] = lambda slow, c=compute: _binary(tools, slow, c, compares=True)
-    return made
+        makers[f"__{name}__"] = lambda slow, c=compute: _binary(tools, slow, c, compares=True)
+    return makers
 
 
 def _add_codes(core: Any) -> None:
@@ -156,51 +156,51 @@ def _tensor_of(interpreter: Any, core: Any) -> Function:
         handle.data = data
         handle.dtype = handle_dtype
         handle.attr = {}
-        made = new(tensor)
-        made.handle = handle
-        made.type, made.dtype, made.numel, made.shape = like
-        return made
+        tensor_like = new(tensor)
+        tensor_like.handle = handle
+        tensor_like.type, tensor_like.dtype, tensor_like.numel, tensor_like.shape = like
+        return tensor_like
 
     return tensor_of
 
 
 def _number(interpreter: Any) -> Function:
     """The tensor that Triton makes of an int or a float, the same for equal ones."""
-    made: dict[type, dict[Any, Any]] = {int: {}, float: {}}
+    by_type: dict[type, dict[Any, Any]] = {int: {}, float: {}}
     to_tensor = interpreter.interpreter_semantic.to_tensor
 
     def number(value: Any) -> Any:
-        known = made[type(value)]
-        found = known.get(value)
-        if found is None:
-            found = known[value] = to_tensor(value)
-            found.handle.data.flags.writeable = False
-        return found
+        known = by_type[type(value)]
+        scalar = known.get(value)
+        if scalar is None:
+            scalar = known[value] = to_tensor(value)
+            scalar.handle.data.flags.writeable = False
+        return scalar
 
     return number
 
 
 def _typed_number(interpreter: Any) -> Function:
     """The same in another operand's dtype, as arithmetic makes it; None where it does not."""
-    made: dict[Any, dict[Any, Any]] = {}
+    by_type: dict[Any, dict[Any, Any]] = {}
     semantic = interpreter.interpreter_semantic
 
     def typed_number(value: Any, dtype: Any) -> Any:
         kind = type(value)
-        known = made.get((kind, dtype.name))
+        known = by_type.get((kind, dtype.name))
         if known is None:
-            known = made[kind, dtype.name] = {}
-        found = known.get(value)
-        if found is None:
+            known = by_type[kind, dtype.name] = {}
+        scalar = known.get(value)
+        if scalar is None:
             if dtype.name not in NUMPY_DTYPES or dtype.name == "int1":
                 return None
             if dtype.is_int():
                 limits = np.iinfo(NUMPY_DTYPES[dtype.name])
                 if kind is float or not limits.min <= value <= limits.max:
                     return None
-            found = known[value] = semantic.scalar_constant(value, dtype)
-            found.handle.data.flags.writeable = False
-        return found
+            scalar = known[value] = semantic.scalar_constant(value, dtype)
+            scalar.handle.data.flags.writeable = False
+        return scalar
 
     return typed_number
 
@@ -212,12 +212,12 @@ def dtype_of(operand: Any) -> Any:
     return NUMPY_DTYPES.get(operand.dtype.name)
 
 
-def _same_bits(found: Any, expected: Any) -> bool:
+def _same_bits(computed: Any, expected: Any) -> bool:
     return (
-        found.dtype == expected.dtype
-        and found.shape == expected.shape
-        and found.strides == expected.strides
-        and found.tobytes() == expected.tobytes()
+        computed.dtype == expected.dtype
+        and computed.shape == expected.shape
+        and computed.strides == expected.strides
+        and computed.tobytes() == expected.tobytes()
     )
 
 
@@ -248,13 +248,13 @@ def plan_of(
             each if to is None else each.astype(to) for each, to in zip(data, casts, strict=True)
         ]
     try:
-        found = compute(*data)
+        computed = compute(*data)
     except TypeError:
         return None
     # How pointers lie is no matter: what they point to is loaded in C's order.
     is_pointer = result.dtype.is_ptr()
     same = np.array_equal if is_pointer else _same_bits
-    if not same(found, result.handle.data):
+    if not same(computed, result.handle.data):
         return None
     like = (result.type, result.dtype, result.numel, result.shape)
     fills = len(are_blocks) > 1 and not is_pointer
@@ -334,11 +334,11 @@ def _binary(
         plan = plans.get(key, UNKNOWN)
         if plan is UNKNOWN:
             result = slow(self, other)
-            found = _plan_of_two(tools, compute, left, right, result, is_division)
+            plan_of_pair = _plan_of_two(tools, compute, left, right, result, is_division)
             # Triton copies what it shifts, and a copy may lie otherwise.
-            if found is not None and compute is np.right_shift:
-                found = found._replace(fills=True)
-            plans[key] = found
+            if plan_of_pair is not None and compute is np.right_shift:
+                plan_of_pair = plan_of_pair._replace(fills=True)
+            plans[key] = plan_of_pair
             return result
         if plan is None:
             return slow(self, other)
@@ -363,9 +363,11 @@ def between(tools: Tools, slow: Function, choices: tuple[Function, Function]) ->
     operate = _binary(tools, slow, compute, compares=True)
     operate_swapped = _binary(tools, lambda y, x: slow(x, y), compute, swaps=True, compares=True)
 
-    def choose(x: Any, y: Any, *how: Any, _semantic: Any = None, **hows: Any) -> Any:
-        if how or hows:
-            return slow(x, y, *how, **hows)
+    def choose(
+        x: Any, y: Any, *extra_args: Any, _semantic: Any = None, **extra_options: Any
+    ) -> Any:
+        if extra_args or extra_options:
+            return slow(x, y, *extra_args, **extra_options)
         if type(x) is tensor:
             return operate(x, y)
         return operate_swapped(y, x) if type(y) is tensor else slow(x, y)

@@ -76,7 +76,8 @@ class Node:
         self.run("ip", "link", "set", DEVICE, "down")
 
     def give_up_after(self, retries: int) -> None:
-        """Of TCP's packets, each sent twice as long after the one before it; Linux's own is 15."""
+        """Sets the retries of TCP's packets, each sent twice as long after the packet before;
+        Linux's own is 15."""
         self.run("sh", "-c", f"echo {retries} > /proc/sys/net/ipv4/tcp_retries2")
 
     def pids(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""How wrong is too wrong: the tolerance rule of the project, in one place.
+"""The tolerance rule of the project: the largest error that a test accepts.
 
 The golden is the reference in float64 on the inputs already rounded to the tested dtype, the
 baseline the dense PyTorch recipe in that dtype. `promise` bounds any output, `gate` the outputs
@@ -20,7 +20,7 @@ CLOSE64 = 1e-11
 
 
 def band(golden: Tensor, output_dtype: torch.dtype) -> float:
-    """One rounding of the largest golden value to the output's dtype."""
+    """Returns the rounding of the largest golden value to the output's dtype."""
     largest = float(golden.abs().max()) if golden.numel() else 0.0
     return torch.finfo(output_dtype).eps * largest
 

@@ -65,11 +65,12 @@ def started_training(num_ranks: int, config: Path, *arguments: str) -> Iterator[
     output = config.with_suffix(".out")
     output.write_text("")
     command = ("train", str(config), *arguments)
-    how: dict[str, Any] = {"target": run_command, "args": ({}, output, command)}
-    if num_ranks:
-        settings = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": num_ranks, "max_restarts": 0}
-        how = {"target": run_agent, "args": (settings, command, output)}
-    launcher = fork_context().Process(**how)
+    settings = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": num_ranks, "max_restarts": 0}
+    launcher = (
+        fork_context().Process(target=run_agent, args=(settings, command, output))
+        if num_ranks
+        else fork_context().Process(target=run_command, args=({}, output, command))
+    )
     launcher.start()
     run = json.loads(config.read_text())["run"]
     job = TrainingJob(launcher, output, Path(run["out"]) / run["name"])
@@ -216,7 +217,7 @@ def run_command(place: Place, output: Path, arguments: tuple[str, ...]) -> None:
 
 
 def read_losses(run_dir: Path) -> list[float]:
-    """Of the whole lines of metrics.jsonl, in order."""
+    """Reads the losses of the whole lines of metrics.jsonl, in order."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return []
@@ -248,7 +249,7 @@ def is_running(pid: int) -> bool:
 
 def children(parent: int) -> list[int]:
     """Process ids of those whose parent it is (Linux)."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -257,8 +258,8 @@ def children(parent: int) -> list[int]:
             except OSError:
                 continue
             if int(fields[1]) == parent:
-                found.append(int(entry.name))
-    return sorted(found)
+                pids.append(int(entry.name))
+    return sorted(pids)
 
 
 def bench(folder: Path, command: str, *arguments: str) -> tuple[int, str]:
