@@ -112,7 +112,7 @@ def _hand_over(report: Report, path: Path | None) -> None:
 
 
 def show(report: Report) -> None:
-    """A table of all rows, each with what to do where something is to be done."""
+    """Shows a table of all rows, each with its remedy where there is one."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -25,7 +25,7 @@ EXTRAS = {
 
 
 def need_modules(*names: str) -> None:
-    """Ask before the work for modules that its end imports.
+    """Asks before the work for modules that its end imports.
 
     Raises:
         ModuleNotFoundError: of the first that is missing.
@@ -51,7 +51,8 @@ def explain_missing(error: ModuleNotFoundError, arguments: list[str]) -> str | N
 
 
 def requirement(extra: str) -> str:
-    """For pip, quoted for a shell: an installed package by its name, a checkout by its folder."""
+    """Returns pip's requirement, quoted for a shell: an installed package by its name, a checkout
+    by its folder."""
     try:
         importlib.metadata.distribution("cce-dist")
         place = "cce-dist"

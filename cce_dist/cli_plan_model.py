@@ -38,7 +38,7 @@ from .planner.search import (
 
 
 def one_of(*words: str, help: str = "") -> Any:
-    """An option whose words `Job` knows; typer's own choices want classes."""
+    """Makes an option whose words `Job` knows; typer's own choices want classes."""
     # Not in brackets, which rich takes for markup and leaves out.
     return typer.Option(help=f"{help} One of: {', '.join(words)}.".strip(), show_default=True)
 
@@ -244,7 +244,7 @@ def _number(key: str, value: Any) -> float:
 
 
 def _hardware(name: str) -> dict[str, Any]:
-    """A preset's numbers, or a file's."""
+    """Reads a preset's numbers, or a file's."""
     if not Path(name).is_file():
         return dict(vars(find_hardware(name)))
     try:

@@ -37,7 +37,7 @@ SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def require_picture(path: Path | None) -> None:
-    """Before anything is computed.
+    """Checks the picture's path before anything is computed.
 
     Raises:
         ModuleNotFoundError: there is no matplotlib.
@@ -51,7 +51,7 @@ def require_picture(path: Path | None) -> None:
 
 
 def require_file(name: str, path: Path | None) -> None:
-    """Before anything is computed. Raises ValueError: it is a folder."""
+    """Checks a file's path before anything is computed. Raises ValueError: it is a folder."""
     if path is not None and path.is_dir():
         raise ValueError(f"{name} must be a file, got the folder {path}")
 
@@ -99,7 +99,7 @@ def _name_ranks(axes: Any, ranks: int) -> None:
 
 
 def _draw(axes: Any, prediction: Prediction, *, unit: str, scale: float) -> None:
-    """A lane for each rank; a rank's second stage is drawn lower in its lane."""
+    """Draws a lane for each rank; a rank's second stage is drawn lower in its lane."""
     chunks = prediction.schedule.chunks
     height = 0.9 / chunks
     many = max(map(len, prediction.schedule.orders)) > MANY_TASKS

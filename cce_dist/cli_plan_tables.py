@@ -18,7 +18,7 @@ SHOWN = 12
 
 
 def show_plan(plan: Plan, report: dict[str, Any]) -> None:
-    """The tables of ranks, and what follows from them."""
+    """Shows the tables of ranks, and their conclusions."""
     from rich.console import Console
 
     console, ranks = Console(), report["ranks"]

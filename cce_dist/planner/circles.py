@@ -10,7 +10,8 @@ from .orders import Pass
 
 
 def asked_at(index: int, count: int, ahead: int | None) -> range:
-    """The microbatches, of `count`, whose tokens are asked for at E of microbatch `index`."""
+    """Returns the microbatches, of `count`, whose tokens are asked for at E of microbatch
+    `index`."""
     ahead = count if ahead is None else ahead
     return range(0 if index == 0 else min(index + ahead, count), min(index + ahead + 1, count))
 
@@ -79,7 +80,8 @@ class _Rules(NamedTuple):
 
 
 def _steps(each: Pass, rank: int, rules: _Rules) -> list[_Step]:
-    """Between two ranks ("a:b") the receiver begins when it waits, and the sender does not wait."""
+    """Lists a pass's steps. Between two ranks ("a:b") the receiver begins when it waits, and the
+    sender does not wait."""
     kind, index, last = each.kind, each.microbatch, rules.last
 
     def receive(name: str) -> list[_Step]:

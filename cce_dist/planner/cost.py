@@ -41,8 +41,8 @@ class LayerCost:
 
 
 def collective(hardware: Hardware, ranks: int, size: float, *, rounds: float = 1.0) -> float:
-    """Seconds of a ring of as many ranks: `size` bytes of the whole tensor, one round for a gather
-    or a reduce-scatter, two for an all-reduce."""
+    """Returns seconds of a ring of as many ranks: `size` bytes of the whole tensor, one round for a
+    gather or a reduce-scatter, two for an all-reduce."""
     if ranks == 1:
         return 0.0
     moved = rounds * (ranks - 1) / ranks * size
@@ -145,7 +145,7 @@ def _linear_of(model: Model, index: int) -> LinearAttention | None:
 
 
 def _attention_traffic(model: Model, job: Job, index: int) -> float:
-    """Bytes of a token between its products with weights and attention, through memory."""
+    """Returns bytes of a token between its products with weights and attention, through memory."""
     linear = _linear_of(model, index)
     if linear:
         return linear.traffic
@@ -214,8 +214,8 @@ def _copies(model: Model, is_dense: bool) -> float:
 
 
 def _kept(model: Model, job: Job, mlp: float, index: int) -> float:
-    """Bytes a token, without what attention's scores need: the norms' inputs, what they give, what
-    attention takes and gives, and the MLP's."""
+    """Returns bytes kept of a token, without attention's scores: inputs and outputs of the norms
+    and of attention, and the MLP's."""
     split = job.tp if job.sequence_parallel else 1
     norms = model.dim * (job.hidden_bytes * model.norms + 2 * min(2, model.norms)) / split
     is_dense = index < model.dense_layers or not model.experts
@@ -239,7 +239,7 @@ def _attention_kept(model: Model, job: Job, index: int) -> float:
 def _products(
     model: Model, job: Job, hardware: Hardware, shapes: list[tuple[float, float, float]]
 ) -> tuple[float, float]:
-    """Seconds of the forward's and of both gradients'."""
+    """Returns seconds of the forward's products and of both gradients' products."""
     pieces = _pieces(job)
     forward = backward = 0.0
     for rows, columns, inner in shapes:
@@ -259,8 +259,8 @@ def _pieces(job: Job) -> int:
 def _told(
     model: Model, job: Job, hardware: Hardware, products: float, gradients: float
 ) -> tuple[float, float]:
-    """Seconds that the tensor-parallel ranks of a layer spend telling each other, forward and
-    backward, where nothing hides it."""
+    """Returns seconds of a layer's tensor-parallel communication, forward and backward, that
+    nothing hides."""
     size = 2.0 * job.tokens * model.dim
     if job.sequence_parallel:
         seconds, again = 4 * collective(hardware, job.tp, size), 1.5
@@ -274,7 +274,7 @@ def _told(
 
 
 def _sent(model: Model, job: Job, hardware: Hardware, is_dense: bool) -> float:
-    """Seconds of tokens to experts of other ranks, and back."""
+    """Returns seconds of tokens to experts of other ranks, and back."""
     if job.ep == 1 or is_dense:
         return 0.0
     ranks = job.ep * job.tp
@@ -283,7 +283,7 @@ def _sent(model: Model, job: Job, hardware: Hardware, is_dense: bool) -> float:
 
 
 def _ring(model: Model, job: Job, hardware: Hardware) -> float:
-    """Seconds that keys and values take to every context-parallel rank."""
+    """Returns seconds that keys and values take to every context-parallel rank."""
     if job.cp == 1:
         return 0.0
     each = 2.0 * job.tokens * model.kv_heads * (model.key_dim + model.head_value_dim) / job.tp

@@ -13,8 +13,8 @@ BACKENDS = {"cudnn": "fused"}
 
 
 def layout_string(layout: Sequence[int]) -> str:
-    """Megatron's --pipeline-model-parallel-layout: E, the embedding, t, a layer, L, the loss;
-    stages are separated by |, in the order of the model."""
+    """Writes Megatron's --pipeline-model-parallel-layout: E, the embedding, t, a layer, L, the
+    loss; stages are separated by |, in the order of the model."""
     last = len(layout) - 1
     texts = []
     for index, count in enumerate(layout):
@@ -142,8 +142,8 @@ def _require_megatrons(model: Model, job: Job) -> None:
 
 
 def layout_flags(job: Job, layout: Sequence[int]) -> list[str]:
-    """The fewest flags that give this layout: none, the number of layers of the first and the last
-    stage, or the whole of it."""
+    """Returns the fewest flags that give this layout: none, the number of layers of the first and
+    the last stage, or the whole layout."""
     if job.pp == 1:
         return []
     middle = set(layout[1:-1])

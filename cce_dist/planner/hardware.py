@@ -70,7 +70,7 @@ class Hardware:
                 raise ValueError(f"{name} must be a share, <= 1, got {getattr(self, name)!r}")
 
     def product(self, rows: float, columns: float, inner: float) -> float:
-        """Seconds of a matrix product, [rows, inner] by [inner, columns].
+        """Returns seconds of a matrix product, [rows, inner] by [inner, columns].
 
         Its tiles are computed in waves of one for each processor, the last of which is on average
         half full. One that is smaller than a wave takes as long as a wave, or has smaller tiles.
@@ -85,11 +85,11 @@ class Hardware:
         return self.hbm * self.hbm_share
 
     def link(self, ranks: int) -> float:
-        """bytes/s from one to another of as many neighbouring ranks."""
+        """Returns bytes/s between two of as many neighbouring ranks."""
         return self.link_share * (self.nvlink if ranks <= self.gpus_per_host else self.network)
 
     def ring(self, ranks: int, *, apart: int = 1) -> float:
-        """bytes/s of a collective of as many ranks, each so many from the next.
+        """Returns bytes/s of a collective of as many ranks, each so many from the next.
 
         Where they are on several hosts, rings enter and leave a host by the network of all its
         ranks that take part.

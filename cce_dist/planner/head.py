@@ -135,7 +135,7 @@ def _told(model: Model, job: Job, hardware: Hardware) -> tuple[float, float]:
 
 
 def phase_latency(model: Model, job: Job, hardware: Hardware) -> float:
-    """Seconds from one phase of the head over pipeline ranks to the next: the longest of a
+    """Returns seconds between two phases of the head over pipeline ranks: the longest of a
     broadcast of hidden, the merge, and the sum of its gradient (docs/pipelines.md)."""
     ranks = job.pp * job.tp
     shared = job.tp if job.sequence_parallel else 1

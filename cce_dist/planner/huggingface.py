@@ -35,7 +35,7 @@ class FromConfig(NamedTuple):
 
 
 def read_config(path: str | Path) -> FromConfig:
-    """A model from a config.json, or from the folder that has one.
+    """Reads a model from a config.json, or from the folder that has one.
 
     Raises:
         ValueError: not such a file, a model type that is not known, a key that is missing, or one
@@ -74,7 +74,7 @@ class _Reader:
         self.defaults = DEFAULTS.get(kind, {})
 
     def value(self, key: str) -> Any:
-        """None where the file has none."""
+        """Returns a key's value; None where the file has none."""
         self.read_keys.add(key)
         return self.config.get(key)
 
@@ -89,7 +89,7 @@ class _Reader:
         return value
 
     def other(self, key: str, default: Any) -> Any:
-        """`default`, or that of the type, is noted where the file has no value."""
+        """Returns a key's value; else notes and returns `default`, or the default of the type."""
         value = self.value(key)
         if value is not None:
             return value
@@ -98,7 +98,7 @@ class _Reader:
         return value
 
     def whole(self, key: str, default: Any, *, least: int = 0) -> int:
-        """As `other`, an integer."""
+        """Returns `other`, an integer."""
         value = self.other(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             rule = f"an integer >= {least}"
@@ -106,7 +106,7 @@ class _Reader:
         return value
 
     def said(self, key: str) -> int:
-        """0 where the file has null, or nothing and the type has no default."""
+        """Returns 0 where the file has null, or nothing and the type has no default."""
         has_default = key not in self.config and key in self.defaults
         return self.whole(key, 0) if has_default or self.value(key) else 0
 
@@ -241,7 +241,8 @@ class _Reader:
         return every
 
     def _full_every(self, layers: int, other: str) -> int:
-        """Each how-manieth of layer_types is full attention, all others are `other`; 0: none."""
+        """Returns n where each n-th of layer_types is full attention and all others are `other`; 0:
+        none."""
         types, full = self.value("layer_types"), "full_attention"
         every = types.index(full) + 1 if full in types else 0
         rule = [other if not every or index % every else full for index in range(1, layers + 1)]

@@ -248,8 +248,8 @@ class Job:
         return {"last": self.tp, "pp": self.pp, "pp-tp": self.pp * self.tp}[self.vocab_over]
 
     def rows_divisible_by(self, rows: int) -> int:
-        """Megatron's --make-vocab-size-divisible-by, for a vocabulary of as many rows: its default,
-        or the least with which the ranks of a pipeline have as many rows each."""
+        """Returns Megatron's --make-vocab-size-divisible-by for a vocabulary of as many rows: its
+        default, or the least with which the ranks of a pipeline have as many rows each."""
         step = MEGATRON_ROWS * self.tp
         if self.is_over_ranks and -(-rows // step) * step % self.head_ranks:
             return lcm(MEGATRON_ROWS, self.pp)

@@ -19,7 +19,8 @@ MANY_TASKS, MANY_PLANS = 60_000, 300
 
 
 def best_layout(costs: Costs, schedule: Schedule) -> Plan:
-    """The plan of the fastest layout found that fits; where none does, of the one that needs least.
+    """Returns the plan of the fastest layout that fits; if none fits, the plan that needs the least
+    memory.
 
     From an even layout and those of `balanced_layout`, one layer after the other is moved to
     another stage as long as a step gets shorter.
@@ -49,7 +50,7 @@ def fits_somehow(costs: Costs, schedule: Schedule) -> bool:
 
 
 def peak_of(costs: Costs, schedule: Schedule, layout: Layout) -> float:
-    """Bytes of the rank that takes most; nothing is simulated."""
+    """Returns bytes of the rank that takes most; nothing is simulated."""
     stages = make_stages(costs, layout)
     return max(
         memory_of(costs, schedule, stages_of(schedule, stages, rank), rank).total
@@ -63,7 +64,8 @@ def _order(plan: Plan) -> tuple[float, float]:
 
 
 def _starts(parts: Parts) -> Iterator[Layout]:
-    """From which better ones are looked for; the last is of use where the others need too much."""
+    """Yields layouts from which the search starts; the last helps where the others need too much
+    memory."""
     yield even_layout(parts.costs.model.layers, parts.schedule.stages)
     yield balanced_layout(parts)
     if parts.schedule.chunks > 1:
@@ -133,7 +135,7 @@ class Parts:
         }
 
     def needs(self, rank: int, layout: list[int]) -> float:
-        """Bytes of a rank, where all layers are as the mean one."""
+        """Returns bytes of a rank, where all layers are as the mean layer."""
         stages, layer = [], self.layer
         for index in self.stages[rank]:
             base, count = self.empty[index], layout[index]
@@ -149,7 +151,7 @@ class Parts:
         return memory_of(self.costs, self.schedule, stages, rank).total
 
     def taken(self, layout: Layout) -> tuple[list[float], list[float]]:
-        """Seconds of each stage: of the forward, and of both."""
+        """Returns seconds of each stage: of the forward, and of both passes."""
         forward, both = self.until
         ends = list(accumulate(layout, initial=0))
         cuts = list(zip(self.empty, ends, ends[1:], strict=False))
@@ -257,7 +259,8 @@ def balanced_layout(parts: Parts, *, is_thrifty: bool = False) -> Layout:
 
 
 def _without_gaps(layout: Layout) -> Layout:
-    """No stage but the first and the last without a layer: one of the largest stage's instead."""
+    """Gives each empty inner stage a layer of a largest stage. Only the first and the last may be
+    empty."""
     filled = list(layout)
     for index in range(1, len(filled) - 1):
         if not filled[index]:

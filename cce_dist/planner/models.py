@@ -163,7 +163,7 @@ class Model:
         return parameters + projected * self.qkv_bias + norms
 
     def attention_of(self, index: int) -> str:
-        """ "full", "window", "linear" or "image": the attention of the `index`-th layer."""
+        """Returns "full", "window", "linear" or "image": the attention of the `index`-th layer."""
         if index in self.image_layers:
             return "image"
         for name, has, every, offset in (

@@ -122,7 +122,7 @@ def _first_starts(ranks: int, times: Times, weighs: bool) -> dict[Kind, list[flo
         offset[kind] = sum(times.of(other) for other in CYCLE[: len(offset)])
 
     def slot(rank: int, kind: Kind, ready: float) -> float:
-        """The first start of `kind` on `rank` that is not before `ready`."""
+        """Returns the first start of `kind` on `rank` that is not before `ready`."""
         first = rank * times.forward + offset[kind]
         return first + math.ceil((ready - first) / cycle - 1e-9) * cycle
 
@@ -200,7 +200,7 @@ def _run_ahead(orders: list[list[Pass]]) -> list[list[Pass]]:
 def plan_slow_start(
     ranks: int, microbatches: int, times: Times, *, embeds: bool = False, weighs: bool = False
 ) -> list[list[Pass]]:
-    """`plan_vocab_order` after `SLOWLY` microbatches that go through one after the other.
+    """Plans `plan_vocab_order` after `SLOWLY` microbatches that go through one after the other.
 
     For the first step of its kind: on a GPU kernels and communicators, of the stages too, come to
     the device at first use, which may wait for all that it has begun.

@@ -58,7 +58,7 @@ PRINTED: dict[str, tuple[MemoryRow, float]] = {
 
 
 def memory_row(model: Model) -> MemoryRow:
-    """Table A3's arithmetic for any model."""
+    """Computes Table A3's arithmetic for any model."""
     logits = TOKENS * model.classes * 4 / MB
     activations = TOKENS * model.dim * model.layers * 2 / MB
     weights = (model.parameters + model.buffers) * BYTES_OF_NUMBER / MB

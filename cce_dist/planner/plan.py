@@ -131,7 +131,7 @@ class Plan:
 
 
 def even_layout(layers: int, stages: int) -> tuple[int, ...]:
-    """Megatron's and torch's own: as many layers each; what is left over to the first stages. Of
+    """Splits layers as Megatron and torch do: evenly, with the remainder on the first stages. With
     two stages more than layers the first has the embedding alone, and the last the head."""
     if stages == layers + 2:
         return (0, *[1] * layers, 0)
@@ -139,7 +139,8 @@ def even_layout(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def schedule_of(costs: Costs) -> Schedule:
-    """The orders of the job; "vocab" by an even layout, and by what those who run it know."""
+    """Returns the orders of the job. "vocab" is planned for an even layout, from the times that the
+    running side knows."""
     job = costs.job
     if job.schedule_name != "vocab":
         return _fixed_schedule(
@@ -156,7 +157,8 @@ def schedule_of(costs: Costs) -> Schedule:
 
 
 def _times_of_sizes(costs: Costs, layout: Sequence[int]) -> Times:
-    """By which megatron_patch plans: its parameters, whose products take most of the time."""
+    """Returns the times by which megatron_patch plans: its parameters, whose products take most of
+    the time."""
     first, largest = 0, 1.0
     for count in layout:
         largest = max(largest, sum(costs.parameters[first : first + count]))
@@ -170,7 +172,7 @@ def _times_of_sizes(costs: Costs, layout: Sequence[int]) -> Times:
 def _fixed_schedule(
     name: str, ranks: int, microbatches: int, chunks: int, framework: Literal["torch", "megatron"]
 ) -> Schedule:
-    """Without times; a search asks for the same one many times."""
+    """Returns a schedule without times; a search asks for the same schedule many times."""
     return make_schedule(name, ranks, microbatches, chunks=chunks, framework=framework)
 
 
@@ -294,8 +296,8 @@ def _buffers(costs: Costs, schedule: Schedule, rank: int) -> float:
 
 
 def _after(costs: Costs, rank: RankPlan) -> float:
-    """Seconds of a rank after its last backward: gradients over data-parallel ranks, clipping, the
-    optimizer; of a tied head, the gradients of its two copies."""
+    """Returns seconds of a rank after its last backward: gradients over data-parallel ranks,
+    clipping, the optimizer; of a tied head, the gradients of its two copies."""
     job, hardware = costs.job, costs.hardware
     ranks = job.dp * job.cp
     seconds, owned = 0.0, rank.parameters

@@ -79,7 +79,7 @@ class StageTimes:
         return bool(self.statistics or self.gradients)
 
     def with_stalls(self, *, served: bool = False) -> StageTimes:
-        """As this library was measured: the same times, and `stalled`.
+        """Returns the same times with `stalled`, as this library was measured.
 
         Args:
             served: under a schedule that knows nothing of the head over all ranks, instead of the
@@ -245,7 +245,8 @@ def _served(schedule: Schedule, times: StageTimes) -> Served:
 
 
 def closed_form(schedule: Schedule, times: StageTimes) -> float | None:
-    """A step's time by formula, p2p latencies left out; of uneven stages, where one is known.
+    """Returns a step's time by formula, p2p latencies left out; of uneven stages, where a formula
+    is known.
 
     gpipe: exact. 1f1b: (m - 1) max(F + B) + sum(F + B), exact where the last stage is the slowest
     in both, or all are alike. interleaved: even stages alone. vocab: m cycles of the slowest, and

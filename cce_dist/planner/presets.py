@@ -91,7 +91,7 @@ MODELS: dict[str, Model] = {
 
 
 def _plain(name: str) -> str:
-    """ "Gemma 2 (27B)" and "gemma2-27b" are the same."""
+    """Spells "Gemma 2 (27B)" and "gemma2-27b" alike."""
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
@@ -103,7 +103,7 @@ def model_names() -> list[str]:
 
 
 def find_model(name: str) -> Model:
-    """A preset, however it is spelt.
+    """Finds a preset, however its name is spelt.
 
     Raises:
         ValueError: none has this name.

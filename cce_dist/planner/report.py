@@ -19,7 +19,7 @@ def describe(
     largest_of_layout: int | None = None,
     notes: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Seconds, bytes, FLOPs; of one rank of each tensor-parallel group.
+    """Describes a plan: seconds, bytes, FLOPs, of a rank of each tensor-parallel group.
 
     Args:
         largest: sequences of the largest microbatch that fits, by whichever layout.

@@ -77,7 +77,7 @@ def make_schedule(
     embeds: bool = False,
     weighs: bool = False,
 ) -> Schedule:
-    """The orders of a schedule.
+    """Makes the orders of a schedule.
 
     Args:
         chunks: stages of a rank; >= 2 for "interleaved", 2 for "zbv", else 1.
@@ -157,7 +157,8 @@ def _round(ranks: int, microbatches: int, framework: str) -> int:
 def _interleaved(
     rank: int, ranks: int, microbatches: int, chunks: int, group: int, task: MakeTask
 ) -> list[Task]:
-    """Megatron's and torch's are the same but for the size of a round."""
+    """Orders a rank's interleaved 1F1B; Megatron's and torch's differ only in the size of a
+    round."""
     total = chunks * microbatches
     warm = min(total, (chunks - 1) * group + 2 * (ranks - 1 - rank))
     turn = chunks * group
@@ -176,8 +177,8 @@ def _interleaved(
 
 
 def _zbv(rank: int, ranks: int, microbatches: int, task: MakeTask) -> list[Task]:
-    """torch's ScheduleZBVZeroBubble, which plans 2 p - 1 microbatches at least and leaves out those
-    that there are not."""
+    """Orders a rank's tasks as torch's ScheduleZBVZeroBubble, which plans at least 2 p - 1
+    microbatches and leaves out those that do not exist."""
     planned = max(2 * ranks - 1, microbatches)
     done = {("F", 0): 0, ("F", 1): 0, ("I", 0): 0, ("I", 1): 0, ("W", 0): 0, ("W", 1): 0}
     tasks: list[Task] = []
@@ -272,7 +273,7 @@ def peak_held(
     *,
     phases: float = 0.0,
 ) -> float:
-    """The most that a rank holds at once in the order of its tasks, in the unit of `held`.
+    """Returns the most that a rank holds at once in the order of its tasks, in the unit of `held`.
 
     Args:
         held: of a microbatch in each chunk, from its forward to its backward (or to W).
@@ -289,7 +290,7 @@ def peak_of_held(
     *,
     phases: float = 0.0,
 ) -> float:
-    """As `peak_held`, of an order that was counted before."""
+    """Returns `peak_held` of an order that was counted before."""
     most = 0.0
     for kind, chunk, counts in every:
         beside = phases if kind == "head" else 0.0

@@ -107,7 +107,8 @@ class Pays:
 
 
 def over_pipeline(job: Job) -> Job:
-    """The job with our loss over all pipeline (and tensor-parallel) ranks, in the planned order."""
+    """Returns the job with our loss over all pipeline (and tensor-parallel) ranks, in the planned
+    order."""
     loss = job.loss if job.loss in OURS else "filtered"
     over = "pp-tp" if job.tp > 1 else "pp"
     if job.vocab_over != "last":
@@ -116,7 +117,7 @@ def over_pipeline(job: Job) -> Job:
 
 
 def on_last_stage(job: Job) -> Job:
-    """The job with our loss on the last stage."""
+    """Returns the job with our loss on the last stage."""
     loss = job.loss if job.loss in OURS else "filtered"
     schedule = job.schedule
     if job.schedule_name == "vocab":
@@ -129,7 +130,7 @@ def on_last_stage(job: Job) -> Job:
 def vocab_pays(
     model: Model, job: Job, hardware: Hardware, *, best: Plan | None = None
 ) -> Pays | None:
-    """None: there is one pipeline rank, or no loss.
+    """Compares the head's places; None: there is one pipeline rank, or no loss.
 
     Args:
         best: of `best_plan` for the job itself, which need not be made again.
@@ -180,9 +181,9 @@ class Advice(NamedTuple):
 def nearest_that_fits(
     model: Model, job: Job, hardware: Hardware, layout: Sequence[int] | None = None
 ) -> Advice:
-    """The first of a few changes, each beside those before it, with which the job fits: a smaller
-    microbatch, the optimizer over data-parallel ranks, full recompute, sequence parallelism where
-    there are tensor-parallel ranks, then more ranks.
+    """Finds the first of a few changes, each on top of those before, with which the job fits: a
+    smaller microbatch, the optimizer over data-parallel ranks, full recompute, sequence parallelism
+    where there are tensor-parallel ranks, then more ranks.
 
     Args:
         layout: that was asked for, instead of the best.

@@ -53,7 +53,7 @@ class Served:
 def run_served(
     orders: Sequence[Sequence[Task]], work: Callable[[int, str, int], Work], head: Served
 ) -> Timeline:
-    """`run_orders` of the schedule's own passes, beside the thread's.
+    """Runs `run_orders` of the schedule's own passes, beside the thread's.
 
     Args:
         work: as of `run_orders`; the last stage's backward waits for the gate "T", which is open
@@ -87,7 +87,7 @@ class _Rank:
         self.worked = 0.0
 
     def interrupt(self, at: float, seconds: float) -> None:
-        """The head has the GPU from `at`."""
+        """Gives the GPU to the head from `at`."""
         self.busy_until = at + seconds
         if at < self.running < math.inf:
             start = self.starts[-1]
@@ -136,7 +136,7 @@ class _Run:
             self._start(number, now)
 
     def _start(self, number: int, now: float) -> None:
-        """The rank's next task, if it has one and waits for nothing."""
+        """Starts the rank's next task, if it has a task that waits for nothing."""
         rank = self.ranks[number]
         if len(rank.ends) == len(rank.order):
             return
@@ -161,7 +161,7 @@ class _Run:
                 self._start(number, now)
 
     def _begin(self, now: float) -> None:
-        """The next microbatch, if the last stage has given it."""
+        """Begins the next microbatch, if the last stage has given it."""
         self.phase = "S" if self.served < self.num_given else ""
         if self.phase:
             heappush(self.events, (now + self.head.latency, _HEAD))

@@ -205,7 +205,7 @@ def _expert_parameters(costs: Costs, first: int, count: int) -> float:
 
 
 def stage_times(costs: Costs, stages: Sequence[Stage]) -> StageTimes:
-    """For planner/predict.py."""
+    """Returns the stages' times for planner/predict.py."""
     forward = tuple(stage.forward for stage in stages)
     backward = tuple(stage.backward for stage in stages)
     job, head = costs.job, costs.head
