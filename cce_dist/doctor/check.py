@@ -47,13 +47,13 @@ class Check:
 
 
 def worst(checks: Iterable[Check]) -> Status:
-    """The worst status of them, "ok" where none is worse."""
+    """Returns the worst status of the checks, "ok" where none is worse."""
     statuses: list[Status] = ["ok", *(check.status for check in checks)]
     return max(statuses, key=STATUSES.index)
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error and the beginning of what it says."""
+    """Returns the type of an error and the beginning of its text."""
     lines = str(error).strip().splitlines()
     said = lines[0] if lines else ""
     return f"{type(error).__name__}: {said}"[:LONGEST]
@@ -77,7 +77,7 @@ def guarded(name: str, function: Callable[..., list[Check]], *args: Any) -> list
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """As "rank 3" or "ranks 0-3, 7"; the ranks are in order."""
+    """Writes "rank 3" or "ranks 0-3, 7"; the ranks are in order."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -89,8 +89,8 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def across_ranks(everywhere: Sequence[Sequence[Check]]) -> list[Check]:
-    """A row for each name, in the order of the first rank that has it: the worst of all ranks, and
-    which those are, unless all found the same."""
+    """Joins the ranks' rows by name, in the order of the first rank that has it: the worst of all
+    ranks, and which ranks those are, unless all observed the same."""
     by_name: dict[str, dict[int, Check]] = {}
     for rank, checks in enumerate(everywhere):
         for check in checks:

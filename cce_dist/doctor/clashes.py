@@ -148,7 +148,7 @@ CLASHES = (
 
 
 def check_clashes(facts: Facts, pp: int) -> list[Check]:
-    """A row for each that applies, or one that says that none does."""
+    """Returns a row for each clash that applies, or a row that says that none does."""
     clashes = [clash for clash in CLASHES if clash.applies(facts, pp)]
     if not clashes:
         return [Check(name="clashes", status="ok", observed=f"none of {len(CLASHES)} known ones")]

@@ -108,8 +108,9 @@ def groups_of(
 def check_collectives(
     ranks: Ranks, job: Job, device: torch.device, everyone: Sequence[dict[str, Any]]
 ) -> list[Check]:
-    """Three rows for each kind of group: the smallest collective, the merge, the hidden gradient's
-    sum. All groups of a kind run side by side, as in a job; the figures are the slowest rank's.
+    """Returns three rows for each kind of group: the smallest collective, the merge, the hidden
+    gradient's sum. All groups of a kind run side by side, as in a job; the figures are the slowest
+    rank's.
 
     Collectives: of all ranks alike.
     """
@@ -158,7 +159,7 @@ def _make(what: str, job: Job, group: dist.ProcessGroup, device: torch.device) -
 
 
 def _make_sum(job: Job, group: dist.ProcessGroup, device: torch.device) -> Measured:
-    """As `reduce_grad_hidden` does it for hidden states of the job's dtype."""
+    """Makes the sum of `reduce_grad_hidden` for hidden states of the job's dtype."""
     size, scatter, dtype = group_size(group), job.sequence_parallel, DTYPES[job.dtype]
     share, num_bytes = (size - 1) / size, 4 * job.tokens * job.dim
     grad = torch.empty(job.tokens, job.dim, device=device)
@@ -186,8 +187,8 @@ def _make_sum(job: Job, group: dist.ProcessGroup, device: torch.device) -> Measu
 def _measure(
     ranks: Ranks, phase: str, measured: Measured, device: torch.device
 ) -> tuple[float, bool]:
-    """Seconds of a call, the median of many on the slowest rank; and whether all ranks' results
-    are right."""
+    """Measures a call: the median of many in seconds on the slowest rank; and whether all ranks'
+    results are right."""
     right = measured.is_right()
     first = max(_times(measured.call, WARM_UP, device))
     first = max(ranks.share(f"{phase}/first", first))
@@ -224,8 +225,8 @@ def judge(
     link: Link,
     bandwidth: float | None,
 ) -> Check:
-    """The row of a collective that is right: a warning where it takes more than TOO_SLOW times what
-    is expected.
+    """Returns the row of a collective with right results: a warning where it takes more than
+    TOO_SLOW times the expected time.
 
     Args:
         tiny: seconds of the smallest collective, for where its figure is not known.

@@ -66,7 +66,7 @@ class Facts:
     why_no_gpu: str = ""
 
     def version(self, package: str) -> tuple[int, ...] | None:
-        """(2, 13, 0) of "2.13.0+cu130"; None where it is not installed, or no number."""
+        """Returns (2, 13, 0) of "2.13.0+cu130"; None where it is not installed, or no number."""
         return numbers_of(self.versions.get(package, ""))
 
 

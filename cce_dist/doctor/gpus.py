@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def check_driver(facts: Facts) -> Check:
-    """The driver, and whether it is new enough for the CUDA of torch."""
+    """Checks that the driver is new enough for the CUDA of torch."""
     if facts.driver is None and facts.gpus:
         unknown = "of unknown version: neither /proc/driver/nvidia nor nvidia-smi says it"
         return Check(
@@ -41,7 +41,7 @@ def check_driver(facts: Facts) -> Check:
 
 
 def check_gpus(facts: Facts) -> Check:
-    """Names, memory, compute capability, and that torch can use what is there."""
+    """Checks that torch can use the GPUs; shows names, memory and compute capability."""
     if facts.gpus:
         return _check_found(facts)
     if facts.driver is None:

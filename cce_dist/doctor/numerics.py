@@ -56,7 +56,7 @@ def places(facts: Facts) -> list[Place]:
 
 
 def check_numerics(facts: Facts, seconds: float) -> list[Check]:
-    """A row for each backend and dtype: every gradient mode, forward and all gradients.
+    """Returns a row for each backend and dtype: every gradient mode, forward and all gradients.
 
     Args:
         seconds: no mode starts later than that; what is left out is "skipped", by name.
@@ -90,7 +90,7 @@ def _try(place: Place, dtype: str, deadline: float) -> Tried:
 
 
 def make_case(place: Place, dtype: str, gradient: str) -> Case:
-    """The same inputs for every mode: a trained model's softmax, some targets ignored."""
+    """Makes the same inputs for every mode: a trained model's softmax, some targets ignored."""
     tokens, num_classes, dim = INTERPRETED_SHAPE if place.interprets else SHAPE
     generator = torch.Generator().manual_seed(0)
     inputs = zipf_inputs(tokens, num_classes, dim, generator=generator, dtype=DTYPES[dtype])

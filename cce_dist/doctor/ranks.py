@@ -60,7 +60,8 @@ class Ranks:
         return self.launch.world_size
 
     def share(self, phase: str, value: Any) -> list[Any]:
-        """Every rank's value, by rank; of what JSON holds. Every phase has a name of its own."""
+        """Gathers every rank's value, by rank; values are JSON. Every phase has a name of its
+        own."""
         self.store.set(f"{phase}/{self.rank}", json.dumps(value))
         keys = [f"{phase}/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + self.timeout
@@ -82,7 +83,7 @@ class Ranks:
         return f"{who} did not come to {phase} within {self.timeout:g} s"
 
     def leave(self) -> None:
-        """Every rank's last word: rank 0 may host the store, and goes last."""
+        """Exchanges every rank's last word: rank 0 may host the store, and goes last."""
         self.store.set(f"left/{self.rank}", "")
         if self.rank == 0:
             keys = [f"left/{rank}" for rank in range(self.size)]
@@ -90,7 +91,8 @@ class Ranks:
 
 
 def join(timeout: float, alike: Mapping[str, Any]) -> Ranks:
-    """The ranks that a launcher started (docs/ranks.md), or one alone; no process group is made.
+    """Joins the ranks that a launcher started (docs/ranks.md), or stands alone; makes no process
+    group.
 
     Args:
         alike: plain values that must be the same on every rank, by name.
@@ -174,7 +176,7 @@ def describe(ranks: Ranks, facts: Facts, device: torch.device) -> dict[str, Any]
 
 
 def check_devices(everyone: Sequence[dict[str, Any]]) -> Check:
-    """A GPU of its own for every rank, or none for any."""
+    """Checks that every rank has a GPU of its own, or that none has any."""
     expected = "a GPU of its own for every rank, or none for any"
     owners: dict[str, list[int]] = {}
     for rank, one in enumerate(everyone):
@@ -200,7 +202,7 @@ def check_devices(everyone: Sequence[dict[str, Any]]) -> Check:
 
 
 def check_alike(everyone: Sequence[dict[str, Any]]) -> Check:
-    """The same code and the same libraries everywhere."""
+    """Checks that all ranks have the same code and the same libraries."""
     seen: dict[str, list[Any]] = {
         name: [one["versions"].get(name) for one in everyone] for name in ALIKE
     }
@@ -233,7 +235,7 @@ def _by_value(values: Sequence[Any]) -> str:
 
 
 def check_clocks(everyone: Sequence[dict[str, Any]]) -> Check | None:
-    """Between hosts; None: there is but one. Taken as all ranks left the same wait."""
+    """Compares the hosts' clocks as all ranks left the same wait; None: there is a single host."""
     hosts: dict[str, float] = {}
     for one in everyone:
         hosts.setdefault(one["host"], one["clock"])

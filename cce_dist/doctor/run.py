@@ -56,7 +56,7 @@ class Request:
     bandwidth: float | None = None
 
     def mesh(self, size: int) -> tuple[int, int, int]:
-        """dp, pp, tp of so many ranks.
+        """Returns dp, pp, tp of so many ranks.
 
         Raises:
             ValueError: they do not divide; sequence parallelism does not divide the tokens.
@@ -109,7 +109,7 @@ class Report:
 
 
 def examine(request: Request) -> Report:
-    """Everything, in the order in which one thing needs another.
+    """Examines everything, in the order in which one thing needs another.
 
     Raises:
         ValueError: the request does not fit the ranks, or the launcher's variables are wrong.

@@ -70,7 +70,7 @@ def check_torch() -> Check:
 
 
 def check_triton(*, needed: bool) -> Check:
-    """The kernels' compiler; without a GPU it is for the interpreter alone."""
+    """Checks the kernels' compiler; without a GPU it is for the interpreter alone."""
     expected = "what torch's CUDA wheel brings" if needed else "needed on GPUs alone"
     remedy = "install torch's CUDA wheel, which brings its version of triton"
     try:
@@ -110,7 +110,7 @@ def check_hopper_forward(facts: Facts) -> Check | None:
 
 
 def check_interpreter(facts: Facts) -> Check:
-    """TRITON_INTERPRET, read when a kernel is decorated."""
+    """Checks TRITON_INTERPRET, read when a kernel is decorated."""
     on = facts.environment.get("TRITON_INTERPRET", "0") == "1"
     if on and facts.gpus:
         return Check(
@@ -203,7 +203,7 @@ def check_transformer_engine(facts: Facts) -> Check:
 
 
 def check_mpi(facts: Facts) -> Check:
-    """mpi4py, and the library that it finds; MPI is not started."""
+    """Checks mpi4py, and the library that it finds; MPI is not started."""
     version = facts.versions.get("mpi4py")
     if version is None:
         return Check(name="MPI", status="skipped", observed="mpi4py is not installed")
@@ -226,7 +226,7 @@ def check_mpi(facts: Facts) -> Check:
 
 
 def library_of(text: str) -> str:
-    """Name and version of what MPI.Get_library_version says, which may be a page long."""
+    """Returns name and version from MPI.Get_library_version's text, which may be a page long."""
     mpich = re.search(r"MPICH Version:\s*(\S+)", text)
     if mpich:
         return f"MPICH {mpich.group(1)}"
