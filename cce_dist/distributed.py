@@ -138,7 +138,8 @@ def init(
     timeout: float = TIMEOUT_S,
     join_timeout: float = JOIN_TIMEOUT_S,
 ) -> Ranks:
-    """Join the ranks that torchrun, srun or mpirun started, or stand alone; make groups and meshes.
+    """Joins the ranks that torchrun, srun or mpirun started, or stands alone; makes groups and
+    meshes.
 
     Args:
         tp: ranks that share the vocabulary; "all": as many as pp leaves of them.
@@ -163,7 +164,7 @@ def join(
     join_timeout: float = JOIN_TIMEOUT_S,
     sizes: tuple[int, int, int] | None = None,
 ) -> World:
-    """torch's default group of all ranks of the job, and nothing else.
+    """Makes torch's default group of all ranks of the job, and nothing else.
 
     NCCL with a GPU for each rank, and gloo beside it; gloo alone on the CPU, whose cores the ranks
     of a host share: torch's number of threads is set.
@@ -200,7 +201,8 @@ def join(
 
 
 def leave(ranks: Ranks | World) -> None:
-    """End the process groups. Rank 0 stays a moment if it hosts the store that others still use."""
+    """Ends the process groups. Rank 0 stays a moment if it hosts the store that others still
+    use."""
     dist.destroy_process_group()
     part(ranks.store, ranks.rank, ranks.world_size, host=not ranks.launch.agent_store)
 
@@ -213,7 +215,7 @@ def split_ranks(
     dp: int | None = None,
     prefix: str = "",
 ) -> tuple[int, int]:
-    """dp and tp of that many ranks; `prefix` stands before their names in messages.
+    """Splits that many ranks into dp and tp; `prefix` stands before their names in messages.
 
     Raises:
         ValueError: they do not make up the number of ranks.
@@ -284,7 +286,7 @@ def _make_ranks(world: World, dp: int, pp: int, tp: int) -> Ranks:
 
 
 def own_group(rank: int, members: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """The group that this rank is in, if it is in one of them."""
+    """Makes the groups; returns the group that this rank is in, if any."""
     # Every rank must take part in making every group, also those of others.
     rank_group = None
     for ranks in members:

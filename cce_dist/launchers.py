@@ -73,7 +73,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """The launcher whose variables are there, the innermost one if several are.
+    """Reads the launcher whose variables are there, the innermost if several are.
 
     Raises:
         LaunchError: a variable is missing, is no number, or contradicts another one.
@@ -97,7 +97,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def rank_from_environment(environment: Mapping[str, str] | None = None) -> int:
-    """Known before anything is initialised; 0 without a launcher, or if its variables are wrong.
+    """Returns the rank before anything is initialised; 0 without a launcher, or if its variables
+    are wrong.
 
     Then every rank takes itself for the one that has to say so.
     """
@@ -261,7 +262,7 @@ def _first_set(environment: Mapping[str, str], *names: str) -> str:
 
 
 def expand_counts(text: str, name: str = "text") -> list[int]:
-    """Slurm's tasks of each node: "4(x2),3" gives [4, 4, 3].
+    """Expands Slurm's tasks of each node: "4(x2),3" gives [4, 4, 3].
 
     Raises:
         LaunchError: text is no such list.
@@ -276,7 +277,7 @@ def expand_counts(text: str, name: str = "text") -> list[int]:
 
 
 def expand_hosts(text: str, name: str = "text") -> list[str]:
-    """Slurm's list of nodes: "node[003-004,7],other" gives node003, node004, node7, other.
+    """Expands Slurm's list of nodes: "node[003-004,7],other" gives node003, node004, node7, other.
 
     Raises:
         LaunchError: text is no such list.

@@ -28,7 +28,7 @@ class JoinError(RuntimeError):
 
 
 def locate(launch: Launch, timeout: timedelta) -> tuple[Launch, dist.Store | None]:
-    """Fill in what only MPI can tell: places on the host, rank 0's address, a free port.
+    """Fills in facts that only MPI can tell: places on the host, rank 0's address, a free port.
 
     Returns:
         launch: nothing of it is None any more, if there are several ranks.
@@ -58,7 +58,7 @@ def locate(launch: Launch, timeout: timedelta) -> tuple[Launch, dist.Store | Non
 
 
 def _mpi_communicators(launch: Launch) -> tuple[Any, Any]:
-    """All ranks, and those of this host."""
+    """Returns communicators of all ranks, and of this host's ranks."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -79,7 +79,7 @@ def _mpi_communicators(launch: Launch) -> tuple[Any, Any]:
 
 
 def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
-    """The store at launch.address, hosted by the launcher or else by rank 0.
+    """Opens the store at launch.address, hosted by the launcher or else by rank 0.
 
     Raises:
         JoinError: it cannot be hosted or reached.
@@ -112,7 +112,7 @@ def meet(
     facts: Mapping[str, Any],
     timeout: timedelta,
 ) -> dist.Store:
-    """Wait until all ranks are here, and give them keys that nobody has ever used.
+    """Waits until all ranks are here, and gives them keys that nobody has ever used.
 
     torchrun keeps its store when it restarts the ranks, and what earlier ones have left there must
     not be mistaken for these ones': gloo would connect to the addresses of the dead. Its restart
@@ -202,7 +202,8 @@ def _ask(
 
 
 def part(store: dist.Store, rank: int, world_size: int, *, host: bool) -> None:
-    """At the end of a job: rank 0, if it hosts the store, stays until no other rank needs it."""
+    """Parts at the end of a job: rank 0, if it hosts the store, stays until no other rank needs
+    it."""
     if not host:
         return
     if rank > 0:

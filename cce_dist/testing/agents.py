@@ -41,7 +41,8 @@ class ElasticJob:
         self.output.touch()
 
     def add_node(self) -> int:
-        """Its number; the first one hosts the rendezvous, and must not be lost."""
+        """Adds a node and returns its number; the first hosts the rendezvous, and must not be
+        lost."""
         number = len(self.agents)
         settings = {
             "min_nodes": 1,
@@ -68,7 +69,7 @@ class ElasticJob:
         return number
 
     def lose_node(self, number: int) -> None:
-        """SIGKILL to the agent and its ranks, as when a host's power fails."""
+        """Sends SIGKILL to the agent and its ranks, as when a host's power fails."""
         agent = self.agents[number]
         # So that none of its ranks can be started in between.
         os.kill(agent.pid, signal.SIGSTOP)

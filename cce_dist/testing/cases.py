@@ -67,11 +67,11 @@ class Case:
         return self.autocast or self.inputs.hidden.dtype
 
     def at(self, place: Place) -> Case:
-        """The same case by the backend and on the device of `place`."""
+        """Returns the same case by the backend and on the device of `place`."""
         return replace(self, options={**self.options, **place.options}, device=place.device)
 
     def gradient_of(self, name: str, output: Tensor) -> Tensor:
-        """The upstream gradient of output `name`."""
+        """Returns the upstream gradient of output `name`."""
         if name in self.upstream:
             upstream = torch.as_tensor(
                 self.upstream[name], dtype=output.dtype, device=output.device
@@ -146,7 +146,7 @@ def run_case(group: Group | None, case: Case) -> dict[str, Tensor]:
 
 
 def even_bounds(num_rows: int, world_size: int) -> list[tuple[int, int]]:
-    """Equal shards; rows that do not divide are an error."""
+    """Returns equal shards; rows that do not divide are an error."""
     assert num_rows % world_size == 0, (num_rows, world_size)
     size = num_rows // world_size
     return [(rank * size, (rank + 1) * size) for rank in range(world_size)]
@@ -186,7 +186,8 @@ def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dense_outputs(case: Case, logits_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The dense PyTorch recipe: logits in `logits_dtype` (None: the inputs'), fp32 softmax."""
+    """Computes the dense PyTorch recipe: logits in `logits_dtype` (None: the inputs'), fp32
+    softmax."""
     rounded = case.computed_dtype
     dtype = logits_dtype or rounded
     softmax_dtype = torch.promote_types(dtype, torch.float32)

@@ -99,7 +99,8 @@ SKIPS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 def planted(
     fault: Fault | None, note: Path, node: Node | None = None
 ) -> AbstractContextManager[object]:
-    """The fault in this process, as long as the context; it writes to `note` when it happens."""
+    """Plants the fault in this process, as long as the context; writes to `note` when it
+    happens."""
     if fault is None:
         return nullcontext()
     if fault.kind == "skips":
@@ -123,7 +124,7 @@ def _before_fsync(planter: Planter) -> Any:
 
 
 def _skip(fault: Fault, note: Path) -> Any:
-    """A patch that lasts as long as the process."""
+    """Patches a phase for as long as the process lasts."""
     where, name, instead = SKIPS[fault.phase]
     original, count = getattr(where, name), 0
 

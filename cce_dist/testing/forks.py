@@ -74,7 +74,7 @@ def run_module(
     path: Sequence[Path] = (),
     timeout: float = 100.0,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m NAME ARGUMENTS`, in a process that has imported torch already.
+    """Runs `python -m NAME ARGUMENTS`, in a process that has imported torch already.
 
     Args:
         folder: for what it writes.

@@ -98,7 +98,7 @@ def zipf_inputs(
     dtype: torch.dtype = torch.float32,
     num_candidates: int = 6,
 ) -> Inputs:
-    """A stand-in for a trained model's softmax: most columns hold next to no mass.
+    """Imitates a trained model's softmax: most columns hold next to no mass.
 
     The log-frequency of a token lies along one direction that all hidden states share; each
     context, shared by 16 tokens, lifts a few frequent candidates by 8 + offset, 8/2, 8/3, ...
@@ -161,7 +161,8 @@ Allowed = Callable[[Row], bool]
 
 
 def pairwise(factors: Factors, allowed: Allowed = lambda row: True, *, seed: int = 0) -> list[Row]:
-    """A covering set: every pair of values that `allowed` admits stands in at least one row."""
+    """Returns a covering set: every pair of values that `allowed` admits stands in at least one
+    row."""
     every = _candidates(factors, allowed, seed)
     pairs_of_rows = _standing(factors, every, 2)
     missing = functools.reduce(operator.or_, pairs_of_rows, 0)
@@ -208,7 +209,7 @@ def _standing(factors: Factors, rows: Sequence[Row], size: int) -> list[int]:
 
 
 def _candidates(factors: Factors, allowed: Allowed, seed: int) -> list[Row]:
-    """Allowed rows in random order: all of them, or 4000 where there are more."""
+    """Returns allowed rows in random order: all of them, or 4000 where there are more."""
     rng = random.Random(seed)
     if math.prod(len(values) for values in factors.values()) <= 4000:
         every = [

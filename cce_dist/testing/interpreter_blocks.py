@@ -264,7 +264,7 @@ def _to(tools: Tools, slow: Function) -> Function:
 
 
 def _getitem(tools: Tools, slow: Function) -> Function:
-    """x[:, None] and the like."""
+    """Indexes as x[:, None] and the like."""
     plans: dict[Any, Any] = {}
 
     def getitem(self: Any, slices: Any, _semantic: Any = None) -> Any:

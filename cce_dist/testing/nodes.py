@@ -34,7 +34,7 @@ class Node:
     address: str
 
     def run(self, *command: str) -> str:
-        """The output of a command there, which must succeed."""
+        """Runs a command in the node, which must succeed; returns its output."""
         return _run("ip", "netns", "exec", self.namespace, *command)
 
     def start(self, *command: str, log: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -67,12 +67,12 @@ class Node:
         return int(counters.split()[8])
 
     def cap(self, bits_per_s: int) -> None:
-        """Bound what this end sends, by a token bucket of 4 kB."""
+        """Bounds the bytes that this end sends, by a token bucket of 4 kB."""
         shape = ("tbf", "rate", f"{bits_per_s}bit", "burst", "4kb", "latency", "1s")
         self.run("tc", "qdisc", "replace", "dev", DEVICE, "root", *shape)
 
     def cut(self) -> None:
-        """Nothing arrives any more, and nobody is told."""
+        """Cuts the link: nothing arrives any more, and nobody is told."""
         self.run("ip", "link", "set", DEVICE, "down")
 
     def give_up_after(self, retries: int) -> None:
@@ -84,7 +84,7 @@ class Node:
         return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
 
     def kill_all(self) -> None:
-        """Every process of the node, as if it had lost power."""
+        """Kills every process of the node, as if it had lost power."""
         for pid in self.pids():
             kill(pid)
 

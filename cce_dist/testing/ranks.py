@@ -183,7 +183,7 @@ class RankPool:
 
 @functools.cache
 def shared_pool() -> RankPool:
-    """The one pool of this process, four ranks, ended at exit."""
+    """Returns the single pool of this process, four ranks, ended at exit."""
     pool = RankPool()
     atexit.register(pool.close)
     return pool

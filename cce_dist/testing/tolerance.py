@@ -26,7 +26,7 @@ def band(golden: Tensor, output_dtype: torch.dtype) -> float:
 
 
 def _errors(name: str, ours: Tensor, golden: Tensor) -> Tensor:
-    """|ours - golden| in float64; 0 where both hold the same infinity."""
+    """Returns |ours - golden| in float64; 0 where both hold the same infinity."""
     assert ours.shape == golden.shape, (
         f"{name}: shape {tuple(ours.shape)}, expected {tuple(golden.shape)}"
     )
@@ -147,7 +147,8 @@ _CANCELLING = ("entropy", "mean_logit")
 def check_outputs(
     case: Case, outputs: Mapping[str, Tensor], *, but: tuple[str, ...] = ()
 ) -> dict[str, float]:
-    """Every output of `run_case` or `join_ranks` (except those named in `but`) against its rule.
+    """Checks every output of `run_case` or `join_ranks` (except those named in `but`) against its
+    rule.
 
     Returns: of each that has an error, how much of the allowed one it is.
     Raises:
