@@ -128,7 +128,7 @@ def filtered_kernel(
     UNKEPT: tl.constexpr,  # columns of `unkept_task`
     UNKEPT_SLICE: tl.constexpr,
 ):
-    """The columns that each block keeps, and those drawn for it, by lists of columns.
+    """Multiplies the columns that each block keeps, and those drawn for it, by lists of columns.
 
     Chunks come from the last to the first, so that most of DDS is left for when the hidden gradient
     is done. The lists of a chunk are made beside the products of the one before. Who waits for the

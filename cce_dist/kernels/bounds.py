@@ -43,7 +43,7 @@ def lower_kernel(
     BLOCK_N: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ):
-    """log2 of the sum over the ranks, in rank order."""
+    """Computes log2 of the sum over the ranks, in rank order."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.load(order_ptr + rows, mask=rows < N, other=0) if HAS_ORDER else rows
     top = tl.full((BLOCK_N,), LOWEST, tl.float32)

@@ -34,7 +34,7 @@ def store_columns(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """The tail's columns, GROUPS more of the product, then each element stored once."""
+    """Adds the tail's columns, GROUPS more of the product, then stores each element once."""
     inside = (dims < D)[None, :]
     if HAS_TAIL or HAS_MEAN:
         group = tl.arange(0, GROUPS)
@@ -113,7 +113,8 @@ def dds_kept_task(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """A tile of columns x SLICE dims over the token blocks that keep any of them, and the tail."""
+    """Multiplies a tile of columns x SLICE dims over the token blocks that keep any of them, and
+    the tail."""
     tile, slice_ = slice_of(task, number, num_slices, at_once)
     tile += first_tile
     dims = slice_ * SLICE + tl.arange(0, SLICE)
@@ -182,7 +183,7 @@ def unkept_task(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """COLUMNS columns that no block keeps, whole rows: the tail, or zeros."""
+    """Writes COLUMNS columns that no block keeps, whole rows: the tail, or zeros."""
     at = first + task * COLUMNS + tl.arange(0, COLUMNS)
     column = tl.load(order_ptr + at)
     for slice_ in range(num_slices):

@@ -75,13 +75,13 @@ def slot_of(launch):
 
 @triton.jit
 def turns_before(tile, split, splits):
-    """A split's tiles before that one."""
+    """Returns the number of a split's tiles before a tile."""
     return tl.maximum(tl.cdiv(tile - split, splits), 0)
 
 
 @triton.jit
 def turns_until(launch, num_turns):
-    """FIRST to LAST end at four times as many tiles each."""
+    """Returns the end of a launch: FIRST to LAST end at four times as many tiles each."""
     shift = tl.minimum(launch - LAST, 0) * -2
     return (num_turns + (1 << shift) - 1) >> shift
 
@@ -103,7 +103,7 @@ def end_turn(launch, num_turns, splits):
 
 @triton.jit
 def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] log2 of what all splits have summed; LOWEST where that is nothing."""
+    """Returns [BLOCK_N] log2 of the sums of all splits; LOWEST where there is no sum."""
     top = tl.full((BLOCK_N,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for first in range(0, splits, READ_AT_ONCE):
@@ -141,7 +141,7 @@ def begin_state(
     HAS_LOGITS: tl.constexpr,
     IS_ROBUST: tl.constexpr,
 ):
-    """The state as the launch before left it, relative to what all splits have summed there."""
+    """Loads the state of the launch before, relative to the sums of all splits there."""
     state_ptrs = first_ptrs + slot_of(launch) * 4 * size + split_offset
     before_ptrs = first_ptrs + slot_of(launch + SLOTS - 1) * 4 * size
     ref = tl.load(lower_ptrs)

@@ -184,7 +184,8 @@ def sum_tiles(
     FINE: gl.constexpr,
     ACCUMULATOR: gl.constexpr,
 ):
-    """The group's columns of every tile, [ROWS, BLOCK_N] at a time in four warps' registers."""
+    """Sums the group's columns of every tile, [ROWS, BLOCK_N] at a time in four warps'
+    registers."""
     HAS_UNKEPT: gl.constexpr = HAS_SCORE and IS_SCREENED and HAS_SOFTCAP
     step_dims: gl.constexpr = 256 // c_tiles.dtype.primitive_bitwidth
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, step_dims])

@@ -134,7 +134,7 @@ def add_softcapped(
     IS_SCREENED: gl.constexpr,
     FINE: gl.constexpr,  # see `tanh_of_8_bits`
 ):
-    """A tile of `hopper.sum_tiles` -> total, dropped, unkept."""
+    """Adds a tile of `hopper.sum_tiles` to total, dropped and unkept."""
     TOKENS: gl.constexpr = BLOCK_N // PARTS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 8])
     across: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -194,7 +194,7 @@ def add_dropped(
     BLOCK_N: gl.constexpr,
     IS_SCREENED: gl.constexpr,
 ):
-    """-> dropped, unkept."""
+    """Adds to dropped and unkept."""
     TOKENS: gl.constexpr = BLOCK_N // PARTS
     before = split_tokens(dropped, APART, BLOCK_N, PARTS)
     before_unkept = split_tokens(unkept, APART, BLOCK_N, PARTS)

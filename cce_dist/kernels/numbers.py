@@ -32,8 +32,8 @@ def tanh(x):
 
 @triton.jit
 def log2_of(x):
-    """log2 of x >= 0 to fp32's last digits: the hardware's is off by 2^-22 near 1, and an error of
-    lse is one of every probability."""
+    """Computes log2 of x >= 0 to fp32's last digits: the hardware's is off by 2^-22 near 1, and an
+    error of lse is an error of every probability."""
     bits = x.to(tl.int32, bitcast=True)
     # x = 2^exponent m with m in [0.75, 1.5), so that m - 1 over m + 1 is small.
     exponent = (bits - 0x3F400000) >> 23
@@ -48,7 +48,8 @@ def log2_of(x):
 
 @triton.jit
 def exp2_of(x):
-    """2^x to fp32's last digits: the hardware's is off by up to 2^-22, and not by chance."""
+    """Computes 2^x to fp32's last digits: the hardware's is off by up to 2^-22, and not by
+    chance."""
     whole = tl.floor(x + 0.5)
     f = x - whole
     odd = 0.0013333558 + f * (0.0001540353 + f * 0.0000152527)
@@ -61,7 +62,8 @@ def exp2_of(x):
 
 @triton.jit
 def near_tanh(x):
-    """To 2^-19 of itself, at a third of `tanh`'s price: for logits of 16-bit inputs."""
+    """Computes tanh to 2^-19 of itself, at a third of `tanh`'s price: for logits of 16-bit
+    inputs."""
     square = x * x
     near = x + x * square * (-0.3333333333 + square * 0.1333333333)
     far = 1.0 - 2.0 * reciprocal(tl.exp2(x * 2.8853900817779268) + 1.0)
@@ -136,7 +138,7 @@ def load_tile(
     COLUMNS: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """[ROWS, COLUMNS] at (row, column), 0 outside the matrix."""
+    """Loads [ROWS, COLUMNS] at (row, column), 0 outside the matrix."""
     if USE_TMA:
         return source.load([row, column])
     else:
@@ -149,8 +151,8 @@ def load_tile(
 
 @triton.jit
 def add_product(acc, a, b, zero, PRECISION: tl.constexpr):
-    """acc + a b of fp32, the product summed by itself first: thousands of tokens or columns added
-    one after the other would lose digits that the inputs have."""
+    """Adds a product of fp32, a b, to acc. The product is summed by itself first: thousands of
+    tokens or columns added one after the other would lose digits that the inputs have."""
     # `zero` is not known when compiling: a constant would be folded into acc.
     return acc + tl.dot(a, b, tl.zeros_like(acc) + zero, input_precision=PRECISION)
 

@@ -142,7 +142,7 @@ def exact_task(
     HAS_SOFTCAP: tl.constexpr,
     HAS_MADE: tl.constexpr,
 ):
-    """SEGMENT entries of one token block's list of columns. Those that are drawn are in no sum."""
+    """Computes SEGMENT entries of a token block's list of columns. Drawn entries are in no sum."""
     block, place, length, row = segment_of(
         task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
         SEGMENT, BLOCKS,
@@ -192,7 +192,7 @@ def merge_task(
     N,
     TOKENS: tl.constexpr,
 ):
-    """The parts of one token block's list in this chunk, in order."""
+    """Merges the parts of a token block's list in this chunk, in order."""
     lane = tl.arange(0, TOKENS)
     kept_ptrs = kept_ptr + block * TOKENS + lane
     top = tl.load(kept_ptrs)
@@ -259,8 +259,8 @@ def exact_columns_kernel(
     HAS_DRAWN: tl.constexpr,
     HAS_MADE: tl.constexpr,
 ):
-    """Persistent, by the backward's lists of columns. In a phase: lists of one chunk, logits of the
-    one before, sums of the one before that."""
+    """Runs persistent programs by the backward's lists of columns. A phase: lists of a chunk,
+    logits of the chunk before, sums of the chunk before that."""
     num_chunks = tl.where(tl.load(full_ptr) > 0, 0, tl.load(num_chunks_ptr))
     N = num_blocks * TOKENS
     arrived_ptr = queue_ptr + max_chunks + 2
@@ -334,7 +334,7 @@ def screened_lse_kernel(
     HAS_MADE: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ):
-    """lse of the exact logits of kept columns and the 8-bit ones of all others."""
+    """Computes lse of the exact logits of kept columns and the 8-bit logits of all others."""
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     counts = token < tl.load(count_ptr)
     top = tl.load(sum_ptr + token)

@@ -16,7 +16,7 @@ MADE_MOST = tl.constexpr(65504.0)
 
 @triton.jit
 def slope_at(z, scale, softcap):
-    """softcap'(z) of a logit in log2."""
+    """Computes softcap'(z) of a logit in log2."""
     t = z / (softcap * scale * LOG2E)
     return 1.0 - t * t
 
@@ -36,7 +36,7 @@ def logits_of(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """[COLUMNS, TOKENS] fp32."""
+    """Computes logits, [COLUMNS, TOKENS] fp32."""
     dims = tl.arange(0, BLOCK_K)
     x = tl.zeros((COLUMNS, TOKENS), tl.float32)
     row = tl.load(rows_ptr + block * TOKENS + tl.arange(0, TOKENS))
@@ -104,8 +104,8 @@ def segment_of(
     SEGMENT: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The task's token block, its entries' places in the block's list, how long that is, and their
-    rows of the workspace."""
+    """Finds the task's token block, its entries' places in the block's list, the list's length, and
+    the entries' rows of the workspace."""
     lane = tl.arange(0, BLOCKS)
     first_task = tl.load(segment_ptr + lane, mask=lane <= num_blocks, other=2147483647)
     block = tl.sum((first_task <= task).to(tl.int32), 0) - 1
@@ -172,7 +172,7 @@ def sdd_kept_task(
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """SEGMENT entries of one token block's list of columns."""
+    """Computes SEGMENT entries of a token block's list of columns."""
     block, place, length, row = segment_of(
         task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
         SEGMENT, BLOCKS,

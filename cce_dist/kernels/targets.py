@@ -49,7 +49,7 @@ def target_products_kernel(
 
 @triton.jit
 def taken_from(log_ptrs, mass, lse, mask):
-    """The logarithm of a sum, of which `mass` times exp(lse) is no part any more; in place."""
+    """Takes `mass` times exp(lse) out of a sum given by its logarithm; in place."""
     whole = tl.load(log_ptrs)
     left = tl.maximum(tl.exp2((whole - lse) * LOG2E) - mass, 0.0)
     left = tl.where(mask, lse + tl.log2(left) / LOG2E, whole)
