@@ -73,7 +73,7 @@ def doctor(
     if report.rank == 0:
         _hand_over(report, json_path)
     elif report.mesh is None:
-        # The ranks are not together: nobody else says what this one has found.
+        # The ranks are apart: no other rank reports this rank's findings.
         for check in report.checks:
             if check.status == "failure":
                 place = f"rank {report.rank} on {report.hosts[0]}"

@@ -90,7 +90,7 @@ def _figure(ranks: int, *, rows: int) -> Any:
 
 
 def _name_ranks(axes: Any, ranks: int) -> None:
-    """From the top down, each, or each second, fourth, ..."""
+    """Names the ranks from the top down: each, or each second, fourth, ..."""
     step = 1
     while ranks > step * MOST_LABELS:
         step *= 2

@@ -195,7 +195,7 @@ def _read_single(environment: Mapping[str, str]) -> Launch:
 
 
 def _require_no_contradiction(environment: Mapping[str, str], launch: Launch) -> None:
-    """torch's own variables, where somebody has set them under another launcher."""
+    """Refuses torch's own variables that contradict another launcher's."""
     known = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
     for name, theirs, value in zip(TORCH, launch.variables, known, strict=True):
         if name in environment and value is not None and _integer(environment, name, 0) != value:

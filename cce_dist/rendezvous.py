@@ -17,7 +17,7 @@ from cce_dist.launchers import MPI_LAUNCHERS, Launch, LaunchError
 
 # Rank 0 looks this often for ranks that have come.
 POLL_S = 0.01
-# So long rank 0 lets others read why there will be no job, and at its end read what they still may.
+# Rank 0 lets others read so long why there will be no job, and read the store at the end.
 LET_HEAR_S = 2.0
 # Of facts that ranks tell one another: no two may say the same, where it is not None.
 OWN_GPU = "gpu"
@@ -181,7 +181,7 @@ def _gather(
 def _ask(
     store: dist.Store, rank: int, world_size: int, facts: Mapping[str, Any], timeout: timedelta
 ) -> tuple[str, str | None, bool]:
-    """The attempt's name, what is wrong with it, and whether all came, on the other ranks."""
+    """Asks on the other ranks: the attempt's name, its error, and whether all came."""
     number = uuid.uuid4().hex
     store.set(f"hello/{rank}", json.dumps({"number": number, "facts": dict(facts)}))
     try:

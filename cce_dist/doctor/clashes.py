@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cce_dist.doctor.check import Check, Status
 from cce_dist.doctor.facts import Facts
 
-# Of the "Debugging" section of NCCL's list: those that take a path or an algorithm away.
+# Variables of NCCL's "Debugging" section that take a path or an algorithm away.
 NCCL_DEBUGGING = (
     "NCCL_ALGO",
     "NCCL_IB_DISABLE",
@@ -23,7 +23,7 @@ class Clash:
     """
     Args:
         applies: to the facts of a process, and to a job of so many pipeline ranks.
-        status: what it is worth where it applies, "warning" or "failure".
+        status: the row's status where it applies, "warning" or "failure".
     """
 
     name: str
@@ -44,7 +44,7 @@ def is_before(facts: Facts, package: str, *version: int) -> bool:
 
 
 def nccl_debugging(facts: Facts) -> list[str]:
-    """Set for debugging; 0 turns a switch off."""
+    """Lists the variables set for debugging; 0 turns a switch off."""
     return [name for name in NCCL_DEBUGGING if facts.environment.get(name, "0") not in ("", "0")]
 
 

@@ -60,7 +60,7 @@ class Measured:
         bus_bytes: what the slowest link of a ring carries, as nccl-tests count for the bandwidth of
             the bus: of S bytes (W - 1) / W of an all-gather or reduce-scatter, twice of an
             all-reduce.
-        steps: how many collectives follow one another.
+        steps: number of collectives that follow one another.
         scatters: the sum is a reduce-scatter.
     """
 
@@ -100,7 +100,7 @@ def groups_of(
         broken = True
         raise
     finally:
-        # NCCL would wait here for ranks that are in a collective, and nobody see what was raised.
+        # NCCL would wait here for ranks in a collective, and nobody would see the exception.
         if not broken or device.type != "cuda":
             dist.destroy_process_group()
 
@@ -238,7 +238,7 @@ def judge(
     if rate is None and known is not None:
         rate = (known.scattered if measured.scatters else None) or known.bandwidth
     source = "as given by --bandwidth" if bandwidth else known.source if known else ""
-    # Where nothing says what a small one takes, the large one is expected on top of what it took.
+    # Without an expected time of a small collective, the large one's adds its measured time.
     expected = None
     if rate is not None and (latency is not None or measured.steps * tiny < seconds / 2):
         base = tiny if latency is None else latency

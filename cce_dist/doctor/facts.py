@@ -25,7 +25,7 @@ PACKAGES = (
     "mpi4py",
     "transformer-engine",
 )
-# Of the environment: what the checks look at, and nothing else, as it may hold secrets.
+# Variables that the checks look at. No others: the environment may hold secrets.
 PREFIXES = ("NCCL_", "GLOO_", "TRITON_", "TORCH_", "TORCHELASTIC_", "CUDA_", "CCE_DIST_")
 SECONDS = 20.0
 
@@ -48,10 +48,10 @@ class Facts:
         versions: of PACKAGES and python; those not installed are not in it.
         sources: digest of the files of cce_dist, the same for the same code.
         driver: NVIDIA's, its version; None: none is loaded.
-        cuda: that torch was built for; None: a CPU build, or no torch.
+        cuda: version that torch was built for; None: a CPU build, or no torch.
         nccl: as torch brings it.
         links: between GPUs of this host, "NV18", "PIX", ...: by their uuids, smaller first.
-        why_no_gpu: what torch said when it was asked for GPUs.
+        why_no_gpu: torch's error when it was asked for GPUs.
     """
 
     host: str

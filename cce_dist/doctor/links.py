@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# A collective that takes more than so many times what is expected gets a warning.
+# A collective that takes more than so many times the expected time gets a warning.
 TOO_SLOW = 2.0
 HERE = "docs/doctor.md#expected-figures"
 ON_GPUS = (

@@ -82,7 +82,7 @@ def _try(place: Place, dtype: str, deadline: float) -> Tried:
             case = make_case(place, dtype, gradient)
             tried.shares[gradient] = check_outputs(case, run_case(None, case))
         except Exception as error:
-            # An AssertionError says which output is how far off; anything else, what broke.
+            # An AssertionError names the output and its error; any other error names the failure.
             is_wrong = isinstance(error, AssertionError)
             tried.failures[gradient] = str(error) if is_wrong else first_line(error)
     tried.seconds = time.perf_counter() - started

@@ -120,7 +120,7 @@ def ends_within(seconds: float, ranks: Ranks, phase: str) -> Iterator[None]:
 
     def end() -> None:
         absent: list[str] = []
-        # The store may be what hangs.
+        # The store itself may hang.
         asking = threading.Thread(target=lambda: absent.append(_absent(ranks, phase)), daemon=True)
         asking.start()
         asking.join(ASK_SECONDS)

@@ -13,7 +13,7 @@ from cce_dist.doctor.facts import Facts, numbers_of
 
 LEAST_PYTHON = (3, 10)
 LEAST_TORCH = (2, 8)
-# docs/megatron.md: what its tests have passed with.
+# The versions that the tests passed with: docs/megatron.md.
 MEGATRON = ((0, 14), (0, 19))
 # Asked in another process: importing mpi4py.MPI here would start MPI.
 ASK_MPI = (

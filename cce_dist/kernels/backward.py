@@ -43,7 +43,7 @@ def go_on(USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
 )
 def filtered_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
-    rows_ptr,  # [num_blocks * TOKENS] int64, of a token that counts for those that don't
+    rows_ptr,  # [num_blocks * TOKENS] int64; tokens that don't count have a counting token's row
     weight_ptr,  # [V, D], inner stride 1
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
@@ -83,7 +83,7 @@ def filtered_kernel(
     # columns that no block keeps
     pieces,  # of each block's columns, so that few tokens are work for all programs
     num_rows,
-    part,  # 0: all; 1: without what the kernels of kernels/rest.py make
+    part,  # 0: all; 1: without the share of kernels/rest.py
     num_blocks,
     V,
     D,
@@ -112,7 +112,7 @@ def filtered_kernel(
     USE_TMA: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
     WIDE: tl.constexpr,  # fp32 inputs
-    BRANCHES: tl.constexpr,  # around what a product is used for
+    BRANCHES: tl.constexpr,  # around the uses of a product
     GROUPS: tl.constexpr,
     HAS_MADE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -245,6 +245,6 @@ def filtered_kernel(
                     )  # fmt: skip
                 else:
                     num_unkept = 0
-            # Nobody waits at the end, but for what is left to store.
+            # No program waits at the end, except for its last stores.
             waits = tl.where(is_last, num_unkept > 0, waits)
         go_on(USE_TMA, IS_INTERPRETED)

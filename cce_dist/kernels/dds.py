@@ -16,7 +16,7 @@ def store_columns(
     is_first_slice,
     share_ptr,  # [groups, V]
     class_weight_ptr,  # [V]
-    tail_ptr,  # [GROUPS, D] fp32: what a unit of a group's share adds to a column
+    tail_ptr,  # [GROUPS, D] fp32: a unit of a group's share adds this to a column
     tail_bias_ptr,  # [GROUPS] fp32
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
@@ -77,7 +77,7 @@ def dds_kept_task(
     order_ptr,  # [num_tiles * TILE] int32
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep a column
-    num_blocks_ptr,  # [num_tiles] int32: how many of those
+    num_blocks_ptr,  # [num_tiles] int32: their number
     pair_rows_ptr,  # [pairs, TILE] int32
     share_ptr,
     class_weight_ptr,

@@ -23,7 +23,7 @@ PROBE = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 LAST = tl.constexpr(4)
 ALONE = tl.constexpr(9)
-# States that are there at a time: after LAST those of all launches are, for `shares.py`.
+# States at a time: after LAST the states of all launches, for `shares.py`.
 SLOTS = tl.constexpr(5)
 # Splits whose sums a program reads at a time.
 READ_AT_ONCE = tl.constexpr(8)
@@ -203,7 +203,7 @@ def forward_kernel(
     weight,  # [V, D]
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
-    column_ptr,  # [2, V] fp32: scale of an 8-bit row; what its products are shifted by
+    column_ptr,  # [2, V] fp32: scale of an 8-bit row; shift of its products
     token_ptr,  # [2, N] fp32: the same of tokens
     count_ptr,  # [1] int32: tokens that count
     shape_ptr,  # [3] int32: blocks of them, splits of the vocabulary, blocks at a time

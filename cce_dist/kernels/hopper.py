@@ -30,14 +30,14 @@ end_turn = gluon.jit(forward.end_turn.fn)
 
 @gluon.jit
 def partial_sums(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """[ROWS, COLUMNS] -> [4, 8, COLUMNS]: adds the rows that one thread of four warps holds."""
+    """Adds the rows that a thread of four warps holds: [ROWS, COLUMNS] -> [4, 8, COLUMNS]."""
     split = gl.reshape(x, (ROWS // 64, 4, 2, 8, COLUMNS))
     return gl.sum(gl.sum(split, 2), 0)
 
 
 @gluon.jit
 def whole_sum(x, layout: gl.constexpr):
-    """[4, 8, COLUMNS] -> [COLUMNS], over the lanes first: what is left fits little memory."""
+    """Sums [4, 8, COLUMNS] -> [COLUMNS], over the lanes first: the rest fits little memory."""
     return gl.convert_layout(gl.sum(gl.sum(x, 1), 0), layout)
 
 
@@ -55,7 +55,7 @@ def begin_state(
     HAS_SCORE: gl.constexpr,
     HAS_UNKEPT: gl.constexpr,
 ):
-    """`forward.begin_state`: what all splits have summed is the reference -> it, [BLOCK_N]."""
+    """Does `forward.begin_state`; returns the reference, the sums of all splits, [BLOCK_N]."""
     ref = gl.load(lower_ptrs)
     total = ref * 0.0
     dropped = total
@@ -315,7 +315,7 @@ def hopper_forward_kernel(
     softcap,
     keep,
     BLOCK_N: gl.constexpr,
-    ROWS: gl.constexpr,  # columns of a tile that one group has
+    ROWS: gl.constexpr,  # columns of a tile in a group
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,

@@ -47,10 +47,10 @@ def join_tokens(
 
 @gluon.jit
 def with_rows_of(sums, x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
-    """sums [APART, TOKENS] + the rows of x [ROWS, TOKENS] that one thread of four warps holds."""
+    """Adds to sums [APART, TOKENS] the rows of x [ROWS, TOKENS] that a thread of 4 warps holds."""
     split = gl.reshape(x, (ROWS // 64, 4, 2, 8, TOKENS))
     row_sums = gl.reshape(gl.sum(gl.sum(split, 2), 0), (APART, TOKENS))
-    # Two names of one layout.
+    # Two names of the same layout.
     return gl.convert_layout(sums, row_sums.type.layout, assert_trivial=True) + row_sums
 
 
@@ -76,7 +76,7 @@ def keep_units(unit, token, of_tokens):
 
 @gluon.jit
 def unit_across(unit, of_tokens, FIRST: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
-    """`numbers.unit_across`, of what `keep_units` has put there."""
+    """Returns `numbers.unit_across` of the units that `keep_units` has stored."""
     if unit.dtype.is_ptr():
         return of_tokens.slice(FIRST, TOKENS).load(LAYOUT)[None, :]
     else:
@@ -161,7 +161,7 @@ def add_softcapped(
         ref = of_token.index(base).slice(i * TOKENS, TOKENS).load(across)
         factor = unit_across(unit, of_token.index(base + 1), i * TOKENS, TOKENS, across)
         p = gl.exp2(t * (factor * softcap) - ref[None, :])
-        # Not in a branch, for which what parts have in registers would go to memory.
+        # Not in a branch, for which the parts' registers would go to memory.
         p = gl.where(inside[:, None], p, 0.0)
         totals = totals + (with_rows_of(before[i], p, ROWS, TOKENS),)  # noqa: RUF005
         if HAS_SCORE:

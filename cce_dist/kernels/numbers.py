@@ -6,7 +6,7 @@ import os
 import triton
 import triton.language as tl
 
-# NumPy's exponentials are neither quick nor rounded: what stands in for them gains nothing.
+# NumPy's exponentials are neither quick nor rounded: a stand-in gains nothing.
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 # Exponentials are taken in base 2, the hardware's: logits are scaled by log2(e) once.
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -73,7 +73,7 @@ def near_tanh(x):
 @triton.jit
 def reciprocal(x):
     """1 / x by the hardware's function, to its last digit but one: a division would be four
-    instructions, since it scales what is too large or too small."""
+    instructions, since it scales numbers that are too large or too small."""
     if IS_INTERPRETED:
         return 1.0 / x
     else:
@@ -168,7 +168,7 @@ def proxy_fence(IS_INTERPRETED: tl.constexpr):
 
 @triton.jit
 def partial_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] -> [8, 8, COLUMNS]: adds the rows that one thread holds.
+    """Adds the rows that a thread holds: [ROWS, COLUMNS] -> [8, 8, COLUMNS].
 
     In the accumulator layout of eight warps a thread's rows are 8 apart, then 128: what is summed
     here needs no shuffle, so a running sum over many tiles is reduced over threads only at its end.
@@ -179,7 +179,7 @@ def partial_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def whole_sum(x):
-    """[8, 8, COLUMNS] -> [COLUMNS]"""
+    """Sums [8, 8, COLUMNS] -> [COLUMNS]."""
     return tl.sum(tl.sum(x, 0), 0)
 
 

@@ -38,7 +38,7 @@ def order_kernel(
         of_all += tally
         of_earlier += tl.where(part < first_part, tally, 0)
     number = tl.sum(of_all, 0)
-    # Behind all smaller keys, those of the same in earlier programs, and the earlier ones in this.
+    # Behind all smaller keys, the same keys in earlier programs, and earlier ones in this program.
     first = tl.cumsum(number, 0) - number + tl.sum(of_earlier, 0)
     place = tl.sum(tl.where(key[:, None] == lane[None, :], first[None, :], 0), 1)
     same = (key[None, :] == key[:, None]) & (token[None, :] < token[:, None])

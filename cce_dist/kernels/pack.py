@@ -1,4 +1,4 @@
-"""Before the forward: the tokens that count, packed, and what is known of their targets."""
+"""The packing before the forward: tokens that count, and facts about their targets."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Before the forward: the tokens that count, put in front of those that don't."""
+"""The picking before the forward: tokens that count are put in front of all others."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""From column masses to what the backward visits: marks, an order of columns, chunks of it."""
+"""The backward's plan from column masses: marks, an order of columns, chunks of it."""
 
 import triton
 import triton.language as tl
@@ -35,7 +35,7 @@ def marks_kernel(
     top,
     TOKENS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # blocks whose masses are read before one is used: 2, 4, 8 or 16
+    AT_ONCE: tl.constexpr,  # blocks whose masses are read ahead of their use: 2, 4, 8 or 16
     HAS_DRAWN: tl.constexpr,
     WIDTH: tl.constexpr,  # these three as of `launch_of`
     LAUNCHES: tl.constexpr,
@@ -53,7 +53,7 @@ def marks_kernel(
     count = tl.load(count_ptr)
     end = tl.minimum(num_blocks, tl.cdiv(count, TOKENS))
     level = level_of(columns, tl.load(seed_ptr)).to(tl.float32)
-    # A power of two: what it multiplies is as exact as what a bound would be divided by it.
+    # A power of two: to multiply by it is as exact as to divide a bound by it.
     times = tl.exp2(level - 1.0)
     splits = tl.load(shape_ptr + 1) // GROUPS
     factor_ptrs = factor_ptr + launch_of(columns, V, splits, WIDTH, LAUNCHES)
@@ -136,7 +136,7 @@ def key_kernel(
         kept = tl.load(kept_ptr + at, mask=inside, other=0)
         if HAS_DRAWN:
             any_drawn |= tl.load(drawn_ptr + at, mask=inside, other=0)
-        # No block keeps most columns, nor those beside them.
+        # No block keeps most columns, nor their neighbours.
         any_kept = tl.max((kept != 0).to(tl.int32), 0)
         for lane in range(any_kept * tl.minimum(num_blocks - word * 64, 64)):
             place = (word * 64 + lane) * 64 // num_blocks
@@ -169,7 +169,7 @@ def tiles_kernel(
     # blocks', and of blocks that keep a column, in column tile + 1; zeros: out
     blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep a column: out
     position_ptr,  # [num_tiles, num_blocks] int16: its inverse: out
-    num_blocks_ptr,  # [num_tiles] int32: how many of those: out
+    num_blocks_ptr,  # [num_tiles] int32: their number: out
     num_active_ptr,  # [1] int32, 0: tiles up to the last one that a block keeps: out
     V,
     num_tiles,

@@ -1,4 +1,4 @@
-"""Rows in 8 bits: a scale for each, and how far off what they stand for is."""
+"""Rows in 8 bits: a scale for each, and the error of its values."""
 
 # Triton's loops are none that Python may run, and its tuples grow by static ones.
 
@@ -113,7 +113,7 @@ def quantize_kernel(
         for chunk in tl.static_range(CHUNKS):
             x = tiles[chunk]
             if IS_INTEGER:
-                # The addition rounds, ties to even: to what then are the number's last digits.
+                # The addition rounds, ties to even, to the number's last digits after it.
                 shifted = x * inverse[:, None] + 12582912.0
                 rounded = shifted - 12582912.0
                 value = shifted.to(tl.int32, bitcast=True).to(tl.int8)

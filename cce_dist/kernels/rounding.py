@@ -103,7 +103,7 @@ def vectors_kernel(
     for start in range(0, D, BLOCK_D):
         dims = start + lane
         ratio = log_ratio(weight_sums_ptr, hidden_sums_ptr, taken, count, dims, D)
-        # The addition rounds, ties to even: to what then are the number's last digits.
+        # The addition rounds, ties to even, to the number's last digits after it.
         power = ((ratio - mean_ratio) * 0.25 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         power = tl.minimum(tl.maximum(power, -126), 126)
         channel = ((power + 127) << 23).to(tl.float32, bitcast=True)

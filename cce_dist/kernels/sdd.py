@@ -26,7 +26,7 @@ def logits_of(
     c_ptrs,  # [COLUMNS, BLOCK_K] the columns' first dims
     block,  # of tokens
     hidden_ptr,  # [num_rows, D]
-    rows_ptr,  # [N] int64, of a token that counts for those that don't
+    rows_ptr,  # [N] int64; tokens that don't count have a counting token's row
     D,
     stride_hn,
     COLUMNS: tl.constexpr,
@@ -123,7 +123,7 @@ def entries_made(
     made_ptr,  # [rows, TOKENS] by the forward: 2^MADE_SCALE exp2(z - ref)
     ref_ptr,  # [N] log2
 ):
-    """[COLUMNS, TOKENS] fp32, log2: -inf where nothing is left of one."""
+    """Returns the entries, [COLUMNS, TOKENS] fp32, log2: -inf where nothing of an entry is left."""
     above = tl.load(made_ptr + at, mask=listed[:, None], other=0.0).to(tl.float32)
     # What replaces them is another thread's, maybe.
     tl.debug_barrier()

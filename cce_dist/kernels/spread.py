@@ -1,4 +1,4 @@
-"""After the products: what all columns that were dropped add to the hidden gradient."""
+"""The hidden gradient after the products: the share of all dropped columns is added."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["N", "groups", "tokens_per_group"])
 def spread_kernel(
-    made_ptr,  # [num_rows, D] fp32: what the products made, of tokens that count
+    made_ptr,  # [num_rows, D] fp32: the products of tokens that count
     centroid_ptr,  # [GROUPS, D]
     rows_ptr,  # [N_padded] int64: a permutation of the first N
     count_ptr,  # [1] int32

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from cce_dist.kernels.numbers import LOG2E
 
-# Columns side by side that are taken: their masses fill what memory is read by.
+# Neighbouring columns that are taken: their masses fill a unit of memory's reads.
 RUN = tl.constexpr(16)
 
 
@@ -26,7 +26,7 @@ def tail_shares_kernel(
     num_blocks, num_taken = tl.load(shape_ptr), num_runs * RUN
     group = tl.arange(0, GROUPS)[:, None, None]
     run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
-    # In runs, so that the compiler sees what lies side by side.
+    # In runs, so that the compiler sees neighbours in memory.
     taken = (run * RUN)[:, None] + tl.arange(0, RUN)[None, :]
     column = ((run * (every * RUN))[:, None] + tl.arange(0, RUN)[None, :])[None, :, :]
     # The least of weights for every column: of a group without a tail the moments are those of all,
@@ -46,7 +46,7 @@ def tail_shares_kernel(
 def tail_moments_kernel(
     weight_ptr,  # [V, D]
     values_ptr,  # [V, D] the same in 8 bits
-    of_rows_ptr,  # [2, V] fp32: what those are multiplied by, ...
+    of_rows_ptr,  # [2, V] fp32: their factors, ...
     centre_ptr,  # [D] fp32
     channel_ptr,  # [D] fp32
     share_ptr,  # [GROUPS, num_runs RUN]: see above
@@ -105,13 +105,13 @@ def tail_moments_kernel(
 def tail_error_kernel(
     hidden_ptr,  # [N, D] packed
     values_ptr,  # [N, D] the same in 8 bits
-    of_tokens_ptr,  # [2, N] fp32: what those are multiplied by, ...
+    of_tokens_ptr,  # [2, N] fp32: their factors, ...
     variance_ptr,  # [N] fp32 of a logit's error, half of which has been subtracted
     hidden_centre_ptr,  # [D] fp32
     channel_ptr,  # [D] fp32: hidden states, centred, are divided by it
     moments_ptr,  # [3, GROUPS, D] fp32 means over a group's tail of x, x^2, rest^2: see above
     lse_ptr,  # [N] natural log, of 8-bit logits
-    lost_ptr,  # [N] what the choice of columns cost the tail, over exp(lse)
+    lost_ptr,  # [N] the tail's loss by the choice of columns, over exp(lse)
     full_ptr,  # [1] int32: 1: no logits are of 8 bits, nothing to do
     unkept_ptr,  # [N] log of the sum over columns not kept of exp(z); in place
     dropped_ptr,  # [N] the same of exp(z) softcap'(z); in place

@@ -54,7 +54,7 @@ def unit_kernel(
             largest = largest_of(largest, entropy_ptr, at, N)
         if HAS_SMOOTH:
             largest = largest_of(largest, smooth_ptr, at, N)
-    # Normal numbers only, whose exponent alone is such a power.
+    # Normal numbers only: their exponent alone is such a power.
     size = tl.minimum(tl.maximum(largest * scale, 7.9e-31), 1e38)
     power = (tl.max(size, 0).to(tl.int32, bitcast=True) >> 23) << 23
     tl.store(unit_ptr, power.to(tl.float32, bitcast=True))
@@ -77,7 +77,7 @@ def pull_kernel(
     unit_ptr,  # [1]
     pull_ptr,  # [7, N_padded]: see `exact_logits_kernel`: out
     row_ptr,  # [N_padded] int64: row of each token: out
-    read_row_ptr,  # [N_padded] int64: the same, of a token that counts for those that don't: out
+    read_row_ptr,  # [N_padded] int64: as above, but never an ignored token's row: out
     target_ptr,  # [N_padded] int32: out
     tail_mass_ptr,  # [N_padded] upstream of the probabilities times the dropped mass: out
     mean_ptr,  # [N_padded] upstream of the mean logit: out

@@ -33,7 +33,7 @@ def require_no_circle(
     Args:
         ahead: E of a microbatch asks for the tokens of the one so many later; None: the first E
             for all of them.
-        unawaited: how many sends to a neighbour a rank has under way at most; None: any number.
+        unawaited: the most sends to a neighbour that a rank has under way; None: any number.
     Raises:
         ValueError: it cannot.
     """

@@ -15,7 +15,7 @@ from .job import Job
 from .linear_attention import LinearAttention
 from .models import Model
 
-# A backward reads and writes twice what the forward does.
+# A backward reads and writes twice as much as the forward.
 BACKWARD = 2.0
 # Of attention, which makes its scores again: five products where the forward has two.
 ATTENTION_BACKWARD = 2.5
@@ -78,7 +78,7 @@ def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerC
         + (_attention_traffic(model, job, index) + traffic * width) / tp
         + 4.0 * model.dim * _copies(model, is_dense)
     )
-    # A mask of what attention gives, and one of the MLP.
+    # A mask of attention's output, and a mask of the MLP's.
     masks = 2.0 * tokens * model.dim / split if job.dropout else 0.0
     elementwise = (moved + masks) / hardware.bytes_per_second
     told, told_again = _told(model, job, hardware, products, gradients)
@@ -229,7 +229,7 @@ def _attention_kept(model: Model, job: Job, index: int) -> float:
         return linear.kept
     queries, keys = model.heads * model.key_dim, model.kv_heads * model.key_dim
     values, out = model.kv_heads * model.head_value_dim, model.heads * model.head_value_dim
-    # With a gate, which is kept, what attention gives is there before and after it.
+    # A gate is kept, and so is attention's output before and after it.
     attention = 2 * (queries + keys + values + out * (1 + 2 * model.query_gate))
     if job.software.joint_qkv and not model.positions:
         attention += 2 * (queries + keys)

@@ -8,7 +8,7 @@ from itertools import groupby
 from .job import MEGATRON_ROWS, OURS, Job
 from .models import Model
 
-# Of --attention-backend, what is called otherwise here.
+# Values of --attention-backend with another name here.
 BACKENDS = {"cudnn": "fused"}
 
 

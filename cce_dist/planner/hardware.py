@@ -26,7 +26,7 @@ class Hardware:
         hbm: bytes/s, as stated.
         nvlink: bytes/s in one direction to the other GPUs of a host, as stated.
         network: bytes/s in one direction to other hosts, for each GPU.
-        gpus_per_host: which ranks NVLink connects; tensor-parallel ranks are next to each other.
+        gpus_per_host: NVLink connects so many ranks; tensor-parallel ranks are next to each other.
         processors: streaming multiprocessors.
         gemm, attention_forward, attention_backward: shares of flops; of a large product, and of
             FlashAttention 2.

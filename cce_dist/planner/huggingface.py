@@ -31,7 +31,7 @@ from .models import Model
 
 class FromConfig(NamedTuple):
     model: Model
-    notes: tuple[str, ...]  # what the file does not say, and what is not modelled
+    notes: tuple[str, ...]  # sizes that the file does not say, and keys that are not modelled
 
 
 def read_config(path: str | Path) -> FromConfig:

@@ -35,7 +35,7 @@ class Software:
             ones.
         dense_traffic, dense_peak: a logit's, of the unfused loss: through HBM forward and backward
             beside the products; at its peak.
-        transient_gradient: whether a weight's gradient is made in 16 bits before it is added.
+        transient_gradient: a weight's gradient is computed in 16 bits before it is added.
         hidden: share of a tensor-parallel collective that goes unnoticed where the framework begins
             it beside a product of the backward.
         receives_apart: whether every microbatch has memory of its own for what comes from the
@@ -116,7 +116,7 @@ class Job:
         distributed_optimizer: its states lie over the dp * cp ranks.
         overlap_data: gradients are summed beside the last backward, and the distributed optimizer's
             weights gathered beside the first forward.
-        overlap_tensor: what tensor-parallel ranks tell each other goes beside the products.
+        overlap_tensor: tensor-parallel communication goes beside the products.
         gradients: "fp32" or "bf16", as they are added up.
         precision: "mixed", bf16 weights beside fp32 ones and moments; "bf16", 16 bits for all;
             "fp32", fp32 for all, and products in bf16 under autocast.

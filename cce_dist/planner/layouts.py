@@ -161,8 +161,8 @@ class Parts:
         )
 
     def loads(self, layout: Layout) -> tuple[list[float], float]:
-        """A microbatch's seconds on each rank without a head over all of them, the slowest first;
-        of those that are alike in that, the better first.
+        """Returns a microbatch's seconds on each rank without a head over all of them, the slowest
+        first; of layouts alike in that, the better first.
 
         Rounded: sums of the same numbers may differ in their last bits."""
         both = self.taken(layout)[1]
@@ -180,8 +180,8 @@ class Parts:
         )
 
     def levelled(self, layout: Layout) -> Layout:
-        """With layers of the slowest rank moved to others, as long as no rank is as slow then and
-        it fits: layers need not be alike."""
+        """Moves layers of the slowest rank to others, as long as no rank is as slow then and it
+        fits: layers need not be alike."""
         best = self.loads(layout)
         while True:
             both = self.taken(layout)[1]
@@ -230,9 +230,9 @@ def _improve(parts: Parts, plans: dict[Layout, Plan], layout: Layout, most: int)
 
 
 def balanced_layout(parts: Parts, *, is_thrifty: bool = False) -> Layout:
-    """Layer by layer to the rank whose stages take least, as long as it has the memory, and there
-    to the stage that takes least, or if thrifty has the fewest microbatches in flight. All layers
-    count as the mean one."""
+    """Gives layer by layer to the rank whose stages take least, as long as it has the memory, and
+    there to the stage that takes least, or if thrifty has the fewest microbatches in flight. All
+    layers count as the mean layer."""
     layout = [0] * parts.schedule.stages
     room, ranks = parts.room, list(range(parts.schedule.ranks))
     full: set[int] = set()

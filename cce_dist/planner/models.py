@@ -14,7 +14,7 @@ class Model:
     Args:
         classes: V of the loss, the tokenizer's size.
         rows: of the embedding and the head, padding included; None: classes.
-        more_rows: that the embedding alone has beside those.
+        more_rows: further rows, of the embedding alone.
         mlp_dim: of one expert where there are several.
         head_dim: None: dim / heads.
         gated: three matrices in the MLP rather than two.
@@ -22,7 +22,7 @@ class Model:
         norm_weight, norm_bias: vectors of each norm, the last one's too.
         positions: learned ones, a vector each.
         experts: 0: one MLP without a router.
-        experts_per_token: that a token goes through; 0: all.
+        experts_per_token: experts that a token goes through; 0: all.
         shared_experts, shared_mlp_dim: that every token goes through; of one, 0: mlp_dim.
         shared_gate: a vector that says how much of what they give is taken.
         dense_layers, dense_mlp_dim: the first layers, which have one MLP of that size instead.
@@ -30,7 +30,7 @@ class Model:
         qk_norm_heads: those have weights for each head, or are over all heads at once.
         window, window_every: tokens that attention looks back at, in all but each window_every-th
             layer (0: in every layer); a window of 0: all tokens.
-        window_offset: how many layers earlier each window_every-th comes.
+        window_offset: each window_every-th comes so many layers earlier.
         kv_rank, query_rank, rope_dim, value_dim: of multi-head latent attention, arXiv:2405.04434:
             what keys and values, and queries, are made from; dims of a head with positions, beside
             those of head_dim; dims of a value. 0: other attention (query_rank: from hidden).

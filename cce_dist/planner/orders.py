@@ -78,8 +78,8 @@ def plan_vocab_order(
     weighs: bool = False,
     runs_ahead: bool = True,
 ) -> list[list[Pass]]:
-    """Each rank's passes in order; with `embeds` E and G as well, with `weighs` U on the last rank,
-    which find no place in the cycle but between its passes.
+    """Orders each rank's passes; with `embeds` E and G as well, with `weighs` U on the last rank.
+    The cycle has no place for E, G and U but between its passes.
 
     Of one rank at most ranks + 2 microbatches are between F and B, where the head takes no longer
     than two stages and latency is 0; ranks + 3 with a head of six stages, or a latency of F / 5,
@@ -102,7 +102,7 @@ def plan_vocab_order(
     # A cycle before the first rank's F, and a latency after its B.
     start["E"] = [-cycle] * ranks
     start["G"] = [start["B"][0] + times.backward + times.latency] * ranks
-    # U before what begins when it does.
+    # U before passes that begin at the same time.
     kinds: list[Kind] = ["U", *CYCLE, *EMBEDDING] if embeds else ["U", *CYCLE]
     passes: dict[Kind, list[Pass]] = {}
     for kind in kinds:
@@ -181,7 +181,7 @@ def _repeat(begins: dict[Kind, float], passes: dict[Kind, list[Pass]]) -> list[P
 
 
 def _run_ahead(orders: list[list[Pass]]) -> list[list[Pass]]:
-    """With the first microbatches' F before all else, and before these E, for which F of the first
+    """Puts the first microbatches' F before all else, and before these E, for which F of the first
     rank would wait until all others have come to it."""
     most = [most_in_flight(order) for order in orders]
     reordered = []

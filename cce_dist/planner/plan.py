@@ -22,7 +22,7 @@ class Memory:
 
     Args:
         activations: of all microbatches in flight.
-        head: what the loss keeps and works with.
+        head: memory that the loss keeps and works with.
         working: of a layer's backward, where that is more than the head's.
         buffers: for what other stages send, where the framework allocates them at first.
     """

@@ -197,7 +197,7 @@ def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, kind: str, 
     stage, last = schedule.stage(rank, chunk), schedule.stages - 1
 
     def near(other: int) -> float:
-        """Two stages of one rank send each other nothing."""
+        """Returns True if two stages are on the same rank: they send each other nothing."""
         return 0.0 if schedule.rank(other) == rank else times.latency
 
     if kind == "F":

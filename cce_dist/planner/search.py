@@ -56,8 +56,8 @@ def largest_of_layouts(
 
 
 def held_schedule(costs: Costs) -> Schedule:
-    """An order that comes to hold what the job's does: of the planned one, which is slow to make,
-    no more microbatches than fill the pipeline."""
+    """Returns an order that holds as much as the job's: of the planned order, which is slow to
+    make, no more microbatches than fill the pipeline."""
     job = costs.job
     if job.schedule_name == "vocab":
         job = replace(job, microbatches=min(job.microbatches, 2 * job.pp + 8))
@@ -70,7 +70,7 @@ def _least_microbatch(job: Job) -> int:
 
 
 def _largest(fits: Callable[[int], bool], step: int, below: int | None = None) -> int:
-    """The largest multiple of `step` that fits, as far as what is smaller does."""
+    """Returns the largest multiple of `step` that fits, as far as smaller ones do."""
     if not fits(step) or (below is not None and below <= step):
         return 0
     least, most = 1, 2
@@ -171,7 +171,7 @@ def verdict_on(new: Plan, old: Plan) -> str:
 class Advice(NamedTuple):
     """Args:
     fits: flags with which a job fits, None: none of those tried.
-    tried: what was.
+    tried: the changes that were tried.
     """
 
     fits: str | None
@@ -186,7 +186,7 @@ def nearest_that_fits(
     where there are tensor-parallel ranks, then more ranks.
 
     Args:
-        layout: that was asked for, instead of the best.
+        layout: the requested layout, instead of the best.
     """
     instead = ""
     if layout is not None:

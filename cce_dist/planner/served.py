@@ -187,12 +187,12 @@ class _Run:
             [rank.starts for rank in self.ranks],
             [rank.ends for rank in self.ranks],
             [*self._rows("E", count, 0.0), *self.phases, *self._rows("G", count, self._after())],
-            # What its passes took beside what they take alone.
+            # The passes' seconds beside their seconds alone.
             [sum(map(sub, rank.ends, rank.starts)) - rank.worked for rank in self.ranks],
         )
 
     def _rows(self, kind: str, count: int, start: float) -> list[Phase]:
-        """E or G of all microbatches, where they are: one after the other."""
+        """Runs E or G of all microbatches, one after the other."""
         if not self.head.embedding:
             return []
         each, rows = max(self.head.embedding) + self.head.latency, self.head.embedding

@@ -19,7 +19,7 @@ class Stage:
     """A stage of the pipeline, on a rank of its tensor-parallel group.
 
     Args:
-        first_layer, layers: which of the model's.
+        first_layer, layers: its first layer in the model, and their number.
         parameters: with the embedding and the head where they are here.
         expert_parameters: of those, the ones that data-parallel ranks do not share.
         flops: forward and backward of a microbatch, what is computed again left out.
@@ -160,7 +160,7 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
             # One gradient for both uses: it waits for the embedding's.
             working += head.transient
     if is_last:
-        # The last norm's input and what it gives.
+        # The last norm's input and output.
         split = job.tp if job.sequence_parallel else 1
         kept += (job.hidden_bytes + 2.0) * job.tokens * model.dim / split
     if is_first and not costs.is_embedding_shared:

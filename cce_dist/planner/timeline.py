@@ -52,7 +52,7 @@ class Timeline:
     """The times of each rank's tasks, in its order.
 
     Args:
-        phases: what ran beside them, in the order of time.
+        phases: phases that ran beside them, in the order of time.
         paused: seconds of each rank's tasks in which phases ran instead; (): none.
     """
 
@@ -144,7 +144,7 @@ def run_orders(
 
     Args:
         work: of a rank's tasks of a kind and chunk.
-        knocks: how many a gate needs to open; 1 where it is not named.
+        knocks: the number that a gate needs to open; 1 where it is not named.
     Raises:
         ValueError: the ranks wait for one another.
     """

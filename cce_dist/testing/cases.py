@@ -179,7 +179,8 @@ def golden_outputs(case: Case) -> dict[str, Tensor]:
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values that `dtype` can hold; the gradient passes unrounded, as no cast would let it."""
+    """Rounds to values that `dtype` can hold; the gradient passes unrounded, as no cast would let
+    it."""
     values = tensor.detach().to(dtype).double()
     change = torch.where(values == tensor.detach(), 0, values - tensor.detach())
     return tensor.double() + change

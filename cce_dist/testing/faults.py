@@ -81,7 +81,7 @@ class Planter:
             self.node.cut()
 
 
-# What a rank leaves out: where its phase is, and what the rank goes on with.
+# Phases that a rank can skip: the phase's function, and its replacement.
 SKIPS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "forward": (model.SumPartials, "forward", lambda ctx, x, group: x.clone()),
     "merge": (sharded, "merge_stats", lambda local, *others, **named: local),
@@ -113,7 +113,7 @@ def planted(
 
 
 def _before_fsync(planter: Planter) -> Any:
-    """A checkpoint's files are flushed one by one."""
+    """Patches os.fsync, with which a checkpoint's files are flushed one by one."""
     original = os.fsync
 
     def flush(file: Any) -> None:

@@ -178,8 +178,9 @@ def pairwise(factors: Factors, allowed: Allowed = lambda row: True, *, seed: int
 def each_choice(
     factors: Factors, allowed: Allowed = lambda row: True, *, seed: int = 0
 ) -> list[Row]:
-    """As many rows as the longest factor has values, or a few more: every value that `allowed`
-    admits stands in at least one. Of rows with as many new values the one with most new pairs."""
+    """Returns as many rows as the longest factor has values, or a few more: every value that
+    `allowed` admits stands in at least one row. Of rows with as many new values the row with most
+    new pairs comes first."""
     every = _candidates(factors, allowed, seed)
     values, pairs = (_standing(factors, every, size) for size in (1, 2))
     missing, seen = functools.reduce(operator.or_, values, 0), 0

@@ -24,8 +24,8 @@ from cce_dist.testing.interpreter_ops import make_tools, operators
 
 @functools.cache
 def speed_up_interpreter() -> None:
-    """From here on a launch in this process computes the same bits, in about an eighth of the time,
-    but for products where NumPy rounds them by their place: those are rounded alike.
+    """Makes launches in this process compute the same bits from here on, in about an eighth of the
+    time, except products where NumPy rounds by place: equal products are rounded alike.
 
     Does nothing where Triton is absent, or compiles.
     """
@@ -150,7 +150,7 @@ def _stand_ins(interpreter: Any, core: Any) -> Callable[[Any, str, Any], Any]:
 
 
 def _without_warnings(launch: Callable[..., None]) -> Callable[..., None]:
-    """NumPy's, of log2(0) = -inf and the like, which are meant."""
+    """Silences NumPy's warnings, of log2(0) = -inf and the like, which are meant."""
 
     def launch_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
         with np.errstate(all="ignore"):
@@ -177,7 +177,8 @@ def _calling_directly(interpreter: Any, stand_in: Callable[..., Any]) -> Callabl
 
 
 def _remembering(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """NumPy's dtype of Triton's; the interpreter's own version makes the whole table anew."""
+    """Remembers NumPy's dtype of a Triton dtype; the interpreter's own version makes the whole
+    table anew."""
     remembered = functools.cache(np_dtype)
 
     def np_dtype_of(dtype: Any) -> Any:
@@ -209,7 +210,7 @@ def _remembering_shapes(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _sharing_types(core: Any) -> Callable[[Any, Any], Any]:
-    """The type of a block of other elements: one object, unless they are pointers."""
+    """Returns the type of a block of other elements: a shared object, unless they are pointers."""
     shared: dict[Any, Any] = {}
 
     def with_element_ty(self: Any, scalar_ty: Any) -> Any:
@@ -224,7 +225,7 @@ def _sharing_types(core: Any) -> Callable[[Any, Any], Any]:
 
 
 def _remembering_types(to_ir: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The interpreter's type of a block's, which it makes anew for each operation."""
+    """Remembers the interpreter's type of a block type, which it makes anew for each operation."""
     known: dict[Any, Any] = {}
 
     def to_ir_of(self: Any, builder: Any) -> Any:
@@ -254,9 +255,9 @@ def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]]:
-    """Two operands as they are computed with. What is checked and converted depends on their types
-    and on numbers alone, and is found out the first time. Operands of one type, and a block of
-    pointers beside integers, stay what they are."""
+    """Converts two operands for an operation. Checks and conversions depend on their types and on
+    numbers alone, and are found the first time. Operands of equal type, and a block of pointers
+    beside integers, stay as they are."""
     semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     check = semantic.binary_op_type_checking_impl
     tensor, dtype = core.tensor, core.dtype
@@ -310,7 +311,7 @@ def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]
 
 
 def _broadcasting_less(interpreter: Any, block_type: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Two operands brought to one shape; nothing is done where they have it, as most do."""
+    """Broadcasts two operands to a shape; operands that have it, as most do, are left alone."""
     semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     broadcast = semantic.broadcast_impl_value
 
@@ -348,7 +349,8 @@ def _equal_to_itself(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], 
 
 
 def _unwrapping_constants(unwrap: Callable[[Any], Any], core: Any) -> Callable[[Any], Any]:
-    """The value of a constant; what is neither one nor a sequence is itself, and is asked first."""
+    """Returns the value of a constant; anything else that is no sequence is returned as it is, and
+    is tested first."""
     sequences = (list, tuple, core.tuple)
     plain = {core.tensor, int, float, bool, type(None)}
 

@@ -81,7 +81,7 @@ def _arange(tools: Tools, slow: Function) -> Function:
 
 
 def _full(tools: Tools, slow: Function) -> Function:
-    """A block of one number. -0.0 is 0 to Triton, too."""
+    """Returns the stand-in that makes a block of a number. -0.0 is 0 to Triton, too."""
     constexpr, known = tools.core.constexpr, {}
 
     def full(shape: Any, value: Any, dtype: Any, _semantic: Any = None) -> Any:
@@ -136,7 +136,7 @@ def _elementwise(tools: Tools, slow: Function, compute: Function) -> Function:
 
 
 def _dot(tools: Tools, slow: Function) -> Function:
-    """Added to `acc`. The interpreter knows no `input_precision`."""
+    """Returns the stand-in that adds a product to `acc`; it knows no `input_precision`."""
     tensor, builder = tools.core.tensor, tools.interpreter.interpreter_builder
     plans: dict[Any, Any] = {}
 
@@ -157,7 +157,8 @@ def _dot(tools: Tools, slow: Function) -> Function:
 
 
 def _unary(tools: Tools, slow: Function, compute: Function, value: int) -> Function:
-    """An operator that Triton makes of another and a number: 0 - x; -1 ^ x, where x comes first."""
+    """Computes an operator that Triton makes of another and a number: 0 - x; -1 ^ x, where x comes
+    first."""
     plans: dict[int, Any] = {}
 
     def plan_for(x: Any, result: Any) -> Plan | None:
@@ -222,7 +223,7 @@ def _where(tools: Tools, slow: Function) -> Function:
 
 
 def _to(tools: Tools, slow: Function) -> Function:
-    """x.to(dtype), and with `bitcast`."""
+    """Returns the stand-in of x.to(dtype), also with `bitcast`."""
     plans: dict[Any, Any] = {}
 
     def plan_for(x: Any, dtype: Any, bitcast: bool, result: Any) -> Plan | None:
@@ -264,7 +265,7 @@ def _to(tools: Tools, slow: Function) -> Function:
 
 
 def _getitem(tools: Tools, slow: Function) -> Function:
-    """Indexes as x[:, None] and the like."""
+    """Returns the stand-in of x[:, None] and the like."""
     plans: dict[Any, Any] = {}
 
     def getitem(self: Any, slices: Any, _semantic: Any = None) -> Any:

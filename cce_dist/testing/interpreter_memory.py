@@ -56,7 +56,7 @@ def memory_functions(tools: Tools) -> Makers:
 
 
 def _memory() -> Callable[[Any], Any]:
-    """All of this process's memory as one array of a dtype, from its second element on.
+    """Returns all of this process's memory as an array of a dtype, from its second element on.
 
     Never an argument of what may raise: its repr would read it.
     """
@@ -103,7 +103,7 @@ def _reading(native: Any) -> Function:
         return native.load(pointers, *small[key], dtype)
 
     def read(pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        """`other` may be of one element."""
+        """Reads; `other` may be a single element."""
         if mask is None or mask.all():
             return read_all(pointers, dtype)
         values = np.empty(pointers.shape, dtype)
@@ -210,7 +210,7 @@ def _load(tools: Tools, slow: Function, read: Function) -> Function:
     others: dict[Any, Any] = {}
 
     def other_of(value: Any, dtype: Any) -> Any:
-        """A number in the dtype of what is loaded, rounded as Triton does."""
+        """Returns a number in the dtype of the load, rounded as Triton does."""
         key = (type(value), value, dtype.name)
         if key not in others:
             others[key] = semantic.cast(tools.number(value), dtype).handle.data

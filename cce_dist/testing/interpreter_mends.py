@@ -10,7 +10,7 @@ import numpy as np
 
 
 def mend_interpreter(interpreter: Any, version: tuple[int, ...]) -> None:
-    """For good. Args: version: Triton's."""
+    """Mends the interpreter of this `version` of Triton, for good."""
     if version < (3, 6):
         descriptor = interpreter.TensorDescHandle
         descriptor.validate = _checking_bytes(descriptor.validate)
@@ -49,7 +49,8 @@ def _comparing_bf16(interpreter: Any, compare: Callable[..., Any]) -> Callable[.
 
 
 def _of_nothing_but_nan(min_max: Callable[..., Any]) -> Callable[..., Any]:
-    """The place of the largest where all are NaN is the first; Triton 3.9 raises there."""
+    """Returns the first place as the place of the largest where all are NaN; Triton 3.9 raises
+    there."""
 
     def first_of_nan(index_of: Callable[..., Any]) -> Callable[..., Any]:
         def index(data: Any, *, axis: Any, keepdims: bool) -> Any:

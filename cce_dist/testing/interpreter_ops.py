@@ -165,7 +165,7 @@ def _tensor_of(interpreter: Any, core: Any) -> Function:
 
 
 def _number(interpreter: Any) -> Function:
-    """The tensor that Triton makes of an int or a float, the same for equal ones."""
+    """Returns the tensor that Triton makes of an int or a float, the same for equal numbers."""
     by_type: dict[type, dict[Any, Any]] = {int: {}, float: {}}
     to_tensor = interpreter.interpreter_semantic.to_tensor
 
@@ -181,7 +181,8 @@ def _number(interpreter: Any) -> Function:
 
 
 def _typed_number(interpreter: Any) -> Function:
-    """The same in another operand's dtype, as arithmetic makes it; None where it does not."""
+    """Returns the tensor of a number in another operand's dtype, as arithmetic makes it; None where
+    it makes none."""
     by_type: dict[Any, dict[Any, Any]] = {}
     semantic = interpreter.interpreter_semantic
 
@@ -206,7 +207,7 @@ def _typed_number(interpreter: Any) -> Function:
 
 
 def dtype_of(operand: Any) -> Any:
-    """NumPy's, of a tensor that is computed with as NumPy does; None of another."""
+    """Returns NumPy's dtype of a tensor that NumPy computes with; None for another."""
     if operand.dtype.is_ptr():
         return POINTERS
     return NUMPY_DTYPES.get(operand.dtype.name)
@@ -222,7 +223,7 @@ def _same_bits(computed: Any, expected: Any) -> bool:
 
 
 def by_bits(tools: Tools, compute: Function, *operands: Any) -> Function:
-    """The function of NumPy's by which Triton computes with operands of such types."""
+    """Returns NumPy's function by which Triton computes with operands of such types."""
     if not tools.rules.wraps_bits or any(each.dtype.name != "int1" for each in operands):
         return compute
 
@@ -237,7 +238,7 @@ def by_bits(tools: Tools, compute: Function, *operands: Any) -> Function:
 def plan_of(
     compute: Function, operands: tuple[Any, ...], casts: tuple[Any, ...] | None, result: Any
 ) -> Plan | None:
-    """None where it would not give `result`."""
+    """Returns a plan that gives `result`; None where there is none."""
     dtypes = tuple([dtype_of(operand) for operand in operands])
     data = [operand.handle.data for operand in operands]
     if any(each.dtype is not dtype for each, dtype in zip(data, dtypes, strict=True)):
@@ -251,7 +252,7 @@ def plan_of(
         computed = compute(*data)
     except TypeError:
         return None
-    # How pointers lie is no matter: what they point to is loaded in C's order.
+    # The layout of pointers does not matter: a load is in C's order.
     is_pointer = result.dtype.is_ptr()
     same = np.array_equal if is_pointer else _same_bits
     if not same(computed, result.handle.data):
@@ -308,7 +309,7 @@ def _binary(
     compares: bool = False,
     is_division: bool = False,
 ) -> Function:
-    """An operator; `swaps` for those that come from the right operand."""
+    """Computes an operator; `swaps` for operators that come from the right operand."""
     tensor, constexpr = tools.core.tensor, tools.core.constexpr
     number, typed_number, tensor_of = tools.number, tools.typed_number, tools.tensor_of
     makes_numbers = compares and not tools.rules.compares_in_dtype
@@ -335,7 +336,7 @@ def _binary(
         if plan is UNKNOWN:
             result = slow(self, other)
             plan_of_pair = _plan_of_two(tools, compute, left, right, result, is_division)
-            # Triton copies what it shifts, and a copy may lie otherwise.
+            # Triton copies the operand of a shift, and a copy may have another layout.
             if plan_of_pair is not None and compute is np.right_shift:
                 plan_of_pair = plan_of_pair._replace(fills=True)
             plans[key] = plan_of_pair
@@ -357,7 +358,8 @@ def _binary(
 
 
 def between(tools: Tools, slow: Function, choices: tuple[Function, Function]) -> Function:
-    """The larger, or the smaller, of two; choices: NumPy's, of which the second skips NaN."""
+    """Computes the larger, or the smaller, of two; choices: NumPy's functions, the second skips
+    NaN."""
     tensor = tools.core.tensor
     compute = choices[tools.rules.skips_nan]
     operate = _binary(tools, slow, compute, compares=True)

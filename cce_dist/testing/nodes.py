@@ -38,8 +38,8 @@ class Node:
         return _run("ip", "netns", "exec", self.namespace, *command)
 
     def start(self, *command: str, log: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-        """A command there, on a host of another name, in addition to this process's environment;
-        its output goes to `log`."""
+        """Starts a command in the node, on a host of another name, with `environment` added to this
+        process's; its output goes to `log`."""
         sockets = {"GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE}
         with log.open("w") as file:
             return subprocess.Popen(
@@ -51,7 +51,7 @@ class Node:
             )
 
     def enter(self) -> None:
-        """The calling process, for good; it also has another host's name."""
+        """Moves the calling process into the node for good; it also has another host's name."""
         libc = ctypes.CDLL(None, use_errno=True)
         with Path("/run/netns", self.namespace).open() as file:
             if libc.setns(file.fileno(), 0) or libc.unshare(CLONE_NEWUTS):
@@ -60,7 +60,8 @@ class Node:
         os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
 
     def sent_bytes(self, pid: int) -> int:
-        """Through this end of the link so far, headers included; `pid` is any process there."""
+        """Returns the bytes sent through this end of the link so far, headers included; `pid` is
+        any process there."""
         table = Path(f"/proc/{pid}/net/dev").read_text()
         (counters,) = re.findall(rf"^ *{DEVICE}: *(.+)$", table, re.MULTILINE)
         # Eight of what was received stand before those of what was sent.

@@ -77,7 +77,7 @@ def grid(
     set: in the interpreter each pair of values stands in at least one test, on a GPU each value.
 
     Args:
-        allowed: which rows {factor: name} there are.
+        allowed: returns True for the rows {factor: name} to keep.
         factors: values, their str() as ids, or a mapping from ids to values; of "dtype" (names)
             each place gets those that it takes.
     """

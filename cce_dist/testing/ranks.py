@@ -199,7 +199,8 @@ def nccl_pool() -> RankPool:
 
 
 def _serve_all(prepare: Callable[[], object] | None, ranks: Sequence[tuple[Any, ...]]) -> None:
-    """Ranks of the pool, each by a fork of this process; it is the last one itself."""
+    """Serves as ranks of the pool, each by a fork of this process; the process itself is the last
+    rank."""
     os.setpgid(0, 0)
     if prepare is not None:
         prepare()

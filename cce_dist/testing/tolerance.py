@@ -197,7 +197,8 @@ def _output_dtype(case: Case, name: str) -> torch.dtype:
 
 
 def _sum_noise(golden: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> float:
-    """The error a sum (or mean) of token losses has if those of `dense` are independent."""
+    """Returns the error that a sum (or mean) of token losses has if the errors of `dense` are
+    independent."""
     errors = dense["token_loss"].double() - golden["token_loss"]
     if golden["loss"].ndim or not errors.numel():
         return 0.0

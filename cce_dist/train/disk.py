@@ -44,7 +44,7 @@ def require_space(folder: Path, key: str, num_bytes: int) -> None:
 
     Args:
         key: of the configuration, which names the folder or one above it.
-        num_bytes: that the first result takes.
+        num_bytes: size of the first result.
     Raises:
         ConfigError: the folder cannot be made or written, or has less space than that.
     """

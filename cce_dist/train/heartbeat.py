@@ -36,7 +36,7 @@ class Heartbeat:
 
     Args:
         timeout_s: of silence, after which a rank takes the job down.
-        stopping: whether this rank was asked to stop.
+        stopping: returns True once this rank was asked to stop.
         kin: of the ranks that begin merges and reduces equally often, the same number.
         in_order: as of `find_skipped`.
     """
@@ -250,7 +250,8 @@ class Heartbeat:
             self._die(lambda: self._leave(self._find_skipped() or "a rank has skipped", []))
 
     def _watch_own_threads(self) -> None:
-        """The main thread may wait for ranks that wait for a thread which has failed."""
+        """Watches this rank's threads: the main thread may wait for ranks that wait for a failed
+        thread."""
         error = self.place.error_aside
         if error is None or self.is_lost_peer(error):
             self._error_since = None
@@ -261,7 +262,8 @@ class Heartbeat:
             self._die(lambda: self.explain(error))
 
     def _guard(self) -> None:
-        """A store whose host cannot be reached never answers: the other thread waits for ever."""
+        """Guards against a store whose host cannot be reached: it never answers, and the other
+        thread waits for ever."""
         while not self.closed.wait(self.interval_s):
             silence_s = time.monotonic() - self._answered_at
             if silence_s > self.timeout_s + GRACE_INTERVALS * self.interval_s:

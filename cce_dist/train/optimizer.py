@@ -44,7 +44,7 @@ def make_optimizer(
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Returns the rate: linear warmup, then constant or a cosine down to a tenth. Steps count from 1."""
+    """Returns the rate: linear warmup, then constant or a cosine to a tenth. Steps count from 1."""
     optimizer = config.optimizer
     if step <= optimizer.warmup:
         return optimizer.lr * step / optimizer.warmup

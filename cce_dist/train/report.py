@@ -168,7 +168,7 @@ def _describe_dense_memory(evaluation: Evaluation, config: TrainConfig) -> str:
     shape = f"[{evaluation.tokens_here}, {vocab_size}]"
     if evaluation.dense_memory is not None:
         return _describe_memory(evaluation.dense_memory) + f" with logits {shape}"
-    # fp32 logits and their gradient are what a dense head cannot do without.
+    # A dense head needs at least fp32 logits and their gradient.
     num_bytes = 2 * 4 * evaluation.tokens_here * vocab_size
     return f"{format_bytes(num_bytes)} a rank, computed: fp32 logits {shape} and their gradient"
 

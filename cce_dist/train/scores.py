@@ -67,7 +67,7 @@ class GroupScore:
 
     Args:
         tenth: from 1, of the most frequent ids, to 10.
-        times: how often the text has the rarest and the most frequent of its `num_ids` ids.
+        times: counts in the text of the rarest and the most frequent of its `num_ids` ids.
     """
 
     score: Score
