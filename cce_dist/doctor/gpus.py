@@ -43,7 +43,7 @@ def check_driver(facts: Facts) -> Check:
 def check_gpus(facts: Facts) -> Check:
     """Checks that torch can use the GPUs; shows names, memory and compute capability."""
     if facts.gpus:
-        return _check_found(facts)
+        return _check_usable(facts)
     if facts.driver is None:
         return Check(name="GPUs", status="skipped", observed="none")
     hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
@@ -70,7 +70,7 @@ def check_gpus(facts: Facts) -> Check:
     )
 
 
-def _check_found(facts: Facts) -> Check:
+def _check_usable(facts: Facts) -> Check:
     from cce_dist.local_triton_tiles import LEAST_CAPABILITY
 
     kinds: dict[str, int] = {}

@@ -133,19 +133,19 @@ def vocab_pays(
     """Compares the head's places; None: there is one pipeline rank, or no loss.
 
     Args:
-        best: of `best_plan` for the job itself, which need not be made again.
+        best: the result of `best_plan` for the job itself; it is not searched again.
     """
     if job.pp == 1 or job.loss == "none":
         return None
 
-    def found(each: Job) -> Plan:
+    def best_of(each: Job) -> Plan:
         if best is not None and best.job == each:
             return best
         return best_plan(model, each, hardware)
 
-    last, planned = found(on_last_stage(job)), found(over_pipeline(job))
+    last, planned = best_of(on_last_stage(job)), best_of(over_pipeline(job))
     if job.is_served:
-        over_ranks = found(job)
+        over_ranks = best_of(job)
         return Pays(last, over_ranks, verdict_on(over_ranks, last), planned)
     return Pays(last, planned, verdict_on(planned, last))
 
