@@ -91,7 +91,7 @@ def train(
 
     need_modules("matplotlib", "tokenizers")
     try:
-        # The parser takes the first of what it does not know for the file.
+        # The parser takes the first unknown argument for the file.
         path, overrides = parse_arguments([config, *context.args])
     except ConfigError as error:
         if rank_from_environment() == 0:

@@ -73,13 +73,11 @@ def doctor(
     if report.rank == 0:
         _hand_over(report, json_path)
     elif report.mesh is None:
-        # The ranks are not together: nobody else says what this one has found.
+        # The ranks are apart: no other rank reports this rank's findings.
         for check in report.checks:
             if check.status == "failure":
-                text = (
-                    f"error: rank {report.rank} on {report.hosts[0]}: {check.name}: {check.found}"
-                )
-                typer.echo(text, err=True)
+                place = f"rank {report.rank} on {report.hosts[0]}"
+                typer.echo(f"error: {place}: {check.name}: {check.observed}", err=True)
     raise typer.Exit(report.exit_code)
 
 
@@ -114,7 +112,7 @@ def _hand_over(report: Report, path: Path | None) -> None:
 
 
 def show(report: Report) -> None:
-    """A table of all rows, each with what to do where something is to be done."""
+    """Shows a table of all rows, each with its remedy where there is one."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -136,8 +134,8 @@ def show(report: Report) -> None:
 
 
 def lines_of(check: Check) -> str:
-    """What was found; where that is not well, what was expected and what to do."""
-    lines = [check.found]
+    """Writes a check's finding; for a bad finding also the expectation and the remedy."""
+    lines = [check.observed]
     measured = "expected_seconds" in check.numbers
     if check.expected and (measured or check.status in ("warning", "failure")):
         lines.append(f"expected: {check.expected}")

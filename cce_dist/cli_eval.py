@@ -86,7 +86,7 @@ def _hand_over(findings: Findings, path: Path | None) -> None:
 
 
 def show(findings: Findings) -> None:
-    """A table of the texts, and one of the tenths of all of them by frequency."""
+    """Shows a table of the texts, and a table of the tenths of all of them by frequency."""
     from rich.console import Console
     from rich.text import Text
 

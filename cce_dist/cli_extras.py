@@ -1,4 +1,5 @@
-"""What a command needs beside torch, and how to install it where it is missing."""
+"""Packages that a command needs beside torch, and the way to install them where they are
+missing."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ EXTRAS = {
 
 
 def need_modules(*names: str) -> None:
-    """Ask before the work for modules that its end imports.
+    """Asks before the work for modules that its end imports.
 
     Raises:
         ModuleNotFoundError: of the first that is missing.
@@ -35,7 +36,7 @@ def need_modules(*names: str) -> None:
 
 
 def explain_missing(error: ModuleNotFoundError, arguments: list[str]) -> str | None:
-    """One line for the user; None where no extra would help.
+    """Returns a line for the user; None where no extra would help.
 
     Args: arguments: of the command line, as in sys.argv[1:].
     """
@@ -50,7 +51,8 @@ def explain_missing(error: ModuleNotFoundError, arguments: list[str]) -> str | N
 
 
 def requirement(extra: str) -> str:
-    """For pip, quoted for a shell: an installed package by its name, a checkout by its folder."""
+    """Returns pip's requirement, quoted for a shell: an installed package by its name, a checkout
+    by its folder."""
     try:
         importlib.metadata.distribution("cce-dist")
         place = "cce-dist"

@@ -1,4 +1,4 @@
-"""Where a command writes what it found: known to work before the work."""
+"""Output files of commands: known to be writable before the work."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _cells(name: str, row: MemoryRow) -> tuple[str, ...]:
 
 
 def _plot(rows: dict[str, MemoryRow], path: Path) -> None:
-    """Figure 1: shares of memory with logits, and what the batch grows by without."""
+    """Plots Figure 1: shares of memory with logits, and the batch's growth without."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

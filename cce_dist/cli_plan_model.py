@@ -38,7 +38,7 @@ from .planner.search import (
 
 
 def one_of(*words: str, help: str = "") -> Any:
-    """An option whose words `Job` knows; typer's own choices want classes."""
+    """Makes an option whose words `Job` knows; typer's own choices want classes."""
     # Not in brackets, which rich takes for markup and leaves out.
     return typer.Option(help=f"{help} One of: {', '.join(words)}.".strip(), show_default=True)
 
@@ -51,8 +51,8 @@ PlotPath = Annotated[
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What the planner refuses, and files that cannot be written, as a line on stderr and exit
-    code 2."""
+    """Turns the planner's refusals, and files that cannot be written, into a line on stderr and
+    exit code 2."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -169,9 +169,9 @@ def model_command(
         pays = vocab_pays(model, job, numbers, best=best)
         mine = largest_microbatch(plan)
         largest = max(mine, largest_of_layouts(model, job, numbers))
-        found = describe(plan, pays, largest=largest, largest_of_layout=mine, notes=notes)
+        report = describe(plan, pays, largest=largest, largest_of_layout=mine, notes=notes)
         advice = "" if plan.fits else _advice(plan, is_asked=layout is not None)
-        _hand_over(plan, found, json_path, plot_path)
+        _hand_over(plan, report, json_path, plot_path)
     if not plan.fits:
         typer.echo(f"error: does not fit: {plan.binds}; {advice}", err=True)
         raise typer.Exit(1)
@@ -188,17 +188,17 @@ def _advice(plan: Plan, *, is_asked: bool) -> str:
 
 def _hand_over(
     plan: Plan,
-    found: dict[str, Any],
+    report: dict[str, Any],
     json_path: Path | None,
     plot_path: Path | None,
 ) -> None:
     if json_path is not None and str(json_path) == "-":
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(report, indent=1))
     else:
-        show_plan(plan, found)
+        show_plan(plan, report)
         if json_path is not None:
             json_path.parent.mkdir(parents=True, exist_ok=True)
-            json_path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if plot_path is not None:
         plot_plan(plan, plot_path)
 
@@ -244,7 +244,7 @@ def _number(key: str, value: Any) -> float:
 
 
 def _hardware(name: str) -> dict[str, Any]:
-    """A preset's numbers, or a file's."""
+    """Reads a preset's numbers, or a file's."""
     if not Path(name).is_file():
         return dict(vars(find_hardware(name)))
     try:
@@ -286,7 +286,7 @@ def times_command(
     """A step's time from measured times of its stages; in the unit that they have."""
     with refusals():
         require_picture(plot_path)
-        found = predict_file(path, schedule=schedule, microbatches=microbatches)
-        show_prediction(found)
+        prediction = predict_file(path, schedule=schedule, microbatches=microbatches)
+        show_prediction(prediction)
         if plot_path is not None:
-            plot_timeline(found, plot_path)
+            plot_timeline(prediction, plot_path)

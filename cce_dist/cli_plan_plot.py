@@ -37,7 +37,7 @@ SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def require_picture(path: Path | None) -> None:
-    """Before anything is computed.
+    """Checks the picture's path before anything is computed.
 
     Raises:
         ModuleNotFoundError: there is no matplotlib.
@@ -51,7 +51,7 @@ def require_picture(path: Path | None) -> None:
 
 
 def require_file(name: str, path: Path | None) -> None:
-    """Before anything is computed. Raises ValueError: it is a folder."""
+    """Checks a file's path before anything is computed. Raises ValueError: it is a folder."""
     if path is not None and path.is_dir():
         raise ValueError(f"{name} must be a file, got the folder {path}")
 
@@ -73,9 +73,9 @@ def plot_plan(plan: Plan, path: Path) -> None:
     _save(figure, path)
 
 
-def plot_timeline(found: Prediction, path: Path) -> None:
-    figure = _figure(len(found.busy), rows=1)
-    _draw(figure.subplots(), found, unit="time", scale=1.0)
+def plot_timeline(prediction: Prediction, path: Path) -> None:
+    figure = _figure(len(prediction.busy), rows=1)
+    _draw(figure.subplots(), prediction, unit="time", scale=1.0)
     _save(figure, path)
 
 
@@ -90,7 +90,7 @@ def _figure(ranks: int, *, rows: int) -> Any:
 
 
 def _name_ranks(axes: Any, ranks: int) -> None:
-    """From the top down, each, or each second, fourth, ..."""
+    """Names the ranks from the top down: each, or each second, fourth, ..."""
     step = 1
     while ranks > step * MOST_LABELS:
         step *= 2
@@ -98,18 +98,18 @@ def _name_ranks(axes: Any, ranks: int) -> None:
     axes.set_ylim(ranks - 0.4, -0.6)
 
 
-def _draw(axes: Any, found: Prediction, *, unit: str, scale: float) -> None:
-    """A lane for each rank; a rank's second stage is drawn lower in its lane."""
-    chunks = found.schedule.chunks
+def _draw(axes: Any, prediction: Prediction, *, unit: str, scale: float) -> None:
+    """Draws a lane for each rank; a rank's second stage is drawn lower in its lane."""
+    chunks = prediction.schedule.chunks
     height = 0.9 / chunks
-    many = max(map(len, found.schedule.orders)) > MANY_TASKS
+    many = max(map(len, prediction.schedule.orders)) > MANY_TASKS
     # A task that is less than a pixel is its share of it.
     edges: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
     if many:
         edges = {"linewidth": 0, "snap": False}
     for kind, (label, colour) in TASKS.items():
         drawn = False
-        for rank, spans in enumerate(found.timeline.ranks):
+        for rank, spans in enumerate(prediction.timeline.ranks):
             for chunk in range(chunks):
                 bars = [
                     (scale * span.start, scale * (span.end - span.start))
@@ -126,8 +126,8 @@ def _draw(axes: Any, found: Prediction, *, unit: str, scale: float) -> None:
                     )
                     drawn = True
     axes.set(xlabel=unit)
-    axes.set_xlim(0, scale * found.seconds)
-    _name_ranks(axes, len(found.busy))
+    axes.set_xlim(0, scale * prediction.seconds)
+    _name_ranks(axes, len(prediction.busy))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
 
 

@@ -1,4 +1,4 @@
-"""What `cce-dist plan` shows of a plan, as tables."""
+"""Tables of a plan, for `cce-dist plan`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ MEMORY = ("weights", "grads", "optim.", "activ.", "head", "working", "buffers", 
 SHOWN = 12
 
 
-def show_plan(plan: Plan, found: dict[str, Any]) -> None:
-    """The tables of ranks, and what follows from them."""
+def show_plan(plan: Plan, report: dict[str, Any]) -> None:
+    """Shows the tables of ranks, and their conclusions."""
     from rich.console import Console
 
-    console, ranks = Console(), found["ranks"]
+    console, ranks = Console(), report["ranks"]
     console.print(title_of(plan), markup=False, highlight=False, soft_wrap=True)
     console.print(_table("of one microbatch, ms", TIMES, [_times(rank) for rank in ranks]))
     rows = [[str(rank["rank"]), *_memory(rank)] for rank in ranks]
     console.print(_table("GiB at the peak", ("rank", *MEMORY), rows))
-    for line in lines_of(plan, found):
+    for line in lines_of(plan, report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -76,10 +76,10 @@ def _memory(rank: dict[str, Any]) -> list[str]:
     return [f"{memory[kind] / GIB:.1f}" for kind in (*kinds, "total")]
 
 
-def lines_of(plan: Plan, found: dict[str, Any]) -> list[str]:
+def lines_of(plan: Plan, report: dict[str, Any]) -> list[str]:
     closed = plan.prediction.closed_form
     formula = f", {1e3 * closed:.1f} by formula" if closed is not None else ""
-    largest, mine = found["largest_microbatch"], found["largest_microbatch_of_layout"]
+    largest, mine = report["largest_microbatch"], report["largest_microbatch_of_layout"]
     other = "" if largest == mine else f" by another layout, {mine} by this one"
     lines = [
         f"step: {1e3 * plan.seconds:.1f} ms (schedule {1e3 * plan.prediction.seconds:.1f}"
@@ -87,10 +87,10 @@ def lines_of(plan: Plan, found: dict[str, Any]) -> list[str]:
         f"tokens/s: {plan.tokens_per_second:,.0f}; of the GPUs' FLOPs: {plan.utilization:.1%}; "
         f"bubble: {plan.prediction.bubble:.1%}",
         f"binds: {plan.binds}",
-        f"memory: {plan.peak / GIB:.1f} GiB of {found['usable_bytes'] / GIB:.1f}; largest "
+        f"memory: {plan.peak / GIB:.1f} GiB of {report['usable_bytes'] / GIB:.1f}; largest "
         f"microbatch: {largest}{other}",
     ]
-    rows = found["head_rows"]
+    rows = report["head_rows"]
     if rows["padded"] > rows["model"]:
         lines.append(
             f"vocabulary: {rows['model']:,} rows, {rows['padded']:,} with padding, "
@@ -98,35 +98,37 @@ def lines_of(plan: Plan, found: dict[str, Any]) -> list[str]:
         )
     if plan.job.pp > 1:
         lines.append(f"layout: {layout_string(plan.layout)}")
-    if "vocab_over_pipeline" in found:
-        pays = found["vocab_over_pipeline"]
+    if "vocab_over_pipeline" in report:
+        pays = report["vocab_over_pipeline"]
         loss = pays["last_stage"]["loss"]
         if plan.job.loss != loss:
             lines.append(f"{loss} on the last stage instead: {pays['verdict_on_our_loss']}")
         lines.append(f"vocabulary over the pipeline, {loss}: {pays['verdict']}")
-    if "planned_order_instead" in found:
-        lines.append(f"the planned order instead: {found['planned_order_instead']['verdict']}")
-    if found["megatron_flags"] is not None:
-        patch = found["megatron_patch"]
+    if "planned_order_instead" in report:
+        lines.append(f"the planned order instead: {report['planned_order_instead']['verdict']}")
+    if report["megatron_flags"] is not None:
+        patch = report["megatron_patch"]
         script = [*patch, "pretrain_gpt.py"] if patch else []
-        lines.append("Megatron: " + " ".join([*script, *found["megatron_flags"]]))
+        lines.append("Megatron: " + " ".join([*script, *report["megatron_flags"]]))
     if plan.job.stages > 1:
-        stages = "; ".join(", ".join(modules) for modules in found["torch_stages"])
+        stages = "; ".join(", ".join(modules) for modules in report["torch_stages"])
         lines.append(f"torch stages: {stages}")
-    return [*lines, *(f"note: {note}" for note in found["notes"])]
+    return [*lines, *(f"note: {note}" for note in report["notes"])]
 
 
-def show_prediction(found: Prediction) -> None:
-    """Of measured times, in the unit that they have."""
+def show_prediction(prediction: Prediction) -> None:
+    """Shows the prediction from measured times, in their unit."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{found.schedule.name}, {found.schedule.microbatches} microbatches")
+    table = Table(
+        title=f"{prediction.schedule.name}, {prediction.schedule.microbatches} microbatches"
+    )
     for column in ("rank", "busy", "waits", "in flight"):
         table.add_column(column, justify="right")
-    for rank, busy in enumerate(found.busy):
-        waits, held = found.seconds - busy, found.most_held[rank]
+    for rank, busy in enumerate(prediction.busy):
+        waits, held = prediction.seconds - busy, prediction.most_held[rank]
         table.add_row(str(rank), f"{busy:.6g}", f"{waits:.6g}", f"{held:g}")
     Console().print(table)
-    formula = "" if found.closed_form is None else f", {found.closed_form:.6g} by formula"
-    Console().print(f"step: {found.seconds:.6g}{formula}; bubble: {found.bubble:.1%}")
+    formula = "" if prediction.closed_form is None else f", {prediction.closed_form:.6g} by formula"
+    Console().print(f"step: {prediction.seconds:.6g}{formula}; bubble: {prediction.bubble:.1%}")

@@ -117,7 +117,7 @@ class Ranks:
         return self.rank % self.tp
 
     def largest_of_pp(self, values: list[int]) -> list[int]:
-        """Of a value of each rank the largest at each place of the pipelines."""
+        """Returns the largest of the ranks' values at each place of the pipelines."""
         width = self.pp * self.tp
         return [
             max(x for rank, x in enumerate(values) if rank % width // self.tp == place)
@@ -138,7 +138,8 @@ def init(
     timeout: float = TIMEOUT_S,
     join_timeout: float = JOIN_TIMEOUT_S,
 ) -> Ranks:
-    """Join the ranks that torchrun, srun or mpirun started, or stand alone; make groups and meshes.
+    """Joins the ranks that torchrun, srun or mpirun started, or stands alone; makes groups and
+    meshes.
 
     Args:
         tp: ranks that share the vocabulary; "all": as many as pp leaves of them.
@@ -163,7 +164,7 @@ def join(
     join_timeout: float = JOIN_TIMEOUT_S,
     sizes: tuple[int, int, int] | None = None,
 ) -> World:
-    """torch's default group of all ranks of the job, and nothing else.
+    """Makes torch's default group of all ranks of the job, and nothing else.
 
     NCCL with a GPU for each rank, and gloo beside it; gloo alone on the CPU, whose cores the ranks
     of a host share: torch's number of threads is set.
@@ -200,7 +201,8 @@ def join(
 
 
 def leave(ranks: Ranks | World) -> None:
-    """End the process groups. Rank 0 stays a moment if it hosts the store that others still use."""
+    """Ends the process groups. Rank 0 stays a moment if it hosts the store that others still
+    use."""
     dist.destroy_process_group()
     part(ranks.store, ranks.rank, ranks.world_size, host=not ranks.launch.agent_store)
 
@@ -213,7 +215,7 @@ def split_ranks(
     dp: int | None = None,
     prefix: str = "",
 ) -> tuple[int, int]:
-    """dp and tp of that many ranks; `prefix` stands before their names in messages.
+    """Splits that many ranks into dp and tp; `prefix` stands before their names in messages.
 
     Raises:
         ValueError: they do not make up the number of ranks.
@@ -284,19 +286,19 @@ def _make_ranks(world: World, dp: int, pp: int, tp: int) -> Ranks:
 
 
 def own_group(rank: int, members: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """The group that this rank is in, if it is in one of them."""
+    """Makes the groups; returns the group that this rank is in, if any."""
     # Every rank must take part in making every group, also those of others.
-    own = None
+    rank_group = None
     for ranks in members:
-        made = dist.new_group(ranks, timeout=timeout)
+        group = dist.new_group(ranks, timeout=timeout)
         if rank in ranks:
-            assert isinstance(made, dist.ProcessGroup)
-            own = made
-    return own
+            assert isinstance(group, dist.ProcessGroup)
+            rank_group = group
+    return rank_group
 
 
 def choose_device(launch: Launch, device: DeviceChoice = "auto") -> torch.device:
-    """This rank's device, made the current one.
+    """Chooses this rank's device and makes it current.
 
     A rank on the CPU takes its share of the cores, unless OMP_NUM_THREADS says how many.
 
@@ -308,8 +310,8 @@ def choose_device(launch: Launch, device: DeviceChoice = "auto") -> torch.device
         raise ValueError(f"device must be auto, cuda or cpu, got {device!r}")
     local_rank, local_world_size = launch.local_rank, launch.local_world_size
     assert local_rank is not None and local_world_size is not None
-    found = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    if found == 0:
+    num_gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if num_gpus == 0:
         if device == "cuda":
             raise ValueError("device must be auto or cpu where torch finds no GPU, got cuda")
         # torchrun says 1 to several ranks where nobody says anything.
@@ -317,15 +319,15 @@ def choose_device(launch: Launch, device: DeviceChoice = "auto") -> torch.device
         if not said or (said == "1" and launch.launcher == "torchrun" and local_world_size > 1):
             torch.set_num_threads(max(1, _num_cores() // local_world_size))
         return torch.device("cpu")
-    if 1 < found < local_world_size:
+    if 1 < num_gpus < local_world_size:
         name = launch.variables.local_world_size
         raise LaunchError(
             f"each rank needs a GPU of its own, got {local_world_size} ranks on this host ({name}) "
-            f"and {found} GPUs: start fewer ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES= to "
-            "use the CPU"
+            f"and {num_gpus} GPUs: start fewer ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES= "
+            "to use the CPU"
         )
     # A launcher may show every rank no GPU but its own; if all see the same one, `meet` says so.
-    index = 0 if found == 1 else local_rank
+    index = 0 if num_gpus == 1 else local_rank
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

@@ -1,4 +1,4 @@
-"""Who started this process and which rank it is, from environment variables alone.
+"""The launcher of this process and its rank, from environment variables alone.
 
 docs/ranks.md has the table of variables and says which launcher wins where several have left some.
 """
@@ -23,7 +23,7 @@ class LaunchError(ValueError):
 
 
 class Variables(NamedTuple):
-    """Where a launcher says a rank's place."""
+    """The environment variables in which a launcher states a rank's place."""
 
     rank: str
     world_size: str
@@ -73,7 +73,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """The launcher whose variables are there, the innermost one if several are.
+    """Reads the launcher whose variables are there, the innermost if several are.
 
     Raises:
         LaunchError: a variable is missing, is no number, or contradicts another one.
@@ -97,7 +97,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def rank_from_environment(environment: Mapping[str, str] | None = None) -> int:
-    """Known before anything is initialised; 0 without a launcher, or if its variables are wrong.
+    """Returns the rank before anything is initialised; 0 without a launcher, or if its variables
+    are wrong.
 
     Then every rank takes itself for the one that has to say so.
     """
@@ -145,7 +146,8 @@ def _read_mpi(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _is_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun has started this process; a batch script has most of the variables too."""
+    """Returns True if srun has started this process; a batch script has most of the variables
+    too."""
     return "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment
 
 
@@ -193,7 +195,7 @@ def _read_single(environment: Mapping[str, str]) -> Launch:
 
 
 def _require_no_contradiction(environment: Mapping[str, str], launch: Launch) -> None:
-    """torch's own variables, where somebody has set them under another launcher."""
+    """Refuses torch's own variables that contradict another launcher's."""
     known = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
     for name, theirs, value in zip(TORCH, launch.variables, known, strict=True):
         if name in environment and value is not None and _integer(environment, name, 0) != value:
@@ -260,7 +262,7 @@ def _first_set(environment: Mapping[str, str], *names: str) -> str:
 
 
 def expand_counts(text: str, name: str = "text") -> list[int]:
-    """Slurm's tasks of each node: "4(x2),3" gives [4, 4, 3].
+    """Expands Slurm's tasks of each node: "4(x2),3" gives [4, 4, 3].
 
     Raises:
         LaunchError: text is no such list.
@@ -275,7 +277,7 @@ def expand_counts(text: str, name: str = "text") -> list[int]:
 
 
 def expand_hosts(text: str, name: str = "text") -> list[str]:
-    """Slurm's list of nodes: "node[003-004,7],other" gives node003, node004, node7, other.
+    """Expands Slurm's list of nodes: "node[003-004,7],other" gives node003, node004, node7, other.
 
     Raises:
         LaunchError: text is no such list.

@@ -1,4 +1,4 @@
-"""How ranks find one another: rank 0's address, a store, and keys in it that are theirs alone."""
+"""Meeting of ranks: rank 0's address, a store, and keys in it that are theirs alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cce_dist.launchers import MPI_LAUNCHERS, Launch, LaunchError
 
 # Rank 0 looks this often for ranks that have come.
 POLL_S = 0.01
-# So long rank 0 lets others read why there will be no job, and at its end read what they still may.
+# Rank 0 lets others read so long why there will be no job, and read the store at the end.
 LET_HEAR_S = 2.0
 # Of facts that ranks tell one another: no two may say the same, where it is not None.
 OWN_GPU = "gpu"
@@ -28,7 +28,7 @@ class JoinError(RuntimeError):
 
 
 def locate(launch: Launch, timeout: timedelta) -> tuple[Launch, dist.Store | None]:
-    """Fill in what only MPI can tell: places on the host, rank 0's address, a free port.
+    """Fills in facts that only MPI can tell: places on the host, rank 0's address, a free port.
 
     Returns:
         launch: nothing of it is None any more, if there are several ranks.
@@ -44,21 +44,21 @@ def locate(launch: Launch, timeout: timedelta) -> tuple[Launch, dist.Store | Non
         return replace(launch, local_rank=0, local_world_size=1), None
     comm, node = _mpi_communicators(launch)
     launch = replace(launch, local_rank=node.Get_rank(), local_world_size=node.Get_size())
-    server, found = None, None
+    server, endpoint = None, None
     if launch.rank == 0 and launch.port is None:
         # A name, since many hosts know themselves by 127.0.1.1.
         alone = launch.local_world_size == launch.world_size
         address = launch.address or ("127.0.0.1" if alone else socket.gethostname())
         server = _host_store(address, 0, timeout)
-        found = (address, server.port)
+        endpoint = (address, server.port)
     elif launch.rank == 0:
-        found = (launch.address or socket.gethostname(), launch.port)
-    address, port = comm.bcast(found, root=0)
+        endpoint = (launch.address or socket.gethostname(), launch.port)
+    address, port = comm.bcast(endpoint, root=0)
     return replace(launch, address=address, port=port), server
 
 
 def _mpi_communicators(launch: Launch) -> tuple[Any, Any]:
-    """All ranks, and those of this host."""
+    """Returns communicators of all ranks, and of this host's ranks."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -79,7 +79,7 @@ def _mpi_communicators(launch: Launch) -> tuple[Any, Any]:
 
 
 def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
-    """The store at launch.address, hosted by the launcher or else by rank 0.
+    """Opens the store at launch.address, hosted by the launcher or else by rank 0.
 
     Raises:
         JoinError: it cannot be hosted or reached.
@@ -112,7 +112,7 @@ def meet(
     facts: Mapping[str, Any],
     timeout: timedelta,
 ) -> dist.Store:
-    """Wait until all ranks are here, and give them keys that nobody has ever used.
+    """Waits until all ranks are here, and gives them keys that nobody has ever used.
 
     torchrun keeps its store when it restarts the ranks, and what earlier ones have left there must
     not be mistaken for these ones': gloo would connect to the addresses of the dead. Its restart
@@ -132,9 +132,9 @@ def meet(
     common = dist.PrefixStore("cce_dist/join", store)
     if rank == 0:
         attempt = uuid.uuid4().hex
-        found = _gather(common, attempt, world_size, facts, timeout)
-        missing = [str(other) for other in range(world_size) if other not in found]
-        error = _contradiction(found)
+        facts_by_rank = _gather(common, attempt, world_size, facts, timeout)
+        missing = [str(other) for other in range(world_size) if other not in facts_by_rank]
+        error = _contradiction(facts_by_rank)
         if missing:
             error = (
                 f"of {world_size} ranks these have not come within "
@@ -144,7 +144,9 @@ def meet(
         common.set(f"{attempt}/verdict", json.dumps([error, all_here]))
         if error is not None:
             # The store may end with this process.
-            _wait_until(lambda: common.add(f"{attempt}/heard", 0) == len(found) - 1, LET_HEAR_S)
+            _wait_until(
+                lambda: common.add(f"{attempt}/heard", 0) == len(facts_by_rank) - 1, LET_HEAR_S
+            )
     else:
         attempt, error, all_here = _ask(common, rank, world_size, facts, timeout)
     if error is not None:
@@ -156,30 +158,30 @@ def _gather(
     store: dist.Store, attempt: str, world_size: int, facts: Mapping[str, Any], timeout: timedelta
 ) -> dict[int, Mapping[str, Any]]:
     """Facts by rank, of those who have come in time, on rank 0."""
-    found: dict[int, Mapping[str, Any]] = {0: facts}
+    facts_by_rank: dict[int, Mapping[str, Any]] = {0: facts}
     # The last hello of each rank that was answered; an earlier attempt's will stay alone.
     answered: dict[int, str] = {}
     deadline = time.monotonic() + timeout.total_seconds()
-    while len(found) < world_size:
+    while len(facts_by_rank) < world_size:
         for rank in range(1, world_size):
-            if rank in found or not store.check([f"hello/{rank}"]):
+            if rank in facts_by_rank or not store.check([f"hello/{rank}"]):
                 continue
             hello = json.loads(store.get(f"hello/{rank}"))
             if answered.get(rank) != hello["number"]:
                 answered[rank] = hello["number"]
                 store.set(f"answer/{hello['number']}", attempt)
             elif store.check([f"{attempt}/here/{hello['number']}"]):
-                found[rank] = hello["facts"]
+                facts_by_rank[rank] = hello["facts"]
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
-    return found
+    return facts_by_rank
 
 
 def _ask(
     store: dist.Store, rank: int, world_size: int, facts: Mapping[str, Any], timeout: timedelta
 ) -> tuple[str, str | None, bool]:
-    """The attempt's name, what is wrong with it, and whether all came, on the other ranks."""
+    """Asks on the other ranks: the attempt's name, its error, and whether all came."""
     number = uuid.uuid4().hex
     store.set(f"hello/{rank}", json.dumps({"number": number, "facts": dict(facts)}))
     try:
@@ -200,7 +202,8 @@ def _ask(
 
 
 def part(store: dist.Store, rank: int, world_size: int, *, host: bool) -> None:
-    """At the end of a job: rank 0, if it hosts the store, stays until no other rank needs it."""
+    """Parts at the end of a job: rank 0, if it hosts the store, stays until no other rank needs
+    it."""
     if not host:
         return
     if rank > 0:

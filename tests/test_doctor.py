@@ -152,7 +152,7 @@ def failing_import(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception)
 def test_torch_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     failing_import(monkeypatch, "torch", OSError("libcudnn.so.9: cannot open shared object file"))
     check = software.check_torch()
-    assert (check.status, "libcudnn.so.9" in check.found) == ("failure", True)
+    assert (check.status, "libcudnn.so.9" in check.observed) == ("failure", True)
 
 
 def test_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_triton_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     failing_import(monkeypatch, "triton", ImportError("libtriton.so: undefined symbol"))
     check = software.check_triton(needed=False)
-    assert (check.status, "undefined symbol" in check.found) == ("failure", True)
+    assert (check.status, "undefined symbol" in check.observed) == ("failure", True)
 
 
 @pytest.mark.parametrize(
@@ -194,10 +194,10 @@ def test_mpi_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "raise RuntimeError('cannot load MPI library')"
     monkeypatch.setattr(software, "ASK_MPI", code)
     check = software.check_mpi(facts(versions={"mpi4py": "4.1.2"}))
-    assert (check.status, "cannot load MPI library" in check.found) == ("warning", True)
+    assert (check.status, "cannot load MPI library" in check.observed) == ("warning", True)
     monkeypatch.setattr(software, "ASK_MPI", "import time; time.sleep(60)")
     monkeypatch.setattr(software, "ASK_SECONDS", 0.1)
-    assert "no answer" in software.check_mpi(facts(versions={"mpi4py": "4.1.2"})).found
+    assert "no answer" in software.check_mpi(facts(versions={"mpi4py": "4.1.2"})).observed
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_driver(changes: dict[str, Any], status: str) -> None:
 )
 def test_gpus(changes: dict[str, Any], status: str, words: str) -> None:
     check = check_gpus(facts(**changes))
-    assert (check.status, words in check.found) == (status, True)
+    assert (check.status, words in check.observed) == (status, True)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_gpus(changes: dict[str, Any], status: str, words: str) -> None:
 )
 def test_gpus_that_are_there(gpus: tuple[Gpu, ...], status: str, remedy: str) -> None:
     check = check_gpus(facts(gpus=gpus, driver="580.1", cuda="13.0"))
-    assert (check.status, "NVIDIA H200, 140 GiB" in check.found) == (status, True)
+    assert (check.status, "NVIDIA H200, 140 GiB" in check.observed) == (status, True)
     assert remedy in check.remedy
     assert software.check_nccl(facts(gpus=gpus)).status == "failure"
     assert software.check_nccl(facts(gpus=gpus, nccl="2.27.5")).status == "ok"
@@ -377,7 +377,7 @@ def test_broken_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     of_place(Place("torch", "cpu", ("fp32",)), monkeypatch, "exact")
     (check,) = numerics.check_numerics(facts(), 50.0)
     assert check.status == "failure"
-    assert check.found == "exact: RuntimeError: out of resources: shared memory"
+    assert check.observed == "exact: RuntimeError: out of resources: shared memory"
 
 
 def test_what_has_no_time_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,20 +405,20 @@ def test_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_of(status: Any, found: str = "", **numbers: float) -> Check:
-    return Check(name="x", status=status, found=found, numbers=numbers)
+    return Check(name="x", status=status, observed=found, numbers=numbers)
 
 
 def test_across_ranks() -> None:
     ok, slow = check_of("ok", "a", share=0.1), check_of("ok", "b", share=0.2)
     assert across_ranks([[ok], [ok]]) == [ok]
-    assert across_ranks([[ok], [slow]])[0].found == "b (worst: rank 1)"
+    assert across_ranks([[ok], [slow]])[0].observed == "b (worst: rank 1)"
     bad = check_of("failure", "broken")
     (joined,) = across_ranks([[ok], [bad], [bad], [slow], [bad]])
-    assert (joined.status, joined.found) == ("failure", "ranks 1-2, 4: broken")
+    assert (joined.status, joined.observed) == ("failure", "ranks 1-2, 4: broken")
     (only_one,) = across_ranks([[ok], []])
-    assert only_one.found == "rank 0: a"
+    assert only_one.observed == "rank 0: a"
     many = [[check_of("failure", str(rank))] for rank in range(9)]
-    assert across_ranks(many)[0].found.endswith("... and 5 more")
+    assert across_ranks(many)[0].observed.endswith("... and 5 more")
     skipped = check_of("skipped", "none")
     assert across_ranks([[skipped], [skipped]])[0].status == "skipped"
 
@@ -433,7 +433,7 @@ def test_guarded() -> None:
         raise KeyError("surprise")
 
     (check,) = guarded("name", broken)
-    assert (check.status, check.found) == ("failure", "KeyError: 'surprise'")
+    assert (check.status, check.observed) == ("failure", "KeyError: 'surprise'")
 
 
 # -- links and what they should reach -----------------------------------------------------------

@@ -208,9 +208,9 @@ def test_devices() -> None:
     assert check([one("a"), one("b")]).status == "ok"
     assert check([one(None, False), one(None, False)]).status == "ok"
     shared = check([one("a"), one("b"), one("a")])
-    assert (shared.status, shared.found) == ("failure", "ranks 0, 2 share a GPU")
+    assert (shared.status, shared.observed) == ("failure", "ranks 0, 2 share a GPU")
     too_many = check([one("a"), one(None), one(None)])
-    assert (too_many.status, too_many.found) == ("failure", "ranks 1-2 without one")
+    assert (too_many.status, too_many.observed) == ("failure", "ranks 1-2 without one")
     assert check([one("a"), one(None, False)]).status == "failure"
 
 

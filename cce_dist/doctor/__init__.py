@@ -1,1 +1,1 @@
-"""What is right and wrong with a machine, its software and its ranks: `cce-dist doctor`."""
+"""Checks of a machine, its software and its ranks: `cce-dist doctor`."""

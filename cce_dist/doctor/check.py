@@ -1,4 +1,4 @@
-"""What a check found, and how those of many ranks become one."""
+"""Checks: their findings, and how findings of many ranks become a row."""
 
 from __future__ import annotations
 
@@ -15,39 +15,53 @@ LONGEST = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One row.
+    """A row of the report.
 
     Args:
-        found, expected, remedy: sentences; the latter two empty where there is nothing to say.
-        numbers: what was measured, for scripts; `share` of one is the error over the allowed one.
+        observed, expected, remedy: sentences; `expected` and `remedy` may be empty.
+        numbers: measurements, for scripts; `share` is an error over the allowed error.
     """
 
     name: str
     status: Status
-    found: str
+    observed: str
     expected: str = ""
     remedy: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Returns the report's row: its key "found" is `observed`."""
+        return {"found" if key == "observed" else key: x for key, x in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Check:
+        """Returns the check whose `as_json` is `row`."""
+        return cls(
+            name=row["name"],
+            status=row["status"],
+            observed=row["found"],
+            expected=row["expected"],
+            remedy=row["remedy"],
+            numbers=row["numbers"],
+        )
 
 
 def worst(checks: Iterable[Check]) -> Status:
-    """The worst status of them, "ok" where none is worse."""
-    found: list[Status] = ["ok", *(check.status for check in checks)]
-    return max(found, key=STATUSES.index)
+    """Returns the worst status of the checks, "ok" where none is worse."""
+    statuses: list[Status] = ["ok", *(check.status for check in checks)]
+    return max(statuses, key=STATUSES.index)
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error and the beginning of what it says."""
+    """Returns the type of an error and the beginning of its text."""
     lines = str(error).strip().splitlines()
     said = lines[0] if lines else ""
     return f"{type(error).__name__}: {said}"[:LONGEST]
 
 
 def guarded(name: str, function: Callable[..., list[Check]], *args: Any) -> list[Check]:
-    """What `function` finds; what it raises is a failure, so that the other checks still run."""
+    """Runs a group of checks; an exception becomes a failure, so that the other checks still
+    run."""
     try:
         return function(*args)
     except Exception as error:
@@ -55,7 +69,7 @@ def guarded(name: str, function: Callable[..., list[Check]], *args: Any) -> list
             Check(
                 name=name,
                 status="failure",
-                found=first_line(error),
+                observed=first_line(error),
                 expected="no exception",
                 remedy="if nothing above explains it, report it with this output",
             )
@@ -63,7 +77,7 @@ def guarded(name: str, function: Callable[..., list[Check]], *args: Any) -> list
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """As "rank 3" or "ranks 0-3, 7"; the ranks are in order."""
+    """Writes "rank 3" or "ranks 0-3, 7"; the ranks are in order."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -75,28 +89,30 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def across_ranks(everywhere: Sequence[Sequence[Check]]) -> list[Check]:
-    """A row for each name, in the order of the first rank that has it: the worst of all ranks, and
-    which those are, unless all found the same."""
+    """Joins the ranks' rows by name, in the order of the first rank that has it: the worst of all
+    ranks, and which ranks those are, unless all observed the same."""
     by_name: dict[str, dict[int, Check]] = {}
     for rank, checks in enumerate(everywhere):
         for check in checks:
             by_name.setdefault(check.name, {})[rank] = check
-    return [_joined(found, len(everywhere)) for found in by_name.values()]
+    return [_joined(by_rank, len(everywhere)) for by_rank in by_name.values()]
 
 
-def _joined(found: Mapping[int, Check], num_ranks: int) -> Check:
-    status = max((check.status for check in found.values()), key=STATUSES.index)
-    bad = {rank: check for rank, check in found.items() if check.status == status}
+def _joined(by_rank: Mapping[int, Check], num_ranks: int) -> Check:
+    status = max((check.status for check in by_rank.values()), key=STATUSES.index)
+    bad = {rank: check for rank, check in by_rank.items() if check.status == status}
     # Of ranks that are equally bad, the one whose error is the largest.
     shown = max(bad.values(), key=lambda check: check.numbers.get("share", 0.0))
-    if len({check.found for check in found.values()}) == 1 and len(found) == num_ranks:
+    if len({check.observed for check in by_rank.values()}) == 1 and len(by_rank) == num_ranks:
         return shown
     alike: dict[str, list[int]] = {}
     for rank, check in bad.items():
-        alike.setdefault(check.found, []).append(rank)
+        alike.setdefault(check.observed, []).append(rank)
     if "share" in shown.numbers and len(bad) == num_ranks:
-        return replace(shown, found=f"{shown.found} (worst: {name_ranks(alike[shown.found])})")
+        return replace(
+            shown, observed=f"{shown.observed} (worst: {name_ranks(alike[shown.observed])})"
+        )
     lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in list(alike.items())[:4]]
     if len(alike) > len(lines):
         lines.append(f"... and {len(alike) - len(lines)} more")
-    return replace(shown, found="\n".join(lines))
+    return replace(shown, observed="\n".join(lines))

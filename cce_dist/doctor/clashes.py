@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cce_dist.doctor.check import Check, Status
 from cce_dist.doctor.facts import Facts
 
-# Of the "Debugging" section of NCCL's list: those that take a path or an algorithm away.
+# Variables of NCCL's "Debugging" section that take a path or an algorithm away.
 NCCL_DEBUGGING = (
     "NCCL_ALGO",
     "NCCL_IB_DISABLE",
@@ -23,7 +23,7 @@ class Clash:
     """
     Args:
         applies: to the facts of a process, and to a job of so many pipeline ranks.
-        status: what it is worth where it applies, "warning" or "failure".
+        status: the row's status where it applies, "warning" or "failure".
     """
 
     name: str
@@ -35,8 +35,8 @@ class Clash:
 
 
 def is_at_least(facts: Facts, package: str, *version: int) -> bool:
-    found = facts.version(package)
-    return found is not None and found[: len(version)] >= version
+    installed = facts.version(package)
+    return installed is not None and installed[: len(version)] >= version
 
 
 def is_before(facts: Facts, package: str, *version: int) -> bool:
@@ -44,7 +44,7 @@ def is_before(facts: Facts, package: str, *version: int) -> bool:
 
 
 def nccl_debugging(facts: Facts) -> list[str]:
-    """Set for debugging; 0 turns a switch off."""
+    """Lists the variables set for debugging; 0 turns a switch off."""
     return [name for name in NCCL_DEBUGGING if facts.environment.get(name, "0") not in ("", "0")]
 
 
@@ -148,16 +148,16 @@ CLASHES = (
 
 
 def check_clashes(facts: Facts, pp: int) -> list[Check]:
-    """A row for each that applies, or one that says that none does."""
-    found = [clash for clash in CLASHES if clash.applies(facts, pp)]
-    if not found:
-        return [Check(name="clashes", status="ok", found=f"none of {len(CLASHES)} known ones")]
+    """Returns a row for each clash that applies, or a row that says that none does."""
+    clashes = [clash for clash in CLASHES if clash.applies(facts, pp)]
+    if not clashes:
+        return [Check(name="clashes", status="ok", observed=f"none of {len(CLASHES)} known ones")]
     return [
         Check(
             name=clash.name,
             status=clash.status,
-            found=f"{clash.what} ({clash.source})",
+            observed=f"{clash.what} ({clash.source})",
             remedy=clash.remedy,
         )
-        for clash in found
+        for clash in clashes
     ]

@@ -36,7 +36,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Job:
-    """What the collectives are of.
+    """The sizes and the dtype of the loss whose collectives are measured.
 
     Args:
         bandwidth: bytes/s to expect in place of the table's.
@@ -60,7 +60,7 @@ class Measured:
         bus_bytes: what the slowest link of a ring carries, as nccl-tests count for the bandwidth of
             the bus: of S bytes (W - 1) / W of an all-gather or reduce-scatter, twice of an
             all-reduce.
-        steps: how many collectives follow one another.
+        steps: number of collectives that follow one another.
         scatters: the sum is a reduce-scatter.
     """
 
@@ -76,7 +76,7 @@ class Measured:
 def groups_of(
     ranks: Ranks, job: Job, device: torch.device
 ) -> Iterator[list[tuple[str, dist.ProcessGroup, list[int]]]]:
-    """Of this rank: the groups that may share a vocabulary, their names and members.
+    """Yields this rank's groups that may share a vocabulary: their names and members.
 
     Collectives: those of making groups. They are destroyed at the end.
     """
@@ -89,18 +89,18 @@ def groups_of(
     broken = False
     try:
         widths = {"tp": job.tp} | ({"pp x tp": job.pp * job.tp} if job.pp > 1 else {})
-        found = []
+        groups = []
         for name, width in widths.items():
             rows = [list(range(x, x + width)) for x in range(0, ranks.size, width)]
             group = own_group(ranks.rank, rows, limit)
             if group is not None and width > 1:
-                found.append((name, group, rows[ranks.rank // width]))
-        yield found
+                groups.append((name, group, rows[ranks.rank // width]))
+        yield groups
     except BaseException:
         broken = True
         raise
     finally:
-        # NCCL would wait here for ranks that are in a collective, and nobody see what was raised.
+        # NCCL would wait here for ranks in a collective, and nobody would see the exception.
         if not broken or device.type != "cuda":
             dist.destroy_process_group()
 
@@ -108,16 +108,17 @@ def groups_of(
 def check_collectives(
     ranks: Ranks, job: Job, device: torch.device, everyone: Sequence[dict[str, Any]]
 ) -> list[Check]:
-    """Three rows for each kind of group: the smallest collective, the merge, the hidden gradient's
-    sum. All groups of a kind run side by side, as in a job; the figures are the slowest rank's.
+    """Returns three rows for each kind of group: the smallest collective, the merge, the hidden
+    gradient's sum. All groups of a kind run side by side, as in a job; the figures are the slowest
+    rank's.
 
     Collectives: of all ranks alike.
     """
     checks: list[Check] = []
     with groups_of(ranks, job, device) as groups:
         if not groups:
-            found = "every rank holds the whole vocabulary: the loss has none"
-            return [Check(name="collectives", status="skipped", found=found)]
+            reason = "every rank holds the whole vocabulary: the loss has none"
+            return [Check(name="collectives", status="skipped", observed=reason)]
         for name, group, members in groups:
             link = link_of([everyone[rank] for rank in members], _num_cores())
             for what in ("latency", "merge", "sum"):
@@ -158,7 +159,7 @@ def _make(what: str, job: Job, group: dist.ProcessGroup, device: torch.device) -
 
 
 def _make_sum(job: Job, group: dist.ProcessGroup, device: torch.device) -> Measured:
-    """As `reduce_grad_hidden` does it for hidden states of the job's dtype."""
+    """Makes the sum of `reduce_grad_hidden` for hidden states of the job's dtype."""
     size, scatter, dtype = group_size(group), job.sequence_parallel, DTYPES[job.dtype]
     share, num_bytes = (size - 1) / size, 4 * job.tokens * job.dim
     grad = torch.empty(job.tokens, job.dim, device=device)
@@ -186,8 +187,8 @@ def _make_sum(job: Job, group: dist.ProcessGroup, device: torch.device) -> Measu
 def _measure(
     ranks: Ranks, phase: str, measured: Measured, device: torch.device
 ) -> tuple[float, bool]:
-    """Seconds of a call, the median of many on the slowest rank; and whether all ranks' results
-    are right."""
+    """Measures a call: the median of many in seconds on the slowest rank; and whether all ranks'
+    results are right."""
     right = measured.is_right()
     first = max(_times(measured.call, WARM_UP, device))
     first = max(ranks.share(f"{phase}/first", first))
@@ -198,14 +199,14 @@ def _measure(
 
 
 def _times(call: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:
-    """Of each call; back to back, which keeps the ranks together."""
+    """Times each call. Calls run back to back, which keeps the ranks together."""
     if device.type != "cuda":
-        found = []
+        durations = []
         for _ in range(repeats):
             start = time.perf_counter()
             call()
-            found.append(time.perf_counter() - start)
-        return found
+            durations.append(time.perf_counter() - start)
+        return durations
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
     for mark in marks[1:]:
@@ -224,8 +225,8 @@ def judge(
     link: Link,
     bandwidth: float | None,
 ) -> Check:
-    """The row of a collective that is right: a warning where it takes more than TOO_SLOW times what
-    is expected.
+    """Returns the row of a collective with right results: a warning where it takes more than
+    TOO_SLOW times the expected time.
 
     Args:
         tiny: seconds of the smallest collective, for where its figure is not known.
@@ -237,7 +238,7 @@ def judge(
     if rate is None and known is not None:
         rate = (known.scattered if measured.scatters else None) or known.bandwidth
     source = "as given by --bandwidth" if bandwidth else known.source if known else ""
-    # Where nothing says what a small one takes, the large one is expected on top of what it took.
+    # Without an expected time of a small collective, the large one's adds its measured time.
     expected = None
     if rate is not None and (latency is not None or measured.steps * tiny < seconds / 2):
         base = tiny if latency is None else latency
@@ -250,7 +251,7 @@ def judge(
     return Check(
         name=name,
         status="warning" if slow else "ok",
-        found=f"{_duration(seconds)}{speed}: {measured.what}; {link.kind}",
+        observed=f"{_duration(seconds)}{speed}: {measured.what}; {link.kind}",
         expected="no figure for this link"
         if expected is None
         else f"{_duration(expected)}, at most {TOO_SLOW:g} times that ({source})",
@@ -270,7 +271,7 @@ def _wrong(name: str, measured: Measured) -> Check:
     return Check(
         name=name,
         status="failure",
-        found=f"wrong numbers came back: {measured.what}",
+        observed=f"wrong numbers came back: {measured.what}",
         expected="each rank's numbers, or their sum",
         remedy="do not train on this: NCCL_DEBUG=INFO, another NCCL, the GPUs' and links' errors",
     )

@@ -1,4 +1,4 @@
-"""What this process runs on, as plain values: versions, environment, GPUs, host.
+"""This process's surroundings as plain values: versions, environment, GPUs, host.
 
 Nothing here needs torch; what torch knows is added where it can be imported.
 """
@@ -13,9 +13,8 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 PACKAGES = (
     "cce-dist",
@@ -26,7 +25,7 @@ PACKAGES = (
     "mpi4py",
     "transformer-engine",
 )
-# Of the environment: what the checks look at, and nothing else, as it may hold secrets.
+# Variables that the checks look at. No others: the environment may hold secrets.
 PREFIXES = ("NCCL_", "GLOO_", "TRITON_", "TORCH_", "TORCHELASTIC_", "CUDA_", "CCE_DIST_")
 SECONDS = 20.0
 
@@ -43,16 +42,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one process.
+    """The facts of a process.
 
     Args:
         versions: of PACKAGES and python; those not installed are not in it.
         sources: digest of the files of cce_dist, the same for the same code.
         driver: NVIDIA's, its version; None: none is loaded.
-        cuda: that torch was built for; None: a CPU build, or no torch.
+        cuda: version that torch was built for; None: a CPU build, or no torch.
         nccl: as torch brings it.
         links: between GPUs of this host, "NV18", "PIX", ...: by their uuids, smaller first.
-        why_no_gpu: what torch said when it was asked for GPUs.
+        why_no_gpu: torch's error when it was asked for GPUs.
     """
 
     host: str
@@ -67,13 +66,13 @@ class Facts:
     why_no_gpu: str = ""
 
     def version(self, package: str) -> tuple[int, ...] | None:
-        """(2, 13, 0) of "2.13.0+cu130"; None where it is not installed, or no number."""
+        """Returns (2, 13, 0) of "2.13.0+cu130"; None where it is not installed, or no number."""
         return numbers_of(self.versions.get(package, ""))
 
 
 def numbers_of(version: str) -> tuple[int, ...] | None:
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in found.group().split(".")) if found else None
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else None
 
 
 def gather_facts(*, with_torch: bool) -> Facts:
@@ -87,14 +86,14 @@ def gather_facts(*, with_torch: bool) -> Facts:
     environment = {
         name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)
     }
-    common: dict[str, Any] = {
-        "host": socket.gethostname(),
-        "versions": versions,
-        "sources": _digest(),
-        "environment": environment,
-        "driver": _driver(),
-    }
-    return Facts(**common, **(_ask_torch(versions) if with_torch else {}))
+    facts = Facts(
+        host=socket.gethostname(),
+        versions=versions,
+        sources=_digest(),
+        environment=environment,
+        driver=_driver(),
+    )
+    return _ask_torch(facts) if with_torch else facts
 
 
 def _digest() -> str:
@@ -107,18 +106,19 @@ def _digest() -> str:
 
 
 def _driver() -> str | None:
-    """Of the kernel's module, else as nvidia-smi says: a container may have but one of them."""
+    """Returns the version of the kernel's module, else of nvidia-smi: a container may have only one
+    of them."""
     path = Path("/proc/driver/nvidia/version")
     if path.exists():
-        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", path.read_text(errors="replace"))
-        if found:
-            return found.group(1)
+        match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", path.read_text(errors="replace"))
+        if match:
+            return match.group(1)
     lines = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return lines[0].strip() if lines else None
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """What it prints; nothing where it is absent, fails or hangs."""
+    """Returns the output of nvidia-smi; nothing where it is absent, fails or hangs."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SECONDS, check=True
@@ -128,29 +128,28 @@ def _nvidia_smi(*arguments: str) -> str:
     return done.stdout
 
 
-def _ask_torch(versions: dict[str, str]) -> dict[str, Any]:
+def _ask_torch(facts: Facts) -> Facts:
+    """Returns `facts` with torch's version, its CUDA and the GPUs that it can use."""
     import torch
     import torch.distributed as dist
     from torch.cuda import nccl
 
-    versions["torch"] = torch.__version__
-    found: dict[str, Any] = {"cuda": torch.version.cuda}
+    versions = {**facts.versions, "torch": torch.__version__}
+    facts = replace(facts, versions=versions, cuda=torch.version.cuda)
     if torch.version.cuda is None:
-        return found
+        return facts
     try:
         # Raises where there are GPUs that cannot be used; otherwise their number may be 0.
         torch.cuda.init()
-        found["gpus"] = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
+        gpus = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
+        facts = replace(facts, gpus=gpus)
         if dist.is_available() and dist.is_nccl_available():
-            found["nccl"] = ".".join(str(part) for part in nccl.version())
+            facts = replace(facts, nccl=".".join(str(part) for part in nccl.version()))
     except Exception as error:
-        found["why_no_gpu"] = str(error).strip().splitlines()[0]
-        return found
+        return replace(facts, why_no_gpu=str(error).strip().splitlines()[0])
     # Whatever CUDA_VISIBLE_DEVICES lets torch see.
-    found["links"] = read_links(
-        _nvidia_smi("topo", "-m"), _nvidia_smi("--query-gpu=index,uuid", "--format=csv,noheader")
-    )
-    return found
+    uuids = _nvidia_smi("--query-gpu=index,uuid", "--format=csv,noheader")
+    return replace(facts, links=read_links(_nvidia_smi("topo", "-m"), uuids))
 
 
 def _gpu(index: int) -> Gpu:
@@ -165,7 +164,8 @@ def _bare(uuid: str) -> str:
 
 
 def read_links(matrix: str, indices: str) -> dict[tuple[str, str], str]:
-    """Of what `nvidia-smi topo -m` and `--query-gpu=index,uuid` print: by uuids, smaller first."""
+    """Reads the output of `nvidia-smi topo -m` and `--query-gpu=index,uuid`: links by uuids,
+    smaller first."""
     uuids = {}
     for line in indices.splitlines():
         index, _, uuid = line.partition(",")

@@ -12,15 +12,17 @@ GIB = 2**30
 
 
 def check_driver(facts: Facts) -> Check:
-    """The driver, and whether it is new enough for the CUDA of torch."""
+    """Checks that the driver is new enough for the CUDA of torch."""
     if facts.driver is None and facts.gpus:
-        found = "of unknown version: neither /proc/driver/nvidia nor nvidia-smi says it"
-        return Check(name="driver", status="warning", found=found, remedy="put nvidia-smi on PATH")
+        unknown = "of unknown version: neither /proc/driver/nvidia nor nvidia-smi says it"
+        return Check(
+            name="driver", status="warning", observed=unknown, remedy="put nvidia-smi on PATH"
+        )
     if facts.driver is None:
         return Check(
             name="driver",
             status="skipped",
-            found="no NVIDIA driver: eager torch computes the loss on the CPU",
+            observed="no NVIDIA driver: eager torch computes the loss on the CPU",
         )
     cuda = facts.cuda or ""
     oldest = OLDEST_DRIVER.get((numbers_of(cuda) or (0,))[0])
@@ -32,43 +34,43 @@ def check_driver(facts: Facts) -> Check:
     return Check(
         name="driver",
         status=status,
-        found=facts.driver,
+        observed=facts.driver,
         expected=expected,
         remedy="update the driver, or install a torch for an older CUDA" if too_old else "",
     )
 
 
 def check_gpus(facts: Facts) -> Check:
-    """Names, memory, compute capability, and that torch can use what is there."""
+    """Checks that torch can use the GPUs; shows names, memory and compute capability."""
     if facts.gpus:
-        return _check_found(facts)
+        return _check_usable(facts)
     if facts.driver is None:
-        return Check(name="GPUs", status="skipped", found="none")
+        return Check(name="GPUs", status="skipped", observed="none")
     hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
     if hidden in ("", "-1"):
         return Check(
             name="GPUs",
             status="skipped",
-            found=f"hidden by CUDA_VISIBLE_DEVICES={hidden}: the loss is computed on the CPU",
+            observed=f"hidden by CUDA_VISIBLE_DEVICES={hidden}: the loss is computed on the CPU",
         )
     if facts.cuda is None:
         return Check(
             name="GPUs",
             status="failure",
-            found=f"an NVIDIA driver, but torch {facts.versions.get('torch', '')} has no CUDA",
+            observed=f"an NVIDIA driver, but torch {facts.versions.get('torch', '')} has no CUDA",
             expected="a torch built for CUDA",
             remedy="install torch's CUDA wheel: https://pytorch.org/get-started",
         )
     return Check(
         name="GPUs",
         status="failure",
-        found=f"torch can use none: {facts.why_no_gpu or 'it counts 0'}",
+        observed=f"torch can use none: {facts.why_no_gpu or 'it counts 0'}",
         expected="at least one",
         remedy="see whether nvidia-smi lists them, and whether the container was given them",
     )
 
 
-def _check_found(facts: Facts) -> Check:
+def _check_usable(facts: Facts) -> Check:
     from cce_dist.local_triton_tiles import LEAST_CAPABILITY
 
     kinds: dict[str, int] = {}
@@ -84,7 +86,7 @@ def _check_found(facts: Facts) -> Check:
     return Check(
         name="GPUs",
         status="warning" if remedy else "ok",
-        found="; ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        observed="; ".join(f"{count} x {kind}" for kind, count in kinds.items()),
         expected=f"compute capability >= {least}, of one kind; tuned for 9.0",
         remedy=remedy,
     )

@@ -1,4 +1,4 @@
-"""What connects the ranks of a group, and what its collectives should take there.
+"""Links between the ranks of a group, and the time that its collectives should take there.
 
 Only what was measured or published: where nothing is known there is no expectation.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# A collective that takes more than so many times what is expected gets a warning.
+# A collective that takes more than so many times the expected time gets a warning.
 TOO_SLOW = 2.0
 HERE = "docs/doctor.md#expected-figures"
 ON_GPUS = (
@@ -59,7 +59,7 @@ GLOO = Expected(0.8e9, {2: 0.5e-3}, f"2 ranks on 2 cores, {HERE}", scattered=0.1
 
 
 def link_of(members: Sequence[dict[str, Any]], cores: int) -> Link:
-    """Of a group whose ranks describe themselves so (`ranks.describe`).
+    """Returns the link of a group whose ranks describe themselves so (`ranks.describe`).
 
     Args:
         cores: of this host, for this process.

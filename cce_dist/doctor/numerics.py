@@ -1,4 +1,4 @@
-"""This machine's kernels against float64, by the rule that the tests hold them to."""
+"""A comparison of this machine's kernels with float64, by the tolerance rule of the tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RULE = "errors within the rule of docs/numerics.md#tolerances"
 
 @dataclass
 class Tried:
-    """What came of one dtype in one place, by gradient mode."""
+    """The results of a dtype in a place, by gradient mode."""
 
     # Of each output, the error over the allowed one.
     shares: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -45,7 +45,8 @@ class Tried:
 
 
 def places(facts: Facts) -> list[Place]:
-    """Where the loss computes here by default, and the interpreter where it was asked for."""
+    """Lists the places where the loss computes here by default, and the interpreter if it was asked
+    for."""
     if facts.gpus:
         from cce_dist.local_triton_tiles import why_not
 
@@ -55,7 +56,7 @@ def places(facts: Facts) -> list[Place]:
 
 
 def check_numerics(facts: Facts, seconds: float) -> list[Check]:
-    """A row for each backend and dtype: every gradient mode, forward and all gradients.
+    """Returns a row for each backend and dtype: every gradient mode, forward and all gradients.
 
     Args:
         seconds: no mode starts later than that; what is left out is "skipped", by name.
@@ -81,7 +82,7 @@ def _try(place: Place, dtype: str, deadline: float) -> Tried:
             case = make_case(place, dtype, gradient)
             tried.shares[gradient] = check_outputs(case, run_case(None, case))
         except Exception as error:
-            # An AssertionError says which output is how far off; anything else, what broke.
+            # An AssertionError names the output and its error; any other error names the failure.
             is_wrong = isinstance(error, AssertionError)
             tried.failures[gradient] = str(error) if is_wrong else first_line(error)
     tried.seconds = time.perf_counter() - started
@@ -89,7 +90,7 @@ def _try(place: Place, dtype: str, deadline: float) -> Tried:
 
 
 def make_case(place: Place, dtype: str, gradient: str) -> Case:
-    """The same inputs for every mode: a trained model's softmax, some targets ignored."""
+    """Makes the same inputs for every mode: a trained model's softmax, some targets ignored."""
     tokens, num_classes, dim = INTERPRETED_SHAPE if place.interprets else SHAPE
     generator = torch.Generator().manual_seed(0)
     inputs = zipf_inputs(tokens, num_classes, dim, generator=generator, dtype=DTYPES[dtype])
@@ -101,15 +102,15 @@ def make_case(place: Place, dtype: str, gradient: str) -> Case:
 def _row(place: Place, dtype: str, tried: Tried, seconds: float) -> Check:
     largest = {name: max(shares.values()) for name, shares in tried.shares.items()}
     parts = [f"{name} {share:.2f}" for name, share in largest.items()]
-    found = f"{', '.join(parts)} of the allowed error, {tried.seconds:.1f} s" if parts else ""
+    figures = f"{', '.join(parts)} of the allowed error, {tried.seconds:.1f} s" if parts else ""
     remedy = ""
     if tried.failures:
         wrong = "; ".join(f"{name}: {why}" for name, why in tried.failures.items())
-        status, found = "failure", f"{wrong}{'; ' if found else ''}{found}"
+        status, figures = "failure", f"{wrong}{'; ' if figures else ''}{figures}"
         remedy = "do not train with this: report it, with the versions above"
     elif tried.left:
         left = f"{', '.join(tried.left)} not started within {seconds:g} s"
-        status, found = "skipped", f"{found}; {left}" if found else left
+        status, figures = "skipped", f"{figures}; {left}" if figures else left
         # On a busy CPU eager torch or the interpreter may be as late, and leave nothing behind.
         kept = "; what was compiled is kept" if place.compiles else ", or fewer other processes"
         remedy = f"--seconds {max(2 * seconds, 60):g}{kept}"
@@ -118,7 +119,7 @@ def _row(place: Place, dtype: str, tried: Tried, seconds: float) -> Check:
     return Check(
         name=f"numerics {'interpreted' if place.interprets else place.backend} {dtype}",
         status=status,
-        found=found,
+        observed=figures,
         expected=RULE,
         remedy=remedy,
         numbers={

@@ -60,7 +60,8 @@ class Ranks:
         return self.launch.world_size
 
     def share(self, phase: str, value: Any) -> list[Any]:
-        """Every rank's value, by rank; of what JSON holds. Every phase has a name of its own."""
+        """Gathers every rank's value, by rank; values are JSON. Every phase has a name of its
+        own."""
         self.store.set(f"{phase}/{self.rank}", json.dumps(value))
         keys = [f"{phase}/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + self.timeout
@@ -82,7 +83,7 @@ class Ranks:
         return f"{who} did not come to {phase} within {self.timeout:g} s"
 
     def leave(self) -> None:
-        """Every rank's last word: rank 0 may host the store, and goes last."""
+        """Exchanges every rank's last word: rank 0 may host the store, and goes last."""
         self.store.set(f"left/{self.rank}", "")
         if self.rank == 0:
             keys = [f"left/{rank}" for rank in range(self.size)]
@@ -90,7 +91,8 @@ class Ranks:
 
 
 def join(timeout: float, alike: Mapping[str, Any]) -> Ranks:
-    """The ranks that a launcher started (docs/ranks.md), or one alone; no process group is made.
+    """Joins the ranks that a launcher started (docs/ranks.md), or stands alone; makes no process
+    group.
 
     Args:
         alike: plain values that must be the same on every rank, by name.
@@ -110,7 +112,7 @@ def join(timeout: float, alike: Mapping[str, Any]) -> Ranks:
 
 @contextmanager
 def ends_within(seconds: float, ranks: Ranks, phase: str) -> Iterator[None]:
-    """This process ends with exit code 1, and a message, if the phase takes longer.
+    """Ends this process with exit code 1 and a message if the phase takes longer.
 
     For what no exception gets out of: a kernel or a collective that waits for ever.
     """
@@ -118,7 +120,7 @@ def ends_within(seconds: float, ranks: Ranks, phase: str) -> Iterator[None]:
 
     def end() -> None:
         absent: list[str] = []
-        # The store may be what hangs.
+        # The store itself may hang.
         asking = threading.Thread(target=lambda: absent.append(_absent(ranks, phase)), daemon=True)
         asking.start()
         asking.join(ASK_SECONDS)
@@ -143,7 +145,8 @@ def _absent(ranks: Ranks, phase: str) -> str:
 
 
 def choose_device(ranks: Ranks, facts: Facts) -> torch.device:
-    """This rank's GPU, made current; without one the CPU, which `check_devices` judges."""
+    """Makes this rank's GPU current and returns it; without a GPU returns the CPU, which
+    `check_devices` judges."""
     if not facts.gpus and ranks.size > 1:
         return distributed.choose_device(ranks.launch, "cpu")
     # A launcher may show every rank no GPU but its own.
@@ -155,7 +158,7 @@ def choose_device(ranks: Ranks, facts: Facts) -> torch.device:
 
 
 def describe(ranks: Ranks, facts: Facts, device: torch.device) -> dict[str, Any]:
-    """What the others have to know of this rank; JSON."""
+    """Returns this rank's facts for the other ranks; JSON."""
     gpu = facts.gpus[device.index] if device.type == "cuda" else None
     return {
         "host": facts.host,
@@ -173,7 +176,7 @@ def describe(ranks: Ranks, facts: Facts, device: torch.device) -> dict[str, Any]
 
 
 def check_devices(everyone: Sequence[dict[str, Any]]) -> Check:
-    """A GPU of its own for every rank, or none for any."""
+    """Checks that every rank has a GPU of its own, or that none has any."""
     expected = "a GPU of its own for every rank, or none for any"
     owners: dict[str, list[int]] = {}
     for rank, one in enumerate(everyone):
@@ -182,14 +185,14 @@ def check_devices(everyone: Sequence[dict[str, Any]]) -> Check:
     shared = [ranks for ranks in owners.values() if len(ranks) > 1]
     without = [rank for rank, one in enumerate(everyone) if one["gpu"] is None]
     if not owners and not any(one["has_gpus"] for one in everyone):
-        return Check(name="devices", status="ok", found="every rank on the CPU, over gloo")
+        return Check(name="devices", status="ok", observed="every rank on the CPU, over gloo")
     problems = [f"{name_ranks(ranks)} share a GPU" for ranks in shared]
     if without:
         problems.append(f"{name_ranks(without)} without one")
     return Check(
         name="devices",
         status="failure" if problems else "ok",
-        found="; ".join(problems) or f"{len(owners)} GPUs, one a rank",
+        observed="; ".join(problems) or f"{len(owners)} GPUs, one a rank",
         expected=expected,
         remedy="start as many ranks as GPUs on each host, each with its LOCAL_RANK, and let all "
         "of a host see the same CUDA_VISIBLE_DEVICES"
@@ -199,7 +202,7 @@ def check_devices(everyone: Sequence[dict[str, Any]]) -> Check:
 
 
 def check_alike(everyone: Sequence[dict[str, Any]]) -> Check:
-    """The same code and the same libraries everywhere."""
+    """Checks that all ranks have the same code and the same libraries."""
     seen: dict[str, list[Any]] = {
         name: [one["versions"].get(name) for one in everyone] for name in ALIKE
     }
@@ -211,7 +214,7 @@ def check_alike(everyone: Sequence[dict[str, Any]]) -> Check:
     return Check(
         name="software",
         status="failure" if different else "ok",
-        found="\n".join(different) or f"cce_dist {version}, sources {sources}, alike everywhere",
+        observed="\n".join(different) or f"cce_dist {version}, sources {sources}, alike everywhere",
         expected="the same versions, and the same files of cce_dist, on every rank",
         remedy="install the same environment on every host" if different else "",
         numbers={"sources": sources},
@@ -232,7 +235,7 @@ def _by_value(values: Sequence[Any]) -> str:
 
 
 def check_clocks(everyone: Sequence[dict[str, Any]]) -> Check | None:
-    """Between hosts; None: there is but one. Taken as all ranks left the same wait."""
+    """Compares the hosts' clocks as all ranks left the same wait; None: there is a single host."""
     hosts: dict[str, float] = {}
     for one in everyone:
         hosts.setdefault(one["host"], one["clock"])
@@ -243,7 +246,7 @@ def check_clocks(everyone: Sequence[dict[str, Any]]) -> Check | None:
     return Check(
         name="clocks",
         status="ok" if good else "warning",
-        found=f"{apart:.2f} s apart between {len(hosts)} hosts",
+        observed=f"{apart:.2f} s apart between {len(hosts)} hosts",
         expected=f"<= {LARGEST_SKEW_S:g} s",
         remedy="" if good else "synchronise them, by NTP or chrony",
         numbers={"apart_seconds": apart},

@@ -35,7 +35,7 @@ MARGIN_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to examine.
+    """The choice of things to examine.
 
     Args:
         tp: ranks that share the vocabulary; None: all that pp leaves.
@@ -56,7 +56,7 @@ class Request:
     bandwidth: float | None = None
 
     def mesh(self, size: int) -> tuple[int, int, int]:
-        """dp, pp, tp of so many ranks.
+        """Returns dp, pp, tp of so many ranks.
 
         Raises:
             ValueError: they do not divide; sequence parallelism does not divide the tokens.
@@ -74,7 +74,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found.
+    """The result of an examination.
 
     Args:
         checks: a row each, of all ranks together.
@@ -109,7 +109,7 @@ class Report:
 
 
 def examine(request: Request) -> Report:
-    """Everything, in the order in which one thing needs another.
+    """Examines everything, in the order in which one thing needs another.
 
     Raises:
         ValueError: the request does not fit the ranks, or the launcher's variables are wrong.
@@ -119,14 +119,14 @@ def examine(request: Request) -> Report:
     facts = gather_facts(with_torch=torch_row.status == "ok")
     checks = [check_python(), torch_row]
     needs_torch = "torch is needed for it"
-    own: list[Callable[[], list[Check]]] = [
+    local_checks: list[Callable[[], list[Check]]] = [
         lambda: [check_triton(needed=bool(facts.gpus))],
         lambda: [check_numpy(facts)],
         lambda: [check_driver(facts)],
         lambda: [
             check_gpus(facts)
             if torch_row.status == "ok"
-            else Check(name="GPUs", status="skipped", found=needs_torch)
+            else Check(name="GPUs", status="skipped", observed=needs_torch)
         ],
         lambda: [row for row in [check_hopper_forward(facts)] if row is not None],
         lambda: [check_nccl(facts)],
@@ -136,11 +136,12 @@ def examine(request: Request) -> Report:
         lambda: [check_mpi(facts)],
         lambda: check_clashes(facts, request.pp),
     ]
-    for function in own:
+    for function in local_checks:
         checks += guarded("an environment check", function)
     if torch_row.status != "ok":
         checks += [
-            Check(name=name, status="skipped", found=needs_torch) for name in ("numerics", "ranks")
+            Check(name=name, status="skipped", observed=needs_torch)
+            for name in ("numerics", "ranks")
         ]
         return Report(
             rank_from_environment(), 1, checks, hosts=[facts.host], versions=dict(facts.versions)
@@ -166,11 +167,11 @@ def _examine_ranks(request: Request, facts: Facts, checks: list[Check]) -> Repor
 
 
 def _alone(rank: int, facts: Facts, checks: Sequence[Check], error: Exception) -> Report:
-    """Of a rank that the others have left, or that left them."""
+    """Reports on a rank that the others have left, or that left them."""
     row = Check(
         name="ranks",
         status="failure",
-        found=first_line(error),
+        observed=first_line(error),
         expected="all ranks, until the end",
         remedy="look at the output of the ranks named here; --timeout gives them longer",
     )
@@ -196,7 +197,7 @@ def _with_ranks(
     # They may finish that far apart.
     patient = replace(ranks, timeout=request.timeout + limit)
     shared = patient.share("the numerics", [check.as_json() for check in checks])
-    by_rank = [[Check(**row) for row in rows] for rows in shared]
+    by_rank = [[Check.from_json(row) for row in rows] for rows in shared]
     joint += _collectives(request, ranks, mesh, device, everyone, joint)
     return Report(
         ranks.rank,
@@ -218,16 +219,16 @@ def _mesh_row(
     if pp > 1:
         over += f", over the pipeline {-(-request.vocab // (pp * tp)):,}"
     size = dp * pp * tp
-    found = f"{size} rank{'s' * (size > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
+    shape = f"{size} rank{'s' * (size > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)}"
     if size > 1:
-        found += f" by {launcher}"
-    found += ", "
-    return Check(name="mesh", status="ok", found=f"{found}dp {dp} x pp {pp} x tp {tp}: {over}")
+        shape += f" by {launcher}"
+    shape += ", "
+    return Check(name="mesh", status="ok", observed=f"{shape}dp {dp} x pp {pp} x tp {tp}: {over}")
 
 
 def _numerics(request: Request, facts: Facts) -> list[Check]:
     if request.seconds == 0:
-        return [Check(name="numerics", status="skipped", found="left out by --seconds 0")]
+        return [Check(name="numerics", status="skipped", observed="left out by --seconds 0")]
     from cce_dist.doctor.numerics import check_numerics
 
     return guarded("numerics", check_numerics, facts, request.seconds)
@@ -242,11 +243,11 @@ def _collectives(
     joint: Sequence[Check],
 ) -> list[Check]:
     if ranks.size == 1:
-        found = "one rank has none: start this with torchrun to measure them"
-        return [Check(name="collectives", status="skipped", found=found)]
+        reason = "one rank has none: start this with torchrun to measure them"
+        return [Check(name="collectives", status="skipped", observed=reason)]
     if any(row.name == "devices" and row.status == "failure" for row in joint):
-        found = "not without a GPU for each rank"
-        return [Check(name="collectives", status="skipped", found=found)]
+        reason = "not without a GPU for each rank"
+        return [Check(name="collectives", status="skipped", observed=reason)]
     from cce_dist.doctor import ranks as job
     from cce_dist.doctor.collectives import Job, check_collectives
 

@@ -13,7 +13,7 @@ from cce_dist.doctor.facts import Facts, numbers_of
 
 LEAST_PYTHON = (3, 10)
 LEAST_TORCH = (2, 8)
-# docs/megatron.md: what its tests have passed with.
+# The versions that the tests passed with: docs/megatron.md.
 MEGATRON = ((0, 14), (0, 19))
 # Asked in another process: importing mpi4py.MPI here would start MPI.
 ASK_MPI = (
@@ -28,12 +28,12 @@ def dotted(version: tuple[int, ...]) -> str:
 
 
 def check_python() -> Check:
-    found = dotted(sys.version_info[:3])
+    version = dotted(sys.version_info[:3])
     good = sys.version_info[:2] >= LEAST_PYTHON
     return Check(
         name="python",
         status="ok" if good else "failure",
-        found=found,
+        observed=version,
         expected=f">= {dotted(LEAST_PYTHON)}",
         remedy="" if good else "make the environment with a newer Python",
     )
@@ -49,7 +49,7 @@ def check_torch() -> Check:
         return Check(
             name="torch",
             status="failure",
-            found="not installed" if missing else f"cannot be imported: {first_line(error)}",
+            observed="not installed" if missing else f"cannot be imported: {first_line(error)}",
             expected=expected,
             remedy="install it as https://pytorch.org/get-started says for this machine, "
             "into the Python that runs this: " + sys.executable,
@@ -57,20 +57,20 @@ def check_torch() -> Check:
     version = numbers_of(torch.__version__) or ()
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     good = version >= LEAST_TORCH and torch.distributed.is_available()
-    found = f"{torch.__version__}, built for {built}"
+    build = f"{torch.__version__}, built for {built}"
     if not torch.distributed.is_available():
-        found += ", without torch.distributed"
+        build += ", without torch.distributed"
     return Check(
         name="torch",
         status="ok" if good else "failure",
-        found=found,
+        observed=build,
         expected=f"{expected}, with torch.distributed",
         remedy="" if good else "pip install --upgrade torch",
     )
 
 
 def check_triton(*, needed: bool) -> Check:
-    """The kernels' compiler; without a GPU it is for the interpreter alone."""
+    """Checks the kernels' compiler; without a GPU it is for the interpreter alone."""
     expected = "what torch's CUDA wheel brings" if needed else "needed on GPUs alone"
     remedy = "install torch's CUDA wheel, which brings its version of triton"
     try:
@@ -79,19 +79,22 @@ def check_triton(*, needed: bool) -> Check:
             return Check(
                 name="triton",
                 status="failure" if needed else "skipped",
-                found="not installed",
+                observed="not installed",
                 expected=expected,
                 remedy=remedy if needed else "",
             )
         triton = importlib.import_module("triton")
     except Exception as error:
-        found = f"cannot be imported: {first_line(error)}"
-        return Check(name="triton", status="failure", found=found, expected=expected, remedy=remedy)
-    return Check(name="triton", status="ok", found=triton.__version__, expected=expected)
+        reason = f"cannot be imported: {first_line(error)}"
+        return Check(
+            name="triton", status="failure", observed=reason, expected=expected, remedy=remedy
+        )
+    return Check(name="triton", status="ok", observed=triton.__version__, expected=expected)
 
 
 def check_hopper_forward(facts: Facts) -> Check | None:
-    """Whether 16-bit forwards have their faster kernel; None: not such a GPU, or no Triton."""
+    """Checks that 16-bit forwards have their faster kernel; None: another kind of GPU, or no
+    Triton."""
     if not any(gpu.capability == (9, 0) for gpu in facts.gpus) or "triton" not in facts.versions:
         return None
     from cce_dist.local_triton_hopper import RELEASES, why_no_gluon
@@ -100,27 +103,27 @@ def check_hopper_forward(facts: Facts) -> Check | None:
     return Check(
         name="Hopper's forward",
         status="warning" if reason else "ok",
-        found=reason or "its Gluon kernel can be compiled",
+        observed=reason or "its Gluon kernel can be compiled",
         expected=f"triton {RELEASES}",
         remedy="nothing is wrong, but slower: use one of these versions" if reason else "",
     )
 
 
 def check_interpreter(facts: Facts) -> Check:
-    """TRITON_INTERPRET, read when a kernel is decorated."""
+    """Checks TRITON_INTERPRET, read when a kernel is decorated."""
     on = facts.environment.get("TRITON_INTERPRET", "0") == "1"
     if on and facts.gpus:
         return Check(
             name="interpreter",
             status="warning",
-            found="TRITON_INTERPRET=1 on a machine with GPUs: eager torch computes the loss",
+            observed="TRITON_INTERPRET=1 on a machine with GPUs: eager torch computes the loss",
             expected="unset, so that kernels are compiled",
             remedy="unset TRITON_INTERPRET",
         )
     return Check(
         name="interpreter",
         status="ok",
-        found="on: kernels run in NumPy, for tests" if on else "off",
+        observed="on: kernels run in NumPy, for tests" if on else "off",
     )
 
 
@@ -129,7 +132,7 @@ def check_numpy(facts: Facts) -> Check:
         return Check(
             name="numpy",
             status="skipped",
-            found="not installed",
+            observed="not installed",
             expected="needed by `cce-dist train` and `bench`, and Triton's interpreter",
         )
     try:
@@ -138,26 +141,26 @@ def check_numpy(facts: Facts) -> Check:
         return Check(
             name="numpy",
             status="failure",
-            found=f"cannot be imported: {first_line(error)}",
+            observed=f"cannot be imported: {first_line(error)}",
             expected="importable",
             remedy="pip install --force-reinstall numpy",
         )
-    return Check(name="numpy", status="ok", found=facts.versions["numpy"])
+    return Check(name="numpy", status="ok", observed=facts.versions["numpy"])
 
 
 def check_nccl(facts: Facts) -> Check:
     if facts.nccl is not None:
-        return Check(name="NCCL", status="ok", found=facts.nccl)
+        return Check(name="NCCL", status="ok", observed=facts.nccl)
     if facts.gpus:
         return Check(
             name="NCCL",
             status="failure",
-            found="torch has none",
+            observed="torch has none",
             expected="a torch built with NCCL, for more than one GPU",
             remedy="install torch's CUDA wheel: https://pytorch.org/get-started",
         )
-    found = "not in use without GPUs: ranks talk over gloo"
-    return Check(name="NCCL", status="skipped", found=found)
+    unused = "not in use without GPUs: ranks talk over gloo"
+    return Check(name="NCCL", status="skipped", observed=unused)
 
 
 def check_megatron(facts: Facts) -> Check:
@@ -171,11 +174,11 @@ def check_megatron(facts: Facts) -> Check:
         except ModuleNotFoundError:
             spec = None
         if spec is None:
-            return Check(name="megatron-core", status="skipped", found="not installed")
+            return Check(name="megatron-core", status="skipped", observed="not installed")
         return Check(
             name="megatron-core",
             status="warning",
-            found=f"a checkout, of no known version: {spec.origin}",
+            observed=f"a checkout, of no known version: {spec.origin}",
             expected=expected,
             remedy="python -m megatron_patch --check",
         )
@@ -183,27 +186,27 @@ def check_megatron(facts: Facts) -> Check:
     return Check(
         name="megatron-core",
         status="ok" if good else "warning",
-        found=facts.versions["megatron-core"],
+        observed=facts.versions["megatron-core"],
         expected=expected,
         remedy="" if good else "python -m megatron_patch --check says whether it can be patched",
     )
 
 
 def check_transformer_engine(facts: Facts) -> Check:
-    found = facts.versions.get("transformer-engine")
+    version = facts.versions.get("transformer-engine")
     return Check(
         name="TransformerEngine",
-        status="ok" if found else "skipped",
-        found=found or "not installed",
+        status="ok" if version else "skipped",
+        observed=version or "not installed",
         expected="optional: a peer of the benchmarks, and Megatron's layers",
     )
 
 
 def check_mpi(facts: Facts) -> Check:
-    """mpi4py, and the library that it finds; MPI is not started."""
+    """Checks mpi4py, and the library that it finds; MPI is not started."""
     version = facts.versions.get("mpi4py")
     if version is None:
-        return Check(name="MPI", status="skipped", found="mpi4py is not installed")
+        return Check(name="MPI", status="skipped", observed="mpi4py is not installed")
     try:
         done = subprocess.run(
             [sys.executable, "-c", ASK_MPI], capture_output=True, text=True, timeout=ASK_SECONDS
@@ -215,15 +218,15 @@ def check_mpi(facts: Facts) -> Check:
         return Check(
             name="MPI",
             status="warning",
-            found=f"mpi4py {version} finds no MPI library: {why}",
+            observed=f"mpi4py {version} finds no MPI library: {why}",
             expected="Open MPI, MPICH or Intel MPI",
             remedy="only for jobs of mpirun: pip install mpich, or the system's MPI",
         )
-    return Check(name="MPI", status="ok", found=f"mpi4py {version}, {library_of(done.stdout)}")
+    return Check(name="MPI", status="ok", observed=f"mpi4py {version}, {library_of(done.stdout)}")
 
 
 def library_of(text: str) -> str:
-    """Name and version of what MPI.Get_library_version says, which may be a page long."""
+    """Returns name and version from MPI.Get_library_version's text, which may be a page long."""
     mpich = re.search(r"MPICH Version:\s*(\S+)", text)
     if mpich:
         return f"MPICH {mpich.group(1)}"

@@ -43,7 +43,7 @@ def go_on(USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
 )
 def filtered_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
-    rows_ptr,  # [num_blocks * TOKENS] int64, of a token that counts for those that don't
+    rows_ptr,  # [num_blocks * TOKENS] int64; tokens that don't count have a counting token's row
     weight_ptr,  # [V, D], inner stride 1
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
@@ -83,7 +83,7 @@ def filtered_kernel(
     # columns that no block keeps
     pieces,  # of each block's columns, so that few tokens are work for all programs
     num_rows,
-    part,  # 0: all; 1: without what the kernels of kernels/rest.py make
+    part,  # 0: all; 1: without the share of kernels/rest.py
     num_blocks,
     V,
     D,
@@ -112,7 +112,7 @@ def filtered_kernel(
     USE_TMA: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
     WIDE: tl.constexpr,  # fp32 inputs
-    BRANCHES: tl.constexpr,  # around what a product is used for
+    BRANCHES: tl.constexpr,  # around the uses of a product
     GROUPS: tl.constexpr,
     HAS_MADE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -128,7 +128,7 @@ def filtered_kernel(
     UNKEPT: tl.constexpr,  # columns of `unkept_task`
     UNKEPT_SLICE: tl.constexpr,
 ):
-    """The columns that each block keeps, and those drawn for it, by lists of columns.
+    """Multiplies the columns that each block keeps, and those drawn for it, by lists of columns.
 
     Chunks come from the last to the first, so that most of DDS is left for when the hidden gradient
     is done. The lists of a chunk are made beside the products of the one before. Who waits for the
@@ -154,7 +154,7 @@ def filtered_kernel(
         is_last = phase == 2 * num_chunks
         chunk = num_chunks - 1 - turn
         at = chunk * (num_blocks + 1)
-        own = (turn + 1) % 2 * max_rows
+        entries_of_turn = (turn + 1) % 2 * max_rows
         other = turn % 2 * max_rows
         # Of the chunk the tiles [first, middle), of the one before in time [middle, last).
         first = 0
@@ -194,7 +194,7 @@ def filtered_kernel(
                         before = at + num_blocks + 1
                         dsd_kept_task(
                             task - num_dds, pieces, turn - 1, middle, last, weight_ptr, starts_ptr,
-                            base_ptr + before, segment_ptr + before, entries_ptr + own,
+                            base_ptr + before, segment_ptr + before, entries_ptr + entries_of_turn,
                             workspace_ptr, workspace_rows, drawn_sum_ptr, rows_ptr,
                             grad_hidden_ptr, num_rows, drawn_total_ptr, count, unit, num_tiles, D,
                             stride_wv, at_once, TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION,
@@ -245,6 +245,6 @@ def filtered_kernel(
                     )  # fmt: skip
                 else:
                     num_unkept = 0
-            # Nobody waits at the end, but for what is left to store.
+            # No program waits at the end, except for its last stores.
             waits = tl.where(is_last, num_unkept > 0, waits)
         go_on(USE_TMA, IS_INTERPRETED)

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a token's lse between two launches of the forward."""
+"""Bounds of a token's lse that ranks exchange between two launches of the forward."""
 
 import triton
 import triton.language as tl
@@ -14,13 +14,13 @@ def bound_kernel(
     state_ptr,  # [SLOTS, 4, size]
     order_ptr,  # [N] the packed tokens' places in the caller's order, if HAS_ORDER
     bound_ptr,  # [N] in the caller's order: a lower bound of this shard's lse, log2: out
-    launch,  # whose sums it comes from
+    launch,  # its sums give the bound
     size,
     N,
     BLOCK_N: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ):
-    """One program a block of tokens, for the other ranks."""
+    """Writes the bound of a block of tokens for the other ranks; a program a block."""
     num_blocks = tl.load(shape_ptr)
     splits = tl.load(shape_ptr + 1)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -43,7 +43,7 @@ def lower_kernel(
     BLOCK_N: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ):
-    """log2 of the sum over the ranks, in rank order."""
+    """Computes log2 of the sum over the ranks, in rank order."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.load(order_ptr + rows, mask=rows < N, other=0) if HAS_ORDER else rows
     top = tl.full((BLOCK_N,), LOWEST, tl.float32)

@@ -16,7 +16,7 @@ def store_columns(
     is_first_slice,
     share_ptr,  # [groups, V]
     class_weight_ptr,  # [V]
-    tail_ptr,  # [GROUPS, D] fp32: what a unit of a group's share adds to a column
+    tail_ptr,  # [GROUPS, D] fp32: a unit of a group's share adds this to a column
     tail_bias_ptr,  # [GROUPS] fp32
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
@@ -34,7 +34,7 @@ def store_columns(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """The tail's columns, GROUPS more of the product, then each element stored once."""
+    """Adds the tail's columns, GROUPS more of the product, then stores each element once."""
     inside = (dims < D)[None, :]
     if HAS_TAIL or HAS_MEAN:
         group = tl.arange(0, GROUPS)
@@ -56,8 +56,8 @@ def store_columns(
         if HAS_GRAD_BIAS:
             # Group by group, so that its last bit does not depend on the tile's shape.
             for i in range(groups + (1 if HAS_MEAN else 0)):
-                own = tl.sum(tl.where((group == i)[None, :], share, 0.0), 1)
-                bias += own * tl.load(tail_bias_ptr + i)
+                share_of_group = tl.sum(tl.where((group == i)[None, :], share, 0.0), 1)
+                bias += share_of_group * tl.load(tail_bias_ptr + i)
     if HAS_GRAD_WEIGHT:
         out = grad_weight_ptr + column.to(tl.int64)[:, None] * stride_gv + dims[None, :]
         written = valid[:, None] & inside
@@ -77,7 +77,7 @@ def dds_kept_task(
     order_ptr,  # [num_tiles * TILE] int32
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep a column
-    num_blocks_ptr,  # [num_tiles] int32: how many of those
+    num_blocks_ptr,  # [num_tiles] int32: their number
     pair_rows_ptr,  # [pairs, TILE] int32
     share_ptr,
     class_weight_ptr,
@@ -113,7 +113,8 @@ def dds_kept_task(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """A tile of columns x SLICE dims over the token blocks that keep any of them, and the tail."""
+    """Multiplies a tile of columns x SLICE dims over the token blocks that keep any of them, and
+    the tail."""
     tile, slice_ = slice_of(task, number, num_slices, at_once)
     tile += first_tile
     dims = slice_ * SLICE + tl.arange(0, SLICE)
@@ -182,7 +183,7 @@ def unkept_task(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """COLUMNS columns that no block keeps, whole rows: the tail, or zeros."""
+    """Writes COLUMNS columns that no block keeps, whole rows: the tail, or zeros."""
     at = first + task * COLUMNS + tl.arange(0, COLUMNS)
     column = tl.load(order_ptr + at)
     for slice_ in range(num_slices):

@@ -25,7 +25,7 @@ def add_rows(
 
 @triton.jit
 def piece_of(piece, pieces, length, BLOCK_K: tl.constexpr):
-    """[begin, end) of a list's piece; all but the last end at a multiple of BLOCK_K."""
+    """Returns [begin, end) of a list's piece; all but the last end at a multiple of BLOCK_K."""
     each = tl.cdiv(tl.cdiv(length, pieces), BLOCK_K) * BLOCK_K
     begin = tl.minimum(piece * each, length)
     return begin, tl.minimum(begin + each, length)
@@ -66,7 +66,7 @@ def dsd_kept_task(
     BRANCHES: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """A piece of the entries of one token block x SLICE dims."""
+    """Multiplies a piece of the entries of a token block x SLICE dims."""
     num_slices = tl.cdiv(D, SLICE)
     piece = task % pieces
     number = tl.cdiv(count, TOKENS)

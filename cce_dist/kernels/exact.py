@@ -23,7 +23,7 @@ def d_logits(
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
 ):
-    """Gradient of the loss by E . C + bias, but for the target's term."""
+    """Returns the gradient of the loss by E . C + bias, but for the target's term."""
     p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
     if HAS_ENTROPY:
         surprise = tl.where(p > 0, log_p / LOG2E, 0.0) + entropy
@@ -69,7 +69,7 @@ def logits_task(
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
-    """d_logits of one tile of columns and one token block."""
+    """Computes d_logits of a tile of columns and a token block."""
     local = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     column = first_column + local
     token = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -163,8 +163,9 @@ def exact_logits_kernel(
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
-    """SDD: d_logits of a chunk but for the targets', all token blocks that count. Programs that run
-    at a time share a few tiles of the weight, and no more token blocks than the cache holds."""
+    """Computes SDD: d_logits of a chunk but for the targets', all token blocks that count. Programs
+    that run at a time share a few tiles of the weight, and no more token blocks than the cache
+    holds."""
     if ONLY_POOR:  # noqa: SIM102
         if tl.load(poor_ptr + N // BLOCK_N) == 0:
             return
@@ -212,7 +213,7 @@ def exact_targets_kernel(
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
-    """d_logits of those targets that are among the chunk's columns, by the forward's own logits."""
+    """Computes d_logits of the targets among the chunk's columns, by the forward's own logits."""
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     target = tl.load(target_ptr + token)
     local = target - first_column

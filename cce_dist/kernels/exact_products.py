@@ -44,7 +44,7 @@ def exact_dds_task(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """A tile of columns x SLICE dims over every token, fp32 in registers, one store."""
+    """Multiplies a tile of columns x SLICE dims over every token, fp32 in registers, one store."""
     first_row = task // num_slices * TILE
     first_dim = task % num_slices * SLICE
     acc = tl.zeros((TILE, SLICE), tl.float32)
@@ -104,7 +104,7 @@ def exact_dsd_task(
     WIDE: tl.constexpr,
     IS_FIRST: tl.constexpr,
 ):
-    """One token block x SLICE dims over a piece of the chunk's columns."""
+    """Multiplies a token block by SLICE dims over a piece of the chunk's columns."""
     piece = task % pieces
     task //= pieces
     first_token = task // num_slices * TOKENS
@@ -171,8 +171,8 @@ def exact_products_kernel(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """DDS and DSD of a chunk. Tasks are taken from a queue, the longer ones first; who computes
-    one changes no bit."""
+    """Computes DDS and DSD of a chunk. Programs take tasks from a queue, the longer ones first; the
+    choice of a program changes no bit."""
     count = tl.load(count_ptr)
     unit = tl.load(unit_ptr)
     num_slices = tl.cdiv(D, SLICE)

@@ -23,7 +23,7 @@ PROBE = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 LAST = tl.constexpr(4)
 ALONE = tl.constexpr(9)
-# States that are there at a time: after LAST those of all launches are, for `shares.py`.
+# States at a time: after LAST the states of all launches, for `shares.py`.
 SLOTS = tl.constexpr(5)
 # Splits whose sums a program reads at a time.
 READ_AT_ONCE = tl.constexpr(8)
@@ -68,40 +68,42 @@ def raise_reference(
 
 @triton.jit
 def slot_of(launch):
-    """Which of the states a launch writes; it reads the slot of the launch before."""
+    """Returns the slot of the state that a launch writes; it reads the slot of the launch
+    before."""
     return launch % SLOTS
 
 
 @triton.jit
 def turns_before(tile, split, splits):
-    """A split's tiles before that one."""
+    """Returns the number of a split's tiles before a tile."""
     return tl.maximum(tl.cdiv(tile - split, splits), 0)
 
 
 @triton.jit
 def turns_until(launch, num_turns):
-    """FIRST to LAST end at four times as many tiles each."""
+    """Returns the end of a launch: FIRST to LAST end at four times as many tiles each."""
     shift = tl.minimum(launch - LAST, 0) * -2
     return (num_turns + (1 << shift) - 1) >> shift
 
 
 @triton.jit
 def first_turn(launch, num_turns):
-    """Where a launch begins: where the one before ended."""
+    """Returns a launch's first turn: the end of the launch before."""
     goes_on = (launch > FIRST) & (launch <= LAST)
     return tl.where(goes_on, turns_until(launch - 1, num_turns), 0)
 
 
 @triton.jit
 def end_turn(launch, num_turns, splits):
-    """Where it ends. PROBE looks at one tile, or at none: one split knows all there is."""
+    """Returns the end of a launch's turns. PROBE looks at one tile, or at none: one split knows all
+    there is."""
     probed = tl.minimum(tl.minimum(num_turns, splits - 1), 1)
     return tl.where(launch == PROBE, probed, turns_until(launch, num_turns))
 
 
 @triton.jit
 def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] log2 of what all splits have summed; LOWEST where that is nothing."""
+    """Returns [BLOCK_N] log2 of the sums of all splits; LOWEST where there is no sum."""
     top = tl.full((BLOCK_N,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for first in range(0, splits, READ_AT_ONCE):
@@ -126,7 +128,7 @@ def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
 def begin_state(
     lower_ptrs,  # [BLOCK_N]
     first_ptrs,  # [BLOCK_N] in the first field of the first split of the first slot
-    own,  # of this split, from the first
+    split_offset,  # of this split, from the first
     splits,
     stride,  # of two splits
     size,
@@ -139,8 +141,8 @@ def begin_state(
     HAS_LOGITS: tl.constexpr,
     IS_ROBUST: tl.constexpr,
 ):
-    """The state as the launch before left it, relative to what all splits have summed there."""
-    state_ptrs = first_ptrs + slot_of(launch) * 4 * size + own
+    """Loads the state of the launch before, relative to the sums of all splits there."""
+    state_ptrs = first_ptrs + slot_of(launch) * 4 * size + split_offset
     before_ptrs = first_ptrs + slot_of(launch + SLOTS - 1) * 4 * size
     ref = tl.load(lower_ptrs)
     highest = ref
@@ -150,7 +152,7 @@ def begin_state(
     if IS_ROBUST:
         ref = tl.where(counts, LOWEST, HIGHEST)
     elif (launch >= FIRST) & (launch < ALONE):
-        ref = tl.load(before_ptrs + own)
+        ref = tl.load(before_ptrs + split_offset)
         merged = merged_reference(before_ptrs, splits, stride, size, BLOCK_N)
         # What other ranks have summed may have raised it.
         highest = tl.maximum(highest, merged)
@@ -160,11 +162,13 @@ def begin_state(
             highest = tl.maximum(highest, ref)
         # PROBE was for its references alone.
         goes_on = (launch > FIRST) & counts
-        earlier = tl.load(before_ptrs + own + size, mask=goes_on, other=0.0)
+        earlier = tl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
         if HAS_SCORE:
-            earlier_dropped = tl.load(before_ptrs + own + 2 * size, mask=goes_on, other=0.0)
+            earlier_dropped = tl.load(
+                before_ptrs + split_offset + 2 * size, mask=goes_on, other=0.0
+            )
         if HAS_SURPLUS or HAS_UNKEPT:
-            surplus = tl.load(before_ptrs + own + 3 * size, mask=goes_on, other=0.0)
+            surplus = tl.load(before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0)
     tl.store(state_ptrs, ref)
     tl.store(state_ptrs + size, earlier)
     tl.store(state_ptrs + 2 * size, earlier_dropped)
@@ -186,7 +190,7 @@ def dequantized(
     token_ptrs,  # [BLOCK_N] in the first row of [2, N]
     N,
 ):
-    """What they stand for, in fp32. docs/numerics.md#screened-logits"""
+    """Returns the logits of 8-bit products, in fp32. docs/numerics.md#screened-logits"""
     scale = tl.load(column_ptr + columns, mask=columns < V, other=0.0)
     shift = tl.load(column_ptr + V + columns, mask=columns < V, other=0.0)
     x = x.to(tl.float32) * scale[:, None] * tl.load(token_ptrs)[None, :]
@@ -199,7 +203,7 @@ def forward_kernel(
     weight,  # [V, D]
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
-    column_ptr,  # [2, V] fp32: scale of an 8-bit row; what its products are shifted by
+    column_ptr,  # [2, V] fp32: scale of an 8-bit row; shift of its products
     token_ptr,  # [2, N] fp32: the same of tokens
     count_ptr,  # [1] int32: tokens that count
     shape_ptr,  # [3] int32: blocks of them, splits of the vocabulary, blocks at a time
@@ -248,8 +252,9 @@ def forward_kernel(
     IS_SCREENED: tl.constexpr,  # hidden and weight are of 8 bits
     ACCUMULATOR: tl.constexpr,
 ):
-    """One program: a block of tokens against every `splits`-th vocabulary tile. How many splits
-    there are follows how many blocks count: ignored tokens leave no multiprocessor idle.
+    """Sums a block of tokens over every `splits`-th vocabulary tile; a program a block and split.
+    The number of splits follows the number of blocks that count: ignored tokens leave no
+    multiprocessor idle.
 
     Tiles are strided over the programs: those that run at a time read the same few rows of the
     weight, and no more token blocks than the cache holds beside them. docs/performance.md#forward.
@@ -306,8 +311,8 @@ def forward_kernel(
         tl.store(kept_ref_ptr + rows, tl.load(state_ptrs), mask=(split == 0) & (rows < N))
     while turn < num_turns:
         first = turn
-        made = turn - begin
-        turn += tl.maximum(made, 1)
+        turns_of_launch = turn - begin
+        turn += tl.maximum(turns_of_launch, 1)
         turn = tl.minimum(turn, num_turns)
         if HAS_LOGITS:
             turn = num_turns
@@ -372,8 +377,8 @@ def forward_kernel(
                     unkept = tl.sum(p * drops[:, None], 0)
                     tl.store(state_ptrs + 3 * size, tl.load(state_ptrs + 3 * size) + unkept)
                     tl.debug_barrier()
-        found = whole_sum(total) + tl.load(state_ptrs + size)
-        ref = tl.load(state_ptrs) + tl.maximum(tl.log2(found), 0.0)
+        whole_total = whole_sum(total) + tl.load(state_ptrs + size)
+        ref = tl.load(state_ptrs) + tl.maximum(tl.log2(whole_total), 0.0)
         total, dropped = raise_reference(
             total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
         )

@@ -30,14 +30,14 @@ end_turn = gluon.jit(forward.end_turn.fn)
 
 @gluon.jit
 def partial_sums(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """[ROWS, COLUMNS] -> [4, 8, COLUMNS]: adds the rows that one thread of four warps holds."""
+    """Adds the rows that a thread of four warps holds: [ROWS, COLUMNS] -> [4, 8, COLUMNS]."""
     split = gl.reshape(x, (ROWS // 64, 4, 2, 8, COLUMNS))
     return gl.sum(gl.sum(split, 2), 0)
 
 
 @gluon.jit
 def whole_sum(x, layout: gl.constexpr):
-    """[4, 8, COLUMNS] -> [COLUMNS], over the lanes first: what is left fits little memory."""
+    """Sums [4, 8, COLUMNS] -> [COLUMNS], over the lanes first: the rest fits little memory."""
     return gl.convert_layout(gl.sum(gl.sum(x, 1), 0), layout)
 
 
@@ -46,7 +46,7 @@ def begin_state(
     lower_ptrs,  # [BLOCK_N], a token a thread
     state_ptrs,  # of this split
     before_ptrs,  # of the first split, as the launch before left it
-    own,  # this split's place from there
+    split_offset,  # this split's place from there
     splits,
     stride,
     size,
@@ -55,7 +55,7 @@ def begin_state(
     HAS_SCORE: gl.constexpr,
     HAS_UNKEPT: gl.constexpr,
 ):
-    """`forward.begin_state`: what all splits have summed is the reference -> it, [BLOCK_N]."""
+    """Does `forward.begin_state`; returns the reference, the sums of all splits, [BLOCK_N]."""
     ref = gl.load(lower_ptrs)
     total = ref * 0.0
     dropped = total
@@ -77,18 +77,22 @@ def begin_state(
                 higher = gl.maximum(top, other)
                 total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
                 top = higher
-        before = gl.load(before_ptrs + own)
+        before = gl.load(before_ptrs + split_offset)
         # What other ranks have summed may have raised the lower bound.
         ref = gl.maximum(ref, before)
         ref = gl.maximum(ref, gl.where(total > 0, top + gl.log2(total), numbers.LOWEST))
         shrink = exp2_of(before - ref)
         # PROBE was for its references alone.
         goes_on = (launch > forward.FIRST) & counts
-        total = shrink * gl.load(before_ptrs + own + size, mask=goes_on, other=0.0)
+        total = shrink * gl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
         if HAS_SCORE:
-            dropped = shrink * gl.load(before_ptrs + own + 2 * size, mask=goes_on, other=0.0)
+            dropped = shrink * gl.load(
+                before_ptrs + split_offset + 2 * size, mask=goes_on, other=0.0
+            )
         if HAS_UNKEPT:
-            unkept = shrink * gl.load(before_ptrs + own + 3 * size, mask=goes_on, other=0.0)
+            unkept = shrink * gl.load(
+                before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0
+            )
     gl.store(state_ptrs, ref)
     gl.store(state_ptrs + size, total)
     if HAS_SCORE:
@@ -117,7 +121,8 @@ def load_tiles(
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """What `sum_tiles` reads, in its order, as soon as both groups have released a stage."""
+    """Loads the operands of `sum_tiles`, in its order, as soon as both groups have released a
+    stage."""
     num_bytes: gl.constexpr = (BLOCK_N + GROUPS * ROWS) * BLOCK_D * hidden.dtype.primitive_bitwidth
     step = 0
     for turn in range(begin, end):
@@ -179,7 +184,8 @@ def sum_tiles(
     FINE: gl.constexpr,
     ACCUMULATOR: gl.constexpr,
 ):
-    """The group's columns of every tile, [ROWS, BLOCK_N] at a time in four warps' registers."""
+    """Sums the group's columns of every tile, [ROWS, BLOCK_N] at a time in four warps'
+    registers."""
     HAS_UNKEPT: gl.constexpr = HAS_SCORE and IS_SCREENED and HAS_SOFTCAP
     step_dims: gl.constexpr = 256 // c_tiles.dtype.primitive_bitwidth
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, step_dims])
@@ -189,11 +195,11 @@ def sum_tiles(
     unit = unit_of(scale)
     token = block * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
     stride = num_blocks * BLOCK_N
-    own = (GROUPS * split + group) * stride
-    state_ptrs = state_ptr + slot_of(launch) * 4 * size + own + token
+    state_offset = (GROUPS * split + group) * stride
+    state_ptrs = state_ptr + slot_of(launch) * 4 * size + state_offset + token
     before_ptrs = state_ptr + slot_of(launch + forward.SLOTS - 1) * 4 * size + token
     first_ref = begin_state(
-        lower_ptr + token, state_ptrs, before_ptrs, own, GROUPS * splits, stride, size,
+        lower_ptr + token, state_ptrs, before_ptrs, state_offset, GROUPS * splits, stride, size,
         token < count, launch, HAS_SCORE, HAS_UNKEPT,
     )  # fmt: skip
     ref_tile = of_token.index(3 * group)
@@ -273,18 +279,18 @@ def sum_tiles(
                     gl.store(mass_ptr + columns, mark, mask=inside)
                     drops = gl.where(keeps, 0.0, 1.0)
                     dropped += partial_sums(p * drops[:, None], ROWS, BLOCK_N)
-        found = gl.load(state_ptrs + size) + whole_sum(total, by_token)
-        gain = gl.maximum(gl.log2(found), 0.0)
+        whole = gl.load(state_ptrs + size) + whole_sum(total, by_token)
+        gain = gl.maximum(gl.log2(whole), 0.0)
         shrink = exp2_of(-gain)
         next_ref = gl.load(state_ptrs) + gain
         gl.store(state_ptrs, next_ref)
-        gl.store(state_ptrs + size, found * shrink)
+        gl.store(state_ptrs + size, whole * shrink)
         if HAS_SCORE:
-            found = gl.load(state_ptrs + 2 * size) + whole_sum(dropped, by_token)
-            gl.store(state_ptrs + 2 * size, found * shrink)
+            whole = gl.load(state_ptrs + 2 * size) + whole_sum(dropped, by_token)
+            gl.store(state_ptrs + 2 * size, whole * shrink)
         if HAS_UNKEPT:
-            found = gl.load(state_ptrs + 3 * size) + whole_sum(unkept, by_token)
-            gl.store(state_ptrs + 3 * size, found * shrink)
+            whole = gl.load(state_ptrs + 3 * size) + whole_sum(unkept, by_token)
+            gl.store(state_ptrs + 3 * size, whole * shrink)
         ref_tile.store(next_ref)
 
 
@@ -309,7 +315,7 @@ def hopper_forward_kernel(
     softcap,
     keep,
     BLOCK_N: gl.constexpr,
-    ROWS: gl.constexpr,  # columns of a tile that one group has
+    ROWS: gl.constexpr,  # columns of a tile in a group
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -320,7 +326,8 @@ def hopper_forward_kernel(
     FINE: gl.constexpr,
     ACCUMULATOR: gl.constexpr,
 ):
-    """One program: a block of tokens against every `splits`-th tile of GROUPS x ROWS columns.
+    """Sums a block of tokens over every `splits`-th tile of GROUPS x ROWS columns; a program a
+    block and split.
 
     The arguments, the order of programs and tiles, and the launches are `forward_kernel`'s.
     """

@@ -1,4 +1,4 @@
-"""What Hopper's forward does with a tile of products under a softcap: few tokens at a time.
+"""Softcapping of a tile of products in Hopper's forward: few tokens at a time.
 
 Of all tokens of a tile at once a thread would hold probabilities and slopes beside the logits, more
 than it has registers. docs/performance.md#a-softcap
@@ -47,16 +47,16 @@ def join_tokens(
 
 @gluon.jit
 def with_rows_of(sums, x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
-    """sums [APART, TOKENS] + the rows of x [ROWS, TOKENS] that one thread of four warps holds."""
+    """Adds to sums [APART, TOKENS] the rows of x [ROWS, TOKENS] that a thread of 4 warps holds."""
     split = gl.reshape(x, (ROWS // 64, 4, 2, 8, TOKENS))
-    own = gl.reshape(gl.sum(gl.sum(split, 2), 0), (APART, TOKENS))
-    # Two names of one layout.
-    return gl.convert_layout(sums, own.type.layout, assert_trivial=True) + own
+    row_sums = gl.reshape(gl.sum(gl.sum(split, 2), 0), (APART, TOKENS))
+    # Two names of the same layout.
+    return gl.convert_layout(sums, row_sums.type.layout, assert_trivial=True) + row_sums
 
 
 @gluon.jit
 def joined_sums(parts, like, TOKENS: gl.constexpr):
-    """Of all parts -> [4, 8, TOKENS] in the layout of `like`."""
+    """Joins the sums of all parts -> [4, 8, TOKENS] in the layout of `like`."""
     whole = gl.reshape(join_tokens(parts, 0, APART, TOKENS, PARTS), (4, 8, TOKENS))
     return gl.convert_layout(whole, like.type.layout, assert_trivial=True)
 
@@ -69,14 +69,14 @@ def for_each_token(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def keep_units(unit, token, of_tokens):
-    """What `unit`, where it is a pointer, has of each token goes to shared memory."""
+    """Copies each token's value of `unit`, where it is a pointer, to shared memory."""
     if unit.dtype.is_ptr():
         of_tokens.store(numbers.LOG2E * gl.load(unit + token))
 
 
 @gluon.jit
 def unit_across(unit, of_tokens, FIRST: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
-    """`numbers.unit_across`, of what `keep_units` has put there."""
+    """Returns `numbers.unit_across` of the units that `keep_units` has stored."""
     if unit.dtype.is_ptr():
         return of_tokens.slice(FIRST, TOKENS).load(LAYOUT)[None, :]
     else:
@@ -134,7 +134,7 @@ def add_softcapped(
     IS_SCREENED: gl.constexpr,
     FINE: gl.constexpr,  # see `tanh_of_8_bits`
 ):
-    """A tile of `hopper.sum_tiles` -> total, dropped, unkept."""
+    """Adds a tile of `hopper.sum_tiles` to total, dropped and unkept."""
     TOKENS: gl.constexpr = BLOCK_N // PARTS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 8])
     across: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -161,14 +161,14 @@ def add_softcapped(
         ref = of_token.index(base).slice(i * TOKENS, TOKENS).load(across)
         factor = unit_across(unit, of_token.index(base + 1), i * TOKENS, TOKENS, across)
         p = gl.exp2(t * (factor * softcap) - ref[None, :])
-        # Not in a branch, for which what parts have in registers would go to memory.
+        # Not in a branch, for which the parts' registers would go to memory.
         p = gl.where(inside[:, None], p, 0.0)
         totals = totals + (with_rows_of(before[i], p, ROWS, TOKENS),)  # noqa: RUF005
         if HAS_SCORE:
             q = p * (1.0 - t * t)
             # But for eight, the tokens that one thread holds.
-            own = gl.sum(gl.reshape(q, (ROWS, TOKENS // 8, 8)), 1)
-            mass = own if i == 0 else mass + own
+            row_mass = gl.sum(gl.reshape(q, (ROWS, TOKENS // 8, 8)), 1)
+            mass = row_mass if i == 0 else mass + row_mass
             if BY_LARGEST:
                 top = gl.max(p, 1)
                 largest = top if i == 0 else gl.maximum(largest, top)
@@ -194,7 +194,7 @@ def add_dropped(
     BLOCK_N: gl.constexpr,
     IS_SCREENED: gl.constexpr,
 ):
-    """-> dropped, unkept."""
+    """Adds to dropped and unkept."""
     TOKENS: gl.constexpr = BLOCK_N // PARTS
     before = split_tokens(dropped, APART, BLOCK_N, PARTS)
     before_unkept = split_tokens(unkept, APART, BLOCK_N, PARTS)
@@ -203,12 +203,12 @@ def add_dropped(
     for i in gl.static_range(PARTS):
         q = kept[i]
         if IS_SCREENED:
-            own = with_rows_of(before_unkept[i], first_of(q) * drops, ROWS, TOKENS)
-            unkept_sums = unkept_sums + (own,)  # noqa: RUF005
-            own = with_rows_of(before[i], second_of(q) * drops, ROWS, TOKENS)
+            with_rows = with_rows_of(before_unkept[i], first_of(q) * drops, ROWS, TOKENS)
+            unkept_sums = unkept_sums + (with_rows,)  # noqa: RUF005
+            with_rows = with_rows_of(before[i], second_of(q) * drops, ROWS, TOKENS)
         else:
-            own = with_rows_of(before[i], q * drops, ROWS, TOKENS)
-        sums = sums + (own,)  # noqa: RUF005
+            with_rows = with_rows_of(before[i], q * drops, ROWS, TOKENS)
+        sums = sums + (with_rows,)  # noqa: RUF005
     if IS_SCREENED:
         unkept = joined_sums(unkept_sums, unkept, BLOCK_N)
     return joined_sums(sums, dropped, BLOCK_N), unkept

@@ -16,14 +16,14 @@ HEADER = tl.constexpr(8)
 
 @triton.jit
 def number_of(header_ptr, PLACE: tl.constexpr, DIGIT: tl.constexpr):
-    """int64: the header's PLACE-th number, of two fp32 digits."""
+    """Reads the header's PLACE-th number from two fp32 digits, as int64."""
     high = tl.load(header_ptr + 2 * PLACE).to(tl.int64)
     return high * DIGIT + tl.load(header_ptr + 2 * PLACE + 1).to(tl.int64)
 
 
 @triton.jit
 def bounds_of(header_ptr, DIGIT: tl.constexpr):
-    """start, stop, vocab_size of the shard; stop cut off at vocab_size."""
+    """Reads start, stop, vocab_size of the shard; stop is cut off at vocab_size."""
     start = number_of(header_ptr, 1, DIGIT)
     stop = number_of(header_ptr, 2, DIGIT)
     size = number_of(header_ptr, 3, DIGIT)
@@ -32,7 +32,7 @@ def bounds_of(header_ptr, DIGIT: tl.constexpr):
 
 @triton.jit
 def tiles_whole(parts_ptr, ranks, N, stride, BLOCK_RANKS: tl.constexpr, DIGIT: tl.constexpr):
-    """Whether all ranks sent 2 N numbers, and their shards tile the vocabulary."""
+    """Checks that all ranks sent 2 N numbers, and that their shards tile the vocabulary."""
     rank = tl.arange(0, BLOCK_RANKS)
     real = rank < ranks
     headers = parts_ptr + tl.minimum(rank, ranks - 1).to(tl.int64) * stride
@@ -62,7 +62,7 @@ def is_repeated(
     SAME: tl.constexpr,
     LEAST_SPREAD: tl.constexpr,
 ):
-    """Whether all ranks have the same rows, to all appearances: `merge_header._is_repeated`."""
+    """Checks if all ranks have the same rows, to all appearances: `merge_header._is_repeated`."""
     rows = tl.arange(0, LOOK_AT)
     counts = rows < tl.minimum(count, N)
     first = tl.load(parts_ptr + HEADER + rows, mask=counts, other=0.0)
@@ -101,7 +101,7 @@ def pack_stats_kernel(
     size_low,
     BLOCK_N: tl.constexpr,
 ):
-    """What a rank sends. The numbers come with the launch: a copy of them would have to wait."""
+    """Packs the numbers that a rank sends. They come with the launch: a copy would have to wait."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
     stats_ptr = out_ptr + HEADER
@@ -136,8 +136,8 @@ def merge_kernel(
     SAME: tl.constexpr,
     LEAST_SPREAD: tl.constexpr,
 ):
-    """In rank order, so that all ranks get the same bits. The last program looks at the headers,
-    and at whether ranks have the same rows."""
+    """Merges in rank order, so that all ranks get the same bits. The last program looks at the
+    headers, and at whether ranks have the same rows."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
     if tl.program_id(0) == tl.num_programs(0) - 1:

@@ -1,11 +1,12 @@
-"""What the kernels share: units, the logit function, loads, sums that stay inside a thread."""
+"""Functions that the kernels share: units, the logit function, loads, sums that stay inside a
+thread."""
 
 import os
 
 import triton
 import triton.language as tl
 
-# NumPy's exponentials are neither quick nor rounded: what stands in for them gains nothing.
+# NumPy's exponentials are neither quick nor rounded: a stand-in gains nothing.
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 # Exponentials are taken in base 2, the hardware's: logits are scaled by log2(e) once.
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -31,8 +32,8 @@ def tanh(x):
 
 @triton.jit
 def log2_of(x):
-    """log2 of x >= 0 to fp32's last digits: the hardware's is off by 2^-22 near 1, and an error of
-    lse is one of every probability."""
+    """Computes log2 of x >= 0 to fp32's last digits: the hardware's is off by 2^-22 near 1, and an
+    error of lse is an error of every probability."""
     bits = x.to(tl.int32, bitcast=True)
     # x = 2^exponent m with m in [0.75, 1.5), so that m - 1 over m + 1 is small.
     exponent = (bits - 0x3F400000) >> 23
@@ -41,13 +42,14 @@ def log2_of(x):
     square = s * s
     series = 0.3205988980 + square * (0.2623081893 + square * 0.2219530832)
     series = 0.9617966939 + square * (0.5770780164 + square * (0.4121985831 + square * series))
-    found = exponent.to(tl.float32) + (s * 2.8853900817779268 + s * square * series)
-    return tl.where((x > 1e-37) & (x < 1e38), found, tl.log2(x))
+    log2 = exponent.to(tl.float32) + (s * 2.8853900817779268 + s * square * series)
+    return tl.where((x > 1e-37) & (x < 1e38), log2, tl.log2(x))
 
 
 @triton.jit
 def exp2_of(x):
-    """2^x to fp32's last digits: the hardware's is off by up to 2^-22, and not by chance."""
+    """Computes 2^x to fp32's last digits: the hardware's is off by up to 2^-22, and not by
+    chance."""
     whole = tl.floor(x + 0.5)
     f = x - whole
     odd = 0.0013333558 + f * (0.0001540353 + f * 0.0000152527)
@@ -60,7 +62,8 @@ def exp2_of(x):
 
 @triton.jit
 def near_tanh(x):
-    """To 2^-19 of itself, at a third of `tanh`'s price: for logits of 16-bit inputs."""
+    """Computes tanh to 2^-19 of itself, at a third of `tanh`'s price: for logits of 16-bit
+    inputs."""
     square = x * x
     near = x + x * square * (-0.3333333333 + square * 0.1333333333)
     far = 1.0 - 2.0 * reciprocal(tl.exp2(x * 2.8853900817779268) + 1.0)
@@ -70,7 +73,7 @@ def near_tanh(x):
 @triton.jit
 def reciprocal(x):
     """1 / x by the hardware's function, to its last digit but one: a division would be four
-    instructions, since it scales what is too large or too small."""
+    instructions, since it scales numbers that are too large or too small."""
     if IS_INTERPRETED:
         return 1.0 / x
     else:
@@ -88,7 +91,7 @@ def softcapped(x, softcap, WIDE: tl.constexpr):
 
 @triton.jit
 def scale_of(scale, token):
-    """What logits are multiplied by: a number; or, of a pointer, each token's."""
+    """Returns the factor of logits: a number, or each token's value behind a pointer."""
     # When compiling it is a tensor already; the interpreter has numbers as they come.
     if tl.core.to_tensor(scale).dtype.is_ptr():
         return tl.load(scale + token)
@@ -116,7 +119,7 @@ def unit_of(scale):
 
 @triton.jit
 def unit_across(unit, token):
-    """What logits [.., TOKENS] are multiplied by for base 2."""
+    """Returns the factor of logits [.., TOKENS] for base 2."""
     if tl.core.to_tensor(unit).dtype.is_ptr():
         return LOG2E * tl.load(unit + token)[None, :]
     else:
@@ -135,7 +138,7 @@ def load_tile(
     COLUMNS: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """[ROWS, COLUMNS] at (row, column), 0 outside the matrix."""
+    """Loads [ROWS, COLUMNS] at (row, column), 0 outside the matrix."""
     if USE_TMA:
         return source.load([row, column])
     else:
@@ -148,8 +151,8 @@ def load_tile(
 
 @triton.jit
 def add_product(acc, a, b, zero, PRECISION: tl.constexpr):
-    """acc + a b of fp32, the product summed by itself first: thousands of tokens or columns added
-    one after the other would lose digits that the inputs have."""
+    """Adds a product of fp32, a b, to acc. The product is summed by itself first: thousands of
+    tokens or columns added one after the other would lose digits that the inputs have."""
     # `zero` is not known when compiling: a constant would be folded into acc.
     return acc + tl.dot(a, b, tl.zeros_like(acc) + zero, input_precision=PRECISION)
 
@@ -165,7 +168,7 @@ def proxy_fence(IS_INTERPRETED: tl.constexpr):
 
 @triton.jit
 def partial_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] -> [8, 8, COLUMNS]: adds the rows that one thread holds.
+    """Adds the rows that a thread holds: [ROWS, COLUMNS] -> [8, 8, COLUMNS].
 
     In the accumulator layout of eight warps a thread's rows are 8 apart, then 128: what is summed
     here needs no shuffle, so a running sum over many tiles is reduced over threads only at its end.
@@ -176,15 +179,15 @@ def partial_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def whole_sum(x):
-    """[8, 8, COLUMNS] -> [COLUMNS]"""
+    """Sums [8, 8, COLUMNS] -> [COLUMNS]."""
     return tl.sum(tl.sum(x, 0), 0)
 
 
 @triton.jit
 def slice_of(task, number, num_slices, at_once):
-    """Of `number` x `num_slices` tasks: which of the number, which slice. `at_once` slices of all
-    come before the next ones: what those read of a matrix, whole columns of it, stays in the cache.
-    """
+    """Splits a task of `number` x `num_slices` into its number and its slice. `at_once` slices of
+    all numbers come before the next slices: the whole columns of a matrix that they read stay in
+    the cache."""
     begin = task // (number * at_once) * at_once
     width = tl.minimum(num_slices - begin, at_once)
     inside = task - begin * number

@@ -20,7 +20,7 @@ def order_kernel(
     PARTS: tl.constexpr,  # at a time
     BLOCK: tl.constexpr,  # tokens, whole parts
 ):
-    """One program: BLOCK tokens, and where they go."""
+    """Finds the new places of BLOCK tokens; a program a block."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < N
     # Under way while the tallies are summed.
@@ -28,7 +28,7 @@ def order_kernel(
     row = tl.load(rows_ptr + token, mask=inside, other=0)
     target = tl.load(target_ptr + token, mask=inside, other=0)
     lane = tl.arange(0, SEEDS)
-    own = tl.program_id(0) * (BLOCK // PART)
+    first_part = tl.program_id(0) * (BLOCK // PART)
     of_all = tl.zeros((PARTS, SEEDS), tl.int32)
     of_earlier = tl.zeros((PARTS, SEEDS), tl.int32)
     parts = tl.cdiv(N, PART)
@@ -36,9 +36,9 @@ def order_kernel(
         part = (start + tl.arange(0, PARTS))[:, None]
         tally = tl.load(tally_ptr + part * SEEDS + lane[None, :], mask=part < parts, other=0)
         of_all += tally
-        of_earlier += tl.where(part < own, tally, 0)
+        of_earlier += tl.where(part < first_part, tally, 0)
     number = tl.sum(of_all, 0)
-    # Behind all smaller keys, those of the same in earlier programs, and the earlier ones in this.
+    # Behind all smaller keys, the same keys in earlier programs, and earlier ones in this program.
     first = tl.cumsum(number, 0) - number + tl.sum(of_earlier, 0)
     place = tl.sum(tl.where(key[:, None] == lane[None, :], first[None, :], 0), 1)
     same = (key[None, :] == key[:, None]) & (token[None, :] < token[:, None])

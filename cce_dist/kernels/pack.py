@@ -1,4 +1,4 @@
-"""Before the forward: the tokens that count, packed, and what is known of their targets."""
+"""The packing before the forward: tokens that count, and facts about their targets."""
 
 import triton
 import triton.language as tl
@@ -65,7 +65,7 @@ def pack_kernel(
     EVERY_BLOCK: tl.constexpr,  # as if every token counted
     GROUPS: tl.constexpr,  # splits that one program of the forward makes side by side
 ):
-    """One program: BLOCK_N tokens. Two of the logits, the target's and the first column's, bound
+    """Packs BLOCK_N tokens a program. Two of the logits, the target's and the first column's, bound
     lse before any tile is made."""
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     counts = tokens < tl.load(count_ptr)

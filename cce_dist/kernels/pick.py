@@ -1,4 +1,4 @@
-"""Before the forward: the tokens that count, put in front of those that don't."""
+"""The picking before the forward: tokens that count are put in front of all others."""
 
 import triton
 import triton.language as tl
@@ -38,7 +38,7 @@ def place_kernel(
     num_classes,
     BLOCK: tl.constexpr,
 ):
-    """Those that count keep their order, and the others theirs."""
+    """Places the tokens that count in their order, and the others in theirs."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, BLOCK)
     before = 0

@@ -1,4 +1,4 @@
-"""From column masses to what the backward visits: marks, an order of columns, chunks of it."""
+"""The backward's plan from column masses: marks, an order of columns, chunks of it."""
 
 import triton
 import triton.language as tl
@@ -35,14 +35,14 @@ def marks_kernel(
     top,
     TOKENS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # blocks whose masses are read before one is used: 2, 4, 8 or 16
+    AT_ONCE: tl.constexpr,  # blocks whose masses are read ahead of their use: 2, 4, 8 or 16
     HAS_DRAWN: tl.constexpr,
     WIDTH: tl.constexpr,  # these three as of `launch_of`
     LAUNCHES: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """One program: BLOCK_V columns, all token blocks, one after the other: a thread has its columns
-    of each, and no thread waits for another.
+    """Marks BLOCK_V columns of all token blocks, one after the other; a thread has its columns of
+    each block and waits for no other thread.
 
     A mass in (top / 2^j, top / 2^(j-1)] has level j. Each column is drawn for one level, level j
     with probability 2^-j, and stands, 2^j times, in the hidden gradient of the blocks where its
@@ -53,7 +53,7 @@ def marks_kernel(
     count = tl.load(count_ptr)
     end = tl.minimum(num_blocks, tl.cdiv(count, TOKENS))
     level = level_of(columns, tl.load(seed_ptr)).to(tl.float32)
-    # A power of two: what it multiplies is as exact as what a bound would be divided by it.
+    # A power of two: to multiply by it is as exact as to divide a bound by it.
     times = tl.exp2(level - 1.0)
     splits = tl.load(shape_ptr + 1) // GROUPS
     factor_ptrs = factor_ptr + launch_of(columns, V, splits, WIDTH, LAUNCHES)
@@ -100,7 +100,7 @@ def marks_kernel(
 
 @triton.jit
 def place_in_gray_code(bits):
-    """Of up to 16 bits."""
+    """Returns the place of a number of up to 16 bits in Gray code."""
     bits ^= bits >> 1
     bits ^= bits >> 2
     bits ^= bits >> 4
@@ -136,7 +136,7 @@ def key_kernel(
         kept = tl.load(kept_ptr + at, mask=inside, other=0)
         if HAS_DRAWN:
             any_drawn |= tl.load(drawn_ptr + at, mask=inside, other=0)
-        # No block keeps most columns, nor those beside them.
+        # No block keeps most columns, nor their neighbours.
         any_kept = tl.max((kept != 0).to(tl.int32), 0)
         for lane in range(any_kept * tl.minimum(num_blocks - word * 64, 64)):
             place = (word * 64 + lane) * 64 // num_blocks
@@ -169,7 +169,7 @@ def tiles_kernel(
     # blocks', and of blocks that keep a column, in column tile + 1; zeros: out
     blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep a column: out
     position_ptr,  # [num_tiles, num_blocks] int16: its inverse: out
-    num_blocks_ptr,  # [num_tiles] int32: how many of those: out
+    num_blocks_ptr,  # [num_tiles] int32: their number: out
     num_active_ptr,  # [1] int32, 0: tiles up to the last one that a block keeps: out
     V,
     num_tiles,
@@ -178,7 +178,7 @@ def tiles_kernel(
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """One program: TILE consecutive columns of the order."""
+    """Lists TILE consecutive columns of the order; a program a tile."""
     tile = tl.program_id(0)
     at = tile * TILE + tl.arange(0, TILE)
     column = tl.load(order_ptr + at, mask=at < V, other=0).to(tl.int32)
@@ -189,15 +189,15 @@ def tiles_kernel(
     column_of_counts = counts_ptr + tile + 1
     stride = num_tiles + 1
     lane = tl.arange(0, 64)
-    found = 0
+    num_found = 0
     total = 0
     for word in range(words):
         kept = tl.load(kept_ptr + word_ptrs + word, mask=at < V, other=0)
         has = tl.max((kept[:, None] >> lane.to(tl.int64)[None, :]) & 1, 0).to(tl.int32)
-        place = found + tl.cumsum(has, 0) - has
+        place = num_found + tl.cumsum(has, 0) - has
         tl.store(list_ptr + place, word * 64 + lane, mask=has > 0)
         tl.store(inverse_ptr + word * 64 + lane, place.to(tl.int16), mask=has > 0)
-        found += tl.sum(has, 0)
+        num_found += tl.sum(has, 0)
         if HAS_DRAWN:
             kept |= tl.load(drawn_ptr + word_ptrs + word, mask=at < V, other=0)
         listed = (kept[:, None] >> lane.to(tl.int64)[None, :]) & 1
@@ -205,11 +205,11 @@ def tiles_kernel(
         block = word * 64 + lane
         tl.store(column_of_counts + block * stride, number, mask=number > 0)
         total += tl.sum(number, 0)
-    tl.store(num_blocks_ptr + tile, found)
+    tl.store(num_blocks_ptr + tile, num_found)
     if total > 0:
         tl.store(column_of_counts + num_blocks * stride, total)
-        tl.store(column_of_counts + (num_blocks + 1) * stride, found)
-    if found > 0:
+        tl.store(column_of_counts + (num_blocks + 1) * stride, num_found)
+    if num_found > 0:
         tl.atomic_max(num_active_ptr, tile + 1)
 
 
@@ -224,9 +224,9 @@ def chunks_kernel(
     pairs_window,
     BLOCK: tl.constexpr,
 ):
-    """One program. A chunk ends where the running sum of list entries, or of pairs of a tile and a
-    block that keeps it, passes a multiple of its window: so it holds one window and one tile of
-    either at most, and nothing after the last tile with an entry."""
+    """Cuts the tiles into chunks; a single program. A chunk ends where the running sum of list
+    entries, or of pairs of a tile and a block that keeps it, passes a multiple of its window: so it
+    holds at most a window and a tile of either, and nothing after the last tile with an entry."""
     total_ptr = starts_ptr + num_blocks * (num_tiles + 1)
     pairs_ptr = total_ptr + num_tiles + 1
     grand = tl.load(total_ptr + num_tiles)
@@ -264,7 +264,7 @@ def segments_kernel(
     ROWS: tl.constexpr,  # a list starts at a multiple of it
     SEGMENT: tl.constexpr,  # entries of an SDD task
 ):
-    """One program: one chunk."""
+    """Finds the segments of a chunk; a program a chunk."""
     chunk = tl.program_id(0)
     if chunk >= tl.load(num_chunks_ptr):
         return
@@ -338,7 +338,7 @@ def list_task(
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """One tile and 64 token blocks: the tile's entries in the blocks' lists of columns."""
+    """Lists a tile's entries in 64 token blocks' lists of columns."""
     tile = first_tile + task // words
     word = task % words
     column, keeps, listed, row = listed_columns(
@@ -368,7 +368,7 @@ def pair_task(
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """One tile that is kept somewhere and 64 token blocks: where DDS finds their d_logits."""
+    """Writes where DDS finds the d_logits of 64 token blocks, for a tile that is kept somewhere."""
     tile = first_tile + task // words
     word = task % words
     _, keeps, _, row = listed_columns(
@@ -382,5 +382,5 @@ def pair_task(
     at_position = position_ptr + tile.to(tl.int64) * num_blocks + block
     pair += tl.load(at_position, mask=has, other=0).to(tl.int32)
     local = tl.arange(0, TILE)[:, None]
-    found = tl.where(keeps > 0, row, zeros_at + local)
-    tl.store(pair_rows_ptr + pair[None, :] * TILE + local, found, mask=has[None, :])
+    pair_row = tl.where(keeps > 0, row, zeros_at + local)
+    tl.store(pair_rows_ptr + pair[None, :] * TILE + local, pair_row, mask=has[None, :])

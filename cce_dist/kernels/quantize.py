@@ -1,4 +1,4 @@
-"""Rows in 8 bits: a scale for each, and how far off what they stand for is."""
+"""Rows in 8 bits: a scale for each, and the error of its values."""
 
 # Triton's loops are none that Python may run, and its tuples grow by static ones.
 
@@ -73,9 +73,8 @@ def quantize_kernel(
     EVEN: tl.constexpr,  # all tiles are full
     IS_INTEGER: tl.constexpr,
 ):
-    """One program: every num_programs-th group of rows. They are in registers from when they are
-    read to when they are written: that the largest is known late costs no second read. The next
-    ones are on their way meanwhile."""
+    """Quantises every num_programs-th group of rows. Rows stay in registers from read to write, so
+    the late maximum costs no second read; the next rows are on their way meanwhile."""
     first = tl.program_id(0) * ROWS
     apart = tl.num_programs(0) * ROWS
     rows = first + tl.arange(0, ROWS)
@@ -114,15 +113,15 @@ def quantize_kernel(
         for chunk in tl.static_range(CHUNKS):
             x = tiles[chunk]
             if IS_INTEGER:
-                # The addition rounds, ties to even: to what then are the number's last digits.
+                # The addition rounds, ties to even, to the number's last digits after it.
                 shifted = x * inverse[:, None] + 12582912.0
-                found = shifted - 12582912.0
+                rounded = shifted - 12582912.0
                 value = shifted.to(tl.int32, bitcast=True).to(tl.int8)
             else:
-                found = rounded_to_e4m3(x * inverse[:, None], largest)
-                value = found.to(out_ptr.dtype.element_ty)
-            cross += x * found
-            square += found * found
+                rounded = rounded_to_e4m3(x * inverse[:, None], largest)
+                value = rounded.to(out_ptr.dtype.element_ty)
+            cross += x * rounded
+            square += rounded * rounded
             dims = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
             if EVEN:
                 tl.store(out_ptrs + dims[None, :], value)

@@ -1,6 +1,6 @@
-"""What is left of the weight's gradient once the hidden one is done, for ranks that sum that one
-meanwhile: a kernel of short programs, which wait for nobody, so that the collectives' kernels, of a
-stream of higher priority, find multiprocessors whenever they begin."""
+"""The rest of the weight's gradient after the hidden gradient, for ranks that sum the hidden
+gradient meanwhile: a kernel of short programs that wait for nobody, so that the collectives'
+kernels, of a stream of higher priority, find multiprocessors whenever they begin."""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,5 @@
-"""What quantising both sides takes, and what their 8 bits are off by: vectors of a few numbers,
-each by one kernel where torch takes some forty."""
+"""Factors and rounding errors of two-sided quantisation: vectors of a few numbers, each by one
+kernel where torch takes some forty."""
 
 # Triton's loops are none that Python may run.
 
@@ -21,8 +21,8 @@ def moments_kernel(
     BLOCK_D: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
-    """One program: BLOCK_D dims of a share of every `every`-th row. The next ones are on their way
-    while those before are added up."""
+    """Sums moments of BLOCK_D dims of a share of every `every`-th row; the next rows are on their
+    way while those before are added up."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -85,9 +85,9 @@ def vectors_kernel(
     D,
     BLOCK_D: tl.constexpr,
 ):
-    """One program: the weight's centre, the channels, what is added to a row of the weight that is
-    multiplied by them, the hidden states' centre, 1 over the channels, what is added to hidden
-    states by those.
+    """Computes the weight's centre, the channels, the addition to a row of the weight that is
+    multiplied by them, the hidden states' centre, 1 over the channels, and the addition to hidden
+    states by those; a single program.
 
     What sticks out of either side is shared between the two, by powers of two.
     docs/numerics.md#screened-logits
@@ -103,7 +103,7 @@ def vectors_kernel(
     for start in range(0, D, BLOCK_D):
         dims = start + lane
         ratio = log_ratio(weight_sums_ptr, hidden_sums_ptr, taken, count, dims, D)
-        # The addition rounds, ties to even: to what then are the number's last digits.
+        # The addition rounds, ties to even, to the number's last digits after it.
         power = ((ratio - mean_ratio) * 0.25 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         power = tl.minimum(tl.maximum(power, -126), 126)
         channel = ((power + 127) << 23).to(tl.float32, bitcast=True)
@@ -156,7 +156,7 @@ def shift_kernel(
     PARTS: tl.constexpr,
     HAS_PARTS: tl.constexpr,
 ):
-    """One program: BLOCK_N tokens. What `eight_bits.correct_for_rounding` does."""
+    """Shifts BLOCK_N tokens as `eight_bits.correct_for_rounding` does; a program a block."""
     if HAS_PARTS:
         lane = tl.arange(0, PARTS)
         norm = tl.load(part_ptr + lane, mask=lane < parts, other=0.0)

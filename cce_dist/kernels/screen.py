@@ -33,7 +33,7 @@ def guard_parts_kernel(
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """One program: BLOCK_V columns of BLOCKS token blocks, and its share of the tokens."""
+    """Sums BLOCK_V columns of BLOCKS token blocks, and a program's share of the tokens."""
     part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     num_parts = tl.num_programs(0) * tl.num_programs(1)
     count, blocks = tl.load(count_ptr), tl.load(shape_ptr)
@@ -84,7 +84,8 @@ def guard_kernel(
     max_error,
     BLOCK: tl.constexpr,
 ):
-    """One program. docs/numerics.md#when-screening-is-refused"""
+    """Decides if screening is refused; a single program.
+    docs/numerics.md#when-screening-is-refused"""
     blocks = tl.load(shape_ptr)
     number = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -141,7 +142,7 @@ def exact_task(
     HAS_SOFTCAP: tl.constexpr,
     HAS_MADE: tl.constexpr,
 ):
-    """SEGMENT entries of one token block's list of columns. Those that are drawn are in no sum."""
+    """Computes SEGMENT entries of a token block's list of columns. Drawn entries are in no sum."""
     block, place, length, row = segment_of(
         task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
         SEGMENT, BLOCKS,
@@ -162,8 +163,8 @@ def exact_task(
             HAS_SOFTCAP,
         )  # fmt: skip
         # nll is a difference of two numbers that share the target's logit.
-        own = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
-        z = tl.where(own, tl.load(target_logit_ptr + token)[None, :] * LOG2E, z)
+        is_target = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
+        z = tl.where(is_target, tl.load(target_logit_ptr + token)[None, :] * LOG2E, z)
         if HAS_MADE:
             above = tl.exp2(z - tl.load(lse_ptr + token)[None, :] * LOG2E + MADE_SCALE)
             # Of a token that doesn't count lse is 0. Not tl.minimum, which would lose a NaN.
@@ -191,7 +192,7 @@ def merge_task(
     N,
     TOKENS: tl.constexpr,
 ):
-    """The parts of one token block's list in this chunk, in order."""
+    """Merges the parts of a token block's list in this chunk, in order."""
     lane = tl.arange(0, TOKENS)
     kept_ptrs = kept_ptr + block * TOKENS + lane
     top = tl.load(kept_ptrs)
@@ -258,15 +259,15 @@ def exact_columns_kernel(
     HAS_DRAWN: tl.constexpr,
     HAS_MADE: tl.constexpr,
 ):
-    """Persistent, by the backward's lists of columns. In a phase: lists of one chunk, logits of the
-    one before, sums of the one before that."""
+    """Runs persistent programs by the backward's lists of columns. A phase: lists of a chunk,
+    logits of the chunk before, sums of the chunk before that."""
     num_chunks = tl.where(tl.load(full_ptr) > 0, 0, tl.load(num_chunks_ptr))
     N = num_blocks * TOKENS
     arrived_ptr = queue_ptr + max_chunks + 2
     for phase in range(num_chunks + 2):
         stride = num_blocks + 1
-        own = phase % 2
-        other = 1 - own
+        slot = phase % 2
+        other = 1 - slot
         num_exact = 0
         num_merge = 0
         num_lists = 0
@@ -291,7 +292,7 @@ def exact_columns_kernel(
                     task, phase == num_chunks, before, last, hidden_ptr, rows_ptr, weight_ptr,
                     bias_ptr, target_ptr, target_logit_ptr, lse_ptr, made_ptr, starts_ptr,
                     base_ptr + at, segment_ptr + at, entries_ptr + other * max_rows,
-                    part_ptr + own * 2 * part_size, part_size, num_tiles, num_blocks, D, stride_hn,
+                    part_ptr + slot * 2 * part_size, part_size, num_tiles, num_blocks, D, stride_hn,
                     stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES,
                     PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_MADE,
                 )  # fmt: skip
@@ -303,7 +304,7 @@ def exact_columns_kernel(
             else:
                 list_task(
                     task - num_exact - num_merge, first, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
-                    base_ptr + phase * stride, entries_ptr + own * max_rows, V, num_tiles,
+                    base_ptr + phase * stride, entries_ptr + slot * max_rows, V, num_tiles,
                     num_blocks, words, TILE, HAS_DRAWN,
                 )  # fmt: skip
             task = tl.atomic_add(queue_ptr + phase, 1)
@@ -333,7 +334,7 @@ def screened_lse_kernel(
     HAS_MADE: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ):
-    """lse of the exact logits of kept columns and the 8-bit ones of all others."""
+    """Computes lse of the exact logits of kept columns and the 8-bit logits of all others."""
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     counts = token < tl.load(count_ptr)
     top = tl.load(sum_ptr + token)

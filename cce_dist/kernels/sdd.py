@@ -16,7 +16,7 @@ MADE_MOST = tl.constexpr(65504.0)
 
 @triton.jit
 def slope_at(z, scale, softcap):
-    """softcap'(z) of a logit in log2."""
+    """Computes softcap'(z) of a logit in log2."""
     t = z / (softcap * scale * LOG2E)
     return 1.0 - t * t
 
@@ -26,7 +26,7 @@ def logits_of(
     c_ptrs,  # [COLUMNS, BLOCK_K] the columns' first dims
     block,  # of tokens
     hidden_ptr,  # [num_rows, D]
-    rows_ptr,  # [N] int64, of a token that counts for those that don't
+    rows_ptr,  # [N] int64; tokens that don't count have a counting token's row
     D,
     stride_hn,
     COLUMNS: tl.constexpr,
@@ -36,7 +36,7 @@ def logits_of(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """[COLUMNS, TOKENS] fp32."""
+    """Computes logits, [COLUMNS, TOKENS] fp32."""
     dims = tl.arange(0, BLOCK_K)
     x = tl.zeros((COLUMNS, TOKENS), tl.float32)
     row = tl.load(rows_ptr + block * TOKENS + tl.arange(0, TOKENS))
@@ -104,8 +104,8 @@ def segment_of(
     SEGMENT: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The task's token block, its entries' places in the block's list, how long that is, and their
-    rows of the workspace."""
+    """Finds the task's token block, its entries' places in the block's list, the list's length, and
+    the entries' rows of the workspace."""
     lane = tl.arange(0, BLOCKS)
     first_task = tl.load(segment_ptr + lane, mask=lane <= num_blocks, other=2147483647)
     block = tl.sum((first_task <= task).to(tl.int32), 0) - 1
@@ -123,7 +123,7 @@ def entries_made(
     made_ptr,  # [rows, TOKENS] by the forward: 2^MADE_SCALE exp2(z - ref)
     ref_ptr,  # [N] log2
 ):
-    """[COLUMNS, TOKENS] fp32, log2: -inf where nothing is left of one."""
+    """Returns the entries, [COLUMNS, TOKENS] fp32, log2: -inf where nothing of an entry is left."""
     above = tl.load(made_ptr + at, mask=listed[:, None], other=0.0).to(tl.float32)
     # What replaces them is another thread's, maybe.
     tl.debug_barrier()
@@ -172,7 +172,7 @@ def sdd_kept_task(
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """SEGMENT entries of one token block's list of columns."""
+    """Computes SEGMENT entries of a token block's list of columns."""
     block, place, length, row = segment_of(
         task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
         SEGMENT, BLOCKS,
@@ -205,17 +205,17 @@ def sdd_kept_task(
         )  # fmt: skip
     pull_ptrs = pull_ptr + token
     # The target's element is the forward's own logit; it is kept, wherever it is.
-    own = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
+    is_target = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
     z = tl.load(pull_ptrs + 6 * N)[None, :]
     if HAS_SOFTCAP:
-        slope = tl.where(own, slope_at(z, scale_across(scale, token), softcap), slope)
-    log_p = tl.where(own, z, of_entry) - tl.load(pull_ptrs + 5 * N)[None, :]
+        slope = tl.where(is_target, slope_at(z, scale_across(scale, token), softcap), slope)
+    log_p = tl.where(is_target, z, of_entry) - tl.load(pull_ptrs + 5 * N)[None, :]
     if HAS_DRAWN:
         # A drawn column stands for 2^level of its kind.
         log_p += tl.where(drawn, level_of(column, seed), 0).to(tl.float32)[:, None]
     p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
     grad = p * tl.load(pull_ptrs)[None, :]
-    grad -= tl.where(own, tl.load(pull_ptrs + N)[None, :], 0.0)
+    grad -= tl.where(is_target, tl.load(pull_ptrs + N)[None, :], 0.0)
     grad = tl.where(listed[:, None], grad * slope, 0.0)
     # The products read whole steps of the list.
     written = (place < tl.cdiv(length, BLOCK_K) * BLOCK_K)[:, None]

@@ -1,4 +1,4 @@
-"""What a tail loses because 8-bit masses decide which columns are left in it.
+"""The tail's loss from the selection by 8-bit masses: columns that they leave in the tail.
 
 Of columns near the threshold those stay whose errors made them smaller. How much that is, some of
 the columns near it say, by their exact logits. docs/numerics.md#the-bias-of-the-tail
@@ -13,7 +13,7 @@ from cce_dist.kernels.numbers import LOG2E, softcapped
 
 @triton.jit
 def is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS: tl.constexpr):
-    """Which columns have a mass within a factor `reach` of the block's threshold."""
+    """Returns a mask of columns with a mass within a factor `reach` of the block's threshold."""
     tokens = tl.minimum(tl.load(count_ptr) - block * TOKENS, TOKENS)
     threshold = keep * (tokens / TOKENS)
     at = block.to(tl.int64) * V + column
@@ -25,7 +25,7 @@ def is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS: tl.const
 
 @triton.jit
 def num_near(near_ptr, block, chunks, CHUNKS: tl.constexpr):
-    """How many of a token block's columns are."""
+    """Returns the number of columns of a token block that are near."""
     other = tl.arange(0, CHUNKS)
     return tl.sum(tl.load(near_ptr + block * chunks + other, mask=other < chunks, other=0), 0)
 
@@ -41,7 +41,7 @@ def count_near_kernel(
     TOKENS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One program: a token block's next BLOCK_V columns."""
+    """Counts a token block's next BLOCK_V columns; a program a block and columns."""
     block, chunk = tl.program_id(0), tl.program_id(1)
     column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
     near = is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS)
@@ -112,7 +112,7 @@ def near_logits_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One program: COLUMNS of those picked and a token block."""
+    """Computes the logits of COLUMNS picked columns and a token block."""
     block = tl.program_id(0)
     token = block * TOKENS + tl.arange(0, TOKENS)
     place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -160,7 +160,7 @@ def selection_error_kernel(
     CHUNKS: tl.constexpr,
     SAMPLES: tl.constexpr,
 ):
-    """What each token's tail has lost, over exp(lse). One program: a token block."""
+    """Computes each token's lost tail mass, over exp(lse); a program a token block."""
     block = tl.program_id(0)
     lane = tl.arange(0, TOKENS)
     token = block * TOKENS + lane
@@ -168,16 +168,16 @@ def selection_error_kernel(
     lost = tl.zeros((TOKENS,), tl.float32)
     if (tl.load(full_ptr) == 0) & (total > 0):
         place = tl.arange(0, SAMPLES)
-        given = (place < total)[:, None] & (token < tl.load(count_ptr))[None, :]
+        inside = (place < total)[:, None] & (token < tl.load(count_ptr))[None, :]
         at = logit_ptr + (block * SAMPLES + place)[:, None] * TOKENS + lane[None, :]
-        x = tl.load(at, mask=given, other=float("-inf"))
-        off = tl.load(at + size, mask=given, other=float("-inf"))
-        off = tl.where(given, off - x, 0.0)
-        p = tl.where(given, tl.exp2((x - tl.load(lse_ptr + token)[None, :]) * LOG2E), 0.0)
-        mass, found = tl.sum(p, 1), tl.sum(p * tl.exp2(off * LOG2E), 1)
+        x = tl.load(at, mask=inside, other=float("-inf"))
+        off = tl.load(at + size, mask=inside, other=float("-inf"))
+        off = tl.where(inside, off - x, 0.0)
+        p = tl.where(inside, tl.exp2((x - tl.load(lse_ptr + token)[None, :]) * LOG2E), 0.0)
+        mass, exact_mass = tl.sum(p, 1), tl.sum(p * tl.exp2(off * LOG2E), 1)
         # By how much a column's mass was too large, in nats. What is common to all of them, or to
         # a token's logits, moves the threshold and decides nothing.
-        moved = tl.where(mass > 0, tl.log(found / mass), 0.0)
+        moved = tl.where(mass > 0, tl.log(exact_mass / mass), 0.0)
         moved -= tl.sum(mass * moved, 0) / tl.maximum(tl.sum(mass, 0), 1e-30)
         off -= (tl.sum(p * off, 0) / tl.maximum(tl.sum(p, 0), 1e-30))[None, :]
         lost = tl.sum(p * off * moved[:, None], 0)

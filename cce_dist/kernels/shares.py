@@ -1,4 +1,4 @@
-"""How far the forward's column masses, which are bounds, lie above the masses themselves.
+"""The distance of the forward's column masses, which are bounds, from the true masses.
 
 A launch knows less of each token's lse than the launches after it, so its columns would get too
 large a share of what a block drops. docs/numerics.md#the-shares-of-the-columns.
@@ -19,7 +19,8 @@ def launch_of(
     WIDTH: tl.constexpr,  # columns of a tile of all of these
     LAUNCHES: tl.constexpr,
 ):
-    """Which of the launches FIRST to LAST computes a column, from 0; 0 where one computes all."""
+    """Returns the launch, FIRST to LAST, that computes a column, from 0; 0 where one launch
+    computes all."""
     number = column * 0
     if LAUNCHES > 1:
         tile = column // WIDTH
@@ -49,7 +50,7 @@ def launch_sums_kernel(
     GROUPS: tl.constexpr,  # splits that a program makes side by side
     AT_ONCE: tl.constexpr,
 ):
-    """One program: a token block, and a part of the columns or the splits' sums of a launch."""
+    """Sums, for a token block, a part of the columns or the splits' sums of a launch."""
     block = tl.program_id(0)
     num_blocks = tl.load(shape_ptr)
     splits = tl.load(shape_ptr + 1)
@@ -95,7 +96,7 @@ def factors_kernel(
     LAUNCHES: tl.constexpr,
     HAS_FULL: tl.constexpr,
 ):
-    """One program: what the masses of a block are multiplied by, for each launch."""
+    """Computes the factors of a block's masses, for each launch; a program a block."""
     block = tl.program_id(0)
     if block >= tl.load(shape_ptr):
         return

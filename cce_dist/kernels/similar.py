@@ -71,8 +71,8 @@ def similar_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: BLOCK_N tokens. Of SEEDS tokens among those that count, the one with the largest
-    cosine, both less the seeds' mean.
+    """Finds, for each of BLOCK_N tokens, the seed with the largest cosine, both less the seeds'
+    mean; SEEDS tokens among those that count are the seeds.
 
     Any key is right, whatever hidden holds: it decides what is kept where, and no value.
     """
@@ -109,8 +109,8 @@ def similar_kernel(
     best = tl.max(dots, 1)
     nearest = tl.min(tl.where(dots == best[:, None], lane[None, :], SEEDS - 1), 1)
     place = places_in_line(gram)
-    found = nearest[:, None] == lane[None, :]
-    key = tl.sum(tl.where(found, as_row(place)[None, :], 0), 1)
+    is_nearest = nearest[:, None] == lane[None, :]
+    key = tl.sum(tl.where(is_nearest, as_row(place)[None, :], 0), 1)
     key = tl.where(counts, key, UNCOUNTED)
     tl.store(key_ptr + tokens, key.to(tl.uint8), mask=tokens < N)
     tally = tl.sum((key[:, None] == lane[None, :]).to(tl.int32), 0)

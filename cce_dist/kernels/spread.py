@@ -1,4 +1,4 @@
-"""After the products: what all columns that were dropped add to the hidden gradient."""
+"""The hidden gradient after the products: the share of all dropped columns is added."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["N", "groups", "tokens_per_group"])
 def spread_kernel(
-    made_ptr,  # [num_rows, D] fp32: what the products made, of tokens that count
+    made_ptr,  # [num_rows, D] fp32: the products of tokens that count
     centroid_ptr,  # [GROUPS, D]
     rows_ptr,  # [N_padded] int64: a permutation of the first N
     count_ptr,  # [1] int32
@@ -31,17 +31,17 @@ def spread_kernel(
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = (dims < D)[None, :]
     counts = token < tl.load(count_ptr)
-    made = counts
+    is_made = counts
     if not EVERY:
-        made = counts & (tl.load(num_chunks_ptr) > 0)
+        is_made = counts & (tl.load(num_chunks_ptr) > 0)
     row = tl.load(rows_ptr + token, mask=token < N, other=0)
     at = row[:, None] * D + dims[None, :]
-    value = tl.load(made_ptr + at, mask=made[:, None] & inside, other=0.0)
+    value = tl.load(made_ptr + at, mask=is_made[:, None] & inside, other=0.0)
     if HAS_TAIL:
         group = tl.program_id(0) * BLOCK_N // tokens_per_group
         mass = tl.load(mass_ptr + token, mask=counts, other=0.0)
         if HAS_DRAWN:
-            mass -= tl.load(drawn_ptr + token, mask=made, other=0.0) * tl.load(unit_ptr)
+            mass -= tl.load(drawn_ptr + token, mask=is_made, other=0.0) * tl.load(unit_ptr)
         centroid = tl.load(centroid_ptr + group * D + dims, mask=dims < D, other=0.0)
         value += mass[:, None] * centroid[None, :]
     if HAS_MEAN:

@@ -21,7 +21,8 @@ def shares_of(
     HAS_MEAN: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
-    """[GROUPS, BLOCK_V] fp32: what each group gives each column, 0 beyond the vocabulary."""
+    """Returns [GROUPS, BLOCK_V] fp32: each group's share of each column, 0 beyond the
+    vocabulary."""
     group = tl.arange(0, GROUPS)
     valid = column < V
     share = tl.zeros((GROUPS, BLOCK_V), tl.float32)
@@ -160,7 +161,7 @@ def token_sums_kernel(
     HAS_TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr,
 ):
-    """One program: a token block x BLOCK_D dims."""
+    """Sums a token block x BLOCK_D dims; a program a pair."""
     block = tl.program_id(0)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     token = block * TOKENS + tl.arange(0, TOKENS)
@@ -195,7 +196,7 @@ def group_sums_kernel(
     BLOCK_D: tl.constexpr,
     HAS_MEAN: tl.constexpr,
 ):
-    """Sum over a group's tokens of mass_i E_i, over the group's dropped mass; 0 for no group."""
+    """Sums mass_i E_i over a group's tokens, over the group's dropped mass; 0 for no group."""
     group = tl.program_id(0)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     start = group * blocks_per_group

@@ -1,11 +1,11 @@
-"""How far off an 8-bit forward's tail is, to the second order, from what its columns share."""
+"""The error of an 8-bit forward's tail, to the second order, from the shares of its columns."""
 
 import triton
 import triton.language as tl
 
 from cce_dist.kernels.numbers import LOG2E
 
-# Columns side by side that are taken: their masses fill what memory is read by.
+# Neighbouring columns that are taken: their masses fill a unit of memory's reads.
 RUN = tl.constexpr(16)
 
 
@@ -21,12 +21,12 @@ def tail_shares_kernel(
     BLOCK_V: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Of each `every`-th RUN of columns, what a group's blocks have of it that is not kept."""
+    """Sums, for each `every`-th RUN of columns, the mass that a group's blocks do not keep."""
     RUNS: tl.constexpr = BLOCK_V // RUN
     num_blocks, num_taken = tl.load(shape_ptr), num_runs * RUN
     group = tl.arange(0, GROUPS)[:, None, None]
     run = tl.program_id(0) * RUNS + tl.arange(0, RUNS)
-    # In runs, so that the compiler sees what lies side by side.
+    # In runs, so that the compiler sees neighbours in memory.
     taken = (run * RUN)[:, None] + tl.arange(0, RUN)[None, :]
     column = ((run * (every * RUN))[:, None] + tl.arange(0, RUN)[None, :])[None, :, :]
     # The least of weights for every column: of a group without a tail the moments are those of all,
@@ -34,8 +34,8 @@ def tail_shares_kernel(
     share = tl.where(column < V, 1e-20, 0.0) + tl.zeros((GROUPS, RUNS, RUN), tl.float32)
     for i in range(blocks_per_group):
         block = (group * blocks_per_group + i).to(tl.int64)
-        given = (block < num_blocks) & (column < V)
-        mass = tl.load(mass_ptr + block * V + column, mask=given, other=0.0)
+        inside = (block < num_blocks) & (column < V)
+        mass = tl.load(mass_ptr + block * V + column, mask=inside, other=0.0)
         share += tl.maximum(mass.to(tl.float32), 0.0)
     share = share.to(share_ptr.dtype.element_ty)
     out_ptrs = share_ptr + group.to(tl.int64) * num_taken + taken[None, :, :]
@@ -46,7 +46,7 @@ def tail_shares_kernel(
 def tail_moments_kernel(
     weight_ptr,  # [V, D]
     values_ptr,  # [V, D] the same in 8 bits
-    of_rows_ptr,  # [2, V] fp32: what those are multiplied by, ...
+    of_rows_ptr,  # [2, V] fp32: their factors, ...
     centre_ptr,  # [D] fp32
     channel_ptr,  # [D] fp32
     share_ptr,  # [GROUPS, num_runs RUN]: see above
@@ -79,16 +79,16 @@ def tail_moments_kernel(
     for start in range(split * BLOCK_V, num_taken, splits * BLOCK_V):
         taken = start + tl.arange(0, BLOCK_V)
         column = taken // RUN * every * RUN + taken % RUN
-        given = (taken < num_taken) & (column < V)
+        is_taken = (taken < num_taken) & (column < V)
         share = tl.load(share_ptrs + taken[None, :], mask=(taken < num_taken)[None, :], other=0.0)
-        inside = given[:, None] & (dims < D)[None, :]
+        inside = is_taken[:, None] & (dims < D)[None, :]
         rows = column.to(tl.int64)[:, None]
         x = tl.load(weight_ptr + rows * stride_wv + dims[None, :], mask=inside, other=0.0)
         x = (x.to(tl.float32) - centre) * channel
         x = tl.where(inside, x, 0.0)
         value = tl.load(values_ptr + rows * stride_cv + dims[None, :], mask=inside)
         value = tl.where(inside, value.to(tl.float32), 0.0)
-        rest = tl.load(of_rows_ptr + column, mask=given, other=0.0)[:, None] * value - x
+        rest = tl.load(of_rows_ptr + column, mask=is_taken, other=0.0)[:, None] * value - x
         mean = tl.dot(share, x.to(factor), mean)
         square = tl.dot(share, (x * x).to(factor), square)
         rest_square = tl.dot(share, (rest * rest).to(factor), rest_square)
@@ -105,13 +105,13 @@ def tail_moments_kernel(
 def tail_error_kernel(
     hidden_ptr,  # [N, D] packed
     values_ptr,  # [N, D] the same in 8 bits
-    of_tokens_ptr,  # [2, N] fp32: what those are multiplied by, ...
+    of_tokens_ptr,  # [2, N] fp32: their factors, ...
     variance_ptr,  # [N] fp32 of a logit's error, half of which has been subtracted
     hidden_centre_ptr,  # [D] fp32
     channel_ptr,  # [D] fp32: hidden states, centred, are divided by it
     moments_ptr,  # [3, GROUPS, D] fp32 means over a group's tail of x, x^2, rest^2: see above
     lse_ptr,  # [N] natural log, of 8-bit logits
-    lost_ptr,  # [N] what the choice of columns cost the tail, over exp(lse)
+    lost_ptr,  # [N] the tail's loss by the choice of columns, over exp(lse)
     full_ptr,  # [1] int32: 1: no logits are of 8 bits, nothing to do
     unkept_ptr,  # [N] log of the sum over columns not kept of exp(z); in place
     dropped_ptr,  # [N] the same of exp(z) softcap'(z); in place
@@ -128,7 +128,8 @@ def tail_error_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_LOST: tl.constexpr,
 ):
-    """One program: BLOCK_N tokens of one group. docs/numerics.md#the-bias-of-the-tail"""
+    """Corrects BLOCK_N tokens of a group; a program a block.
+    docs/numerics.md#the-bias-of-the-tail"""
     if tl.load(full_ptr) == 0:
         token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         group = tl.program_id(0) * BLOCK_N // tokens_per_group

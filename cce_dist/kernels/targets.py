@@ -23,9 +23,8 @@ def target_products_kernel(
     PRECISION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """One program: TARGETS of a block's target columns against its tokens, in the forward's own
-    arithmetic. nll is then a difference of two numbers that share their rounding.
-    """
+    """Multiplies TARGETS of a block's target columns by its tokens, in the forward's own
+    arithmetic. nll is then a difference of two numbers that share their rounding."""
     block = tl.program_id(1)
     if block * TOKENS >= tl.load(count_ptr):
         return
@@ -50,7 +49,7 @@ def target_products_kernel(
 
 @triton.jit
 def taken_from(log_ptrs, mass, lse, mask):
-    """The logarithm of a sum, of which `mass` times exp(lse) is no part any more; in place."""
+    """Takes `mass` times exp(lse) out of a sum given by its logarithm; in place."""
     whole = tl.load(log_ptrs)
     left = tl.maximum(tl.exp2((whole - lse) * LOG2E) - mass, 0.0)
     left = tl.where(mask, lse + tl.log2(left) / LOG2E, whole)
@@ -87,8 +86,8 @@ def targets_kernel(
     HAS_UNKEPT: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ):
-    """One program: what a block's target columns are to its tokens, and what a caller asks of them
-    where it looks for it."""
+    """Computes a block's results of its target columns, and writes the caller's outputs in the
+    caller's order."""
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     token = block * BLOCK + lane
@@ -103,8 +102,10 @@ def targets_kernel(
         x = tl.load(product_ptr + row[:, None] * BLOCK + lane[None, :])
         if HAS_SOFTCAP:
             x, slope = softcapped(x, softcap, WIDE)
-        own = lane[:, None] == lane[None, :]
-        logit = tl.where(here, tl.sum(tl.where(own, x, 0.0), 0) * scale_of(scale, token), 0.0)
+        is_diagonal = lane[:, None] == lane[None, :]
+        logit = tl.where(
+            here, tl.sum(tl.where(is_diagonal, x, 0.0), 0) * scale_of(scale, token), 0.0
+        )
         if HAS_SCORE:
             column = tl.maximum(target, 0).to(tl.int64)
             mass_ptrs = mass_ptr + block.to(tl.int64) * V + column

@@ -1,4 +1,4 @@
-"""What the backward reads of each token, in the order in which blocks are made of them."""
+"""The backward's inputs of each token, in the order in which blocks hold tokens."""
 
 import triton
 import triton.language as tl
@@ -41,8 +41,8 @@ def unit_kernel(
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
 ):
-    """One program: a power of two near the largest finite upstream gradient times `scale`: a mean
-    over tokens puts d_logits below fp16's smallest number."""
+    """Finds a power of two near the largest finite upstream gradient times `scale`: a mean over
+    tokens puts d_logits below fp16's smallest number. A single program."""
     largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -54,7 +54,7 @@ def unit_kernel(
             largest = largest_of(largest, entropy_ptr, at, N)
         if HAS_SMOOTH:
             largest = largest_of(largest, smooth_ptr, at, N)
-    # Normal numbers only, whose exponent alone is such a power.
+    # Normal numbers only: their exponent alone is such a power.
     size = tl.minimum(tl.maximum(largest * scale, 7.9e-31), 1e38)
     power = (tl.max(size, 0).to(tl.int32, bitcast=True) >> 23) << 23
     tl.store(unit_ptr, power.to(tl.float32, bitcast=True))
@@ -77,7 +77,7 @@ def pull_kernel(
     unit_ptr,  # [1]
     pull_ptr,  # [7, N_padded]: see `exact_logits_kernel`: out
     row_ptr,  # [N_padded] int64: row of each token: out
-    read_row_ptr,  # [N_padded] int64: the same, of a token that counts for those that don't: out
+    read_row_ptr,  # [N_padded] int64: as above, but never an ignored token's row: out
     target_ptr,  # [N_padded] int32: out
     tail_mass_ptr,  # [N_padded] upstream of the probabilities times the dropped mass: out
     mean_ptr,  # [N_padded] upstream of the mean logit: out
@@ -93,8 +93,8 @@ def pull_kernel(
     HAS_MEAN: tl.constexpr,  # of linear ones: apart from them
     HAS_TAIL: tl.constexpr,
 ):
-    """One program: a block of tokens. Those that don't count get upstream gradients 0 and an lse
-    above any logit."""
+    """Writes a block of tokens' upstream gradients. Tokens that do not count get gradients 0 and an
+    lse above any logit."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     size = tl.num_programs(0) * TOKENS
     inside = token < N

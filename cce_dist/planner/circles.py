@@ -1,4 +1,5 @@
-"""Whether ranks would wait for one another in an order, where a collective waits for all ranks."""
+"""Finds ranks that would wait for one another in an order, where a collective waits for all
+ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ from .orders import Pass
 
 
 def asked_at(index: int, count: int, ahead: int | None) -> range:
-    """The microbatches, of `count`, whose tokens are asked for at E of microbatch `index`."""
+    """Returns the microbatches, of `count`, whose tokens are asked for at E of microbatch
+    `index`."""
     ahead = count if ahead is None else ahead
     return range(0 if index == 0 else min(index + ahead, count), min(index + ahead + 1, count))
 
 
 class _Step(NamedTuple):
-    """What a rank's stream does for a pass: begin a collective, or wait for one."""
+    """A step of a rank's stream for a pass: begin a collective, or wait for it."""
 
     what: Literal["begin", "wait"]
     name: str
@@ -25,13 +27,13 @@ class _Step(NamedTuple):
 def require_no_circle(
     orders: Sequence[Sequence[Pass]], *, ahead: int | None = None, unawaited: int | None = None
 ) -> None:
-    """That the order can be run where a collective ends on no rank before all of its ranks have
-    begun it, as NCCL's may not, and each kind of them is in the order of microbatches.
+    """Checks that an order can run where no collective ends before all of its ranks have begun it,
+    as NCCL's may not, and each kind of collective follows the order of microbatches.
 
     Args:
         ahead: E of a microbatch asks for the tokens of the one so many later; None: the first E
             for all of them.
-        unawaited: how many sends to a neighbour a rank has under way at most; None: any number.
+        unawaited: the most sends to a neighbour that a rank has under way; None: any number.
     Raises:
         ValueError: it cannot.
     """
@@ -78,7 +80,8 @@ class _Rules(NamedTuple):
 
 
 def _steps(each: Pass, rank: int, rules: _Rules) -> list[_Step]:
-    """Between two ranks ("a:b") the receiver begins when it waits, and the sender does not wait."""
+    """Lists a pass's steps. Between two ranks ("a:b") the receiver begins when it waits, and the
+    sender does not wait."""
     kind, index, last = each.kind, each.microbatch, rules.last
 
     def receive(name: str) -> list[_Step]:
@@ -91,40 +94,40 @@ def _steps(each: Pass, rank: int, rules: _Rules) -> list[_Step]:
             _Step("begin", name, index),
         ]
 
-    found: list[_Step] = []
+    steps: list[_Step] = []
     if kind == "F":
         if rank:
-            found += receive(f"F{rank - 1}:{rank}")
+            steps += receive(f"F{rank - 1}:{rank}")
         elif rules.embeds:
-            found.append(_Step("wait", "rows", index))
+            steps.append(_Step("wait", "rows", index))
         if rank < last:
-            found += send(f"F{rank}:{rank + 1}")
+            steps += send(f"F{rank}:{rank + 1}")
         else:
-            found.append(_Step("begin", "post", index))
+            steps.append(_Step("begin", "post", index))
     elif kind == "S":
         if rank < last:
-            found.append(_Step("begin", "post", index))
-        found += [_Step("wait", "post", index), _Step("begin", "merge", index)]
+            steps.append(_Step("begin", "post", index))
+        steps += [_Step("wait", "post", index), _Step("begin", "merge", index)]
         if rules.weighs and rank < last:
-            found.append(_Step("begin", "upstream", index))
+            steps.append(_Step("begin", "upstream", index))
     elif kind == "U":
-        found += [_Step("wait", "merge", index), _Step("begin", "upstream", index)]
+        steps += [_Step("wait", "merge", index), _Step("begin", "upstream", index)]
     elif kind == "T":
-        found.append(_Step("wait", "merge", index))
+        steps.append(_Step("wait", "merge", index))
         if rules.weighs and rank < last:
-            found.append(_Step("wait", "upstream", index))
-        found.append(_Step("begin", "sum", index))
+            steps.append(_Step("wait", "upstream", index))
+        steps.append(_Step("begin", "sum", index))
         if rank < last and index >= 2:
-            found.append(_Step("wait", "sum", index - 2))
+            steps.append(_Step("wait", "sum", index - 2))
     elif kind == "B":
-        found += [_Step("wait", "sum", index)] if rank == last else receive(f"B{rank + 1}:{rank}")
+        steps += [_Step("wait", "sum", index)] if rank == last else receive(f"B{rank + 1}:{rank}")
         if rank:
-            found += send(f"B{rank}:{rank - 1}")
+            steps += send(f"B{rank}:{rank - 1}")
     elif kind == "E":
-        found += [_Step("begin", "ask", other) for other in rules.asks[index]]
-        found += [_Step("wait", "ask", index), _Step("begin", "rows", index)]
+        steps += [_Step("begin", "ask", other) for other in rules.asks[index]]
+        steps += [_Step("wait", "ask", index), _Step("begin", "rows", index)]
     else:
-        found += [_Step("wait", "rows", index), _Step("begin", "give", index)]
+        steps += [_Step("wait", "rows", index), _Step("begin", "give", index)]
         if index:
-            found.append(_Step("wait", "give", index - 1))
-    return found
+            steps.append(_Step("wait", "give", index - 1))
+    return steps

@@ -1,4 +1,4 @@
-"""What one layer, and what surrounds the layers, takes: FLOPs, seconds and bytes of a microbatch.
+"""The cost of a layer, and of the work around the layers: FLOPs, seconds and bytes of a microbatch.
 
 Every time is products at their rate, plus attention at its own, plus bytes through HBM, plus what
 tensor-parallel ranks tell each other. Of these nothing overlaps, but for the ring of context
@@ -15,7 +15,7 @@ from .job import Job
 from .linear_attention import LinearAttention
 from .models import Model
 
-# A backward reads and writes twice what the forward does.
+# A backward reads and writes twice as much as the forward.
 BACKWARD = 2.0
 # Of attention, which makes its scores again: five products where the forward has two.
 ATTENTION_BACKWARD = 2.5
@@ -25,7 +25,7 @@ PIECES = 4
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Of a microbatch in one layer, on one rank.
+    """The cost of a microbatch in a layer, on a rank.
 
     Args:
         flops: of the forward, causal attention counted by half.
@@ -41,8 +41,8 @@ class LayerCost:
 
 
 def collective(hardware: Hardware, ranks: int, size: float, *, rounds: float = 1.0) -> float:
-    """Seconds of a ring of as many ranks: `size` bytes of the whole tensor, one round for a gather
-    or a reduce-scatter, two for an all-reduce."""
+    """Returns seconds of a ring of as many ranks: `size` bytes of the whole tensor, one round for a
+    gather or a reduce-scatter, two for an all-reduce."""
     if ranks == 1:
         return 0.0
     moved = rounds * (ranks - 1) / ranks * size
@@ -50,7 +50,8 @@ def collective(hardware: Hardware, ranks: int, size: float, *, rounds: float = 1
 
 
 def visible_tokens(model: Model, job: Job, index: int) -> float:
-    """How many tokens one looks back at, on average: half of the sequence, or the window."""
+    """Returns the average number of tokens that a token looks back at: half of the sequence, or the
+    window."""
     window = model.window if model.attention_of(index) == "window" else 0
     if not window or window >= job.sequence:
         return job.sequence / 2
@@ -58,7 +59,7 @@ def visible_tokens(model: Model, job: Job, index: int) -> float:
 
 
 def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerCost:
-    """Of the model's `index`-th layer."""
+    """Returns the cost of the model's `index`-th layer."""
     if model.attention_of(index) == "image":
         return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0)
     tokens, tp, soft = job.tokens, job.tp, job.software
@@ -77,7 +78,7 @@ def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerC
         + (_attention_traffic(model, job, index) + traffic * width) / tp
         + 4.0 * model.dim * _copies(model, is_dense)
     )
-    # A mask of what attention gives, and one of the MLP.
+    # A mask of attention's output, and a mask of the MLP's.
     masks = 2.0 * tokens * model.dim / split if job.dropout else 0.0
     elementwise = (moved + masks) / hardware.bytes_per_second
     told, told_again = _told(model, job, hardware, products, gradients)
@@ -144,7 +145,7 @@ def _linear_of(model: Model, index: int) -> LinearAttention | None:
 
 
 def _attention_traffic(model: Model, job: Job, index: int) -> float:
-    """Bytes of a token between its products with weights and attention, through memory."""
+    """Returns bytes of a token between its products with weights and attention, through memory."""
     linear = _linear_of(model, index)
     if linear:
         return linear.traffic
@@ -155,7 +156,7 @@ def _attention_traffic(model: Model, job: Job, index: int) -> float:
 
 
 def active_mlp_dim(model: Model, is_dense: bool, index: int) -> float:
-    """Of all MLPs that one token goes through."""
+    """Returns the summed size of all MLPs that a token goes through."""
     if index < model.dense_layers:
         return model.dense_mlp_dim
     if is_dense:
@@ -165,13 +166,13 @@ def active_mlp_dim(model: Model, is_dense: bool, index: int) -> float:
 
 
 def _shapes(model: Model, job: Job, is_dense: bool, index: int) -> list[tuple[float, float, float]]:
-    """Of the forward's products on one rank: rows (tokens), columns, inner dims."""
+    """Returns the forward's products on a rank: rows (tokens), columns, inner dims."""
     dim, tp, tokens = model.dim, job.tp, float(job.tokens)
-    found = _attention_shapes(model, job, index)
+    shapes = _attention_shapes(model, job, index)
     wide = 2 if model.gated else 1
     if is_dense:
         width = active_mlp_dim(model, True, index) / tp
-        return [*found, (tokens, wide * width, dim), (tokens, dim, width)]
+        return [*shapes, (tokens, wide * width, dim), (tokens, dim, width)]
     routed = model.experts_per_token or model.experts
     for each, mlp_dim in (
         (routed, model.mlp_dim),
@@ -179,10 +180,10 @@ def _shapes(model: Model, job: Job, is_dense: bool, index: int) -> list[tuple[fl
     ):
         if each:
             width = mlp_dim / tp
-            found += [(each * tokens, wide * width, dim), (each * tokens, dim, width)]
+            shapes += [(each * tokens, wide * width, dim), (each * tokens, dim, width)]
     if model.shared_gate:
-        found.append((tokens, 1, dim))
-    return [*found, (tokens, model.experts, dim)]
+        shapes.append((tokens, 1, dim))
+    return [*shapes, (tokens, model.experts, dim)]
 
 
 def _attention_shapes(model: Model, job: Job, index: int) -> list[tuple[float, float, float]]:
@@ -193,33 +194,33 @@ def _attention_shapes(model: Model, job: Job, index: int) -> list[tuple[float, f
     queries, values = model.heads * model.key_dim, model.heads * model.head_value_dim
     if model.kv_rank:
         inner = float(model.query_rank or dim)
-        made = model.heads * (model.size_of_head + model.head_value_dim)
-        found: list[tuple[float, float, float]] = [
+        decompressed = model.heads * (model.size_of_head + model.head_value_dim)
+        shapes: list[tuple[float, float, float]] = [
             (tokens, queries / tp, inner),
             (tokens, model.kv_rank + model.rope_dim, dim),
-            (tokens, made / tp, model.kv_rank),
+            (tokens, decompressed / tp, model.kv_rank),
         ]
         if model.query_rank:
-            found.append((tokens, model.query_rank, dim))
+            shapes.append((tokens, model.query_rank, dim))
     else:
         keys = model.kv_heads * (model.key_dim + model.head_value_dim)
-        found = [(tokens, (queries * (1 + model.query_gate) + keys) / tp, dim)]
-    return [*found, (tokens, dim, values / tp)]
+        shapes = [(tokens, (queries * (1 + model.query_gate) + keys) / tp, dim)]
+    return [*shapes, (tokens, dim, values / tp)]
 
 
 def _copies(model: Model, is_dense: bool) -> float:
-    """Of a token's hidden state, to its experts and back."""
+    """Counts the copies of a token's hidden state, to its experts and back."""
     return 0.0 if is_dense else 2.0 * (model.experts_per_token or model.experts)
 
 
 def _kept(model: Model, job: Job, mlp: float, index: int) -> float:
-    """Bytes a token, without what attention's scores need: the norms' inputs, what they give, what
-    attention takes and gives, and the MLP's."""
+    """Returns bytes kept of a token, without attention's scores: inputs and outputs of the norms
+    and of attention, and the MLP's."""
     split = job.tp if job.sequence_parallel else 1
-    found = model.dim * (job.hidden_bytes * model.norms + 2 * min(2, model.norms)) / split
+    norms = model.dim * (job.hidden_bytes * model.norms + 2 * min(2, model.norms)) / split
     is_dense = index < model.dense_layers or not model.experts
     inputs = 2 * model.dim * _copies(model, is_dense) / 2
-    return found + (_attention_kept(model, job, index) + mlp) / job.tp + inputs
+    return norms + (_attention_kept(model, job, index) + mlp) / job.tp + inputs
 
 
 def _attention_kept(model: Model, job: Job, index: int) -> float:
@@ -228,7 +229,7 @@ def _attention_kept(model: Model, job: Job, index: int) -> float:
         return linear.kept
     queries, keys = model.heads * model.key_dim, model.kv_heads * model.key_dim
     values, out = model.kv_heads * model.head_value_dim, model.heads * model.head_value_dim
-    # With a gate, which is kept, what attention gives is there before and after it.
+    # A gate is kept, and so is attention's output before and after it.
     attention = 2 * (queries + keys + values + out * (1 + 2 * model.query_gate))
     if job.software.joint_qkv and not model.positions:
         attention += 2 * (queries + keys)
@@ -238,7 +239,7 @@ def _attention_kept(model: Model, job: Job, index: int) -> float:
 def _products(
     model: Model, job: Job, hardware: Hardware, shapes: list[tuple[float, float, float]]
 ) -> tuple[float, float]:
-    """Seconds of the forward's and of both gradients'."""
+    """Returns seconds of the forward's products and of both gradients' products."""
     pieces = _pieces(job)
     forward = backward = 0.0
     for rows, columns, inner in shapes:
@@ -251,29 +252,29 @@ def _products(
 
 
 def _pieces(job: Job) -> int:
-    """That a product is cut into, so that others are sent beside it."""
+    """Returns the number of pieces of a product: a piece is sent while the next is computed."""
     return min(job.tp, PIECES) if job.overlap_tensor else 1
 
 
 def _told(
     model: Model, job: Job, hardware: Hardware, products: float, gradients: float
 ) -> tuple[float, float]:
-    """Seconds that the tensor-parallel ranks of a layer spend telling each other, forward and
-    backward, where nothing hides it."""
+    """Returns seconds of a layer's tensor-parallel communication, forward and backward, that
+    nothing hides."""
     size = 2.0 * job.tokens * model.dim
     if job.sequence_parallel:
-        found, again = 4 * collective(hardware, job.tp, size), 1.5
+        seconds, again = 4 * collective(hardware, job.tp, size), 1.5
     else:
-        found, again = 2 * collective(hardware, job.tp, size, rounds=2), 1.0
+        seconds, again = 2 * collective(hardware, job.tp, size, rounds=2), 1.0
     # As many in the backward, or half more where inputs are gathered again.
     if not job.overlap_tensor:
-        return found, (again - job.software.hidden) * found
-    piece = found / _pieces(job)
-    return max(piece, found - products), max(piece, again * found - gradients)
+        return seconds, (again - job.software.hidden) * seconds
+    piece = seconds / _pieces(job)
+    return max(piece, seconds - products), max(piece, again * seconds - gradients)
 
 
 def _sent(model: Model, job: Job, hardware: Hardware, is_dense: bool) -> float:
-    """Seconds of tokens to experts of other ranks, and back."""
+    """Returns seconds of tokens to experts of other ranks, and back."""
     if job.ep == 1 or is_dense:
         return 0.0
     ranks = job.ep * job.tp
@@ -282,7 +283,7 @@ def _sent(model: Model, job: Job, hardware: Hardware, is_dense: bool) -> float:
 
 
 def _ring(model: Model, job: Job, hardware: Hardware) -> float:
-    """Seconds that keys and values take to every context-parallel rank."""
+    """Returns seconds that keys and values take to every context-parallel rank."""
     if job.cp == 1:
         return 0.0
     each = 2.0 * job.tokens * model.kv_heads * (model.key_dim + model.head_value_dim) / job.tp
@@ -290,10 +291,10 @@ def _ring(model: Model, job: Job, hardware: Hardware) -> float:
 
 
 def layer_parameters_per_rank(model: Model, job: Job, index: int) -> float:
-    """That one tensor-parallel (and expert-parallel) rank has of a layer."""
-    found = float(model.parameters_of_layer(index))
+    """Returns a layer's parameters on a tensor-parallel (and expert-parallel) rank."""
+    parameters = float(model.parameters_of_layer(index))
     norms = model.norms * model.norm_parameters
     if not model.experts or index < model.dense_layers:
-        return (found - norms) / job.tp + norms
+        return (parameters - norms) / job.tp + norms
     experts = float(model.experts * model.mlp_of(model.mlp_dim))
-    return (found - norms - experts) / job.tp + norms + experts / (job.tp * job.ep)
+    return (parameters - norms - experts) / job.tp + norms + experts / (job.tp * job.ep)

@@ -8,13 +8,13 @@ from itertools import groupby
 from .job import MEGATRON_ROWS, OURS, Job
 from .models import Model
 
-# Of --attention-backend, what is called otherwise here.
+# Values of --attention-backend with another name here.
 BACKENDS = {"cudnn": "fused"}
 
 
 def layout_string(layout: Sequence[int]) -> str:
-    """Megatron's --pipeline-model-parallel-layout: E, the embedding, t, a layer, L, the loss;
-    stages are separated by |, in the order of the model."""
+    """Writes Megatron's --pipeline-model-parallel-layout: E, the embedding, t, a layer, L, the
+    loss; stages are separated by |, in the order of the model."""
     last = len(layout) - 1
     texts = []
     for index, count in enumerate(layout):
@@ -22,15 +22,15 @@ def layout_string(layout: Sequence[int]) -> str:
         texts.append("E" * (index == 0) + layers + "L" * (index == last))
     if last == 0:
         return texts[0]
-    found = texts[0] + "|"
+    layout_text = texts[0] + "|"
     for text, same in groupby(texts[1:-1]):
         count = len(list(same))
-        found += f"{text}|" if count == 1 else f"({text}|)*{count}"
-    return found + texts[-1]
+        layout_text += f"{text}|" if count == 1 else f"({text}|)*{count}"
+    return layout_text + texts[-1]
 
 
 def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
-    """Of Megatron's training script, what the job is and how its layers lie.
+    """Returns the flags of Megatron's training script for the job and its layout of layers.
 
     Raises:
         ValueError: neither Megatron nor `megatron_patch` has such a job.
@@ -87,7 +87,7 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
 
 
 def patch_flags(job: Job) -> list[str]:
-    """What Megatron's training script is run by where the loss is ours; docs/megatron.md."""
+    """Returns the command that runs Megatron's training script with our loss; docs/megatron.md."""
     if job.loss not in OURS:
         return []
     over = ["--vocab-over-pipeline true"] if job.is_over_ranks else []
@@ -142,8 +142,8 @@ def _require_megatrons(model: Model, job: Job) -> None:
 
 
 def layout_flags(job: Job, layout: Sequence[int]) -> list[str]:
-    """The fewest flags that give this layout: none, the number of layers of the first and the last
-    stage, or the whole of it."""
+    """Returns the fewest flags that give this layout: none, the number of layers of the first and
+    the last stage, or the whole layout."""
     if job.pp == 1:
         return []
     middle = set(layout[1:-1])

@@ -18,7 +18,7 @@ TILE = 128 * 256  # of a product's result
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One GPU and what connects it.
+    """A GPU and its links to others.
 
     Args:
         flops: dense bf16 products, FLOP/s, as its maker states them.
@@ -26,7 +26,7 @@ class Hardware:
         hbm: bytes/s, as stated.
         nvlink: bytes/s in one direction to the other GPUs of a host, as stated.
         network: bytes/s in one direction to other hosts, for each GPU.
-        gpus_per_host: which ranks NVLink connects; tensor-parallel ranks are next to each other.
+        gpus_per_host: NVLink connects so many ranks; tensor-parallel ranks are next to each other.
         processors: streaming multiprocessors.
         gemm, attention_forward, attention_backward: shares of flops; of a large product, and of
             FlashAttention 2.
@@ -70,7 +70,7 @@ class Hardware:
                 raise ValueError(f"{name} must be a share, <= 1, got {getattr(self, name)!r}")
 
     def product(self, rows: float, columns: float, inner: float) -> float:
-        """Seconds of a matrix product, [rows, inner] by [inner, columns].
+        """Returns seconds of a matrix product, [rows, inner] by [inner, columns].
 
         Its tiles are computed in waves of one for each processor, the last of which is on average
         half full. One that is smaller than a wave takes as long as a wave, or has smaller tiles.
@@ -81,15 +81,15 @@ class Hardware:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of what reads and writes HBM."""
+        """The speed of reads and writes of HBM."""
         return self.hbm * self.hbm_share
 
     def link(self, ranks: int) -> float:
-        """bytes/s from one to another of as many neighbouring ranks."""
+        """Returns bytes/s between two of as many neighbouring ranks."""
         return self.link_share * (self.nvlink if ranks <= self.gpus_per_host else self.network)
 
     def ring(self, ranks: int, *, apart: int = 1) -> float:
-        """bytes/s of a collective of as many ranks, each so many from the next.
+        """Returns bytes/s of a collective of as many ranks, each so many from the next.
 
         Where they are on several hosts, rings enter and leave a host by the network of all its
         ranks that take part.
@@ -124,7 +124,7 @@ HARDWARE = {
 
 
 def require_units(values: Mapping[str, float]) -> None:
-    """That numbers which someone has typed are in the units of `Hardware`.
+    """Checks that numbers typed by a user are in the units of `Hardware`.
 
     Raises:
         ValueError: one cannot be; the message names the unit.

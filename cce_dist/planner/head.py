@@ -1,4 +1,4 @@
-"""What the LM head and the loss take, by kind of loss."""
+"""The cost of the LM head and the loss, by kind of loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATISTICS, EXACT_BACKWARD, KEPT_PRODUCTS = 0.92, 0.87, 0.59
 
 @dataclass(frozen=True)
 class HeadCost:
-    """Of a microbatch, on each rank that has a part of the vocabulary.
+    """The cost of a microbatch on each rank that has a part of the vocabulary.
 
     Args:
         flops: of the forward, those of padding included.
@@ -43,7 +43,7 @@ class HeadCost:
 
 
 def rows_of_rank(model: Model, job: Job) -> float:
-    """Of the head, padding included."""
+    """Returns a rank's rows of the head, padding included."""
     return job.padded_rows(model.num_rows) / job.head_ranks
 
 
@@ -135,7 +135,7 @@ def _told(model: Model, job: Job, hardware: Hardware) -> tuple[float, float]:
 
 
 def phase_latency(model: Model, job: Job, hardware: Hardware) -> float:
-    """Seconds from one phase of the head over pipeline ranks to the next: the longest of a
+    """Returns seconds between two phases of the head over pipeline ranks: the longest of a
     broadcast of hidden, the merge, and the sum of its gradient (docs/pipelines.md)."""
     ranks = job.pp * job.tp
     shared = job.tp if job.sequence_parallel else 1
@@ -146,7 +146,8 @@ def phase_latency(model: Model, job: Job, hardware: Hardware) -> float:
 
 
 def phase_bytes(model: Model, job: Job) -> dict[str, float]:
-    """That a rank sends or receives of a microbatch in each phase; N tokens, D dims."""
+    """Returns the bytes that a rank sends or receives for a microbatch in each phase; N tokens, D
+    dims."""
     tokens, dim = job.tokens, model.dim
     shared = job.tp if job.sequence_parallel else 1
     return {

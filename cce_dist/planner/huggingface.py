@@ -31,11 +31,11 @@ from .models import Model
 
 class FromConfig(NamedTuple):
     model: Model
-    notes: tuple[str, ...]  # what the file does not say, and what is not modelled
+    notes: tuple[str, ...]  # sizes that the file does not say, and keys that are not modelled
 
 
 def read_config(path: str | Path) -> FromConfig:
-    """A model from a config.json, or from the folder that has one.
+    """Reads a model from a config.json, or from the folder that has one.
 
     Raises:
         ValueError: not such a file, a model type that is not known, a key that is missing, or one
@@ -60,8 +60,8 @@ def model_from_config(config: Mapping[str, Any]) -> FromConfig:
     if kind not in FIXED:
         raise ValueError(f"model_type must be one of {sorted(FIXED)}, got {kind!r}")
     require_modelled(config, str(kind))
-    found = _Reader(config, str(kind)).read()
-    return FromConfig(found.model, (*notes, *found.notes))
+    result = _Reader(config, str(kind)).read()
+    return FromConfig(result.model, (*notes, *result.notes))
 
 
 class _Reader:
@@ -74,7 +74,7 @@ class _Reader:
         self.defaults = DEFAULTS.get(kind, {})
 
     def value(self, key: str) -> Any:
-        """None where the file has none."""
+        """Returns a key's value; None where the file has none."""
         self.read_keys.add(key)
         return self.config.get(key)
 
@@ -89,7 +89,7 @@ class _Reader:
         return value
 
     def other(self, key: str, default: Any) -> Any:
-        """`default`, or that of the type, is noted where the file has no value."""
+        """Returns a key's value; else notes and returns `default`, or the default of the type."""
         value = self.value(key)
         if value is not None:
             return value
@@ -98,7 +98,7 @@ class _Reader:
         return value
 
     def whole(self, key: str, default: Any, *, least: int = 0) -> int:
-        """As `other`, an integer."""
+        """Returns `other`, an integer."""
         value = self.other(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             rule = f"an integer >= {least}"
@@ -106,14 +106,14 @@ class _Reader:
         return value
 
     def said(self, key: str) -> int:
-        """0 where the file has null, or nothing and the type has no default."""
+        """Returns 0 where the file has null, or nothing and the type has no default."""
         has_default = key not in self.config and key in self.defaults
         return self.whole(key, 0) if has_default or self.value(key) else 0
 
     def read(self) -> FromConfig:
         kind = self.kind
         heads = self.number("num_attention_heads")
-        found: dict[str, Any] = {
+        sizes: dict[str, Any] = {
             "classes": self.number("vocab_size"),
             "dim": self.number("hidden_size"),
             "layers": self.number("num_hidden_layers"),
@@ -123,21 +123,21 @@ class _Reader:
             **FIXED[kind],
         }
         if kind not in ("gpt2", "gpt_neo", "gpt_neox"):
-            found["kv_heads"] = self._kv_heads(heads)
-        self._head_dim(found)
-        found["mlp_dim"] = self._mlp_dim(found["dim"])
+            sizes["kv_heads"] = self._kv_heads(heads)
+        self._head_dim(sizes)
+        sizes["mlp_dim"] = self._mlp_dim(sizes["dim"])
         # Others' are computed, and only bound the sequence.
         self.read_keys.add("max_position_embeddings")
         if kind in ("gpt2", "gpt_neo"):
-            found["positions"] = self.number("max_position_embeddings")
-        self._biases(found)
-        self._norms(found)
+            sizes["positions"] = self.number("max_position_embeddings")
+        self._biases(sizes)
+        self._norms(sizes)
         self._unread()
-        self._window(found)
-        self._linear(found)
-        self._experts(found)
+        self._window(sizes)
+        self._linear(sizes)
+        self._experts(sizes)
         if kind == "mllama_text_model":
-            self._image_layers(found)
+            self._image_layers(sizes)
         for key in ("quantization_config", "num_nextn_predict_layers", "mtp_num_hidden_layers"):
             if self.value(key):
                 self.notes.append(f"{key}: not modelled")
@@ -145,17 +145,17 @@ class _Reader:
         if unused:
             self.notes.append(f"not used by the planner: {', '.join(unused)}")
         self.notes.append("vocab_size: taken for the number of classes, padding included")
-        return FromConfig(Model(**found), tuple(self.notes))
+        return FromConfig(Model(**sizes), tuple(self.notes))
 
-    def _head_dim(self, found: dict[str, Any]) -> None:
+    def _head_dim(self, sizes: dict[str, Any]) -> None:
         value = self.value("head_dim")
         if self.kind in EVEN_HEADS:
-            if value is not None and value * found["heads"] != found["dim"]:
+            if value is not None and value * sizes["heads"] != sizes["dim"]:
                 even = f"transformers' {self.kind} does not read it"
                 self.notes.append(f"head_dim: {value}, but {even}: hidden_size / heads")
         # A type's default is for files without the key.
         elif value or ("head_dim" not in self.config and "head_dim" in self.defaults):
-            found["head_dim"] = self.number("head_dim")
+            sizes["head_dim"] = self.number("head_dim")
 
     def _kv_heads(self, heads: int) -> int:
         key = "num_key_value_heads"
@@ -164,19 +164,19 @@ class _Reader:
             return heads
         return self.whole(key, heads, least=1)
 
-    def _biases(self, found: dict[str, Any]) -> None:
+    def _biases(self, sizes: dict[str, Any]) -> None:
         kind = self.kind
         if kind in BIASES:
             key, default, biases = BIASES[kind]
-            found |= dict.fromkeys(biases, bool(self.other(key, default)))
+            sizes |= dict.fromkeys(biases, bool(self.other(key, default)))
             return
         bias = self.value("attention_bias")
         if bias is not None and "attention_bias" not in UNREAD.get(kind, ()):
             if kind == "deepseek_v3" and bias:
                 raise ValueError("attention_bias = True of deepseek_v3 is not understood")
-            found["qkv_bias"] = found["out_bias"] = bool(bias)
+            sizes["qkv_bias"] = sizes["out_bias"] = bool(bias)
         if self.value("mlp_bias"):
-            found["mlp_bias"] = True
+            sizes["mlp_bias"] = True
 
     def _unread(self) -> None:
         for key in UNREAD.get(self.kind, ()):
@@ -184,12 +184,12 @@ class _Reader:
             if self.value(key) is False:
                 self.notes.append(f"{key}: False, which transformers' {self.kind} does not read")
 
-    def _norms(self, found: dict[str, Any]) -> None:
+    def _norms(self, sizes: dict[str, Any]) -> None:
         if self.kind in QK_NORMS and self.value(QK_NORMS[self.kind]):
-            found["qk_norm"] = found["qk_norm_heads"] = True
+            sizes["qk_norm"] = sizes["qk_norm_heads"] = True
         # gpt_neox has two norms with it, too.
         if self.kind == "stablelm" and self.value("use_parallel_residual"):
-            found["norms"] = 1
+            sizes["norms"] = 1
 
     def _mlp_dim(self, dim: int) -> int:
         if self.kind in ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "deepseek_v3"):
@@ -202,13 +202,13 @@ class _Reader:
             return 4 * dim
         return self.number("intermediate_size")
 
-    def _window(self, found: dict[str, Any]) -> None:
+    def _window(self, sizes: dict[str, Any]) -> None:
         kind = self.kind
         if kind in WINDOWS:
-            found["window"] = self.said("sliding_window")
+            sizes["window"] = self.said("sliding_window")
             # Without a window both kinds of layer look back at all tokens.
             self.read_keys.add("layer_types")
-            found["window_every"] = self._window_every(found["layers"]) if found["window"] else 0
+            sizes["window_every"] = self._window_every(sizes["layers"]) if sizes["window"] else 0
             return
         if kind in LINEAR:
             return
@@ -216,7 +216,7 @@ class _Reader:
         if others:
             raise ValueError(f"layer_types with {sorted(others)} of {kind} is not understood")
         if kind in ("mistral", "ministral3", "mixtral", "phi3", "starcoder2"):
-            found["window"] = self.said("sliding_window")
+            sizes["window"] = self.said("sliding_window")
             # Without a window both kinds of layer look back at all tokens.
             self.read_keys.add("layer_types")
         elif kind == "smollm3":
@@ -225,12 +225,12 @@ class _Reader:
             types = self.value("attention_types") or [[["global", "local"], 1]]
             if types[0][0] != ["global", "local"]:
                 raise ValueError(f"attention_types = {types!r} of gpt_neo is not understood")
-            found |= {"window": self.whole("window_size", 256), "window_every": 2}
+            sizes |= {"window": self.whole("window_size", 256), "window_every": 2}
             # The first layer is a global one.
-            found["window_offset"] = 1
+            sizes["window_offset"] = 1
 
     def _window_every(self, layers: int) -> int:
-        """Of which layers attention looks back at all tokens: each so-many-th; 0: none."""
+        """Returns n where every n-th layer's attention looks back at all tokens; 0: no layer's."""
         if self.value("layer_types") is not None:
             return self._full_every(layers, "sliding_attention")
         every = WINDOWS[self.kind]
@@ -241,7 +241,8 @@ class _Reader:
         return every
 
     def _full_every(self, layers: int, other: str) -> int:
-        """Each how-manieth of layer_types is full attention, all others are `other`; 0: none."""
+        """Returns n where each n-th of layer_types is full attention and all others are `other`; 0:
+        none."""
         types, full = self.value("layer_types"), "full_attention"
         every = types.index(full) + 1 if full in types else 0
         rule = [other if not every or index % every else full for index in range(1, layers + 1)]
@@ -252,15 +253,15 @@ class _Reader:
             )
         return every
 
-    def _linear(self, found: dict[str, Any]) -> None:
+    def _linear(self, sizes: dict[str, Any]) -> None:
         if self.kind not in LINEAR:
             return
         self.read_keys.add("full_attention_interval")
         if self.value("layer_types") is None:
-            found["linear_every"] = self.number("full_attention_interval")
+            sizes["linear_every"] = self.number("full_attention_interval")
         else:
-            found["linear_every"] = self._full_every(found["layers"], "linear_attention")
-        found["linear"] = LinearAttention(
+            sizes["linear_every"] = self._full_every(sizes["layers"], "linear_attention")
+        sizes["linear"] = LinearAttention(
             key_heads=self.number("linear_num_key_heads"),
             value_heads=self.number("linear_num_value_heads"),
             key_dim=self.number("linear_key_head_dim"),
@@ -269,22 +270,22 @@ class _Reader:
         )
         self.notes.append("linear attention: time and memory by a formula, not measured")
 
-    def _image_layers(self, found: dict[str, Any]) -> None:
+    def _image_layers(self, sizes: dict[str, Any]) -> None:
         key, usual = "cross_attention_layers", [3, 8, 13, 18, 23, 28, 33, 38]
-        found["image_layers"] = tuple(self.other(key, usual))
+        sizes["image_layers"] = tuple(self.other(key, usual))
         self.notes.append(f"{key}: text passes them by; attention to images is not modelled")
 
-    def _experts(self, found: dict[str, Any]) -> None:
+    def _experts(self, sizes: dict[str, Any]) -> None:
         if self.kind == "mixtral":
-            found["experts"] = self.number("num_local_experts")
-            found["experts_per_token"] = self.number("num_experts_per_tok")
+            sizes["experts"] = self.number("num_local_experts")
+            sizes["experts_per_token"] = self.number("num_experts_per_tok")
         elif self.kind in ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text"):
-            found["experts"] = self.number("num_experts")
-            found["experts_per_token"] = self.number("num_experts_per_tok")
+            sizes["experts"] = self.number("num_experts")
+            sizes["experts_per_token"] = self.number("num_experts_per_tok")
             if self.kind != "qwen3_moe":
-                found["shared_mlp_dim"] = self.number("shared_expert_intermediate_size")
+                sizes["shared_mlp_dim"] = self.number("shared_expert_intermediate_size")
         elif self.kind == "deepseek_v3":
-            found |= {
+            sizes |= {
                 "experts": self.number("n_routed_experts"),
                 "experts_per_token": self.number("num_experts_per_tok"),
                 "shared_experts": self.whole("n_shared_experts", 1),

@@ -83,7 +83,7 @@ OWN: dict[str, tuple[str, ...]] = {
         "cohere",
     ),
 }
-# Of the parts below, those that are modelled in files of some types.
+# Parts below that are modelled in files of some types.
 _MODELLED = {
     "linear attention": ("qwen3_5_text", "qwen3_5_moe_text"),
     "cross attention": ("mllama_text_model",),

@@ -21,27 +21,27 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     kind, part = config.get("model_type"), config.get("text_config")
     if part is None and kind in FLAT:
         part = {key: value for key, value in config.items() if not key.endswith("_config")}
-        found = part | {"model_type": TEXT_OF[kind]}
-        return found, [_left_out(config, TEXT_OF[kind])]
+        text_config = part | {"model_type": TEXT_OF[kind]}
+        return text_config, [_left_out(config, TEXT_OF[kind])]
     if "text_config" not in config and kind not in TEXT_OF:
         return config, []
     if not isinstance(part, Mapping):
         raise ValueError(f"text_config of {kind} must be an object, got {part!r}")
-    found = PART_DEFAULTS.get(str(kind), {}) | dict(part)
-    of_text = found.get("model_type") or TEXT_OF.get(str(kind))
+    text_config = PART_DEFAULTS.get(str(kind), {}) | dict(part)
+    of_text = text_config.get("model_type") or TEXT_OF.get(str(kind))
     if of_text is None:
         raise ValueError(
             f"text_config of {kind} must have the model_type of a text model, got None; add it"
         )
     # Flat files, and parts saved by some versions, have the whole's name.
-    found["model_type"] = TEXT_OF[kind] if of_text == kind and kind in FLAT else of_text
-    notes = [_left_out(config, found["model_type"]), *_tie(config, found, str(kind))]
+    text_config["model_type"] = TEXT_OF[kind] if of_text == kind and kind in FLAT else of_text
+    notes = [_left_out(config, text_config["model_type"]), *_tie(config, text_config, str(kind))]
     if config.get("quantization_config"):
-        found["quantization_config"] = config["quantization_config"]
+        text_config["quantization_config"] = config["quantization_config"]
     unused = keys_not_used(config, [_TIE, *(key for key in config if key.endswith("_config"))])
     if unused:
         notes.append(f"beside text_config, not used by the planner: {', '.join(unused)}")
-    return found, notes
+    return text_config, notes
 
 
 def _left_out(config: Mapping[str, Any], of_text: str) -> str:
@@ -51,10 +51,10 @@ def _left_out(config: Mapping[str, Any], of_text: str) -> str:
     return f"{config.get('model_type')}: its text model alone, {of_text}{others}"
 
 
-def _tie(config: Mapping[str, Any], found: dict[str, Any], kind: str) -> list[str]:
+def _tie(config: Mapping[str, Any], text_config: dict[str, Any], kind: str) -> list[str]:
     """Notes; whole and part may each say whether the head is tied, and transformers' versions
     differ in which of them decides."""
-    whole, part = config.get(_TIE), found.get(_TIE)
+    whole, part = config.get(_TIE), text_config.get(_TIE)
     if whole is None:
         # A text model's own default, where it does not say, is noted beside this.
         said = "of its text model" if part is None else f"{part} of its text_config"
@@ -66,5 +66,5 @@ def _tie(config: Mapping[str, Any], found: dict[str, Any], kind: str) -> list[st
                 f"{part}; set both to whether the checkpoint has no head of its own"
             )
         whole = True
-    found[_TIE] = whole
+    text_config[_TIE] = whole
     return []

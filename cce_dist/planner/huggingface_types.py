@@ -1,5 +1,5 @@
-"""What transformers' model types differ in: what their files call it, what is the same in all
-models of a type, and what is taken where a file does not say."""
+"""The differences between transformers' model types: their keys' names, the constants of a type,
+and the defaults where a file does not say."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ _MORE_DEFAULTS: dict[str, dict[str, Any]] = {
 def _defaults(kind: str) -> dict[str, Any]:
     names = NAMES.get(kind, {})
     sizes = zip(_SIZE_KEYS, _SIZES[kind], strict=True)
-    found = {names.get(key, key): value for key, value in sizes if value is not None}
-    return found | _MORE_DEFAULTS.get(kind, {})
+    defaults = {names.get(key, key): value for key, value in sizes if value is not None}
+    return defaults | _MORE_DEFAULTS.get(kind, {})
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {kind: _defaults(kind) for kind in FIXED}

@@ -1,4 +1,4 @@
-"""What is trained how: the inputs of a plan beside the model and the hardware."""
+"""The training job: the inputs of a plan beside the model and the hardware."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEGATRON_ROWS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """What a framework keeps and moves, in bytes; docs/planner.md derives the numbers.
+    """A framework's memory and traffic, in bytes; docs/planner.md derives the numbers.
 
     Args:
         framework: whose order "interleaved" has.
@@ -35,7 +35,7 @@ class Software:
             ones.
         dense_traffic, dense_peak: a logit's, of the unfused loss: through HBM forward and backward
             beside the products; at its peak.
-        transient_gradient: whether a weight's gradient is made in 16 bits before it is added.
+        transient_gradient: a weight's gradient is computed in 16 bits before it is added.
         hidden: share of a tensor-parallel collective that goes unnoticed where the framework begins
             it beside a product of the backward.
         receives_apart: whether every microbatch has memory of its own for what comes from the
@@ -116,7 +116,7 @@ class Job:
         distributed_optimizer: its states lie over the dp * cp ranks.
         overlap_data: gradients are summed beside the last backward, and the distributed optimizer's
             weights gathered beside the first forward.
-        overlap_tensor: what tensor-parallel ranks tell each other goes beside the products.
+        overlap_tensor: tensor-parallel communication goes beside the products.
         gradients: "fp32" or "bf16", as they are added up.
         precision: "mixed", bf16 weights beside fp32 ones and moments; "bf16", 16 bits for all;
             "fp32", fp32 for all, and products in bf16 under autocast.
@@ -239,25 +239,26 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch on one rank."""
+        """Tokens of a microbatch on a rank."""
         return self.sequence * self.microbatch // self.cp
 
     @property
     def head_ranks(self) -> int:
-        """That the vocabulary lies over."""
+        """Ranks that the vocabulary lies over."""
         return {"last": self.tp, "pp": self.pp, "pp-tp": self.pp * self.tp}[self.vocab_over]
 
     def rows_divisible_by(self, rows: int) -> int:
-        """Megatron's --make-vocab-size-divisible-by, for a vocabulary of as many rows: its default,
-        or the least with which the ranks of a pipeline have as many rows each."""
+        """Returns Megatron's --make-vocab-size-divisible-by for a vocabulary of as many rows: its
+        default, or the least with which the ranks of a pipeline have as many rows each."""
         step = MEGATRON_ROWS * self.tp
         if self.is_over_ranks and -(-rows // step) * step % self.head_ranks:
             return lcm(MEGATRON_ROWS, self.pp)
         return MEGATRON_ROWS
 
     def padded_rows(self, rows: int) -> int:
-        """Of the embedding and the head with padding: Megatron's to its multiple times tp, others'
-        to that of the ranks that share them, where the last may have fewer."""
+        """Returns the rows of the embedding and the head with padding. Megatron pads to a multiple
+        of its own times tp. Others pad to a multiple of the ranks that share the rows, where the
+        last may have fewer."""
         step = self.head_ranks
         if self.software.framework == "megatron":
             step = self.rows_divisible_by(rows) * self.tp
@@ -269,24 +270,25 @@ class Job:
 
     @property
     def gradient_bytes(self) -> float:
-        """Of a parameter's gradient."""
+        """Bytes of a parameter's gradient."""
         if self.precision == "mixed":
             return 4.0 if self.gradients == "fp32" else 2.0
         return 2.0 if self.precision == "bf16" else 4.0
 
     @property
     def weight_bytes(self) -> float:
-        """Of a parameter, with the 16-bit copy that autocast makes."""
+        """Bytes of a parameter, with the 16-bit copy that autocast makes."""
         return 6.0 if self.precision == "fp32" else 2.0
 
     @property
     def hidden_bytes(self) -> float:
-        """Of a number of the hidden states that layers hand on."""
+        """Bytes of a number of the hidden states that layers hand on."""
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
     def state_bytes(self) -> float:
-        """Of a parameter's optimizer: two moments, and an fp32 weight beside a bf16 one."""
+        """Bytes of a parameter's optimizer state: two moments, and an fp32 weight beside a bf16
+        weight."""
         return {"mixed": 12.0, "bf16": 4.0, "fp32": 8.0}[self.precision]
 
     @property

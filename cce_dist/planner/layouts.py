@@ -1,4 +1,4 @@
-"""How many layers each stage should have."""
+"""Chooses the number of layers of each stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ MANY_TASKS, MANY_PLANS = 60_000, 300
 
 
 def best_layout(costs: Costs, schedule: Schedule) -> Plan:
-    """The plan of the fastest layout found that fits; where none does, of the one that needs least.
+    """Returns the plan of the fastest layout that fits; if none fits, the plan that needs the least
+    memory.
 
     From an even layout and those of `balanced_layout`, one layer after the other is moved to
     another stage as long as a step gets shorter.
@@ -43,13 +44,13 @@ def best_layout(costs: Costs, schedule: Schedule) -> Plan:
 
 
 def fits_somehow(costs: Costs, schedule: Schedule) -> bool:
-    """Whether `best_layout` finds one that fits; nothing is simulated."""
+    """Returns True where `best_layout` finds a layout that fits; nothing is simulated."""
     parts = Parts(costs, schedule)
     return any(peak_of(costs, schedule, layout) <= parts.room for layout in _starts(parts))
 
 
 def peak_of(costs: Costs, schedule: Schedule, layout: Layout) -> float:
-    """Bytes of the rank that takes most; nothing is simulated."""
+    """Returns bytes of the rank that takes most; nothing is simulated."""
     stages = make_stages(costs, layout)
     return max(
         memory_of(costs, schedule, stages_of(schedule, stages, rank), rank).total
@@ -58,12 +59,13 @@ def peak_of(costs: Costs, schedule: Schedule, layout: Layout) -> float:
 
 
 def _order(plan: Plan) -> tuple[float, float]:
-    """Of plans that fit, the best first."""
+    """Sorts plans that fit, the best first."""
     return round(plan.seconds, 9), plan.peak
 
 
 def _starts(parts: Parts) -> Iterator[Layout]:
-    """From which better ones are looked for; the last is of use where the others need too much."""
+    """Yields layouts from which the search starts; the last helps where the others need too much
+    memory."""
     yield even_layout(parts.costs.model.layers, parts.schedule.stages)
     yield balanced_layout(parts)
     if parts.schedule.chunks > 1:
@@ -72,7 +74,7 @@ def _starts(parts: Parts) -> Iterator[Layout]:
 
 @dataclass(frozen=True)
 class Parts:
-    """What layouts are made of."""
+    """The parts that layouts consist of."""
 
     costs: Costs
     schedule: Schedule
@@ -89,7 +91,7 @@ class Parts:
 
     @cached_property
     def layer(self) -> Stage:
-        """What one more layer adds to a stage, on average."""
+        """The average addition of a layer to a stage."""
         count = len(self.costs.layers)
         without, inner = self.inner, make_stages(self.costs, [0, count, 0])[1]
         names = ("parameters", "expert_parameters", "flops", "forward", "backward", "kept")
@@ -98,13 +100,14 @@ class Parts:
 
     @cached_property
     def inner(self) -> Stage:
-        """One without layers, which is neither the first nor the last: of a head over all ranks it
-        has its share."""
+        """A stage without layers, neither first nor last. It has its share of a head that all ranks
+        share."""
         return make_stages(self.costs, [0, 0, 0])[1]
 
     @cached_property
     def until(self) -> tuple[list[float], list[float]]:
-        """Of as many layers, from the model's first: seconds of their forward, and in all."""
+        """For each count of layers, from the model's first: seconds of their forward, and seconds
+        in all."""
         each = make_stages(self.costs, [0, *[1] * len(self.costs.layers), 0])[1:-1]
         forward = [one.forward - self.inner.forward for one in each]
         both = [
@@ -115,7 +118,7 @@ class Parts:
 
     @cached_property
     def stages(self) -> list[list[int]]:
-        """Of each rank."""
+        """Stages of each rank."""
         schedule = self.schedule
         return [
             [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
@@ -132,7 +135,7 @@ class Parts:
         }
 
     def needs(self, rank: int, layout: list[int]) -> float:
-        """Bytes of a rank, where all layers are as the mean one."""
+        """Returns bytes of a rank, where all layers are as the mean layer."""
         stages, layer = [], self.layer
         for index in self.stages[rank]:
             base, count = self.empty[index], layout[index]
@@ -148,7 +151,7 @@ class Parts:
         return memory_of(self.costs, self.schedule, stages, rank).total
 
     def taken(self, layout: Layout) -> tuple[list[float], list[float]]:
-        """Seconds of each stage: of the forward, and of both."""
+        """Returns seconds of each stage: of the forward, and of both passes."""
         forward, both = self.until
         ends = list(accumulate(layout, initial=0))
         cuts = list(zip(self.empty, ends, ends[1:], strict=False))
@@ -158,8 +161,8 @@ class Parts:
         )
 
     def loads(self, layout: Layout) -> tuple[list[float], float]:
-        """A microbatch's seconds on each rank without a head over all of them, the slowest first;
-        of those that are alike in that, the better first.
+        """Returns a microbatch's seconds on each rank without a head over all of them, the slowest
+        first; of layouts alike in that, the better first.
 
         Rounded: sums of the same numbers may differ in their last bits."""
         both = self.taken(layout)[1]
@@ -167,7 +170,7 @@ class Parts:
         return sorted(each, reverse=True), self.least_seconds(layout)
 
     def least_seconds(self, layout: Layout) -> float:
-        """That no step is shorter than: a rank's own work, after the first microbatch's way."""
+        """Returns a lower bound of a step: a rank's own work, after the first microbatch's way."""
         forward, both = self.taken(layout)
         way = list(accumulate(forward, initial=0.0))
         count, head = self.schedule.microbatches, self.costs.head
@@ -177,8 +180,8 @@ class Parts:
         )
 
     def levelled(self, layout: Layout) -> Layout:
-        """With layers of the slowest rank moved to others, as long as no rank is as slow then and
-        it fits: layers need not be alike."""
+        """Moves layers of the slowest rank to others, as long as no rank is as slow then and it
+        fits: layers need not be alike."""
         best = self.loads(layout)
         while True:
             both = self.taken(layout)[1]
@@ -195,16 +198,17 @@ class Parts:
 
 
 def _moves(layout: Layout, sources: list[int]) -> Iterator[Layout]:
-    """One layer of these stages elsewhere. Only the first and the last stage may have none."""
+    """Yields layouts with a layer of `sources` moved elsewhere. Only the first and the last stage
+    may be empty."""
     last = len(layout) - 1
     for source in sources:
         if layout[source] > (0 < source < last):
             for target in range(last + 1):
                 if target != source:
-                    found = list(layout)
-                    found[source] -= 1
-                    found[target] += 1
-                    yield tuple(found)
+                    moved = list(layout)
+                    moved[source] -= 1
+                    moved[target] += 1
+                    yield tuple(moved)
 
 
 def _improve(parts: Parts, plans: dict[Layout, Plan], layout: Layout, most: int) -> None:
@@ -226,9 +230,9 @@ def _improve(parts: Parts, plans: dict[Layout, Plan], layout: Layout, most: int)
 
 
 def balanced_layout(parts: Parts, *, is_thrifty: bool = False) -> Layout:
-    """Layer by layer to the rank whose stages take least, as long as it has the memory, and there
-    to the stage that takes least, or if thrifty has the fewest microbatches in flight. All layers
-    count as the mean one."""
+    """Gives layer by layer to the rank whose stages take least, as long as it has the memory, and
+    there to the stage that takes least, or if thrifty has the fewest microbatches in flight. All
+    layers count as the mean layer."""
     layout = [0] * parts.schedule.stages
     room, ranks = parts.room, list(range(parts.schedule.ranks))
     full: set[int] = set()
@@ -255,14 +259,15 @@ def balanced_layout(parts: Parts, *, is_thrifty: bool = False) -> Layout:
 
 
 def _without_gaps(layout: Layout) -> Layout:
-    """No stage but the first and the last without a layer: one of the largest stage's instead."""
-    found = list(layout)
-    for index in range(1, len(found) - 1):
-        if not found[index]:
-            largest = found.index(max(found))
-            if found[largest] == 1:
+    """Gives each empty inner stage a layer of a largest stage. Only the first and the last may be
+    empty."""
+    filled = list(layout)
+    for index in range(1, len(filled) - 1):
+        if not filled[index]:
+            largest = filled.index(max(filled))
+            if filled[largest] == 1:
                 # Only the ends have one that is not needed there.
-                largest = 0 if found[0] else len(found) - 1
-            found[largest] -= 1
-            found[index] = 1
-    return tuple(found)
+                largest = 0 if filled[0] else len(filled) - 1
+            filled[largest] -= 1
+            filled[index] = 1
+    return tuple(filled)

@@ -24,34 +24,37 @@ KEYS = {
 }
 
 
-def predict_file(path: str | Path, **instead: Any) -> Prediction:
-    """A step from the times of a file: StageTimes' and predict's arguments by their names.
+def predict_file(
+    path: str | Path, *, schedule: str | None = None, microbatches: int | None = None
+) -> Prediction:
+    """Predicts a step from a file's times: arguments of StageTimes and predict, by their names.
 
     Args:
-        instead: of what the file says; None: nothing.
+        schedule, microbatches: replace the file's values; None keeps them.
     Raises:
-        ValueError: not such a file, a key that is not known or missing, a value of another type, or
-            what `StageTimes` and `predict` refuse.
+        ValueError: an unreadable file, an unknown or a missing key, a value of a wrong type, or a
+            value that `StageTimes` or `predict` refuses.
     """
     file = Path(path)
     try:
-        found = json.loads(file.read_text(encoding="utf-8-sig"))
+        entries = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"times must be a readable JSON file, got {file}: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"times must be an object, got {type(found).__name__}")
-    found |= {key: value for key, value in instead.items() if value is not None}
-    unknown = sorted(set(found) - set(KEYS))
+    if not isinstance(entries, dict):
+        raise ValueError(f"times must be an object, got {type(entries).__name__}")
+    replaced = {"schedule": schedule, "microbatches": microbatches}
+    entries |= {key: value for key, value in replaced.items() if value is not None}
+    unknown = sorted(set(entries) - set(KEYS))
     if unknown:
         raise ValueError(f"keys of times must be among {sorted(KEYS)}, got {unknown}")
     for key in ("forward", "backward", "microbatches"):
-        if key not in found:
-            raise ValueError(f"times must have the key {key!r}, got {sorted(found)}")
-    values = {key: _checked(key, value) for key, value in found.items()}
+        if key not in entries:
+            raise ValueError(f"times must have the key {key!r}, got {sorted(entries)}")
+    values = {key: _checked(key, value) for key, value in entries.items()}
     options = {key: values.pop(key) for key in ("schedule", "chunks", "framework") if key in values}
-    microbatches = values.pop("microbatches")
+    count = values.pop("microbatches")
     times = StageTimes(**values, chunks=options.get("chunks", 1))
-    return predict(times, microbatches, **options)
+    return predict(times, count, **options)
 
 
 def _checked(key: str, value: Any) -> Any:

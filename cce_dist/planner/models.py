@@ -14,7 +14,7 @@ class Model:
     Args:
         classes: V of the loss, the tokenizer's size.
         rows: of the embedding and the head, padding included; None: classes.
-        more_rows: that the embedding alone has beside those.
+        more_rows: further rows, of the embedding alone.
         mlp_dim: of one expert where there are several.
         head_dim: None: dim / heads.
         gated: three matrices in the MLP rather than two.
@@ -22,7 +22,7 @@ class Model:
         norm_weight, norm_bias: vectors of each norm, the last one's too.
         positions: learned ones, a vector each.
         experts: 0: one MLP without a router.
-        experts_per_token: that a token goes through; 0: all.
+        experts_per_token: experts that a token goes through; 0: all.
         shared_experts, shared_mlp_dim: that every token goes through; of one, 0: mlp_dim.
         shared_gate: a vector that says how much of what they give is taken.
         dense_layers, dense_mlp_dim: the first layers, which have one MLP of that size instead.
@@ -30,7 +30,7 @@ class Model:
         qk_norm_heads: those have weights for each head, or are over all heads at once.
         window, window_every: tokens that attention looks back at, in all but each window_every-th
             layer (0: in every layer); a window of 0: all tokens.
-        window_offset: how many layers earlier each window_every-th comes.
+        window_offset: each window_every-th comes so many layers earlier.
         kv_rank, query_rank, rope_dim, value_dim: of multi-head latent attention, arXiv:2405.04434:
             what keys and values, and queries, are made from; dims of a head with positions, beside
             those of head_dim; dims of a value. 0: other attention (query_rank: from hidden).
@@ -131,12 +131,12 @@ class Model:
 
     @property
     def key_dim(self) -> int:
-        """Of a head's query and key."""
+        """Dims of a head's query and key."""
         return self.size_of_head + self.rope_dim
 
     @property
     def head_value_dim(self) -> int:
-        """Of a head's value."""
+        """Dims of a head's value."""
         return self.value_dim or self.size_of_head
 
     @property
@@ -153,17 +153,17 @@ class Model:
 
     @property
     def attention_parameters(self) -> int:
-        found = self.attention_matrices + self.dim * self.out_bias
+        parameters = self.attention_matrices + self.dim * self.out_bias
         if self.kv_rank:
-            return found + self.kv_rank + self.query_rank  # their norms
+            return parameters + self.kv_rank + self.query_rank  # their norms
         inner, outer = self.heads * self.size_of_head, self.kv_heads * self.size_of_head
         normed = self.heads + self.kv_heads if self.qk_norm_heads else 2
         norms = normed * self.size_of_head * self.qk_norm
-        made = inner * (1 + self.query_gate) + 2 * outer
-        return found + made * self.qkv_bias + norms
+        projected = inner * (1 + self.query_gate) + 2 * outer
+        return parameters + projected * self.qkv_bias + norms
 
     def attention_of(self, index: int) -> str:
-        """ "full", "window", "linear" or "image": the attention of the `index`-th layer."""
+        """Returns "full", "window", "linear" or "image": the attention of the `index`-th layer."""
         if index in self.image_layers:
             return "image"
         for name, has, every, offset in (
@@ -189,7 +189,7 @@ class Model:
 
     @property
     def mlp_parameters(self) -> int:
-        """Of all experts, their router and the shared ones' gate."""
+        """Parameters of all experts, their router and the shared experts' gate."""
         one = self.mlp_of(self.mlp_dim)
         if not self.experts:
             return one
@@ -203,12 +203,12 @@ class Model:
 
     @property
     def norm_parameters(self) -> int:
-        """Of one norm."""
+        """Parameters of a norm."""
         return self.dim * (self.norm_weight + self.norm_bias)
 
     @property
     def layer_parameters(self) -> int:
-        """Of one that is not among the dense ones."""
+        """Parameters of a layer that is not among the dense layers."""
         return self.parameters_of_layer(self.layers)
 
     def parameters_of_layer(self, index: int) -> int:
@@ -250,7 +250,19 @@ def _gpt2(dim: int, layers: int, heads: int, positions: int, saved: int, qkv_bia
 
 
 def _llama(
-    classes: int, dim: int, layers: int, mlp_dim: int, heads: int, kv_heads: int, **more: int | bool
+    classes: int,
+    dim: int,
+    layers: int,
+    mlp_dim: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    rows: int | None = None,
+    head_dim: int | None = None,
+    tied: bool = False,
+    norms: int = 2,
+    qkv_bias: bool = False,
+    experts: int = 0,
 ) -> Model:
     return Model(
         classes=classes,
@@ -259,7 +271,12 @@ def _llama(
         mlp_dim=mlp_dim,
         heads=heads,
         kv_heads=kv_heads,
-        **more,  # pyright: ignore
+        rows=rows,
+        head_dim=head_dim,
+        tied=tied,
+        norms=norms,
+        qkv_bias=qkv_bias,
+        experts=experts,
     )
 
 

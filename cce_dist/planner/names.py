@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence that refuses the name: one of these that is like it, or nothing."""
+    """Returns the end of a sentence that refuses `name`: the nearest of `names`, or nothing."""
     spelt = {each.lower(): each for each in names}
-    found = get_close_matches(name.lower(), spelt, n=1)
-    return f"; the nearest is {spelt[found[0]]!r}" if found else ""
+    matches = get_close_matches(name.lower(), spelt, n=1)
+    return f"; the nearest is {spelt[matches[0]]!r}" if matches else ""

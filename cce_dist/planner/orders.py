@@ -1,4 +1,4 @@
-"""What each pipeline rank does when, with the vocabulary over all of them.
+"""Orders the passes of each pipeline rank, with the vocabulary over all ranks.
 
 A microbatch is F on every rank from the first to the last, S on all of them (log-sum-exp of the
 rank's columns), T on all of them when all S are merged (gradients), and B from the last to the
@@ -37,7 +37,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Of one microbatch on one rank, in any unit.
+    """Times of a microbatch on a rank, in any unit.
 
     Raises:
         ValueError: a time is not positive and finite, or latency negative.
@@ -78,8 +78,8 @@ def plan_vocab_order(
     weighs: bool = False,
     runs_ahead: bool = True,
 ) -> list[list[Pass]]:
-    """Each rank's passes in order; with `embeds` E and G as well, with `weighs` U on the last rank,
-    which find no place in the cycle but between its passes.
+    """Orders each rank's passes; with `embeds` E and G as well, with `weighs` U on the last rank.
+    The cycle has no place for E, G and U but between its passes.
 
     Of one rank at most ranks + 2 microbatches are between F and B, where the head takes no longer
     than two stages and latency is 0; ranks + 3 with a head of six stages, or a latency of F / 5,
@@ -102,7 +102,7 @@ def plan_vocab_order(
     # A cycle before the first rank's F, and a latency after its B.
     start["E"] = [-cycle] * ranks
     start["G"] = [start["B"][0] + times.backward + times.latency] * ranks
-    # U before what begins when it does.
+    # U before passes that begin at the same time.
     kinds: list[Kind] = ["U", *CYCLE, *EMBEDDING] if embeds else ["U", *CYCLE]
     passes: dict[Kind, list[Pass]] = {}
     for kind in kinds:
@@ -115,14 +115,14 @@ def plan_vocab_order(
 
 
 def _first_starts(ranks: int, times: Times, weighs: bool) -> dict[Kind, list[float]]:
-    """When each rank begins each kind of the first microbatch's passes."""
+    """Returns the time at which each rank begins each kind of the first microbatch's passes."""
     cycle, every = times.cycle, range(ranks)
     offset: dict[Kind, float] = {}
     for kind in CYCLE:
         offset[kind] = sum(times.of(other) for other in CYCLE[: len(offset)])
 
     def slot(rank: int, kind: Kind, ready: float) -> float:
-        """The first start of `kind` on `rank` that is not before `ready`."""
+        """Returns the first start of `kind` on `rank` that is not before `ready`."""
         first = rank * times.forward + offset[kind]
         return first + math.ceil((ready - first) / cycle - 1e-9) * cycle
 
@@ -145,12 +145,12 @@ def _first_starts(ranks: int, times: Times, weighs: bool) -> dict[Kind, list[flo
 
 
 def _held(start: dict[Kind, list[float]], rank: int, cycle: float) -> int:
-    """How many F a rank begins before its first B."""
+    """Returns the number of F that a rank begins before its first B."""
     return math.ceil((start["B"][rank] - start["F"][rank]) / cycle - 1e-9)
 
 
 def _repeat(begins: dict[Kind, float], passes: dict[Kind, list[Pass]]) -> list[Pass]:
-    """One rank's, in the order in which they begin, or of `begins` where that is the same.
+    """Returns a rank's passes in the order in which they begin; ties follow the order of `begins`.
 
     Args:
         begins: of the first microbatch's pass of each kind, in cycles; others follow one by one.
@@ -166,7 +166,9 @@ def _repeat(begins: dict[Kind, float], passes: dict[Kind, list[Pass]]) -> list[P
 
     def partly(cycles: range) -> list[Pass]:
         every = [(at, passes[kind]) for _, at, kind in turns]
-        return [own[cycle - at] for cycle in cycles for at, own in every if 0 <= cycle - at < count]
+        return [
+            order[cycle - at] for cycle in cycles for at, order in every if 0 <= cycle - at < count
+        ]
 
     # Cycles that have a pass of each kind, which are most where there are many microbatches.
     full = range(last, max(last, first + count))
@@ -179,10 +181,10 @@ def _repeat(begins: dict[Kind, float], passes: dict[Kind, list[Pass]]) -> list[P
 
 
 def _run_ahead(orders: list[list[Pass]]) -> list[list[Pass]]:
-    """With the first microbatches' F before all else, and before these E, for which F of the first
+    """Puts the first microbatches' F before all else, and before these E, for which F of the first
     rank would wait until all others have come to it."""
     most = [most_in_flight(order) for order in orders]
-    found = []
+    reordered = []
     for rank, order in enumerate(orders):
         ahead: dict[Kind, list[Pass]] = {"E": [], "F": []}
         limits: dict[Kind, int] = {"E": most[0], "F": most[rank]}
@@ -191,14 +193,14 @@ def _run_ahead(orders: list[list[Pass]]) -> list[list[Pass]]:
             # Within each of the three as they were.
             kind, index = each
             (ahead[kind] if index < limits.get(kind, 0) else rest).append(each)
-        found.append(ahead["E"] + ahead["F"] + rest)
-    return found
+        reordered.append(ahead["E"] + ahead["F"] + rest)
+    return reordered
 
 
 def plan_slow_start(
     ranks: int, microbatches: int, times: Times, *, embeds: bool = False, weighs: bool = False
 ) -> list[list[Pass]]:
-    """`plan_vocab_order` after `SLOWLY` microbatches that go through one after the other.
+    """Plans `plan_vocab_order` after `SLOWLY` microbatches that go through one after the other.
 
     For the first step of its kind: on a GPU kernels and communicators, of the stages too, come to
     the device at first use, which may wait for all that it has begun.
@@ -213,8 +215,10 @@ def plan_slow_start(
             kinds = ["E", *kinds, "G"]
         orders.append([Pass(kind, index) for index in range(slowly) for kind in kinds])
     if slowly < microbatches:
-        more = plan_vocab_order(ranks, microbatches - slowly, times, embeds=embeds, weighs=weighs)
-        for order, rest in zip(orders, more, strict=True):
+        planned = plan_vocab_order(
+            ranks, microbatches - slowly, times, embeds=embeds, weighs=weighs
+        )
+        for order, rest in zip(orders, planned, strict=True):
             order += [Pass(kind, slowly + index) for kind, index in rest]
     return orders
 
@@ -229,7 +233,8 @@ def most_in_flight(order: Sequence[Pass]) -> int:
 
 
 def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, float]]:
-    """When each rank ends each pass, where a rank does nothing but wait for the next of its own.
+    """Returns the time at which each rank ends each pass, where a rank waits only for its next
+    pass.
 
     Raises:
         ValueError: the ranks wait for one another.
@@ -243,7 +248,7 @@ def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, 
     weighs = any(each.kind == "U" for each in orders[-1])
 
     def ready(rank: int, each: Pass) -> float | None:
-        """When what it waits for has ended; None: not yet known."""
+        """Returns the end of the last pass that `each` waits for; None: not yet known."""
         index, last = each.microbatch, ranks - 1
         needs: dict[Kind, list[tuple[int, Kind]]] = {
             "F": [(rank - 1, "F")] if rank else before_first,
@@ -254,11 +259,11 @@ def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, 
             "T": [(last, "U")] if weighs else all_s,
             "B": [(rank + 1, "B")] if rank < last else [(x, "T") for x in range(ranks)],
         }
-        found = [ends[other].get(Pass(kind, index)) for other, kind in needs[each.kind]]
-        if any(end is None for end in found):
+        ends_before = [ends[other].get(Pass(kind, index)) for other, kind in needs[each.kind]]
+        if any(end is None for end in ends_before):
             return None
         remote = each.kind in "STUG" or (each.kind == "B" and rank == last)
-        latest = max((end for end in found if end is not None), default=0.0)
+        latest = max((end for end in ends_before if end is not None), default=0.0)
         return latest + (times.latency if remote else 0.0)
 
     moved = True

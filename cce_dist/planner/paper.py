@@ -58,7 +58,7 @@ PRINTED: dict[str, tuple[MemoryRow, float]] = {
 
 
 def memory_row(model: Model) -> MemoryRow:
-    """Table A3's arithmetic for any model."""
+    """Computes Table A3's arithmetic for any model."""
     logits = TOKENS * model.classes * 4 / MB
     activations = TOKENS * model.dim * model.layers * 2 / MB
     weights = (model.parameters + model.buffers) * BYTES_OF_NUMBER / MB
@@ -69,8 +69,8 @@ def memory_row(model: Model) -> MemoryRow:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Of what is computed from what is printed: the largest of its columns of MB, of tokens, and of
-    the increase as rounded."""
+    """The deviation of computed from printed values: the largest of the columns of MB, of the
+    columns of tokens, and of the rounded increase."""
 
     mb: float
     tokens: float
@@ -84,11 +84,11 @@ class Deviation:
 def deviation(name: str) -> Deviation:
     """Raises KeyError: the table has no such model."""
     printed, increase = PRINTED[name]
-    found = memory_row(PAPER[name])
+    computed = memory_row(PAPER[name])
     in_mb = ("logits_mb", "activations_mb", "weights_mb")
     in_tokens = ("batch_before", "batch_after")
     return Deviation(
-        max(abs(getattr(found, x) - getattr(printed, x)) for x in in_mb),
-        max(abs(getattr(found, x) - getattr(printed, x)) for x in in_tokens),
-        abs(round(found.increase, 1) - increase),
+        max(abs(getattr(computed, x) - getattr(printed, x)) for x in in_mb),
+        max(abs(getattr(computed, x) - getattr(printed, x)) for x in in_tokens),
+        abs(round(computed.increase, 1) - increase),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from .hardware import GIB, Hardware
 from .job import Job
@@ -22,7 +22,7 @@ class Memory:
 
     Args:
         activations: of all microbatches in flight.
-        head: what the loss keeps and works with.
+        head: memory that the loss keeps and works with.
         working: of a layer's backward, where that is more than the head's.
         buffers: for what other stages send, where the framework allocates them at first.
     """
@@ -42,7 +42,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One pipeline rank.
+    """A pipeline rank.
 
     Args:
         stages: of the model, the rank's own.
@@ -67,7 +67,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one layout.
+    """The plan of a layout.
 
     Args:
         layout: layers of each stage, from the model's first.
@@ -84,12 +84,12 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.prediction.seconds + self.optimizer_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
+        """Tokens per second of all GPUs."""
         job = self.job
         return job.sequence * job.microbatch * job.microbatches * job.dp / self.seconds
 
@@ -111,7 +111,8 @@ class Plan:
 
     @property
     def binds(self) -> str:
-        """What the step's time, or that there is none, is due to; a sentence."""
+        """A sentence that names the limit of the step's time, or the reason why there is no
+        time."""
         if not self.fits:
             worst = max(self.ranks, key=lambda rank: rank.memory.total)
             largest = max(vars(worst.memory), key=lambda name: getattr(worst.memory, name))
@@ -130,7 +131,7 @@ class Plan:
 
 
 def even_layout(layers: int, stages: int) -> tuple[int, ...]:
-    """Megatron's and torch's own: as many layers each; what is left over to the first stages. Of
+    """Splits layers as Megatron and torch do: evenly, with the remainder on the first stages. With
     two stages more than layers the first has the embedding alone, and the last the head."""
     if stages == layers + 2:
         return (0, *[1] * layers, 0)
@@ -138,7 +139,8 @@ def even_layout(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def schedule_of(costs: Costs) -> Schedule:
-    """The orders of the job; "vocab" by an even layout, and by what those who run it know."""
+    """Returns the orders of the job. "vocab" is planned for an even layout, from the times that the
+    running side knows."""
     job = costs.job
     if job.schedule_name != "vocab":
         return _fixed_schedule(
@@ -149,12 +151,14 @@ def schedule_of(costs: Costs) -> Schedule:
         times = _times_of_sizes(costs, layout)
     else:
         times = stage_times(costs, make_stages(costs, layout)).slowest()
-    how: dict[str, Any] = {"times": times, "embeds": embeds, "weighs": job.is_patched}
-    return make_schedule("vocab", job.pp, job.microbatches, **how)
+    return make_schedule(
+        "vocab", job.pp, job.microbatches, times=times, embeds=embeds, weighs=job.is_patched
+    )
 
 
 def _times_of_sizes(costs: Costs, layout: Sequence[int]) -> Times:
-    """By which megatron_patch plans: its parameters, whose products take most of the time."""
+    """Returns the times by which megatron_patch plans: its parameters, whose products take most of
+    the time."""
     first, largest = 0, 1.0
     for count in layout:
         largest = max(largest, sum(costs.parameters[first : first + count]))
@@ -168,14 +172,14 @@ def _times_of_sizes(costs: Costs, layout: Sequence[int]) -> Times:
 def _fixed_schedule(
     name: str, ranks: int, microbatches: int, chunks: int, framework: Literal["torch", "megatron"]
 ) -> Schedule:
-    """Without times; a search asks for the same one many times."""
+    """Returns a schedule without times; a search asks for the same schedule many times."""
     return make_schedule(name, ranks, microbatches, chunks=chunks, framework=framework)
 
 
 def make_plan(
     model: Model, job: Job, hardware: Hardware, layout: Sequence[int] | None = None
 ) -> Plan:
-    """What a layout takes.
+    """Plans a layout's time and memory.
 
     Args:
         layout: layers of each of the pp * chunks stages; None: even.
@@ -234,7 +238,8 @@ def _rank_plan(
 
 
 def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int) -> Memory:
-    """Of a rank with these stages, its activations by the schedule's order."""
+    """Returns the memory of a rank with these stages; the schedule's order gives its
+    activations."""
     job = costs.job
     order = schedule.held[rank]
     parameters = sum(stage.parameters for stage in mine)
@@ -272,30 +277,30 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
 
 
 def _buffers(costs: Costs, schedule: Schedule, rank: int) -> float:
-    """Of hidden size, for every microbatch: what torch's stages receive into; under a schedule that
-    knows nothing of a tied embedding over all ranks its rows, then their gradients, on the first.
-    """
+    """Returns bytes of buffers of hidden size, for every microbatch. Torch's stages receive into
+    them. A schedule that knows nothing of a tied embedding over all ranks also holds its rows, then
+    their gradients, on the first rank."""
     job, last = costs.job, schedule.stages - 1
     split = job.tp if job.sequence_parallel else 1
     size = job.tokens * costs.model.dim / split
     mine = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
-    found = 0.0
+    size_in_bytes = 0.0
     if job.software.receives_apart:
         neighbours = sum((stage > 0) + (stage < last) for stage in mine)
-        found += neighbours * job.microbatches * job.hidden_bytes * size
+        size_in_bytes += neighbours * job.microbatches * job.hidden_bytes * size
     if job.is_served and costs.is_embedding_shared and rank == 0:
         # Those in flight have used their rows, and have no gradient of them yet.
         started = peak_of_held(schedule.held[0], [1.0, *[0.0] * (schedule.chunks - 1)])
-        found += 2.0 * size * (job.microbatches - started)
-    return found
+        size_in_bytes += 2.0 * size * (job.microbatches - started)
+    return size_in_bytes
 
 
 def _after(costs: Costs, rank: RankPlan) -> float:
-    """Seconds of a rank after its last backward: gradients over data-parallel ranks, clipping, the
-    optimizer; of a tied head, the gradients of its two copies."""
+    """Returns seconds of a rank after its last backward: gradients over data-parallel ranks,
+    clipping, the optimizer; of a tied head, the gradients of its two copies."""
     job, hardware = costs.job, costs.hardware
     ranks = job.dp * job.cp
-    found, owned = 0.0, rank.parameters
+    seconds, owned = 0.0, rank.parameters
     if ranks > 1:
         # Neighbours are tensor-parallel.
         link = hardware.ring(ranks, apart=job.tp)
@@ -309,17 +314,17 @@ def _after(costs: Costs, rank: RankPlan) -> float:
         if job.overlap_data:
             reduced = _visible(costs, rank, reduced, rank.backward)
             gathered = _visible(costs, rank, gathered, rank.forward)
-        found += hardware.latency + reduced + gathered
+        seconds += hardware.latency + reduced + gathered
     is_copied = costs.model.tied and job.pp > 1 and not job.is_over_ranks
     if is_copied and job.schedule_name != "zbv" and rank.rank in (0, job.pp - 1):
         copied = job.gradient_bytes * costs.head_parameters
-        found += hardware.latency + copied / hardware.link(job.pp * job.tp)
-    return found + job.step_traffic * owned / hardware.bytes_per_second
+        seconds += hardware.latency + copied / hardware.link(job.pp * job.tp)
+    return seconds + job.step_traffic * owned / hardware.bytes_per_second
 
 
 def _visible(costs: Costs, rank: RankPlan, seconds: float, beside: float) -> float:
-    """Of a sum of a rank's gradients, or a gather of its weights, what the passes of one microbatch
-    do not hide, which take `beside`."""
+    """Returns the seconds of a sum of gradients, or a gather of weights, that a microbatch's
+    passes, which take `beside`, do not hide."""
     job = costs.job
     # The embedding's gradient is the last to be made, and its rows the first to be needed.
     alone = costs.embedding_parameters / rank.parameters if rank.rank == 0 else 0.0

@@ -56,11 +56,11 @@ class StageTimes:
                 f"{len(self.forward)} and {len(self.backward)}"
             )
         for name in ("statistics", "gradients", "embedding"):
-            found = len(getattr(self, name))
-            if found * self.chunks not in (0, len(self.forward)):
+            count = len(getattr(self, name))
+            if count * self.chunks not in (0, len(self.forward)):
                 raise ValueError(
                     f"{name} must have a time for each of {len(self.forward) // self.chunks} "
-                    f"ranks, or none, got {found}"
+                    f"ranks, or none, got {count}"
                 )
         for name in ("forward", "backward", "statistics", "gradients", "embedding"):
             for value in getattr(self, name):
@@ -79,7 +79,7 @@ class StageTimes:
         return bool(self.statistics or self.gradients)
 
     def with_stalls(self, *, served: bool = False) -> StageTimes:
-        """As this library was measured: the same times, and `stalled`.
+        """Returns the same times with `stalled`, as this library was measured.
 
         Args:
             served: under a schedule that knows nothing of the head over all ranks, instead of the
@@ -91,8 +91,8 @@ class StageTimes:
         return replace(self, stalled=share * (stages + each.statistics + each.gradients))
 
     def slowest(self) -> Times:
-        """One cycle for all ranks, for planner/orders.py; without latency, as train, bench and
-        megatron_patch plan theirs."""
+        """Returns a cycle for all ranks, for planner/orders.py; without latency, as in the plans of
+        train, bench and megatron_patch."""
         return Times(
             forward=max(self.forward),
             backward=max(self.backward),
@@ -105,7 +105,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step, without the optimizer.
+    """The prediction of a step, without the optimizer.
 
     Args:
         seconds: until the last rank is done.
@@ -137,7 +137,7 @@ def predict(
     framework: Literal["torch", "megatron"] = "megatron",
     weighs: bool = False,
 ) -> Prediction:
-    """What a step of `microbatches` takes: the schedule's own order, simulated.
+    """Predicts a step of `microbatches` by simulating the schedule's own order.
 
     Args:
         weighs: of "vocab", that the last rank alone knows the gradient of each token's loss, as in
@@ -160,7 +160,7 @@ def predict(
         raise ValueError(f"chunks must be those of the times, {times.chunks}, got {chunks}")
     if times.embedding and not times.is_over_ranks:
         raise ValueError("embedding must be given with statistics and gradients, got it alone")
-    made = make_schedule(
+    schedule_order = make_schedule(
         schedule,
         ranks,
         microbatches,
@@ -170,7 +170,7 @@ def predict(
         embeds=bool(times.embedding),
         weighs=weighs,
     )
-    return simulate_schedule(made, times)
+    return simulate_schedule(schedule_order, times)
 
 
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
@@ -197,7 +197,7 @@ def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, kind: str, 
     stage, last = schedule.stage(rank, chunk), schedule.stages - 1
 
     def near(other: int) -> float:
-        """Two stages of one rank send each other nothing."""
+        """Returns True if two stages are on the same rank: they send each other nothing."""
         return 0.0 if schedule.rank(other) == rank else times.latency
 
     if kind == "F":
@@ -245,7 +245,8 @@ def _served(schedule: Schedule, times: StageTimes) -> Served:
 
 
 def closed_form(schedule: Schedule, times: StageTimes) -> float | None:
-    """A step's time by formula, p2p latencies left out; of uneven stages, where one is known.
+    """Returns a step's time by formula, p2p latencies left out; of uneven stages, where a formula
+    is known.
 
     gpipe: exact. 1f1b: (m - 1) max(F + B) + sum(F + B), exact where the last stage is the slowest
     in both, or all are alike. interleaved: even stages alone. vocab: m cycles of the slowest, and

@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import replace
 
 from .models import PAPER, Model
 from .names import nearest_name
 
-_GEMMA2: dict[str, Any] = {
-    "classes": 256000,
-    "tied": True,
-    "norms": 4,
-    "window": 4096,
-    "window_every": 2,
-}
-_LLAMA3: dict[str, Any] = {"classes": 128256, "kv_heads": 8}
-_QWEN25: dict[str, Any] = {"classes": 151665, "qkv_bias": True}
+_GEMMA2_2B = Model(
+    classes=256000,
+    dim=2304,
+    layers=26,
+    mlp_dim=9216,
+    heads=8,
+    kv_heads=4,
+    head_dim=256,
+    tied=True,
+    norms=4,
+    window=4096,
+    window_every=2,
+)
+_LLAMA3_8B = Model(classes=128256, dim=4096, layers=32, mlp_dim=14336, heads=32, kv_heads=8)
+_QWEN25_7B = Model(
+    classes=151665,
+    rows=152064,
+    dim=3584,
+    layers=28,
+    mlp_dim=18944,
+    heads=28,
+    kv_heads=4,
+    qkv_bias=True,
+)
 
 MODELS: dict[str, Model] = {
-    "gemma2-2b": Model(
-        dim=2304, layers=26, mlp_dim=9216, heads=8, kv_heads=4, head_dim=256, **_GEMMA2
+    "gemma2-2b": _GEMMA2_2B,
+    "gemma2-9b": replace(_GEMMA2_2B, dim=3584, layers=42, mlp_dim=14336, heads=16, kv_heads=8),
+    "gemma2-27b": replace(
+        _GEMMA2_2B, dim=4608, layers=46, mlp_dim=36864, heads=32, kv_heads=16, head_dim=128
     ),
-    "gemma2-9b": Model(
-        dim=3584, layers=42, mlp_dim=14336, heads=16, kv_heads=8, head_dim=256, **_GEMMA2
-    ),
-    "gemma2-27b": Model(
-        dim=4608, layers=46, mlp_dim=36864, heads=32, kv_heads=16, head_dim=128, **_GEMMA2
-    ),
-    "llama3-8b": Model(dim=4096, layers=32, mlp_dim=14336, heads=32, **_LLAMA3),
-    "llama3-70b": Model(dim=8192, layers=80, mlp_dim=28672, heads=64, **_LLAMA3),
-    "qwen2.5-7b": Model(
-        dim=3584, layers=28, mlp_dim=18944, heads=28, kv_heads=4, rows=152064, **_QWEN25
-    ),
-    "qwen2.5-72b": Model(
-        dim=8192, layers=80, mlp_dim=29568, heads=64, kv_heads=8, rows=152064, **_QWEN25
-    ),
+    "llama3-8b": _LLAMA3_8B,
+    "llama3-70b": replace(_LLAMA3_8B, dim=8192, layers=80, mlp_dim=28672, heads=64),
+    "qwen2.5-7b": _QWEN25_7B,
+    "qwen2.5-72b": replace(_QWEN25_7B, dim=8192, layers=80, mlp_dim=29568, heads=64, kv_heads=8),
     "qwen3-8b": Model(
         classes=151669,
         rows=151936,
@@ -84,7 +91,7 @@ MODELS: dict[str, Model] = {
 
 
 def _plain(name: str) -> str:
-    """ "Gemma 2 (27B)" and "gemma2-27b" are the same."""
+    """Spells "Gemma 2 (27B)" and "gemma2-27b" alike."""
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
@@ -96,7 +103,7 @@ def model_names() -> list[str]:
 
 
 def find_model(name: str) -> Model:
-    """A preset, however it is spelt.
+    """Finds a preset, however its name is spelt.
 
     Raises:
         ValueError: none has this name.

@@ -19,7 +19,7 @@ def describe(
     largest_of_layout: int | None = None,
     notes: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Seconds, bytes, FLOPs; of one rank of each tensor-parallel group.
+    """Describes a plan: seconds, bytes, FLOPs, of a rank of each tensor-parallel group.
 
     Args:
         largest: sequences of the largest microbatch that fits, by whichever layout.
@@ -35,7 +35,7 @@ def describe(
             *notes,
             f"vocab_over {job.vocab_over}: there is one pipeline rank alone",
         )
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "model": asdict(model) | {"parameters": model.parameters},
         "job": asdict(job) | {"gpus": job.gpus, "schedule": job.schedule_name},
         "hardware": asdict(plan.hardware),
@@ -65,9 +65,9 @@ def describe(
         "notes": list(notes),
     }
     if job.is_over_ranks:
-        found["phase_bytes"] = phase_bytes(model, job)
+        report["phase_bytes"] = phase_bytes(model, job)
     if pays is not None:
-        found["vocab_over_pipeline"] = {
+        report["vocab_over_pipeline"] = {
             "verdict": pays.verdict,
             "speedup": pays.speedup,
             "verdict_on_our_loss": verdict_on(pays.last, plan),
@@ -75,10 +75,10 @@ def describe(
             "over_pipeline": _brief(pays.over),
         }
         if pays.planned is not None:
-            found["planned_order_instead"] = _brief(pays.planned) | {
+            report["planned_order_instead"] = _brief(pays.planned) | {
                 "verdict": verdict_on(pays.planned, plan)
             }
-    return found
+    return report
 
 
 def describe_rank(rank: RankPlan) -> dict[str, Any]:

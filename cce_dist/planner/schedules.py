@@ -1,4 +1,4 @@
-"""Which rank does what in which order: the schedules of torch and Megatron, and ours.
+"""Schedules of torch and Megatron, and ours: each rank's tasks in order.
 
 A pipeline of p ranks has p * chunks stages. Stage s is chunk s // p of rank s % p ("loop"); under
 ZBV a rank has the stages r and 2 p - 1 - r ("v"), so that the first rank has the last stage, too.
@@ -34,7 +34,7 @@ class Schedule:
 
     @cached_property
     def held(self) -> tuple[tuple[Held, ...], ...]:
-        """What each rank's order comes to hold."""
+        """The peaks of each rank's order."""
         return tuple(held_of(order, self.chunks) for order in self.orders)
 
     @property
@@ -51,7 +51,7 @@ class Schedule:
         return chunk * self.ranks + rank
 
     def rank(self, stage: int) -> int:
-        """Of the stage."""
+        """The rank of a stage."""
         if self.name == "zbv" and stage >= self.ranks:
             return self.stages - 1 - stage
         return stage % self.ranks
@@ -77,7 +77,7 @@ def make_schedule(
     embeds: bool = False,
     weighs: bool = False,
 ) -> Schedule:
-    """The orders of a schedule.
+    """Makes the orders of a schedule.
 
     Args:
         chunks: stages of a rank; >= 2 for "interleaved", 2 for "zbv", else 1.
@@ -115,8 +115,9 @@ def make_schedule(
     elif name == "zbv":
         orders = [_zbv(rank, ranks, microbatches, task) for rank in every]
     else:
-        how = {"embeds": embeds, "weighs": weighs}
-        planned = plan_vocab_order(ranks, microbatches, times or Times(), **how)
+        planned = plan_vocab_order(
+            ranks, microbatches, times or Times(), embeds=embeds, weighs=weighs
+        )
         orders = [[task(*each) for each in order] for order in planned]
     return Schedule(name, tuple(map(tuple, orders)), chunks, microbatches)  # pyright: ignore
 
@@ -127,10 +128,10 @@ def _gpipe(microbatches: int) -> list[Task]:
 
 def _one_f_one_b(rank: int, ranks: int, microbatches: int, task: MakeTask) -> list[Task]:
     warm = min(microbatches, ranks - rank - 1)
-    found = [task("F", index) for index in range(warm)]
+    tasks = [task("F", index) for index in range(warm)]
     for index in range(microbatches - warm):
-        found += [task("F", warm + index), task("B", index)]
-    return found + [task("B", index) for index in range(microbatches - warm, microbatches)]
+        tasks += [task("F", warm + index), task("B", index)]
+    return tasks + [task("B", index) for index in range(microbatches - warm, microbatches)]
 
 
 def _round(ranks: int, microbatches: int, framework: str) -> int:
@@ -156,7 +157,8 @@ def _round(ranks: int, microbatches: int, framework: str) -> int:
 def _interleaved(
     rank: int, ranks: int, microbatches: int, chunks: int, group: int, task: MakeTask
 ) -> list[Task]:
-    """Megatron's and torch's are the same but for the size of a round."""
+    """Orders a rank's interleaved 1F1B; Megatron's and torch's differ only in the size of a
+    round."""
     total = chunks * microbatches
     warm = min(total, (chunks - 1) * group + 2 * (ranks - 1 - rank))
     turn = chunks * group
@@ -168,22 +170,22 @@ def _interleaved(
         done = forward(step)
         return task("B", done.microbatch, chunks - 1 - done.chunk)
 
-    found = [forward(step) for step in range(warm)]
+    tasks = [forward(step) for step in range(warm)]
     for step in range(warm, total):
-        found += [forward(step), backward(step - warm)]
-    return found + [backward(step) for step in range(total - warm, total)]
+        tasks += [forward(step), backward(step - warm)]
+    return tasks + [backward(step) for step in range(total - warm, total)]
 
 
 def _zbv(rank: int, ranks: int, microbatches: int, task: MakeTask) -> list[Task]:
-    """torch's ScheduleZBVZeroBubble, which plans 2 p - 1 microbatches at least and leaves out those
-    that there are not."""
+    """Orders a rank's tasks as torch's ScheduleZBVZeroBubble, which plans at least 2 p - 1
+    microbatches and leaves out those that do not exist."""
     planned = max(2 * ranks - 1, microbatches)
     done = {("F", 0): 0, ("F", 1): 0, ("I", 0): 0, ("I", 1): 0, ("W", 0): 0, ("W", 1): 0}
-    found: list[Task] = []
+    tasks: list[Task] = []
 
     def add(kinds: str, chunk: int) -> None:
         for kind in kinds:
-            found.append(task(kind, done[kind, chunk], chunk))
+            tasks.append(task(kind, done[kind, chunk], chunk))
             done[kind, chunk] += 1
 
     for _ in range(2 * (ranks - rank) - 1):
@@ -206,7 +208,7 @@ def _zbv(rank: int, ranks: int, microbatches: int, task: MakeTask) -> list[Task]
     for chunk in (1, 0):
         while done["W", chunk] < done["I", chunk]:
             add("W", chunk)
-    return [each for each in found if each.microbatch < microbatches]
+    return [each for each in tasks if each.microbatch < microbatches]
 
 
 class Held(NamedTuple):
@@ -218,30 +220,30 @@ class Held(NamedTuple):
 
 
 def held_of(order: Sequence[Task], chunks: int) -> tuple[Held, ...]:
-    """What an order comes to, without what needs less than another whatever each chunk's takes: a
-    few, however many microbatches there are."""
+    """Returns an order's peaks. A peak is left out if another needs at least as much of every
+    chunk: a few remain, however many microbatches there are."""
     frees = "W" if "W" in {kind for kind, _, _ in order} else "B"
     if chunks == 1:
         return _held_of_one(order, frees)
-    now, found = [0] * chunks, set()
+    now, peaks = [0] * chunks, set()
     for kind, _, chunk in order:
         if kind == "F":
             now[chunk] += 1
-            found.add(("F", 0, tuple(now)))
+            peaks.add(("F", 0, tuple(now)))
         elif kind in "BIW":
-            found.add(("B", chunk, tuple(now)))
+            peaks.add(("B", chunk, tuple(now)))
             if kind == frees:
                 now[chunk] -= 1
         else:
-            found.add(("head", 0, tuple(now)))
-    return tuple(_largest(found))
+            peaks.add(("head", 0, tuple(now)))
+    return tuple(_largest(peaks))
 
 
-def _largest(found: set[tuple[Any, int, tuple[int, ...]]]) -> Iterator[Held]:
-    """Those that no other of their kind has more than of every chunk."""
+def _largest(peaks: set[tuple[Any, int, tuple[int, ...]]]) -> Iterator[Held]:
+    """Yields the peaks that no other of their kind reaches or exceeds in every chunk."""
     same: tuple[Any, ...] = ()
     kept: list[tuple[int, ...]] = []
-    for kind, chunk, counts in sorted(found, reverse=True):
+    for kind, chunk, counts in sorted(peaks, reverse=True):
         if (kind, chunk) != same:
             same, kept = (kind, chunk), []
         if not any(all(map(ge, other, counts)) for other in kept):
@@ -271,7 +273,7 @@ def peak_held(
     *,
     phases: float = 0.0,
 ) -> float:
-    """The most that a rank holds at once in the order of its tasks, in the unit of `held`.
+    """Returns the most that a rank holds at once in the order of its tasks, in the unit of `held`.
 
     Args:
         held: of a microbatch in each chunk, from its forward to its backward (or to W).
@@ -288,7 +290,7 @@ def peak_of_held(
     *,
     phases: float = 0.0,
 ) -> float:
-    """As `peak_held`, of an order that was counted before."""
+    """Returns `peak_held` of an order that was counted before."""
     most = 0.0
     for kind, chunk, counts in every:
         beside = phases if kind == "head" else 0.0

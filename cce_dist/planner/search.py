@@ -17,7 +17,7 @@ from .stages import Costs, costs_of
 
 
 def best_plan(model: Model, job: Job, hardware: Hardware) -> Plan:
-    """Of the best layout found; of those that do not fit, of the one that needs less.
+    """Returns the plan of the best layout; if none fits, the plan that needs the least memory.
 
     Raises:
         ValueError: as `make_plan`.
@@ -56,8 +56,8 @@ def largest_of_layouts(
 
 
 def held_schedule(costs: Costs) -> Schedule:
-    """An order that comes to hold what the job's does: of the planned one, which is slow to make,
-    no more microbatches than fill the pipeline."""
+    """Returns an order that holds as much as the job's: of the planned order, which is slow to
+    make, no more microbatches than fill the pipeline."""
     job = costs.job
     if job.schedule_name == "vocab":
         job = replace(job, microbatches=min(job.microbatches, 2 * job.pp + 8))
@@ -70,7 +70,7 @@ def _least_microbatch(job: Job) -> int:
 
 
 def _largest(fits: Callable[[int], bool], step: int, below: int | None = None) -> int:
-    """The largest multiple of `step` that fits, as far as what is smaller does."""
+    """Returns the largest multiple of `step` that fits, as far as smaller ones do."""
     if not fits(step) or (below is not None and below <= step):
         return 0
     least, most = 1, 2
@@ -87,7 +87,7 @@ def _largest(fits: Callable[[int], bool], step: int, below: int | None = None) -
 
 @dataclass(frozen=True)
 class Pays:
-    """Whether the vocabulary over pipeline ranks pays, beside the same loss on the last stage with
+    """A comparison of the vocabulary over pipeline ranks with the same loss on the last stage, with
     the layers laid out for it.
 
     Args:
@@ -107,7 +107,8 @@ class Pays:
 
 
 def over_pipeline(job: Job) -> Job:
-    """The job with our loss over all pipeline (and tensor-parallel) ranks, in the planned order."""
+    """Returns the job with our loss over all pipeline (and tensor-parallel) ranks, in the planned
+    order."""
     loss = job.loss if job.loss in OURS else "filtered"
     over = "pp-tp" if job.tp > 1 else "pp"
     if job.vocab_over != "last":
@@ -116,7 +117,7 @@ def over_pipeline(job: Job) -> Job:
 
 
 def on_last_stage(job: Job) -> Job:
-    """The job with our loss on the last stage."""
+    """Returns the job with our loss on the last stage."""
     loss = job.loss if job.loss in OURS else "filtered"
     schedule = job.schedule
     if job.schedule_name == "vocab":
@@ -129,28 +130,28 @@ def on_last_stage(job: Job) -> Job:
 def vocab_pays(
     model: Model, job: Job, hardware: Hardware, *, best: Plan | None = None
 ) -> Pays | None:
-    """None: there is one pipeline rank, or no loss.
+    """Compares the head's places; None: there is one pipeline rank, or no loss.
 
     Args:
-        best: of `best_plan` for the job itself, which need not be made again.
+        best: the result of `best_plan` for the job itself; it is not searched again.
     """
     if job.pp == 1 or job.loss == "none":
         return None
 
-    def found(each: Job) -> Plan:
+    def best_of(each: Job) -> Plan:
         if best is not None and best.job == each:
             return best
         return best_plan(model, each, hardware)
 
-    last, planned = found(on_last_stage(job)), found(over_pipeline(job))
+    last, planned = best_of(on_last_stage(job)), best_of(over_pipeline(job))
     if job.is_served:
-        own = found(job)
-        return Pays(last, own, verdict_on(own, last), planned)
+        over_ranks = best_of(job)
+        return Pays(last, over_ranks, verdict_on(over_ranks, last), planned)
     return Pays(last, planned, verdict_on(planned, last))
 
 
 def verdict_on(new: Plan, old: Plan) -> str:
-    """Whether a plan is better than another: a sentence that begins with yes or no."""
+    """Says if a plan is better than another: a sentence that begins with yes or no."""
     ratio = old.seconds / new.seconds
     memory = f"{new.peak / GIB:.1f} GiB at the most instead of {old.peak / GIB:.1f}"
     if not new.fits and not old.fits:
@@ -170,7 +171,7 @@ def verdict_on(new: Plan, old: Plan) -> str:
 class Advice(NamedTuple):
     """Args:
     fits: flags with which a job fits, None: none of those tried.
-    tried: what was.
+    tried: the changes that were tried.
     """
 
     fits: str | None
@@ -180,12 +181,12 @@ class Advice(NamedTuple):
 def nearest_that_fits(
     model: Model, job: Job, hardware: Hardware, layout: Sequence[int] | None = None
 ) -> Advice:
-    """The first of a few changes, each beside those before it, with which the job fits: a smaller
-    microbatch, the optimizer over data-parallel ranks, full recompute, sequence parallelism where
-    there are tensor-parallel ranks, then more ranks.
+    """Finds the first of a few changes, each on top of those before, with which the job fits: a
+    smaller microbatch, the optimizer over data-parallel ranks, full recompute, sequence parallelism
+    where there are tensor-parallel ranks, then more ranks.
 
     Args:
-        layout: that was asked for, instead of the best.
+        layout: the requested layout, instead of the best.
     """
     instead = ""
     if layout is not None:
@@ -210,7 +211,7 @@ def nearest_that_fits(
 
 
 def _changes(job: Job) -> Iterator[dict[str, object]]:
-    """One after the other; each is kept if the model can be cut like this."""
+    """Yields changes to try in order; a change is kept if the model can be cut like this."""
     if job.dp * job.cp > 1:
         yield {"distributed_optimizer": True}
     yield {"microbatch": _least_microbatch(job)}
@@ -231,10 +232,10 @@ def _changes(job: Job) -> Iterator[dict[str, object]]:
 
 
 def _flags_of(job: Job, changed: Job) -> str:
-    """Those in which the jobs differ, as the command has them."""
-    found = []
+    """Returns the command's flags in which the jobs differ."""
+    flags = []
     for name, value in vars(changed).items():
         if value != getattr(job, name):
             flag = "--" + name.replace("_", "-")
-            found.append(flag if value is True else f"{flag} {value}")
-    return " ".join(found)
+            flags.append(flag if value is True else f"{flag} {value}")
+    return " ".join(flags)

@@ -34,7 +34,7 @@ _HEAD = -1
 
 @dataclass(frozen=True)
 class Served:
-    """What the thread does for each microbatch, one number a rank.
+    """The thread's work for each microbatch, one number a rank.
 
     Args:
         statistics, gradients: seconds of S and of T.
@@ -53,7 +53,7 @@ class Served:
 def run_served(
     orders: Sequence[Sequence[Task]], work: Callable[[int, str, int], Work], head: Served
 ) -> Timeline:
-    """`run_orders` of the schedule's own passes, beside the thread's.
+    """Runs `run_orders` of the schedule's own passes, beside the thread's.
 
     Args:
         work: as of `run_orders`; the last stage's backward waits for the gate "T", which is open
@@ -67,14 +67,14 @@ def run_served(
     ranks = [
         _Rank(order, gates.lanes(rank, order, work), before) for rank, order in enumerate(orders)
     ]
-    found = _Run(ranks, head, gates.named(("F", head.last)), gates.named("T"), before)
-    found.run()
+    simulation = _Run(ranks, head, gates.named(("F", head.last)), gates.named("T"), before)
+    simulation.run()
     require_ends(orders, [rank.ends for rank in ranks])
-    return found.timeline(count)
+    return simulation.timeline(count)
 
 
 class _Rank:
-    """What one rank is at: its next task, which has an end once it waits for nothing."""
+    """A rank's progress: its next task, which has an end once it waits for nothing."""
 
     def __init__(
         self, order: Sequence[Task], lanes: Mapping[str, Mapping[int, Lane]], free: float
@@ -87,7 +87,7 @@ class _Rank:
         self.worked = 0.0
 
     def interrupt(self, at: float, seconds: float) -> None:
-        """The head has the GPU from `at`."""
+        """Gives the GPU to the head from `at`."""
         self.busy_until = at + seconds
         if at < self.running < math.inf:
             start = self.starts[-1]
@@ -105,7 +105,7 @@ class _Run:
     takes: Gate  # its backward
     free: float  # when the thread is, of its last microbatch
     events: list[tuple[float, int]] = field(default_factory=list)
-    given: int = 0  # microbatches that the last stage has given
+    num_given: int = 0  # microbatches that the last stage has given
     served: int = 0
     phase: str = ""  # that is to come; "": the thread waits for a microbatch
     phases: list[Phase] = field(default_factory=list)
@@ -130,13 +130,13 @@ class _Run:
             if opens is not None:
                 self._open(opens, index, now)
             if opens is self.gives:
-                self.given += 1
+                self.num_given += 1
                 if not self.phase:
                     self._begin(now)
             self._start(number, now)
 
     def _start(self, number: int, now: float) -> None:
-        """The rank's next task, if it has one and waits for nothing."""
+        """Starts the rank's next task, if it has a task that waits for nothing."""
         rank = self.ranks[number]
         if len(rank.ends) == len(rank.order):
             return
@@ -161,8 +161,8 @@ class _Run:
                 self._start(number, now)
 
     def _begin(self, now: float) -> None:
-        """The next microbatch, if the last stage has given it."""
-        self.phase = "S" if self.served < self.given else ""
+        """Begins the next microbatch, if the last stage has given it."""
+        self.phase = "S" if self.served < self.num_given else ""
         if self.phase:
             heappush(self.events, (now + self.head.latency, _HEAD))
 
@@ -187,12 +187,12 @@ class _Run:
             [rank.starts for rank in self.ranks],
             [rank.ends for rank in self.ranks],
             [*self._rows("E", count, 0.0), *self.phases, *self._rows("G", count, self._after())],
-            # What its passes took beside what they take alone.
+            # The passes' seconds beside their seconds alone.
             [sum(map(sub, rank.ends, rank.starts)) - rank.worked for rank in self.ranks],
         )
 
     def _rows(self, kind: str, count: int, start: float) -> list[Phase]:
-        """E or G of all microbatches, where they are: one after the other."""
+        """Runs E or G of all microbatches, one after the other."""
         if not self.head.embedding:
             return []
         each, rows = max(self.head.embedding) + self.head.latency, self.head.embedding

@@ -16,10 +16,10 @@ from .predict import StageTimes
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the pipeline, on one rank of its tensor-parallel group.
+    """A stage of the pipeline, on a rank of its tensor-parallel group.
 
     Args:
-        first_layer, layers: which of the model's.
+        first_layer, layers: its first layer in the model, and their number.
         parameters: with the embedding and the head where they are here.
         expert_parameters: of those, the ones that data-parallel ranks do not share.
         flops: forward and backward of a microbatch, what is computed again left out.
@@ -46,7 +46,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one model, job and hardware: what layouts are made of."""
+    """The costs of a model, a job and hardware that layouts consist of."""
 
     model: Model
     job: Job
@@ -57,12 +57,13 @@ class Costs:
 
     @property
     def rows(self) -> int:
-        """Of the embedding and the head, with padding."""
+        """Rows of the embedding and the head, with padding."""
         return self.job.padded_rows(self.model.num_rows)
 
     @property
     def embedding_parameters(self) -> float:
-        """Of the first stage, or of every rank where the head is over all and tied to it."""
+        """Parameters on the first stage, or on every rank where the head is over all and tied to
+        the embedding."""
         ranks = self.job.head_ranks if self.is_embedding_shared else self.job.tp
         rows = (self.rows + self.model.more_rows) / ranks
         return (rows + self.model.positions) * self.model.dim
@@ -85,13 +86,13 @@ class Costs:
 
     @property
     def embedding_seconds(self) -> float:
-        """Of a microbatch, in the forward; the backward takes about as long."""
+        """Seconds of a microbatch in the forward; the backward takes about as long."""
         size = self.job.tokens * self.model.dim
-        found = 4.0 * size / self.hardware.bytes_per_second
+        seconds = 4.0 * size / self.hardware.bytes_per_second
         if not self.is_embedding_shared:
             rounds = 1.0 if self.job.sequence_parallel else 2.0
-            found += collective(self.hardware, self.job.tp, 2.0 * size, rounds=rounds)
-        return found
+            seconds += collective(self.hardware, self.job.tp, 2.0 * size, rounds=rounds)
+        return seconds
 
     @property
     def latency(self) -> float:
@@ -123,7 +124,7 @@ def costs_of(model: Model, job: Job, hardware: Hardware) -> Costs:
 
 
 def make_stages(costs: Costs, layout: Sequence[int]) -> list[Stage]:
-    """Of as many layers each, from the model's first stage to its last."""
+    """Makes stages with these numbers of layers, from the model's first stage to its last."""
     last = len(layout) - 1
     stages, first = [], 0
     for index, count in enumerate(layout):
@@ -159,7 +160,7 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
             # One gradient for both uses: it waits for the embedding's.
             working += head.transient
     if is_last:
-        # The last norm's input and what it gives.
+        # The last norm's input and output.
         split = job.tp if job.sequence_parallel else 1
         kept += (job.hidden_bytes + 2.0) * job.tokens * model.dim / split
     if is_first and not costs.is_embedding_shared:
@@ -167,8 +168,11 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
         whole = max(4.0 - job.software.accumulate, 0.0) * costs.embedding_parameters
         backward += whole / hardware.bytes_per_second
         # The embedding's gradient is made whole when nothing else of the microbatch is left.
-        made = 2.0 * costs.embedding_parameters
-        working = max(working, made + (head.transient if has_head and is_tied_here else 0.0) - kept)
+        embedding_gradient = 2.0 * costs.embedding_parameters
+        working = max(
+            working,
+            embedding_gradient + (head.transient if has_head and is_tied_here else 0.0) - kept,
+        )
     owned = parameters
     if costs.is_embedding_shared or job.is_over_ranks:
         owned += costs.head_parameters / job.chunks
@@ -201,7 +205,7 @@ def _expert_parameters(costs: Costs, first: int, count: int) -> float:
 
 
 def stage_times(costs: Costs, stages: Sequence[Stage]) -> StageTimes:
-    """For planner/predict.py."""
+    """Returns the stages' times for planner/predict.py."""
     forward = tuple(stage.forward for stage in stages)
     backward = tuple(stage.backward for stage in stages)
     job, head = costs.job, costs.head

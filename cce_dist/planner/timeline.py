@@ -20,7 +20,7 @@ class Task(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a rank's tasks of one kind and chunk take, wait for and announce.
+    """The time of a rank's tasks of a kind and chunk; the gates they wait for and announce.
 
     A gate is one of each microbatch. A task starts when that of its microbatch which it waits for
     has been open for the delay; when it ends it knocks at that of `opens`, which is open at the
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """What all ranks begin at once, beside their tasks."""
+    """A phase that all ranks begin at once, beside their tasks."""
 
     task: Task
     start: float
@@ -49,10 +49,10 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank's tasks ran, in its order.
+    """The times of each rank's tasks, in its order.
 
     Args:
-        phases: what ran beside them, in the order of time.
+        phases: phases that ran beside them, in the order of time.
         paused: seconds of each rank's tasks in which phases ran instead; (): none.
     """
 
@@ -66,11 +66,11 @@ class Timeline:
     def ranks(self) -> tuple[tuple[Span, ...], ...]:
         """Tasks and then phases."""
         each = zip(self.orders, self.starts, self.ends, strict=True)
-        found = []
+        spans_of_ranks = []
         for rank, columns in enumerate(each):
             beside = (Span(task, at, at + taken[rank]) for task, at, taken in self.phases)
-            found.append((*map(Span, *columns), *beside))
-        return tuple(found)
+            spans_of_ranks.append((*map(Span, *columns), *beside))
+        return tuple(spans_of_ranks)
 
     @cached_property
     def makespan(self) -> float:
@@ -81,14 +81,15 @@ class Timeline:
     def busy(self) -> tuple[float, ...]:
         """Seconds that each rank works."""
         both = zip(self.ends, self.starts, strict=True)
-        found = [sum(map(sub, *each)) for each in both]
+        seconds = [sum(map(sub, *each)) for each in both]
         for rank, paused in enumerate(self.paused):
-            found[rank] += sum(phase.seconds[rank] for phase in self.phases) - paused
-        return tuple(found)
+            seconds[rank] += sum(phase.seconds[rank] for phase in self.phases) - paused
+        return tuple(seconds)
 
 
 class Gate:
-    """Of each microbatch: when it opened, None before; how many knocks are missing; who waits."""
+    """For each microbatch: the time at which the gate opened (None before), the missing knocks, and
+    the ranks that wait."""
 
     def __init__(self, microbatches: int, knocks: int) -> None:
         self.opened: list[float | None] = [None] * microbatches
@@ -107,7 +108,7 @@ class Lane(NamedTuple):
 
 
 class Gates:
-    """Of a step, by their names."""
+    """Gates of a step, by name."""
 
     def __init__(self, microbatches: int, knocks: Mapping[Hashable, int]) -> None:
         self.microbatches, self.knocks = microbatches, knocks
@@ -121,7 +122,7 @@ class Gates:
     def lanes(
         self, rank: int, order: Sequence[Task], work: Callable[[int, str, int], Work]
     ) -> dict[str, dict[int, Lane]]:
-        """Of a rank, by kind and chunk."""
+        """A rank's lanes, by kind and chunk."""
         lanes: dict[str, dict[int, Lane]] = {}
         for kind, chunk in {(kind, chunk) for kind, _, chunk in order}:
             seconds, waits, delay, opens = work(rank, kind, chunk)
@@ -139,11 +140,11 @@ def run_orders(
     work: Callable[[int, str, int], Work],
     knocks: Mapping[Hashable, int] | None = None,
 ) -> Timeline:
-    """When each task of each rank starts and ends, where a rank does nothing but its next task.
+    """Returns the start and end of each rank's tasks, where a rank runs nothing but its next task.
 
     Args:
         work: of a rank's tasks of a kind and chunk.
-        knocks: how many a gate needs to open; 1 where it is not named.
+        knocks: the number that a gate needs to open; 1 where it is not named.
     Raises:
         ValueError: the ranks wait for one another.
     """
@@ -181,8 +182,8 @@ def _run(
     ends: list[float],
     ready: list[int],
 ) -> Iterator[None]:
-    """One rank; stops where a gate is closed. Half a million tasks are not many: no calls here but
-    those of lists."""
+    """Runs a rank until it meets a closed gate. Half a million tasks are common: only calls of
+    lists here."""
     now = 0.0
     for kind, index, chunk in order:
         seconds, waits, delay, opens = mine[kind][chunk]

@@ -35,13 +35,14 @@ class ElasticJob:
     agents: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.port = listener.getsockname()[1]
         self.output.touch()
 
     def add_node(self) -> int:
-        """Its number; the first one hosts the rendezvous, and must not be lost."""
+        """Adds a node and returns its number; the first hosts the rendezvous, and must not be
+        lost."""
         number = len(self.agents)
         settings = {
             "min_nodes": 1,
@@ -68,7 +69,7 @@ class ElasticJob:
         return number
 
     def lose_node(self, number: int) -> None:
-        """SIGKILL to the agent and its ranks, as when a host's power fails."""
+        """Sends SIGKILL to the agent and its ranks, as when a host's power fails."""
         agent = self.agents[number]
         # So that none of its ranks can be started in between.
         os.kill(agent.pid, signal.SIGSTOP)
@@ -81,9 +82,11 @@ class ElasticJob:
 
 
 @contextmanager
-def elastic_job(arguments: Sequence[str], output: Path, **how: Any) -> Iterator[ElasticJob]:
-    """An ElasticJob of which no process outlives the context."""
-    job = ElasticJob(arguments, output, **how)
+def elastic_job(
+    arguments: Sequence[str], output: Path, *, num_nodes: int = 2, share_store: bool = False
+) -> Iterator[ElasticJob]:
+    """Yields an ElasticJob whose processes all end with the context."""
+    job = ElasticJob(arguments, output, num_nodes=num_nodes, share_store=share_store)
     try:
         yield job
     finally:

@@ -1,4 +1,4 @@
-"""One loss to run: through the public function on any group, and densely as golden or baseline."""
+"""A loss to run: through the public function on any group, and densely as golden or baseline."""
 
 from __future__ import annotations
 
@@ -67,14 +67,16 @@ class Case:
         return self.autocast or self.inputs.hidden.dtype
 
     def at(self, place: Place) -> Case:
-        """The same case by the backend and on the device of `place`."""
+        """Returns the same case by the backend and on the device of `place`."""
         return replace(self, options={**self.options, **place.options}, device=place.device)
 
     def gradient_of(self, name: str, output: Tensor) -> Tensor:
-        """The upstream gradient of output `name`."""
+        """Returns the upstream gradient of output `name`."""
         if name in self.upstream:
-            given = torch.as_tensor(self.upstream[name], dtype=output.dtype, device=output.device)
-            return given.expand_as(output)
+            upstream = torch.as_tensor(
+                self.upstream[name], dtype=output.dtype, device=output.device
+            )
+            return upstream.expand_as(output)
         ramp = torch.linspace(-1, 2, output.numel(), dtype=output.dtype, device=output.device)
         return ramp.reshape(output.shape) if output.ndim else torch.ones_like(output)
 
@@ -132,26 +134,26 @@ def run_case(group: Group | None, case: Case) -> dict[str, Tensor]:
     outputs = _by_name(result)
     if case.backward:
         _backward(case, outputs)
-    found = {name: output.detach().cpu() for name, output in outputs.items()}
+    results = {name: output.detach().cpu() for name, output in outputs.items()}
     for name in case.trainable:
         leaf = leaves.get(name)
         if leaf is not None and leaf.grad is not None:
-            found[f"grad_{name}"] = leaf.grad.cpu()
+            results[f"grad_{name}"] = leaf.grad.cpu()
     if main_grad is not None:
-        assert "grad_weight" not in found, "weight.grad must stay None with grad_weight_into"
-        found["grad_weight"] = main_grad.cpu()
-    return found
+        assert "grad_weight" not in results, "weight.grad must stay None with grad_weight_into"
+        results["grad_weight"] = main_grad.cpu()
+    return results
 
 
 def even_bounds(num_rows: int, world_size: int) -> list[tuple[int, int]]:
-    """Equal shards; rows that do not divide are an error."""
+    """Returns equal shards; rows that do not divide are an error."""
     assert num_rows % world_size == 0, (num_rows, world_size)
     size = num_rows // world_size
     return [(rank * size, (rank + 1) * size) for rank in range(world_size)]
 
 
 def join_ranks(case: Case, results: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """One whole result from those of the ranks; asserts what must be bitwise equal on all ranks."""
+    """Joins the ranks' results; asserts that all ranks agree bitwise where they must."""
     joined = {}
     for name, first in results[0].items():
         parts = [result[name] for result in results]
@@ -171,19 +173,22 @@ def join_ranks(case: Case, results: Sequence[Mapping[str, Tensor]]) -> dict[str,
 
 
 def golden_outputs(case: Case) -> dict[str, Tensor]:
-    """What `run_case` should return, from the reference in float64 on the inputs as they are."""
+    """Computes the expected result of `run_case` from the reference in float64 on the unchanged
+    inputs."""
     return _dense(case, lambda tensor: _rounded(tensor, case.computed_dtype), torch.float64)
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values that `dtype` can hold; the gradient passes unrounded, as no cast would let it."""
+    """Rounds to values that `dtype` can hold; the gradient passes unrounded, as no cast would let
+    it."""
     values = tensor.detach().to(dtype).double()
     change = torch.where(values == tensor.detach(), 0, values - tensor.detach())
     return tensor.double() + change
 
 
 def dense_outputs(case: Case, logits_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The dense PyTorch recipe: logits in `logits_dtype` (None: the inputs'), fp32 softmax."""
+    """Computes the dense PyTorch recipe: logits in `logits_dtype` (None: the inputs'), fp32
+    softmax."""
     rounded = case.computed_dtype
     dtype = logits_dtype or rounded
     softmax_dtype = torch.promote_types(dtype, torch.float32)
@@ -210,7 +215,7 @@ def _dense(case: Case, cast: Any, softmax_dtype: torch.dtype) -> dict[str, Tenso
     logits = case.options.get("logit_scale", 1.0) * logits
     meaning = {name: case.options[name] for name in MEANING if name in case.options}
 
-    def reference(dense_logits: Tensor, **changed: Any) -> Reference:
+    def reference(dense_logits: Tensor, meaning: Mapping[str, Any]) -> Reference:
         return linear_cross_entropy_reference(
             leaves["hidden"],
             leaves["weight"],
@@ -218,10 +223,10 @@ def _dense(case: Case, cast: Any, softmax_dtype: torch.dtype) -> dict[str, Tenso
             logits=dense_logits,
             token_weight=leaves.get("token_weight"),
             class_weight=whole.class_weight,
-            **{**meaning, **changed},
+            **meaning,
         )
 
-    result = reference(logits)
+    result = reference(logits, meaning)
     stats = case.options.get("stats", ())
     outputs = {"loss": result.loss}
     outputs |= {
@@ -231,18 +236,20 @@ def _dense(case: Case, cast: Any, softmax_dtype: torch.dtype) -> dict[str, Tenso
         outputs |= {name: getattr(result, name) for name in MOMENTS.values()}
     if case.backward:
         _backward(case, outputs)
-    found = {name: output.detach() for name, output in outputs.items()}
+    results = {name: output.detach() for name, output in outputs.items()}
     for name in case.trainable:
         leaf = leaves.get(name)
         if case.backward and leaf is not None:
-            found[f"grad_{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            results[f"grad_{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
     # Per token, for the rounding noise to expect in a sum of them.
     with torch.no_grad():
-        found["token_loss"] = (
-            reference(logits, reduction="none").loss if result.loss.ndim == 0 else found["loss"]
+        results["token_loss"] = (
+            reference(logits, {**meaning, "reduction": "none"}).loss
+            if result.loss.ndim == 0
+            else results["loss"]
         )
-    found["scale"] = torch.maximum(result.lse.abs(), result.max_logit.abs()).detach()
-    return found
+    results["scale"] = torch.maximum(result.lse.abs(), result.max_logit.abs()).detach()
+    return results
 
 
 def _by_name(result: Any) -> dict[str, Tensor]:

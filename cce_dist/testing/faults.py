@@ -34,7 +34,7 @@ BEGINNING = "beginning"
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to `rank` the `number`-th time that it begins `phase`."""
+    """An event that befalls `rank` the `number`-th time that it begins `phase`."""
 
     kind: Kind
     phase: str
@@ -81,7 +81,7 @@ class Planter:
             self.node.cut()
 
 
-# What a rank leaves out: where its phase is, and what the rank goes on with.
+# Phases that a rank can skip: the phase's function, and its replacement.
 SKIPS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "forward": (model.SumPartials, "forward", lambda ctx, x, group: x.clone()),
     "merge": (sharded, "merge_stats", lambda local, *others, **named: local),
@@ -99,7 +99,8 @@ SKIPS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 def planted(
     fault: Fault | None, note: Path, node: Node | None = None
 ) -> AbstractContextManager[object]:
-    """The fault in this process, as long as the context; it writes to `note` when it happens."""
+    """Plants the fault in this process, as long as the context; writes to `note` when it
+    happens."""
     if fault is None:
         return nullcontext()
     if fault.kind == "skips":
@@ -112,7 +113,7 @@ def planted(
 
 
 def _before_fsync(planter: Planter) -> Any:
-    """A checkpoint's files are flushed one by one."""
+    """Patches os.fsync, with which a checkpoint's files are flushed one by one."""
     original = os.fsync
 
     def flush(file: Any) -> None:
@@ -123,7 +124,7 @@ def _before_fsync(planter: Planter) -> Any:
 
 
 def _skip(fault: Fault, note: Path) -> Any:
-    """A patch that lasts as long as the process."""
+    """Patches a phase for as long as the process lasts."""
     where, name, instead = SKIPS[fault.phase]
     original, count = getattr(where, name), 0
 
@@ -141,7 +142,8 @@ def _skip(fault: Fault, note: Path) -> Any:
 
 @dataclass
 class Ending:
-    """Of a job: exit codes by rank, seconds from the fault to each rank's end, all output."""
+    """The end of a job: exit codes by rank, seconds from the fault to each rank's end, all
+    output."""
 
     codes: list[int]
     seconds: list[float]
@@ -216,16 +218,16 @@ def start_job(
     for rank in range(num_ranks):
         node = nodes[rank] if nodes else None
         mine = fault if fault is not None and fault.rank == rank else None
-        own = {**place, "RANK": rank, "LOCAL_RANK": rank}
+        rank_place = {**place, "RANK": rank, "LOCAL_RANK": rank}
         command = ("train", str(config), *arguments)
-        given = (own, output, command, mine, note, node)
-        processes.append(fork_context().Process(target=_run_rank, args=given))
+        run_args = (rank_place, output, command, mine, note, node)
+        processes.append(fork_context().Process(target=_run_rank, args=run_args))
         processes[-1].start()
     return ForkedJob(processes, output, note, store)
 
 
 def free_port() -> int:
-    """Of this host, at this moment."""
+    """Returns a port of this host that is free at this moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -246,7 +248,7 @@ def _run_rank(
 
 
 def finish_all(jobs: Sequence[ForkedJob], timeout: float) -> list[Ending]:
-    """Of jobs that run at the same time.
+    """Waits for jobs that run at the same time.
 
     Raises:
         TimeoutError: a rank has not ended; says what its job wrote.

@@ -41,7 +41,8 @@ class _ForkContext(ForkServerContext):
 
 @functools.cache
 def fork_context() -> ForkServerContext:
-    """Of multiprocessing: a process starts in 0.1 s; a spawned one imports for 1.5 s or more.
+    """Returns a context of multiprocessing: a fork starts in 0.1 s; a spawned process imports for
+    1.5 s or more.
 
     The server starts with the first process, from the environment of that moment. It has no
     threads, and what tests have replaced in this process is not so there.
@@ -61,7 +62,7 @@ def start_fork_server() -> None:
 
 
 def _nothing() -> None:
-    """What a process does that is only started."""
+    """Does nothing, in a process that is only started."""
 
 
 def run_module(
@@ -73,7 +74,7 @@ def run_module(
     path: Sequence[Path] = (),
     timeout: float = 100.0,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m NAME ARGUMENTS`, in a process that has imported torch already.
+    """Runs `python -m NAME ARGUMENTS`, in a process that has imported torch already.
 
     Args:
         folder: for what it writes.
@@ -81,8 +82,14 @@ def run_module(
         path: folders in which modules are looked for first.
     """
     outputs = [folder / name for name in ("stdout", "stderr")]
-    given = (name, tuple(arguments), outputs, dict(environment or {}), [str(each) for each in path])
-    process: Any = fork_context().Process(target=_be_module, args=given)
+    module_args = (
+        name,
+        tuple(arguments),
+        outputs,
+        dict(environment or {}),
+        [str(each) for each in path],
+    )
+    process: Any = fork_context().Process(target=_be_module, args=module_args)
     process.start()
     process.join(timeout)
     code = process.exitcode

@@ -28,16 +28,18 @@ class Inputs:
 
     def with_options(self, generator: torch.Generator, *names: str) -> Inputs:
         """Adds the named optional tensors ("bias", "token_weight", "class_weight")."""
-        made = {}
+        inputs = self
         for name in names:
             if name == "bias":
                 bias = torch.randn(len(self.weight), generator=generator, dtype=torch.float64)
-                made[name] = bias.to(self.weight.dtype)
+                inputs = replace(inputs, bias=bias.to(self.weight.dtype))
             elif name == "token_weight":
-                made[name] = torch.rand(self.targets.shape, generator=generator) + 0.5
+                token_weight = torch.rand(self.targets.shape, generator=generator) + 0.5
+                inputs = replace(inputs, token_weight=token_weight)
             else:
-                made[name] = torch.rand(len(self.weight), generator=generator) + 0.5
-        return replace(self, **made)
+                class_weight = torch.rand(len(self.weight), generator=generator) + 0.5
+                inputs = replace(inputs, class_weight=class_weight)
+        return inputs
 
     def ignoring(
         self, generator: torch.Generator, fraction: float = 0.3, ignore_index: int = -100
@@ -96,7 +98,7 @@ def zipf_inputs(
     dtype: torch.dtype = torch.float32,
     num_candidates: int = 6,
 ) -> Inputs:
-    """A stand-in for a trained model's softmax: most columns hold next to no mass.
+    """Imitates a trained model's softmax: most columns hold next to no mass.
 
     The log-frequency of a token lies along one direction that all hidden states share; each
     context, shared by 16 tokens, lifts a few frequent candidates by 8 + offset, 8/2, 8/3, ...
@@ -143,14 +145,14 @@ def large_logit_inputs(
 
     Columns come in pairs that nearly tie, so that the softmax is not one-hot everywhere.
     """
-    made = gaussian_inputs(tokens, num_classes, dim, generator=generator, dtype=torch.float64)
-    weight = made.weight.clone()
+    inputs = gaussian_inputs(tokens, num_classes, dim, generator=generator, dtype=torch.float64)
+    weight = inputs.weight.clone()
     weight[1::2] = weight[: num_classes // 2 * 2 : 2]
-    logits = made.hidden.reshape(-1, dim) @ weight.T
+    logits = inputs.hidden.reshape(-1, dim) @ weight.T
     # Half of it on either side: fp16 ends at 65504.
     scale = math.sqrt(largest / float(logits.abs().max())) if logits.numel() else 1.0
-    hidden, weight = (made.hidden * scale).to(dtype), (weight * scale).to(dtype)
-    return replace(made, hidden=hidden, weight=weight)
+    hidden, weight = (inputs.hidden * scale).to(dtype), (weight * scale).to(dtype)
+    return replace(inputs, hidden=hidden, weight=weight)
 
 
 Row = dict[str, Any]
@@ -159,32 +161,34 @@ Allowed = Callable[[Row], bool]
 
 
 def pairwise(factors: Factors, allowed: Allowed = lambda row: True, *, seed: int = 0) -> list[Row]:
-    """A covering set: every pair of values that `allowed` admits stands in at least one row."""
+    """Returns a covering set: every pair of values that `allowed` admits stands in at least one
+    row."""
     every = _candidates(factors, allowed, seed)
-    found = _standing(factors, every, 2)
-    missing = functools.reduce(operator.or_, found, 0)
+    pairs_of_rows = _standing(factors, every, 2)
+    missing = functools.reduce(operator.or_, pairs_of_rows, 0)
     rows = []
     while missing:
-        new = [(pairs & missing).bit_count() for pairs in found]
+        new = [(pairs & missing).bit_count() for pairs in pairs_of_rows]
         best = new.index(max(new))
         rows.append(every[best])
-        missing &= ~found[best]
+        missing &= ~pairs_of_rows[best]
     return rows
 
 
 def each_choice(
     factors: Factors, allowed: Allowed = lambda row: True, *, seed: int = 0
 ) -> list[Row]:
-    """As many rows as the longest factor has values, or a few more: every value that `allowed`
-    admits stands in at least one. Of rows with as many new values the one with most new pairs."""
+    """Returns as many rows as the longest factor has values, or a few more: every value that
+    `allowed` admits stands in at least one row. Of rows with as many new values the row with most
+    new pairs comes first."""
     every = _candidates(factors, allowed, seed)
     values, pairs = (_standing(factors, every, size) for size in (1, 2))
     missing, seen = functools.reduce(operator.or_, values, 0), 0
     rows = []
     while missing:
         new = [
-            ((own & missing).bit_count(), (both & ~seen).bit_count())
-            for own, both in zip(values, pairs, strict=True)
+            ((choices & missing).bit_count(), (both & ~seen).bit_count())
+            for choices, both in zip(values, pairs, strict=True)
         ]
         best = new.index(max(new))
         rows.append(every[best])
@@ -194,8 +198,8 @@ def each_choice(
 
 
 def _standing(factors: Factors, rows: Sequence[Row], size: int) -> list[int]:
-    """Of each row: which combinations of `size` values, each with its factor's name, stand in it.
-    Sets as bits of an int, a hundred times as fast."""
+    """Returns, for each row, the set of combinations of `size` values, each with its factor's name,
+    that stand in the row. Sets are bits of an int, a hundred times as fast."""
     bits: dict[tuple, int] = {}
     sets = []
     for row in rows:
@@ -206,7 +210,7 @@ def _standing(factors: Factors, rows: Sequence[Row], size: int) -> list[int]:
 
 
 def _candidates(factors: Factors, allowed: Allowed, seed: int) -> list[Row]:
-    """Allowed rows in random order: all of them, or 4000 where there are more."""
+    """Returns allowed rows in random order: all of them, or 4000 where there are more."""
     rng = random.Random(seed)
     if math.prod(len(values) for values in factors.values()) <= 4000:
         every = [

@@ -24,8 +24,8 @@ from cce_dist.testing.interpreter_ops import make_tools, operators
 
 @functools.cache
 def speed_up_interpreter() -> None:
-    """From here on a launch in this process computes the same bits, in about an eighth of the time,
-    but for products where NumPy rounds them by their place: those are rounded alike.
+    """Makes launches in this process compute the same bits from here on, in about an eighth of the
+    time, except products where NumPy rounds by place: equal products are rounded alike.
 
     Does nothing where Triton is absent, or compiles.
     """
@@ -64,15 +64,15 @@ def speed_up_interpreter() -> None:
 
 
 def _rounds_alike(multiply: Callable[[Any, Any], Any]) -> bool:
-    """Whether equal rows times equal columns are equal, as tensor cores make them.
+    """Returns True if equal rows times equal columns are equal, as tensor cores make them.
 
     OpenBLAS's kernels for processors without AVX-512 add up the rows at a block's end otherwise.
     """
     draw = np.random.default_rng(0)
     for rows, inner, columns in ((16, 32, 32), (64, 64, 64), (128, 64, 128)):
         row, column = draw.standard_normal((2, inner), np.float32)
-        found = multiply(np.tile(row, (rows, 1)), np.tile(column, (columns, 1)).T)
-        if (found != found[0, 0]).any():
+        products = multiply(np.tile(row, (rows, 1)), np.tile(column, (columns, 1)).T)
+        if (products != products[0, 0]).any():
             return False
     return True
 
@@ -93,10 +93,10 @@ def _multiplying_by_torch(interpreter: Any, create_dot: Callable[..., Any]) -> C
             )
         return operand.data
 
-    def dot(a: Any, b: Any, d: Any, *how: Any) -> Any:
+    def dot(a: Any, b: Any, d: Any, *precision_args: Any) -> Any:
         left, right = in_numpy(a), in_numpy(b)
         if d.data.dtype != np.float32 or not {left.dtype, right.dtype} <= is_float:
-            return create_dot(a, b, d, *how)
+            return create_dot(a, b, d, *precision_args)
         product = _by_torch(left.astype(np.float32), right.astype(np.float32))
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
@@ -131,7 +131,8 @@ def _patching_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _stand_ins(interpreter: Any, core: Any) -> Callable[[Any, str, Any], Any]:
-    """What gives, for a member of triton.language or of its tensor, what stands in for it."""
+    """Returns a function that replaces a member of triton.language, or of its tensor, by a faster
+    stand-in."""
     tools = make_tools(interpreter, core)
     of_tensors = {**operators(tools), **methods(tools)}
     of_language = {**functions(tools), **memory_functions(tools)}
@@ -141,15 +142,15 @@ def _stand_ins(interpreter: Any, core: Any) -> Callable[[Any, str, Any], Any]:
         makers = of_tensors if owner is core.tensor else of_language if is_language else {}
         if name not in makers:
             return slow
-        made = makers[name](slow)
-        vars(made)["__wrapped__"] = slow
-        return made
+        stand_in_for_slow = makers[name](slow)
+        vars(stand_in_for_slow)["__wrapped__"] = slow
+        return stand_in_for_slow
 
     return stand_in
 
 
 def _without_warnings(launch: Callable[..., None]) -> Callable[..., None]:
-    """NumPy's, of log2(0) = -inf and the like, which are meant."""
+    """Silences NumPy's warnings, of log2(0) = -inf and the like, which are meant."""
 
     def launch_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
         with np.errstate(all="ignore"):
@@ -176,7 +177,8 @@ def _calling_directly(interpreter: Any, stand_in: Callable[..., Any]) -> Callabl
 
 
 def _remembering(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """NumPy's dtype of Triton's; the interpreter's own version makes the whole table anew."""
+    """Remembers NumPy's dtype of a Triton dtype; the interpreter's own version makes the whole
+    table anew."""
     remembered = functools.cache(np_dtype)
 
     def np_dtype_of(dtype: Any) -> Any:
@@ -188,8 +190,8 @@ def _remembering(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _remembering_shapes(make: Callable[..., None]) -> Callable[..., None]:
-    """Of a block's type: its shape is checked, counted and written out the first time alone."""
-    made: dict[Any, dict[str, Any]] = {}
+    """Makes a block type check, count and write out a shape the first time alone."""
+    known: dict[Any, dict[str, Any]] = {}
 
     def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([getattr(size, "value", size) for size in shape])
@@ -198,17 +200,17 @@ def _remembering_shapes(make: Callable[..., None]) -> Callable[..., None]:
             self.sizes = tuple(self.shape)
             return
         key = (element_ty.name, sizes)
-        if key not in made:
+        if key not in known:
             make(self, element_ty, shape)
-            made[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
-            made[key]["sizes"] = sizes
-        vars(self).update(made[key], element_ty=element_ty)
+            known[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+            known[key]["sizes"] = sizes
+        vars(self).update(known[key], element_ty=element_ty)
 
     return make_block_type
 
 
 def _sharing_types(core: Any) -> Callable[[Any, Any], Any]:
-    """The type of a block of other elements: one object, unless they are pointers."""
+    """Returns the type of a block of other elements: a shared object, unless they are pointers."""
     shared: dict[Any, Any] = {}
 
     def with_element_ty(self: Any, scalar_ty: Any) -> Any:
@@ -223,39 +225,39 @@ def _sharing_types(core: Any) -> Callable[[Any, Any], Any]:
 
 
 def _remembering_types(to_ir: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The interpreter's type of a block's, which it makes anew for each operation."""
-    made: dict[Any, Any] = {}
+    """Remembers the interpreter's type of a block type, which it makes anew for each operation."""
+    known: dict[Any, Any] = {}
 
     def to_ir_of(self: Any, builder: Any) -> Any:
         if self.element_ty.is_ptr():
             return to_ir(self, builder)
         key = (self.element_ty.name, self.sizes)
-        if key not in made:
-            made[key] = to_ir(self, builder)
-        return made[key]
+        if key not in known:
+            known[key] = to_ir(self, builder)
+        return known[key]
 
     return to_ir_of
 
 
 def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
-    """Of a tensor: those of one shape share the constants that say so."""
-    made: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    """Makes tensors of a shape share the constants that state it."""
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         sizes = type.sizes if type.is_block() else ()
-        if sizes not in made:
+        if sizes not in known:
             make(self, handle, type)
-            made[sizes] = self.numel, self.shape
+            known[sizes] = self.numel, self.shape
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = made[sizes]
+        self.numel, self.shape = known[sizes]
 
     return make_tensor
 
 
 def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]]:
-    """Two operands as they are computed with. What is checked and converted depends on their types
-    and on numbers alone, and is found out the first time. Operands of one type, and a block of
-    pointers beside integers, stay what they are."""
+    """Converts two operands for an operation. Checks and conversions depend on their types and on
+    numbers alone, and are found the first time. Operands of equal type, and a block of pointers
+    beside integers, stay as they are."""
     semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     check = semantic.binary_op_type_checking_impl
     tensor, dtype = core.tensor, core.dtype
@@ -287,17 +289,17 @@ def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]
         div_or_mod: bool = False,
     ) -> tuple[Any, Any]:
         left, right = kind_of(lhs), kind_of(rhs)
-        how = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        flags = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
         if left is None or right is None:
             pointers = allow_lhs_ptr and type(lhs) is tensor and lhs.dtype.is_ptr()
             if pointers and type(right) is str and rhs.dtype.is_int():
                 return semantic.broadcast_impl_value(lhs, rhs)
-            return check(lhs, rhs, *how)
+            return check(lhs, rhs, *flags)
         if type(left) is str and left == right and not (div_or_mod and left in ("fp16", "bf16")):
             return semantic.broadcast_impl_value(lhs, rhs)
-        key = (left, right, how)
+        key = (left, right, flags)
         if key not in known:
-            examples = check(example_of(lhs), example_of(rhs), *how)
+            examples = check(example_of(lhs), example_of(rhs), *flags)
             for example in examples:
                 # A number's array is shared from here on.
                 example.handle.data.flags.writeable = False
@@ -309,7 +311,7 @@ def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]
 
 
 def _broadcasting_less(interpreter: Any, block_type: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Two operands brought to one shape; nothing is done where they have it, as most do."""
+    """Broadcasts two operands to a shape; operands that have it, as most do, are left alone."""
     semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     broadcast = semantic.broadcast_impl_value
 
@@ -342,12 +344,13 @@ def _broadcasting_less(interpreter: Any, block_type: Any) -> Callable[[Any, Any]
 
 
 def _equal_to_itself(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Of types, which exist once, most of them: their names need not be compared."""
+    """Compares types, most of which exist once, by identity: their names need not be compared."""
     return lambda self, other: self is other or equal(self, other)
 
 
 def _unwrapping_constants(unwrap: Callable[[Any], Any], core: Any) -> Callable[[Any], Any]:
-    """The value of a constant; what is neither one nor a sequence is itself, and is asked first."""
+    """Returns the value of a constant; anything else that is no sequence is returned as it is, and
+    is tested first."""
     sequences = (list, tuple, core.tuple)
     plain = {core.tensor, int, float, bool, type(None)}
 

@@ -1,4 +1,4 @@
-"""What interpreted kernels make blocks with, and functions of one block; products."""
+"""Interpreted kernels' constructors of blocks, functions of a block, and products."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ ELEMENTWISE: dict[str, Function] = {
 
 
 def functions(tools: Tools) -> Makers:
-    """Of triton.language."""
-    made: Makers = {
+    """Returns stand-ins for functions of triton.language."""
+    makers: Makers = {
         "arange": lambda slow: _arange(tools, slow),
         "dot": lambda slow: _dot(tools, slow),
         "full": lambda slow: _full(tools, slow),
@@ -44,12 +44,12 @@ def functions(tools: Tools) -> Makers:
         "where": lambda slow: _where(tools, slow),
     }
     for name, compute in ELEMENTWISE.items():
-        made[name] = lambda slow, c=compute: _elementwise(tools, slow, c)
-    return made
+        makers[name] = lambda slow, c=compute: _elementwise(tools, slow, c)
+    return makers
 
 
 def methods(tools: Tools) -> Makers:
-    """Of a tensor."""
+    """Returns stand-ins for methods of a tensor."""
     return {
         "to": lambda slow: _to(tools, slow),
         "__getitem__": lambda slow: _getitem(tools, slow),
@@ -58,31 +58,31 @@ def methods(tools: Tools) -> Makers:
     }
 
 
-def _like(made: Any) -> tuple[Any, ...]:
-    return made.type, made.dtype, made.numel, made.shape
+def _like(tensor: Any) -> tuple[Any, ...]:
+    return tensor.type, tensor.dtype, tensor.numel, tensor.shape
 
 
 def _arange(tools: Tools, slow: Function) -> Function:
-    constexpr, made = tools.core.constexpr, {}
+    constexpr, known = tools.core.constexpr, {}
 
     def arange(start: Any, end: Any, _semantic: Any = None) -> Any:
         key = (
             start.value if type(start) is constexpr else start,
             end.value if type(end) is constexpr else end,
         )
-        if key not in made:
+        if key not in known:
             result = slow(start, end)
             # Shared from here on.
             result.handle.data.flags.writeable = False
-            made[key] = result.handle.data, result.handle.dtype, _like(result)
-        return tools.tensor_of(*made[key])
+            known[key] = result.handle.data, result.handle.dtype, _like(result)
+        return tools.tensor_of(*known[key])
 
     return arange
 
 
 def _full(tools: Tools, slow: Function) -> Function:
-    """A block of one number. -0.0 is 0 to Triton, too."""
-    constexpr, made = tools.core.constexpr, {}
+    """Returns the stand-in that makes a block of a number. -0.0 is 0 to Triton, too."""
+    constexpr, known = tools.core.constexpr, {}
 
     def full(shape: Any, value: Any, dtype: Any, _semantic: Any = None) -> Any:
         number = value.value if type(value) is constexpr else value
@@ -91,11 +91,11 @@ def _full(tools: Tools, slow: Function) -> Function:
         sizes = shape.value if type(shape) is constexpr else shape
         sizes = tuple([size.value if type(size) is constexpr else size for size in sizes])
         key = (sizes, type(number), number, dtype.name)
-        if key not in made:
+        if key not in known:
             result = slow(shape, value, dtype)
-            made[key] = result.handle.data.copy(), result.handle.dtype, _like(result)
+            known[key] = result.handle.data.copy(), result.handle.dtype, _like(result)
             return result
-        data, handle_dtype, like = made[key]
+        data, handle_dtype, like = known[key]
         return tools.tensor_of(data.copy(), handle_dtype, like)
 
     return full
@@ -103,15 +103,15 @@ def _full(tools: Tools, slow: Function) -> Function:
 
 def _of_grid(tools: Tools, slow: Function, name: str) -> Function:
     builder, constexpr = tools.interpreter.interpreter_builder, tools.core.constexpr
-    made: dict[int, Any] = {}
+    known: dict[int, Any] = {}
 
     def of_grid(axis: Any, _semantic: Any = None) -> Any:
         axis = axis.value if type(axis) is constexpr else axis
-        if axis not in made:
+        if axis not in known:
             result = slow(axis)
-            made[axis] = result.handle.dtype, _like(result)
+            known[axis] = result.handle.dtype, _like(result)
             return result
-        return tools.tensor_of(np.array([getattr(builder, name)[axis]], np.int32), *made[axis])
+        return tools.tensor_of(np.array([getattr(builder, name)[axis]], np.int32), *known[axis])
 
     return of_grid
 
@@ -136,18 +136,18 @@ def _elementwise(tools: Tools, slow: Function, compute: Function) -> Function:
 
 
 def _dot(tools: Tools, slow: Function) -> Function:
-    """Added to `acc`. The interpreter knows no `input_precision`."""
+    """Returns the stand-in that adds a product to `acc`; it knows no `input_precision`."""
     tensor, builder = tools.core.tensor, tools.interpreter.interpreter_builder
     plans: dict[Any, Any] = {}
 
-    def dot(input: Any, other: Any, acc: Any = None, _semantic: Any = None, **how: Any) -> Any:
-        precision = how.get("input_precision")
+    def dot(input: Any, other: Any, acc: Any = None, _semantic: Any = None, **options: Any) -> Any:
+        precision = options.get("input_precision")
         precision = getattr(precision, "value", precision)
-        if type(acc) is not tensor or not how.keys() <= {"input_precision"}:
-            return slow(input, other, acc, **how)
+        if type(acc) is not tensor or not options.keys() <= {"input_precision"}:
+            return slow(input, other, acc, **options)
         key = (input.type.code, other.type.code, acc.type.code, precision)
         if key not in plans:
-            result = slow(input, other, acc, **how)
+            result = slow(input, other, acc, **options)
             plans[key] = _like(result)
             return result
         handle = builder.create_dot(input.handle, other.handle, acc.handle, None, 0)
@@ -157,7 +157,8 @@ def _dot(tools: Tools, slow: Function) -> Function:
 
 
 def _unary(tools: Tools, slow: Function, compute: Function, value: int) -> Function:
-    """An operator that Triton makes of another and a number: 0 - x; -1 ^ x, where x comes first."""
+    """Computes an operator that Triton makes of another and a number: 0 - x; -1 ^ x, where x comes
+    first."""
     plans: dict[int, Any] = {}
 
     def plan_for(x: Any, result: Any) -> Plan | None:
@@ -222,7 +223,7 @@ def _where(tools: Tools, slow: Function) -> Function:
 
 
 def _to(tools: Tools, slow: Function) -> Function:
-    """x.to(dtype), and with `bitcast`."""
+    """Returns the stand-in of x.to(dtype), also with `bitcast`."""
     plans: dict[Any, Any] = {}
 
     def plan_for(x: Any, dtype: Any, bitcast: bool, result: Any) -> Plan | None:
@@ -236,13 +237,18 @@ def _to(tools: Tools, slow: Function) -> Function:
     def to(
         self: Any,
         dtype: Any,
-        *how: Any,
+        *extra_args: Any,
         bitcast: Any = False,
         _semantic: Any = None,
-        **hows: Any,
+        **extra_options: Any,
     ) -> Any:
-        if how or hows or type(bitcast) is not bool or type(dtype) is not tools.core.dtype:
-            return slow(self, dtype, *how, bitcast=bitcast, **hows)
+        if (
+            extra_args
+            or extra_options
+            or type(bitcast) is not bool
+            or type(dtype) is not tools.core.dtype
+        ):
+            return slow(self, dtype, *extra_args, bitcast=bitcast, **extra_options)
         if self.dtype is dtype:
             return self
         key = (self.type.code, dtype.code, bitcast)
@@ -259,7 +265,7 @@ def _to(tools: Tools, slow: Function) -> Function:
 
 
 def _getitem(tools: Tools, slow: Function) -> Function:
-    """x[:, None] and the like."""
+    """Returns the stand-in of x[:, None] and the like."""
     plans: dict[Any, Any] = {}
 
     def getitem(self: Any, slices: Any, _semantic: Any = None) -> Any:

@@ -22,9 +22,10 @@ ADDRESSES = 2**47
 
 
 def memory_functions(tools: Tools) -> Makers:
-    """Of triton.language: load and store. The builder's, of descriptors, are replaced at once."""
-    builder, own = tools.interpreter.interpreter_builder, tools.interpreter._interpreter
-    read, write = _reading(own), _writing(own)
+    """Returns stand-ins for triton.language's load and store. The builder's functions of
+    descriptors are replaced at once."""
+    builder, native = tools.interpreter.interpreter_builder, tools.interpreter._interpreter
+    read, write = _reading(native), _writing(native)
     masked_load = builder.create_masked_load
 
     def as_bools(mask: Any) -> Any:
@@ -55,14 +56,14 @@ def memory_functions(tools: Tools) -> Makers:
 
 
 def _memory() -> Callable[[Any], Any]:
-    """All of this process's memory as one array of a dtype, from its second element on.
+    """Returns all of this process's memory as an array of a dtype, from its second element on.
 
     Never an argument of what may raise: its repr would read it.
     """
-    made: dict[Any, Any] = {}
+    known: dict[Any, Any] = {}
 
     def memory_of(dtype: Any) -> Any:
-        if dtype not in made:
+        if dtype not in known:
             size = dtype.itemsize
             interface = {
                 "data": (size, False),
@@ -70,14 +71,14 @@ def _memory() -> Callable[[Any], Any]:
                 "typestr": dtype.str,
                 "version": 3,
             }
-            made[dtype] = np.asarray(SimpleNamespace(__array_interface__=interface))
-        return made[dtype]
+            known[dtype] = np.asarray(SimpleNamespace(__array_interface__=interface))
+        return known[dtype]
 
     return memory_of
 
 
 def _indices(pointers: Any, size: int) -> Any:
-    """Of `_memory`; None where it has none, since a pointer is not a multiple of the size."""
+    """Returns indices into `_memory`; None where a pointer is not a multiple of the size."""
     if size == 1:
         return pointers.view(np.int64) - 1
     if (pointers & (size - 1)).any():
@@ -87,7 +88,7 @@ def _indices(pointers: Any, size: int) -> Any:
     return indices
 
 
-def _reading(own: Any) -> Function:
+def _reading(native: Any) -> Function:
     memory_of = _memory()
     small: dict[Any, Any] = {}
 
@@ -99,29 +100,29 @@ def _reading(own: Any) -> Function:
         key = (pointers.shape, dtype)
         if key not in small:
             small[key] = np.ones(pointers.shape, np.bool_), np.zeros(pointers.shape, dtype)
-        return own.load(pointers, *small[key], dtype)
+        return native.load(pointers, *small[key], dtype)
 
     def read(pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        """`other` may be of one element."""
+        """Reads; `other` may be a single element."""
         if mask is None or mask.all():
             return read_all(pointers, dtype)
-        found = np.empty(pointers.shape, dtype)
-        found[...] = 0 if other is None else other
+        values = np.empty(pointers.shape, dtype)
+        values[...] = 0 if other is None else other
         if mask.shape != pointers.shape:
             mask = np.broadcast_to(mask, pointers.shape)
         if pointers.size > SMALL:
-            found[mask] = read_all(pointers[mask], dtype)
-            return found
-        return own.load(pointers, mask, found, dtype)
+            values[mask] = read_all(pointers[mask], dtype)
+            return values
+        return native.load(pointers, mask, values, dtype)
 
     return read
 
 
-def _writing(own: Any) -> Function:
+def _writing(native: Any) -> Function:
     memory_of = _memory()
 
     def write(pointers: Any, values: Any, mask: Any) -> None:
-        """Where pointers are equal, the last value is what is left."""
+        """Writes values; where pointers are equal, the last value is left."""
         if mask is not None and mask.all():
             mask = None
         if values.shape != pointers.shape:
@@ -134,13 +135,13 @@ def _writing(own: Any) -> Function:
             if indices is not None:
                 memory_of(values.dtype)[indices] = values.ravel()[kept]
                 return
-        own.store(pointers, values, np.ones(pointers.shape, np.bool_) if mask is None else mask)
+        native.store(pointers, values, np.ones(pointers.shape, np.bool_) if mask is None else mask)
 
     return write
 
 
 def _descriptor_load(tools: Tools, slow: Function) -> Function:
-    """Of a matrix: rows of its block, which Triton's own finds element by element."""
+    """Returns a load of a matrix's block by rows; Triton's own load reads element by element."""
     pad_zero = tools.interpreter._ir.PADDING_OPTION.PAD_ZERO
 
     def descriptor_load(desc: Any, indices: Any, *hints: Any, **more_hints: Any) -> Any:
@@ -158,7 +159,7 @@ def _descriptor_load(tools: Tools, slow: Function) -> Function:
                 desc.shape, offsets, desc.block_shape, first, strict=True
             )
         ]
-        found = np.zeros(desc.block_shape, dtype)
+        values = np.zeros(desc.block_shape, dtype)
         if min(sizes) > 0:
             strides = [int(stride.data.item()) * dtype.itemsize for stride in desc.strides]
             address = int(desc.base.data.item())
@@ -175,14 +176,14 @@ def _descriptor_load(tools: Tools, slow: Function) -> Function:
                 slice(begin - offset, begin - offset + size)
                 for begin, offset, size in zip(first, offsets, sizes, strict=True)
             )
-            found[rows, columns] = np.asarray(SimpleNamespace(__array_interface__=interface))
-        return tools.interpreter.TensorHandle(found, element)
+            values[rows, columns] = np.asarray(SimpleNamespace(__array_interface__=interface))
+        return tools.interpreter.TensorHandle(values, element)
 
     return descriptor_load
 
 
 def _shapes_agree(shape: Any, *others: Any) -> bool:
-    """Whether the others are spread to that shape, which stays what it is."""
+    """Returns True if `others` broadcast to `shape`, without a change of `shape`."""
     return all(
         each is None
         or each.size == 1
@@ -209,7 +210,7 @@ def _load(tools: Tools, slow: Function, read: Function) -> Function:
     others: dict[Any, Any] = {}
 
     def other_of(value: Any, dtype: Any) -> Any:
-        """A number in the dtype of what is loaded, rounded as Triton does."""
+        """Returns a number in the dtype of the load, rounded as Triton does."""
         key = (type(value), value, dtype.name)
         if key not in others:
             others[key] = semantic.cast(tools.number(value), dtype).handle.data
@@ -229,7 +230,7 @@ def _load(tools: Tools, slow: Function, read: Function) -> Function:
         return tools.interpreter._get_np_dtype(dtype), dtype, like
 
     def load(
-        pointer: Any, mask: Any = None, other: Any = None, _semantic: Any = None, **how: Any
+        pointer: Any, mask: Any = None, other: Any = None, _semantic: Any = None, **options: Any
     ) -> Any:
         if type(other) is constexpr:
             other = other.value
@@ -238,9 +239,9 @@ def _load(tools: Tools, slow: Function, read: Function) -> Function:
             type(pointer) is not tensor
             or (type(mask) is not tensor and mask is not None)
             or (not is_tensor and other is not None and type(other) not in (int, float))
-            or (how and not how.keys() <= HINTS)
+            or (options and not options.keys() <= HINTS)
         ):
-            return slow(pointer, mask, other, **how)
+            return slow(pointer, mask, other, **options)
         key = (
             pointer.type.code,
             _code(mask),
@@ -248,12 +249,12 @@ def _load(tools: Tools, slow: Function, read: Function) -> Function:
         )
         plan = plans.get(key, UNKNOWN)
         if plan is UNKNOWN:
-            result = slow(pointer, mask, other, **how)
+            result = slow(pointer, mask, other, **options)
             plans[key] = plan_of(pointer, mask, other, result)
             return result
         holds = _data(mask)
         if plan is None or (holds is not None and holds.dtype != np.bool_):
-            return slow(pointer, mask, other, **how)
+            return slow(pointer, mask, other, **options)
         np_dtype, dtype, like = plan
         if is_tensor:
             other = _data(other)
@@ -277,7 +278,9 @@ def _store(tools: Tools, slow: Function, write: Function) -> Function:
         data = [_data(value), _data(mask)]
         return dtype if _shapes_agree(pointer.handle.data.shape, *data) else None
 
-    def store(pointer: Any, value: Any, mask: Any = None, _semantic: Any = None, **how: Any) -> Any:
+    def store(
+        pointer: Any, value: Any, mask: Any = None, _semantic: Any = None, **options: Any
+    ) -> Any:
         operand: Any = value.value if type(value) is constexpr else value
         if type(operand) in (int, float):
             operand = tools.number(operand)
@@ -285,18 +288,18 @@ def _store(tools: Tools, slow: Function, write: Function) -> Function:
             type(pointer) is not tensor
             or type(operand) is not tensor
             or (type(mask) is not tensor and mask is not None)
-            or (how and not how.keys() <= HINTS)
+            or (options and not options.keys() <= HINTS)
         ):
-            return slow(pointer, value, mask, **how)
+            return slow(pointer, value, mask, **options)
         key = (pointer.type.code, operand.type.code, _code(mask))
         plan = plans.get(key, UNKNOWN)
         if plan is UNKNOWN:
-            result = slow(pointer, value, mask, **how)
+            result = slow(pointer, value, mask, **options)
             plans[key] = plan_of(pointer, operand, mask)
             return result
         holds = _data(mask)
         if plan is None or (holds is not None and holds.dtype != np.bool_):
-            return slow(pointer, value, mask, **how)
+            return slow(pointer, value, mask, **options)
         if operand.dtype.name != plan.name:
             operand = semantic.cast(operand, plan)
         write(pointer.handle.data, operand.handle.data, holds)

@@ -1,4 +1,4 @@
-"""What releases of Triton get wrong in their interpreter, and compile right."""
+"""Errors in the interpreters of Triton's releases, where the compiler is right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def mend_interpreter(interpreter: Any, version: tuple[int, ...]) -> None:
-    """For good. Args: version: Triton's."""
+    """Mends the interpreter of this `version` of Triton, for good."""
     if version < (3, 6):
         descriptor = interpreter.TensorDescHandle
         descriptor.validate = _checking_bytes(descriptor.validate)
@@ -23,8 +23,8 @@ def mend_interpreter(interpreter: Any, version: tuple[int, ...]) -> None:
 
 
 def _checking_bytes(validate: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Of a descriptor: its strides' alignment, which Triton up to 3.5 looks for in their number of
-    elements."""
+    """Makes a descriptor check its strides' alignment in bytes; Triton up to 3.5 checks their
+    number of elements."""
 
     def validate_in_bytes(self: Any) -> None:
         size = self.base.dtype.element_ty.primitive_bitwidth // 8
@@ -49,7 +49,8 @@ def _comparing_bf16(interpreter: Any, compare: Callable[..., Any]) -> Callable[.
 
 
 def _of_nothing_but_nan(min_max: Callable[..., Any]) -> Callable[..., Any]:
-    """The place of the largest where all are NaN is the first; Triton 3.9 raises there."""
+    """Returns the first place as the place of the largest where all are NaN; Triton 3.9 raises
+    there."""
 
     def first_of_nan(index_of: Callable[..., Any]) -> Callable[..., Any]:
         def index(data: Any, *, axis: Any, keepdims: bool) -> Any:

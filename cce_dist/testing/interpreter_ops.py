@@ -60,7 +60,7 @@ COMPARISONS: dict[str, Function] = {
 
 
 class Plan(NamedTuple):
-    """How a result is computed of operands of certain types."""
+    """The computation of a result from operands of certain types."""
 
     compute: Function
     dtypes: tuple[Any, ...]  # NumPy's, of the operands
@@ -118,17 +118,17 @@ Makers = dict[str, Callable[[Function], Function]]
 
 
 def operators(tools: Tools) -> Makers:
-    """Of a tensor's methods: those of two operands."""
-    made: Makers = {}
+    """Returns stand-ins for a tensor's methods of two operands."""
+    makers: Makers = {}
     for name, compute in ARITHMETIC.items():
         is_division = name in ("truediv", "floordiv", "mod")
         for method, swaps in ((f"__{name}__", False), (f"__r{name}__", True)):
-            made[method] = lambda slow, c=compute, s=swaps, d=is_division: _binary(
+            makers[method] = lambda slow, c=compute, s=swaps, d=is_division: _binary(
                 tools, slow, c, swaps=s, is_division=d
             )
     for name, compute in COMPARISONS.items():
-        made[f"__{name}__"] = lambda slow, c=compute: _binary(tools, slow, c, compares=True)
-    return made
+        makers[f"__{name}__"] = lambda slow, c=compute: _binary(tools, slow, c, compares=True)
+    return makers
 
 
 def _add_codes(core: Any) -> None:
@@ -156,73 +156,74 @@ def _tensor_of(interpreter: Any, core: Any) -> Function:
         handle.data = data
         handle.dtype = handle_dtype
         handle.attr = {}
-        made = new(tensor)
-        made.handle = handle
-        made.type, made.dtype, made.numel, made.shape = like
-        return made
+        tensor_like = new(tensor)
+        tensor_like.handle = handle
+        tensor_like.type, tensor_like.dtype, tensor_like.numel, tensor_like.shape = like
+        return tensor_like
 
     return tensor_of
 
 
 def _number(interpreter: Any) -> Function:
-    """The tensor that Triton makes of an int or a float, the same for equal ones."""
-    made: dict[type, dict[Any, Any]] = {int: {}, float: {}}
+    """Returns the tensor that Triton makes of an int or a float, the same for equal numbers."""
+    by_type: dict[type, dict[Any, Any]] = {int: {}, float: {}}
     to_tensor = interpreter.interpreter_semantic.to_tensor
 
     def number(value: Any) -> Any:
-        known = made[type(value)]
-        found = known.get(value)
-        if found is None:
-            found = known[value] = to_tensor(value)
-            found.handle.data.flags.writeable = False
-        return found
+        known = by_type[type(value)]
+        scalar = known.get(value)
+        if scalar is None:
+            scalar = known[value] = to_tensor(value)
+            scalar.handle.data.flags.writeable = False
+        return scalar
 
     return number
 
 
 def _typed_number(interpreter: Any) -> Function:
-    """The same in another operand's dtype, as arithmetic makes it; None where it does not."""
-    made: dict[Any, dict[Any, Any]] = {}
+    """Returns the tensor of a number in another operand's dtype, as arithmetic makes it; None where
+    it makes none."""
+    by_type: dict[Any, dict[Any, Any]] = {}
     semantic = interpreter.interpreter_semantic
 
     def typed_number(value: Any, dtype: Any) -> Any:
         kind = type(value)
-        known = made.get((kind, dtype.name))
+        known = by_type.get((kind, dtype.name))
         if known is None:
-            known = made[kind, dtype.name] = {}
-        found = known.get(value)
-        if found is None:
+            known = by_type[kind, dtype.name] = {}
+        scalar = known.get(value)
+        if scalar is None:
             if dtype.name not in NUMPY_DTYPES or dtype.name == "int1":
                 return None
             if dtype.is_int():
                 limits = np.iinfo(NUMPY_DTYPES[dtype.name])
                 if kind is float or not limits.min <= value <= limits.max:
                     return None
-            found = known[value] = semantic.scalar_constant(value, dtype)
-            found.handle.data.flags.writeable = False
-        return found
+            scalar = known[value] = semantic.scalar_constant(value, dtype)
+            scalar.handle.data.flags.writeable = False
+        return scalar
 
     return typed_number
 
 
 def dtype_of(operand: Any) -> Any:
-    """NumPy's, of a tensor that is computed with as NumPy does; None of another."""
+    """Returns NumPy's dtype of a tensor that NumPy computes with; None for another."""
     if operand.dtype.is_ptr():
         return POINTERS
     return NUMPY_DTYPES.get(operand.dtype.name)
 
 
-def _same_bits(found: Any, expected: Any) -> bool:
+def _same_bits(computed: Any, expected: Any) -> bool:
     return (
-        found.dtype == expected.dtype
-        and found.shape == expected.shape
-        and found.strides == expected.strides
-        and found.tobytes() == expected.tobytes()
+        computed.dtype == expected.dtype
+        and computed.shape == expected.shape
+        and computed.strides == expected.strides
+        and computed.tobytes() == expected.tobytes()
     )
 
 
 def by_bits(tools: Tools, compute: Function, *operands: Any) -> Function:
-    """The function of NumPy's by which Triton computes with operands of such types."""
+    """Returns NumPy's function by which Triton computes with operands of such types."""
     if not tools.rules.wraps_bits or any(each.dtype.name != "int1" for each in operands):
         return compute
 
@@ -237,7 +238,7 @@ def by_bits(tools: Tools, compute: Function, *operands: Any) -> Function:
 def plan_of(
     compute: Function, operands: tuple[Any, ...], casts: tuple[Any, ...] | None, result: Any
 ) -> Plan | None:
-    """None where it would not give `result`."""
+    """Returns a plan that gives `result`; None where there is none."""
     dtypes = tuple([dtype_of(operand) for operand in operands])
     data = [operand.handle.data for operand in operands]
     if any(each.dtype is not dtype for each, dtype in zip(data, dtypes, strict=True)):
@@ -248,13 +249,13 @@ def plan_of(
             each if to is None else each.astype(to) for each, to in zip(data, casts, strict=True)
         ]
     try:
-        found = compute(*data)
+        computed = compute(*data)
     except TypeError:
         return None
-    # How pointers lie is no matter: what they point to is loaded in C's order.
+    # The layout of pointers does not matter: a load is in C's order.
     is_pointer = result.dtype.is_ptr()
     same = np.array_equal if is_pointer else _same_bits
-    if not same(found, result.handle.data):
+    if not same(computed, result.handle.data):
         return None
     like = (result.type, result.dtype, result.numel, result.shape)
     fills = len(are_blocks) > 1 and not is_pointer
@@ -308,7 +309,7 @@ def _binary(
     compares: bool = False,
     is_division: bool = False,
 ) -> Function:
-    """An operator; `swaps` for those that come from the right operand."""
+    """Computes an operator; `swaps` for operators that come from the right operand."""
     tensor, constexpr = tools.core.tensor, tools.core.constexpr
     number, typed_number, tensor_of = tools.number, tools.typed_number, tools.tensor_of
     makes_numbers = compares and not tools.rules.compares_in_dtype
@@ -334,11 +335,11 @@ def _binary(
         plan = plans.get(key, UNKNOWN)
         if plan is UNKNOWN:
             result = slow(self, other)
-            found = _plan_of_two(tools, compute, left, right, result, is_division)
-            # Triton copies what it shifts, and a copy may lie otherwise.
-            if found is not None and compute is np.right_shift:
-                found = found._replace(fills=True)
-            plans[key] = found
+            plan_of_pair = _plan_of_two(tools, compute, left, right, result, is_division)
+            # Triton copies the operand of a shift, and a copy may have another layout.
+            if plan_of_pair is not None and compute is np.right_shift:
+                plan_of_pair = plan_of_pair._replace(fills=True)
+            plans[key] = plan_of_pair
             return result
         if plan is None:
             return slow(self, other)
@@ -357,15 +358,18 @@ def _binary(
 
 
 def between(tools: Tools, slow: Function, choices: tuple[Function, Function]) -> Function:
-    """The larger, or the smaller, of two; choices: NumPy's, of which the second skips NaN."""
+    """Computes the larger, or the smaller, of two; choices: NumPy's functions, the second skips
+    NaN."""
     tensor = tools.core.tensor
     compute = choices[tools.rules.skips_nan]
     operate = _binary(tools, slow, compute, compares=True)
     operate_swapped = _binary(tools, lambda y, x: slow(x, y), compute, swaps=True, compares=True)
 
-    def choose(x: Any, y: Any, *how: Any, _semantic: Any = None, **hows: Any) -> Any:
-        if how or hows:
-            return slow(x, y, *how, **hows)
+    def choose(
+        x: Any, y: Any, *extra_args: Any, _semantic: Any = None, **extra_options: Any
+    ) -> Any:
+        if extra_args or extra_options:
+            return slow(x, y, *extra_args, **extra_options)
         if type(x) is tensor:
             return operate(x, y)
         return operate_swapped(y, x) if type(y) is tensor else slow(x, y)

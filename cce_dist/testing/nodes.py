@@ -34,12 +34,12 @@ class Node:
     address: str
 
     def run(self, *command: str) -> str:
-        """The output of a command there, which must succeed."""
+        """Runs a command in the node, which must succeed; returns its output."""
         return _run("ip", "netns", "exec", self.namespace, *command)
 
     def start(self, *command: str, log: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-        """A command there, on a host of another name, in addition to this process's environment;
-        its output goes to `log`."""
+        """Starts a command in the node, on a host of another name, with `environment` added to this
+        process's; its output goes to `log`."""
         sockets = {"GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE}
         with log.open("w") as file:
             return subprocess.Popen(
@@ -51,7 +51,7 @@ class Node:
             )
 
     def enter(self) -> None:
-        """The calling process, for good; it also has another host's name."""
+        """Moves the calling process into the node for good; it also has another host's name."""
         libc = ctypes.CDLL(None, use_errno=True)
         with Path("/run/netns", self.namespace).open() as file:
             if libc.setns(file.fileno(), 0) or libc.unshare(CLONE_NEWUTS):
@@ -60,30 +60,32 @@ class Node:
         os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
 
     def sent_bytes(self, pid: int) -> int:
-        """Through this end of the link so far, headers included; `pid` is any process there."""
+        """Returns the bytes sent through this end of the link so far, headers included; `pid` is
+        any process there."""
         table = Path(f"/proc/{pid}/net/dev").read_text()
         (counters,) = re.findall(rf"^ *{DEVICE}: *(.+)$", table, re.MULTILINE)
         # Eight of what was received stand before those of what was sent.
         return int(counters.split()[8])
 
     def cap(self, bits_per_s: int) -> None:
-        """Bound what this end sends, by a token bucket of 4 kB."""
+        """Bounds the bytes that this end sends, by a token bucket of 4 kB."""
         shape = ("tbf", "rate", f"{bits_per_s}bit", "burst", "4kb", "latency", "1s")
         self.run("tc", "qdisc", "replace", "dev", DEVICE, "root", *shape)
 
     def cut(self) -> None:
-        """Nothing arrives any more, and nobody is told."""
+        """Cuts the link: nothing arrives any more, and nobody is told."""
         self.run("ip", "link", "set", DEVICE, "down")
 
     def give_up_after(self, retries: int) -> None:
-        """Of TCP's packets, each sent twice as long after the one before it; Linux's own is 15."""
+        """Sets the retries of TCP's packets, each sent twice as long after the packet before;
+        Linux's own is 15."""
         self.run("sh", "-c", f"echo {retries} > /proc/sys/net/ipv4/tcp_retries2")
 
     def pids(self) -> list[int]:
         return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
 
     def kill_all(self) -> None:
-        """Every process of the node, as if it had lost power."""
+        """Kills every process of the node, as if it had lost power."""
         for pid in self.pids():
             kill(pid)
 

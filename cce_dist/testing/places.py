@@ -1,4 +1,4 @@
-"""Where a test computes: every backend on every device, and grids of tests over them.
+"""Places where a test computes: every backend on every device, and grids of tests over them.
 
 tests/conftest.py marks what these give by its argument `place`: "gpu", or "interpreter".
 """
@@ -77,7 +77,7 @@ def grid(
     set: in the interpreter each pair of values stands in at least one test, on a GPU each value.
 
     Args:
-        allowed: which rows {factor: name} there are.
+        allowed: returns True for the rows {factor: name} to keep.
         factors: values, their str() as ids, or a mapping from ids to values; of "dtype" (names)
             each place gets those that it takes.
     """
@@ -87,17 +87,19 @@ def grid(
     }
     argvalues, ids = [], []
     for place in places:
-        own = {
+        of_place = {
             name: [key for key in values if name != "dtype" or key in place.dtypes]
             for name, values in named.items()
         }
-        if place.compiles and own:
-            rows = each_choice(own, allowed)
-        elif place.interprets and len(own) > 2:
-            rows = pairwise(own, allowed)
+        if place.compiles and of_place:
+            rows = each_choice(of_place, allowed)
+        elif place.interprets and len(of_place) > 2:
+            rows = pairwise(of_place, allowed)
         else:
-            product = itertools.product(*own.values())
-            rows = [row for keys in product if allowed(row := dict(zip(own, keys, strict=True)))]
+            product = itertools.product(*of_place.values())
+            rows = [
+                row for keys in product if allowed(row := dict(zip(of_place, keys, strict=True)))
+            ]
         for row in rows:
             argvalues.append((place, *(named[name][key] for name, key in row.items())))
             ids.append("-".join([str(place), *row.values()]))

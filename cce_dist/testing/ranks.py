@@ -134,8 +134,10 @@ class RankPool:
         ranks = [
             (rank, self.size, store, theirs, self.backend) for rank, (_, theirs) in enumerate(pipes)
         ]
-        for own in [[rank] for rank in ranks] if self.backend == "nccl" else [ranks]:
-            worker = context.Process(target=_serve_all, args=(self.prepare, own), daemon=True)
+        for worker_ranks in [[rank] for rank in ranks] if self.backend == "nccl" else [ranks]:
+            worker = context.Process(
+                target=_serve_all, args=(self.prepare, worker_ranks), daemon=True
+            )
             worker.start()
             self._workers.append(worker)
         for ours, theirs in pipes:
@@ -181,7 +183,7 @@ class RankPool:
 
 @functools.cache
 def shared_pool() -> RankPool:
-    """The one pool of this process, four ranks, ended at exit."""
+    """Returns the single pool of this process, four ranks, ended at exit."""
     pool = RankPool()
     atexit.register(pool.close)
     return pool
@@ -189,15 +191,16 @@ def shared_pool() -> RankPool:
 
 @functools.cache
 def nccl_pool() -> RankPool:
-    """One process a CUDA device, two or four of them, ended at exit. Kernels compile in the first
-    calls."""
+    """Returns a pool with a process a CUDA device, two or four of them, ended at exit. Kernels
+    compile in the first calls."""
     pool = RankPool(4 if torch.cuda.device_count() >= 4 else 2, timeout=250, backend="nccl")
     atexit.register(pool.close)
     return pool
 
 
 def _serve_all(prepare: Callable[[], object] | None, ranks: Sequence[tuple[Any, ...]]) -> None:
-    """Ranks of the pool, each by a fork of this process; it is the last one itself."""
+    """Serves as ranks of the pool, each by a fork of this process; the process itself is the last
+    rank."""
     os.setpgid(0, 0)
     if prepare is not None:
         prepare()
@@ -270,6 +273,6 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def count(self, *words: str) -> int:
-        """How many collectives have one of the words in their name, underscores left out."""
+        """Counts the collectives with one of the words in their name, underscores left out."""
         names = [name.replace("_", "") for name, _ in self.calls]
         return sum(any(word in name for word in words) for name in names)

@@ -1,4 +1,4 @@
-"""What a loss that is kept keeps in memory."""
+"""Memory that a kept loss keeps alive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDS = (types.ModuleType, type, torch.nn.Module, dist.ProcessGroup, DeviceMesh,
 
 
 def _saved_by(node: Any) -> Iterator[Any]:
-    """What autograd has saved, and has not freed."""
+    """Returns the tensors that autograd has saved, and has not freed."""
     names = [name for name in dir(node) if name.startswith("_saved_")]
     for name in (*names, "saved_tensors"):
         try:
@@ -27,14 +27,19 @@ def _saved_by(node: Any) -> Iterator[Any]:
 
 
 def _next_to(thing: Any) -> Iterable[Any]:
-    """What keeps `thing` keeps this. Not what there is but once: modules, classes, groups."""
+    """Returns the objects that `thing` keeps alive, without things that exist once: modules,
+    classes, groups."""
     if isinstance(thing, types.FunctionType):
         return (*(thing.__closure__ or ()), *(thing.__defaults__ or ()))
     if isinstance(thing, types.MethodType):
         return (thing.__self__, thing.__func__)
     if isinstance(thing, torch.autograd.graph.Node):
-        own = vars(thing) if hasattr(thing, "__dict__") else {}
-        return (*(node for node, _ in thing.next_functions), *own.values(), *_saved_by(thing))
+        attributes = vars(thing) if hasattr(thing, "__dict__") else {}
+        return (
+            *(node for node, _ in thing.next_functions),
+            *attributes.values(),
+            *_saved_by(thing),
+        )
     return () if isinstance(thing, _ENDS) else gc.get_referents(thing)
 
 

@@ -1,4 +1,4 @@
-"""How wrong is too wrong: the tolerance rule of the project, in one place.
+"""The tolerance rule of the project: the largest error that a test accepts.
 
 The golden is the reference in float64 on the inputs already rounded to the tested dtype, the
 baseline the dense PyTorch recipe in that dtype. `promise` bounds any output, `gate` the outputs
@@ -20,13 +20,13 @@ CLOSE64 = 1e-11
 
 
 def band(golden: Tensor, output_dtype: torch.dtype) -> float:
-    """One rounding of the largest golden value to the output's dtype."""
+    """Returns the rounding of the largest golden value to the output's dtype."""
     largest = float(golden.abs().max()) if golden.numel() else 0.0
     return torch.finfo(output_dtype).eps * largest
 
 
 def _errors(name: str, ours: Tensor, golden: Tensor) -> Tensor:
-    """|ours - golden| in float64; 0 where both hold the same infinity."""
+    """Returns |ours - golden| in float64; 0 where both hold the same infinity."""
     assert ours.shape == golden.shape, (
         f"{name}: shape {tuple(ours.shape)}, expected {tuple(golden.shape)}"
     )
@@ -147,7 +147,8 @@ _CANCELLING = ("entropy", "mean_logit")
 def check_outputs(
     case: Case, outputs: Mapping[str, Tensor], *, but: tuple[str, ...] = ()
 ) -> dict[str, float]:
-    """Every output of `run_case` or `join_ranks` (except those named in `but`) against its rule.
+    """Checks every output of `run_case` or `join_ranks` (except those named in `but`) against its
+    rule.
 
     Returns: of each that has an error, how much of the allowed one it is.
     Raises:
@@ -196,7 +197,8 @@ def _output_dtype(case: Case, name: str) -> torch.dtype:
 
 
 def _sum_noise(golden: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> float:
-    """The error a sum (or mean) of token losses has if those of `dense` are independent."""
+    """Returns the error that a sum (or mean) of token losses has if the errors of `dense` are
+    independent."""
     errors = dense["token_loss"].double() - golden["token_loss"]
     if golden["loss"].ndim or not errors.numel():
         return 0.0

@@ -32,7 +32,7 @@ class TrainingJob:
     run_dir: Path
 
     def finish(self, timeout: float) -> tuple[int, str]:
-        """Exit code of the launcher, and what it and its ranks wrote."""
+        """Waits for the launcher; returns its exit code, and the output of it and its ranks."""
         self.launcher.join(timeout)
         if self.launcher.exitcode is None:
             raise TimeoutError(f"not done within {timeout} s:\n{self.output.read_text()}")
@@ -55,7 +55,7 @@ class TrainingJob:
 
 @contextmanager
 def started_training(num_ranks: int, config: Path, *arguments: str) -> Iterator[TrainingJob]:
-    """`torchrun --standalone --nproc-per-node NUM_RANKS -m cce_dist train CONFIG`, of which no
+    """Starts `torchrun --standalone --nproc-per-node NUM_RANKS -m cce_dist train CONFIG`; no
     process outlives the context, stopped ones included.
 
     torchrun's own agent starts the ranks and watches over them; it and they are forked, which takes
@@ -65,11 +65,12 @@ def started_training(num_ranks: int, config: Path, *arguments: str) -> Iterator[
     output = config.with_suffix(".out")
     output.write_text("")
     command = ("train", str(config), *arguments)
-    how: dict[str, Any] = {"target": run_command, "args": ({}, output, command)}
-    if num_ranks:
-        settings = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": num_ranks, "max_restarts": 0}
-        how = {"target": run_agent, "args": (settings, command, output)}
-    launcher = fork_context().Process(**how)
+    settings = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": num_ranks, "max_restarts": 0}
+    launcher = (
+        fork_context().Process(target=run_agent, args=(settings, command, output))
+        if num_ranks
+        else fork_context().Process(target=run_command, args=({}, output, command))
+    )
     launcher.start()
     run = json.loads(config.read_text())["run"]
     job = TrainingJob(launcher, output, Path(run["out"]) / run["name"])
@@ -89,7 +90,7 @@ def run_agent(
     environment: Mapping[str, str] | None = None,
     run: Callable[..., object] | None = None,
 ) -> None:
-    """An agent of torchrun's; its ranks are forks of this process, which call run(arguments).
+    """Runs an agent of torchrun; its ranks are forks of this process, which call run(arguments).
 
     Args:
         settings: of LaunchConfig, in addition to those of `--standalone`.
@@ -113,7 +114,7 @@ def run_agent(
 
 
 def run_rank(arguments: tuple[str, ...]) -> None:
-    """As `python -m cce_dist` does, whose exit code is the rank's."""
+    """Runs as `python -m cce_dist` does; its exit code is the rank's."""
     sys.argv[1:] = arguments
     try:
         runpy.run_module("cce_dist", run_name="__main__", alter_sys=True)
@@ -132,7 +133,7 @@ def run_rank(arguments: tuple[str, ...]) -> None:
 def run_training(
     num_ranks: int, config: Path, *arguments: str, timeout: float = 100.0
 ) -> tuple[int, str]:
-    """Exit code and output of a job that runs to its end."""
+    """Returns exit code and output of a job that runs to its end."""
     with started_training(num_ranks, config, *arguments) as job:
         return job.finish(timeout)
 
@@ -140,7 +141,8 @@ def run_training(
 def run_forked_training(
     num_ranks: int, config: Path, *arguments: str, timeout: float = 100.0
 ) -> tuple[int, str]:
-    """As run_training, in a tenth of its time: ranks are forked from a process with all imports.
+    """Runs as run_training, in a tenth of its time: ranks are forked from a process with all
+    imports.
 
     For what does not depend on who starts the ranks.
     """
@@ -151,7 +153,7 @@ def run_forked_training(
 def run_forked(
     num_ranks: int, output: Path, *arguments: str, timeout: float = 100.0
 ) -> tuple[int, str]:
-    """`cce-dist` with these arguments; `output` is a file for what the ranks write.
+    """Runs `cce-dist` with these arguments; `output` is a file for the ranks' output.
 
     This process gives them what torchrun would: their places, and the store. The exit code is of
     the last rank that failed.
@@ -175,7 +177,7 @@ def run_forked(
 def run_placed_training(
     places: Sequence[Place], config: Path, *arguments: str, timeout: float = 100.0
 ) -> tuple[int, str]:
-    """As run_forked_training, with the environment variables of each rank."""
+    """Runs as run_forked_training, with the environment variables of each rank."""
     output = config.with_suffix(".out")
     return run_placed(places, output, "train", str(config), *arguments, timeout=timeout)
 
@@ -183,7 +185,7 @@ def run_placed_training(
 def run_placed(
     places: Sequence[Place], output: Path, *arguments: str, timeout: float
 ) -> tuple[int, str]:
-    """As run_forked, with the environment variables of each rank."""
+    """Runs as run_forked, with the environment variables of each rank."""
     output.write_text("")
     ranks = [
         fork_context().Process(target=run_command, args=(place, output, arguments))
@@ -206,7 +208,7 @@ def run_placed(
 
 
 def run_command(place: Place, output: Path, arguments: tuple[str, ...]) -> None:
-    """As `python -m cce_dist` does."""
+    """Runs as `python -m cce_dist` does."""
     os.environ.update({name: str(value) for name, value in place.items()}, CUDA_VISIBLE_DEVICES="")
     with output.open("a") as file:
         for descriptor in (1, 2):
@@ -216,7 +218,7 @@ def run_command(place: Place, output: Path, arguments: tuple[str, ...]) -> None:
 
 
 def read_losses(run_dir: Path) -> list[float]:
-    """Of the whole lines of metrics.jsonl, in order."""
+    """Reads the losses of the whole lines of metrics.jsonl, in order."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return []
@@ -230,7 +232,7 @@ def read_losses(run_dir: Path) -> list[float]:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL also ends a stopped process; one that has gone already is fine."""
+    """Sends SIGKILL, which also ends a stopped process; a process that has ended is fine."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -248,7 +250,7 @@ def is_running(pid: int) -> bool:
 
 def children(parent: int) -> list[int]:
     """Process ids of those whose parent it is (Linux)."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -257,10 +259,10 @@ def children(parent: int) -> list[int]:
             except OSError:
                 continue
             if int(fields[1]) == parent:
-                found.append(int(entry.name))
-    return sorted(found)
+                pids.append(int(entry.name))
+    return sorted(pids)
 
 
 def bench(folder: Path, command: str, *arguments: str) -> tuple[int, str]:
-    """`cce-dist bench COMMAND` on two forked ranks over gloo: exit code and output."""
+    """Runs `cce-dist bench COMMAND` on two forked ranks over gloo; returns exit code and output."""
     return run_forked(2, folder / "bench.out", "bench", command, *arguments, timeout=150)

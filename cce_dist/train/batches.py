@@ -1,4 +1,4 @@
-"""Which tokens a step trains on: a pure function of seed, step and data-parallel rank."""
+"""Chooses the tokens of a step: a pure function of seed, step and data-parallel rank."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ class Batches:
     sequence_length: int
 
     def step(self, step: int, dp_rank: int, dp: int) -> tuple[Tensor, Tensor]:
-        """ids and targets of one step, [batch, sequence_length] int64 each."""
+        """Returns ids and targets of a step, [batch, sequence_length] int64 each."""
         choices = len(self.train) - self.sequence_length
         starts = np.random.default_rng([self.seed, step]).integers(choices, size=dp * self.batch)
         mine = starts[dp_rank * self.batch : (dp_rank + 1) * self.batch]
         return stack_sequences(self.train, mine, self.sequence_length)
 
     def held_out_batch(self) -> tuple[Tensor, Tensor]:
-        """The same ids and targets on every call and every rank."""
+        """Returns the same ids and targets on every call and every rank."""
         starts = np.arange(self.batch) * self.sequence_length
         return stack_sequences(self.held_out, starts, self.sequence_length)
 
 
 def stack_sequences(tokens: np.ndarray, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
-    """ids and targets of the sequences that begin there, [len(starts), length] int64 each."""
+    """Returns ids and targets of the sequences that begin at `starts`, [len(starts), length] int64
+    each."""
     rows = np.stack([tokens[start : start + length + 1] for start in starts])
     ids = torch.from_numpy(rows.astype(np.int64))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def split_tokens(tokens: np.ndarray, config: TrainConfig) -> Batches:
-    """Keep the last share of the text for the report's held-out batch.
+    """Keeps the last share of the text for the report's held-out batch.
 
     Raises:
         ConfigError: the text is too short for one batch of each.

@@ -17,7 +17,7 @@ NOWHERE = Seen(0, "starting", (0,) * len(COUNTED))
 
 @dataclass
 class Peer:
-    """What the watching rank knows about another one.
+    """Another rank, as far as the watching rank knows it.
 
     Args:
         beat: its newest, as JSON; empty before the first.
@@ -44,12 +44,12 @@ class Peer:
 
     @property
     def has_said_why(self) -> bool:
-        """It leaves, and has said so itself."""
+        """The rank leaves, and has given its reason."""
         return bool(self.beat.get("failure"))
 
     @property
     def blames(self) -> list[int]:
-        """It leaves because of these ranks."""
+        """Ranks that this rank names as the reason for leaving."""
         return self.beat.get("blames", [])
 
     @property
@@ -73,10 +73,11 @@ class Peer:
         return self.told if self.place is None else self.place.seen
 
 
-def describe_lost(rank: int, peer: Peer, *, died: bool, own: Seen) -> str:
-    """`died`: its process ended, rather than fell silent. `own`: where the speaking rank is."""
+def describe_lost(rank: int, peer: Peer, *, died: bool, place: Seen) -> str:
+    """Describes a rank that is lost. `died`: its process ended, rather than fell silent. `place`:
+    where the speaking rank is."""
     if not peer.beat:
-        return f"rank {rank} has never responded in {peer.age:.0f} s; this rank is in {own}"
+        return f"rank {rank} has never responded in {peer.age:.0f} s; this rank is in {place}"
     who = f"rank {rank} (pid {peer.beat['pid']} on {peer.beat['host']})"
     if died:
         return f"{who} has died; last seen in {peer.seen}"
@@ -84,7 +85,7 @@ def describe_lost(rank: int, peer: Peer, *, died: bool, own: Seen) -> str:
     if peer.place is None:
         here = peer.beat["host"] == socket.gethostname()
         return (
-            f"{text}; last heard of in {peer.told}, while this rank is in {own}. It is "
+            f"{text}; last heard of in {peer.told}, while this rank is in {place}. It is "
             f"{'hidden' if here else 'not'} on this host: if it still runs, its launcher has to "
             "end it; else look at the network"
         )
@@ -98,7 +99,8 @@ def describe_place(rank: int, seen: Seen) -> str:
 
 
 def find_skipped(places: Mapping[int, Seen], *, in_order: bool) -> str | None:
-    """Which rank left out what another one waits in, if one did; never one that is only late.
+    """Names the rank that skipped a collective in which another rank waits. A late rank is not
+    named.
 
     Ranks that begin the same in the same order are, whenever each is looked at, at places of one
     sequence: who is further has begun no less of anything.

@@ -66,29 +66,29 @@ class Checkpoint:
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint with the highest step; those being written have other names.
+    """Returns the checkpoint with the highest step; unfinished checkpoints have other names.
 
     Raises:
         ConfigError: it has lost a part since it was written.
     """
-    found = _whole_checkpoints(folder)
-    return _open_checkpoint(found[-1]) if found else None
+    checkpoints = _whole_checkpoints(folder)
+    return _open_checkpoint(checkpoints[-1]) if checkpoints else None
 
 
 def find_checkpoint(folder: Path, step: int | None) -> Checkpoint:
-    """That of a step; of None the newest one.
+    """Returns the checkpoint of a step; `step=None` returns the newest.
 
     Raises:
         ConfigError: there is none, or it has lost a part since it was written.
     """
-    found = _whole_checkpoints(folder)
-    if not found:
+    checkpoints = _whole_checkpoints(folder)
+    if not checkpoints:
         raise ConfigError(f"{folder} must hold a checkpoint of cce-dist train, found none")
     if step is None:
-        return _open_checkpoint(found[-1])
+        return _open_checkpoint(checkpoints[-1])
     path = folder / _name_of(step)
-    if path not in found:
-        steps = ", ".join(str(int(other.name.removeprefix("step_"))) for other in found)
+    if path not in checkpoints:
+        steps = ", ".join(str(int(other.name.removeprefix("step_"))) for other in checkpoints)
         raise ConfigError(
             f"{folder} must hold a checkpoint of step {step}, found those of steps {steps}"
         )
@@ -127,7 +127,7 @@ def save_checkpoint(
     config: TrainConfig,
     data_key: str,
 ) -> Path:
-    """Write everything a resumed run needs, then make it visible in one rename.
+    """Writes everything a resumed run needs, then makes it visible in one rename.
 
     Raises:
         JobError: a file cannot be written, on any rank; earlier checkpoints are as they were.
@@ -164,12 +164,12 @@ def save_checkpoint(
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:
-    """Bytes of all tensors, over all ranks; torch adds about 1 KiB to each."""
+    """Returns the bytes of all tensors, over all ranks; torch adds about 1 KiB to each."""
     return BYTES_A_PARAMETER * count_parameters(config).total
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove unfinished checkpoints, which a job leaves that is killed."""
+    """Removes unfinished checkpoints that a killed job has left."""
     for left in folder.glob("partial_*"):
         shutil.rmtree(left)
 
@@ -187,7 +187,7 @@ def _publish(partial: Path, final: Path, info: dict[str, Any]) -> None:
 def load_checkpoint(
     checkpoint: Checkpoint, model: AnyDecoder, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> None:
-    """Fill model, optimizer and random state in place; each rank reads its own rows.
+    """Fills model, optimizer and random state in place; each rank reads its own rows.
 
     Raises:
         JobError: a file cannot be read, on any rank.
@@ -198,7 +198,7 @@ def load_checkpoint(
 
 
 def load_weights(checkpoint: Checkpoint, model: AnyDecoder, ranks: Ranks) -> None:
-    """Fill the model alone, in place, whatever layout it was trained in.
+    """Fills the model alone, in place, whatever layout it was trained in.
 
     Raises:
         ConfigError: the checkpoint has no such weights, or of other shapes.
@@ -208,9 +208,9 @@ def load_weights(checkpoint: Checkpoint, model: AnyDecoder, ranks: Ranks) -> Non
     saved = read_tensors(checkpoint.folder)
     wrong = []
     for name, weight in weights.items():
-        found = getattr(saved.get(f"model.{name}"), "size", None)
-        if found != weight.shape:
-            got = "none" if found is None else list(found)
+        shape = getattr(saved.get(f"model.{name}"), "size", None)
+        if shape != weight.shape:
+            got = "none" if shape is None else list(shape)
             wrong.append(f"  {name} of shape {list(weight.shape)}, got {got}")
     if wrong:
         rule = f"checkpoint {checkpoint.folder} must have the weights of its configuration:"
@@ -219,7 +219,7 @@ def load_weights(checkpoint: Checkpoint, model: AnyDecoder, ranks: Ranks) -> Non
 
 
 def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dp: int) -> None:
-    """Refuse to go on with another run than the one that was saved.
+    """Refuses to resume a run with another run's configuration.
 
     Raises:
         ConfigError: names each key that changed, with both values.
@@ -270,7 +270,7 @@ def _weights(model: AnyDecoder, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def _as_saved(name: str, tensor: Tensor, model: AnyDecoder, ranks: Ranks) -> Tensor:
-    """The parameter of this name, or a moment of its."""
+    """Returns the parameter of this name, or a moment of its."""
     mesh = ranks.vocab_mesh if name in model.spread else ranks.mesh
     vocab_size = model.vocab_size if name in model.sharded_parameters() else None
     over_dp = isinstance(tensor, DTensor)

@@ -14,7 +14,7 @@ from .errors import JobError, first_line
 
 
 def write_state(state: dict[str, Any], folder: Path) -> None:
-    """Write each rank's share of the tensors, and their index.
+    """Writes each rank's share of the tensors, and their index.
 
     Raises:
         OSError: ranks could not write; the text says which and why.
@@ -32,7 +32,7 @@ def write_state(state: dict[str, Any], folder: Path) -> None:
 
 
 def read_state(state: dict[str, Any], folder: Path) -> None:
-    """Fill the tensors in place.
+    """Fills the tensors in place.
 
     Raises:
         JobError: a file cannot be read, on any rank.
@@ -67,12 +67,12 @@ class _Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            found: BaseException | None = error
-            while found is not None and not isinstance(found, OSError):
-                found = found.__cause__ or found.__context__
-            if found is None:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
                 raise
-            raise found from None
+            raise cause from None
 
 
 def _unreadable(folder: Path, why: str) -> JobError:
@@ -83,7 +83,7 @@ def _unreadable(folder: Path, why: str) -> JobError:
 
 
 def _describe_failures(error: CheckpointException) -> str:
-    """torch's own text has a traceback for each rank."""
+    """Shortens torch's text, which has a traceback for each rank."""
     ranks_of: dict[str, list[str]] = {}
     for rank, (failure, _) in error.failures.items():
         is_disk = isinstance(failure, OSError)

@@ -88,7 +88,7 @@ class GatherRows(torch.autograd.Function):
 
 
 def sum_gradients(grads: Sequence[Tensor], group: dist.ProcessGroup, scale: float) -> None:
-    """Replace each gradient by scale * its sum over the group. One all-reduce a bucket."""
+    """Replaces each gradient by scale * its sum over the group. One all-reduce a bucket."""
     if group.size() == 1 and scale == 1:
         return
     for bucket in _buckets(grads):
@@ -116,7 +116,7 @@ def _buckets(grads: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def sum_over_world(values: Sequence[Tensor | float], device: torch.device) -> list[float]:
-    """Sum a few numbers over all ranks in float64: one all-reduce, the same floats everywhere.
+    """Sums a few numbers over all ranks in float64: one all-reduce, the same floats everywhere.
 
     Scalars and vectors, which come back one after the other.
     """
@@ -128,5 +128,5 @@ def sum_over_world(values: Sequence[Tensor | float], device: torch.device) -> li
 
 
 def wait_for_all(device: torch.device) -> None:
-    """A barrier; dist.barrier would pick a GPU by itself where there are several."""
+    """Waits for all ranks; dist.barrier would pick a GPU by itself where there are several."""
     sum_over_world([0.0], device)

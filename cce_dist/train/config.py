@@ -1,4 +1,4 @@
-"""What a training run is: every key of the YAML file, its bounds and its default."""
+"""The configuration of a training run: every key of the YAML file, its bounds and its default."""
 
 from __future__ import annotations
 
@@ -261,14 +261,15 @@ class TrainConfig(Section):
 
     @property
     def microbatches(self) -> int:
-        """Of a pipeline; by default as many as the batch has sequences for."""
+        """Microbatches of a pipeline; by default as many as the batch has sequences for."""
         parallel = self.parallel
         if parallel.microbatches is not None:
             return parallel.microbatches
         return max(1, self.batch // (parallel.tp if parallel.sequence_parallel else 1))
 
     def layout(self, head: str = "cce") -> Layout:
-        """Of the pipeline; of the dense head, which cannot be spread over it, on the last stage.
+        """The pipeline's layout. The dense head cannot be spread over a pipeline: it is on the last
+        stage.
 
         Raises:
             ValueError: model.layers or parallel.layers_per_stage are of other stages.

@@ -53,7 +53,7 @@ _RULES = {
 def load_config(
     path: Path, overrides: Sequence[tuple[str, str]] = (), *, num_ranks: int = 1
 ) -> TrainConfig:
-    """Read, override, fit to the number of ranks, validate.
+    """Reads, overrides, fits to the number of ranks, validates.
 
     Args:
         path: a YAML mapping; see docs/training.md for the keys.
@@ -118,9 +118,9 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Path, list[tuple[str, str
             "written --section.key VALUE"
         )
     if not files:
-        given = " ".join(f"--{key} {value}" for key, value in overrides)
+        options = " ".join(f"--{key} {value}" for key, value in overrides)
         raise ConfigError(
-            f"CONFIG must be given, got only {given}: it is a YAML file, which may be empty"
+            f"CONFIG must be given, got only {options}: it is a YAML file, which may be empty"
         )
     return Path(files[0]), overrides
 
@@ -145,7 +145,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _describe(items: Sequence[Any]) -> list[str]:
-    """One line a key: a union reports once for each of its branches."""
+    """Writes one line a key: a union reports an error for each of its branches."""
     rules: dict[str, list[str]] = {}
     got: dict[str, Any] = {}
     lines = []
@@ -191,7 +191,7 @@ def _suggest(key: str) -> str:
 
 
 def describe_keys() -> list[tuple[str, str]]:
-    """Each key as an option, and its default with the values it may have."""
+    """Lists each key as an option, and its default with the values it may have."""
     rows = []
     for key, field in _keys(TrainConfig).items():
         if not isinstance(field.default, BaseModel):
@@ -220,11 +220,11 @@ def _kind(annotation: Any) -> str:
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """All keys, sections included, by their dotted names."""
-    found = {}
+    """Returns all keys, sections included, by their dotted names."""
+    fields = {}
     for name, field in model.model_fields.items():
-        found[prefix + name] = field
+        fields[prefix + name] = field
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            found |= _keys(annotation, f"{prefix}{name}.")
-    return found
+            fields |= _keys(annotation, f"{prefix}{name}.")
+    return fields

@@ -23,7 +23,7 @@ GO_ON = (
 
 @contextmanager
 def writing(what: str, folder: Path, remedy: str = GO_ON) -> Iterator[None]:
-    """Turn an OSError of files in `folder` into one message.
+    """Turns an OSError of files in `folder` into one message.
 
     Args:
         what: is being written, as the message begins.
@@ -40,11 +40,11 @@ def writing(what: str, folder: Path, remedy: str = GO_ON) -> Iterator[None]:
 
 
 def require_space(folder: Path, key: str, num_bytes: int) -> None:
-    """Make the folder and write there, before any work whose result it is for.
+    """Makes the folder and writes there, before the work whose result it will hold.
 
     Args:
         key: of the configuration, which names the folder or one above it.
-        num_bytes: that the first result takes.
+        num_bytes: size of the first result.
     Raises:
         ConfigError: the folder cannot be made or written, or has less space than that.
     """
@@ -81,11 +81,11 @@ def _free_text(folder: Path) -> str:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """None: the file system does not say."""
+    """Returns the free bytes of the disk; None: the file system does not say."""
     for path in (folder, *folder.parents):
         # The folder may not be there, or not for this user to see.
         with contextlib.suppress(OSError):
-            found = shutil.disk_usage(path)
+            usage = shutil.disk_usage(path)
             # As /proc and some file systems over a network say it.
-            return found.free if found.total else None
+            return usage.free if usage.total else None
     return None

@@ -13,7 +13,7 @@ ALL = "all"
 
 
 def fit_to_ranks(values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """`parallel.tp: all` and `global_batch` as the numbers that they are on so many ranks.
+    """Replaces `parallel.tp: all` and `global_batch` by their numbers on so many ranks.
 
     The result says `parallel.tp` and `batch`, so that nobody after it needs to know; what is not
     valid in itself stays for validation to find.

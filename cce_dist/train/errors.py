@@ -20,19 +20,19 @@ class ConfigError(JobError):
 
 
 def first_line(error: BaseException) -> str:
-    """Its type, and the beginning of its text: torch adds pages to some."""
+    """Returns an error's type, and the beginning of its text: torch adds pages to some."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def say_error(message: str) -> None:
-    """Write it to stderr, if that is possible: a log may be on a full disk."""
+    """Writes a message to stderr, if that is possible: a log may be on a full disk."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"error: {message}\n")
         sys.stderr.flush()
 
 
 def say_traceback(error: BaseException) -> None:
-    """The same, of an error that nobody expected."""
+    """Writes the traceback of an unexpected error to stderr, if that is possible."""
     with contextlib.suppress(OSError):
         traceback.print_exception(error)

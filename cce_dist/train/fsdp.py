@@ -20,7 +20,7 @@ from .ranks import Ranks
 
 
 def place(model: Decoder, config: TrainConfig, ranks: Ranks) -> None:
-    """Move the model to the rank's device, split over dp where parallel.fsdp asks for it.
+    """Moves the model to the rank's device, split over dp where parallel.fsdp asks for it.
 
     fully_shard moves one group at a time, so that the whole model is never on a GPU.
     """
@@ -35,7 +35,7 @@ def place(model: Decoder, config: TrainConfig, ranks: Ranks) -> None:
 
 
 def _linears_policy(config: TrainConfig) -> MixedPrecisionPolicy:
-    """The casts that autocast makes without FSDP, and the sum over ranks still in fp32.
+    """Returns the casts that autocast makes without FSDP, and the sum over ranks still in fp32.
 
     Autocast's own copies would live until the backward: whole weights of every layer. What it
     leaves in fp32, norms and the embedding, is in the root group, which casts nothing.
@@ -53,7 +53,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def whole_head(model: Decoder) -> Iterator[Tensor]:
-    """The head's weight of this tp rank, whole; after a forward of the model, before a backward.
+    """Returns this tp rank's whole head weight; after a forward of the model, before a backward.
 
     Collectives: with FSDP one all-gather over dp, where that forward has not left it whole.
     """
@@ -68,5 +68,5 @@ def whole_head(model: Decoder) -> Iterator[Tensor]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
+    """Returns this rank's part of a tensor; they share memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist import Filter, LossOutput, Screen, VocabShard, linear_cross_entropy
+from cce_dist import Filter, LossOptions, LossOutput, Screen, VocabShard, linear_cross_entropy
 
 from .collectives import GatherRows, SumPartials
 from .config import LossConfig, TrainConfig
@@ -28,7 +28,7 @@ HeadLoss = Callable[[Tensor, Tensor, Tensor, Sequence[Stat]], LossOutput]
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """What both losses need to know about the ranks that share the vocabulary."""
+    """The ranks that share the vocabulary, as both losses need to know them."""
 
     group: dist.ProcessGroup
     vocab_size: int
@@ -46,12 +46,12 @@ class HeadLayout:
 
 
 def head_layout(config: TrainConfig, ranks: Ranks) -> HeadLayout:
-    """Without a pipeline, or on its last stage."""
+    """Returns the layout of the head without a pipeline, or on its last stage."""
     return HeadLayout(ranks.tp_group, config.data.vocab_size, config.parallel.sequence_parallel)
 
 
 def make_head_loss(config: TrainConfig, layout: HeadLayout, kind: str) -> HeadLoss:
-    """`kind` is "cce" or "dense"; both compute the same objective."""
+    """Makes the loss of the head. `kind` is "cce" or "dense"; both compute the same objective."""
     dtype = getattr(torch, config.dtype)
     compute = _dense_loss if kind == "dense" else _cce_loss
 
@@ -69,15 +69,15 @@ def make_head_loss(config: TrainConfig, layout: HeadLayout, kind: str) -> HeadLo
 def head_loss_of(
     loss: Callable[[Tensor, Tensor, Tensor], Tensor | LossOutput], dtype: torch.dtype
 ) -> HeadLoss:
-    """Another loss of hidden, weight and targets in a training run; it is asked for no statistics,
-    and has what it has."""
+    """Wraps another loss of hidden, weight and targets for a training run. The run asks it for no
+    statistics, and takes those it returns."""
 
     def head_loss(
         hidden: Tensor, weight: Tensor, targets: Tensor, stats: Sequence[Stat] = ()
     ) -> LossOutput:
         with torch.autocast(hidden.device.type, enabled=False):
-            found = loss(hidden.to(dtype), weight.to(dtype), targets)
-            return found if isinstance(found, LossOutput) else LossOutput(loss=found)
+            output = loss(hidden.to(dtype), weight.to(dtype), targets)
+            return output if isinstance(output, LossOutput) else LossOutput(loss=output)
 
     return head_loss
 
@@ -90,6 +90,7 @@ def _cce_loss(
     layout: HeadLayout,
     stats: tuple[Stat, ...],
 ) -> LossOutput:
+    options = loss_options(config)
     out = linear_cross_entropy(
         hidden,
         weight,
@@ -98,7 +99,16 @@ def _cce_loss(
         vocab_shard=layout.shard,
         sequence_parallel=layout.sequence_parallel,
         stats=stats,
-        **loss_options(config),
+        softcap=options.softcap,
+        logit_scale=options.logit_scale,
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        gradient=options.gradient,
+        filter=options.filter,
+        logits=options.logits,
+        screen=options.screen,
+        backend=options.backend,
+        workspace_bytes=options.workspace_bytes,
     )
     return LossOutput(loss=out) if isinstance(out, Tensor) else out
 
@@ -106,7 +116,8 @@ def _cce_loss(
 def make_token_nll(
     config: TrainConfig, layout: HeadLayout
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """hidden, weight shard, targets -> [N] fp32: of each token -log of its probability, in nats.
+    """Makes a function: hidden, weight shard, targets -> [N] fp32, minus log of each token's
+    probability, in nats.
 
     The softmax of the logits as training forms them, without what its objective adds to that.
     """
@@ -134,20 +145,20 @@ def make_token_nll(
     return token_nll
 
 
-def loss_options(config: LossConfig) -> dict[str, Any]:
-    """What the configuration says of the loss, as options of `linear_cross_entropy`."""
-    return {
-        "softcap": config.softcap,
-        "logit_scale": config.logit_scale,
-        "label_smoothing": config.label_smoothing,
-        "z_loss": config.z_loss,
-        "gradient": config.gradient,
-        "filter": Filter(keep=config.filter.keep, tail=config.filter.tail, eps=config.filter.eps),
-        "logits": config.logits,
-        "screen": Screen(**config.screen.model_dump()),
-        "backend": config.backend,
-        "workspace_bytes": config.workspace_bytes,
-    }
+def loss_options(config: LossConfig) -> LossOptions:
+    """Returns the configuration's options of `linear_cross_entropy`."""
+    return LossOptions(
+        softcap=config.softcap,
+        logit_scale=config.logit_scale,
+        label_smoothing=config.label_smoothing,
+        z_loss=config.z_loss,
+        gradient=config.gradient,
+        filter=Filter(keep=config.filter.keep, tail=config.filter.tail, eps=config.filter.eps),
+        logits=config.logits,
+        screen=Screen(**config.screen.model_dump()),
+        backend=config.backend,
+        workspace_bytes=config.workspace_bytes,
+    )
 
 
 def _dense_loss(
@@ -158,7 +169,7 @@ def _dense_loss(
     layout: HeadLayout,
     stats: tuple[Stat, ...],
 ) -> LossOutput:
-    """The usual recipe: gather the head, make all logits, softmax them in fp32."""
+    """Computes the usual recipe: gather the head, make all logits, softmax them in fp32."""
     slices = layout.sequence_parallel
     whole = GatherRows.apply(weight, layout.group, layout.bounds, slices)
     if slices:
@@ -194,7 +205,7 @@ def _objective(logits: Tensor, targets: Tensor, config: LossConfig) -> Tensor:
 def golden_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, config: TrainConfig, layout: HeadLayout
 ) -> float:
-    """The same objective from dense float64 logits, a few tokens at a time.
+    """Computes the same objective from dense float64 logits, a few tokens at a time.
 
     hidden and weight are rounded to the training dtype first, since that is what the loss saw.
     Collectives: one all-gather of the weight, with sequence parallelism one of hidden.

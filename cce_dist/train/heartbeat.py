@@ -1,4 +1,4 @@
-"""Which rank is to blame: a thread in each rank says that it lives, and watches the others.
+"""Finds the rank to blame: a thread in each rank says that it lives, and watches the others.
 
 A collective that fails tells only that some peer is missing. Each rank counts up its own beat
 in the rendezvous store once in a while; ages are measured by the reader's clock, from when it
@@ -36,7 +36,7 @@ class Heartbeat:
 
     Args:
         timeout_s: of silence, after which a rank takes the job down.
-        stopping: whether this rank was asked to stop.
+        stopping: returns True once this rank was asked to stop.
         kin: of the ranks that begin merges and reduces equally often, the same number.
         in_order: as of `find_skipped`.
     """
@@ -91,7 +91,7 @@ class Heartbeat:
         self.place.phase = phase
 
     def start(self) -> None:
-        """Of all ranks at the same time."""
+        """Starts the threads; all ranks call this at the same time."""
         # Who dies before it was ever heard of could not be recognised.
         deadline = time.monotonic() + GRACE_INTERVALS * self.interval_s
         while not all(peer.beat for peer in self.peers.values()) and time.monotonic() < deadline:
@@ -101,7 +101,7 @@ class Heartbeat:
             thread.start()
 
     def close(self) -> None:
-        """A rank that has finished must not look like one that died."""
+        """Says that this rank has finished: it must not look like a rank that died."""
         self.phase = FINISHED
         self.closed.set()
         for thread in self.threads:
@@ -117,20 +117,20 @@ class Heartbeat:
                 time.sleep(self.interval_s / 10)
 
     def explain(self, error: BaseException) -> str | None:
-        """After a failure in this rank: whose fault it was, as far as the beats tell.
+        """Explains a failure in this rank: whose fault it was, as far as the beats tell.
 
         Waits a few intervals, since a peer that died just now is not yet silent. Kills those
         who hang. None if another rank is the one to say it.
         """
-        own = (
+        message = (
             f"rank {self.rank} failed in {self.place.seen}: {first_line(_lost_in(error) or error)}"
         )
         if not self.is_lost_peer(error):
             # Nobody is to be watched any more: this rank leaves whatever they do.
             self.closed.set()
-            self._leave(own, [])
+            self._leave(message, [])
             # Also if another rank has spoken: it may have failed in another way.
-            return own
+            return message
         time.sleep(GRACE_INTERVALS * self.interval_s)
         # Only one of the threads speaks; the other never comes back.
         self._speaking.acquire()
@@ -141,10 +141,10 @@ class Heartbeat:
             return self._blame(lost)
         # Every rank lives, but one may have never reached the collective.
         places = [describe_place(rank, peer.seen) for rank, peer in sorted(self.peers.items())]
-        return self._leave(self._find_skipped() or "; ".join([own, *places]), [])
+        return self._leave(self._find_skipped() or "; ".join([message, *places]), [])
 
     def refuse(self, error: JobError) -> str | None:
-        """The error's message; None if another rank is the one to say it.
+        """Returns the error's message; None if another rank reports it.
 
         All ranks may have found the same, or this one alone.
         """
@@ -152,26 +152,26 @@ class Heartbeat:
         return self._leave(str(error), [], patience_s=SPEAK_S)
 
     def is_lost_peer(self, error: BaseException) -> bool:
-        """Whether the error only says that some other rank is missing."""
+        """Returns True if the error says only that another rank is missing."""
         return self.world_size > 1 and _lost_in(error) is not None
 
     def _lost(self, limit_s: float) -> dict[int, Peer]:
-        """The silent, and those whose process has ended without a word."""
-        found = {}
+        """Returns the silent ranks, and those whose process has ended without a word."""
+        lost = {}
         for rank, peer in self.peers.items():
             state = None if peer.place is None else peer.place.state
             # A busy host may hold up a process that it is seen to run.
             limit = max(limit_s, self.timeout_s / 2) if state == "running" else limit_s
             if not peer.is_leaving and (peer.age > limit or state == "gone"):
-                found[rank] = peer
-        return found
+                lost[rank] = peer
+        return lost
 
     def _blame(self, lost: dict[int, Peer]) -> str | None:
         # A stopped process cannot act on a launcher's SIGTERM: torchrun waits 30 s, some for ever.
-        own, texts = self.place.seen, []
+        place, texts = self.place.seen, []
         for rank, peer in lost.items():
             died = peer.is_gone and peer.age < self.timeout_s / 2
-            texts.append(describe_lost(rank, peer, died=died, own=own))
+            texts.append(describe_lost(rank, peer, died=died, place=place))
         for peer in lost.values():
             if peer.place is not None:
                 peer.place.kill()
@@ -198,12 +198,12 @@ class Heartbeat:
 
     def _find_skipped(self) -> str | None:
         # One at a time: of many ranks the pairs would be too many, and each rank sees to its own.
-        own = self.place.seen
+        place = self.place.seen
         for rank, peer in self.peers.items():
             if peer.beat.get("kin") == self.kin:
-                found = find_skipped({self.rank: own, rank: peer.told}, in_order=self.in_order)
-                if found is not None:
-                    return found
+                message = find_skipped({self.rank: place, rank: peer.told}, in_order=self.in_order)
+                if message is not None:
+                    return message
         return None
 
     def _run(self) -> None:
@@ -229,7 +229,7 @@ class Heartbeat:
             self._watch_own_threads()
 
     def _follow(self) -> None:
-        """Ranks that leave have said why, or leave it to a rank that knows what they know."""
+        """Dies after a rank that has left: it has said why, or blames ranks that will say it."""
         grace_s = GRACE_INTERVALS * self.interval_s
         if any(peer.has_said_why and peer.age > grace_s for peer in self.peers.values()):
             self._die(lambda: None)
@@ -250,7 +250,8 @@ class Heartbeat:
             self._die(lambda: self._leave(self._find_skipped() or "a rank has skipped", []))
 
     def _watch_own_threads(self) -> None:
-        """The main thread may wait for ranks that wait for a thread which has failed."""
+        """Watches this rank's threads: the main thread may wait for ranks that wait for a failed
+        thread."""
         error = self.place.error_aside
         if error is None or self.is_lost_peer(error):
             self._error_since = None
@@ -261,7 +262,8 @@ class Heartbeat:
             self._die(lambda: self.explain(error))
 
     def _guard(self) -> None:
-        """A store whose host cannot be reached never answers: the other thread waits for ever."""
+        """Guards against a store whose host cannot be reached: it never answers, and the other
+        thread waits for ever."""
         while not self.closed.wait(self.interval_s):
             silence_s = time.monotonic() - self._answered_at
             if silence_s > self.timeout_s + GRACE_INTERVALS * self.interval_s:
@@ -269,18 +271,18 @@ class Heartbeat:
                 self._die(lambda text=text: self._describe_lost_store(text))
 
     def _describe_lost_store(self, what: str) -> str | None:
-        own = self.place.seen
+        place = self.place.seen
         if self.is_launchers_store:
             return (
                 f"rank {self.rank}: the launcher's store is gone, so the launcher is too, or the "
-                f"network to it ({what}); this rank is in {own}"
+                f"network to it ({what}); this rank is in {place}"
             )
         peer = self.peers.get(0)
         if peer is not None and peer.is_gone:
-            return describe_lost(0, peer, died=True, own=own)
+            return describe_lost(0, peer, died=True, place=place)
         return (
             f"rank {self.rank}: rank 0, which holds the store, has died, or the network to it "
-            f"({what}); this rank is in {own}"
+            f"({what}); this rank is in {place}"
         )
 
     def _beat(self) -> None:
@@ -317,14 +319,14 @@ class Heartbeat:
 
 
 def _lost_in(error: BaseException) -> BaseException | None:
-    """The error, or what it came from, which only says that some other rank is missing."""
-    found, looked_at = error, []
-    while found is not None and found not in looked_at:
-        if _is_connection_error(found):
-            return found
-        looked_at.append(found)
+    """Returns the error, or its cause, that says only that another rank is missing."""
+    cause, looked_at = error, []
+    while cause is not None and cause not in looked_at:
+        if _is_connection_error(cause):
+            return cause
+        looked_at.append(cause)
         # torch's pipelines wrap it. A thread's error that is raised again may come from itself.
-        found = found.__cause__
+        cause = cause.__cause__
     return None
 
 

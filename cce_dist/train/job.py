@@ -28,7 +28,7 @@ from .watch import run_watched, wait_for_main
 def run_job(
     config_path: Path, overrides: Sequence[tuple[str, str]], *, resume: bool, compare_dense: bool
 ) -> int:
-    """Train, report, and return the exit code; errors become one message on stderr.
+    """Trains, reports, and returns the exit code; errors become one message on stderr.
 
     A launcher that starts the ranks again after a failure gives them the same command: they
     continue, whatever `resume` says.
@@ -122,7 +122,7 @@ def _announce(job: Job, run: Run) -> None:
 
 
 def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: bool) -> TokenCache:
-    """The main rank prepares folder and text; the others wait for as long as it lives."""
+    """Prepares folder and text on the main rank; the others wait for as long as it lives."""
     if ranks.is_main:
         _open_run(config, display, resume)
         ranks.store.set("folder", "")
@@ -143,7 +143,7 @@ def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: b
 
 
 def _open_run(config: TrainConfig, display: Display, resume: bool) -> None:
-    """Make its folder, or find it, and see that a checkpoint can be written there."""
+    """Makes the run's folder, or finds it, and checks that a checkpoint can be written there."""
     num_bytes = checkpoint_bytes(config)
     # Unlike Path's method it raises nothing where this user may not look.
     if resume and os.path.exists(config.run_dir):
@@ -179,7 +179,7 @@ def _prepare_tokens(
 
 
 def move_aside(folder: Path, display: Display) -> None:
-    """Starting again must neither destroy an earlier run nor mix with it."""
+    """Renames an earlier run: a new start must neither destroy it nor mix with it."""
     if not os.path.exists(folder):
         return
     number = 1

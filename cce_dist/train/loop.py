@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What all runs of one job share."""
+    """The state that all runs of a job share."""
 
     config: TrainConfig
     ranks: Ranks
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """One model in training. `head` is "cce", or "dense" for the comparison.
+    """A model in training. `head` is "cce", or "dense" for the comparison.
 
     With a pipeline `pipeline` runs the model, and `head_loss` is that of its last stage.
     """
@@ -112,7 +112,7 @@ def start_run(job: Job, folder: Path, head: str) -> Run:
 
 
 def resume_run(job: Job, run: Run) -> int:
-    """Load the newest checkpoint, if there is one; the step it was made after, or 0."""
+    """Loads the newest checkpoint, if there is one; returns its step, or 0."""
     checkpoint = newest_checkpoint(run.checkpoints)
     step = 0
     if checkpoint is not None:
@@ -127,7 +127,7 @@ def resume_run(job: Job, run: Run) -> int:
 
 
 def train(job: Job, run: Run, start: int) -> bool:
-    """Train from the step after `start`; True when done, False when stopped by a signal."""
+    """Trains from the step after `start`; True when done, False when stopped by a signal."""
     config = job.config
     reset_peak_memory(job.ranks.device)
     title = f"{config.run.name} ({run.head})"
@@ -147,7 +147,7 @@ def train(job: Job, run: Run, start: int) -> bool:
 
 
 def train_step(job: Job, run: Run, step: int) -> bool:
-    """One step, written to metrics.jsonl; whether any rank was asked to stop."""
+    """Trains a step and writes it to metrics.jsonl; returns True if any rank was asked to stop."""
     config, ranks = job.config, job.ranks
     job.heartbeat.phase, job.heartbeat.step = "training", step
     began = time.perf_counter()
@@ -189,7 +189,7 @@ def train_step(job: Job, run: Run, step: int) -> bool:
 
 
 def stats_of(config: LossConfig) -> tuple[Stat, ...]:
-    """What a step that is logged asks of the loss."""
+    """Returns the statistics that a logged step asks of the loss."""
     stats: list[Stat] = []
     if config.gradient == "filtered":
         stats.append("tail_mass")
@@ -199,7 +199,8 @@ def stats_of(config: LossConfig) -> tuple[Stat, ...]:
 
 
 def update(job: Job, run: Run, step: int, loss: Tensor) -> tuple[StepTotals, float]:
-    """From this rank's gradients to new parameters; what all ranks agree on, the learning rate."""
+    """Turns this rank's gradients into new parameters; returns the totals over all ranks and the
+    learning rate."""
     config, ranks = job.config, job.ranks
     sync_gradients(run.model, ranks, sequence_parallel=config.parallel.sequence_parallel)
     peak_memory = peak_memory_bytes(ranks.device)
@@ -233,7 +234,7 @@ def forward_loss(
 
 
 def forward_body(model: Decoder, ids: Tensor, config: TrainConfig) -> Tensor:
-    """The hidden states that the head would get."""
+    """Returns the hidden states that the head would get."""
     with _autocast(ids.device, config):
         return model(ids)
 

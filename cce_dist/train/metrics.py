@@ -16,7 +16,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Every whole line; a job that was killed may have left half of one at the end."""
+    """Reads every whole line; a killed job may have left half of a line at the end."""
     path = run_dir / METRICS_FILE
     if not path.exists():
         return []
@@ -25,7 +25,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(run_dir: Path, step: int) -> None:
-    """Forget the steps after `step`: the resumed run will do them again."""
+    """Forgets the steps after `step`: the resumed run will do them again."""
     kept = [record for record in read_metrics(run_dir) if record["step"] <= step]
     partial = run_dir / f"{METRICS_FILE}.partial"
     with writing(METRICS_FILE, run_dir):
@@ -39,13 +39,13 @@ def append_metrics(run_dir: Path, record: dict[str, Any]) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """On a GPU; what a process on the CPU held at most cannot be forgotten."""
+    """Resets the peak on a GPU; on the CPU a process's peak cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """On a GPU the most that tensors held since the reset; on the CPU the process, ever."""
+    """Returns the peak of tensors since the reset on a GPU; on the CPU the process's peak ever."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -48,7 +48,7 @@ class Block(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
     def linears(self) -> list[nn.Module]:
-        """In the order of the forward."""
+        """Lists the linear layers in the order of the forward."""
         return [self.qkv, self.attention_out, self.gate_up, self.down]
 
 
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
     def forward(
         self, ids: Tensor, head: Callable[[Tensor, Tensor], LossOutput] | None = None
     ) -> Tensor | LossOutput:
-        """hidden, or what `head` makes of hidden and the head's weight.
+        """Returns hidden, or the result of `head` on hidden and the head's weight.
 
         Under FSDP the weight is whole in here only, so a training step passes its loss.
         """
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         return hidden if head is None else head(hidden, self.head_weight)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[N] int64 -> [N, dim], or [N / tp, dim] with sequence parallelism."""
+        """Embeds [N] int64 -> [N, dim], or [N / tp, dim] with sequence parallelism."""
         return embed(ids, self.embedding, self.shard, self.tp_group, self.sequence_parallel)
 
     @property
@@ -107,7 +107,8 @@ class Decoder(nn.Module):
         return self.embedding if self.tied else self.head
 
     def sharded_parameters(self) -> dict[str, nn.Parameter]:
-        """Those that hold rows of the vocabulary; all others are the same on every rank."""
+        """Returns the parameters with rows of the vocabulary; all others are alike on every
+        rank."""
         shards = {"embedding": self.embedding}
         return shards if self.tied else {**shards, "head": self.head}
 
@@ -123,7 +124,7 @@ def embed(
     group: dist.ProcessGroup,
     sequence_parallel: bool,
 ) -> Tensor:
-    """[N, dim], or [N / ranks, dim] with sequence parallelism.
+    """Returns [N, dim], or [N / ranks, dim] with sequence parallelism.
 
     Collectives: one all-reduce, or one reduce-scatter; see collectives.py for the backward.
     """
@@ -137,14 +138,15 @@ def embed(
 
 
 def rotary_table(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, [length, head_dim / 2] fp32 each."""
+    """Returns cos and sin, [length, head_dim / 2] fp32 each."""
     frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding of [batch, heads, length, head_dim]; norms stay the same."""
+    """Applies rotary position embedding to [batch, heads, length, head_dim]; norms stay the
+    same."""
     cos, sin = (table.to(x.dtype) for table in rotary)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -152,7 +154,7 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
-    """Draw the initial weights on the CPU: the same for every tp, dp and device."""
+    """Draws the initial weights on the CPU: the same for every tp, dp and device."""
     draw_blocks([block for block in model.blocks if isinstance(block, Block)], seed)
     for name, parameter in model.sharded_parameters().items():
         draw_rows(parameter, model.shard, name, seed, tied=model.tied)
@@ -160,7 +162,8 @@ def initialize(model: Decoder, seed: int) -> None:
 
 @torch.no_grad()
 def draw_blocks(blocks: Sequence[Block], seed: int) -> None:
-    """All of a decoder's, in order, from one generator; one may stand for all that are elsewhere.
+    """Draws all blocks of a decoder, in order, from a generator; a block may stand for all that are
+    elsewhere.
 
     Norms stay as they are.
     """
@@ -179,7 +182,7 @@ def draw_blocks(blocks: Sequence[Block], seed: int) -> None:
 def draw_rows(
     parameter: nn.Parameter, shard: VocabShard, name: str, seed: int, *, tied: bool
 ) -> None:
-    """A shard of the "embedding" or the "head", block by block."""
+    """Draws a shard of the "embedding" or the "head", block by block."""
     if shard.num_rows == 0:
         return
     is_input_only = name == "embedding" and not tied
@@ -204,7 +207,7 @@ class ModelSize:
 
 
 def count_parameters(config: TrainConfig) -> ModelSize:
-    """Over the whole vocabulary and all layers, each parameter once."""
+    """Counts parameters over the whole vocabulary and all layers, each parameter once."""
     dim = config.model.dim
     with torch.device("meta"):
         block = sum(p.numel() for p in Block(dim, config.model.heads).parameters())

@@ -44,7 +44,7 @@ def make_optimizer(
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warmup, then constant or a cosine down to a tenth. Steps count from 1."""
+    """Returns the rate: linear warmup, then constant or a cosine to a tenth. Steps count from 1."""
     optimizer = config.optimizer
     if step <= optimizer.warmup:
         return optimizer.lr * step / optimizer.warmup
@@ -55,7 +55,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def sync_gradients(model: AnyDecoder, ranks: Ranks, *, sequence_parallel: bool) -> None:
-    """Make every gradient that of the mean loss over the global batch.
+    """Makes every gradient the gradient of the mean loss over the global batch.
 
     Each tp rank's loss is the mean over its dp rank's tokens, so dp ranks average. The shards
     of the vocabulary are complete after that. The body's gradients are, too, unless the tp
@@ -75,7 +75,7 @@ def sync_gradients(model: AnyDecoder, ranks: Ranks, *, sequence_parallel: bool) 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What all ranks agree on at the end of a step."""
+    """Totals over all ranks at the end of a step."""
 
     loss: float
     grad_norm: float

@@ -66,7 +66,7 @@ class Request:
 
 
 def run_evaluation(request: Request, hand_over: Callable[[Findings], None]) -> int:
-    """Evaluate, give the main rank's findings to `hand_over`, and return the exit code."""
+    """Evaluates, gives the main rank's findings to `hand_over`, and returns the exit code."""
 
     def load() -> TrainConfig:
         return load_request(request, num_ranks())
@@ -81,7 +81,7 @@ def run_evaluation(request: Request, hand_over: Callable[[Findings], None]) -> i
 
 
 def load_request(request: Request, num_ranks: int) -> TrainConfig:
-    """The configuration that the checkpoint was trained with, as the request changes it.
+    """Returns the configuration of the checkpoint's training, as the request changes it.
 
     Raises:
         ConfigError: an option is out of its bounds, or there is no such checkpoint.
@@ -162,7 +162,7 @@ def sum_nll(
     ranks: Ranks,
     heartbeat: Heartbeat,
 ) -> np.ndarray:
-    """[texts x NUM_GROUPS] float64: the nats of each text's tokens by the group of their ids.
+    """Sums the nats of each text's tokens by the group of their ids: [texts x NUM_GROUPS] float64.
 
     Data-parallel ranks take the windows in turn. Collectives: one sum at the end, and in each
     batch those of the embedding and of the loss over tp.
@@ -174,8 +174,8 @@ def sum_nll(
     mine = np.arange(ranks.dp_rank, len(windows), ranks.dp)
     for number, first in enumerate(range(0, len(mine), config.batch), 1):
         heartbeat.step = number
-        found = windows.batch(mine[first : first + config.batch])
-        ids, targets, text = (x.to(ranks.device) for x in found)
+        batch = windows.batch(mine[first : first + config.batch])
+        ids, targets, text = (x.to(ranks.device) for x in batch)
         with in_phase("forward"):
             hidden = forward_body(model, ids, config)
             nll = token_nll(hidden, model.head_weight, targets.flatten())
@@ -187,7 +187,7 @@ def sum_nll(
 
 
 def read_texts(request: Request, config: TrainConfig) -> tuple[int, list[int], list[np.ndarray]]:
-    """The checkpoint's step, and of each text its bytes and its ids behind END_OF_TEXT.
+    """Returns the checkpoint's step, and of each text its bytes and its ids behind END_OF_TEXT.
 
     Raises:
         ConfigError: a text or the tokenizer cannot be used.
@@ -201,7 +201,7 @@ def read_texts(request: Request, config: TrainConfig) -> tuple[int, list[int], l
 def _share_texts(
     request: Request, config: TrainConfig, ranks: Ranks
 ) -> tuple[int, list[int], list[np.ndarray]]:
-    """The main rank's: two ranks that look for the newest checkpoint may find two."""
+    """Shares the main rank's texts: two ranks that look for the newest checkpoint may find two."""
     box: list[Any] = [None]
     if ranks.is_main:
         box = [read_texts(request, config)]
@@ -214,13 +214,13 @@ def _share_texts(
 
 def _open_tokenizer(request: Request, checkpoint: Checkpoint, config: TrainConfig) -> TokenCache:
     caches, key = _caches(request, checkpoint, config), checkpoint.info["data_key"]
-    found = next((cache for cache in caches if is_cached(cache, key)), None)
-    if found is None:
+    cache_dir = next((cache for cache in caches if is_cached(cache, key)), None)
+    if cache_dir is None:
         raise ConfigError(
             f"the tokenizer of {checkpoint.folder} must be in the run's data.cache, found no {key} "
             f"in {caches[0]}, nor where the run was trained or is now: name the folder by --cache"
         )
-    tokens = open_tokens(found, key)
+    tokens = open_tokens(cache_dir, key)
     if tokens.num_merged > config.data.vocab_size:
         raise ConfigError(
             f"the tokenizer in {tokens.folder} must have at most the {config.data.vocab_size} ids "
@@ -230,7 +230,7 @@ def _open_tokenizer(request: Request, checkpoint: Checkpoint, config: TrainConfi
 
 
 def _caches(request: Request, checkpoint: Checkpoint, config: TrainConfig) -> list[Path]:
-    """Where the run's data.cache may be; wherever its key is found, the tokenizer is the same."""
+    """Lists the places where the run's data.cache may be. The key names the tokenizer."""
     cache = config.data.cache
     if request.cache is not None:
         return [cache]

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
     schedules,
 )
 
-from cce_dist import LossOptions, VocabShard
+from cce_dist import VocabShard
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipelining import VocabOverPipeline, forwards_alone, prepare_mode
@@ -68,7 +68,7 @@ def check_split_backward(config: TrainConfig) -> None:
 
 
 class Pipeline:
-    """This rank's stages and its part of the head, under the schedule of the configuration.
+    """A rank's stages and its part of the head, under the schedule of the configuration.
 
     Args:
         model: on the rank's device.
@@ -95,11 +95,11 @@ class Pipeline:
             self.head = make_pipeline_head(config, ranks, self.layout, self.head_weight)
             if model.tied:
                 self._embedding = TiedEmbedding(self.head, timeout=ranks.timeout)
-        self._serving: Callable[..., AbstractContextManager[None]] = lambda **_: nullcontext()
+        self._loss: VocabOverPipeline | None = None
         self.schedule = self._make_schedule(self._make_stages(), head)
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward of all microbatches, [batch, sequence] int64 each.
+        """Runs forward and backward of all microbatches, [batch, sequence] int64 each.
 
         Returns: [] on the ranks of the last stage, and 0 elsewhere, so that the sum over the
             data-parallel rank is tp times its loss.
@@ -108,7 +108,7 @@ class Pipeline:
         self._copy_head()
         arguments, keywords = self._arguments(ids, targets)
         prepare_mode(self.schedule, backward=True)
-        with self._serving(backward=True):
+        with self._serve(backward=True):
             self.schedule.step(*arguments, losses=losses, return_outputs=False, **keywords)
         self._take_head_gradient()
         if self._copies is not None:
@@ -119,7 +119,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """On every rank of the pipeline, without gradients:
+        """Evaluates on every rank of the pipeline, without gradients:
 
         Returns:
             loss: [], mean over the batch.
@@ -129,7 +129,7 @@ class Pipeline:
         self._copy_head()
         arguments, keywords = self._arguments(ids, targets)
         prepare_mode(self.schedule, backward=False)
-        with self._serving(backward=False), forwards_alone(self.schedule):
+        with self._serve(backward=False), forwards_alone(self.schedule):
             hidden = self.schedule.eval(*arguments, losses=losses, **keywords)
         loss = self._mean(losses).float()
         if not self.model.has_last:
@@ -187,17 +187,17 @@ class Pipeline:
         )
 
     def _shapes(self, index: int) -> dict[str, Any]:
-        """Of a microbatch: without them torch runs stages once more to find out."""
+        """Returns example tensors of a microbatch: without them torch runs each stage once more."""
         config, device = self.config, self.ranks.device
         sequences = config.batch // self.layout.microbatches
         length = config.data.sequence_length
         hidden = torch.zeros(sequences // self._slices, length, config.model.dim, device=device)
-        taken, given = hidden.clone().requires_grad_(), hidden
+        input, output = hidden.clone().requires_grad_(), hidden
         if index == 0:
-            taken = torch.zeros(sequences, length, dtype=torch.int64, device=device)
+            input = torch.zeros(sequences, length, dtype=torch.int64, device=device)
         if index == self.layout.num_stages - 1:
-            given = hidden.to(getattr(torch, config.dtype))
-        return {"input_args": taken, "output_args": given.clone().requires_grad_()}
+            output = hidden.to(getattr(torch, config.dtype))
+        return {"input_args": input, "output_args": output.clone().requires_grad_()}
 
     def _make_schedule(self, stages: list[PipelineStage], head: str) -> Any:
         name, count = self.layout.schedule, self.layout.microbatches
@@ -213,12 +213,15 @@ class Pipeline:
             )
         loss: Any = self._loss_of_last_stage(head)
         if self.head is not None:
-            loss = VocabOverPipeline(self.head, embedding=self._embedding)
-        given = stages if len(stages) > 1 or name not in ("gpipe", "1f1b") else stages[0]
-        schedule = SCHEDULES[name](given, count, loss_fn=loss, scale_grads=False)
-        if self.head is not None:
-            self._serving = lambda **how: loss.serving(schedule, **how)
-        return schedule
+            loss = self._loss = VocabOverPipeline(self.head, embedding=self._embedding)
+        stage_or_stages = stages if len(stages) > 1 or name not in ("gpipe", "1f1b") else stages[0]
+        return SCHEDULES[name](stage_or_stages, count, loss_fn=loss, scale_grads=False)
+
+    def _serve(self, *, backward: bool) -> AbstractContextManager[None]:
+        """Returns the context in which the schedule of torch finds the head's ranks serving."""
+        if self._loss is None:
+            return nullcontext()
+        return self._loss.serving(self.schedule, backward=backward)
 
     def _loss_of_last_stage(self, head: str) -> Callable[[Tensor, Tensor], Tensor]:
         head_loss = make_head_loss(self.config, head_layout(self.config, self.ranks), head)
@@ -233,7 +236,7 @@ class Pipeline:
     def _arguments(
         self, ids: Tensor, targets: Tensor
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """Of the schedule, on this rank."""
+        """Returns the schedule's arguments on this rank."""
         model = self.model
         return (ids,) if model.has_first else (), {"target": targets} if model.has_last else {}
 
@@ -245,7 +248,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _copy_head(self) -> None:
-        """In 16 bits the head has a copy of the master weight."""
+        """Copies the master weight to the head: in 16 bits the head has a weight of its own."""
         if self.head_weight is not None and self.head_weight is not self.model.head_weight:
             self.head_weight.copy_(self.model.head_weight)
 
@@ -256,7 +259,7 @@ class Pipeline:
             copy.grad = None
 
     def _whole(self, hidden: Tensor) -> Tensor:
-        """The sequences of all tp ranks, which have slices of every microbatch."""
+        """Gathers the sequences of all tp ranks, which have slices of every microbatch."""
         if self._slices == 1:
             return hidden
         parts = [torch.empty_like(hidden) for _ in range(self._slices)]
@@ -268,7 +271,7 @@ class Pipeline:
 def make_pipeline_head(
     config: TrainConfig, ranks: Ranks, layout: Layout, weight: Tensor
 ) -> PipelineHead:
-    """Rows over pp x tp ranks; its loss is the mean of a microbatch."""
+    """Makes a head with rows over pp x tp ranks; its loss is the mean of a microbatch."""
     assert ranks.pp_group is not None
     slices = ranks.tp if config.parallel.sequence_parallel else 1
     sequences = config.batch // (layout.microbatches * slices)
@@ -281,14 +284,14 @@ def make_pipeline_head(
         sequence_parallel=slices > 1,
         hidden_shape=(sequences, config.data.sequence_length, config.model.dim),
         vocab_shard=VocabShard.chunked(config.data.vocab_size, place, ranks.pp * ranks.tp),
-        options=LossOptions(**loss_options(config.loss)),
+        options=loss_options(config.loss),
         loss_scale=1 / layout.microbatches,
         timeout=ranks.timeout,
     )
 
 
 def planned_times(config: TrainConfig, layout: Layout) -> Times:
-    """Of a token's passes on a rank, in multiplications of the forward."""
+    """Returns times of a token's passes on a rank, in multiplications of the forward."""
     size, dim = count_parameters(config), config.model.dim
     layers = config.model.layers
     # Keys and values of half a sequence on average.
@@ -304,14 +307,16 @@ def _in_dtype(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _connect(groups: list[dist.ProcessGroup | None], device: torch.device) -> None:
-    """NCCL else makes communicators at the first use: in a step, with a second thread at work."""
+    """Makes NCCL's communicators now, not at their first use: in a step, with a second thread at
+    work."""
     for group in groups:
         if group is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _group_of_copies(ranks: Ranks, model: StagedDecoder) -> dist.ProcessGroup | None:
-    """The ranks of the first and the last stage, on those, where both hold a tied weight."""
+    """Returns the group of the first and the last stage's ranks, on those, where both hold a tied
+    weight."""
     if not model.is_copied:
         return None
     grid = torch.arange(ranks.world_size).view(ranks.dp, ranks.pp, ranks.tp)

@@ -1,4 +1,4 @@
-"""Which rank of a pipeline has which layers: numbers alone, so that a configuration can be checked
+"""Assigns layers to the ranks of a pipeline: numbers alone, so that a configuration can be checked
 without ranks."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def last_rank(self) -> int:
-        """That of the last stage; the first stage is always on rank 0."""
+        """The rank of the last stage; the first stage is always on rank 0."""
         return self.rank_of(self.num_stages - 1)
 
     def describe(self) -> str:
@@ -94,27 +94,32 @@ def require_microbatches(schedule: ScheduleName, pp: int, microbatches: int) -> 
         )
 
 
-def split_layers(num_layers: int, stages: int, given: tuple[int, ...] | None) -> tuple[range, ...]:
-    """Layers of each stage; without `given` as even as can be, the first ones one more.
+def split_layers(
+    num_layers: int, stages: int, layers_per_stage: tuple[int, ...] | None
+) -> tuple[range, ...]:
+    """Splits layers over stages; without `layers_per_stage` as evenly as possible, with one more on
+    the first stages.
 
     Raises:
-        ValueError: too few layers, or `given` is of other stages or layers.
+        ValueError: too few layers, or `layers_per_stage` is of other stages or layers.
     """
-    if given is None:
+    if layers_per_stage is None:
         if num_layers < stages:
             raise ValueError(
                 f"model.layers must be at least one for each of the pipeline's {stages} stages, "
                 f"got {num_layers}: fewer stages, more layers, or parallel.layers_per_stage, whose "
                 "first and last stage may have none"
             )
-        given = tuple(num_layers // stages + (i < num_layers % stages) for i in range(stages))
+        layers_per_stage = tuple(
+            num_layers // stages + (i < num_layers % stages) for i in range(stages)
+        )
     rule = None
-    if len(given) != stages:
+    if len(layers_per_stage) != stages:
         rule = f"have an entry for each of the pipeline's {stages} stages (pp x stages of a rank)"
-    elif sum(given) != num_layers:
+    elif sum(layers_per_stage) != num_layers:
         rule = f"add up to model.layers={num_layers}"
-    elif min(given[1:-1], default=1) < 1:
+    elif min(layers_per_stage[1:-1], default=1) < 1:
         rule = "be >= 1 but for the first stage, which embeds, and the last, which norms"
     if rule is not None:
-        raise ValueError(f"parallel.layers_per_stage must {rule}, got {list(given)}")
-    return tuple(range(a, b) for a, b in pairwise(accumulate(given, initial=0)))
+        raise ValueError(f"parallel.layers_per_stage must {rule}, got {list(layers_per_stage)}")
+    return tuple(range(a, b) for a, b in pairwise(accumulate(layers_per_stage, initial=0)))

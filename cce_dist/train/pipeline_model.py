@@ -1,4 +1,4 @@
-"""What one rank of a pipeline holds of the decoder, and its stages as modules.
+"""A pipeline rank's part of the decoder, and its stages as modules.
 
 Parameters have the names and initial values that they have in the whole model, so that neither
 losses nor checkpoints depend on the layout.
@@ -46,7 +46,7 @@ class StagedDecoder(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shard.num_rows, dim)))
 
     def _shards(self, ranks: Ranks) -> dict[str, VocabShard]:
-        """This rank's rows of each parameter of the vocabulary that it has any of."""
+        """Returns this rank's rows of each vocabulary parameter of which it has any."""
         of_stage = VocabShard.chunked(self.vocab_size, ranks.tp_rank, ranks.tp)
         place = ranks.pp_rank * ranks.tp + ranks.tp_rank
         spread = VocabShard.chunked(self.vocab_size, place, ranks.pp * ranks.tp)
@@ -90,7 +90,7 @@ class StagedDecoder(nn.Module):
         return {name: p for name, p in self.named_parameters() if name not in self.shards}
 
     def initialize(self, seed: int) -> None:
-        """The values that these parameters have in `Decoder`."""
+        """Draws the values that these parameters have in `Decoder`."""
         here, elsewhere = dict(self.blocks.items()), Block(self.dim, self.num_heads)
         blocks = [here.get(str(layer), elsewhere) for layer in range(self.num_layers)]
         draw_blocks([block for block in blocks if isinstance(block, Block)], seed)
@@ -121,8 +121,8 @@ class RowsEmbedding(nn.Module):
 
 
 class Stage(nn.Module):
-    """What a stage does to a microbatch: [batch, sequence, dim] fp32 to the same, or at the ends of
-    the pipeline from [batch, sequence] int64, and to the dtype of the head.
+    """A stage's computation on a microbatch: [batch, sequence, dim] fp32 to the same. The first
+    stage reads [batch, sequence] int64; the last returns the head's dtype.
 
     Args:
         embedding: on the first stage.

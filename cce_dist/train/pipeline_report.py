@@ -1,4 +1,4 @@
-"""What a run over a pipeline is worth; that of other runs is in report.py."""
+"""The evaluation of a run over a pipeline; report.py evaluates other runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .report import MEASURE_DENSE_BYTES, Evaluation, Memory, measure, measure_he
 
 
 def evaluate_pipeline(job: Job, run: Run) -> Evaluation:
-    """The held-out batch through the pipeline, and its hidden states through dense float64 logits.
+    """Runs the held-out batch through the pipeline, and its hidden states through dense float64
+    logits.
 
     Memory is that of one microbatch, since the head has no more at a time; of a head on the last
     stage, that of its ranks. Every rank must call it.
@@ -24,15 +25,15 @@ def evaluate_pipeline(job: Job, run: Run) -> Evaluation:
     assert pipeline is not None
     ids, targets = (x.to(ranks.device) for x in job.batches.held_out_batch())
     loss, hidden = pipeline.evaluate(ids, targets)
-    found: list[Evaluation | None] = [None]
+    evaluation: list[Evaluation | None] = [None]
     # Other ranks have no rows of a head on the last stage.
     if pipeline.head is not None or pipeline.model.has_last:
-        found = [_compare(job, run, pipeline, loss.item(), hidden, targets)]
+        evaluation = [_compare(job, run, pipeline, loss.item(), hidden, targets)]
     if pipeline.head is None:
         last = pipeline.layout.last_rank
-        dist.broadcast_object_list(found, group=pipeline.group, group_src=last)
-    assert found[0] is not None
-    return found[0]
+        dist.broadcast_object_list(evaluation, group=pipeline.group, group_src=last)
+    assert evaluation[0] is not None
+    return evaluation[0]
 
 
 def _compare(
@@ -69,13 +70,13 @@ def _compare(
 
 
 def _measure_spread(pipeline: Pipeline, hidden: Tensor, targets: Tensor) -> Memory:
-    """Of one microbatch through the head's phases, on this rank."""
+    """Measures the memory of a microbatch in the head's phases, on this rank."""
     head, root = pipeline.head, pipeline.layout.last_rank
     assert head is not None
-    given = (hidden, targets) if head.rank == root else ()
+    tensors = (hidden, targets) if head.rank == root else ()
 
     def phases() -> Tensor:
-        head.post(0, root, *given)
+        head.post(0, root, *tensors)
         head.statistics(0)
         loss = head.gradients(0, root)
         head.take(0)

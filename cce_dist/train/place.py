@@ -1,4 +1,4 @@
-"""Where a rank is, in memory that ranks of the same host can read, even after it was killed.
+"""A rank's place in memory that ranks of the same host can read, even after it was killed.
 
 A beat in the store is up to an interval old, and a rank that is killed sends no other. The memory
 is an anonymous file that others open by /proc/PID/fd (Linux). Who finds a token there that its
@@ -26,7 +26,7 @@ _RECORD = struct.Struct(f"<{TOKEN_BYTES}sq{len(COUNTED)}q{TEXT_BYTES}s")
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a rank's place. `counts` is in the order of COUNTED."""
+    """A rank's place as another rank reads it. `counts` is in the order of COUNTED."""
 
     step: int
     phase: str
@@ -157,7 +157,7 @@ class SeenPlace:
         return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "running")
 
     def kill(self) -> bool:
-        """Whether the process was there to be killed."""
+        """Kills the process; returns False if it had gone."""
         try:
             handle = os.pidfd_open(self.pid)
         except OSError:

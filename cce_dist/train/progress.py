@@ -1,4 +1,4 @@
-"""What the main rank shows while it trains: a bar on a terminal, plain lines elsewhere."""
+"""The main rank's display while it trains: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

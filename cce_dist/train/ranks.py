@@ -27,7 +27,7 @@ COLLECTIVE_MARGIN_S = 3.0
 
 
 def connect(config: ParallelConfig) -> Ranks:
-    """Join the ranks of this job, whoever started them.
+    """Joins the ranks of this job, whoever started them.
 
     Raises:
         ConfigError: the number of ranks is no multiple of parallel.pp x parallel.tp, GPUs are too
@@ -51,7 +51,7 @@ def connect(config: ParallelConfig) -> Ranks:
 
 
 def num_ranks() -> int:
-    """Known before anything is initialised.
+    """Returns the number of ranks, known before anything is initialised.
 
     Raises:
         ConfigError: the launcher's variables contradict one another.

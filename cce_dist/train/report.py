@@ -1,4 +1,5 @@
-"""What a finished run is worth: its loss beside the dense one, its memory beside dense logits."""
+"""The evaluation of a finished run: its loss beside the dense loss, its memory beside dense
+logits."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One rank's findings about a trained model; the same on every rank but for memory."""
+    """A rank's findings about a trained model; all ranks agree on everything but memory."""
 
     loss: float
     dense_loss: float
@@ -49,7 +50,7 @@ class Evaluation:
 
 
 def evaluate(job: Job, run: Run) -> Evaluation:
-    """The held-out batch through this run's head and through dense float64 logits.
+    """Runs the held-out batch through this run's head and through dense float64 logits.
 
     Every rank must call it; of a run without a pipeline.
     """
@@ -93,7 +94,7 @@ def measure_head(
 
 
 def measure(run: Callable[[], Tensor], device: torch.device) -> tuple[float, Memory]:
-    """The loss that `run` returns, and what it takes."""
+    """Returns the loss of `run`, its time and its memory."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
@@ -107,7 +108,7 @@ def measure(run: Callable[[], Tensor], device: torch.device) -> tuple[float, Mem
 
 
 def write_report(job: Job, folder: Path, evaluation: Evaluation, dense: Path | None) -> str:
-    """report.md and loss.png in the run's folder; returns the report's text.
+    """Writes report.md and loss.png in the run's folder; returns the report's text.
 
     Args:
         dense: the folder of the run it is compared with.
@@ -167,7 +168,7 @@ def _describe_dense_memory(evaluation: Evaluation, config: TrainConfig) -> str:
     shape = f"[{evaluation.tokens_here}, {vocab_size}]"
     if evaluation.dense_memory is not None:
         return _describe_memory(evaluation.dense_memory) + f" with logits {shape}"
-    # fp32 logits and their gradient are what a dense head cannot do without.
+    # A dense head needs at least fp32 logits and their gradient.
     num_bytes = 2 * 4 * evaluation.tokens_here * vocab_size
     return f"{format_bytes(num_bytes)} a rank, computed: fp32 logits {shape} and their gradient"
 

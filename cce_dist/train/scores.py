@@ -1,4 +1,4 @@
-"""What an evaluation of texts has found, in the units that people ask for."""
+"""Scores of an evaluation of texts, in the units that people ask for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_NATS = 709.0
 
 @dataclass(frozen=True)
 class Score:
-    """Of some tokens: `nats` is the sum of their negative log-likelihoods."""
+    """The score of some tokens: `nats` is the sum of their negative log-likelihoods."""
 
     tokens: int
     nats: float
@@ -54,8 +54,11 @@ class TextScore:
         return self.score.nats / math.log(2) / self.num_bytes
 
     def as_json(self) -> dict[str, Any]:
-        more = {"bytes": self.num_bytes, "bits_per_byte": self.bits_per_byte}
-        return {**self.score.as_json(), **more}
+        return {
+            **self.score.as_json(),
+            "bytes": self.num_bytes,
+            "bits_per_byte": self.bits_per_byte,
+        }
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class GroupScore:
 
     Args:
         tenth: from 1, of the most frequent ids, to 10.
-        times: how often the text has the rarest and the most frequent of its `num_ids` ids.
+        times: counts in the text of the rarest and the most frequent of its `num_ids` ids.
     """
 
     score: Score
@@ -73,8 +76,12 @@ class GroupScore:
     times: tuple[int, int]
 
     def as_json(self) -> dict[str, Any]:
-        what = {"tenth": self.tenth, "ids": self.num_ids, "times": list(self.times)}
-        return {**what, **self.score.as_json()}
+        return {
+            "tenth": self.tenth,
+            "ids": self.num_ids,
+            "times": list(self.times),
+            **self.score.as_json(),
+        }
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ class Findings:
 
 
 def count_ids(texts: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
-    """[V] of how often the texts have each id, without the token before each text."""
+    """Counts each id in the texts, without the token before each text: [V]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for ids in texts:
         counts += np.bincount(ids[1:], minlength=vocab_size)
@@ -120,7 +127,7 @@ def count_ids(texts: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
 
 
 def frequency_groups(counts: np.ndarray) -> np.ndarray:
-    """[V] of how often a text has each id -> [V] the tenth that it is in, 0 of the most frequent.
+    """Splits [V] counts of ids -> [V] tenths, 0 for the most frequent.
 
     Ids stand in the order of their counts, and equal ones in their own; where an id's middle is
     says in which tenth of the text it is. So the tenths are as large as can be without dividing
@@ -149,12 +156,12 @@ def score_groups(
     groups: np.ndarray,  # [V], of frequency_groups
     nats: np.ndarray,  # [NUM_GROUPS]
 ) -> list[GroupScore]:
-    """Of the tenths that have any token."""
-    found = []
+    """Scores the tenths that have any token."""
+    scored = []
     for group in range(NUM_GROUPS):
         times = counts[(groups == group) & (counts > 0)]
         if len(times):
             score = Score(int(times.sum()), float(nats[group]))
             bounds = int(times.min()), int(times.max())
-            found.append(GroupScore(score, group + 1, len(times), bounds))
-    return found
+            scored.append(GroupScore(score, group + 1, len(times), bounds))
+    return scored

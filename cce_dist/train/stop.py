@@ -15,7 +15,7 @@ SAME_KEYPRESS_S = 1.5
 
 
 def end_at_once() -> None:
-    """The signals' default action: for when there is nothing to save.
+    """Restores the signals' default action: for when there is nothing to save.
 
     Python's own Ctrl-C would wait until a vocabulary is trained, which may take minutes.
     """
@@ -34,7 +34,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Only in the main thread."""
+        """Listens for signals, in the main thread only."""
         for number in SIGNALS:
             signal.signal(number, self._receive)
         try:

@@ -1,4 +1,4 @@
-"""Where the text comes from: what every Python installation carries, or files of the user's."""
+"""The sources of text: text that every Python installation carries, or the user's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_DOCUMENT_CHARS = 60_000
 
 
 def collect_documents(paths: Sequence[Path], megabytes: float) -> list[str]:
-    """Text of about `megabytes` million characters, the same on every call.
+    """Returns text of about `megabytes` million characters, the same on every call.
 
     Without `paths`: sources and documents of the standard library and of site-packages, in a
     shuffled order that depends on nothing but their names. With `paths`: files, folders
@@ -122,8 +122,8 @@ def _text_field(line: str, where: str) -> str:
         raise ConfigError(f"{where}: each line must be a JSON object, got {_shorten(line)}")
     text = record.get("text")
     if not isinstance(text, str):
-        found = f"fields {sorted(record)}" if "text" not in record else f"text={text!r}"
-        raise ConfigError(f'{where}: each object must have a field "text" of text, got {found}')
+        contents = f"fields {sorted(record)}" if "text" not in record else f"text={text!r}"
+        raise ConfigError(f'{where}: each object must have a field "text" of text, got {contents}')
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -45,7 +45,7 @@ class TokenCache:
 def prepare_tokens(
     config: DataConfig, say: Callable[[str], None], *, key: str | None = None
 ) -> TokenCache:
-    """Find the token ids in the cache, or make them.
+    """Finds the token ids in the cache, or makes them.
 
     Args:
         key: of a run to resume; if the cache still has it, the text is not read again, so that
@@ -81,7 +81,8 @@ def open_tokens(cache: Path, key: str) -> TokenCache:
 
 
 def encode_texts(cache: TokenCache, texts: Sequence[str]) -> list[np.ndarray]:
-    """Of each text END_OF_TEXT, which stood before every document in training, and its ids: uint32.
+    """Encodes each text as uint32 ids after END_OF_TEXT, which stood before every document in
+    training.
 
     The tokenizer is the cached one; its tokens.npy is not read.
     """

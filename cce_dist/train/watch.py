@@ -28,7 +28,8 @@ Work = Callable[[TrainConfig, Ranks, Heartbeat, StopRequest], None]
 def run_watched(
     load: Callable[[], TrainConfig], work: Work, kin: Callable[[TrainConfig, Ranks], int]
 ) -> int:
-    """Load, join the ranks, work, leave; the exit code. Does not return where ranks are left.
+    """Loads, joins the ranks, works, leaves; returns the exit code. Does not return where ranks are
+    left.
 
     Args:
         load: before the ranks are joined; it raises on all of them or on none.
@@ -69,14 +70,15 @@ def run_watched(
 
 
 def wait_for_main(ranks: Ranks, key: str) -> None:
-    """For as long as it lives, until it has set `key`."""
+    """Waits until the main rank has set `key`, for as long as it lives."""
     # A collective, or a waiting store, would time out while a large vocabulary is trained.
     while not ranks.store.check([key]):
         time.sleep(0.1)
 
 
 def _refuse(error: JobError, message: str | None) -> int:
-    """Say it, or let another rank; does not return where ranks have to be left."""
+    """Reports the error, or lets another rank report it; does not return where ranks have to be
+    left."""
     if message is not None:
         say_error(message)
     else:

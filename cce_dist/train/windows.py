@@ -37,7 +37,8 @@ class Windows:
         return len(self.starts)
 
     def batch(self, which: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """ids and targets [B, length] int64, IGNORED at those that do not count; texts [B]."""
+        """Returns ids and targets [B, length] int64, IGNORED at those that do not count; texts
+        [B]."""
         ids, targets = stack_sequences(self.tokens, self.starts[which], self.length)
         num_scored = torch.from_numpy(self.num_scored[which])
         is_scored = torch.arange(self.length) >= self.length - num_scored[:, None]
@@ -47,7 +48,7 @@ class Windows:
 def cut_windows(
     texts: Sequence[np.ndarray], paths: Sequence[Path], length: int, stride: int
 ) -> Windows:
-    """Each window `stride` tokens behind the one before; the last one ends with its text.
+    """Cuts windows, each `stride` tokens behind the window before; the last ends with its text.
 
     Args:
         texts: [1 + T] each: a token that is not scored, and the text's.
