@@ -28,9 +28,6 @@ def rms(values: Tensor) -> float:
     return float(values.double().square().mean().sqrt())
 
 
-# -- the bound by the reported tail mass --------------------------------------------------------
-
-
 def wide(place: Place, num_classes: int) -> tuple[int, torch.dtype, float]:
     """Columns to use instead of `num_classes`, the widest dtype, and how far it rounds."""
     if "float64" in place.dtypes:
@@ -46,8 +43,6 @@ def check_near(place: Place, name: str, ours: Tensor, expected: Tensor) -> None:
         size = float(expected.abs().max())
         torch.testing.assert_close(ours.double(), expected.double(), rtol=0, atol=1e-5 * size)
 
-
-# -- exactly what is kept, on inputs whose masses are far from the threshold --------------------
 
 HOT = 10  # columns that hold mass in the tokens of one block
 

@@ -23,8 +23,6 @@ from cce_dist.testing import (
     zipf_inputs,
 )
 
-# -- bitwise ------------------------------------------------------------------------------------
-
 
 def bitwise_case(place: Place, dtype: str, way: dict[str, Any]) -> Case:
     inputs = zipf_inputs(300, 600, 24, generator=generator(), dtype=DTYPES[dtype])
@@ -54,9 +52,6 @@ def test_triton_memory_that_was_used_before(place: Place, way: dict[str, Any], d
     second = run_case(None, case)
     for name in first:
         assert torch.equal(first[name], second[name]), name
-
-
-# -- workspace, microbatches --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))
@@ -90,8 +85,6 @@ def test_triton_main_grad_accumulates_in_fp32(
     torch.testing.assert_close(buffer.cpu().double(), one + two, rtol=1e-5, atol=1e-7)
 
 
-# -- overflow -----------------------------------------------------------------------------------
-
 TINY_THEN_HUGE = {"rising": 1e4, "falling": -1e4}
 
 
@@ -122,9 +115,6 @@ def test_triton_sums_that_overflow_start_again(
     # Logits of 1e4 are rounded to 1e-3: so are the probabilities.
     torch.testing.assert_close(found[rows], golden["grad_hidden"][rows], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[~rows], golden["grad_hidden"][~rows], rtol=0, atol=5e-3)
-
-
-# -- refusals -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp16", "fp32")))

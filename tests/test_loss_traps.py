@@ -28,8 +28,6 @@ from cce_dist.testing import (
     run_case,
 )
 
-# -- infinities and large logits ----------------------------------------------------------------
-
 MASKED = {
     "first_tile": (slice(0, 2048), 4500),
     "middle_tile": (slice(2048, 4096), 4500),
@@ -212,9 +210,6 @@ def test_linear_cross_entropy_z_loss_of_confident_tokens(
         found = outputs[name].double()
         relative = float((found - golden[name]).norm() / golden[name].norm())
         assert relative < 0.01, f"{name}: relative error {relative}"
-
-
-# -- statistics ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(**grid(gradient=MODES, smoothing=(0.3, 1.0)))

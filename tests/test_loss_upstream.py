@@ -25,8 +25,6 @@ from cce_dist.testing import (
     zipf_inputs,
 )
 
-# -- weighted tokens and the size of the upstream gradient ---------------------------------------
-
 
 @pytest.mark.parametrize(**grid(weight=(1e4, 1e-4), gradient=MODES))
 def test_linear_cross_entropy_weighted_token_keeps_its_accuracy(
@@ -103,9 +101,6 @@ def test_linear_cross_entropy_zero_token_weights(place: Place, gradient: str) ->
     check_outputs(case, outputs)
     rest = torch.arange(20) != 3
     assert not outputs["grad_hidden"][rest].any() and bool(outputs["grad_hidden"][3].any())
-
-
-# -- statistics ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(**grid(dtype=("bf16", "fp16"), gradient=MODES))
