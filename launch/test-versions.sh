@@ -30,7 +30,8 @@ for release in "$@"; do
     echo "test-versions: triton $release" >&2
     PYTHONPATH=$folder .venv/bin/python -m pytest --numprocesses 2 \
         tests/test_compiles.py tests/test_hopper.py tests/test_interpreter.py \
-        tests/test_local_triton.py tests/test_rehearsal.py tests/test_slower.py \
+        tests/test_local_triton.py tests/test_local_triton_numbers.py tests/test_rehearsal.py \
+        tests/test_slower.py \
         || failed+=("$release")
 done
 if [[ ${#failed[@]} -gt 0 ]]; then

@@ -103,7 +103,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 def megatron_pools() -> Iterator[dict[int, RankPool]]:
     """The same, of forks of a process that has imported Megatron without CUDA, which takes seconds.
     The module's own: threads of their groups wake a hundred times a second."""
-    from megatron_jobs import import_megatron
+    from megatron_setup import import_megatron
 
     prepare = functools.partial(import_megatron, "cpu")
     pools = {size: RankPool(size, prepare=prepare) for size in (2, 4)}

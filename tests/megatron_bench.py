@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_jobs import Setup, megatron
+from megatron_setup import Setup, megatron
 
 from cce_dist.bench.inputs import make_inputs
 from cce_dist.bench.megatron import Plan, bench_megatron

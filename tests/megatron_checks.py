@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from megatron_jobs import CLASSES, HIDDEN, SEQUENCE, Setup, build, make_config, megatron
+from megatron_apply_checks import CHECKS as OF_APPLYING
+from megatron_head import BATCH, SETUP, Check, dense, head_loss, inputs, make_model, whole
+from megatron_setup import CLASSES, SEQUENCE, Setup, megatron
 from torch import Tensor
 
 import megatron_patch
 from cce_dist.testing import check_gate, check_promise
-from megatron_patch import PatchError
 from megatron_patch.deferred import DeferredLogits
 
-# Megatron's own loss is off by a rounding: of few tokens, how much is the luck of a CPU.
-BATCH = 48
-SETUP = Setup(tp=2)
-Check = Callable[[], None]
-CHECKS: dict[str, Check] = {}
+CHECKS: dict[str, Check] = {**OF_APPLYING}
 
 
 def check(function: Check) -> Check:
@@ -35,63 +29,6 @@ def run_check(_: Any, name: str, checks: dict[str, Check] = CHECKS) -> None:
             checks[name]()
         finally:
             megatron_patch.remove()
-
-
-def make_model(setup: Setup = SETUP) -> Any:
-    return build(setup, make_config(setup))[0]
-
-
-def inputs(setup: Setup = SETUP) -> tuple[Tensor, Tensor]:
-    """A leaf: this rank's hidden [s or s / tp, b, h]; labels [b, s] of which some are no class."""
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
-    labels = torch.randint(0, CLASSES, (BATCH, SEQUENCE), generator=generator)
-    labels[:, ::4], labels[0, 1] = -100, CLASSES + 7
-    if setup.sequence_parallel:
-        hidden = hidden.chunk(2)[dist.get_rank()]
-    return hidden.to(setup.dtype).clone().requires_grad_(), labels
-
-
-def head_loss(model: Any, hidden: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
-    """As GPTModel._postprocess calls both."""
-    tied = model.share_embeddings_and_output_weights
-    weight = model.shared_embedding_or_output_weight() if tied else None
-    logits, _ = model.output_layer(hidden, weight=weight, runtime_gather_output=None)
-    if scale != 1:
-        logits = logits * scale
-    return model.compute_language_model_loss(labels, logits)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    parts = [torch.empty_like(tensor) for _ in range(2)]
-    dist.all_gather(parts, tensor.detach().contiguous())
-    return torch.cat(parts)
-
-
-def dense(
-    dtype: torch.dtype,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    upstream: Tensor,
-    *,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    classes: int = CLASSES,
-) -> dict[str, Tensor]:
-    """Loss [b, s] and gradients by all of hidden and weight, from all logits in `dtype`."""
-    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
-    logits = hidden @ weight[:classes].T
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    ids = labels.T.where((labels.T >= 0) & (classes > labels.T), torch.tensor(-100))
-    nll = torch.nn.functional.cross_entropy(
-        (scale * logits).flatten(0, 1), ids.flatten(), ignore_index=-100, reduction="none"
-    )
-    loss = nll.view(ids.shape).T
-    (loss * upstream.to(dtype)).sum().backward()
-    assert hidden.grad is not None and weight.grad is not None
-    return {"loss": loss.detach(), "hidden": hidden.grad, "weight": weight.grad}
 
 
 def compare_with_golden(
@@ -224,45 +161,6 @@ def evaluation_and_determinism() -> None:
 
 
 @check
-def remove_leaves_no_trace() -> None:
-    model = make_model()
-    owner, layer = type(model).__mro__[1], model.output_layer
-    before = [dict(vars(x)) for x in (owner, type(layer), model, layer)]
-    megatron_patch.apply()
-    built = make_model()
-    megatron_patch.apply(model)
-    assert len(megatron_patch.status().heads) == 2
-    assert isinstance(built.output_layer(inputs()[0])[0], DeferredLogits)
-    assert model.state_dict().keys() == built.state_dict().keys()
-    megatron_patch.remove()
-    assert [dict(vars(x)) for x in (owner, type(layer), model, layer)] == before
-    assert vars(built).keys() == vars(model).keys()
-    assert vars(built.output_layer).keys() == vars(layer).keys()
-    assert megatron_patch.status() == megatron_patch.Status(None, (), None, None)
-    assert isinstance(layer(inputs()[0])[0], Tensor)
-
-
-@check
-def what_others_have_wrapped_stays_wrapped() -> None:
-    owner, name = type(make_model()).__mro__[1], "setup_embeddings_and_output_layer"
-    original = getattr(owner, name)
-    megatron_patch.apply()
-    ours, calls = getattr(owner, name), []
-
-    def theirs(self: Any) -> Any:
-        calls.append(self)
-        return ours(self)
-
-    setattr(owner, name, theirs)
-    try:
-        megatron_patch.remove()
-        assert getattr(owner, name) is theirs
-        assert isinstance(make_model().output_layer(inputs()[0])[0], Tensor) and len(calls) == 1
-    finally:
-        setattr(owner, name, original)
-
-
-@check
 def every_gradient_of_a_model_in_float64() -> None:
     """Of the whole model, as of the same one in float64 with a dense loss of gathered logits."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
@@ -288,155 +186,3 @@ def every_gradient_of_a_model_in_float64() -> None:
         for name, parameter in model.named_parameters():
             off = (parameter.grad - theirs[name].grad).norm() / theirs[name].grad.norm()
             assert float(off) < 2e-6, (name, float(off))
-
-
-@check
-def one_model_of_two() -> None:
-    mine, theirs = make_model(), make_model()
-    with megatron_patch.patched(mine, gradient="exact"):
-        assert isinstance(mine.output_layer(inputs()[0])[0], DeferredLogits)
-        assert isinstance(theirs.output_layer(inputs()[0])[0], Tensor)
-    assert isinstance(mine.output_layer(inputs()[0])[0], Tensor)
-    assert megatron_patch.status() == megatron_patch.Status(None, (), None, None)
-
-
-@check
-def applying_twice() -> None:
-    megatron_patch.apply(gradient="exact")
-    megatron_patch.apply(gradient="exact")
-    with pytest.raises(PatchError, match=r"has been called with .*'exact'.*now with .*'filtered'"):
-        megatron_patch.apply()
-    model = make_model()
-    megatron_patch.apply(model, gradient="exact")
-    with pytest.raises(PatchError, match=r"is patched with .*'exact'.*call remove\(\) between"):
-        megatron_patch.apply(model)
-    megatron_patch.remove()
-    megatron_patch.apply(model)
-
-
-@check
-def an_exception_leaves_the_model_usable() -> None:
-    model, (hidden, labels) = make_model(), inputs()
-    megatron_patch.apply(model, backend="torch")
-    with pytest.raises(ValueError, match="targets"):
-        head_loss(model, hidden, labels[:, 1:])
-    head_loss(model, hidden, labels).sum().backward()
-    with pytest.raises(ZeroDivisionError), megatron_patch.patched(make_model()):
-        raise ZeroDivisionError
-
-
-@check
-def hooks_that_bring_the_weight_run_before_the_loss() -> None:
-    # As DDP's, which gathers parameters late: the loss reads what the last hook left.
-    model, (hidden, labels) = make_model(), inputs()
-    megatron_patch.apply(model, backend="torch")
-    weight = model.output_layer.weight
-    right = weight.detach().clone()
-    expected = head_loss(model, hidden, labels)
-
-    calls = []
-
-    def gather(*_: Any) -> None:
-        calls.append(weight.data.copy_(right))
-
-    model.output_layer.register_forward_pre_hook(gather)
-    weight.data.zero_()
-    # As a compiled module calls it.
-    assert isinstance(model.output_layer.forward(hidden)[0], DeferredLogits)
-    logits, _ = model.output_layer(hidden)
-    assert torch.equal(model.compute_language_model_loss(labels, logits), expected)
-    # Once: FSDP's would reduce the gradient as often.
-    assert len(calls) == 1
-    weight.data.zero_()
-    assert torch.equal(logits + 0, type(model.output_layer).forward(model.output_layer, hidden)[0])
-    assert len(calls) == 2
-
-
-@contextmanager
-def changed(target: Any, **values: Any) -> Iterator[None]:
-    missing = object()
-    before = {name: vars(target).get(name, missing) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            delattr(target, name) if value is missing else setattr(target, name, value)
-
-
-@check
-def refusals() -> None:
-    model = make_model()
-    layer, config = model.output_layer, model.config
-
-    class Other(type(layer)):
-        pass
-
-    te = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
-    wrong: list[tuple[str, Any, dict[str, Any]]] = [
-        ("drop --defer-embedding-wgrad", config, {"defer_embedding_wgrad_compute": True}),
-        ("gtp_remat_size", config, {"gtp_remat_size": 2}),
-        ("drop --cross-entropy-loss-fusion", config, te),
-        ("disable_grad_reduce", layer, {"disable_grad_reduce": True}),
-        ("is a .*Other, not Megatron's ColumnParallelLinear", layer, {"__class__": Other}),
-        ("distillation", model, {"compute_language_model_loss": lambda *_: None}),
-        ("forward of this output_layer is replaced", layer, {"forward": lambda *_: None}),
-    ]
-    for message, target, values in wrong:
-        if "__class__" in values:
-            target.__class__ = Other
-        with (
-            changed(target, **{k: v for k, v in values.items() if k != "__class__"}),
-            pytest.raises(PatchError, match=message),
-        ):
-            megatron_patch.apply(model)
-        if "__class__" in values:
-            target.__class__ = Other.__mro__[1]
-    layer.bias = torch.nn.Parameter(torch.zeros(CLASSES // 2))
-    with pytest.raises(PatchError, match="has a bias, as T5's"):
-        megatron_patch.apply(model)
-    layer.bias = None
-    with pytest.raises(PatchError, match="must be a module or a list"):
-        megatron_patch.apply("model")
-    with pytest.raises(PatchError, match="must be, or wrap, a Megatron LanguageModule, got Linear"):
-        megatron_patch.apply(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="gradient must be one of 'filtered', 'exact'"):
-        megatron_patch.apply(model, gradient="in_forward")
-    assert not vars(layer).keys() & {"forward", "megatron_patch"}
-    assert megatron_patch.status().heads == ()
-
-
-@check
-def hooks_that_read_logits() -> None:
-    model, (hidden, labels) = make_model(), inputs()
-
-    def read(module: Any, args: Any, output: Any) -> None:
-        output[0].sum()
-
-    handle = model.output_layer.register_forward_hook(read)
-    with pytest.raises(PatchError, match=r"forward hook .*read.* distillation"):
-        megatron_patch.apply(model)
-    handle.remove()
-    megatron_patch.apply(model, backend="torch")
-    model.output_layer.register_forward_hook(read)
-    with pytest.raises(PatchError, match=r"forward hook .*read.* distillation"):
-        head_loss(model, hidden, labels)
-
-
-@check
-def another_release() -> None:
-    owner = type(make_model().output_layer)
-
-    def forward(self: Any, input_: Any, weight: Any = None, *, more: Any = None) -> None: ...
-
-    with (
-        changed(owner, forward=forward),
-        pytest.raises(
-            PatchError,
-            match=r"ColumnParallelLinear.forward must take \(self, input_, weight, "
-            r"runtime_gather_output\), found \(self, input_, weight, more\) in megatron.core \d",
-        ),
-    ):
-        megatron_patch.apply()
-    assert megatron_patch.status().options is None

@@ -20,8 +20,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron_jobs import Setup, import_megatron, megatron
 from megatron_pipeline_jobs import pretrain
+from megatron_setup import Setup, import_megatron, megatron
 
 from cce_dist.testing import fork_context
 

@@ -7,18 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron_jobs import (
-    BATCH,
-    SEQUENCE,
-    Setup,
-    build,
-    forward_step,
-    grads_of,
-    make_config,
-    megatron,
-    microbatch,
-    wrap,
-)
+from megatron_jobs import build, forward_step, grads_of, make_config, microbatch, wrap
+from megatron_setup import BATCH, SEQUENCE, Setup, megatron
 from torch import Tensor
 
 import megatron_patch

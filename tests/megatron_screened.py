@@ -14,19 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron_checks import dense, head_loss, inputs, make_model, whole
-from megatron_jobs import (
-    BATCH,
-    SEQUENCE,
-    Setup,
-    build,
-    forward_step,
-    make_config,
-    megatron,
-    microbatch,
-    wrap,
-)
+from megatron_head import dense, head_loss, inputs, make_model, whole
+from megatron_jobs import build, forward_step, make_config, microbatch, wrap
 from megatron_pipeline_jobs import pretrain
+from megatron_setup import BATCH, SEQUENCE, Setup, megatron
 from pipeline_screened import screened_seen
 
 import megatron_patch

@@ -11,15 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from pipeline_jobs import (
-    Model,
-    Setup,
-    arguments,
-    grid_of,
-    make_head,
-    make_served,
-    make_stages,
-)
+from pipeline_setup import Model, Setup, arguments, grid_of, make_head, make_served, make_stages
 from torch import Tensor, nn
 
 from cce_dist.adapters import pipelining, planned

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pipeline_jobs import (
+from pipeline_jobs import train
+from pipeline_promises import BUGS
+from pipeline_setup import (
     DIM,
     MICROBATCH,
     Model,
@@ -24,9 +26,7 @@ from pipeline_jobs import (
     make_stages,
     require_close,
     shards,
-    train,
 )
-from pipeline_promises import BUGS
 from torch import Tensor, nn
 
 from cce_dist import LossOptions

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from pipeline_jobs import (
+from pipeline_setup import (
     PLANNED,
     Model,
     Setup,

@@ -168,7 +168,7 @@ def variance_bound(case: Case, tail_mass: Tensor) -> float:
 @pytest.mark.parametrize(**grid(problem=PROBLEMS))
 def test_drawn_hidden_gradient_is_right_on_average(place: Place, problem: Problem) -> None:
     num_seeds, most_errors = (16, 10.0) if place.interprets else (24, 5.0)
-    # Which gradients are asked for changes no bit of another: test_local_triton.
+    # Which gradients are asked for changes no bit of another: test_local_triton_numbers.
     base = replace(problem.case(place), trainable=("hidden",))
     errors = []
     for seed in range(num_seeds):

@@ -16,8 +16,9 @@ core = pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 
 from megatron_bench import measure  # noqa: E402
 from megatron_checks import CHECKS, run_check  # noqa: E402
-from megatron_jobs import Setup, compare  # noqa: E402
+from megatron_jobs import compare  # noqa: E402
 from megatron_screened import on_tensor_parallel_ranks  # noqa: E402
+from megatron_setup import Setup  # noqa: E402
 from megatron_stock import CHECKS as OF_OTHERS  # noqa: E402
 from megatron_stock import run_check as run_check_of_others  # noqa: E402
 

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 
-from megatron_jobs import Setup
 from megatron_pipeline_checks import CHECKS, run_check
 from megatron_pipeline_jobs import LOSS_SCALE, ROWS, compare, expected_of
 from megatron_screened import over_the_pipeline
+from megatron_setup import Setup
 from test_megatron import run_forked_command
 
 from cce_dist.testing import RankPool, check_promise

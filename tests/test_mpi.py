@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from mpi_jobs import CASE_NAMES, LARGE, SIZES, VALUES, WORLD_SIZES, cases, jobs, merged, parts_of
+from mpi_jobs import CASE_NAMES, WORLD_SIZES, cases, jobs
+from mpi_operator import LARGE, SIZES, VALUES, merged, parts_of
 from torch import Tensor
 
 from cce_dist import linear_cross_entropy

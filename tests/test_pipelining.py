@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_jobs import (
-    PLANNED,
-    SCHEDULES,
-    Setup,
-    evaluate,
-    evaluate_between,
-    many_steps,
-    on_last_stage,
-    train,
-)
+from pipeline_jobs import evaluate, evaluate_between, many_steps, on_last_stage, train
 from pipeline_mistakes import (
     MISTAKES,
     class_weights,
@@ -34,6 +25,7 @@ from pipeline_mistakes import (
 )
 from pipeline_promises import BUGS
 from pipeline_screened import check_phases, phases, train_screened
+from pipeline_setup import PLANNED, SCHEDULES, Setup
 
 from cce_dist import LossOptions
 from cce_dist.adapters.pipelining import prepare_mode

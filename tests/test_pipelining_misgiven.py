@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pipeline_jobs import PLANNED
 from pipeline_misgiven import FIRST, LAST, WRONG, misgiven, other_heads, other_numbers
+from pipeline_setup import PLANNED
 
 from cce_dist import LossOptions
 from cce_dist.testing import RankPool

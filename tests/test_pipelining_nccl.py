@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pipeline_jobs import PLANNED, SCHEDULES, Setup, evaluate, many_steps, on_last_stage, train
+from pipeline_jobs import evaluate, many_steps, on_last_stage, train
+from pipeline_setup import PLANNED, SCHEDULES, Setup
 
 from cce_dist import LossOptions
 from cce_dist.testing.ranks import nccl_pool

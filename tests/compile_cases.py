@@ -1,0 +1,30 @@
+"""Tensors and options of a compiled loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cce_dist import Filter
+
+WARNING = ".torch.jit.script_method"
+BATCH, LENGTH, CLASSES, DIM = 4, 50, 600, 16
+SOME = Filter(keep=0.01)
+
+
+def made(dtype: torch.dtype, device: str = "cpu", ignored: float = 0.2) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
+
+    targets = torch.randint(CLASSES, (BATCH, LENGTH), generator=generator)
+    targets[torch.rand(BATCH, LENGTH, generator=generator) < ignored] = -100
+    token_weight = torch.rand(BATCH, LENGTH, generator=generator).to(device).requires_grad_()
+    return {
+        "hidden": randn(BATCH, LENGTH, DIM),
+        "weight": randn(CLASSES, DIM),
+        "bias": randn(CLASSES),
+        "targets": targets.to(device),
+        "token_weight": token_weight,
+    }
