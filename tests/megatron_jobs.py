@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from cce_dist.bench.megatron_model import Attention
+from benchmarks.ranks.megatron_model import Attention
 
 SEQUENCE, BATCH, HIDDEN, CLASSES = 16, 2, 32, 96
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.reachable import reachable_tensors
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -33,7 +34,6 @@ from cce_dist.testing import (
     PLACES,
     Place,
     grid,
-    reachable_tensors,
     shared_pool,
 )
 

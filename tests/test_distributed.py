@@ -21,18 +21,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.torchrun import Place, read_losses, run_forked_training, run_placed_training
 
 from cce_dist import distributed
 from cce_dist.distributed import choose_device, init, join, leave, split_ranks
 from cce_dist.launchers import TORCH, Launch, LaunchError, read_launch
 from cce_dist.rendezvous import JoinError, locate, meet, open_store, part
 from cce_dist.testing.forks import fork_context
-from cce_dist.testing.torchrun import (
-    Place,
-    read_losses,
-    run_forked_training,
-    run_placed_training,
-)
 
 ROOT = Path(__file__).parent.parent
 

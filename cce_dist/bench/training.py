@@ -28,11 +28,10 @@ from cce_dist.train.ranks import Ranks, connect, leave
 from cce_dist.train.stop import StopRequest
 from cce_dist.train.tokens import prepare_tokens
 
-from .guard import describe_failure
-from .methods import SCREENED
+from .methods import SCREENED, describe_failure
 from .peers import PEERS
 from .rank_methods import Place, dense
-from .table import Cells
+from .report import Cells
 
 LOSSES = ("cce", "dense")
 # Keys of a config's `loss` that make it another loss.

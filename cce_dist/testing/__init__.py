@@ -31,7 +31,6 @@ from cce_dist.testing.ranks import (
     nccl_pool,
     shared_pool,
 )
-from cce_dist.testing.reachable import reachable_tensors
 from cce_dist.testing.tolerance import (
     band,
     check_close64,
@@ -70,7 +69,6 @@ __all__ = [
     "large_logit_inputs",
     "nccl_pool",
     "pairwise",
-    "reachable_tensors",
     "run_case",
     "sample_targets",
     "shared_pool",
