@@ -80,7 +80,7 @@ def pipeline_command(
         inputs = make_inputs("zipf", shape, dtype=getattr(torch, dtype), device=job.device)
         ours = {"gradient": gradient, "logits": logits}
         about = {"model": model, "stages": job.size, **ours, **inputs.description}
-        plan = Plan(head or HEADS, sequence, batch, microbatches, repeats, **ours)
+        plan = Plan(head or HEADS, sequence, batch, microbatches, repeats, gradient, logits)
 
         def save(rows: list[Cells]) -> None:
             if job.is_main:

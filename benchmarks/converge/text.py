@@ -91,10 +91,11 @@ def texts_of(
         ends = np.flatnonzero(tokens == tokens[-1])
         cut = int(ends[np.searchsorted(ends, FIRST_SHARE * len(tokens))]) + 1
         first, second = tokens[:cut], tokens[cut:]
-    how = (vocab_size, held_out_tokens, sequence_length)
-    found: dict[Start, Text] = {"random": _split(first, *how)}
+    found: dict[Start, Text] = {
+        "random": _split(first, vocab_size, held_out_tokens, sequence_length)
+    }
     if "checkpoint" in starts:
-        found["checkpoint"] = _split(second, *how)
+        found["checkpoint"] = _split(second, vocab_size, held_out_tokens, sequence_length)
     return found
 
 

@@ -17,15 +17,11 @@ from cce_dist.compute import plan_of
 from cce_dist.options import Backend
 
 DENSE = "dense"
-# Ours that have no threshold: every column, or that of the default.
-WITHOUT_THRESHOLD = {"exact": {"gradient": "exact"}, "in_forward": {"gradient": "in_forward"}}
+# Ours that have no threshold, by `gradient`: every column, or that of the default.
+WITHOUT_THRESHOLD = ("exact", "in_forward")
+SCREENED, NO_TAIL = "screened", "no-tail"
 # Ours over masses of a column in a block, `Filter.keep`.
-OVER_MASS: dict[str, dict[str, Any]] = {
-    "filtered": {},
-    "no-tail": {"tail": False},
-    "screened": {},
-}
-SCREENED = "screened"
+OVER_MASS = ("filtered", NO_TAIL, SCREENED)
 # Apple's over probabilities, its filter_eps; the second as its preset cce_kahan_full_c.
 OVER_PROBABILITY: dict[str, dict[str, Any]] = {
     "cce": {},
@@ -83,9 +79,7 @@ def candidates_of(
         if name == DENSE:
             found.append(Candidate(name, lambda: dense_loss))
         elif name in WITHOUT_THRESHOLD:
-            build = functools.partial(
-                LinearCrossEntropy, backend=backend, **WITHOUT_THRESHOLD[name]
-            )
+            build = functools.partial(LinearCrossEntropy, gradient=name, backend=backend)
             found.append(Candidate(name, build))
         elif name in OVER_MASS:
             found += _over_mass(name, inputs, keeps, backend)
@@ -104,17 +98,17 @@ def default_keep(inputs: BenchInputs, backend: Backend) -> float:
 def _over_mass(
     name: str, inputs: BenchInputs, keeps: Sequence[float], backend: Backend
 ) -> list[Candidate]:
-    logits: dict[str, Any] = {"logits": "screened"} if name == SCREENED else {}
+    logits = "screened" if name == SCREENED else "full"
 
-    def candidate(threshold: float, **fields: Any) -> Candidate:
+    def candidate(threshold: float, default: bool = False) -> Candidate:
         def build() -> LossFunction:
-            made = Filter(**OVER_MASS[name], **fields)
-            return LinearCrossEntropy(filter=made, backend=backend, **logits)
+            rule = Filter(keep="auto" if default else threshold, tail=name != NO_TAIL)
+            return LinearCrossEntropy(filter=rule, logits=logits, backend=backend)
 
-        return Candidate(name, build, threshold, "mass", default=not fields)
+        return Candidate(name, build, threshold, "mass", default)
 
     own = default_keep(inputs, backend)
-    return [candidate(own), *(candidate(keep, keep=keep) for keep in sorted(set(keeps) - {own}))]
+    return [candidate(own, True), *(candidate(keep) for keep in sorted(set(keeps) - {own}))]
 
 
 def _over_probability(name: str, inputs: BenchInputs, epsilons: Sequence[float]) -> list[Candidate]:

@@ -83,13 +83,13 @@ def groups_of(inputs: BenchInputs, tenths: bool) -> list[Group]:
     return groups
 
 
-def products_by_row(found: Tensor, golden: Tensor) -> Tensor:
-    """[rows, 4] float64: found . golden, |found|^2, |golden|^2, |found - golden|^2."""
+def products_by_row(ours: Tensor, golden: Tensor) -> Tensor:
+    """[rows, 4] float64: ours . golden, |ours|^2, |golden|^2, |ours - golden|^2."""
     parts = []
     step = max(1, CHUNK_ELEMENTS // max(golden.shape[-1], 1))
-    for ours, right in zip(found.split(step), golden.double().split(step), strict=True):
-        ours = ours.double()
-        terms = (ours * right, ours.square(), right.square(), (ours - right).square_())
+    for some, right in zip(ours.split(step), golden.double().split(step), strict=True):
+        rows = some.double()
+        terms = (rows * right, rows.square(), right.square(), (rows - right).square_())
         parts.append(torch.stack([term.sum(-1) for term in terms], -1))
     return torch.cat(parts)
 
@@ -122,12 +122,12 @@ def update_error(products: Tensor) -> float | None:
 
 
 def compare_groups(
-    found: Gradients, golden: Gradients, groups: list[Group]
+    ours: Gradients, golden: Gradients, groups: list[Group]
 ) -> dict[str, dict[str, float | None]]:
     """By group: `compare` of hidden's and the weight's gradient, as grad_hidden_error and so on;
     and the weight's `update_error`."""
-    hidden = products_by_row(found.hidden, golden.hidden)
-    weight = products_by_row(found.weight, golden.weight)
+    hidden = products_by_row(ours.hidden, golden.hidden)
+    weight = products_by_row(ours.weight, golden.weight)
     compared = {}
     for group in groups:
         parts = {"grad_hidden": hidden[group.tokens], "grad_weight": weight[group.ids]}

@@ -60,11 +60,11 @@ def bench_screen(
         if torch.finfo(dtype).eps >= torch.finfo(inputs.hidden.dtype).eps
     }
     methods |= {
-        "full": _ours(filter_, backend=backend),
+        "full": _ours(filter_, None, backend),
     }
     for dtype in ("int8", "e4m3"):
         screen = Screen(dtype=dtype, max_kept=max_kept, max_error=max_error)
-        methods[dtype] = _ours(filter_, backend=backend, logits="screened", screen=screen)
+        methods[dtype] = _ours(filter_, screen, backend)
     threshold = default_keep(valid, backend) if keep is None else keep
     (true_share,) = shares_kept(valid, [threshold])
     for name, run in methods.items():
@@ -90,7 +90,7 @@ def bench_screen(
     return rows
 
 
-def _ours(filter_: Filter, **options: Any) -> Method:
+def _ours(filter_: Filter, screen: Screen | None, backend: Backend) -> Method:
     def run(inputs: BenchInputs) -> Losses:
         # As for a backward: the columns that matter are found by what it would keep.
         found: Any = linear_cross_entropy(
@@ -100,7 +100,9 @@ def _ours(filter_: Filter, **options: Any) -> Method:
             filter=filter_,
             reduction="none",
             stats=("lse", "screened"),
-            **options,
+            logits="full" if screen is None else "screened",
+            screen=screen or Screen(),
+            backend=backend,
         )
         lse, nll = (x.detach().double() for x in (found.lse, found.loss))
         return Losses(lse, nll, bool(found.screened.all()))

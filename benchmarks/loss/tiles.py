@@ -131,8 +131,8 @@ def _with_tiles(tiles: Tiles, function: LossFunction, inputs: BenchInputs, part:
     return dataclasses.replace(made, run=timed)
 
 
-def _require_near(found: Mapping[str, float], dense: Mapping[str, float]) -> None:
+def _require_near(ours: Mapping[str, float], dense: Mapping[str, float]) -> None:
     for key in ("grad_hidden_error", "grad_weight_error"):
         # fp32's dense gradients may be exact to a digit more by luck.
-        if not found[key] <= WORST_ERROR_RATIO * dense[key] + 1e-6:
-            raise RuntimeError(f"{key} is {found[key]:.2e}, that of dense {dense[key]:.2e}")
+        if not ours[key] <= WORST_ERROR_RATIO * dense[key] + 1e-6:
+            raise RuntimeError(f"{key} is {ours[key]:.2e}, that of dense {dense[key]:.2e}")

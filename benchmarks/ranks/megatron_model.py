@@ -200,9 +200,9 @@ def wrap(config: Any, model: Any) -> tuple[Any, Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
-    how = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    in_fp32 = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     config.finalize_model_grads_func = finalize_model_grads
-    wrapped = DistributedDataParallel(config, how, Float16Module(config, model))
+    wrapped = DistributedDataParallel(config, in_fp32, Float16Module(config, model))
     steps = OptimizerConfig(
         optimizer="adam",
         lr=0.0,

@@ -225,8 +225,7 @@ class _Runner:
         given, shape = None, (self.plan.batch, self.plan.sequence, -1)
         if self.is_last:
             given = self.inputs.hidden.view(shape)
-        how = {"embedding": embedding, "given": given}
-        module = StageModule(sizes, layers, self.plan.sequence, **how)
+        module = StageModule(sizes, layers, self.plan.sequence, embedding=embedding, given=given)
         module.to(self.job.device, self.inputs.hidden.dtype)
         initialize(module)
         return module
@@ -249,8 +248,14 @@ class _Runner:
         plan = self.plan
         if name == "vocab-1f1b":
             assert self.head is not None
-            how = {"embedding": self.embedding, "times": times, "scale_grads": False}
-            return ScheduleVocab1F1B(self.stage, plan.microbatches, self.head, **how)
+            return ScheduleVocab1F1B(
+                self.stage,
+                plan.microbatches,
+                self.head,
+                embedding=self.embedding,
+                times=times,
+                scale_grads=False,
+            )
         if self.head is not None:
             loss: Any = VocabOverPipeline(self.head, embedding=self.embedding)
         else:
@@ -265,11 +270,15 @@ class _Runner:
         assert weight is not None or not self.is_last
         fused = None
         if name.startswith("fused") and weight is not None:
-            how: dict[str, Any] = {"gradient": self.plan.gradient, "logits": self.plan.logits}
-            if self.plan.logits == "screened":
-                how["quantized_weight"] = quantizer = StepQuantizer()
+            quantizer = StepQuantizer() if self.plan.logits == "screened" else None
+            if quantizer is not None:
                 self.serving = quantizer.step
-            fused = LastStageLoss(weight, **how)
+            fused = LastStageLoss(
+                weight,
+                gradient=self.plan.gradient,
+                logits=self.plan.logits,
+                quantized_weight=quantizer,
+            )
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             with self.recorder.span("loss"):

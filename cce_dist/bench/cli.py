@@ -175,9 +175,9 @@ def profile_command(
     machine = machine_of(device, threads, peers=[each.name for each in methods])
     report = Report(machine, csv_path, json_path, None)
     for make in cases:
-        made = make()
-        rows = bench_profile(made, methods, part=chosen, repeats=repeats, most=most)
-        report.add(made.description, rows)
+        case = make()
+        rows = bench_profile(case, methods, part=chosen, repeats=repeats, most=most)
+        report.add(case.description, rows)
         report.finish_case()
 
 
@@ -226,14 +226,14 @@ def ranks_command(
         machine = machine_of(str(job.device), 0, job.size, names)
         report = Report(machine, csv_path, json_path, None)
         for make in cases:
-            made = make()
-            places = make_places(job, sizes, len(made.weight), sequence_parallel)
+            case = make()
+            places = make_places(job, sizes, len(case.weight), sequence_parallel)
 
-            def save(rows: list[Cells], made: BenchInputs = made) -> None:
+            def save(rows: list[Cells], case: BenchInputs = case) -> None:
                 if job.is_main:
-                    report.add(made.description, rows)
+                    report.add(case.description, rows)
 
-            save(bench_ranks(job, made, methods, places, repeats=repeats, save=save))
+            save(bench_ranks(job, case, methods, places, repeats=repeats, save=save))
             report.finish_case()
 
 

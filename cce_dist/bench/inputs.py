@@ -25,6 +25,29 @@ MODELS = {
 # The paper's number of tokens.
 MODEL_TOKENS = 8192
 
+KINDS = ("gaussian", "zipf", "zipf-shuffled", "zipf-interleaved")
+# Ranks among which the last of these deals out the vocabulary.
+DEALT_TO = 4
+IGNORE_INDEX = -100
+# Channels that stick out by so much, and so many of them.
+OUTLIERS = ("alike", "varying")
+OUTLIER_SIZE, OUTLIER_SHARE = 30, 1 / 24
+
+# Of `zipf_tensors`, which stand in for a trained model's softmax.
+ROWS_PER_CONTEXT = 16
+CONTEXTS_PER_DOCUMENT = 16
+NUM_TOPICS = 32
+# The first channel of every hidden state; the first of weight holds a token's average logit.
+COMMON_CHANNEL = 8.0
+# Average logit: minus this times the log of the frequency rank.
+FREQUENCY_SLOPE = 0.6
+# Of the spread of a context's candidates over the rows that share it, in nats of log-rank.
+ROW_SPREAD = 0.7
+# Of frequency over token ids: low ids are frequent on average, as those of a BPE.
+ID_SPREAD = 1.5
+# Columns whose logits exist at once while candidates or targets are drawn.
+MAX_ELEMENTS = 2**26
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -49,15 +72,6 @@ def parse_shape(text: str, num_tokens: int | None = None) -> Shape:
         )
     tokens, vocab_size, dim = (int(number) for number in found.groups())
     return Shape(num_tokens or tokens, vocab_size, dim)
-
-
-KINDS = ("gaussian", "zipf", "zipf-shuffled", "zipf-interleaved")
-# Ranks among which the last of these deals out the vocabulary.
-DEALT_TO = 4
-IGNORE_INDEX = -100
-# Channels that stick out by so much, and so many of them.
-OUTLIERS = ("alike", "varying")
-OUTLIER_SIZE, OUTLIER_SHARE = 30, 1 / 24
 
 
 @dataclass(frozen=True)
@@ -206,21 +220,6 @@ def _renamed(inputs: BenchInputs, order: Tensor) -> BenchInputs:
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     return replace(inputs, weight=inputs.weight[order], targets=place[inputs.targets])
-
-
-ROWS_PER_CONTEXT = 16
-CONTEXTS_PER_DOCUMENT = 16
-NUM_TOPICS = 32
-# The first channel of every hidden state; the first of weight holds a token's average logit.
-COMMON_CHANNEL = 8.0
-# Average logit: minus this times the log of the frequency rank.
-FREQUENCY_SLOPE = 0.6
-# Of the spread of a context's candidates over the rows that share it, in nats of log-rank.
-ROW_SPREAD = 0.7
-# Of frequency over token ids: low ids are frequent on average, as those of a BPE.
-ID_SPREAD = 1.5
-# Columns whose logits exist at once while candidates or targets are drawn.
-MAX_ELEMENTS = 2**26
 
 
 def zipf_tensors(

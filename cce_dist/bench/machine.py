@@ -38,6 +38,11 @@ PACKAGES = {
     "verl": "verl",
 }
 
+Part = Literal["loss", "forward", "gradient", "loss+grad"]
+# Matrix products of [N, V, D] that each part needs at least.
+NUM_PRODUCTS: dict[Part, int] = {"loss": 1, "forward": 1, "gradient": 2, "loss+grad": 3}
+FLOORS: dict[str, Part] = {"one matmul": "loss", "three matmuls": "loss+grad"}
+
 Key = TypeVar("Key")
 
 
@@ -217,12 +222,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-Part = Literal["loss", "forward", "gradient", "loss+grad"]
-# Matrix products of [N, V, D] that each part needs at least.
-NUM_PRODUCTS: dict[Part, int] = {"loss": 1, "forward": 1, "gradient": 2, "loss+grad": 3}
-FLOORS: dict[str, Part] = {"one matmul": "loss", "three matmuls": "loss+grad"}
-
-
 def check_parts(names: Sequence[str]) -> tuple[Part, ...]:
     """
     Raises:
@@ -264,8 +263,8 @@ def variant_of(function: LossFunction, inputs: BenchInputs, part: Part) -> Varia
     def forward_only(_: object) -> None:
         function(hidden, weight, inputs.targets)
 
-    def backward(made: Tensor) -> None:
-        made.backward()
+    def backward(loss: Tensor) -> None:
+        loss.backward()
 
     def both(_: object) -> None:
         function(hidden, weight, inputs.targets).backward()

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -30,6 +30,140 @@ from .golden import LossFunction, dense_loss
 from .peers import PEERS, build_peer
 
 MAX_REASON_CHARS = 160
+OURS: tuple[GradientMode, ...] = ("filtered", "exact", "in_forward")
+# `exact`, whose logits are kept in about a GiB.
+WITH_MEMORY = "exact-kept"
+MEMORY = 900 * 2**20
+# `filtered` with 8-bit logits where they don't matter; the same with the weight's 8-bit copy at
+# hand.
+SCREENED, SCREENED_COPY = "screened", "screened-copy"
+# `filtered` within torch.compile(fullgraph=True).
+COMPILED = "filtered-compiled"
+# What a GPU is not needed for, and needs no compiler.
+CPU_PEERS = ("torch-chunked",)
+
+
+@dataclass(frozen=True)
+class Method:
+    """`build` imports and configures it; what it raises is reported, not raised, for a peer."""
+
+    name: str
+    origin: Literal["dense", "ours", "peer"]
+    build: Callable[[], LossFunction]
+
+
+def parse_backend(text: str) -> Backend:
+    """
+    Raises:
+        ValueError: not the name of a backend.
+    """
+    for known in get_args(Backend):
+        if text == known:
+            return known
+    raise ValueError(f"backend must be one of {list(get_args(Backend))}, got {text!r}")
+
+
+def choose_methods(
+    names: Sequence[str] = (),
+    peers: str | None = None,
+    *,
+    backend: Backend = "auto",
+    extra: Sequence[str] = (),
+    on_gpu: bool = False,
+    softcap: float | None = None,
+) -> list[Method]:
+    """The methods to measure, ours before peers.
+
+    Args:
+        names: only these, peers included; empty for the dense recipe and ours.
+        peers: "all", "none", or names with commas; None for "all" on a GPU and those that run
+            without one elsewhere, or for "none" beside `names`.
+        extra: "NAME=MODULE:FUNCTION" for one more peer each, FUNCTION as a LossFunction.
+        softcap: of the logits, for all but `extra`; a peer without it is reported as failed.
+    Raises:
+        ValueError: an unknown name, one that cannot run here, or `extra` is malformed.
+    """
+    recipe = functools.partial(dense_loss, softcap=softcap)
+    known = {"dense": Method("dense", "dense", lambda: recipe)}
+    known |= {name: Method(name, "ours", build) for name, build in _ours(backend, softcap).items()}
+    for name in PEERS:
+        known[name] = Method(name, "peer", functools.partial(build_peer, name, softcap))
+    added = [_parse_extra(text) for text in extra]
+    known |= {method.name: method for method in added}
+
+    if peers is None:
+        default = PEERS if on_gpu else CPU_PEERS
+        wanted_peers = [] if names else list(default)
+    elif peers in ("all", "none"):
+        wanted_peers = list(PEERS) if peers == "all" else []
+    else:
+        wanted_peers = [name for name in peers.split(",") if name]
+    wanted = {*(names or ("dense", *OURS)), *wanted_peers, *(method.name for method in added)}
+    unknown = sorted(wanted - set(known))
+    if unknown:
+        raise ValueError(f"methods and peers must be among {sorted(known)}, got {unknown}")
+    if COMPILED in wanted and not on_gpu:
+        raise ValueError(
+            f"method {COMPILED} needs a GPU: on a CPU memory is counted by what no compiler traces"
+        )
+    return [method for name, method in known.items() if name in wanted]
+
+
+def _ours(backend: Backend, softcap: float | None) -> dict[str, Callable[[], LossFunction]]:
+    """Builds our losses, by the names of methods."""
+    loss = functools.partial(LinearCrossEntropy, backend=backend, softcap=softcap)
+    screened = functools.partial(loss, logits="screened")
+    return {
+        **{mode: functools.partial(loss, gradient=mode) for mode in OURS},
+        WITH_MEMORY: functools.partial(
+            loss, gradient="exact", keep_logits=True, workspace_bytes=MEMORY
+        ),
+        SCREENED: screened,
+        "screened-e4m3": functools.partial(screened, screen=Screen(dtype="e4m3")),
+        # The backward computes the exact logits anew.
+        "screened-again": functools.partial(screened, keep_logits=False),
+        "screened-keep-2^-9": functools.partial(screened, filter=Filter(keep=2.0**-9)),
+        "screened-in-forward": functools.partial(screened, gradient="in_forward"),
+        SCREENED_COPY: functools.partial(with_copy, backend, softcap),
+        COMPILED: functools.partial(compiled, backend, softcap),
+    }
+
+
+def compiled(backend: Backend, softcap: float | None) -> LossFunction:
+    """The loss as a model that is compiled in one graph calls it."""
+    loss = LinearCrossEntropy(gradient="filtered", backend=backend, softcap=softcap)
+    return torch.compile(loss, fullgraph=True)
+
+
+def with_copy(backend: Backend, softcap: float | None) -> LossFunction:
+    """Screened logits of a weight that is quantised once, for the first hidden states."""
+    quantized: QuantizedWeight | None = None
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        nonlocal quantized
+        if quantized is None:
+            quantized = quantize_weight(weight, hidden, backend=backend)
+        mean = linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            softcap=softcap,
+            logits="screened",
+            quantized_weight=quantized,
+            backend=backend,
+        )
+        assert isinstance(mean, Tensor)
+        return mean
+
+    return loss
+
+
+def _parse_extra(text: str) -> Method:
+    name, equals, target = text.partition("=")
+    module, colon, function = target.partition(":")
+    if not (name and equals and module and colon and function):
+        raise ValueError(f"extra must be NAME=MODULE:FUNCTION, got {text!r}")
+    return Method(name, "peer", lambda: getattr(importlib.import_module(module), function))
 
 
 class DeviceLostError(RuntimeError):
@@ -87,132 +221,3 @@ def restart_without(error: DeviceLostError) -> None:
     print(f"the device was lost in {error}; starting again without it", file=sys.stderr)
     again = [*sys.argv[1:], "--failed", f"{error.name}={error.reason}"]
     os.execv(sys.executable, [sys.executable, "-m", "cce_dist", *again])
-
-
-OURS: tuple[GradientMode, ...] = ("filtered", "exact", "in_forward")
-# A name of ours that is no mode by itself, with its options: `exact` in a GiB of memory.
-WITH_MEMORY = "exact-kept"
-MEMORY: dict[str, Any] = {"keep_logits": True, "workspace_bytes": 900 * 2**20}
-# `filtered` with 8-bit logits where they don't matter.
-SCREENED = "screened"
-# The same otherwise: in e4m3, what is exact made again for the backward, by a larger threshold, in
-# the forward, its weight's 8-bit copy at hand.
-SCREENED_OTHERWISE: dict[str, dict[str, Any]] = {
-    "screened-e4m3": {"screen": Screen(dtype="e4m3")},
-    "screened-again": {"keep_logits": False},
-    "screened-keep-2^-9": {"filter": Filter(keep=2.0**-9)},
-    "screened-in-forward": {"gradient": "in_forward"},
-}
-SCREENED_COPY = "screened-copy"
-# `filtered` within torch.compile(fullgraph=True).
-COMPILED = "filtered-compiled"
-# What a GPU is not needed for, and needs no compiler.
-CPU_PEERS = ("torch-chunked",)
-
-
-@dataclass(frozen=True)
-class Method:
-    """`build` imports and configures it; what it raises is reported, not raised, for a peer."""
-
-    name: str
-    origin: Literal["dense", "ours", "peer"]
-    build: Callable[[], LossFunction]
-
-
-def parse_backend(text: str) -> Backend:
-    """
-    Raises:
-        ValueError: not the name of a backend.
-    """
-    for known in get_args(Backend):
-        if text == known:
-            return known
-    raise ValueError(f"backend must be one of {list(get_args(Backend))}, got {text!r}")
-
-
-def choose_methods(
-    names: Sequence[str] = (),
-    peers: str | None = None,
-    *,
-    backend: Backend = "auto",
-    extra: Sequence[str] = (),
-    on_gpu: bool = False,
-    softcap: float | None = None,
-) -> list[Method]:
-    """The methods to measure, ours before peers.
-
-    Args:
-        names: only these, peers included; empty for the dense recipe and ours.
-        peers: "all", "none", or names with commas; None for "all" on a GPU and those that run
-            without one elsewhere, or for "none" beside `names`.
-        extra: "NAME=MODULE:FUNCTION" for one more peer each, FUNCTION as a LossFunction.
-        softcap: of the logits, for all but `extra`; a peer without it is reported as failed.
-    Raises:
-        ValueError: an unknown name, one that cannot run here, or `extra` is malformed.
-    """
-    recipe = functools.partial(dense_loss, softcap=softcap)
-    known = {"dense": Method("dense", "dense", lambda: recipe)}
-    shared: dict[str, Any] = {"backend": backend, "softcap": softcap}
-    loss = functools.partial(LinearCrossEntropy, **shared)
-    builds: dict[str, Callable[[], LossFunction]] = {
-        **{mode: functools.partial(loss, gradient=mode) for mode in OURS},
-        WITH_MEMORY: functools.partial(loss, gradient="exact", **MEMORY),
-        SCREENED: functools.partial(loss, logits="screened"),
-        **{
-            name: functools.partial(loss, logits="screened", **options)
-            for name, options in SCREENED_OTHERWISE.items()
-        },
-        SCREENED_COPY: functools.partial(with_copy, **shared),
-        COMPILED: functools.partial(compiled, gradient="filtered", **shared),
-    }
-    known |= {name: Method(name, "ours", build) for name, build in builds.items()}
-    for name in PEERS:
-        known[name] = Method(name, "peer", functools.partial(build_peer, name, softcap))
-    added = [_parse_extra(text) for text in extra]
-    known |= {method.name: method for method in added}
-
-    if peers is None:
-        default = PEERS if on_gpu else CPU_PEERS
-        wanted_peers = [] if names else list(default)
-    elif peers in ("all", "none"):
-        wanted_peers = list(PEERS) if peers == "all" else []
-    else:
-        wanted_peers = [name for name in peers.split(",") if name]
-    wanted = {*(names or ("dense", *OURS)), *wanted_peers, *(method.name for method in added)}
-    unknown = sorted(wanted - set(known))
-    if unknown:
-        raise ValueError(f"methods and peers must be among {sorted(known)}, got {unknown}")
-    if COMPILED in wanted and not on_gpu:
-        raise ValueError(
-            f"method {COMPILED} needs a GPU: on a CPU memory is counted by what no compiler traces"
-        )
-    return [method for name, method in known.items() if name in wanted]
-
-
-def compiled(**options: Any) -> LossFunction:
-    """The loss as a model that is compiled in one graph calls it."""
-    return torch.compile(LinearCrossEntropy(**options), fullgraph=True)
-
-
-def with_copy(backend: Backend = "auto", softcap: float | None = None) -> LossFunction:
-    """Screened logits of a weight that is quantised once, for the first hidden states."""
-    made: QuantizedWeight | None = None
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        nonlocal made
-        if made is None:
-            made = quantize_weight(weight, hidden, backend=backend)
-        how: dict[str, Any] = {"logits": "screened", "quantized_weight": made, "backend": backend}
-        found = linear_cross_entropy(hidden, weight, targets, softcap=softcap, **how)
-        assert isinstance(found, Tensor)
-        return found
-
-    return loss
-
-
-def _parse_extra(text: str) -> Method:
-    name, equals, target = text.partition("=")
-    module, colon, function = target.partition(":")
-    if not (name and equals and module and colon and function):
-        raise ValueError(f"extra must be NAME=MODULE:FUNCTION, got {text!r}")
-    return Method(name, "peer", lambda: getattr(importlib.import_module(module), function))

@@ -21,6 +21,9 @@ from torch import Tensor
 from .golden import LossFunction, dense_loss
 from .inputs import IGNORE_INDEX
 
+# Tokens in a chunk: QuACK's own default.
+QUACK_CHUNK = 4096
+
 
 def compiled_dense(softcap: float | None = None) -> LossFunction:
     return torch.compile(functools.partial(dense_loss, softcap=softcap), dynamic=False)
@@ -109,10 +112,6 @@ class _ChunkedInForward(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad_loss, grad_weight.mul_(grad_loss), None, None, None
-
-
-# Tokens in a chunk: QuACK's own default.
-QUACK_CHUNK = 4096
 
 
 def torch_chunked() -> LossFunction:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cce_dist import LinearCrossEntropy, VocabShard
 from cce_dist.collectives import gather_tokens, reduce_grad_hidden
-from cce_dist.options import TOKEN_BLOCK, Backend
+from cce_dist.options import TOKEN_BLOCK, Backend, GradientMode, LogitsMode
 
 from .golden import LossFunction
 from .inputs import IGNORE_INDEX, BenchInputs
@@ -74,11 +74,11 @@ def _logits(hidden: Tensor, weight: Tensor, place: Place) -> Tensor:
     return _Whole.apply(hidden, place) @ weight.T
 
 
-def ours(mode: str, backend: Backend, place: Place, **options: Any) -> LossFunction:
+def ours(mode: GradientMode, logits: LogitsMode, backend: Backend, place: Place) -> LossFunction:
     loss = LinearCrossEntropy(
-        gradient=mode,  # pyright: ignore[reportArgumentType]
+        gradient=mode,
+        logits=logits,
         backend=backend,
-        **options,
         group=place.group,
         sequence_parallel=place.sequence_parallel,
     )
@@ -86,7 +86,7 @@ def ours(mode: str, backend: Backend, place: Place, **options: Any) -> LossFunct
 
 
 def compiled_over_ranks(backend: Backend, place: Place) -> LossFunction:
-    return torch.compile(ours("filtered", backend, place), fullgraph=True)
+    return torch.compile(ours("filtered", "full", backend, place), fullgraph=True)
 
 
 class _DenseNll(torch.autograd.Function):
@@ -240,8 +240,11 @@ def choose_rank_methods(
     Raises:
         ValueError: an unknown name.
     """
-    known = {mode: RankMethod(mode, True, functools.partial(ours, mode, backend)) for mode in OURS}
-    in_8_bits = functools.partial(ours, "filtered", backend, logits="screened")
+    known = {
+        mode: RankMethod(mode, True, functools.partial(ours, mode, "full", backend))
+        for mode in OURS
+    }
+    in_8_bits = functools.partial(ours, "filtered", "screened", backend)
     known[SCREENED] = RankMethod(SCREENED, True, in_8_bits)
     for_all = functools.partial(compiled_over_ranks, backend)
     known[COMPILED] = RankMethod(COMPILED, True, for_all)

@@ -17,6 +17,11 @@ from rich.table import Table
 
 Cells = Mapping[str, Any]
 
+# Of the plots: what a panel is for, and whose methods have their own colour.
+CASE = ("inputs", "N", "ignored", "V", "D", "dtype")
+OURS = ("filtered", "exact", "in_forward", "exact-kept")
+OURS_COLOUR, PEER_COLOUR = "#c23b22", "#4a6fa5"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -138,11 +143,6 @@ def write_json(path: Path, rows: Sequence[Cells], common: Mapping[str, str]) -> 
     """{**common, "rows": [...]}, numbers unrounded."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**common, "rows": list(rows)}, indent=1) + "\n", encoding="utf8")
-
-
-CASE = ("inputs", "N", "ignored", "V", "D", "dtype")
-OURS = ("filtered", "exact", "in_forward", "exact-kept")
-OURS_COLOUR, PEER_COLOUR = "#c23b22", "#4a6fa5"
 
 
 def plot(rows: Sequence[Cells], folder: Path) -> list[Path]:

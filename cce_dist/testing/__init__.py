@@ -1,4 +1,4 @@
-"""Inputs, the tolerance rule and running ranks: for tests and benchmarks."""
+"""Inputs, the tolerance rule and running ranks: for tests, and for the doctor."""
 
 from cce_dist.testing.cases import Case, dense_outputs, golden_outputs, join_ranks, run_case
 from cce_dist.testing.forks import fork_context

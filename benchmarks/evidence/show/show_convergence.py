@@ -49,7 +49,7 @@ def summary(records: Sequence[Record], pooled: Sequence[Sequence[str]] = ()) -> 
     Args: pooled: rows of the first table, of runs taken together.
     """
     cases = [(record, case) for record in records for case in cases_of(record)]
-    cases.sort(key=lambda found: (found[1].vocab_size, found[1].start != "random"))
+    cases.sort(key=lambda each: (each[1].vocab_size, each[1].start != "random"))
     rows = [
         [*_about(record, case), *(_distance(case, name) for name in OURS)] for record, case in cases
     ]

@@ -77,10 +77,10 @@ def _in_full(rows: Sequence[Row]) -> list[str]:
 
 # What of a method is compared, and how it is named.
 ASPECTS: Mapping[str, Callable[[Measured], float | None]] = {
-    "time": lambda found: found.milliseconds,
-    "error of the hidden gradient": lambda found: found.hidden,
-    "of the weight gradient": lambda found: found.weight,
-    "of its rows of the rarest tenth": lambda found: found.rarest,
+    "time": lambda measured: measured.milliseconds,
+    "error of the hidden gradient": lambda measured: measured.hidden,
+    "of the weight gradient": lambda measured: measured.weight,
+    "of its rows of the rarest tenth": lambda measured: measured.rarest,
 }
 
 
