@@ -12,16 +12,17 @@ from typer.core import TyperCommand
 import cce_dist
 
 from .bench.cli import app as bench_app
+from .cli_checkout import REPORT, CheckoutGroup, add_checkout_commands
 from .cli_doctor import doctor
 from .cli_eval import evaluate
 from .cli_extras import need_modules
 from .cli_plan import app as plan_app
-from .cli_report import report
 
 app = typer.Typer(
     help="Train with, and measure, a loss whose vocabulary is sharded over ranks.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    cls=CheckoutGroup,
 )
 
 
@@ -105,6 +106,6 @@ def train(
 
 app.command("doctor")(doctor)
 app.command("eval")(evaluate)
-app.command("report")(report)
 app.add_typer(bench_app, name="bench")
 app.add_typer(plan_app, name="plan")
+add_checkout_commands(app, REPORT)

@@ -37,8 +37,9 @@ if importlib.util.find_spec("triton"):
 # A test may be the first to need half a dozen kernels, while as many tests as there are cores do.
 COMPILING_SECONDS = 300
 # Whose processes are forks; fixtures whose processes are.
-FORKING = tuple(
-    f"cce_dist.testing.{name}" for name in ("agents", "faults", "forks", "ranks", "torchrun")
+FORKING = (
+    *(f"cce_dist.testing.{name}" for name in ("forks", "ranks")),
+    *(f"support.{name}" for name in ("agents", "faults", "torchrun")),
 )
 FORKING_FIXTURES = {"megatron_pools", "pools"}
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"

@@ -6,8 +6,9 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+from support.torchrun import Place
+
 from cce_dist.launchers import TORCH, Launch, read_launch
-from cce_dist.testing.torchrun import Place
 
 PATIENCE = timedelta(seconds=20)
 

@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from cce_dist.evidence.convergence import GROUPS
-from cce_dist.evidence.records import Cell, Kind, Record, make_record
+from benchmarks.evidence.convergence import GROUPS
+from benchmarks.evidence.records import Cell, Kind, Record, make_record
 
 GPU = "NVIDIA H200, 1980 MHz, driver 580.159.04"
 STEPS = (0, 20, 40, 60, 80)

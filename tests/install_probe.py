@@ -3,7 +3,7 @@
     python -I install_probe.py FOUND modules                imports and helps
     python -I install_probe.py FOUND commands ANSWERS ONLY  subcommands' exit codes and output
 
-FOUND is the JSON file to write.
+FOUND is the JSON file to write. With a last argument, CHECKOUT, the package is imported from there.
 """
 
 from __future__ import annotations
@@ -26,22 +26,31 @@ PACKAGES = ("cce_dist", "megatron_patch")
 
 
 def main(path: str, what: str, *rest: str) -> None:
-    found = find_modules() if what == "modules" else run_commands(json.loads(rest[0]), rest[1])
+    if what == "modules":
+        found = find_modules()
+    else:
+        answers, only, *checkout = rest
+        sys.path[:0] = checkout
+        found = run_commands(json.loads(answers), only)
     Path(path).write_text(json.dumps(found))
 
 
 def subcommands() -> Iterator[tuple[list[str], Any]]:
-    """Words and command of each, groups too; typer's own tree, so that a new one is here."""
+    """Words and command of each, groups too; typer's own tree, so that a new one is here. Of a
+    command that a checkout alone has it is found there, or stands in for it."""
     import typer
 
     from cce_dist.cli import app
 
-    waiting: list[tuple[list[str], Any]] = [([], typer.main.get_command(app))]
+    group: Any = typer.main.get_command(app)
+    waiting: list[tuple[list[str], Any]] = [([], group)]
     while waiting:
         words, command = waiting.pop(0)
         yield words, command
-        children = getattr(command, "commands", {})
-        waiting += [([*words, name], child) for name, child in children.items()]
+        for name in getattr(command, "commands", {}):
+            context = command.make_context("", [name], resilient_parsing=True)
+            _, child, _ = command.resolve_command(context, [name])
+            waiting.append(([*words, name], child))
 
 
 def find_modules() -> dict[str, Any]:
@@ -60,11 +69,8 @@ def find_modules() -> dict[str, Any]:
                 continue
             for name in named_in(Path(str(module.__file__))):
                 third_party[name] = importlib.util.find_spec(name) is not None
-    for words, command in subcommands():
-        try:
-            command.main(["--help"], prog_name=" ".join(["cce-dist", *words]))
-        except SystemExit as done:
-            helps[" ".join(words)] = done.code
+    for words, _ in subcommands():
+        helps[" ".join(words)] = run_forked([*words, "--help"])
     return {"failures": failures, "third_party": third_party, "helps": helps}
 
 

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from megatron_setup import Setup, megatron
 
-from cce_dist.bench.inputs import make_inputs
-from cce_dist.bench.megatron import Plan, bench_megatron
-from cce_dist.bench.megatron_model import Sizes
+from benchmarks.ranks.megatron import Plan, bench_megatron
+from benchmarks.ranks.megatron_model import Sizes
+from cce_dist.bench.inputs import Shape, make_inputs
 from cce_dist.bench.ranks import Job
-from cce_dist.bench.shapes import Shape
-from cce_dist.bench.table import Cells
+from cce_dist.bench.report import Cells
 
 SEQUENCE, BATCH, CLASSES, DIM = 16, 2, 96, 32
 

@@ -13,7 +13,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from cce_dist.bench.megatron_model import Attention
+from benchmarks.ranks.megatron_model import Attention
 
 
 def make_config(setup: Setup) -> Any:

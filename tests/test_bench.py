@@ -19,6 +19,8 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
+from benchmarks.loss.filter import bench_filter
+from benchmarks.loss.quantize import bench_quantize
 from cce_dist import (
     Filter,
     LinearCrossEntropy,
@@ -26,16 +28,12 @@ from cce_dist import (
     linear_cross_entropy,
     quantize_weight,
 )
-from cce_dist.bench.filter import bench_filter
 from cce_dist.bench.golden import dense_loss, errors, golden_gradients, gradients
-from cce_dist.bench.guard import describe_failure, time_limit
-from cce_dist.bench.inputs import IGNORE_INDEX, make_inputs
+from cce_dist.bench.inputs import IGNORE_INDEX, Shape, make_inputs, parse_shape
 from cce_dist.bench.loss import Settings, bench_loss, mean_tail_mass
 from cce_dist.bench.machine import Timer, Variant, interleaved_times
-from cce_dist.bench.methods import Method, choose_methods
-from cce_dist.bench.quantize import bench_quantize
-from cce_dist.bench.shapes import Shape, parse_shape
-from cce_dist.bench.table import Row, percentiles_ms, show
+from cce_dist.bench.methods import Method, choose_methods, describe_failure, time_limit
+from cce_dist.bench.report import Row, percentiles_ms, show
 from cce_dist.cli import app
 from cce_dist.local_triton_tiles import TABLE
 from cce_dist.testing import CPU_PLACES, Place, grid
@@ -195,8 +193,8 @@ def test_bench_loss_keeps_to_its_budget() -> None:
 def test_bench_tiles_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = ({"columns": columns, "dims": 32, "stages": 3} for columns in (128, 256))
     backward = {"pair": 1, "slice_dims": 128, "backward_dims": 32, "backward_stages": 2}
-    monkeypatch.setattr("cce_dist.bench.tiles.FORWARD", {4: [small, large, {"columns": 100}]})
-    monkeypatch.setattr("cce_dist.bench.tiles.FILTERED", {4: [backward]})
+    monkeypatch.setattr("benchmarks.loss.tiles.FORWARD", {4: [small, large, {"columns": 100}]})
+    monkeypatch.setattr("benchmarks.loss.tiles.FILTERED", {4: [backward]})
     before = dict(TABLE)
     path = tmp_path / "tiles.csv"
     tiny = ["--shape", "64x300x16", "--device", "cpu", "--dtype", "float32", "--repeats", "3"]
@@ -269,7 +267,7 @@ def test_bench_quantize_counts_what_is_moved(monkeypatch: pytest.MonkeyPatch) ->
     def times_of(variants: Mapping[str, object], *_: object) -> dict[str, list[float]]:
         return {name: [1e-3, 1e-3, 1e-3] for name in variants}
 
-    monkeypatch.setattr("cce_dist.bench.quantize.interleaved_times", times_of)
+    monkeypatch.setattr("benchmarks.loss.quantize.interleaved_times", times_of)
     inputs = make_inputs("gaussian", Shape(32, 100, 16), dtype=torch.float16)
     rows = {row["method"]: row for row in bench_quantize(inputs, backend="torch")}
     # 1600 numbers: 2 bytes read and 2 or 1 written, and of each row a scale and two sums, of each
@@ -286,7 +284,7 @@ def test_bench_quantize_says_what_a_device_has_not(monkeypatch: pytest.MonkeyPat
             raise RuntimeError("no such type here")
         return quantize_weight(*given, screen=screen, **how)
 
-    monkeypatch.setattr("cce_dist.bench.quantize.quantize_weight", quantize)
+    monkeypatch.setattr("benchmarks.loss.quantize.quantize_weight", quantize)
     inputs = make_inputs("gaussian", Shape(32, 100, 16), dtype=torch.float16)
     rows = {row["method"]: row for row in bench_quantize(inputs, repeats=3, backend="torch")}
     assert "no such type here" in rows["e4m3"]["failed"] and rows["e4m3"]["median_ms"] is None

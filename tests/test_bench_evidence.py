@@ -11,18 +11,23 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from benchmarks.cli.fidelity import parse_power
+from benchmarks.evidence.records import Record, read_record
+from benchmarks.fidelity.candidates import (
+    METHODS,
+    Candidate,
+    candidates_of,
+    choose_names,
+    default_keep,
+)
+from benchmarks.fidelity.fidelity import FidelityRow, bench_fidelity
+from benchmarks.fidelity.probabilities import bench_probabilities, ranks_to_draw
+from benchmarks.fidelity.sparsity import find_peaks, share_of_columns, share_of_tiles
+from benchmarks.fidelity.tenths import compare, compare_groups, groups_of, products_by_row
 from cce_dist import Filter, LinearCrossEntropy
-from cce_dist.bench.candidates import METHODS, Candidate, candidates_of, choose_names, default_keep
-from cce_dist.bench.cli_evidence import parse_power
-from cce_dist.bench.fidelity import FidelityRow, bench_fidelity
 from cce_dist.bench.golden import dense_loss, golden_gradients, gradients
-from cce_dist.bench.inputs import BenchInputs, make_inputs
-from cce_dist.bench.probabilities import bench_probabilities, ranks_to_draw
-from cce_dist.bench.shapes import Shape
-from cce_dist.bench.sparsity import find_peaks, share_of_columns, share_of_tiles
-from cce_dist.bench.tenths import compare, compare_groups, groups_of, products_by_row
+from cce_dist.bench.inputs import BenchInputs, Shape, make_inputs
 from cce_dist.cli import app
-from cce_dist.evidence.records import Record, read_record
 
 V = 400
 
@@ -178,7 +183,7 @@ def test_bench_fidelity_of_a_peer_that_filters(monkeypatch: pytest.MonkeyPatch) 
 
         return loss
 
-    monkeypatch.setattr("cce_dist.bench.candidates._build_apple", build)
+    monkeypatch.setattr("benchmarks.fidelity.candidates._build_apple", build)
     inputs = skewed(150)
     candidates = candidates_of(["cce"], inputs, [], [0.25, 0.5], "auto")
     rows = of(bench_fidelity(inputs, candidates, repeats=3, tenths=False), "cce")

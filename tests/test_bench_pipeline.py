@@ -6,10 +6,10 @@ import csv
 from pathlib import Path
 
 import pytest
+from support.torchrun import bench
 
-from cce_dist.bench.pipeline import HEADS
-from cce_dist.bench.pipeline_model import even_layout, relayout
-from cce_dist.testing.torchrun import bench
+from benchmarks.ranks.pipeline import HEADS
+from benchmarks.ranks.pipeline_model import even_layout, relayout
 
 TINY = (
     *("--layers", "5", "--vocab", "1031", "--dim", "32", "--sequence", "64"),

@@ -11,19 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.torchrun import bench
 from typer.testing import CliRunner
 
 from cce_dist import Filter, LinearCrossEntropy, VocabShard
-from cce_dist.bench.inputs import make_inputs
-from cce_dist.bench.kept import kept_share
+from cce_dist.bench.inputs import Shape, make_inputs
 from cce_dist.bench.machine import describe_peers
-from cce_dist.bench.rank_methods import Place, choose_rank_methods
+from cce_dist.bench.rank_methods import Place, choose_rank_methods, kept_share
 from cce_dist.bench.ranks import uncovered
-from cce_dist.bench.shapes import Shape
 from cce_dist.bench.training import Meter, layout_of
 from cce_dist.cli import app
 from cce_dist.testing import shared_pool
-from cce_dist.testing.torchrun import bench
 from cce_dist.train.config import TrainConfig
 
 

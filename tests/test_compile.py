@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from compile_cases import BATCH, CLASSES, DIM, LENGTH, SOME, WARNING, made
+from support.reachable import reachable_tensors
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -23,7 +24,7 @@ from cce_dist import (
     token_logprobs,
 )
 from cce_dist.adapters.mpi import MPIGroup
-from cce_dist.testing import CPU_PLACES, DTYPES, PLACES, Place, grid, reachable_tensors
+from cce_dist.testing import CPU_PLACES, DTYPES, PLACES, Place, grid
 
 pytestmark = [
     # What torch 2.11's compiler imports.

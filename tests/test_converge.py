@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.torchrun import run_forked
 from typer.testing import CliRunner
 
-from cce_dist.bench.converge_plan import Plan, Sizes, as_start, builders, parse_slice
-from cce_dist.bench.tile_filter import tile_filter_loss
+from benchmarks.converge.plan import Plan, Sizes, as_start, builders, parse_slice
+from benchmarks.converge.tile_filter import tile_filter_loss
+from benchmarks.evidence.convergence import cases_of
+from benchmarks.evidence.records import read_record
 from cce_dist.cli import app
-from cce_dist.evidence.convergence import cases_of
-from cce_dist.evidence.records import read_record
 from cce_dist.testing import zipf_inputs
-from cce_dist.testing.torchrun import run_forked
 from cce_dist.train.head import head_loss_of
 
 pytestmark = pytest.mark.timeout(120)

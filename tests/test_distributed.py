@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_places import free_port, launch_of, slurm_place
+from support.torchrun import Place
 
 from cce_dist import distributed
 from cce_dist.distributed import choose_device, init, join, leave, split_ranks
 from cce_dist.launchers import TORCH, LaunchError
 from cce_dist.testing.forks import fork_context
-from cce_dist.testing.torchrun import Place
 
 ROOT = Path(__file__).parent.parent
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from distributed_places import free_port, slurm_place
+from support.torchrun import Place, read_losses, run_forked_training, run_placed_training
 
 from cce_dist.testing.forks import fork_context
-from cce_dist.testing.torchrun import Place, read_losses, run_forked_training, run_placed_training
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.agents import ElasticJob, elastic_job
+from support.torchrun import kill, read_losses, run_forked_training
 
-from cce_dist.testing.agents import ElasticJob, elastic_job
-from cce_dist.testing.torchrun import kill, read_losses, run_forked_training
 from cce_dist.train.config import TrainConfig
 from cce_dist.train.elastic import fit_to_ranks
 from cce_dist.train.errors import ConfigError

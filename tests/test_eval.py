@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.torchrun import run_forked
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from cce_dist.testing.torchrun import run_forked
 from cce_dist.train.checkpoint import Checkpoint, find_checkpoint
 from cce_dist.train.errors import ConfigError
 from cce_dist.train.model import Block, rotary_table

@@ -17,14 +17,11 @@ import pytest
 from evidence_records import STEPS, classes, convergence, end_to_end, every_kind, fidelity, loss_at
 from typer.testing import CliRunner
 
-from cce_dist.cli import app
-from cce_dist.evidence import show_classes, show_convergence, show_end_to_end, show_fidelity
-from cce_dist.evidence.charts import Axis, Chart, Line, svg
-from cce_dist.evidence.convergence import ALL, RAREST, cases_of
-from cce_dist.evidence.frequency import frequency_tenths, name_of
-from cce_dist.evidence.glance import glance
-from cce_dist.evidence.page import Block, Points, Table, Words, html
-from cce_dist.evidence.records import (
+from benchmarks.evidence.charts import Axis, Chart, Line, svg
+from benchmarks.evidence.convergence import ALL, RAREST, cases_of
+from benchmarks.evidence.frequency import frequency_tenths, name_of
+from benchmarks.evidence.page import Block, Points, Table, Words, html
+from benchmarks.evidence.records import (
     Cell,
     Record,
     RecordError,
@@ -34,8 +31,11 @@ from cce_dist.evidence.records import (
     read_records,
     write_record,
 )
-from cce_dist.evidence.report import HEAD, markdown, page_of, write_report
-from cce_dist.evidence.wanted import missing
+from benchmarks.evidence.report import HEAD, markdown, page_of, write_report
+from benchmarks.evidence.show import show_classes, show_convergence, show_end_to_end, show_fidelity
+from benchmarks.evidence.show.glance import glance
+from benchmarks.evidence.show.wanted import missing
+from cce_dist.cli import app
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from evidence_records import STEPS, convergence
 
-from cce_dist.evidence.convergence import ALL
-from cce_dist.evidence.page import markdown
-from cce_dist.evidence.pooled import pools_of
-from cce_dist.evidence.records import Record
-from cce_dist.evidence.report import HEAD, page_of
+from benchmarks.evidence.convergence import ALL
+from benchmarks.evidence.page import markdown
+from benchmarks.evidence.pooled import pools_of
+from benchmarks.evidence.records import Record
+from benchmarks.evidence.report import HEAD, page_of
 
 END = STEPS[-1]
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist.evidence.records import read_record
+from benchmarks.evidence.records import read_record
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 # Of instance_classes.

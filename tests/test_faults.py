@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.faults import BEGINNING, Ending, Fault, Kind, finish_all, start_job
+from support.nodes import Node, two_nodes
+from support.torchrun import read_losses, run_agent, run_rank
 
 from cce_dist.phases import watched_by
-from cce_dist.testing.faults import BEGINNING, Ending, Fault, Kind, finish_all, start_job
 from cce_dist.testing.forks import fork_context
-from cce_dist.testing.nodes import Node, two_nodes
-from cce_dist.testing.torchrun import read_losses, run_agent, run_rank
 from cce_dist.train.checkpoint import Checkpoint, newest_checkpoint
 from cce_dist.train.errors import ConfigError
 

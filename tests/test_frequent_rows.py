@@ -14,9 +14,8 @@ from cce_dist.adapters import frequent_rows
 from cce_dist.adapters.courier import Courier
 from cce_dist.adapters.frequent_rows import FrequentRows
 from cce_dist.adapters.pipeline_head import PipelineHead
-from cce_dist.bench.inputs import make_inputs
-from cce_dist.bench.kept import bits_set, marks_seen
-from cce_dist.bench.shapes import Shape
+from cce_dist.bench.inputs import Shape, make_inputs
+from cce_dist.bench.rank_methods import bits_set, marks_seen
 from cce_dist.partials import Head
 from cce_dist.testing import RankPool
 

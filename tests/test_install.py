@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 import cce_dist
 from cce_dist.cli import app
+from cce_dist.cli_checkout import EXPERIMENTS, REPORT
 from cce_dist.cli_extras import CORE, EXTRAS, explain_missing, need_modules
 
 # Environments are made, and torch is imported in each.
@@ -36,7 +37,9 @@ BRINGS = {"bench": "train"}
 # Without Triton, which torch's CUDA build brings, and without what extras bring.
 OPTIONAL = r"cce_dist\.(kernels|local_triton\w*|train|bench|testing)\b.*"
 # Subcommands that train, or read what training has written.
-TRAINING = ("train", "eval", "bench capture", "bench converge", "bench train")
+TRAINING = ("train", "eval", "bench train")
+# Those that no installed package has.
+IN_CHECKOUT = {*REPORT, *(f"bench {name}" for name in EXPERIMENTS)}
 PLAIN = {
     "--device": "cpu",
     "--dtype": "float32",
@@ -104,11 +107,23 @@ def test_an_extra_brings_what_its_modules_import(
     assert absent <= may_miss
     assert set(found["third_party"]) <= {"triton", *EXTRAS}
     assert {"", "train", "doctor", "bench loss", "plan model"} <= set(found["helps"])
-    assert {words: code for words, code in found["helps"].items() if code} == {}
+    helps = found["helps"]
+    assert {words for words, (code, _) in helps.items() if code} == IN_CHECKOUT
+    for words in IN_CHECKOUT:
+        assert helps[words] == [2, in_checkout(words)]
+        group, _, name = words.rpartition(" ")
+        assert f" {name} " in helps[group][1]
+
+
+def in_checkout(words: str) -> str:
+    return (
+        f"error: `cce-dist {words}` is in the repository and in its source archive alone: start "
+        f"`python -m cce_dist {words}` in the folder of one of them\n"
+    )
 
 
 def run_subcommands(
-    python: Path, folder: Path, only: str, **more: str
+    python: Path, folder: Path, only: str, checkout: Path | None = None, **more: str
 ) -> dict[str, tuple[int, str]]:
     """Exit code and output of those whose words `only` matches, in moments of work."""
     config = write_config(folder, steps=2, batch=2)
@@ -117,7 +132,7 @@ def run_subcommands(
     answers |= {"--cache": cache, "--data": text, "path": str(folder / "none.json"), **more}
     path = folder / "found.json"
     command = [str(python), "-I", str(PROBE), str(path), "commands", json.dumps(answers), only]
-    run(command, cwd=folder)
+    run([*command, *([str(checkout)] if checkout else [])], cwd=folder)
     return json.loads(path.read_text())
 
 
@@ -126,6 +141,9 @@ def test_the_plain_install_works_or_names_the_extra(
 ) -> None:
     found = run_subcommands(environments(CORE), tmp_path, ".*")
     for words, (code, output) in found.items():
+        if words in IN_CHECKOUT:
+            assert (code, output) == (2, in_checkout(words))
+            continue
         assert code in (0, 2), f"{words}: {output}"
         assert "Traceback" not in output, f"{words}: {output}"
         extra = "bench" if words.startswith("bench") else "train"
@@ -143,15 +161,22 @@ def test_the_plain_install_works_or_names_the_extra(
 
 @pytest.mark.parametrize("extra", ["train", "bench"])
 def test_an_extra_is_enough_to_train(
-    extra: str, environments: Environments, tmp_path: Path
+    extra: str, built: tuple[Path, Path], environments: Environments, tmp_path: Path
 ) -> None:
-    only = "train|eval" if extra == "train" else "bench (train|capture|converge)"
+    only = "train|eval" if extra == "train" else "bench train"
     sizes = {"--steps": "2", "--checkpoint-steps": "2", "--evaluations": "1", "--seeds": "1"}
     small = {"--layers": "1", "--batch": "2", "--sequence-length": "16", "--megabytes": "0.05"}
     short = {"--start": "random", "--held-out-tokens": "64", "--warmup": "1"}
     timed = {"--warmup-steps": "1", "--timed-steps": "1", "--no-largest": ""}
-    found = run_subcommands(environments(extra), tmp_path, only, **sizes, **small, **short, **timed)
-    assert len(found) == (2 if extra == "train" else 3)
+    answers = {**sizes, **small, **short, **timed}
+    found = run_subcommands(environments(extra), tmp_path, only, **answers)
+    assert len(found) == len(only.split("|"))
+    if extra == "bench":
+        source = built[0].parent / built[0].name.removesuffix(".tar.gz")
+        only = "bench (capture|converge|filter)|report"
+        answers["--records"] = str(source / "docs" / "evidence")
+        found |= run_subcommands(environments(extra), tmp_path, only, source, **answers)
+        assert len(found) == 5
     for words, (code, output) in found.items():
         assert code == 0, f"{words}: {output}"
 
@@ -244,7 +269,7 @@ def test_metadata(built: tuple[Path, Path]) -> None:
 def test_the_source_archive_is_whole(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         found = {name.partition("/")[2]: entry for name, entry in _entries(archive)}
-    folders = ("cce_dist", "megatron_patch", "launch", "docs", "tests")
+    folders = ("cce_dist", "megatron_patch", "benchmarks", "launch", "docs", "tests")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     paths += [*ROOT.glob("*.md"), ROOT / "CITATION.cff", ROOT / "LICENSE"]
     for path in paths:

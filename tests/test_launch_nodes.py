@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 from launch_jobs import ROOT, TIMEOUT_S, launch_environment, write_config
-
-from cce_dist.testing.nodes import Node, two_nodes
-from cce_dist.testing.torchrun import read_losses, run_forked_training
+from support.nodes import Node, two_nodes
+from support.torchrun import read_losses, run_forked_training
 
 # Ranks import torch, on a machine that may be busy; what is promised is asserted below.
 pytestmark = pytest.mark.timeout(300)

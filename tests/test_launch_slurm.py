@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from launch_jobs import ROOT, free_port, launch_environment, write_config
-
-from cce_dist.testing.torchrun import read_losses, run_forked_training
+from support.torchrun import read_losses, run_forked_training
 
 # Six processes import torch, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(180)

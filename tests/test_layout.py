@@ -18,7 +18,9 @@ import yaml
 import cce_dist
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("cce_dist", "megatron_patch")
+PACKAGES = ("cce_dist", "megatron_patch", "benchmarks")
+# Beside cce_dist: they stand above it.
+OTHERS = {"megatron_patch", "benchmarks"}
 PUBLIC = "<public names>"
 ANY = None
 
@@ -68,11 +70,10 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"train": ANY},
     {"testing": {"torch", "triton", "numpy"}},
     {"doctor": {"torch", "triton", "numpy"}},
-    {"cli_extras": set(), "cli_output": set()},
+    {"cli_checkout": {"typer"}, "cli_extras": set(), "cli_output": set()},
     {"cli_plan_plot": {"matplotlib"}, "cli_plan_tables": {"rich"}},
     {"cli_plan_model": {"typer"}, "cli_doctor": {"typer", "rich"}, "cli_eval": {"typer", "rich"}},
-    {"evidence": {"numpy"}},
-    {"bench": ANY, "cli_plan": ANY, "cli_report": {"typer"}},
+    {"bench": ANY, "cli_plan": ANY},
     {"cli": ANY},
     {"__main__": ANY},
 )
@@ -158,7 +159,7 @@ def violations(path: str, source: str) -> Iterator[str]:
     """How the module at `path` breaks the rules above, a sentence each."""
     layer = layer_of(path, is_file=True)
     parents = path.removesuffix(".py").split("/")[:-1]
-    if layer not in ROW and layer != "megatron_patch":
+    if layer not in ROW and layer not in OTHERS:
         yield f"{path}: `{layer}` has no place in LAYERS; add it to tests/test_layout.py"
         return
     for name, line, for_types_only in imports(source, ".".join(parents)):
@@ -174,8 +175,10 @@ def violations(path: str, source: str) -> Iterator[str]:
                 yield f"{where}: `{layer}` may not import `{target}`"
             elif layer not in ONLY_IN.get(target, {layer}):
                 yield f"{where}: only {sorted(ONLY_IN[target])} may import `{target}`"
+        elif top == "benchmarks" != layer:
+            yield f"{where}: `{layer}` may not import benchmarks, which is no part of the package"
         elif f"{name}.".startswith("torch.distributed."):
-            allowed = TORCH_DISTRIBUTED_IN | {"megatron_patch"}
+            allowed = TORCH_DISTRIBUTED_IN | OTHERS
             if for_types_only:
                 allowed |= TORCH_DISTRIBUTED_TYPES_IN
             if layer not in allowed:
@@ -221,6 +224,7 @@ def test_layers(path: str) -> None:
         pytest.param("cce_dist/train/loop.py", "from cce_dist.loss import x", id="train: public"),
         pytest.param("cce_dist/train/loop.py", "cce_dist.sharded.f()", id="train: by attribute"),
         pytest.param("megatron_patch/x.py", "from cce_dist import sharded", id="megatron_patch"),
+        pytest.param("cce_dist/bench/cli.py", "import benchmarks.cli", id="benchmarks"),
         pytest.param("cce_dist/unheard_of.py", "", id="a module without a layer"),
     ],
 )
@@ -242,6 +246,7 @@ def test_layers_refuse(path: str, source: str) -> None:
         pytest.param("cce_dist/local_torch.py", "from .local_torch_x import f", id="backend"),
         pytest.param("cce_dist/bench/run.py", "from cce_dist import reference", id="bench"),
         pytest.param("megatron_patch/x.py", "import cce_dist, torch.distributed", id="patch"),
+        pytest.param("benchmarks/x.py", "from cce_dist.bench import golden", id="benchmarks"),
     ],
 )
 def test_layers_accept(path: str, source: str) -> None:
@@ -307,7 +312,7 @@ def documents() -> list[str]:
 @pytest.mark.parametrize("path", documents(), ids=str)
 def test_documents_name_existing_files(path: str) -> None:
     pattern = (
-        r"(?<![\w-])(?<!\w/)(?:cce_dist|megatron_patch|launch|docs|tests)/"
+        r"(?<![\w-])(?<!\w/)(?:cce_dist|megatron_patch|benchmarks|launch|docs|tests)/"
         r"[A-Za-z0-9_./-]+\.(?:py|sh|md|yaml|yml|toml|csv|json|png)\b"
     )
     assert [name for name in re.findall(pattern, read(path)) if not (ROOT / name).exists()] == []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.reachable import reachable_tensors
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -23,7 +24,6 @@ from cce_dist.testing import (
     TRITON_CUDA,
     Place,
     grid,
-    reachable_tensors,
     shared_pool,
 )
 

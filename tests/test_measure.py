@@ -74,8 +74,9 @@ def bench_arguments(command: list[str], gpus: int) -> list[str]:
 def parse(arguments: list[str]) -> Any:
     """By the benchmark's own parser, which refuses what it does not know."""
     group: Any = typer.main.get_command(cli.app)
-    name, *rest = arguments
-    return group.commands["bench"].commands[name].make_context(name, rest)
+    bench = group.commands["bench"]
+    name, command, rest = bench.resolve_command(bench.make_context("bench", arguments), arguments)
+    return command.make_context(name, rest)
 
 
 @pytest.mark.parametrize("gpus", [1, 4])

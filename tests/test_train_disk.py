@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.torchrun import read_losses, run_command, run_forked_training
 
 from cce_dist.testing.forks import fork_context
-from cce_dist.testing.torchrun import read_losses, run_command, run_forked_training
 from cce_dist.train import disk
 from cce_dist.train.checkpoint import checkpoint_bytes, newest_checkpoint
 from cce_dist.train.checkpoint_files import read_state, read_tensors, write_state

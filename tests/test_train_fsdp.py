@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-
-from cce_dist.testing.torchrun import read_losses, run_forked_training, run_training
+from support.torchrun import read_losses, run_forked_training, run_training
 
 # A job starts processes that import torch; see tests/test_train_job.py.
 pytestmark = pytest.mark.timeout(180)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from cce_dist.testing.torchrun import (
+from support.torchrun import (
     is_running,
     kill,
     read_losses,
@@ -21,6 +20,7 @@ from cce_dist.testing.torchrun import (
     run_training,
     started_training,
 )
+
 from cce_dist.train.checkpoint import newest_checkpoint
 from cce_dist.train.config import ParallelConfig
 from cce_dist.train.errors import ConfigError

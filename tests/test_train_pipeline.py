@@ -13,15 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.torchrun import is_running, read_losses, run_forked_training, started_training
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from cce_dist.testing.torchrun import (
-    is_running,
-    read_losses,
-    run_forked_training,
-    started_training,
-)
 from cce_dist.train.checkpoint import newest_checkpoint
 from cce_dist.train.config import ParallelConfig, TrainConfig
 from cce_dist.train.errors import ConfigError

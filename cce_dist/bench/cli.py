@@ -1,14 +1,19 @@
-"""`cce-dist bench ...`: every published figure comes from one of these commands."""
+"""`cce-dist bench ...`: the commands that users run on their own GPUs; others are in a checkout."""
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from cce_dist.cli_checkout import (
+    EXPERIMENTS,
+    CheckoutGroup,
+    add_checkout_commands,
+    import_benchmarks,
+)
 from cce_dist.cli_extras import need_modules
 
 from .arguments import (
@@ -25,6 +30,7 @@ from .arguments import (
     Names,
     PeerPath,
     Peers,
+    RecordPath,
     Repeats,
     Shapes,
     Size,
@@ -33,17 +39,20 @@ from .arguments import (
     Timeout,
     Tokens,
     WorstRatio,
+    cases_of,
+    machine_of,
+    reasons_of,
+    refusals,
 )
-from .cases import case_of, cases_of, machine_of, reasons_of, refusals, shapes_of
-from .cli_converge import converge_command
-from .cli_evidence import fidelity_command, probabilities_command
-from .cli_pipeline import pipeline_command
-from .cli_profile import profile_command
-from .cli_ranks import megatron_command, ranks_command, train_command
-from .cli_screen import quantize_command, screen_command
+
+if TYPE_CHECKING:
+    from .inputs import BenchInputs
+    from .report import Cells
 
 app = typer.Typer(
-    help="Measure time, memory and error; correctness is checked first.", no_args_is_help=True
+    help="Measure time, memory and error; correctness is checked first.",
+    no_args_is_help=True,
+    cls=CheckoutGroup,
 )
 
 
@@ -85,12 +94,10 @@ def loss_command(
 
     Files are written anew after every method, so that nothing measured is lost.
     """
-    from .guard import DeviceLostError, restart_without
-    from .loss import Settings
-    from .methods import choose_methods, parse_backend
+    from .loss import Settings, measure_all
+    from .machine import check_parts
+    from .methods import DeviceLostError, choose_methods, parse_backend, restart_without
     from .report import Report
-    from .suite import measure_all
-    from .variants import check_parts
 
     if plots is not None:
         need_modules("matplotlib")
@@ -120,219 +127,193 @@ def loss_command(
         restart_without(error)
 
 
-@app.command("filter")
-def filter_command(
+@app.command("profile")
+def profile_command(
     tokens: Tokens = None,
     vocab: Size = 16384,
     dim: Size = 256,
     shape: Shapes = None,
     inputs: Inputs = None,
     dtype: Dtype = "bfloat16",
-    device: Device = "cpu",
+    device: Device = "cuda",
     threads: Threads = 0,
-    share: Annotated[
-        list[float] | None,
-        typer.Option(help="Thresholds as shares of the uniform mass 128 / V; may be repeated."),
+    method: Annotated[
+        Names, typer.Option(help="As of `bench loss`, peers too; may be repeated. [filtered]")
     ] = None,
-    repeats: Repeats = 3,
+    part: Annotated[str, typer.Option(help="loss, forward, gradient or loss+grad.")] = "loss+grad",
+    repeats: Repeats = 10,
+    most: Annotated[int, typer.Option(min=1, help="Kernels of each method that are shown.")] = 30,
+    peer_path: PeerPath = None,
+    extra: Extra = None,
+    softcap: Softcap = None,
     backend: BackendName = "auto",
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
 ) -> None:
-    """What each filter threshold keeps, the error of its gradients, and its time."""
-    from .filter import bench_filter
-    from .methods import parse_backend
+    """Where a method's time goes: the kernels of a call, by torch's profiler, beside its median
+    time without one. On a CPU torch's operations.
+    """
+    from .machine import Part
+    from .methods import choose_methods, parse_backend
+    from .profile import bench_profile
     from .report import Report
 
-    shares = share or [2.0**power for power in (3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -8)]
+    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
     with refusals():
-        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
-        chosen = parse_backend(backend)
-    report = Report(machine_of(device, threads), csv_path, json_path, None)
+        chosen = next((known for known in get_args(Part) if known == part), None)
+        if chosen is None:
+            raise ValueError(f"part must be among {list(get_args(Part))}, got {part!r}")
+        methods = choose_methods(
+            method or ["filtered"],
+            "none",
+            backend=parse_backend(backend),
+            extra=extra or (),
+            on_gpu=device.startswith("cuda"),
+            softcap=softcap,
+        )
+        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device, softcap=softcap)
+    machine = machine_of(device, threads, peers=[each.name for each in methods])
+    report = Report(machine, csv_path, json_path, None)
     for make in cases:
-        made = make()
-        report.add(made.description, bench_filter(made, shares, repeats=repeats, backend=chosen))
+        case = make()
+        rows = bench_profile(case, methods, part=chosen, repeats=repeats, most=most)
+        report.add(case.description, rows)
         report.finish_case()
 
 
-@app.command("tiles")
-def tiles_command(
+@app.command("ranks")
+def ranks_command(
+    size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Ranks of a group; may be repeated. [every divisor]"),
+    ] = None,
+    sequence_parallel: Annotated[
+        bool, typer.Option(help="Ours under sequence parallel as well.")
+    ] = True,
     tokens: Tokens = None,
-    vocab: Size = 16384,
-    dim: Size = 256,
+    vocab: Size = 32768,
+    dim: Size = 512,
     shape: Shapes = None,
     inputs: Inputs = None,
     dtype: Dtype = "bfloat16",
     device: Device = "cuda",
     repeats: Repeats = 10,
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
-) -> None:
-    """Tiles of the Triton kernels: candidates beside what the table holds, by time."""
-    from .report import Report
-    from .tiles import bench_tiles
-
-    with refusals():
-        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
-    report = Report(machine_of(device, 0), csv_path, json_path, None)
-    for make in cases:
-        made = make()
-        with refusals():
-            rows = bench_tiles(made, repeats=repeats)
-        report.add(made.description, rows)
-        report.finish_case()
-
-
-@app.command("first-call")
-def first_call_command(
-    tokens: Tokens = None,
-    vocab: Size = 16384,
-    dim: Size = 256,
-    shape: Shapes = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    gradient: Annotated[Names, typer.Option(help="May be repeated. [all three]")] = None,
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
-) -> None:
-    """Seconds of a process's first loss and gradients, with and without compiled kernels."""
-    from .first_call import bench_first_calls
-    from .report import Report
-
-    with refusals():
-        shapes = shapes_of("zipf", shape, tokens, vocab, dim)
-    ways = gradient or ["filtered", "exact", "in_forward"]
-    report = Report(machine_of(device, 0), csv_path, json_path, None)
-    for found in shapes:
-        with refusals():
-            rows = bench_first_calls(found, dtype=dtype, device=device, gradients=ways)
-        report.add({**dataclasses.asdict(found), "dtype": dtype}, rows)
-        report.finish_case()
-
-
-app.command("profile")(profile_command)
-app.command("screen")(screen_command)
-app.command("quantize")(quantize_command)
-app.command("fidelity")(fidelity_command)
-app.command("probabilities")(probabilities_command)
-app.command("converge")(converge_command)
-app.command("ranks")(ranks_command)
-app.command("megatron")(megatron_command)
-app.command("pipeline")(pipeline_command)
-app.command("train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    train_command
-)
-
-
-@app.command()
-def paper(
-    table: Annotated[Names, typer.Option(help="1, A1 or A2; may be repeated. [all]")] = None,
-    shape: Shapes = None,
-    tokens: Tokens = None,
-    inputs: Inputs = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    threads: Threads = 0,
-    repeats: Repeats = 30,
-    budget_seconds: Budget = 4.0,
     method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
-    peers: Peers = None,
+    peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "none",
     peer_path: PeerPath = None,
-    peer_timeout_seconds: Timeout = 120.0,
-    extra: Extra = None,
     backend: BackendName = "auto",
-    worst_error_ratio: WorstRatio = 1.5,
-    out: Annotated[Path, typer.Option(help="Folder for .csv, .json and .md.")] = Path("runs/paper"),
-    failed: Failed = None,
+    timeout_seconds: Annotated[float, typer.Option(min=1, help="Of a collective.")] = 120.0,
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
 ) -> None:
-    """The tables of Cut Cross-Entropy (arXiv:2411.09009), a file for each shape and inputs.
+    """Loss and gradients where ranks share the vocabulary; start it with torchrun.
 
-    --shape takes one of a table's shapes, so that a run can be split, or another in its place.
+    torchrun --nproc-per-node 4 -m cce_dist bench ranks --shape gemma2-2b
     """
-    from .guard import DeviceLostError, restart_without
-    from .loss import Settings
-    from .methods import choose_methods, parse_backend
-    from .paper import TABLES, PaperCase, bench_paper
+    from .methods import parse_backend
+    from .rank_methods import choose_rank_methods
+    from .ranks import bench_ranks, joined, make_places
+    from .report import Report
 
     sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
-    settings = Settings(
-        repeats=repeats,
-        budget_seconds=budget_seconds,
-        timeout_seconds=peer_timeout_seconds,
-        worst_error_ratio=worst_error_ratio,
-    )
     with refusals():
-        unknown = sorted(set(table or ()) - set(TABLES))
-        if unknown:
-            raise ValueError(f"table must be among {list(TABLES)}, got {unknown}")
-        chosen = parse_backend(backend)
-        on_gpu = device.startswith("cuda")
-        methods = choose_methods(
-            method or (), peers, backend=chosen, extra=extra or (), on_gpu=on_gpu
-        )
-        cases = [
-            PaperCase(
-                name,
-                f"table-{name}-{text}-{Path(kind).stem}",
-                case_of(kind, found, dtype, device, TABLES[name].ignored_fraction),
-            )
-            for name in table or TABLES
-            for text in shape or TABLES[name].shapes
-            for kind in inputs or ["zipf"]
-            for found in shapes_of(kind, [text], tokens, 1, 1)
-        ]
-    try:
-        machine = machine_of(device, threads, peers=[method.name for method in methods])
-        for path in bench_paper(cases, methods, settings, machine, out, failed=reasons_of(failed)):
-            typer.echo(path)
-    except DeviceLostError as error:
-        restart_without(error)
+        methods = choose_rank_methods(method or (), peers, backend=parse_backend(backend))
+        context = joined(device, timeout_seconds)
+    with refusals(), context as job:
+        sizes = size or [n for n in range(1, job.size + 1) if job.size % n == 0]
+        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, str(job.device))
+        names = [method.name for method in methods]
+        machine = machine_of(str(job.device), 0, job.size, names)
+        report = Report(machine, csv_path, json_path, None)
+        for make in cases:
+            case = make()
+            places = make_places(job, sizes, len(case.weight), sequence_parallel)
+
+            def save(rows: list[Cells], case: BenchInputs = case) -> None:
+                if job.is_main:
+                    report.add(case.description, rows)
+
+            save(bench_ranks(job, case, methods, places, repeats=repeats, save=save))
+            report.finish_case()
 
 
-@app.command()
-def capture(
-    config: Annotated[
-        Path | None,
-        typer.Argument(help="A training config, as of `cce-dist train`, in place of the sizes."),
+@app.command("train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train_command(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(help="Of `cce-dist train`; keys are overridden alike.")],
+    loss: Annotated[
+        Names,
+        typer.Option(
+            help="cce, dense or, with tp 1, a peer such as apple-cce; may be repeated. [cce, dense]"
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for step-<n>.pt.")] = Path("runs/captured"),
-    step: Annotated[
-        list[int] | None,
-        typer.Option(min=0, help="Save after it; may be repeated. [0, 10, 100, 300]"),
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(min=0, help="Train as long, and save the last step.")
-    ] = None,
-    tokens: Size = 2048,
-    vocab: Annotated[int, typer.Option(min=257)] = 256000,
-    dim: Size = 2304,
-    layers: Size = 6,
-    batch: Size = 16,
-    sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
-    megabytes: Annotated[float, typer.Option(min=0, help="Of text.")] = 160.0,
+    warmup_steps: Size = 10,
+    timed_steps: Size = 10,
+    largest: Annotated[bool, typer.Option(help="Also the largest batch that fits.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/bench-train"),
+    peer_path: PeerPath = None,
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+    record: RecordPath = None,
+    title: Annotated[
+        str, typer.Option(help="Of the record.")
+    ] = "Whole training steps of a decoder",
 ) -> None:
-    """Train on one rank and save what the loss sees (hidden, weight, targets) at some steps.
+    """Tokens a second and memory of whole training steps, with our loss, the dense one and peers.
 
-    The text is that of the Python installation, or the config's.
+    torchrun --nproc-per-node 4 -m cce_dist bench train launch/configs/gpus.yaml --parallel.tp 4
     """
-    from .capture import capture_inputs, load_capture_config, make_capture_config
+    import torch
+
+    from cce_dist.train.config_file import load_config, parse_arguments
+    from cce_dist.train.errors import ConfigError
+    from cce_dist.train.ranks import num_ranks
+
+    from .report import Report
+    from .training import LOSSES, bench_training
 
     need_modules("tokenizers")
-    steps = step or ([] if seconds is not None else [0, 10, 100, 300])
-    num_steps = max([*steps, 1])
+    evidence = None
+    if record is not None:
+        command = f"{context.command_path} --record"
+        evidence = import_benchmarks("evidence.show.show_end_to_end", command)
+    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
     with refusals():
-        if config is not None:
-            chosen = load_capture_config(config, num_steps)
-        else:
-            chosen = make_capture_config(
-                vocab,
-                dim,
-                layers,
-                megabytes,
-                out / ".cache",
-                steps=num_steps,
-                batch=batch,
-                sequence_length=sequence_length,
+        try:
+            size = num_ranks()
+            path, overrides = parse_arguments([config, *context.args])
+            chosen = load_config(path, overrides, num_ranks=size)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # "cce" alone is ours here.
+    peers = [name.removeprefix("apple-") for name in loss or () if name != "cce"]
+    report = Report(machine_of(device, 0, size, peers), csv_path, json_path, None)
+    model = chosen.model
+    sizes = {"V": chosen.data.vocab_size, "D": model.dim, "layers": model.layers}
+
+    def save(rows: list[Cells], is_main: bool) -> None:
+        if is_main:
+            report.add({**sizes, "dtype": chosen.dtype}, rows)
+            if evidence is not None:
+                evidence.write_end_to_end(
+                    report.rows, report.machine, record, title, seed=chosen.run.seed
+                )
+
+    with refusals():
+        try:
+            bench_training(
+                chosen,
+                loss or LOSSES,
+                out,
+                warmup=warmup_steps,
+                steps=timed_steps,
+                largest=largest,
+                save=save,
             )
-    for path in capture_inputs(chosen, steps, tokens, out, seconds=seconds):
-        typer.echo(path)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+    report.finish_case()
+
+
+add_checkout_commands(app, EXPERIMENTS)

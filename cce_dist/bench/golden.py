@@ -90,11 +90,11 @@ def relative_error(ours: Tensor, golden: Tensor) -> float:
     return float((difference / total).sqrt())
 
 
-def errors(found: Gradients, golden: Gradients) -> dict[str, float]:
+def errors(ours: Gradients, golden: Gradients) -> dict[str, float]:
     """Relative errors: of the loss, and of the gradients in the Frobenius norm."""
     right = float(golden.loss)
     return {
-        "loss_error": abs(float(found.loss) - right) / abs(right),
-        "grad_hidden_error": relative_error(found.hidden, golden.hidden),
-        "grad_weight_error": relative_error(found.weight, golden.weight),
+        "loss_error": abs(float(ours.loss) - right) / abs(right),
+        "grad_hidden_error": relative_error(ours.hidden, golden.hidden),
+        "grad_weight_error": relative_error(ours.weight, golden.weight),
     }

@@ -13,12 +13,20 @@ from cce_dist import LinearCrossEntropy, LossOutput, linear_cross_entropy
 from cce_dist.options import LossOptions, Stat
 
 from .golden import Gradients, LossFunction, dense_loss, errors, golden_gradients, gradients
-from .guard import describe_failure, recover, time_limit
 from .inputs import BenchInputs
-from .machine import Timer, interleaved_times, peak_extra_bytes
-from .methods import Method
-from .table import Row, percentiles_ms
-from .variants import FLOORS, NUM_PRODUCTS, Part, compacting, floor_variants, variant_of
+from .machine import (
+    FLOORS,
+    NUM_PRODUCTS,
+    Part,
+    Timer,
+    compacting,
+    floor_variants,
+    interleaved_times,
+    peak_extra_bytes,
+    variant_of,
+)
+from .methods import Method, describe_failure, recover, time_limit
+from .report import Report, Row, format_cell, percentiles_ms
 
 # What a run must not exceed before it is timed: relative Frobenius error of a gradient, over that
 # of the dense recipe in the same dtype.
@@ -279,3 +287,34 @@ def _rows(inputs: BenchInputs, trials: Sequence[Trial]) -> list[Row]:
         if not trial.seconds:
             rows.append(Row(method=trial.name, part="", **shared))
     return rows
+
+
+def measure_all(
+    cases: Sequence[Callable[[], BenchInputs]],
+    methods: Sequence[Method],
+    settings: Settings,
+    report: Report,
+    failed: Mapping[str, str],
+    *,
+    labels: Mapping[str, str] | None = None,
+) -> None:
+    """`cases` make their inputs when their turn comes: together they would not fit.
+
+    `labels` are columns more, the same in every row.
+    """
+    for make in cases:
+        inputs = make()
+        description = {**(labels or {}), **inputs.description}
+
+        def save(rows: list[Row], description: Mapping[str, str | int] = description) -> None:
+            report.add(description, [row.cells for row in rows])
+            report.say(_progress(rows[-1]))
+
+        bench_loss(inputs, methods, settings, save=save, failed=failed)
+        report.finish_case()
+
+
+def _progress(row: Row) -> str:
+    found = ("median_ms", "peak_extra_mib", "grad_hidden_error", "grad_weight_error", "failed")
+    values = [(name, format_cell(name, row.cells[name])) for name in found]
+    return f"{row.method}: " + ", ".join(f"{name} {value}" for name, value in values if value)

@@ -1,4 +1,4 @@
-"""Where a figure was measured, and how time and memory are taken."""
+"""Where a figure was measured, how time and memory are taken, and of which part of a method."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import platform
 import random
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
+from torch import Tensor
 
 from cce_dist.allocations import track_allocations
+
+from .golden import LossFunction
+from .inputs import IGNORE_INDEX, BenchInputs
 
 # About 5 ms of the device, more than any method's host needs for its first launches.
 HEAD_START_CYCLES = 8_000_000
@@ -33,6 +37,11 @@ PACKAGES = {
     "unsloth": "unsloth-zoo",
     "verl": "verl",
 }
+
+Part = Literal["loss", "forward", "gradient", "loss+grad"]
+# Matrix products of [N, V, D] that each part needs at least.
+NUM_PRODUCTS: dict[Part, int] = {"loss": 1, "forward": 1, "gradient": 2, "loss+grad": 3}
+FLOORS: dict[str, Part] = {"one matmul": "loss", "three matmuls": "loss+grad"}
 
 Key = TypeVar("Key")
 
@@ -211,3 +220,77 @@ def peak_extra_bytes(variant: Variant, device: torch.device) -> int:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def check_parts(names: Sequence[str]) -> tuple[Part, ...]:
+    """
+    Raises:
+        ValueError: a name is no part.
+    """
+    unknown = sorted(set(names) - set(get_args(Part)))
+    if unknown:
+        raise ValueError(f"passes must be among {list(get_args(Part))}, got {unknown}")
+    return tuple(part for part in get_args(Part) if part in names)
+
+
+def compacting(function: LossFunction) -> LossFunction:
+    """`function` on the tokens that are not ignored."""
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        counted = targets != IGNORE_INDEX
+        return function(hidden[counted], weight, targets[counted])
+
+    return loss
+
+
+def variant_of(function: LossFunction, inputs: BenchInputs, part: Part) -> Variant:
+    """ "loss" runs without grad, "forward" keeps what a backward needs; "gradient" is the backward
+    alone, after a forward."""
+    hidden = inputs.hidden.detach().requires_grad_()
+    weight = inputs.weight.detach().requires_grad_()
+
+    def reset() -> None:
+        hidden.grad = weight.grad = None
+
+    def forward() -> Tensor:
+        reset()
+        return function(hidden, weight, inputs.targets)
+
+    def loss(_: object) -> None:
+        with torch.no_grad():
+            function(hidden, weight, inputs.targets)
+
+    def forward_only(_: object) -> None:
+        function(hidden, weight, inputs.targets)
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+
+    def both(_: object) -> None:
+        function(hidden, weight, inputs.targets).backward()
+
+    if part == "loss":
+        return Variant(loss)
+    if part == "forward":
+        return Variant(forward_only)
+    if part == "gradient":
+        return Variant(backward, forward, reset)
+    return Variant(both, reset, reset)
+
+
+def floor_variants(inputs: BenchInputs) -> dict[tuple[str, Part], Variant]:
+    """One bare hidden @ weight.T of the tokens that count, and all three products."""
+    rows, weight = inputs.without_ignored().hidden, inputs.weight
+    logits = rows.new_empty(len(rows), len(weight))
+    grad_hidden, grad_weight = torch.empty_like(rows), torch.empty_like(weight)
+
+    def one(_: object) -> None:
+        torch.mm(rows, weight.T, out=logits)
+
+    def three(_: object) -> None:
+        torch.mm(rows, weight.T, out=logits)
+        torch.mm(logits, weight, out=grad_hidden)
+        torch.mm(logits.T, rows, out=grad_weight)
+
+    runs = {"one matmul": one, "three matmuls": three}
+    return {(name, part): Variant(runs[name]) for name, part in FLOORS.items()}

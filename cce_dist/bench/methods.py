@@ -1,12 +1,17 @@
-"""Every method by name: the dense recipe, ours, and the peers."""
+"""Every method by name: the dense recipe, ours, and the peers; and the failure of a peer."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
-from collections.abc import Callable, Sequence
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,21 +29,14 @@ from cce_dist.options import Backend, GradientMode
 from .golden import LossFunction, dense_loss
 from .peers import PEERS, build_peer
 
+MAX_REASON_CHARS = 160
 OURS: tuple[GradientMode, ...] = ("filtered", "exact", "in_forward")
-# A name of ours that is no mode by itself, with its options: `exact` in a GiB of memory.
+# `exact`, whose logits are kept in about a GiB.
 WITH_MEMORY = "exact-kept"
-MEMORY: dict[str, Any] = {"keep_logits": True, "workspace_bytes": 900 * 2**20}
-# `filtered` with 8-bit logits where they don't matter.
-SCREENED = "screened"
-# The same otherwise: in e4m3, what is exact made again for the backward, by a larger threshold, in
-# the forward, its weight's 8-bit copy at hand.
-SCREENED_OTHERWISE: dict[str, dict[str, Any]] = {
-    "screened-e4m3": {"screen": Screen(dtype="e4m3")},
-    "screened-again": {"keep_logits": False},
-    "screened-keep-2^-9": {"filter": Filter(keep=2.0**-9)},
-    "screened-in-forward": {"gradient": "in_forward"},
-}
-SCREENED_COPY = "screened-copy"
+MEMORY = 900 * 2**20
+# `filtered` with 8-bit logits where they don't matter; the same with the weight's 8-bit copy at
+# hand.
+SCREENED, SCREENED_COPY = "screened", "screened-copy"
 # `filtered` within torch.compile(fullgraph=True).
 COMPILED = "filtered-compiled"
 # What a GPU is not needed for, and needs no compiler.
@@ -87,20 +85,7 @@ def choose_methods(
     """
     recipe = functools.partial(dense_loss, softcap=softcap)
     known = {"dense": Method("dense", "dense", lambda: recipe)}
-    shared: dict[str, Any] = {"backend": backend, "softcap": softcap}
-    loss = functools.partial(LinearCrossEntropy, **shared)
-    builds: dict[str, Callable[[], LossFunction]] = {
-        **{mode: functools.partial(loss, gradient=mode) for mode in OURS},
-        WITH_MEMORY: functools.partial(loss, gradient="exact", **MEMORY),
-        SCREENED: functools.partial(loss, logits="screened"),
-        **{
-            name: functools.partial(loss, logits="screened", **options)
-            for name, options in SCREENED_OTHERWISE.items()
-        },
-        SCREENED_COPY: functools.partial(with_copy, **shared),
-        COMPILED: functools.partial(compiled, gradient="filtered", **shared),
-    }
-    known |= {name: Method(name, "ours", build) for name, build in builds.items()}
+    known |= {name: Method(name, "ours", build) for name, build in _ours(backend, softcap).items()}
     for name in PEERS:
         known[name] = Method(name, "peer", functools.partial(build_peer, name, softcap))
     added = [_parse_extra(text) for text in extra]
@@ -124,23 +109,51 @@ def choose_methods(
     return [method for name, method in known.items() if name in wanted]
 
 
-def compiled(**options: Any) -> LossFunction:
+def _ours(backend: Backend, softcap: float | None) -> dict[str, Callable[[], LossFunction]]:
+    """Builds our losses, by the names of methods."""
+    loss = functools.partial(LinearCrossEntropy, backend=backend, softcap=softcap)
+    screened = functools.partial(loss, logits="screened")
+    return {
+        **{mode: functools.partial(loss, gradient=mode) for mode in OURS},
+        WITH_MEMORY: functools.partial(
+            loss, gradient="exact", keep_logits=True, workspace_bytes=MEMORY
+        ),
+        SCREENED: screened,
+        "screened-e4m3": functools.partial(screened, screen=Screen(dtype="e4m3")),
+        # The backward computes the exact logits anew.
+        "screened-again": functools.partial(screened, keep_logits=False),
+        "screened-keep-2^-9": functools.partial(screened, filter=Filter(keep=2.0**-9)),
+        "screened-in-forward": functools.partial(screened, gradient="in_forward"),
+        SCREENED_COPY: functools.partial(with_copy, backend, softcap),
+        COMPILED: functools.partial(compiled, backend, softcap),
+    }
+
+
+def compiled(backend: Backend, softcap: float | None) -> LossFunction:
     """The loss as a model that is compiled in one graph calls it."""
-    return torch.compile(LinearCrossEntropy(**options), fullgraph=True)
+    loss = LinearCrossEntropy(gradient="filtered", backend=backend, softcap=softcap)
+    return torch.compile(loss, fullgraph=True)
 
 
-def with_copy(backend: Backend = "auto", softcap: float | None = None) -> LossFunction:
+def with_copy(backend: Backend, softcap: float | None) -> LossFunction:
     """Screened logits of a weight that is quantised once, for the first hidden states."""
-    made: QuantizedWeight | None = None
+    quantized: QuantizedWeight | None = None
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        nonlocal made
-        if made is None:
-            made = quantize_weight(weight, hidden, backend=backend)
-        how: dict[str, Any] = {"logits": "screened", "quantized_weight": made, "backend": backend}
-        found = linear_cross_entropy(hidden, weight, targets, softcap=softcap, **how)
-        assert isinstance(found, Tensor)
-        return found
+        nonlocal quantized
+        if quantized is None:
+            quantized = quantize_weight(weight, hidden, backend=backend)
+        mean = linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            softcap=softcap,
+            logits="screened",
+            quantized_weight=quantized,
+            backend=backend,
+        )
+        assert isinstance(mean, Tensor)
+        return mean
 
     return loss
 
@@ -151,3 +164,60 @@ def _parse_extra(text: str) -> Method:
     if not (name and equals and module and colon and function):
         raise ValueError(f"extra must be NAME=MODULE:FUNCTION, got {text!r}")
     return Method(name, "peer", lambda: getattr(importlib.import_module(module), function))
+
+
+class DeviceLostError(RuntimeError):
+    """`name` broke the CUDA context; nothing else can run in this process."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+        self.reason = reason
+
+
+def describe_failure(error: BaseException) -> str:
+    """The exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:MAX_REASON_CHARS]
+
+
+def recover(name: str, reason: str, device: torch.device) -> None:
+    """Frees what the failed method held.
+
+    Raises:
+        DeviceLostError: the device takes no more work.
+    """
+    gc.collect()
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        raise DeviceLostError(name, reason) from None
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError inside after `seconds`, between two Python instructions; 0: never."""
+
+    def interrupt(signal_number: int, frame: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+
+    if not seconds:
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def restart_without(error: DeviceLostError) -> None:
+    """Begins anew in a fresh process: this one's CUDA context is gone."""
+    print(f"the device was lost in {error}; starting again without it", file=sys.stderr)
+    again = [*sys.argv[1:], "--failed", f"{error.name}={error.reason}"]
+    os.execv(sys.executable, [sys.executable, "-m", "cce_dist", *again])

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from .guard import describe_failure
 from .inputs import BenchInputs
-from .machine import Timer, Variant, interleaved_times, synchronize
-from .methods import Method
-from .table import Cells, percentiles_ms
-from .variants import Part, variant_of
+from .machine import Part, Timer, Variant, interleaved_times, synchronize, variant_of
+from .methods import Method, describe_failure
+from .report import Cells, percentiles_ms
 
 # Of all calls under the profiler, whose kernels run with gaps between them.
 SUM, OTHERS = "all of them", "others"

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,12 +18,13 @@ from torch import Tensor
 
 from cce_dist import LinearCrossEntropy, VocabShard
 from cce_dist.collectives import gather_tokens, reduce_grad_hidden
-from cce_dist.options import Backend
+from cce_dist.options import TOKEN_BLOCK, Backend, GradientMode, LogitsMode
 
 from .golden import LossFunction
-from .inputs import IGNORE_INDEX
+from .inputs import IGNORE_INDEX, BenchInputs
+from .machine import variant_of
 from .methods import COMPILED, OURS, SCREENED
-from .recipes import mean_of
+from .peers import mean_of
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,11 @@ def _logits(hidden: Tensor, weight: Tensor, place: Place) -> Tensor:
     return _Whole.apply(hidden, place) @ weight.T
 
 
-def ours(mode: str, backend: Backend, place: Place, **options: Any) -> LossFunction:
+def ours(mode: GradientMode, logits: LogitsMode, backend: Backend, place: Place) -> LossFunction:
     loss = LinearCrossEntropy(
-        gradient=mode,  # pyright: ignore[reportArgumentType]
+        gradient=mode,
+        logits=logits,
         backend=backend,
-        **options,
         group=place.group,
         sequence_parallel=place.sequence_parallel,
     )
@@ -82,7 +86,7 @@ def ours(mode: str, backend: Backend, place: Place, **options: Any) -> LossFunct
 
 
 def compiled_over_ranks(backend: Backend, place: Place) -> LossFunction:
-    return torch.compile(ours("filtered", backend, place), fullgraph=True)
+    return torch.compile(ours("filtered", "full", backend, place), fullgraph=True)
 
 
 class _DenseNll(torch.autograd.Function):
@@ -236,8 +240,11 @@ def choose_rank_methods(
     Raises:
         ValueError: an unknown name.
     """
-    known = {mode: RankMethod(mode, True, functools.partial(ours, mode, backend)) for mode in OURS}
-    in_8_bits = functools.partial(ours, "filtered", backend, logits="screened")
+    known = {
+        mode: RankMethod(mode, True, functools.partial(ours, mode, "full", backend))
+        for mode in OURS
+    }
+    in_8_bits = functools.partial(ours, "filtered", "screened", backend)
     known[SCREENED] = RankMethod(SCREENED, True, in_8_bits)
     for_all = functools.partial(compiled_over_ranks, backend)
     known[COMPILED] = RankMethod(COMPILED, True, for_all)
@@ -249,3 +256,54 @@ def choose_rank_methods(
     if unknown:
         raise ValueError(f"methods and peers must be among {sorted(known)}, got {unknown}")
     return [method for name, method in known.items() if name in wanted]
+
+
+def kept_share(function: LossFunction, inputs: BenchInputs, *, exchanges: bool) -> float | None:
+    """Of the pairs of this rank's columns and blocks of 128 tokens, those that `function` keeps;
+    None: it has no filter of the Triton backend. All ranks of its group call this.
+
+    Not the first call of its kind, which is rehearsed.
+    Args: exchanges: False: as if no rank told the others what it knows of each token's lse.
+    """
+    variant = variant_of(function, inputs, "forward")
+    with marks_seen() as seen, _without_exchanges(not exchanges):
+        variant.run(variant.prepare())
+    variant.finish()
+    if not seen:
+        return None
+    num_blocks = -(-len(inputs.targets) // TOKEN_BLOCK)
+    return sum(bits_set(marks.kept) / (len(marks.kept) * num_blocks) for marks in seen) / len(seen)
+
+
+def bits_set(words: torch.Tensor) -> int:
+    """Bits of [V, words] int64."""
+    lanes = torch.arange(64, device=words.device)
+    return sum(int(((part[..., None] >> lanes) & 1).sum()) for part in words.split(2**15))
+
+
+@contextmanager
+def marks_seen() -> Iterator[list[Any]]:
+    seen: list[Any] = []
+    if importlib.util.find_spec("triton") is None:
+        # Nor are there kernels that could mark anything.
+        yield seen
+        return
+    module = importlib.import_module("cce_dist.local_triton")
+    made = module.marks_of
+
+    def marks_of(*args: Any, **options: Any) -> Any:
+        seen.append(made(*args, **options))
+        return seen[-1]
+
+    with patch.object(module, "marks_of", marks_of):
+        yield seen
+
+
+@contextmanager
+def _without_exchanges(really: bool) -> Iterator[None]:
+    # Where ranks ask, and where one of an empty shard answers.
+    asks = importlib.import_module("cce_dist.local_triton")
+    answers = importlib.import_module("cce_dist.local_triton_bounds")
+    exchanges = () if really else asks.EXCHANGES
+    with patch.object(asks, "EXCHANGES", exchanges), patch.object(answers, "EXCHANGES", exchanges):
+        yield

@@ -19,13 +19,19 @@ from cce_dist import VocabShard
 from cce_dist.distributed import join, leave
 
 from .golden import Gradients, LossFunction, errors, golden_gradients, gradients
-from .guard import describe_failure, recover
 from .inputs import BenchInputs
-from .kept import kept_share
-from .machine import Timer, Variant, interleaved_times, peak_extra_bytes, synchronize
-from .rank_methods import Place, RankMethod
-from .table import Cells, percentiles_ms
-from .variants import floor_variants, variant_of
+from .machine import (
+    Timer,
+    Variant,
+    floor_variants,
+    interleaved_times,
+    peak_extra_bytes,
+    synchronize,
+    variant_of,
+)
+from .methods import describe_failure, recover
+from .rank_methods import Place, RankMethod, kept_share
+from .report import Cells, percentiles_ms
 
 # What a method of ours may be off by, over the dense recipe's error on one rank.
 WORST_ERROR_RATIO = 1.5

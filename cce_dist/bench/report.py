@@ -1,14 +1,196 @@
-"""Where a benchmark's rows go: terminal, CSV, JSON, plots."""
+"""A benchmark's rows: a table on the terminal, a CSV file, a JSON file, plots."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import json
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from .table import Cells, show, write_csv, write_json
+Cells = Mapping[str, Any]
+
+# Of the plots: what a panel is for, and whose methods have their own colour.
+CASE = ("inputs", "N", "ignored", "V", "D", "dtype")
+OURS = ("filtered", "exact", "in_forward", "exact-kept")
+OURS_COLOUR, PEER_COLOUR = "#c23b22", "#4a6fa5"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method and part of it; None where nothing was measured.
+
+    Errors are relative, gradients' in the Frobenius norm. `peak_extra_mib` is over what was
+    there before, `over_gradients_mib` the same less both gradients. `screened`: whether logits
+    were, "yes" or "no", where they were to be.
+    """
+
+    method: str
+    part: str
+    repeats: int = 0
+    median_ms: float | None = None
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    of_dense: float | None = None
+    tflop_per_s: float | None = None
+    of_roofline: float | None = None
+    peak_extra_mib: float | None = None
+    over_gradients_mib: float | None = None
+    loss_error: float | None = None
+    grad_hidden_error: float | None = None
+    grad_weight_error: float | None = None
+    tail_mass: float | None = None
+    screened: str = ""
+    failed: str = ""
+
+    @property
+    def cells(self) -> Cells:
+        return dataclasses.asdict(self)
+
+
+FORMATS = {
+    "median_ms": ".2f",
+    "p10_ms": ".2f",
+    "p90_ms": ".2f",
+    "of_dense": ".2f",
+    "times_faster": ".2f",
+    "of_matmul": ".2f",
+    "communication_ms": ".2f",
+    "exposed_ms": ".2f",
+    "least_busy_ms": ".2f",
+    "most_busy_ms": ".2f",
+    "least_kept": ".4f",
+    "most_kept": ".4f",
+    "least_kept_alone": ".4f",
+    "most_kept_alone": ".4f",
+    "kept": ".4f",
+    "per_token_mean": ".1f",
+    "per_token_median": ".0f",
+    "per_token_p90": ".0f",
+    "grad_hidden_norm_ratio": ".4f",
+    "grad_weight_norm_ratio": ".4f",
+    "tflop_per_s": ".3g",
+    "of_roofline": ".2f",
+    "gb_per_s": ".0f",
+    "of_copy": ".2f",
+    "peak_extra_mib": ".0f",
+    "over_gradients_mib": ".0f",
+    "tokens_per_s": ".0f",
+    "peak_gib": ".2f",
+    "head_ms": ".2f",
+    "f_ms": ".2f",
+    "b_ms": ".2f",
+    "loss_ms": ".2f",
+    "s_ms": ".2f",
+    "t_ms": ".2f",
+    "busy_ms": ".1f",
+    "mean_loss": ".4f",
+    "calls": ".1f",
+    "kernel_ms": ".3f",
+    "of_sum": ".3f",
+    "seconds": ".1f",
+    "seconds_to_loss": ".1f",
+}
+
+
+def format_cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    text = format(value, FORMATS.get(name, ".1e"))
+    return text.removeprefix("-") if float(text) == 0 else text
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and the 10th and 90th percentile, in milliseconds."""
+    # One time alone is its own percentile.
+    values = sorted(1e3 * second for second in seconds) * (2 if len(seconds) == 1 else 1)
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    return {"median_ms": statistics.median(values), "p10_ms": deciles[0], "p90_ms": deciles[-1]}
+
+
+def show(title: str, rows: Sequence[Cells], console: Console) -> None:
+    """Columns that are empty in every row are left out."""
+    names = [name for name in rows[0] if any(format_cell(name, row[name]) != "" for row in rows)]
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(names):
+        table.add_column(name, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*(format_cell(name, row[name]) for name in names))
+    console.print(table)
+
+
+def write_csv(path: Path, rows: Sequence[Cells], common: Mapping[str, str]) -> None:
+    """One line a row; what all rows share (machine, command) stands in every line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf8") as file:
+        writer = csv.DictWriter(file, [*rows[0], *common])
+        writer.writeheader()
+        for row in rows:
+            cells = {name: format_cell(name, value) for name, value in row.items()}
+            writer.writerow({**cells, **common})
+
+
+def write_json(path: Path, rows: Sequence[Cells], common: Mapping[str, str]) -> None:
+    """{**common, "rows": [...]}, numbers unrounded."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**common, "rows": list(rows)}, indent=1) + "\n", encoding="utf8")
+
+
+def plot(rows: Sequence[Cells], folder: Path) -> list[Path]:
+    """Write folder/time-error.png and folder/time-memory.png from rows of loss and gradient."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = [row for row in rows if row["part"] == "loss+grad" and not row["failed"]]
+
+    def error(row: Cells) -> float | None:
+        if row["grad_hidden_error"] is None:
+            return None
+        return max(row["grad_hidden_error"], row["grad_weight_error"])
+
+    paths = [folder / "time-error.png", folder / "time-memory.png"]
+    _draw(drawn, error, "larger relative error of the two gradients", paths[0])
+    _draw(drawn, lambda row: row["peak_extra_mib"], "peak extra memory, MiB", paths[1])
+    return paths
+
+
+def _draw(
+    rows: Sequence[Cells], value: Callable[[Cells], float | None], label: str, path: Path
+) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(tuple(row[name] for name in CASE) for row in rows))
+    figure = Figure(figsize=(7 * max(len(cases), 1), 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, case in enumerate(cases):
+        axes = figure.add_subplot(1, len(cases), number + 1)
+        for place, row in enumerate(sorted(rows, key=lambda row: row["median_ms"])):
+            height = value(row)
+            if tuple(row[name] for name in CASE) != case or not height:
+                continue
+            colour = OURS_COLOUR if row["method"] in OURS else PEER_COLOUR
+            axes.scatter(row["median_ms"], height, color=colour, s=24)
+            # Methods of one time and error are common: every other label stands below its point.
+            axes.annotate(
+                row["method"],
+                (row["median_ms"], height),
+                xytext=(4, (3, -10, 13)[place % 3]),
+                textcoords="offset points",
+                fontsize=7,
+                color=colour,
+            )
+        axes.set(xscale="log", yscale="log", xlabel="loss and gradients, ms", ylabel=label)
+        axes.set_title(", ".join(f"{n} {v}" for n, v in zip(CASE, case, strict=True)), fontsize=8)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
 
 
 class Report:
@@ -60,7 +242,7 @@ class Report:
             self.say(f"{name} failed: {reason}")
         self.say(", ".join(f"{key} {value}" for key, value in self.machine.items()))
         if self.plots is not None:
-            from .plots import plot
+            from .report import plot
 
             plot(self.rows, self.plots)
 

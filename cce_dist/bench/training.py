@@ -28,11 +28,10 @@ from cce_dist.train.ranks import Ranks, connect, leave
 from cce_dist.train.stop import StopRequest
 from cce_dist.train.tokens import prepare_tokens
 
-from .guard import describe_failure
-from .methods import SCREENED
+from .methods import SCREENED, describe_failure
 from .peers import PEERS
 from .rank_methods import Place, dense
-from .table import Cells
+from .report import Cells
 
 LOSSES = ("cce", "dense")
 # Keys of a config's `loss` that make it another loss.
@@ -176,13 +175,13 @@ class Meter:
         if found is not None:
             yield found
 
-    def most_that_fits(self, less: Cells, more: Cells) -> float:
+    def most_that_fits(self, small: Cells, large: Cells) -> float:
         """Sequences, by a line through the peaks of two batches; 0: they say nothing."""
-        each = (more["peak_gib"] - less["peak_gib"]) / max(more["batch"] - less["batch"], 1)
+        each = (large["peak_gib"] - small["peak_gib"]) / max(large["batch"] - small["batch"], 1)
         if each <= 0:
             return 0.0
         room = USABLE * torch.cuda.get_device_properties(self.job.ranks.device).total_memory / GIB
-        return less["batch"] + (room - less["peak_gib"]) / each
+        return small["batch"] + (room - small["peak_gib"]) / each
 
     def whole(self, batch: float) -> int:
         """Down to what tensor-parallel ranks can share."""

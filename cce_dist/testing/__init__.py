@@ -1,4 +1,4 @@
-"""Inputs, the tolerance rule and running ranks: for tests and benchmarks."""
+"""Inputs, the tolerance rule and running ranks: for tests, and for the doctor."""
 
 from cce_dist.testing.cases import Case, dense_outputs, golden_outputs, join_ranks, run_case
 from cce_dist.testing.forks import fork_context
@@ -31,7 +31,6 @@ from cce_dist.testing.ranks import (
     nccl_pool,
     shared_pool,
 )
-from cce_dist.testing.reachable import reachable_tensors
 from cce_dist.testing.tolerance import (
     band,
     check_close64,
@@ -70,7 +69,6 @@ __all__ = [
     "large_logit_inputs",
     "nccl_pool",
     "pairwise",
-    "reachable_tensors",
     "run_case",
     "sample_targets",
     "shared_pool",

@@ -239,8 +239,8 @@ def main(num_classes: int = CLASSES, steps: int = STEPS, batch: int = BATCH) -> 
 
 
 def record(path: Path, found: dict[str, Any]) -> None:
+    from benchmarks.evidence.records import make_record, write_record
     from cce_dist.bench.machine import describe_machine
-    from cce_dist.evidence.records import make_record, write_record
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = {**describe_machine(device), "command": shlex.join(["python", *sys.argv])}

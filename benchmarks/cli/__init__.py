@@ -1,0 +1,1 @@
+"""The commands of a checkout, by the module that holds their work."""

@@ -1,0 +1,29 @@
+"""All commands of the checkout, by the names that cce_dist/cli_checkout.py lists."""
+
+from __future__ import annotations
+
+import typer
+
+from benchmarks.cli.capture import capture_command
+from benchmarks.cli.converge import converge_command
+from benchmarks.cli.fidelity import fidelity_command, probabilities_command
+from benchmarks.cli.loss import filter_command, first_call_command, paper_command, tiles_command
+from benchmarks.cli.megatron import megatron_command
+from benchmarks.cli.pipeline import pipeline_command
+from benchmarks.cli.report import report
+from benchmarks.cli.screen import quantize_command, screen_command
+
+app = typer.Typer()
+app.command("filter")(filter_command)
+app.command("tiles")(tiles_command)
+app.command("first-call")(first_call_command)
+app.command("screen")(screen_command)
+app.command("quantize")(quantize_command)
+app.command("fidelity")(fidelity_command)
+app.command("probabilities")(probabilities_command)
+app.command("converge")(converge_command)
+app.command("megatron")(megatron_command)
+app.command("pipeline")(pipeline_command)
+app.command("paper")(paper_command)
+app.command("capture")(capture_command)
+app.command("report")(report)

@@ -1,0 +1,187 @@
+"""`cce-dist bench converge`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cce_dist.bench.arguments import (
+    BackendName,
+    Names,
+    PeerPath,
+    Size,
+    Threads,
+    machine_of,
+    refusals,
+)
+from cce_dist.cli_extras import need_modules
+
+if TYPE_CHECKING:
+    from benchmarks.converge.converge import Work
+
+
+def converge_command(
+    vocab: Annotated[
+        list[int] | None,
+        typer.Option(min=257, help="May be repeated. [32768, 131072, 262144]"),
+    ] = None,
+    start: Annotated[
+        Names, typer.Option(help="random or checkpoint; may be repeated. [both]")
+    ] = None,
+    method: Annotated[
+        Names,
+        typer.Option(
+            help="May be repeated; tile-filter, -hidden, -weight: Apple's, in dense torch. [all "
+            "but those; peers only on a GPU]"
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="From 0 on.")] = 3,
+    dim: Size = 512,
+    layers: Size = 4,
+    tied: Annotated[bool, typer.Option("--tied", help="Embedding and head are one.")] = False,
+    batch: Size = 8,
+    sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
+    steps: Size = 400,
+    checkpoint_steps: Annotated[int, typer.Option(min=1, help="Of the checkpoint.")] = 800,
+    evaluations: Annotated[int, typer.Option(min=1, help="After as many steps each.")] = 10,
+    held_out_tokens: Size = 65536,
+    lr: Annotated[float, typer.Option(help="At most, from random weights.")] = 1e-3,
+    fine_tune_lr: Annotated[float, typer.Option(help="At most, from the checkpoint.")] = 3e-4,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps.")] = 40,
+    megabytes: Annotated[float, typer.Option(min=0, help="Of text.")] = 160.0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    keep: Annotated[
+        str, typer.Option(help="Mass at which the filter keeps a column, 2^-6.5 or 1e-3, or auto.")
+    ] = "auto",
+    max_kept: Annotated[float, typer.Option(help="Of Screen.")] = 0.125,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file, folder or JSONL; may be repeated. [the Python installation]"),
+    ] = None,
+    fine_tune_data: Annotated[
+        list[Path] | None,
+        typer.Option(help="To continue on; may be repeated. [the last third of the documents]"),
+    ] = None,
+    budget_seconds: Annotated[
+        float, typer.Option(min=0, help="No run begins that would end later; 0: any.")
+    ] = 0.0,
+    part: Annotated[
+        str, typer.Option("--slice", help="K/N: this process is the K-th of N, from 0 on.")
+    ] = "0/1",
+    retry: Annotated[bool, typer.Option("--retry", help="Failed runs again.")] = False,
+    prepare_only: Annotated[
+        bool, typer.Option("--prepare", help="Only the token ids, which need no GPU.")
+    ] = False,
+    peer_path: PeerPath = None,
+    backend: BackendName = "auto",
+    threads: Threads = 0,
+    record: Annotated[Path, typer.Option(help="What finished runs are appended to.")] = Path(
+        "docs/evidence/convergence.json"
+    ),
+    title: Annotated[
+        str, typer.Option(help="Of the record.")
+    ] = "Small models trained on real text",
+    cache: Annotated[Path, typer.Option(help="Folder of token ids and checkpoints.")] = Path(
+        "runs/converge"
+    ),
+) -> None:
+    """Train small models with the dense loss, ours and Apple's, and record what they predict.
+
+    Each finished run is appended to the record at once; the same command again goes on.
+    """
+    import torch
+
+    from benchmarks.cli.fidelity import parse_power
+    from benchmarks.converge.converge import Work
+    from benchmarks.converge.plan import (
+        Plan,
+        Sizes,
+        as_start,
+        default_methods,
+        parse_slice,
+        settings_of,
+    )
+    from benchmarks.evidence.records import make_record
+    from cce_dist.bench.methods import parse_backend
+
+    need_modules("tokenizers")
+    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
+    on_gpu = torch.cuda.is_available()
+    with refusals():
+        sizes = Sizes(
+            dim=dim,
+            layers=layers,
+            tied=tied,
+            batch=batch,
+            sequence_length=sequence_length,
+            steps=steps,
+            checkpoint_steps=checkpoint_steps,
+            evaluations=evaluations,
+            held_out_tokens=held_out_tokens,
+            lr=lr,
+            fine_tune_lr=fine_tune_lr,
+            warmup=warmup,
+            megabytes=megabytes,
+            dtype=dtype,
+            keep="auto" if keep == "auto" else parse_power("keep", keep),
+            max_kept=max_kept,
+        )
+        plan = Plan(
+            vocab_sizes=tuple(vocab or (32768, 131072, 262144)),
+            starts=tuple(as_start(text) for text in start or ("random", "checkpoint")),
+            methods=tuple(method or default_methods(on_gpu)),
+            num_seeds=seeds,
+            part=parse_slice(part),
+        )
+        machine = machine_of("cuda" if on_gpu else "cpu", threads, peers=plan.methods)
+        settings = settings_of(sizes, data or (), fine_tune_data or ())
+        work = Work(
+            plan=plan,
+            sizes=sizes,
+            record=make_record(
+                "convergence", record.stem, title, machine, seeds=range(seeds), settings=settings
+            ),
+            folder=record.parent,
+            cache=cache,
+            paths=tuple(data or ()),
+            fine_tune_paths=tuple(fine_tune_data or ()),
+            backend=parse_backend(backend),
+        )
+        raise typer.Exit(_run(work, budget_seconds, retry=retry, prepare_only=prepare_only))
+
+
+def _run(work: Work, budget_seconds: float, *, retry: bool, prepare_only: bool) -> int:
+    """The exit code: 1 where the device was lost.
+
+    Raises:
+        ValueError: the text cannot be used, or the record's file is another's.
+    """
+    import torch
+
+    from benchmarks.converge.converge import converge, prepare
+    from cce_dist.bench.methods import DeviceLostError
+    from cce_dist.train.config import ParallelConfig
+    from cce_dist.train.errors import ConfigError
+    from cce_dist.train.ranks import connect, leave
+
+    try:
+        if prepare_only:
+            for vocab_size in work.plan.vocab_sizes:
+                found = prepare(work, vocab_size, typer.echo)
+                typer.echo(f"V={vocab_size}: {work.cache / found.key}")
+            return 0
+        ranks = connect(ParallelConfig())
+        # Joining takes every core there is.
+        torch.set_num_threads(int(work.record.machine["threads"]))
+        left = converge(work, ranks, typer.echo, budget_seconds=budget_seconds, retry=retry)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    except DeviceLostError as error:
+        typer.echo(f"the device was lost in {error}; the same command again goes on", err=True)
+        return 1
+    leave(ranks)
+    typer.echo(f"{left} runs left; written: {work.folder / work.record.name}.json")
+    return 0

@@ -1,0 +1,163 @@
+"""`cce-dist bench fidelity` and `probabilities`: captured inputs, and a record of what is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from cce_dist.bench.arguments import (
+    BackendName,
+    Captured,
+    Device,
+    Dtype,
+    Failed,
+    Names,
+    PeerPath,
+    RecordPath,
+    Repeats,
+    Threads,
+    Timeout,
+    Title,
+    Tokens,
+    cases_of,
+    machine_of,
+    reasons_of,
+    refusals,
+)
+
+
+def fidelity_command(
+    inputs: Captured,
+    tokens: Tokens = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    keep: Annotated[
+        Names,
+        typer.Option(
+            help="Mass at which ours keep a column, 2^-9.5 or 1e-3; may be repeated. "
+            "[2^-13 to 2^-5, and their own]"
+        ),
+    ] = None,
+    eps: Annotated[
+        Names,
+        typer.Option(help="Apple's filter_eps; may be repeated. [2^-18 to 2^-6, and their own]"),
+    ] = None,
+    tenths: Annotated[bool, typer.Option(help="By the frequency of tokens as well.")] = True,
+    repeats: Repeats = 10,
+    backend: BackendName = "auto",
+    peer_path: PeerPath = None,
+    peer_timeout_seconds: Timeout = 120.0,
+    title: Title = "",
+    record: RecordPath = None,
+    failed: Failed = None,
+) -> None:
+    """Gradients of every method over its thresholds against float64, by token frequency.
+
+    Methods: dense, exact, in_forward, filtered, no-tail, screened; with --peer-path Apple's cce and
+    cce-kahan-full-c. The terminal shows all tokens together; the record has the tenths.
+    """
+    from benchmarks.fidelity.candidates import (
+        DEFAULT_EPS,
+        DEFAULT_KEEP,
+        candidates_of,
+        choose_names,
+    )
+    from benchmarks.fidelity.fidelity import GOLDEN, bench_fidelity
+    from benchmarks.fidelity.recording import Recording
+    from benchmarks.fidelity.tenths import ALL
+    from cce_dist.bench.methods import DeviceLostError, parse_backend, restart_without
+    from cce_dist.bench.report import Report
+
+    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
+    settings = {"backend": backend, "repeats": repeats}
+    with refusals():
+        names = choose_names(method or (), with_apple=bool(peer_path))
+        machine = machine_of(device, threads, peers=names)
+        keeps = [parse_power("keep", text) for text in keep or ()] or DEFAULT_KEEP
+        epsilons = [parse_power("eps", text) for text in eps or ()] or DEFAULT_EPS
+        chosen = parse_backend(backend)
+        cases = cases_of(list(inputs), None, tokens, 0, 0, dtype, device)
+        recording = Recording("fidelity", record, title, machine, settings)
+    report = Report(machine, None, None, None)
+    try:
+        for make in cases:
+            made = make().without_ignored()
+            with refusals():
+                candidates = candidates_of(names, made, keeps, epsilons, chosen)
+                found = bench_fidelity(
+                    made,
+                    candidates,
+                    tenths=tenths,
+                    repeats=repeats,
+                    timeout_seconds=peer_timeout_seconds,
+                    failed=reasons_of(failed),
+                    say=report.say,
+                )
+                rows = [dataclasses.asdict(row) for row in found]
+                recording.add(made, rows)
+            shown = [row for row in rows if row["group"] == ALL and row["method"] != GOLDEN]
+            report.add(made.description, shown)
+            report.finish_case()
+    except DeviceLostError as error:
+        restart_without(error)
+
+
+def probabilities_command(
+    inputs: Captured,
+    tokens: Tokens = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    threshold: Annotated[
+        Names, typer.Option(help="Of a softmax entry, 2^-12 or 1e-3; may be repeated. [2^-12]")
+    ] = None,
+    title: Title = "",
+    record: RecordPath = None,
+) -> None:
+    """Figure 3 of Cut Cross-Entropy (arXiv:2411.09009), the mean probability of the i-th most
+    likely token, and how sparse the softmax is."""
+    from benchmarks.fidelity.probabilities import bench_probabilities
+    from benchmarks.fidelity.recording import Recording
+    from cce_dist.bench.report import Report
+
+    machine = machine_of(device, threads)
+    with refusals():
+        thresholds = [parse_power("threshold", text) for text in threshold or ["2^-12"]]
+        cases = cases_of(list(inputs), None, tokens, 0, 0, dtype, device)
+        recording = Recording("probabilities", record, title, machine, {})
+    report = Report(machine, None, None, None)
+    for make in cases:
+        made = make().without_ignored()
+        rows = bench_probabilities(made, thresholds)
+        with refusals():
+            recording.add(made, rows)
+        shown = [row for row in rows if row["part"] == "sparsity"]
+        report.add(made.description, [_without_part(row) for row in shown])
+        report.finish_case()
+
+
+def _without_part(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "part"}
+
+
+def parse_power(name: str, text: str) -> float:
+    """ "2^-9.5", or a number as Python reads it.
+
+    Raises:
+        ValueError: neither, or not a finite number above 0.
+    """
+    power = re.fullmatch(r"2\^([+-]?\d+(?:\.\d+)?)", text)
+    try:
+        value = 2.0 ** float(power[1]) if power else float(text)
+    except (ValueError, OverflowError):
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a number above 0 such as 2^-9.5 or 1e-3, got {text!r}")
+    return value

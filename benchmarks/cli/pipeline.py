@@ -1,0 +1,92 @@
+"""`cce-dist bench pipeline`, which torchrun starts on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cce_dist.bench.arguments import (
+    CsvPath,
+    Device,
+    Dtype,
+    JsonPath,
+    Names,
+    Size,
+    machine_of,
+    refusals,
+)
+from cce_dist.cli_extras import need_modules
+
+if TYPE_CHECKING:
+    from cce_dist.bench.report import Cells
+
+
+def pipeline_command(
+    model: Annotated[str, typer.Option(help="gemma2-2b or llama3-8b.")] = "gemma2-2b",
+    layers: Annotated[int | None, typer.Option(min=1, help="In place of the model's own.")] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="In place of the model's.")] = None,
+    dim: Annotated[int | None, typer.Option(min=2, help="In place of the model's.")] = None,
+    head: Annotated[Names, typer.Option(help="Where it is; may be repeated. [all]")] = None,
+    gradient: Annotated[str, typer.Option(help="Of our losses: filtered or exact.")] = "filtered",
+    logits: Annotated[str, typer.Option(help="Of our losses: full or screened.")] = "full",
+    sequence: Size = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a microbatch.")] = 1,
+    microbatches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 16,
+    repeats: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 5,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cuda",
+    timeout_seconds: Annotated[float, typer.Option(min=1, help="Of a collective.")] = 120.0,
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", help="Draw each one's timeline into this PNG.")
+    ] = None,
+) -> None:
+    """Steps of a pipeline of one stage a rank: the head dense or fused on the last stage, with
+    layers moved away from it, and the vocabulary over all ranks.
+
+    torchrun --nproc-per-node 4 -m cce_dist bench pipeline
+    """
+    import torch
+
+    from benchmarks.ranks.megatron_model import MODELS
+    from benchmarks.ranks.pipeline import HEADS, Plan, bench_pipeline
+    from benchmarks.ranks.pipeline_plot import draw
+    from cce_dist.bench.inputs import Shape, make_inputs
+    from cce_dist.bench.ranks import joined
+    from cce_dist.bench.report import Report
+
+    if plot_path is not None:
+        need_modules("matplotlib")
+    with refusals():
+        if model not in MODELS:
+            raise ValueError(f"model must be among {list(MODELS)}, got {model!r}")
+        sizes = MODELS[model]
+        if dim is not None:
+            # Of the same proportions.
+            sizes = replace(
+                sizes,
+                dim=dim,
+                mlp_dim=sizes.mlp_dim * dim // sizes.dim,
+                head_dim=max(2, sizes.head_dim * dim // sizes.dim // 2 * 2),
+            )
+        sizes = replace(sizes, layers=layers or sizes.layers, vocab_size=vocab or sizes.vocab_size)
+    with refusals(), joined(device, timeout_seconds) as job:
+        report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path, None)
+        shape = Shape(batch * sequence, sizes.vocab_size, sizes.dim)
+        inputs = make_inputs("zipf", shape, dtype=getattr(torch, dtype), device=job.device)
+        ours = {"gradient": gradient, "logits": logits}
+        about = {"model": model, "stages": job.size, **ours, **inputs.description}
+        plan = Plan(head or HEADS, sequence, batch, microbatches, repeats, gradient, logits)
+
+        def save(rows: list[Cells]) -> None:
+            if job.is_main:
+                report.add(about, rows)
+
+        _, lanes = bench_pipeline(job, sizes, inputs, plan, save)
+        report.finish_case()
+        if plot_path is not None and job.is_main:
+            draw(lanes, plot_path)

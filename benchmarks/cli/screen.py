@@ -1,0 +1,106 @@
+"""`cce-dist bench screen` and `quantize`: 8-bit logits, how exact, and what they cost."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cce_dist.bench.arguments import (
+    BackendName,
+    CsvPath,
+    Device,
+    Dtype,
+    Inputs,
+    JsonPath,
+    Repeats,
+    Shapes,
+    Size,
+    Tokens,
+    cases_of,
+    machine_of,
+    refusals,
+)
+
+
+def screen_command(
+    tokens: Tokens = None,
+    vocab: Size = 16384,
+    dim: Size = 256,
+    shape: Shapes = None,
+    inputs: Inputs = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cuda",
+    keep: Annotated[
+        float | None, typer.Option(help="The filter's threshold. [its default]")
+    ] = None,
+    max_kept: Annotated[float, typer.Option(min=0, max=1, help="Of Screen.")] = 0.125,
+    max_error: Annotated[float, typer.Option(min=0, help="Of Screen.")] = 2.0**-7,
+    outliers: Annotated[
+        list[str] | None,
+        typer.Option(help="Also with some channels 30 times as large: alike, varying."),
+    ] = None,
+    times: Annotated[
+        list[float] | None, typer.Option(help="Also with logits so many times as large.")
+    ] = None,
+    backend: BackendName = "triton",
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Error of each token's log-sum-exp by 8-bit logits, and by dense ones; also its mean by
+    deciles of the tokens' entropy.
+
+    On a CPU with --device cpu: --backend torch, or TRITON_INTERPRET=1 --dtype float16.
+    """
+    from benchmarks.loss.screen import bench_screen
+    from cce_dist.bench.methods import parse_backend
+    from cce_dist.bench.report import Report
+
+    with refusals():
+        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
+        chosen = parse_backend(backend)
+    report = Report(machine_of(device, 0), csv_path, json_path, None)
+    for make in cases:
+        made = make()
+        with refusals():
+            kinds = [made, *(made.with_outliers(kind) for kind in outliers or ())]
+            kinds += [made.times(factor) for factor in times or ()]
+            for each in kinds:
+                rows = bench_screen(
+                    each, keep=keep, max_kept=max_kept, max_error=max_error, backend=chosen
+                )
+                report.add(each.description, rows)
+                report.finish_case()
+
+
+def quantize_command(
+    tokens: Tokens = None,
+    vocab: Size = 16384,
+    dim: Size = 256,
+    shape: Shapes = None,
+    inputs: Inputs = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cuda",
+    repeats: Repeats = 10,
+    backend: BackendName = "triton",
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Time of the weight's 8-bit copy beside a copy in its own dtype: how near to memory's rate.
+
+    On a CPU with --device cpu: --backend torch, or TRITON_INTERPRET=1 --dtype float16.
+    """
+    from benchmarks.loss.quantize import bench_quantize
+    from cce_dist.bench.methods import parse_backend
+    from cce_dist.bench.report import Report
+
+    with refusals():
+        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
+        chosen = parse_backend(backend)
+    report = Report(machine_of(device, 0), csv_path, json_path, None)
+    for make in cases:
+        made = make()
+        with refusals():
+            rows = bench_quantize(made, repeats=repeats, backend=chosen)
+        report.add(made.description, rows)
+        report.finish_case()

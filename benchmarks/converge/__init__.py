@@ -1,0 +1,1 @@
+"""Small models trained with every method, and what they predict."""

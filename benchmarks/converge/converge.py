@@ -1,0 +1,194 @@
+"""Training the same models with one loss after another: what differs at the end is the loss's.
+
+Every run of a group has the same first weights and the same batches in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.converge.plan import CHECKPOINT_SEED, Group, Plan, Sizes, Start, builders
+from benchmarks.converge.run import Cells, Trainer
+from benchmarks.converge.text import Text, texts_of
+from benchmarks.evidence.records import Cell, Record, append_rows, locked, read_record
+from cce_dist.bench.methods import recover
+from cce_dist.options import Backend
+from cce_dist.train.errors import JobError
+from cce_dist.train.ranks import Ranks
+from cce_dist.train.tokens import prepare_tokens
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """
+    Args:
+        record: without rows: what a finished run's rows are appended to, in `folder`.
+        cache: folder of token ids and checkpoints, which are made once.
+        paths: text; empty: that of the Python installation.
+        fine_tune_paths: text to continue on; empty: the last third of the documents.
+    """
+
+    plan: Plan
+    sizes: Sizes
+    record: Record
+    folder: Path
+    cache: Path
+    paths: tuple[Path, ...] = ()
+    fine_tune_paths: tuple[Path, ...] = ()
+    backend: Backend = "auto"
+
+    def append(self, rows: Sequence[Cells]) -> None:
+        append_rows(dataclasses.replace(self.record, rows=tuple(rows)), self.folder)
+
+    def recorded(self) -> tuple[Any, ...]:
+        return read_record(self.folder / f"{self.record.name}.json").rows
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Args: key: names text and vocabulary; texts: by start."""
+
+    size: int
+    key: str
+    texts: Mapping[Start, Text]
+
+
+def converge(work: Work, ranks: Ranks, say: Say, *, budget_seconds: float, retry: bool) -> int:
+    """Train what the record lacks, a run after the other; how many runs are left.
+
+    Args:
+        budget_seconds: no run begins that would end later, by the time of the longest; 0: any.
+        retry: runs that failed as well.
+    Raises:
+        ConfigError, ValueError: there is no text, it is too short, or a size is out of bounds.
+        RecordError: the record's file is of another machine, commit or settings.
+        DeviceLostError: a method broke the device, and is recorded as failed: call again.
+    """
+    began, longest, left = time.perf_counter(), 0.0, 0
+    work.append([])
+    losses = builders(work.backend, ranks.device.type == "cuda", work.sizes)
+    vocabulary = None
+    for group in work.plan.groups():
+        trainer = None
+        methods = _missing(work, group, retry)
+        for number, method in enumerate(methods):
+            at = time.perf_counter()
+            if budget_seconds and at - began + longest > budget_seconds:
+                left += len(methods) - number
+                break
+            if vocabulary is None or vocabulary.size != group.vocab_size:
+                vocabulary = prepare(work, group.vocab_size, say)
+            if trainer is None:
+                trainer = _trainer(work, group, vocabulary, ranks, say)
+            rows = trainer.run(method, losses[method])
+            work.append(rows)
+            longest = max(longest, time.perf_counter() - at)
+            say(f"{_describe(group, method, rows)} ({time.perf_counter() - at:.1f} s)")
+            if "failed" in rows[-1]:
+                recover(method, str(rows[-1]["failed"]), ranks.device)
+        del trainer
+        gc.collect()
+    return left
+
+
+def prepare(work: Work, vocab_size: int, say: Say) -> Vocabulary:
+    """The texts in a vocabulary's token ids: from the cache, or into it.
+
+    Raises:
+        ConfigError, ValueError: as `converge`.
+    """
+    sizes = work.sizes
+    data = sizes.config(vocab_size, 0, "random", work.cache).data
+    cache = prepare_tokens(data.model_copy(update={"paths": work.paths}), say)
+    if cache.num_merged < vocab_size:
+        say(f"the text gives {cache.num_merged} tokens of V={vocab_size}: the rest never occur")
+    texts = texts_of(
+        cache,
+        vocab_size,
+        work.fine_tune_paths,
+        sizes.megabytes,
+        sizes.held_out_tokens,
+        sizes.sequence_length,
+        work.plan.starts,
+    )
+    return Vocabulary(vocab_size, cache.key, texts)
+
+
+def _missing(work: Work, group: Group, retry: bool) -> list[str]:
+    mine = _about(group).items()
+    done = {
+        row["method"]
+        for row in work.recorded()
+        if row["part"] == "run" and mine <= row.items() and not (retry and "failed" in row)
+    }
+    return [name for name in work.plan.methods if name not in done]
+
+
+def _trainer(work: Work, group: Group, vocabulary: Vocabulary, ranks: Ranks, say: Say) -> Trainer:
+    text = vocabulary.texts[group.start]
+    of_text: Cells = {"vocab": group.vocab_size, "start": group.start}
+    known = any(row["part"] == "text" and of_text.items() <= row.items() for row in work.recorded())
+    if not known:
+        work.append(text.rows({**of_text, "text": vocabulary.key}))
+    config = work.sizes.config(group.vocab_size, group.seed, group.start, work.cache)
+    trainer = Trainer(config, work.sizes.marks, text, _about(group), vocabulary.key, ranks)
+    if group.start == "checkpoint":
+        trainer.begin_with(_checkpoint(work, vocabulary, ranks, say))
+    return trainer
+
+
+def _checkpoint(
+    work: Work, vocabulary: Vocabulary, ranks: Ranks, say: Say
+) -> dict[str, torch.Tensor]:
+    """The weights to continue from; trained with the dense loss where there are none yet.
+
+    Raises:
+        JobError: that run fails.
+    """
+    sizes = dataclasses.replace(work.sizes, steps=work.sizes.checkpoint_steps)
+    what = {**dataclasses.asdict(sizes), "vocab": vocabulary.size, "key": vocabulary.key}
+    # Of other methods than the dense one.
+    del what["keep"], what["max_kept"]
+    key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
+    path = work.cache / f"checkpoint-{key}.pt"
+    about: dict[str, Cell] = {"part": "checkpoint", "vocab": vocabulary.size}
+    # Of several processes one makes it, and the others wait.
+    with locked(work.cache):
+        if not path.exists():
+            say(f"V={vocabulary.size}: training the checkpoint, {sizes.steps} steps")
+            config = sizes.config(vocabulary.size, CHECKPOINT_SEED, "random", work.cache)
+            text = vocabulary.texts["random"]
+            maker = Trainer(config, (sizes.steps,), text, about, vocabulary.key, ranks)
+            on_gpu = ranks.device.type == "cuda"
+            rows = maker.run("dense", builders(work.backend, on_gpu, sizes)["dense"])
+            if "failed" in rows[-1]:
+                raise JobError(f"the checkpoint of V={vocabulary.size}: {rows[-1]['failed']}")
+            found = {**rows[-2], **rows[-1], **about}
+            partial = path.with_suffix(".partial")
+            torch.save({"weights": maker.run_of_model.model.state_dict(), "row": found}, partial)
+            partial.replace(path)
+        saved = torch.load(path, map_location=ranks.device, weights_only=True)
+        if not any(about.items() <= row.items() for row in work.recorded()):
+            work.append([saved["row"]])
+    return saved["weights"]
+
+
+def _about(group: Group) -> Cells:
+    return {"vocab": group.vocab_size, "start": group.start, "seed": group.seed}
+
+
+def _describe(group: Group, method: str, rows: Sequence[Cells]) -> str:
+    found = rows[-1].get("failed") or f"loss {rows[-2]['all']:.4f}"
+    return f"V={group.vocab_size} {group.start} seed {group.seed} {method}: {found}"

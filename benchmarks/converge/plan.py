@@ -1,0 +1,221 @@
+"""What `cce-dist bench converge` trains: sizes, starts, methods, seeds, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from benchmarks.converge.tile_filter import tile_filter_loss
+from cce_dist import Filter, LinearCrossEntropy, Screen
+from cce_dist.bench.golden import LossFunction, dense_loss
+from cce_dist.bench.peers import PEERS
+from cce_dist.options import Backend
+from cce_dist.train.config import TrainConfig
+
+Start = Literal["random", "checkpoint"]
+STARTS = get_args(Start)
+# Ours and what they are compared with; the peers need a GPU.
+OURS = ("exact", "in_forward", "filtered", "no-tail", "screened")
+PEER_METHODS = ("cce", "cce-kahan-full-c")
+METHODS = ("dense", *OURS, *PEER_METHODS)
+# What a peer's filter drops, from both gradients and from either: to look into, when asked for.
+TILE_FILTERS = ("tile-filter", "tile-filter-hidden", "tile-filter-weight")
+HEAD_DIM = 64
+CHECKPOINT_SEED = 1000
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all runs of a record share.
+
+    Args:
+        lr, fine_tune_lr: at most, from random weights and from the checkpoint.
+        checkpoint_steps: of the run that makes it, at lr.
+        evaluations: in equal distances, the last after the last step; one more before the first.
+        held_out_tokens: at the end of either text, at most.
+        megabytes: of text, million characters.
+        keep: of the `Filter` of those that have one, "auto" or a mass.
+        max_kept: of the `Screen` of screened logits.
+    """
+
+    dim: int = 512
+    layers: int = 4
+    tied: bool = False
+    batch: int = 8
+    sequence_length: int = 1024
+    steps: int = 400
+    checkpoint_steps: int = 800
+    evaluations: int = 10
+    held_out_tokens: int = 65536
+    lr: float = 1e-3
+    fine_tune_lr: float = 3e-4
+    warmup: int = 40
+    megabytes: float = 160.0
+    dtype: str = "bfloat16"
+    keep: float | Literal["auto"] = "auto"
+    max_kept: float = Screen.max_kept
+
+    def __post_init__(self) -> None:
+        if self.evaluations > self.steps:
+            raise ValueError(f"evaluations must be <= steps={self.steps}, got {self.evaluations}")
+        if self.held_out_tokens < self.sequence_length:
+            raise ValueError(
+                f"held_out_tokens must be at least sequence_length={self.sequence_length}, got "
+                f"{self.held_out_tokens}"
+            )
+        # They refuse what is out of bounds.
+        Filter(keep=self.keep)
+        Screen(max_kept=self.max_kept)
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """The steps after which held-out text is evaluated."""
+        return (0, *(self.steps * n // self.evaluations for n in range(1, self.evaluations + 1)))
+
+    def config(self, vocab_size: int, seed: int, start: Start, cache: Path) -> TrainConfig:
+        """
+        Raises:
+            pydantic.ValidationError, a ValueError: a size is out of bounds.
+        """
+        values = {
+            "run": {"seed": seed},
+            "data": {
+                "vocab_size": vocab_size,
+                "megabytes": self.megabytes,
+                "sequence_length": self.sequence_length,
+                "cache": cache,
+            },
+            "model": {
+                "dim": self.dim,
+                "layers": self.layers,
+                "heads": max(1, self.dim // HEAD_DIM),
+                "tied": self.tied,
+            },
+            "optimizer": {
+                "lr": self.lr if start == "random" else self.fine_tune_lr,
+                "warmup": self.warmup,
+            },
+            "steps": self.steps,
+            "batch": self.batch,
+            "dtype": self.dtype,
+            # A step that is logged asks for statistics.
+            "log_every": 10**6,
+        }
+        return TrainConfig.model_validate(values)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs with the same first weights and the same batches, so that only methods differ."""
+
+    vocab_size: int
+    start: Start
+    seed: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Args:
+        part: (k, n): every n-th group, from the k-th on, for n processes that share the work.
+    Raises:
+        ValueError: a name is unknown, or a number is out of range.
+    """
+
+    vocab_sizes: tuple[int, ...]
+    starts: tuple[Start, ...]
+    methods: tuple[str, ...]
+    num_seeds: int
+    part: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        for name, got, known in (
+            ("start", self.starts, STARTS),
+            ("method", self.methods, (*METHODS, *TILE_FILTERS)),
+        ):
+            unknown = sorted(set(got) - set(known))
+            if unknown:
+                raise ValueError(f"{name} must be among {list(known)}, got {unknown}")
+        index, count = self.part
+        if not 0 <= index < count:
+            raise ValueError(f"slice must be K/N with 0 <= K < N, got {index}/{count}")
+
+    def groups(self) -> Iterator[Group]:
+        """By vocabulary, then start, then seed: what is compared comes one after the other."""
+        every = (
+            Group(vocab_size, start, seed)
+            for vocab_size in self.vocab_sizes
+            for start in self.starts
+            for seed in range(self.num_seeds)
+        )
+        index, count = self.part
+        return (group for number, group in enumerate(every) if number % count == index)
+
+
+def parse_slice(text: str) -> tuple[int, int]:
+    """ "1/4": the second of four.
+
+    Raises:
+        ValueError: it is not K/N.
+    """
+    first, slash, second = text.partition("/")
+    if not (slash and first.isdecimal() and second.isdecimal()):
+        raise ValueError(f"slice must be K/N such as 0/4, got {text!r}")
+    return int(first), int(second)
+
+
+def default_methods(on_gpu: bool) -> tuple[str, ...]:
+    return METHODS if on_gpu else tuple(name for name in METHODS if name not in PEER_METHODS)
+
+
+def as_start(text: str) -> Start:
+    """
+    Raises:
+        ValueError: it is no start.
+    """
+    for known in STARTS:
+        if text == known:
+            return known
+    raise ValueError(f"start must be among {list(STARTS)}, got {text!r}")
+
+
+def builders(backend: Backend, on_gpu: bool, sizes: Sizes) -> dict[str, Callable[[], LossFunction]]:
+    """Each method's loss, made once; what making one raises is why it does not run here."""
+    ours = functools.partial(LinearCrossEntropy, backend=backend)
+    filtered = functools.partial(ours, gradient="filtered", filter=Filter(keep=sizes.keep))
+    screen = Screen(max_kept=sizes.max_kept)
+    # Eager, the fp32 copies of the logits would be three quarters of a step.
+    dense = (lambda: torch.compile(dense_loss, dynamic=False)) if on_gpu else (lambda: dense_loss)
+    made: dict[str, Callable[[], LossFunction]] = {
+        "dense": dense,
+        "exact": lambda: ours(gradient="exact"),
+        "in_forward": lambda: ours(gradient="in_forward"),
+        "filtered": filtered,
+        "no-tail": lambda: filtered(filter=Filter(keep=sizes.keep, tail=False)),
+        # Whether they were is counted: a call that 8 bits are not enough for is computed in full.
+        "screened": lambda: filtered(logits="screened", screen=screen, stats=("screened",)),
+        **{name: PEERS[name] for name in PEER_METHODS},
+        "tile-filter": tile_filter_loss,
+        "tile-filter-hidden": lambda: tile_filter_loss(of_weight=False),
+        "tile-filter-weight": lambda: tile_filter_loss(of_hidden=False),
+    }
+    return {name: functools.cache(build) for name, build in made.items()}
+
+
+def settings_of(
+    sizes: Sizes, paths: Sequence[Path], fine_tune_paths: Sequence[Path]
+) -> dict[str, str | int | float]:
+    """Of the record."""
+    names = ", ".join(path.name for path in paths)
+    fine_tune_names = ", ".join(path.name for path in fine_tune_paths)
+    return {
+        **dataclasses.asdict(sizes),
+        "text": names or "of the Python installation",
+        "text_to_continue_on": fine_tune_names or "the last third of its documents",
+    }

@@ -1,0 +1,127 @@
+"""One model, trained with any loss from the same first weights on the same batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.converge.text import Text, evaluate
+from benchmarks.evidence.records import Cell
+from cce_dist import LossOutput
+from cce_dist.bench.golden import LossFunction
+from cce_dist.bench.methods import describe_failure
+from cce_dist.train.config import TrainConfig
+from cce_dist.train.head import head_loss_of
+from cce_dist.train.heartbeat import Heartbeat
+from cce_dist.train.loop import Job, Run, start_run, train_step
+from cce_dist.train.metrics import peak_memory_bytes, reset_peak_memory
+from cce_dist.train.optimizer import make_optimizer
+from cce_dist.train.progress import Display
+from cce_dist.train.ranks import Ranks
+from cce_dist.train.stop import StopRequest
+
+GIB = 2**30
+Cells = dict[str, Cell]
+
+
+class Trainer:
+    """
+    Args:
+        marks: steps after which held-out text is evaluated, the last one among them.
+        about: cells of every row.
+        data_key: names the text.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        marks: Sequence[int],
+        text: Text,
+        about: Mapping[str, Cell],
+        data_key: str,
+        ranks: Ranks,
+    ) -> None:
+        self.config, self.marks, self.text, self.about = config, marks, text, about
+        self.ranks = ranks
+        stop = StopRequest()
+        # It is never started: one rank has nobody to wait for.
+        heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
+        batches = text.batches(config)
+        self.job = Job(config, ranks, batches, data_key, Display(False), heartbeat, stop)
+        self.run_of_model = start_run(self.job, Path(), "cce")
+        self.begin_with(self.run_of_model.model.state_dict())
+
+    def begin_with(self, weights: Mapping[str, Tensor]) -> None:
+        """Of every run from now on."""
+        self.initial = {name: value.clone() for name, value in weights.items()}
+
+    def run(self, method: str, build: Callable[[], LossFunction]) -> list[Cells]:
+        """A row of part "curve" for each evaluation; the last row's part is "run". Its
+        `screened_share` is that of the steps whose logits were screened, where they may be.
+
+        A failure is a finding as well: then that row is alone, and its `failed` says why.
+        """
+        about = {**self.about, "method": method}
+        try:
+            return self._train(about, head_loss_of(build(), getattr(torch, self.config.dtype)))
+        # Other people's code, options that this version refuses, a loss that diverges.
+        except Exception as error:
+            return [{**about, "part": "run", "failed": describe_failure(error)}]
+
+    def _train(self, about: Cells, head_loss: Callable[..., LossOutput]) -> list[Cells]:
+        config, device = self.config, self.ranks.device
+        model = self.run_of_model.whole_model
+        model.load_state_dict(self.initial)
+        torch.manual_seed(config.run.seed)
+        reset_peak_memory(device)
+        rows, seconds = [], []
+        screened: list[Tensor] = []
+
+        def counting_loss(*inputs: Any) -> LossOutput:
+            found = head_loss(*inputs)
+            if found.screened is not None:
+                screened.append(found.screened.all())
+            return found
+
+        with tempfile.TemporaryDirectory() as folder:
+            run = dataclasses.replace(
+                self.run_of_model,
+                folder=Path(folder),
+                # Not "cce", which is asked for statistics.
+                head=str(about["method"]),
+                head_loss=counting_loss,
+                optimizer=make_optimizer(model, config.optimizer, device),
+            )
+            for step in range(config.steps + 1):
+                if step:
+                    seconds.append(self._timed_step(run, step))
+                if step in self.marks:
+                    found = evaluate(model, self.text, config, self.ranks)
+                    rows.append({**about, "part": "curve", "step": step, **found})
+        timing: Cells = {
+            "steps": config.steps,
+            "tokens": config.steps * config.batch * config.data.sequence_length,
+            "seconds": sum(seconds),
+            "median_step_ms": 1e3 * statistics.median(seconds),
+            # On a CPU it is that of the process, ever.
+            "peak_gib": peak_memory_bytes(device) / GIB if device.type == "cuda" else None,
+        }
+        if screened:
+            timing["screened_share"] = float(torch.stack(screened).float().mean())
+        return [*rows, {**about, "part": "run", **timing}]
+
+    def _timed_step(self, run: Run, step: int) -> float:
+        """Seconds; a step waits for the device before it updates the weights. On a CPU of the
+        process's threads together, for others may be at work beside it."""
+        clock = time.perf_counter if self.ranks.device.type == "cuda" else time.process_time
+        began = clock()
+        train_step(self.job, run, step)
+        return clock() - began

@@ -1,0 +1,136 @@
+"""The two texts of `cce-dist bench converge`, and how well a model predicts what is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.converge.plan import Start
+from benchmarks.evidence.frequency import UNSEEN, frequency_tenths, name_of
+from benchmarks.evidence.records import Cell
+from cce_dist.train.batches import Batches
+from cce_dist.train.config import TrainConfig
+from cce_dist.train.head import head_layout, make_token_nll
+from cce_dist.train.loop import forward_body
+from cce_dist.train.model import Decoder
+from cce_dist.train.ranks import Ranks
+from cce_dist.train.text import collect_documents
+from cce_dist.train.tokens import TokenCache, encode_texts
+
+# Of the text, where no other text is given to continue on.
+FIRST_SHARE = 2 / 3
+
+
+@dataclass(frozen=True)
+class Text:
+    """
+    Args:
+        train, held_out: token ids.
+        tenths: [V] int64 of each id its tenth of `train`.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    tenths: np.ndarray
+
+    def batches(self, config: TrainConfig) -> Batches:
+        return Batches(
+            train=self.train,
+            held_out=self.held_out,
+            seed=config.run.seed,
+            batch=config.batch,
+            sequence_length=config.data.sequence_length,
+        )
+
+    def rows(self, about: dict[str, Cell]) -> list[dict[str, Cell]]:
+        """How many tokens and ids each group of tokens has."""
+        ids = np.bincount(self.tenths, minlength=UNSEEN + 1)
+        trained = np.bincount(self.tenths[self.train], minlength=UNSEEN + 1)
+        held_out = np.bincount(self.tenths[self.held_out[1:]], minlength=UNSEEN + 1)
+        return [
+            {
+                "part": "text",
+                **about,
+                "group": name_of(tenth),
+                "num_ids": int(ids[tenth]),
+                "num_trained": int(trained[tenth]),
+                "num_held_out": int(held_out[tenth]),
+            }
+            for tenth in range(1, UNSEEN + 1)
+        ]
+
+
+def texts_of(
+    cache: TokenCache,
+    vocab_size: int,
+    fine_tune_paths: Sequence[Path],
+    megabytes: float,
+    held_out_tokens: int,
+    sequence_length: int,
+    starts: Sequence[Start],
+) -> dict[Start, Text]:
+    """What is trained on from random weights (and for the checkpoint), and from the checkpoint, if
+    `starts` have that.
+
+    Without `fine_tune_paths` the last third of the documents is the second text.
+
+    Raises:
+        ConfigError: `fine_tune_paths` hold no text.
+        ValueError: a text is too short.
+    """
+    tokens = cache.tokens()
+    if fine_tune_paths:
+        documents = collect_documents(fine_tune_paths, megabytes)
+        first, second = tokens, np.concatenate(encode_texts(cache, documents))
+    else:
+        # The last token ends the last document, and so every one.
+        ends = np.flatnonzero(tokens == tokens[-1])
+        cut = int(ends[np.searchsorted(ends, FIRST_SHARE * len(tokens))]) + 1
+        first, second = tokens[:cut], tokens[cut:]
+    found: dict[Start, Text] = {
+        "random": _split(first, vocab_size, held_out_tokens, sequence_length)
+    }
+    if "checkpoint" in starts:
+        found["checkpoint"] = _split(second, vocab_size, held_out_tokens, sequence_length)
+    return found
+
+
+def _split(tokens: np.ndarray, vocab_size: int, held_out_tokens: int, sequence_length: int) -> Text:
+    num_held_out = held_out_tokens // sequence_length * sequence_length + 1
+    num_train = len(tokens) - num_held_out
+    if num_train <= sequence_length:
+        raise ValueError(
+            f"each text must have more than {num_held_out + sequence_length} tokens for "
+            f"held_out_tokens={held_out_tokens} and sequence_length={sequence_length}, got "
+            f"{len(tokens)}: add documents, or lower them"
+        )
+    train = tokens[:num_train]
+    return Text(train, tokens[num_train:], frequency_tenths(train, vocab_size))
+
+
+@torch.no_grad()
+def evaluate(model: Decoder, text: Text, config: TrainConfig, ranks: Ranks) -> dict[str, Cell]:
+    """Nats per held-out token: of "all", and of each group that has any; of every loss alike."""
+    token_nll = make_token_nll(config, head_layout(config, ranks))
+    length = config.data.sequence_length
+    held_out = torch.from_numpy(text.held_out.astype(np.int64))
+    ids, targets = held_out[:-1].view(-1, length), held_out[1:].view(-1, length)
+    tenths = torch.from_numpy(text.tenths).to(ranks.device)
+    nats = torch.zeros(UNSEEN + 1, dtype=torch.float64, device=ranks.device)
+    for some_ids, some_targets in zip(
+        ids.split(config.batch), targets.split(config.batch), strict=True
+    ):
+        hidden = forward_body(model, some_ids.to(ranks.device), config)
+        wanted = some_targets.flatten().to(ranks.device)
+        nll = token_nll(hidden, model.head_weight, wanted)
+        nats.index_add_(0, tenths[wanted], nll.double())
+    counts = torch.from_numpy(np.bincount(text.tenths[text.held_out[1:]], minlength=UNSEEN + 1))
+    found: dict[str, Cell] = {"all": float(nats.sum()) / int(counts.sum())}
+    for tenth in range(1, UNSEEN + 1):
+        if counts[tenth]:
+            found[name_of(tenth)] = float(nats[tenth]) / int(counts[tenth])
+    return found

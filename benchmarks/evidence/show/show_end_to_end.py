@@ -1,0 +1,182 @@
+"""A record of kind "end-to-end": made of the rows of `cce-dist bench train`, and for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.evidence.findings import marked
+from benchmarks.evidence.methods import OURS, title_of
+from benchmarks.evidence.page import Block, Table, Words, number
+from benchmarks.evidence.records import Cell, Record, RecordError, Row, make_record, write_record
+
+# What all rows of a record share.
+SETTINGS = ("V", "D", "layers", "dtype")
+
+
+def end_to_end_record(
+    rows: Sequence[Mapping[str, Cell]],
+    machine: Mapping[str, str],
+    name: str,
+    title: str,
+    *,
+    seed: int = 0,
+) -> Record:
+    """Of the rows of `cce-dist bench train`.
+
+    Args:
+        machine: as `cce_dist.bench.arguments.machine_of` gives it.
+        seed: of weights and text.
+    Raises:
+        RecordError: the rows are of several models.
+    """
+    models = list(dict.fromkeys(tuple(row[key] for key in SETTINGS) for row in rows))
+    if len(models) != 1:
+        raise RecordError(f"rows must be of one model {SETTINGS}, got {models}")
+    cells = [
+        {key: value for key, value in row.items() if key not in SETTINGS and value != ""}
+        for row in rows
+    ]
+    settings: dict[str, Cell] = dict(zip(SETTINGS, models[0], strict=True))
+    return make_record(
+        "end-to-end", name, title, machine, seeds=(seed,), settings=settings, rows=cells
+    )
+
+
+def write_end_to_end(
+    rows: Sequence[Mapping[str, Cell]],
+    machine: Mapping[str, str],
+    path: Path,
+    title: str,
+    *,
+    seed: int,
+) -> None:
+    """Writes the record of these rows, `end_to_end_record`, to `path`, folder/<name>.json."""
+    write_record(end_to_end_record(rows, machine, path.stem, title, seed=seed), path.parent)
+
+
+def blocks(record: Record) -> list[Block]:
+    found: list[Block] = [
+        Words(
+            "Whole training steps: forward, loss, backward, and AdamW. The largest batch is about "
+            "the most that fits into the device's memory, found from two smaller ones."
+        )
+    ]
+    for layout, rows in _layouts(record.rows).items():
+        found += [Words(f"**{layout}**"), _table(rows)]
+    return found
+
+
+def summary(records: Sequence[Record]) -> list[Block]:
+    """Our losses against the best of the others: tokens a second at the same batch, largest batch,
+    tokens a second at each one's largest."""
+    columns = (
+        "ours over the best other",
+        "method",
+        "tokens/s at the same batch",
+        "largest batch",
+        "tokens/s at each one's largest batch",
+    )
+    found = []
+    for title, rows in together(records):
+        batches = batches_of(rows)
+        for name in (name for name in _names(rows) if name in OURS):
+            same = [
+                _over_best(name, speeds(rows, batch), f", batch {batch:g}") for batch in batches
+            ]
+            largest = [_over_best(name, at_largest(rows, key)) for key in ("batch", "tokens_per_s")]
+            cells = ["; ".join(text for text in same if text), *largest]
+            if any(cells):
+                found.append([title, title_of(name), *cells])
+    return [Table(columns, found)] if found else []
+
+
+def _over_best(ours: str, values: Mapping[str, float], where: str = "") -> str:
+    """By how much it is more than the best that is not ours, which is named."""
+    rivals = {name: value for name, value in values.items() if name not in OURS}
+    if ours not in values or not rivals:
+        return ""
+    best = max(rivals, key=lambda name: rivals[name])
+    ratio = f"{values[ours] / rivals[best]:.2f}"
+    return marked(f"{ratio} ({title_of(best)}{where})", float(ratio) < 1)
+
+
+def together(records: Sequence[Record]) -> list[tuple[str, list[Row]]]:
+    """Rows that can be compared, by layout, and where they are from: of one device, commit and
+    model."""
+    found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
+    for record in records:
+        about = (record.machine.get("device", ""), record.commit, str(dict(record.settings)))
+        for layout, rows in _layouts(record.rows).items():
+            found.setdefault((*about, layout), {}).setdefault(record.title, []).extend(rows)
+    return [
+        (" and ".join(by_title), [row for rows in by_title.values() for row in rows])
+        for by_title in found.values()
+    ]
+
+
+def ranks_of(row: Row) -> int:
+    return int(_value(row, "dp") or 1) * int(_value(row, "tp") or 1)
+
+
+def batches_of(rows: Sequence[Row]) -> list[float]:
+    return sorted({_value(row, "batch") for row in rows if "batch" in row})
+
+
+def _layouts(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        words = [f"{key} {row[key]}" for key in ("dp", "tp") if key in row]
+        words += [key.replace("_", " ") for key in ("fsdp", "sequence_parallel") if row.get(key)]
+        found.setdefault(", ".join(words), []).append(row)
+    return found
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(str(row["loss"]) for row in rows))
+
+
+def _by_batch(rows: Sequence[Row], name: str) -> list[Row]:
+    mine = [row for row in rows if row["loss"] == name and "failed" not in row]
+    return sorted(mine, key=lambda row: _value(row, "batch"))
+
+
+def speeds(rows: Sequence[Row], batch: float) -> dict[str, float]:
+    return {
+        str(row["loss"]): _value(row, "tokens_per_s")
+        for row in rows
+        if _value(row, "batch") == batch and "failed" not in row
+    }
+
+
+def at_largest(rows: Sequence[Row], key: str) -> dict[str, float]:
+    """Of those that were tried at more than one batch and twice that."""
+    every = {name: _by_batch(rows, name) for name in _names(rows)}
+    return {name: _value(mine[-1], key) for name, mine in every.items() if len(mine) > 2}
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    found = []
+    for name in _names(rows):
+        for row in _by_batch(rows, name):
+            speed, dense = _value(row, "tokens_per_s"), speeds(rows, _value(row, "batch"))
+            found.append(
+                [
+                    title_of(name),
+                    number(row.get("batch")),
+                    number(row.get("tokens_a_step")),
+                    f"{speed:.0f}",
+                    f"{speed / dense['dense']:.2f}" if "dense" in dense else "",
+                    number(row.get("peak_gib")),
+                ]
+            )
+        for row in rows:
+            if row["loss"] == name and "failed" in row:
+                found.append([title_of(name), f"did not run: {row['failed']}", *[""] * 4])
+    columns = ("loss", "batch of a rank", "tokens a step", "tokens/s", "of dense", "peak GiB")
+    return Table(columns, found)
+
+
+def _value(row: Row, key: str) -> float:
+    value = row.get(key)
+    return float(value) if isinstance(value, float | int) else 0.0

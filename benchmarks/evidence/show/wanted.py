@@ -1,0 +1,106 @@
+"""What evidence there should be, and which of it no record has yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from benchmarks.evidence.convergence import cases_of
+from benchmarks.evidence.records import Kind, Record
+
+VOCABULARIES = (32768, 131072, 262144)
+STARTS = {"random": "from random weights", "checkpoint": "from a checkpoint"}
+METHODS = (
+    "dense",
+    "exact",
+    "in_forward",
+    "filtered",
+    "no-tail",
+    "screened",
+    "cce",
+    "cce-kahan-full-c",
+)
+NUM_SEEDS = 3
+STEPS = (0, 10, 100, 1000, 5000)
+# Whole training steps.
+TRAINED = ("filtered", "dense", "liger", "cce")
+GPUS = {1: "one GPU", 4: "four GPUs"}
+
+
+def is_on_gpu(record: Record) -> bool:
+    return "driver" in record.machine.get("device", "")
+
+
+def missing(records: Sequence[Record]) -> list[str]:
+    """A sentence for each gap: kinds without a record first."""
+    kinds = {record.kind for record in records}
+    found = [f"**{kind}**: no record at all" for kind in get_args(Kind) if kind not in kinds]
+    measured = [record for record in records if is_on_gpu(record)]
+    found += [
+        f"**{kind}**: no record from a GPU"
+        for kind in get_args(Kind)
+        if kind in kinds and kind not in {record.kind for record in measured}
+    ]
+    if any(record.kind == "convergence" for record in measured):
+        found += _missing_runs(measured)
+    for kind in ("fidelity", "probabilities"):
+        mine = [record for record in measured if record.kind == kind]
+        steps = {row.get("step") for record in mine for row in record.rows}
+        absent = [str(step) for step in STEPS if step not in steps]
+        if mine and absent:
+            found.append(f"**{kind}**: steps {', '.join(absent)}")
+    trained = [record for record in measured if record.kind == "end-to-end"]
+    if trained:
+        found += _missing_steps(trained)
+    return found
+
+
+def _missing_steps(records: Sequence[Record]) -> list[str]:
+    done = {
+        (int(row.get("dp") or 1) * int(row.get("tp") or 1), row["loss"])
+        for record in records
+        for row in record.rows
+        if "failed" not in row
+    }
+    sizes = {size for size, _ in done}
+    found = []
+    for size, words in GPUS.items():
+        absent = [loss for loss in TRAINED if (size, loss) not in done]
+        if size not in sizes:
+            found.append(f"**end-to-end**: on {words}")
+        elif absent:
+            found.append(f"**end-to-end**, on {words}: {', '.join(absent)}")
+    return found
+
+
+def _missing_runs(records: Sequence[Record]) -> list[str]:
+    """What is left of V x start x method, at NUM_SEEDS seeds."""
+    done: dict[tuple[int, str, str], int] = {}
+    # Full logits by another name: 8 bits were let through in no step.
+    refused: set[tuple[int, str, str]] = set()
+    for record in records:
+        for case in cases_of(record) if record.kind == "convergence" else ():
+            for method in case.methods:
+                key = (case.vocab_size, case.start, method)
+                if case.is_itself(method):
+                    done[key] = max(done.get(key, 0), len(case.seeds(method)))
+                else:
+                    refused.add(key)
+    found = []
+    for vocab_size in VOCABULARIES:
+        for start, words in STARTS.items():
+            place = f"**convergence**, V={vocab_size} {words}"
+            keys = {method: (vocab_size, start, method) for method in METHODS}
+            short = [
+                f"{method} ({done.get(key, 0)})"
+                for method, key in keys.items()
+                if done.get(key, 0) < NUM_SEEDS and key not in refused
+            ]
+            if short:
+                found.append(f"{place}: {NUM_SEEDS} seeds of {', '.join(short)}")
+            found += [
+                f"{place}: of {method} every step was refused, and computed in full"
+                for method, key in keys.items()
+                if key in refused and key not in done
+            ]
+    return found

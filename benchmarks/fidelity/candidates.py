@@ -1,0 +1,127 @@
+"""Methods over thresholds: what `cce-dist bench fidelity` compares with float64."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from cce_dist import Filter, LinearCrossEntropy, VocabShard
+from cce_dist.bench.golden import LossFunction, dense_loss
+from cce_dist.bench.inputs import IGNORE_INDEX, BenchInputs
+from cce_dist.compute import plan_of
+from cce_dist.options import Backend
+
+DENSE = "dense"
+# Ours that have no threshold, by `gradient`: every column, or that of the default.
+WITHOUT_THRESHOLD = ("exact", "in_forward")
+SCREENED, NO_TAIL = "screened", "no-tail"
+# Ours over masses of a column in a block, `Filter.keep`.
+OVER_MASS = ("filtered", NO_TAIL, SCREENED)
+# Apple's over probabilities, its filter_eps; the second as its preset cce_kahan_full_c.
+OVER_PROBABILITY: dict[str, dict[str, Any]] = {
+    "cce": {},
+    "cce-kahan-full-c": {"accum_e_fp32": True, "accum_c_fp32": True, "filter_c_grad": False},
+}
+METHODS = (DENSE, *WITHOUT_THRESHOLD, *OVER_MASS, *OVER_PROBABILITY)
+# What may be missing or refuse: recorded, not raised.
+MAY_FAIL = (SCREENED, *OVER_PROBABILITY)
+
+# 2^-13 to 2^-5 and, around Apple's default in bf16, 2^-18 to 2^-6.
+DEFAULT_KEEP = tuple(2.0**power for power in range(-13, -4))
+DEFAULT_EPS = tuple(2.0**power for power in (-18, -16, -14, -10, -8, -6))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method at one threshold.
+
+    Args:
+        by: what the threshold is compared with: a column's mass in a block of 128 tokens, or a
+            single probability; None: there is none.
+        default: the threshold is what the method takes by itself.
+    """
+
+    method: str
+    build: Callable[[], LossFunction]
+    threshold: float | None = None
+    by: Literal["mass", "probability"] | None = None
+    default: bool = False
+
+
+def choose_names(names: Sequence[str], with_apple: bool) -> list[str]:
+    """In the order of METHODS; `names` empty: all, Apple's `with_apple` alone.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    unknown = sorted(set(names) - set(METHODS))
+    if unknown:
+        raise ValueError(f"method must be among {list(METHODS)}, got {unknown}")
+    wanted = names or [name for name in METHODS if with_apple or name not in OVER_PROBABILITY]
+    return [name for name in METHODS if name in wanted]
+
+
+def candidates_of(
+    names: Sequence[str],
+    inputs: BenchInputs,
+    keeps: Sequence[float],
+    epsilons: Sequence[float],
+    backend: Backend,
+) -> list[Candidate]:
+    """Of every name; where it has a threshold its default, then the listed ones, ascending."""
+    found = []
+    for name in names:
+        if name == DENSE:
+            found.append(Candidate(name, lambda: dense_loss))
+        elif name in WITHOUT_THRESHOLD:
+            build = functools.partial(LinearCrossEntropy, gradient=name, backend=backend)
+            found.append(Candidate(name, build))
+        elif name in OVER_MASS:
+            found += _over_mass(name, inputs, keeps, backend)
+        else:
+            found += _over_probability(name, inputs, epsilons)
+    return found
+
+
+def default_keep(inputs: BenchInputs, backend: Backend) -> float:
+    """What `Filter()` resolves to for these inputs."""
+    shard = VocabShard(0, len(inputs.weight), len(inputs.weight))
+    options = LinearCrossEntropy(backend=backend).options
+    return plan_of(inputs.hidden, len(inputs.targets), options, None, shard).threshold
+
+
+def _over_mass(
+    name: str, inputs: BenchInputs, keeps: Sequence[float], backend: Backend
+) -> list[Candidate]:
+    logits = "screened" if name == SCREENED else "full"
+
+    def candidate(threshold: float, default: bool = False) -> Candidate:
+        def build() -> LossFunction:
+            rule = Filter(keep="auto" if default else threshold, tail=name != NO_TAIL)
+            return LinearCrossEntropy(filter=rule, logits=logits, backend=backend)
+
+        return Candidate(name, build, threshold, "mass", default)
+
+    own = default_keep(inputs, backend)
+    return [candidate(own, True), *(candidate(keep) for keep in sorted(set(keeps) - {own}))]
+
+
+def _over_probability(name: str, inputs: BenchInputs, epsilons: Sequence[float]) -> list[Candidate]:
+    def candidate(threshold: float, default: bool = False) -> Candidate:
+        build = functools.partial(
+            _build_apple, filter_eps="auto" if default else threshold, **OVER_PROBABILITY[name]
+        )
+        return Candidate(name, build, threshold, "probability", default)
+
+    own = torch.finfo(inputs.hidden.dtype).eps / 32
+    return [candidate(own, True), *(candidate(eps) for eps in sorted(set(epsilons) - {own}))]
+
+
+def _build_apple(**options: Any) -> LossFunction:
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return functools.partial(function, ignore_index=IGNORE_INDEX, impl="cce", **options)

@@ -1,0 +1,79 @@
+"""Rows on the captures of one training run, as a record of evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.evidence.records import Cell, Kind, Row, make_record, write_record
+from cce_dist.bench.inputs import BenchInputs
+
+
+class Recording:
+    """Written anew after every capture, so that nothing measured is lost.
+
+    Args:
+        path: folder/<name>.json; None: nothing is written.
+        settings: of the command, beside what the captures share.
+    Raises:
+        ValueError: path is no name of a record.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        path: Path | None,
+        title: str,
+        machine: Mapping[str, str],
+        settings: Mapping[str, Cell],
+    ) -> None:
+        if path is not None and path.suffix != ".json":
+            raise ValueError(f"record must be the path of a .json file, got {path}")
+        self.kind: Kind = kind
+        self.path, self.title, self.machine = path, title, machine
+        self.settings = dict(settings)
+        self.seeds: tuple[int, ...] = ()
+        self.rows: list[Row] = []
+        self.shared: dict[str, Cell] | None = None
+        if path is not None:
+            # A name that is refused is refused before anything is measured.
+            make_record(kind, path.stem, title or kind, machine)
+
+    def add(self, inputs: BenchInputs, rows: Sequence[Row]) -> None:
+        """
+        Raises:
+            ValueError: other sizes, or another training run, than those of the captures before.
+        """
+        shared = shared_of(inputs)
+        if self.shared is not None and shared != self.shared:
+            raise ValueError(
+                "all inputs of a record must be of one training run, or in records of their own: "
+                f"{inputs.kind} has {shared}, those before {self.shared}"
+            )
+        self.shared = shared
+        seed = inputs.training.get("seed")
+        self.seeds = () if seed is None else (int(seed),)
+        about: dict[str, Cell] = {"inputs": inputs.kind, "step": inputs.training.get("step")}
+        self.rows += [{**about, **row} for row in rows]
+        if self.path is None:
+            return
+        title = self.title or (
+            f"V={shared['V']}, D={shared['D']}, {shared['dtype']}, N={shared['N']}: "
+            f"{self.machine['device']}"
+        )
+        record = make_record(
+            self.kind,
+            self.path.stem,
+            title,
+            self.machine,
+            seeds=self.seeds,
+            settings={**shared, **self.settings},
+            rows=self.rows,
+        )
+        write_record(record, self.path.parent)
+
+
+def shared_of(inputs: BenchInputs) -> dict[str, Cell]:
+    """What the captures of one training run have in common."""
+    cells: dict[str, Cell] = {**inputs.description, **inputs.training}
+    return {key: value for key, value in cells.items() if key not in ("inputs", "step", "seed")}

@@ -1,0 +1,66 @@
+"""How sparse a softmax is: which entries, columns and tiles reach a threshold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cce_dist.bench.inputs import BenchInputs
+from cce_dist.options import TOKEN_BLOCK
+
+# Columns of a tile of Apple's backward; it has as many tokens as a block of ours.
+TILE_COLUMNS = 128
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Of each block of 128 tokens, in their own order, and each column.
+
+    Args:
+        probability: [blocks, V] fp32, the largest softmax entry.
+        gradient: [blocks, V] fp32, the largest |softmax - onehot|, which Apple's filter looks at.
+        by_mean_logit: [V] int64, the columns by their mean logit over all tokens, the largest
+            first: the order that Apple's backward takes them in.
+    """
+
+    probability: Tensor
+    gradient: Tensor
+    by_mean_logit: Tensor
+
+
+@torch.no_grad()
+def find_peaks(inputs: BenchInputs) -> Peaks:
+    """Args: inputs: without ignored tokens."""
+    weight = inputs.weight.float()
+    total = weight.new_zeros(len(weight), dtype=torch.float64)
+    probability, gradient = [], []
+    blocks = zip(inputs.hidden.split(TOKEN_BLOCK), inputs.targets.split(TOKEN_BLOCK), strict=True)
+    for hidden, ids in blocks:
+        logits = hidden.float() @ weight.T
+        total += logits.sum(0)
+        p = logits.softmax(-1)
+        probability.append(p.amax(0))
+        p[torch.arange(len(ids), device=ids.device), ids] -= 1
+        gradient.append(p.abs_().amax(0))
+    order = total.argsort(descending=True, stable=True)
+    return Peaks(torch.stack(probability), torch.stack(gradient), order)
+
+
+def share_of_columns(peaks: Tensor, threshold: float) -> float:
+    """Of the pairs of column and block those whose peak reaches `threshold`."""
+    return float((peaks >= threshold).double().mean())
+
+
+def share_of_tiles(peaks: Tensor, threshold: float, order: Tensor | None = None) -> float:
+    """Of the tiles of 128 columns and a block those with a peak of at least `threshold`.
+
+    Args: order: [V] int64, in which the columns are put into tiles; None: as they are.
+    """
+    if order is not None:
+        peaks = peaks[:, order]
+    missing = -peaks.shape[1] % TILE_COLUMNS
+    tiles = F.pad(peaks, (0, missing)).unflatten(1, (-1, TILE_COLUMNS)).amax(-1)
+    return float((tiles >= threshold).double().mean())

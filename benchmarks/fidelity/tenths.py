@@ -1,0 +1,140 @@
+"""Gradients by how frequent a token is: rows of float64's and of a method's, a tenth at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.evidence.frequency import UNSEEN, name_of
+from cce_dist.bench.golden import Gradients
+from cce_dist.bench.inputs import BenchInputs
+from cce_dist.train.scores import frequency_groups
+
+ALL = "all"
+NUM_ID_GROUPS = 10
+# Numbers of a gradient in a float64 temporary: 128 MiB.
+CHUNK_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some of a gradient's rows.
+
+    Args:
+        name: "all"; or a tenth of the training text, "1" of the most frequent ids to "10" of the
+            rarest; or "never", the ids that it doesn't have; or "ids 1" to "ids 10", a tenth of
+            the ids each, the most frequent first.
+        ids, tokens: bool, [V] rows of the weight's gradient, and [N] of hidden's: tokens whose
+            target is among the ids.
+        times: how often the training text has the rarest and the most frequent of the ids.
+    """
+
+    name: str
+    ids: Tensor
+    tokens: Tensor
+    times: tuple[int, int] | None = None  # of every id: None
+
+
+def groups_of(inputs: BenchInputs, tenths: bool) -> list[Group]:
+    """All rows, then with `tenths` those of each tenth of the training text, and of the ids.
+
+    Tenths of the text are those of `cce-dist eval`: ids in the order of their counts, each group of
+    them a tenth of the text, so that each counts about as much in the loss. Tenths of the ids count
+    each row of the weight alike, as an optimizer does that divides a row's update by the row's own
+    size: most ids are rare. Counts are the training text's, which say how often a row of the weight
+    was trained; of the captured tokens' ids few come twice.
+
+    Args: inputs: without ignored tokens.
+    Raises:
+        ValueError: the inputs have no counts, or not one for each id.
+    """
+    vocab_size, device = len(inputs.weight), inputs.weight.device
+    every = torch.ones(vocab_size, dtype=torch.bool, device=device)
+    groups = [Group(ALL, every, every[inputs.targets])]
+    if not tenths:
+        return groups
+    if inputs.token_counts is None:
+        raise ValueError(
+            f"inputs {inputs.kind} must have token_counts for the tenths by frequency, found none: "
+            "capture them again with this version of `cce-dist bench capture`, or pass --no-tenths"
+        )
+    if inputs.token_counts.shape != (vocab_size,):
+        raise ValueError(
+            f"token_counts of inputs {inputs.kind} must have shape [V] with V={vocab_size} (from "
+            f"weight), got {list(inputs.token_counts.shape)}"
+        )
+    counts = inputs.token_counts.cpu()
+    numbers = torch.from_numpy(frequency_groups(counts.numpy())) + 1
+    numbers[counts == 0] = UNSEEN
+    for number in range(1, UNSEEN + 1):
+        found = numbers == number
+        if found.any():
+            ids, times = found.to(device), counts[found]
+            bounds = int(times.min()), int(times.max())
+            groups.append(Group(name_of(number), ids, ids[inputs.targets], bounds))
+    ranked = torch.sort(counts, descending=True, stable=True).indices
+    for number, chosen in enumerate(ranked.tensor_split(NUM_ID_GROUPS), 1):
+        ids = torch.zeros_like(every).index_fill_(0, chosen.to(device), True)
+        times = counts[chosen]
+        bounds = int(times.min()), int(times.max())
+        groups.append(Group(f"ids {number}", ids, ids[inputs.targets], bounds))
+    return groups
+
+
+def products_by_row(ours: Tensor, golden: Tensor) -> Tensor:
+    """[rows, 4] float64: ours . golden, |ours|^2, |golden|^2, |ours - golden|^2."""
+    parts = []
+    step = max(1, CHUNK_ELEMENTS // max(golden.shape[-1], 1))
+    for some, right in zip(ours.split(step), golden.double().split(step), strict=True):
+        rows = some.double()
+        terms = (rows * right, rows.square(), right.square(), (rows - right).square_())
+        parts.append(torch.stack([term.sum(-1) for term in terms], -1))
+    return torch.cat(parts)
+
+
+def compare(sums: Tensor) -> dict[str, float | None]:
+    """From [4], the sum of some of `products_by_row`: how far those rows are from the golden ones.
+
+    Returns:
+        error: norm of the difference over that of the golden rows.
+        cosine_distance: 1 - cosine of the angle between the two; None: one of them is 0.
+        norm_ratio: norm over that of the golden rows. All None where the golden rows are 0.
+    """
+    dot, ours, right, difference = sums.tolist()
+    if right == 0:
+        return dict.fromkeys(("error", "cosine_distance", "norm_ratio"))
+    distance = max(0.0, 1 - dot / (ours * right) ** 0.5) if ours else None
+    return {
+        "error": (difference / right) ** 0.5,
+        "cosine_distance": distance,
+        "norm_ratio": (ours / right) ** 0.5,
+    }
+
+
+def update_error(products: Tensor) -> float | None:
+    """Of [rows, 4], as `products_by_row`: root mean square over the rows of a row's error over the
+    row's own norm, which is about what Adam makes of it; None: no row is other than 0."""
+    right = products[:, 2]
+    errors = products[right > 0, 3] / right[right > 0]
+    return float(errors.mean().sqrt()) if len(errors) else None
+
+
+def compare_groups(
+    ours: Gradients, golden: Gradients, groups: list[Group]
+) -> dict[str, dict[str, float | None]]:
+    """By group: `compare` of hidden's and the weight's gradient, as grad_hidden_error and so on;
+    and the weight's `update_error`."""
+    hidden = products_by_row(ours.hidden, golden.hidden)
+    weight = products_by_row(ours.weight, golden.weight)
+    compared = {}
+    for group in groups:
+        parts = {"grad_hidden": hidden[group.tokens], "grad_weight": weight[group.ids]}
+        compared[group.name] = {
+            f"{name}_{key}": value
+            for name, rows in parts.items()
+            for key, value in compare(rows.sum(0)).items()
+        }
+        compared[group.name]["grad_weight_update_error"] = update_error(parts["grad_weight"])
+    return compared

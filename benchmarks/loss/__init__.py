@@ -1,0 +1,1 @@
+"""The loss, the kernels and the tables of the paper: what is timed, and what is lost."""

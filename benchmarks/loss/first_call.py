@@ -1,0 +1,86 @@
+"""The first loss and gradients of a process, kernels not yet compiled: what a user waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from cce_dist.bench.inputs import Shape
+from cce_dist.bench.report import Cells
+from cce_dist.options import GradientMode
+
+
+def bench_first_calls(
+    shape: Shape, *, dtype: str, device: str, gradients: Sequence[str]
+) -> list[Cells]:
+    """Seconds of the first call, each in a process of its own: twice for each way of the
+    gradient, with an empty cache of kernels and with what that call left there.
+
+    Raises:
+        ValueError: dtype or a gradient is none.
+        RuntimeError: a process failed.
+    """
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype must name a torch dtype, got {dtype!r}")
+    rows: list[Cells] = []
+    for gradient in gradients:
+        if gradient not in get_args(GradientMode):
+            raise ValueError(f"gradient must be one of {get_args(GradientMode)}, got {gradient!r}")
+        asked = {**dataclasses.asdict(shape), "dtype": dtype, "device": device}
+        with tempfile.TemporaryDirectory() as cache:
+            for before in ("empty", "filled"):
+                seconds = _in_a_process({**asked, "gradient": gradient}, cache)
+                rows.append({"method": gradient, "kernel_cache": before, **seconds})
+    return rows
+
+
+def _in_a_process(asked: dict[str, Any], cache: str) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-m", __spec__.name, json.dumps(asked)],
+        # Where this module is found.
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_CACHE_DIR": cache},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"the first call of {asked} failed:\n{done.stderr}")
+    return json.loads(done.stdout)
+
+
+def first_call(asked: dict[str, Any]) -> dict[str, float]:
+    """Seconds from the call to the gradients, and of them to the loss; not of imports."""
+    from cce_dist import linear_cross_entropy
+
+    shape = Shape(asked["num_tokens"], asked["vocab_size"], asked["dim"])
+    device, dtype = torch.device(asked["device"]), getattr(torch, asked["dtype"])
+    hidden = torch.randn(shape.num_tokens, shape.dim, device=device, dtype=dtype).requires_grad_()
+    weight = torch.randn(shape.vocab_size, shape.dim, device=device, dtype=dtype).requires_grad_()
+    targets = torch.randint(shape.vocab_size, (shape.num_tokens,), device=device)
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    begin = now()
+    loss = linear_cross_entropy(hidden, weight, targets, gradient=asked["gradient"])
+    assert isinstance(loss, torch.Tensor)
+    middle = now()
+    loss.backward()
+    return {"seconds": now() - begin, "seconds_to_loss": middle - begin}
+
+
+if __name__ == "__main__":
+    print(json.dumps(first_call(json.loads(sys.argv[1]))))

@@ -1,0 +1,147 @@
+"""Screened logits: how far each token's log-sum-exp and loss are from float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.fidelity.candidates import default_keep
+from benchmarks.loss.filter import shares_kept
+from cce_dist import Filter, Screen, linear_cross_entropy
+from cce_dist.bench.golden import CHUNK_ELEMENTS
+from cce_dist.bench.inputs import BenchInputs
+from cce_dist.bench.rank_methods import bits_set, marks_seen
+from cce_dist.bench.report import Cells
+from cce_dist.options import TOKEN_BLOCK, Backend
+
+DECILES = 10
+
+
+class Losses(NamedTuple):
+    """Of each token, [N] float64, nats."""
+
+    lse: Tensor
+    nll: Tensor
+    screened: bool | None = None  # None: not asked
+
+
+Method = Callable[[BenchInputs], Losses]
+
+
+def bench_screen(
+    inputs: BenchInputs,
+    *,
+    keep: float | None,
+    max_kept: float,
+    max_error: float,
+    backend: Backend = "triton",
+) -> list[Cells]:
+    """A row for logits rounded to 16 bits, for ours in full, and for each 8-bit dtype.
+
+    `kept` is the share of the pairs of a column and a block of 128 tokens; of kernels what they
+    keep, else those whose true mass reaches the threshold.
+
+    Args:
+        keep: the filter's threshold; None: the default.
+        max_kept, max_error: of `Screen`.
+    """
+    valid = inputs.without_ignored()
+    golden, entropy = golden_losses(valid)
+    order = entropy.argsort()
+    rows = []
+    filter_ = Filter() if keep is None else Filter(keep=keep)
+    methods: dict[str, Method] = {
+        f"dense {name}": functools.partial(dense_losses, dtype=dtype)
+        for name, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16))
+        if torch.finfo(dtype).eps >= torch.finfo(inputs.hidden.dtype).eps
+    }
+    methods |= {
+        "full": _ours(filter_, None, backend),
+    }
+    for dtype in ("int8", "e4m3"):
+        screen = Screen(dtype=dtype, max_kept=max_kept, max_error=max_error)
+        methods[dtype] = _ours(filter_, screen, backend)
+    threshold = default_keep(valid, backend) if keep is None else keep
+    (true_share,) = shares_kept(valid, [threshold])
+    for name, run in methods.items():
+        with marks_seen() as seen:
+            found = run(valid)
+        error = found.lse - golden.lse
+        kept = None if found.screened is None else true_share
+        if seen:
+            blocks = -(-len(valid.targets) // TOKEN_BLOCK)
+            kept = bits_set(seen[-1].kept) / (blocks * len(valid.weight))
+        row = {
+            "logits": name,
+            "screened": {None: "", True: "yes", False: "no"}[found.screened],
+            "kept": "" if kept is None else f"{100 * kept:.2f} %",
+            "lse rms": float(error.square().mean().sqrt()),
+            "lse mean": float(error.mean()),
+            "lse max": float(error.abs().max()),
+            "loss rms": float((found.nll - golden.nll).square().mean().sqrt()),
+        }
+        for index, part in enumerate(error[order].tensor_split(DECILES), 1):
+            row[f"mean, decile {index}"] = float(part.mean())
+        rows.append(row)
+    return rows
+
+
+def _ours(filter_: Filter, screen: Screen | None, backend: Backend) -> Method:
+    def run(inputs: BenchInputs) -> Losses:
+        # As for a backward: the columns that matter are found by what it would keep.
+        found: Any = linear_cross_entropy(
+            inputs.hidden.detach().requires_grad_(),
+            inputs.weight,
+            inputs.targets,
+            filter=filter_,
+            reduction="none",
+            stats=("lse", "screened"),
+            logits="full" if screen is None else "screened",
+            screen=screen or Screen(),
+            backend=backend,
+        )
+        lse, nll = (x.detach().double() for x in (found.lse, found.loss))
+        return Losses(lse, nll, bool(found.screened.all()))
+
+    return run
+
+
+@torch.no_grad()
+def dense_losses(inputs: BenchInputs, *, dtype: torch.dtype) -> Losses:
+    """Of logits rounded to that dtype, as dense training has them."""
+    weight = inputs.weight.float()
+    parts = [_losses_of((e.float() @ weight.T).to(dtype), t) for e, t in _chunks(inputs)]
+    return _together(parts)
+
+
+@torch.no_grad()
+def golden_losses(inputs: BenchInputs) -> tuple[Losses, Tensor]:
+    """Of logits in float64; and entropies [N]."""
+    weight = inputs.weight.double()
+    parts, entropy = [], []
+    for hidden, targets in _chunks(inputs):
+        log_p = hidden.double() @ weight.T
+        parts.append(_losses_of(log_p, targets))
+        log_p -= parts[-1][0][:, None]
+        entropy.append(-(log_p.exp() * log_p).sum(1))
+    return _together(parts), torch.cat(entropy)
+
+
+def _together(parts: Sequence[tuple[Tensor, Tensor]]) -> Losses:
+    lse, nll = zip(*parts, strict=True)
+    return Losses(torch.cat(lse), torch.cat(nll))
+
+
+def _losses_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    lse = logits.double().logsumexp(1)
+    return lse, lse - logits.gather(1, targets[:, None])[:, 0]
+
+
+def _chunks(inputs: BenchInputs) -> Iterator[tuple[Tensor, Tensor]]:
+    """Hidden states and targets of some tokens."""
+    size = max(64, min(2048, CHUNK_ELEMENTS // len(inputs.weight)))
+    return zip(inputs.hidden.split(size), inputs.targets.split(size), strict=True)

@@ -1,0 +1,1 @@
+"""Steps of Megatron and of a pipeline on several ranks."""

@@ -1,0 +1,214 @@
+"""A GPT of megatron-core's own modules, its head's input that of a trained model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cce_dist.bench.inputs import BenchInputs
+
+# Full recompute, switched on in a config that a model already has.
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A decoder: RMSNorm, rotary positions, grouped queries, gated MLP, no bias."""
+
+    vocab_size: int
+    dim: int
+    mlp_dim: int
+    layers: int
+    heads: int
+    query_groups: int
+    head_dim: int
+    tied: bool  # embedding and head share their weight
+
+
+MODELS = {
+    "gemma2-2b": Sizes(256000, 2304, 9216, 26, 8, 4, 256, tied=True),
+    # As many of the 32 layers as one GPU of 141 GB holds, with its optimizer's states.
+    "llama3-8b": Sizes(128256, 4096, 14336, 16, 32, 8, 128, tied=False),
+}
+
+
+MARKED = ("forward begin", "forward end", "backward begin", "backward end")
+
+
+@dataclass
+class Marks:
+    """When, on the device's own time, each microbatch's head was where MARKED says: events, or
+    seconds on a CPU."""
+
+    taken: list[tuple[str, Any]] = field(default_factory=list)
+
+    def take(self, name: str, device: torch.device) -> None:
+        if device.type != "cuda":
+            self.taken.append((name, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.taken.append((name, event))
+
+
+class HeadInput(torch.autograd.Function):
+    """`given` in place of the last norm's output, which gets its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, given: Tensor, marks: Marks) -> Tensor:
+        if output.shape != given.shape:
+            raise ValueError(f"given must have shape {list(output.shape)}, got {list(given.shape)}")
+        ctx.marks = marks
+        marks.take("forward begin", output.device)
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.marks.take("backward end", grads[0].device)
+        return grads[0], None, None
+
+
+class HeadOutput(torch.autograd.Function):
+    """The loss, unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, marks: Marks) -> Tensor:
+        ctx.marks = marks
+        marks.take("forward end", loss.device)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.marks.take("backward begin", grads[0].device)
+        return grads[0], None
+
+
+class Norm(nn.RMSNorm):
+    """Megatron's own one knows no sequence parallelism without its extensions."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            vars(parameter)["sequence_parallel"] = config.sequence_parallel
+
+
+class Attention(nn.Module):
+    """torch's fused attention, where Megatron's own one keeps the scores."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        # [s, b, heads, head_dim]
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+@contextmanager
+def megatron_groups() -> Iterator[None]:
+    """Megatron's groups: all ranks of this job are tensor-parallel."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    model_parallel_cuda_manual_seed(1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def make_config(sizes: Sizes, ranks: int, sequence_parallel: bool, on_gpu: bool) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=sizes.layers,
+        hidden_size=sizes.dim,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.query_groups,
+        kv_channels=sizes.head_dim,
+        ffn_hidden_size=sizes.mlp_dim,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=not on_gpu,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        bf16=True,
+        tensor_model_parallel_size=ranks,
+        sequence_parallel=sequence_parallel,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        cross_entropy_fusion_impl="native",
+    )
+
+
+def build(sizes: Sizes, config: Any, sequence: int, inputs: BenchInputs, device: Any) -> Any:
+    """This rank's GPTModel, its head's weight that of `inputs`."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    norm: Any = Norm
+    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    layer.submodules.self_attention.submodules.core_attention = Attention
+    block: Any = TransformerBlockSubmodules([layer] * sizes.layers, layer_norm=norm)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=sizes.vocab_size,
+        max_sequence_length=sequence,
+        share_embeddings_and_output_weights=sizes.tied,
+        position_embedding_type="rope",
+    ).to(device)
+    tied, untied = model.shared_embedding_or_output_weight(), model.output_layer.weight
+    head: Any = tied if sizes.tied else untied
+    first = parallel_state.get_tensor_model_parallel_rank() * len(head)
+    with torch.no_grad():
+        head.copy_(inputs.weight[first : first + len(head)])
+    return model
+
+
+def wrap(config: Any, model: Any) -> tuple[Any, Any]:
+    """The model in Float16Module and DDP, and an optimizer whose steps change nothing: each one
+    has the same inputs."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    in_fp32 = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    config.finalize_model_grads_func = finalize_model_grads
+    wrapped = DistributedDataParallel(config, in_fp32, Float16Module(config, model))
+    steps = OptimizerConfig(
+        optimizer="adam",
+        lr=0.0,
+        weight_decay=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        clip_grad=1.0,
+    )
+    return wrapped, get_megatron_optimizer(steps, [wrapped])

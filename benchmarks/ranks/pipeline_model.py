@@ -1,0 +1,109 @@
+"""Stages of a decoder whose head's input is that of a trained model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.ranks.megatron_model import Sizes
+from cce_dist.train.model import INIT_STD, rotary_table, rotate
+
+
+class Layer(nn.Module):
+    """RMSNorm, rotary positions, grouped queries, torch's fused attention, gated MLP, no bias."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        inner, outer = sizes.heads * sizes.head_dim, sizes.query_groups * sizes.head_dim
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(sizes.dim), nn.RMSNorm(sizes.dim)
+        self.qkv = nn.Linear(sizes.dim, inner + 2 * outer, bias=False)
+        self.attention_out = nn.Linear(inner, sizes.dim, bias=False)
+        self.gate_up = nn.Linear(sizes.dim, 2 * sizes.mlp_dim, bias=False)
+        self.down = nn.Linear(sizes.mlp_dim, sizes.dim, bias=False)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        heads, groups = self.sizes.heads, self.sizes.query_groups
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (heads + 2 * groups, -1))
+        q, k, v = qkv.transpose(1, 2).split((heads, groups, groups), dim=1)
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.attention_out(y.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Given(torch.autograd.Function):
+    """`given` in place of `x`, which gets its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, given: Tensor) -> Tensor:
+        return given.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class StageModule(nn.Module):
+    """Layers, after the embedding on the first stage; on the last one `given` stands in for the
+    last norm's output, [batch, sequence, dim]."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        layers: int,
+        sequence: int,
+        *,
+        embedding: nn.Module | None,
+        given: Tensor | None,
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(layers))
+        self.norm = None if given is None else nn.RMSNorm(sizes.dim)
+        self.given = given
+        cos, sin = rotary_table(sequence, sizes.head_dim)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x, (self.cos, self.sin))
+        if self.norm is not None:
+            assert self.given is not None
+            x = Given.apply(self.norm(x), self.given)  # pyright: ignore[reportAssignmentType]
+        return x
+
+
+@torch.no_grad()
+def initialize(module: StageModule) -> None:
+    for parameter in module.layers.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=INIT_STD)
+
+
+def even_layout(layers: int, stages: int) -> list[int]:
+    """Layers of each stage; the first ones have one more where they don't divide."""
+    each, more = divmod(layers, stages)
+    return [each + (stage < more) for stage in range(stages)]
+
+
+def relayout(layers: int, stages: int, layer: float, head: float) -> list[int]:
+    """Fewer layers where the head is: of those with the shortest longest stage, the most even.
+
+    Args: layer, head: times of one layer and of the head, in any unit.
+    """
+
+    def longest(last: int) -> tuple[float, int]:
+        others = -(-(layers - last) // (stages - 1))
+        return max(last * layer + head, others * layer), -last
+
+    most = layers // stages
+    last = min(range(min(1, most), most + 1), key=longest)
+    return [*even_layout(layers - last, stages - 1), last]

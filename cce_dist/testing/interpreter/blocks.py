@@ -1,0 +1,284 @@
+"""Interpreted kernels' constructors of blocks, functions of a block, and products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cce_dist.testing.interpreter.ops import (
+    NUMPY_DTYPES,
+    POINTERS,
+    UNKNOWN,
+    Function,
+    Makers,
+    Plan,
+    Tools,
+    between,
+    by_bits,
+    dtype_of,
+    plan_of,
+)
+
+# Of triton.language, and of its `math`.
+ELEMENTWISE: dict[str, Function] = {
+    "exp2": np.exp2,
+    "log2": np.log2,
+    "floor": np.floor,
+    "exp": np.exp,
+    "log": np.log,
+    "sqrt": np.sqrt,
+}
+
+
+def functions(tools: Tools) -> Makers:
+    """Returns stand-ins for functions of triton.language."""
+    makers: Makers = {
+        "arange": lambda slow: _arange(tools, slow),
+        "dot": lambda slow: _dot(tools, slow),
+        "full": lambda slow: _full(tools, slow),
+        "maximum": lambda slow: between(tools, slow, (np.maximum, np.fmax)),
+        "minimum": lambda slow: between(tools, slow, (np.minimum, np.fmin)),
+        "num_programs": lambda slow: _of_grid(tools, slow, "grid_dim"),
+        "program_id": lambda slow: _of_grid(tools, slow, "grid_idx"),
+        "where": lambda slow: _where(tools, slow),
+    }
+    for name, compute in ELEMENTWISE.items():
+        makers[name] = lambda slow, c=compute: _elementwise(tools, slow, c)
+    return makers
+
+
+def methods(tools: Tools) -> Makers:
+    """Returns stand-ins for methods of a tensor."""
+    return {
+        "to": lambda slow: _to(tools, slow),
+        "__getitem__": lambda slow: _getitem(tools, slow),
+        "__neg__": lambda slow: _unary(tools, slow, np.subtract, 0),
+        "__invert__": lambda slow: _unary(tools, slow, np.bitwise_xor, -1),
+    }
+
+
+def _like(tensor: Any) -> tuple[Any, ...]:
+    return tensor.type, tensor.dtype, tensor.numel, tensor.shape
+
+
+def _arange(tools: Tools, slow: Function) -> Function:
+    constexpr, known = tools.core.constexpr, {}
+
+    def arange(start: Any, end: Any, _semantic: Any = None) -> Any:
+        key = (
+            start.value if type(start) is constexpr else start,
+            end.value if type(end) is constexpr else end,
+        )
+        if key not in known:
+            result = slow(start, end)
+            # Shared from here on.
+            result.handle.data.flags.writeable = False
+            known[key] = result.handle.data, result.handle.dtype, _like(result)
+        return tools.tensor_of(*known[key])
+
+    return arange
+
+
+def _full(tools: Tools, slow: Function) -> Function:
+    """Returns the stand-in that makes a block of a number. -0.0 is 0 to Triton, too."""
+    constexpr, known = tools.core.constexpr, {}
+
+    def full(shape: Any, value: Any, dtype: Any, _semantic: Any = None) -> Any:
+        number = value.value if type(value) is constexpr else value
+        if type(number) not in (int, float) or type(dtype) is not tools.core.dtype:
+            return slow(shape, value, dtype)
+        sizes = shape.value if type(shape) is constexpr else shape
+        sizes = tuple([size.value if type(size) is constexpr else size for size in sizes])
+        key = (sizes, type(number), number, dtype.name)
+        if key not in known:
+            result = slow(shape, value, dtype)
+            known[key] = result.handle.data.copy(), result.handle.dtype, _like(result)
+            return result
+        data, handle_dtype, like = known[key]
+        return tools.tensor_of(data.copy(), handle_dtype, like)
+
+    return full
+
+
+def _of_grid(tools: Tools, slow: Function, name: str) -> Function:
+    builder, constexpr = tools.interpreter.interpreter_builder, tools.core.constexpr
+    known: dict[int, Any] = {}
+
+    def of_grid(axis: Any, _semantic: Any = None) -> Any:
+        axis = axis.value if type(axis) is constexpr else axis
+        if axis not in known:
+            result = slow(axis)
+            known[axis] = result.handle.dtype, _like(result)
+            return result
+        return tools.tensor_of(np.array([getattr(builder, name)[axis]], np.int32), *known[axis])
+
+    return of_grid
+
+
+def _elementwise(tools: Tools, slow: Function, compute: Function) -> Function:
+    tensor, plans = tools.core.tensor, {}
+
+    def elementwise(x: Any, _semantic: Any = None) -> Any:
+        if type(x) is not tensor:
+            return slow(x)
+        plan = plans.get(x.type.code, UNKNOWN)
+        if plan is UNKNOWN:
+            result = slow(x)
+            known = x.dtype.name in NUMPY_DTYPES
+            plans[x.type.code] = plan_of(compute, (x,), None, result) if known else None
+            return result
+        if plan is None or x.handle.data.dtype is not plan.dtypes[0]:
+            return slow(x)
+        return tools.tensor_of(compute(x.handle.data), x.handle.dtype, plan.like)
+
+    return elementwise
+
+
+def _dot(tools: Tools, slow: Function) -> Function:
+    """Returns the stand-in that adds a product to `acc`; it knows no `input_precision`."""
+    tensor, builder = tools.core.tensor, tools.interpreter.interpreter_builder
+    plans: dict[Any, Any] = {}
+
+    def dot(input: Any, other: Any, acc: Any = None, _semantic: Any = None, **options: Any) -> Any:
+        precision = options.get("input_precision")
+        precision = getattr(precision, "value", precision)
+        if type(acc) is not tensor or not options.keys() <= {"input_precision"}:
+            return slow(input, other, acc, **options)
+        key = (input.type.code, other.type.code, acc.type.code, precision)
+        if key not in plans:
+            result = slow(input, other, acc, **options)
+            plans[key] = _like(result)
+            return result
+        handle = builder.create_dot(input.handle, other.handle, acc.handle, None, 0)
+        return tools.tensor_of(handle.data, handle.dtype, plans[key])
+
+    return dot
+
+
+def _unary(tools: Tools, slow: Function, compute: Function, value: int) -> Function:
+    """Computes an operator that Triton makes of another and a number: 0 - x; -1 ^ x, where x comes
+    first."""
+    plans: dict[int, Any] = {}
+
+    def plan_for(x: Any, result: Any) -> Plan | None:
+        dtype = dtype_of(x)
+        if dtype is None or dtype is POINTERS:
+            return None
+        number = np.array([value]).astype(dtype)
+        apply = by_bits(tools, compute, x)
+        return plan_of(lambda data: apply(number, data), (x,), None, result)
+
+    def operate(self: Any, _semantic: Any = None) -> Any:
+        plan = plans.get(self.type.code, UNKNOWN)
+        if plan is UNKNOWN:
+            result = slow(self)
+            plans[self.type.code] = plan_for(self, result)
+            return result
+        data = self.handle.data
+        if plan is None or data.dtype is not plan.dtypes[0] or not data.flags.c_contiguous:
+            return slow(self)
+        handle_dtype = self.dtype if value == 0 else self.handle.dtype
+        return tools.tensor_of(plan.compute(data), handle_dtype, plan.like)
+
+    return operate
+
+
+def _where(tools: Tools, slow: Function) -> Function:
+    tensor, constexpr = tools.core.tensor, tools.core.constexpr
+    number, typed_number, tensor_of = tools.number, tools.typed_number, tools.tensor_of
+    plans: dict[Any, Any] = {}
+
+    def as_tensor(value: Any, beside: Any) -> Any:
+        if type(value) is tensor:
+            return value
+        if type(value) not in (int, float):
+            return None
+        if type(beside) is tensor:
+            return None if beside.dtype.is_ptr() else typed_number(value, beside.dtype)
+        return number(value) if type(beside) is type(value) else None
+
+    def where(condition: Any, x: Any, y: Any, _semantic: Any = None) -> Any:
+        one = x.value if type(x) is constexpr else x
+        other = y.value if type(y) is constexpr else y
+        left, right = as_tensor(one, other), as_tensor(other, one)
+        if left is None or right is None or type(condition) is not tensor:
+            return slow(condition, x, y)
+        key = (condition.type.code, left.type.code, right.type.code)
+        plan = plans.get(key, UNKNOWN)
+        if plan is UNKNOWN:
+            result = slow(condition, x, y)
+            same = left.dtype.name == right.dtype.name and condition.dtype.name == "int1"
+            plans[key] = plan_of(np.where, (condition, left, right), None, result) if same else None
+            return result
+        if plan is None:
+            return slow(condition, x, y)
+        data = condition.handle.data, left.handle.data, right.handle.data
+        for each, dtype in zip(data, plan.dtypes, strict=True):
+            if each.dtype is not dtype or (plan.fills and not each.flags.c_contiguous):
+                return slow(condition, x, y)
+        return tensor_of(np.where(*data), right.handle.dtype, plan.like)
+
+    return where
+
+
+def _to(tools: Tools, slow: Function) -> Function:
+    """Returns the stand-in of x.to(dtype), also with `bitcast`."""
+    plans: dict[Any, Any] = {}
+
+    def plan_for(x: Any, dtype: Any, bitcast: bool, result: Any) -> Plan | None:
+        to = NUMPY_DTYPES.get(dtype.name)
+        if to is None or dtype.name == "int1" or dtype_of(x) in (None, POINTERS):
+            return None
+        if bitcast:
+            return plan_of(lambda data: data.view(to), (x,), None, result)
+        return plan_of(lambda data: data.astype(to), (x,), None, result)
+
+    def to(
+        self: Any,
+        dtype: Any,
+        *extra_args: Any,
+        bitcast: Any = False,
+        _semantic: Any = None,
+        **extra_options: Any,
+    ) -> Any:
+        if (
+            extra_args
+            or extra_options
+            or type(bitcast) is not bool
+            or type(dtype) is not tools.core.dtype
+        ):
+            return slow(self, dtype, *extra_args, bitcast=bitcast, **extra_options)
+        if self.dtype is dtype:
+            return self
+        key = (self.type.code, dtype.code, bitcast)
+        plan = plans.get(key, UNKNOWN)
+        if plan is UNKNOWN:
+            result = slow(self, dtype, bitcast=bitcast)
+            plans[key] = plan_for(self, dtype, bitcast, result)
+            return result
+        if plan is None or self.handle.data.dtype is not plan.dtypes[0]:
+            return slow(self, dtype, bitcast=bitcast)
+        return tools.tensor_of(plan.compute(self.handle.data), plan.like[1], plan.like)
+
+    return to
+
+
+def _getitem(tools: Tools, slow: Function) -> Function:
+    """Returns the stand-in of x[:, None] and the like."""
+    plans: dict[Any, Any] = {}
+
+    def getitem(self: Any, slices: Any, _semantic: Any = None) -> Any:
+        if type(slices) is not tuple:
+            return slow(self, slices)
+        key = (self.type.code, *[each is None for each in slices])
+        plan = plans.get(key)
+        if plan is None:
+            result = slow(self, slices)
+            data = result.handle.data
+            plans[key] = (data.shape, (result.type, result.dtype, result.numel, result.shape))
+            return result
+        shape, like = plan
+        return tools.tensor_of(self.handle.data.reshape(shape), self.handle.dtype, like)
+
+    return getitem

@@ -1,0 +1,364 @@
+"""Triton's interpreter without work whose result it has already, or throws away.
+
+It takes most of the tests' time, and most of its own time goes to this.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from cce_dist.testing.interpreter.blocks import functions, methods
+from cce_dist.testing.interpreter.memory import memory_functions
+from cce_dist.testing.interpreter.mends import mend_interpreter
+from cce_dist.testing.interpreter.ops import make_tools, operators
+
+
+@functools.cache
+def speed_up_interpreter() -> None:
+    """Makes launches in this process compute the same bits from here on, in about an eighth of the
+    time, except products where NumPy rounds by place: equal products are rounded alike.
+
+    Does nothing where Triton is absent, or compiles.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton import __version__, knobs
+
+    if not knobs.runtime.interpret:
+        return
+    from triton.language import core
+    from triton.runtime import interpreter as triton_interpreter
+
+    interpreter: Any = triton_interpreter
+    # Each sum and product of int32 is made in int64 too, and compared with the limits of int32;
+    # what was found is looked at with `debug` alone, which the interpreter never sets.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    if not _rounds_alike(np.matmul) and _rounds_alike(_by_torch):
+        builder.create_dot = _multiplying_by_torch(interpreter, builder.create_dot)
+    interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+    mend_interpreter(interpreter, tuple(map(int, __version__.split(".")[:2])))
+    executor = interpreter.GridExecutor
+    executor.__call__ = _without_warnings(executor.__call__)
+    interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)
+    types: Any = core
+    types.block_type.__init__ = _remembering_shapes(types.block_type.__init__)
+    types.block_type.with_element_ty = _sharing_types(types)
+    types.block_type.to_ir = _remembering_types(types.block_type.to_ir)
+    types.tensor.__init__ = _sharing_shapes(types.tensor.__init__)
+    types.dtype.__eq__ = _equal_to_itself(types.dtype.__eq__)
+    types._unwrap_if_constexpr = _unwrapping_constants(types._unwrap_if_constexpr, core)
+    semantic = interpreter.interpreter_semantic
+    semantic.broadcast_impl_value = _broadcasting_less(interpreter, types.block_type)
+    semantic.binary_op_type_checking_impl = _checking_less(interpreter, types)
+    interpreter._patch_attr = _calling_directly(interpreter, _stand_ins(interpreter, types))
+
+
+def _rounds_alike(multiply: Callable[[Any, Any], Any]) -> bool:
+    """Returns True if equal rows times equal columns are equal, as tensor cores make them.
+
+    OpenBLAS's kernels for processors without AVX-512 add up the rows at a block's end otherwise.
+    """
+    draw = np.random.default_rng(0)
+    for rows, inner, columns in ((16, 32, 32), (64, 64, 64), (128, 64, 128)):
+        row, column = draw.standard_normal((2, inner), np.float32)
+        products = multiply(np.tile(row, (rows, 1)), np.tile(column, (columns, 1)).T)
+        if (products != products[0, 0]).any():
+            return False
+    return True
+
+
+def _by_torch(left: Any, right: Any) -> Any:
+    return torch.matmul(torch.from_numpy(left), torch.from_numpy(right)).numpy()
+
+
+def _multiplying_by_torch(interpreter: Any, create_dot: Callable[..., Any]) -> Callable[..., Any]:
+    """Products in fp32 by torch's library in place of NumPy's."""
+    is_float = {np.dtype(np.float16), np.dtype(np.float32)}
+
+    def in_numpy(operand: Any) -> Any:
+        if operand.dtype.primitive_bitwidth == 8 and operand.dtype.is_floating():
+            to = interpreter.tl.float16
+            return interpreter._convert_float(operand.data, operand.dtype, to, None).view(
+                np.float16
+            )
+        return operand.data
+
+    def dot(a: Any, b: Any, d: Any, *precision_args: Any) -> Any:
+        left, right = in_numpy(a), in_numpy(b)
+        if d.data.dtype != np.float32 or not {left.dtype, right.dtype} <= is_float:
+            return create_dot(a, b, d, *precision_args)
+        product = _by_torch(left.astype(np.float32), right.astype(np.float32))
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    return dot
+
+
+def _patching_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Replaces the builtins of a kernel's triton.language by interpreted ones, for good.
+
+    The interpreter's own version does so at each launch and at each call of a device function, and
+    from Triton 3.6 on takes it back after each launch.
+    """
+    import triton.language as tl
+    from triton.language import core
+
+    nothing_to_restore = SimpleNamespace(restore=lambda: None)
+    patched: set[tuple[bool, bool]] = set()
+
+    @functools.cache
+    def namespaces_of(function: Any) -> tuple[bool, bool]:
+        values = function.__globals__.values()
+        return any(value is tl for value in values), any(value is core for value in values)
+
+    def patch_once(function: Any) -> Any:
+        namespaces = namespaces_of(function)
+        if namespaces not in patched:
+            patch_lang(function)
+            patched.add(namespaces)
+        return nothing_to_restore
+
+    return patch_once
+
+
+def _stand_ins(interpreter: Any, core: Any) -> Callable[[Any, str, Any], Any]:
+    """Returns a function that replaces a member of triton.language, or of its tensor, by a faster
+    stand-in."""
+    tools = make_tools(interpreter, core)
+    of_tensors = {**operators(tools), **methods(tools)}
+    of_language = {**functions(tools), **memory_functions(tools)}
+
+    def stand_in(owner: Any, name: str, slow: Any) -> Any:
+        is_language = owner is core or owner is interpreter.tl
+        makers = of_tensors if owner is core.tensor else of_language if is_language else {}
+        if name not in makers:
+            return slow
+        stand_in_for_slow = makers[name](slow)
+        vars(stand_in_for_slow)["__wrapped__"] = slow
+        return stand_in_for_slow
+
+    return stand_in
+
+
+def _without_warnings(launch: Callable[..., None]) -> Callable[..., None]:
+    """Silences NumPy's warnings, of log2(0) = -inf and the like, which are meant."""
+
+    def launch_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
+        with np.errstate(all="ignore"):
+            launch(self, *args, **kwargs)
+
+    return launch_quietly
+
+
+def _calling_directly(interpreter: Any, stand_in: Callable[..., Any]) -> Callable[..., None]:
+    """Replaces one builtin by itself with its argument `_semantic`, which need not be checked, or
+    by what stands in for that."""
+
+    def patch(owner: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+        function = inspect.unwrap(member)
+        semantic = interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        setattr(owner, name, stand_in(owner, name, call))
+
+    return patch
+
+
+def _remembering(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Remembers NumPy's dtype of a Triton dtype; the interpreter's own version makes the whole
+    table anew."""
+    remembered = functools.cache(np_dtype)
+
+    def np_dtype_of(dtype: Any) -> Any:
+        # A block has its element's. Pointers have no hash.
+        scalar = dtype.scalar
+        return np_dtype(scalar) if scalar.is_ptr() else remembered(scalar)
+
+    return np_dtype_of
+
+
+def _remembering_shapes(make: Callable[..., None]) -> Callable[..., None]:
+    """Makes a block type check, count and write out a shape the first time alone."""
+    known: dict[Any, dict[str, Any]] = {}
+
+    def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        if not all(type(size) is int for size in sizes):
+            make(self, element_ty, shape)
+            self.sizes = tuple(self.shape)
+            return
+        key = (element_ty.name, sizes)
+        if key not in known:
+            make(self, element_ty, shape)
+            known[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+            known[key]["sizes"] = sizes
+        vars(self).update(known[key], element_ty=element_ty)
+
+    return make_block_type
+
+
+def _sharing_types(core: Any) -> Callable[[Any, Any], Any]:
+    """Returns the type of a block of other elements: a shared object, unless they are pointers."""
+    shared: dict[Any, Any] = {}
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        if type(scalar_ty) is not core.dtype:
+            return core.block_type(scalar_ty, self.shape)
+        key = (scalar_ty.name, self.sizes)
+        if key not in shared:
+            shared[key] = core.block_type(scalar_ty, self.shape)
+        return shared[key]
+
+    return with_element_ty
+
+
+def _remembering_types(to_ir: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Remembers the interpreter's type of a block type, which it makes anew for each operation."""
+    known: dict[Any, Any] = {}
+
+    def to_ir_of(self: Any, builder: Any) -> Any:
+        if self.element_ty.is_ptr():
+            return to_ir(self, builder)
+        key = (self.element_ty.name, self.sizes)
+        if key not in known:
+            known[key] = to_ir(self, builder)
+        return known[key]
+
+    return to_ir_of
+
+
+def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
+    """Makes tensors of a shape share the constants that state it."""
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = type.sizes if type.is_block() else ()
+        if sizes not in known:
+            make(self, handle, type)
+            known[sizes] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = known[sizes]
+
+    return make_tensor
+
+
+def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]]:
+    """Converts two operands for an operation. Checks and conversions depend on their types and on
+    numbers alone, and are found the first time. Operands of equal type, and a block of pointers
+    beside integers, stay as they are."""
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
+    check = semantic.binary_op_type_checking_impl
+    tensor, dtype = core.tensor, core.dtype
+    known: dict[Any, tuple[Any, Any]] = {}
+
+    def kind_of(operand: Any) -> Any:
+        if type(operand) is tensor:
+            return operand.dtype.name if type(operand.dtype) is dtype else None
+        return (type(operand), operand) if type(operand) in (int, float) else None
+
+    def example_of(operand: Any) -> Any:
+        if type(operand) is not tensor:
+            return operand
+        return semantic.tensor(builder.get_null_value(operand.dtype), operand.dtype)
+
+    def as_in(example: Any, operand: Any) -> Any:
+        if type(operand) is tensor:
+            same = operand.dtype.name == example.dtype.name
+            return operand if same else semantic.cast(operand, example.dtype)
+        handle = interpreter.TensorHandle(example.handle.data, example.handle.dtype)
+        return semantic.tensor(handle, example.type)
+
+    def check_less(
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        left, right = kind_of(lhs), kind_of(rhs)
+        flags = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        if left is None or right is None:
+            pointers = allow_lhs_ptr and type(lhs) is tensor and lhs.dtype.is_ptr()
+            if pointers and type(right) is str and rhs.dtype.is_int():
+                return semantic.broadcast_impl_value(lhs, rhs)
+            return check(lhs, rhs, *flags)
+        if type(left) is str and left == right and not (div_or_mod and left in ("fp16", "bf16")):
+            return semantic.broadcast_impl_value(lhs, rhs)
+        key = (left, right, flags)
+        if key not in known:
+            examples = check(example_of(lhs), example_of(rhs), *flags)
+            for example in examples:
+                # A number's array is shared from here on.
+                example.handle.data.flags.writeable = False
+            known[key] = examples
+        first, second = known[key]
+        return semantic.broadcast_impl_value(as_in(first, lhs), as_in(second, rhs))
+
+    return check_less
+
+
+def _broadcasting_less(interpreter: Any, block_type: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Broadcasts two operands to a shape; operands that have it, as most do, are left alone."""
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
+    broadcast = semantic.broadcast_impl_value
+
+    def expanded(operand: Any, sizes: tuple[int, ...]) -> Any:
+        if operand.type.sizes == sizes:
+            return operand
+        handle = builder.create_broadcast(operand.handle, sizes)
+        return semantic.tensor(handle, block_type(operand.type.scalar, list(sizes)))
+
+    def splat(operand: Any, type: Any) -> Any:
+        of_block = type.with_element_ty(operand.dtype)
+        return semantic.tensor(builder.create_splat(of_block, operand.handle), of_block)
+
+    def broadcast_impl_value(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if not lhs.type.is_block():
+            return (splat(lhs, rhs.type) if rhs.type.is_block() else lhs), rhs
+        if not rhs.type.is_block():
+            return lhs, splat(rhs, lhs.type)
+        left, right = lhs.type.sizes, rhs.type.sizes
+        if left == right:
+            return lhs, rhs
+        if len(left) != len(right) or any(
+            one != other and 1 not in (one, other) for one, other in zip(left, right, strict=True)
+        ):
+            return broadcast(lhs, rhs)
+        sizes = tuple([max(pair) for pair in zip(left, right, strict=True)])
+        return expanded(lhs, sizes), expanded(rhs, sizes)
+
+    return broadcast_impl_value
+
+
+def _equal_to_itself(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """Compares types, most of which exist once, by identity: their names need not be compared."""
+    return lambda self, other: self is other or equal(self, other)
+
+
+def _unwrapping_constants(unwrap: Callable[[Any], Any], core: Any) -> Callable[[Any], Any]:
+    """Returns the value of a constant; anything else that is no sequence is returned as it is, and
+    is tested first."""
+    sequences = (list, tuple, core.tuple)
+    plain = {core.tensor, int, float, bool, type(None)}
+
+    def unwrap_if_constexpr(value: Any) -> Any:
+        if type(value) in plain:
+            return value
+        if isinstance(value, core.constexpr):
+            return value.value
+        return unwrap(value) if isinstance(value, sequences) else value
+
+    return unwrap_if_constexpr

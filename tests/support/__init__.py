@@ -1,0 +1,1 @@
+"""What only tests use: processes that run the training job, and break it."""
