@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cce_dist import agreement, validation
 from cce_dist.autograd import Call, InForward, TwoPass
+from cce_dist.inputs import Inputs
 from cce_dist.local import choose_backend
 from cce_dist.loss_plan import Plan
 from cce_dist.options import LossOptions
@@ -102,33 +103,27 @@ class Finish:
 
 
 def prepare(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    inputs: Inputs,
     options: LossOptions,
-    *,
     group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    class_weight: Tensor | None,
-    grad_weight_into: Tensor | None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None,
+    *,
     record: bool,  # a backward may follow
-    quantized_weight: QuantizedWeight | StepQuantizer | None = None,
-    temperature: Tensor | None = None,  # as targets; for full logits without label smoothing
+    backward_is_next: bool = False,  # as in Plan
 ) -> tuple[Call, Finish]:
-    """Validate, pick tokens and a backend. Arguments are those of the public functions.
+    """Validates the arguments of a public function; picks the tokens and the backend.
 
     Raises:
-        ValueError: as there.
+        ValueError: an argument is not supported; the message says which.
     """
+    hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into, _ = inputs
+    temperature = inputs.temperature
     ranks = resolve_group(group)
     validation.check_group_device(ranks, hidden)
     # Before any check that one rank alone may fail, while the others wait for it.
     if agreement.is_wanted(options):
-        alike = {"token_weight": token_weight, "class_weight": class_weight}
-        alike["temperature"] = temperature
-        agreement.check_ranks(ranks, hidden, weight, targets, options, bias, alike)
+        agreement.check_ranks(ranks, inputs, options)
     validation.check_hidden_and_weight(hidden, weight)
     rank, world_size = group_rank(ranks), group_size(ranks)
     shape = validation.check_targets(targets, hidden, options, world_size)
@@ -152,7 +147,9 @@ def prepare(
     validation.check_target_range(
         picked.targets, shard.vocab_size, options.ignore_index, picked.in_range
     )
-    terms = TokenLoss.of(picked, options, shape, token_weight, class_weight, hidden)
+    terms = TokenLoss.of(picked, options, token_weight, class_weight, hidden)
+    if backward_is_next:
+        plan = replace(plan, backward_is_next=True)
     call = Call(
         plan=plan,
         rows=None if picked.rows is None else narrow(picked.rows, targets.numel()),
@@ -187,8 +184,7 @@ def plan_of(
         shard.vocab_size,
         ordered_tokens=num_tokens if backend.orders_tokens else None,
     )
-    wanted = wanted_of(options)
-    wanted = replace(wanted, entropy=wanted.entropy or entropy)
+    wanted = wanted_of(options, entropy=entropy)
     return Plan(options, shard, group, backend, wanted, threshold)
 
 
@@ -216,24 +212,32 @@ def scale_for(
 
 
 def compute(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    inputs: Inputs,
     options: LossOptions,
-    *,
-    bias: Tensor | None,
-    temperature: Tensor | None = None,
-    **more: Any,
+    group: Group | DeviceMesh | None,
+    vocab_shard: VocabShard | None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None,
 ) -> Tensor | LossOutput:
-    """The loss of plain tensors, eagerly. Arguments are those of `prepare`."""
-    inputs = (hidden, weight, bias, temperature)
-    record = torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in inputs
+    """Computes the loss of plain tensors eagerly. Arguments are those of `prepare`."""
+    hidden, weight, bias, temperature = (
+        inputs.hidden,
+        inputs.weight,
+        inputs.bias,
+        inputs.temperature,
     )
-    more |= {"bias": bias, "temperature": temperature, "record": record}
-    call, finish = prepare(hidden, weight, targets, options, **more)
+    record = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (hidden, weight, bias, temperature)
+    )
+    call, finish = prepare(
+        inputs,
+        options,
+        group,
+        vocab_shard,
+        quantized_weight,
+        record=record,
+        backward_is_next=True,
+    )
     scale = scale_for(temperature, finish.picked, options, hidden)
-    call = replace(call, plan=replace(call.plan, backward_is_next=True))
     with torch.autocast(hidden.device.type, enabled=False):
         flat = hidden.reshape(-1, hidden.shape[-1])
         if options.gradient == "in_forward" and record:
@@ -261,10 +265,11 @@ def cast_by_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return hidden, weight
 
 
-def wanted_of(options: LossOptions) -> Wanted:
+def wanted_of(options: LossOptions, *, entropy: bool = False) -> Wanted:
+    """Args: entropy: it is wanted, whatever the options say."""
     return Wanted(
         smooth_logit=options.label_smoothing > 0,
-        entropy="entropy" in options.stats,
+        entropy=entropy or "entropy" in options.stats,
         correct="correct" in options.stats,
         moments="logit_moments" in options.stats,
         screened="screened" in options.stats,

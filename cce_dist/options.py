@@ -287,8 +287,8 @@ class LossOptions:
                 'known, so it takes one scalar only: reduction="none" must be used with '
                 'gradient="filtered" or "exact"'
             )
-        given = self.gradient == "filtered" or self.filter != Filter()
-        if given and self._reaches_every_column and self.filter.keep != 0:
+        has_filter = self.gradient == "filtered" or self.filter != Filter()
+        if has_filter and self._reaches_every_column and self.filter.keep != 0:
             raise ValueError(
                 f"softcap={self.softcap!r} with label_smoothing={self.label_smoothing!r} gives "
                 "every column a gradient of its own, which no filter can keep; use "
@@ -305,12 +305,12 @@ class LossOptions:
                 'gradient="exact"'
             )
         if not self.filters:
-            given = f"gradient={self.gradient!r}"
+            mode = f"gradient={self.gradient!r}"
             if self.gradient != "exact":
-                given = f"filter={self.filter!r}"
+                mode = f"filter={self.filter!r}"
             raise ValueError(
                 'logits="screened" computes the columns that the filter keeps exactly, and '
-                f'{given} keeps every column; use gradient="filtered" and a filter whose keep or '
+                f'{mode} keeps every column; use gradient="filtered" and a filter whose keep or '
                 'eps is above 0, or logits="full"'
             )
         wrong = [stat for stat in ("entropy", "correct", "logit_moments") if stat in self.stats]

@@ -114,7 +114,6 @@ class TokenLoss:
         cls,
         picked: PickedTokens,
         options: LossOptions,
-        shape: torch.Size,
         token_weight: Tensor | None,
         class_weight: Tensor | None,
         hidden: Tensor,

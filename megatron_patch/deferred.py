@@ -151,10 +151,10 @@ class DeferredLogits(Tensor):
     def _largest(self) -> tuple[Tensor, Tensor]:
         call = self.call
         call.require_same()
-        found, _ = call.layer(
+        output, _ = call.layer(
             call.hidden, weight=call.weight, logit_scale=call.scale, largest_wanted=True
         )
-        return found
+        return output
 
     def __mul__(self, other: Any) -> Any:
         # muP's multiplier of the logits.

@@ -35,12 +35,14 @@ def replace_schedule(seams: PipelineSeams) -> None:
     original = getattr(seams.schedules, SCHEDULE)
 
     @functools.wraps(original)
-    def schedule(**given: Any) -> Any:
-        models = given["model"] if isinstance(given["model"], list) else [given["model"]]
+    def schedule(**arguments: Any) -> Any:
+        models = (
+            arguments["model"] if isinstance(arguments["model"], list) else [arguments["model"]]
+        )
         rows = [x for model in models for x in model.modules() if isinstance(x, Rows)]
         if not rows:
-            return original(**given)
-        return forward_backward(seams, rows[0], Arguments(**given))
+            return original(**arguments)
+        return forward_backward(seams, rows[0], Arguments(**arguments))
 
     setattr(seams.schedules, SCHEDULE, schedule)
     _State.seams, _State.schedule = seams, schedule
@@ -78,7 +80,7 @@ def spread_model(
     group = parallel_state().get_pipeline_model_parallel_group()
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, (reason, bool(trains)), group=group)
-    reasons = [found for found, _ in everyone if found is not None]
+    reasons = [x for x, _ in everyone if x is not None]
     if reasons:
         raise PatchError(
             f"{type(model).__name__} cannot have its vocabulary over the pipeline: {reasons[0]}"

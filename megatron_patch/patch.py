@@ -133,9 +133,9 @@ def patched(
     model: Any = None, options: PatchOptions | None = None, **given: Any
 ) -> Iterator[Status]:
     """`apply` for a while: `remove` at the end, also after an exception."""
-    found = apply(model, options, **given)
+    new_status = apply(model, options, **given)
     try:
-        yield found
+        yield new_status
     finally:
         remove(model)
 
@@ -158,12 +158,12 @@ def _language_models(model: Any, seams: Seams) -> Iterator[Any]:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise PatchError(f"model must be a module or a list of modules, got {type(module)}")
-        found = [x for x in module.modules() if isinstance(x, seams.language_module)]
-        if not found:
+        models = [x for x in module.modules() if isinstance(x, seams.language_module)]
+        if not models:
             raise PatchError(
                 f"model must be, or wrap, a Megatron LanguageModule, got {type(module).__name__}"
             )
-        yield from found
+        yield from models
 
 
 def _head_of(model: Any) -> Any:

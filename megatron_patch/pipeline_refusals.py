@@ -94,8 +94,8 @@ def why_not_over_pipeline(
 
 
 def _why_not_tied(model: Any, pipeline: PipelineSeams) -> str | None:
-    own = {name: inspect.getattr_static(pipeline.gpt_model, name) for name in OF_TIED}
-    reason = why_overridden(model, own)
+    originals = {name: inspect.getattr_static(pipeline.gpt_model, name) for name in OF_TIED}
+    reason = why_overridden(model, originals)
     if reason is not None or not model.pre_process:
         return reason
     if not model.embedding.scatter_to_sequence_parallel:

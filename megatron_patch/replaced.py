@@ -36,8 +36,8 @@ class Patched:
 
 def options_of(layer: Any) -> PatchOptions | None:
     """None: the head is Megatron's."""
-    found = vars(layer).get(MARK)
-    return None if found is None else found.options
+    patched = vars(layer).get(MARK)
+    return None if patched is None else patched.options
 
 
 def put(model: Any, layer: Any, options: PatchOptions, seams: Seams) -> None:
@@ -72,8 +72,8 @@ def _require_unchanged(layer: Any) -> None:
     """Raises:
     PatchError: since `apply` the head has got what the patch would leave out.
     """
-    found: Patched = vars(layer)[MARK]
-    reason = why_changed(layer, found.seams, found.options)
+    patched: Patched = vars(layer)[MARK]
+    reason = why_changed(layer, patched.seams, patched.options)
     ours = {"forward": _head_forward, "_call_impl": _head_call}
     for name, function in ours.items():
         if getattr(vars(layer).get(name), "__func__", None) is not function:
@@ -103,13 +103,13 @@ def _head_forward(
 ) -> tuple[Any, Tensor | None]:
     """In place of ColumnParallelLinear.forward. The loss too comes through here, and so through the
     layer's __call__: hooks that bring the weight (overlap_param_gather, FSDP) run before it."""
-    found: Patched = vars(self)[MARK]
-    given = self.weight if weight is None else weight
+    patched: Patched = vars(self)[MARK]
+    used_weight = self.weight if weight is None else weight
     if labels is not None:
-        _require_stock(model, self, given)
-        return head_loss(self, input_, given, labels, logit_scale, found.options), None
+        _require_stock(model, self, used_weight)
+        return head_loss(self, input_, used_weight, labels, logit_scale, patched.options), None
     if largest_wanted:
-        return largest_logits(self, input_, given, logit_scale, found.options), None
+        return largest_logits(self, input_, used_weight, logit_scale, patched.options), None
     # Compiled modules call their forward directly.
     deferred = None if logits_wanted else _defer(self, input_, weight, runtime_gather_output)
     if deferred is not None:
@@ -124,13 +124,13 @@ def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
         PatchError: since `apply` the model has got what the patch would leave out; or the loss of
             logits that are made lacks what the options ask for.
     """
-    found: Patched | None = vars(self.output_layer).get(MARK)
-    if found is None:
+    patched: Patched | None = vars(self.output_layer).get(MARK)
+    if patched is None:
         raise PatchError(
             f"{type(self).__name__}: output_layer has been replaced since, by a "
             f"{type(self.output_layer).__qualname__}: apply the patch after that, or run without it"
         )
-    reason = why_overridden(self, {LOSS: found.seams.loss})
+    reason = why_overridden(self, {LOSS: patched.seams.loss})
     if reason is not None:
         raise PatchError(f"{type(self).__name__}: {reason}")
     if isinstance(logits, DeferredLogits) and not logits.is_made:
@@ -145,9 +145,9 @@ def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
                 model=self,
             )
             return loss.transpose(0, 1).contiguous()
-    _require_plain(found.options)
-    made = logits.materialize() if isinstance(logits, DeferredLogits) else logits
-    return type(self).compute_language_model_loss(self, labels, made)
+    _require_plain(patched.options)
+    values = logits.materialize() if isinstance(logits, DeferredLogits) else logits
+    return type(self).compute_language_model_loss(self, labels, values)
 
 
 def _require_plain(options: PatchOptions) -> None:
@@ -167,9 +167,9 @@ def _require_stock(model: Any, layer: Any, weight: Tensor) -> None:
     Raises:
         PatchError: the functions of Megatron in whose place the patch computes give other values.
     """
-    found: Patched = vars(layer)[MARK]
-    if not found.is_stock:
-        reason = why_not_stock(model, layer, weight, found.seams)
+    patched: Patched = vars(layer)[MARK]
+    if not patched.is_stock:
+        reason = why_not_stock(model, layer, weight, patched.seams)
         if reason is not None:
             raise PatchError(f"{type(model).__name__}: {reason}")
-        found.is_stock = True
+        patched.is_stock = True

@@ -93,13 +93,13 @@ def rows_of(model: Any) -> Rows:
     Raises:
         PatchError: it has none.
     """
-    found = [x for x in model.modules() if isinstance(x, Rows)]
-    if len(found) != 1:
+    rows = [x for x in model.modules() if isinstance(x, Rows)]
+    if len(rows) != 1:
         raise PatchError(
             f"model must have its output layer over the pipeline, got {type(model).__name__} "
             "without: build it after megatron_patch.apply(vocab_over_pipeline=True)"
         )
-    return found[0]
+    return rows[0]
 
 
 def spread(model: Any, options: PatchOptions, *, requires_grad: bool) -> Rows:

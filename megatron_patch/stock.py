@@ -65,19 +65,19 @@ def _why_another_loss(model: Any, group: Any, weight: Tensor, seams: Seams) -> s
         leaf = logits.detach()[..., mine].clone().requires_grad_()
         grad = torch.zeros_like(leaf)
         try:
-            found = seams.loss(model, labels.T.contiguous(), leaf.clone()).T
-            if found.requires_grad:
-                (grad,) = torch.autograd.grad(found, leaf, upstream)
+            loss = seams.loss(model, labels.T.contiguous(), leaf.clone()).T
+            if loss.requires_grad:
+                (grad,) = torch.autograd.grad(loss, leaf, upstream)
         except RuntimeError as error:
             raised = f"of fp32 logits it raises {type(error).__name__}: {error}"
             return f"{describe(seams.loss)} is not the cross-entropy of its logits: {raised}"
-    off = (found - right).detach().abs().max()
+    off = (loss - right).detach().abs().max()
     grad_off = (grad - expected[..., mine]).abs().max()
     if off <= LOSS_TOLERANCE and grad_off <= GRADIENT_TOLERANCE:
         return None
     return (
         f"{describe(seams.loss)} is not the cross-entropy of its logits: of the same logits it "
-        f"gives {float(found.mean()):.6f} where that is {float(right.mean()):.6f}, and a gradient "
+        f"gives {float(loss.mean()):.6f} where that is {float(right.mean()):.6f}, and a gradient "
         f"{float(grad_off):.2e} apart; a fork's, or what has replaced a function that it calls, "
         "which the patch would leave out: run without megatron_patch"
     )
@@ -97,8 +97,8 @@ def _why_another_head(layer: Any, weight: Tensor, seams: Seams) -> str | None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=layer.tp_group)
         hidden = hidden * (LARGEST / largest)
         expected = torch.nn.functional.linear(hidden, weight)
-        found, bias = seams.forward(layer, hidden, weight, False)
-        off = (found - expected).abs().max()
+        output, bias = seams.forward(layer, hidden, weight, False)
+        off = (output - expected).abs().max()
     if bias is None and off <= LOGITS_TOLERANCE * LARGEST:
         return None
     return (

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,11 +63,11 @@ class FrequentRows:
         # Of rows counted alike the first: ids are often in the order of frequency.
         ranked = counts * number + torch.arange(number - 1, -1, -1, device=counts.device)
         chosen = ranked.topk(self.num_rows).indices
-        how: dict[str, Any] = {"later": True, "begin": self.courier.begin}
-        rows, group = self.weight.detach()[chosen], self.courier.group
-        self._weights = start_all_gather(rows, group, **how)
+        rows, group, begin = self.weight.detach()[chosen], self.courier.group, self.courier.begin
+        self._weights = start_all_gather(rows, group, later=True, begin=begin)
         if self.bias is not None:
-            self._biases = start_all_gather(self.bias.detach()[chosen], group, **how)
+            biases = self.bias.detach()[chosen]
+            self._biases = start_all_gather(biases, group, later=True, begin=begin)
 
     def forget(self) -> None:
         """What was sent: the rows are about to change."""

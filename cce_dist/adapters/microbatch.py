@@ -20,7 +20,7 @@ class Microbatch:
     """From `post` to `take`."""
 
     # hidden [..., D], targets [...] int64, and what waits for both; until `statistics`
-    given: tuple[Tensor, Tensor, Callable[[], object]] | None
+    posted: tuple[Tensor, Tensor, Callable[[], object]] | None
     step: tuple[Call, Finish, Tokens, Head] | None = None
     scores: Any = None
     merge: Callable[[], Stats] | None = None

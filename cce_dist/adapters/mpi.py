@@ -73,14 +73,14 @@ class MPIGroup:
 
     def __init__(self, comm: MPI.Comm | None = None, *, timeout: float = 1800.0) -> None:
         mpi = _mpi()
-        given: Any = mpi.COMM_WORLD if comm is None else comm
-        if not isinstance(given, mpi.Intracomm) or given == mpi.COMM_NULL:
-            got = "COMM_NULL: no rank of it" if given == mpi.COMM_NULL else type(given)
+        intracomm: Any = mpi.COMM_WORLD if comm is None else comm
+        if not isinstance(intracomm, mpi.Intracomm) or intracomm == mpi.COMM_NULL:
+            got = "COMM_NULL: no rank of it" if intracomm == mpi.COMM_NULL else type(intracomm)
             raise ValueError(f"comm must be an MPI.Intracomm with the calling rank, got {got}")
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, in seconds, got {timeout}")
         _require_its_launcher(mpi)
-        self._comm = given.Dup()
+        self._comm = intracomm.Dup()
         # Whatever comm's are: a rank that learns of an error can say so.
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)
         self._timeout = timeout

@@ -100,11 +100,11 @@ class TiedEmbedding(nn.Module):
         batch, head = self._microbatches[index], self.head
         batch.wait()
         mine, rows = self._own(batch.tokens)
-        found = rows.new_zeros(len(rows), head.hidden_shape[-1], dtype=head.hidden_dtype)
+        vectors = rows.new_zeros(len(rows), head.hidden_shape[-1], dtype=head.hidden_dtype)
         if head.own_shard.num_classes:
-            found = head.weight.detach()[rows].to(head.hidden_dtype)
-            found = found.masked_fill_(~mine[:, None], 0)
-        batch.rows, batch.wait = found, start_reduce(self.root, self._summing, found)
+            vectors = head.weight.detach()[rows].to(head.hidden_dtype)
+            vectors = vectors.masked_fill_(~mine[:, None], 0)
+        batch.rows, batch.wait = vectors, start_reduce(self.root, self._summing, vectors)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[...] -> [..., D], this rank's slice of dim 0 under sequence_parallel."""
@@ -128,12 +128,14 @@ class TiedEmbedding(nn.Module):
         batch = self._microbatches[index]
         assert batch.rows is not None
         batch.wait()
-        found, batch.rows = batch.rows, None
+        vectors, batch.rows = batch.rows, None
         head, dtype = self.head, self.head.hidden_dtype
         # Of rows, not of a gradient: only some ranks have it.
         with in_phase("reduce", begins=False):
-            found = reduce_grad_hidden(found, self._tensor, scatter=head.slices > 1, dtype=dtype)
-        return found.view(head.hidden_shape)
+            vectors = reduce_grad_hidden(
+                vectors, self._tensor, scatter=head.slices > 1, dtype=dtype
+            )
+        return vectors.view(head.hidden_shape)
 
     def keep(self, index: int, grad: Tensor) -> None:
         """The gradient of `rows`, for `add`."""

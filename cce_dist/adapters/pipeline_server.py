@@ -35,7 +35,7 @@ class Server(threading.Thread):
         self.error: BaseException | None = None
         self.losses: list[Tensor] = []
         self.infers = False  # a schedule asks for shapes, not for a loss
-        self._given: queue.Queue[tuple[Tensor, Tensor, Tensor, Any] | None] = queue.Queue()
+        self._posted: queue.Queue[tuple[Tensor, Tensor, Tensor, Any] | None] = queue.Queue()
         self._grads: list[queue.Queue[tuple[Tensor, Any]]] = [queue.Queue(1) for _ in range(count)]
         self._called = self._steps = 0
         self._forwarded, self._forwards, self._sent = threading.Semaphore(0), 0, 0
@@ -62,7 +62,7 @@ class Server(threading.Thread):
         check_calls(self._called, self._forwards, self.count)
         loss = Waiting.apply(output, self, index)
         hidden, targets = self.head.checked(output, target)
-        self._given.put((hidden, targets, loss.detach(), self._mark()))
+        self._posted.put((hidden, targets, loss.detach(), self._mark()))
         return loss
 
     def _check_kind(self) -> None:
@@ -135,7 +135,7 @@ class Server(threading.Thread):
     def stop(self) -> None:
         """After an error: it may wait for ranks that do not come, until its groups' timeout."""
         self._stopped = True
-        self._given.put(None)
+        self._posted.put(None)
         if self.ident is not None:
             self.join(JOIN_SECONDS)
 
@@ -169,10 +169,10 @@ class Server(threading.Thread):
     def _serve(self, index: int) -> bool:
         head, root, shown = self.head, self.root, None
         if head.rank == root:
-            given = self._given.get()
-            if given is None:
+            posted = self._posted.get()
+            if posted is None:
                 return False
-            hidden, targets, shown, mark = given
+            hidden, targets, shown, mark = posted
             if mark is not None:
                 assert self._stream is not None
                 self._stream.wait_event(mark)

@@ -184,11 +184,11 @@ def _replaced(
     try:
         yield
     finally:
-        for (stage, name), own in zip(patched, before, strict=True):
-            if own is None:
+        for (stage, name), attribute in zip(patched, before, strict=True):
+            if attribute is None:
                 delattr(stage, name)
             else:
-                setattr(stage, name, own)
+                setattr(stage, name, attribute)
 
 
 @contextmanager
@@ -204,18 +204,18 @@ def _told_of_step(
             arg_mbs: Any = None,
             kwarg_mbs: Any = None,
             target_mbs: Any = None,
-            *more: Any,
-            **named: Any,
+            *others: Any,
+            **keywords: Any,
         ) -> Any:
             server.begun()
-            given = arg_mbs, kwarg_mbs, target_mbs
+            microbatches = arg_mbs, kwarg_mbs, target_mbs
             shape = server.head.targets_shape
-            check_step(stages, given, targets_shape=shape, embeds=embedding is not None)
+            check_step(stages, microbatches, targets_shape=shape, embeds=embedding is not None)
             if embedding is not None:
                 count = schedule._n_microbatches
                 tokens = [x[0] for x in arg_mbs] if embedding.is_first else [None] * count
                 embedding.look_up_all(tokens)
-            return run_microbatches(*given, *more, **named)
+            return run_microbatches(*microbatches, *others, **keywords)
 
         return run
 
