@@ -1,5 +1,5 @@
-"""The loss within torch.compile: validation and reductions are traced, around the operators of
-`compiled_operators`, which the compiler does not look into. So it is of fake tensors, too.
+"""The loss within torch.compile, and of fake tensors: validation and reductions are traced, around
+the operators of `compiled_operators`, into which the compiler does not look.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _bind(
         if getattr(options, name):
             raise ValueError(f"{name} must be False within torch.compile: {instead}")
     if options.gradient == "in_forward":
-        # Both gradients would have to be kept; made in the backward they are the same.
+        # The forward's gradients would have to be kept; those of the backward are the same.
         every = not options.filters
         filter_ = Filter() if every else options.filter
         options = replace(options, gradient="exact" if every else "filtered", filter=filter_)
@@ -98,7 +98,8 @@ def compute(
     bounds: Any = vocab_shard
     if isinstance(vocab_shard, VocabShard):
         bounds = (vocab_shard.start, vocab_shard.stop, vocab_shard.vocab_size)
-    # A range makes a number of what is a symbol where heads of several sizes have been compiled.
+    # A range turns a symbol into a number: the size is a symbol once heads of several sizes have
+    # been compiled.
     num_rows = len(range(weight.shape[0]))
     key, start, stop, vocab_size, size = _bind(group, bounds, num_rows, _option_values(options))
     shard = VocabShard(start, stop, vocab_size)
@@ -112,8 +113,8 @@ def compute(
     validation.check_target_range(picked.targets, vocab_size, options.ignore_index)
     terms = TokenLoss.of(picked, options, token_weight, class_weight, hidden)
     scale = scale_for(temperature, picked, options, hidden)
-    inputs = (hidden, weight if grad_weight_into is None else None, bias, temperature)
-    needs = [differentiates(x) for x in inputs]
+    returned_weight = weight if grad_weight_into is None else None
+    needs = [differentiates(x) for x in (hidden, returned_weight, bias, temperature)]
     nll, lse, smooth, entropy, others, _ = torch.ops.cce_dist.two_pass(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -157,5 +158,5 @@ def _refuse_tensors(quantized_weight: Any, grad_weight_into: Tensor | None) -> N
 
 
 def _plain(others: list[Tensor], options: LossOptions) -> list[Tensor | None]:
-    """Detached: an operator's outputs are all differentiable to who traces it."""
+    """Detaches the statistics: to a tracer all outputs of an operator are differentiable."""
     return [others.pop(0).detach() if has else None for has in has_plain(options)]

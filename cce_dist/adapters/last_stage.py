@@ -75,7 +75,7 @@ class LastStageLoss:
 
 
 def _calling_schedule() -> Any:
-    """The schedule that calls a loss_fn, which is told of no schedule; None: another caller."""
+    """Finds the schedule that calls a loss_fn, in the frames of the call; None: another caller."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
