@@ -123,8 +123,8 @@ def two_pass(
     needs: list[bool],
     key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """`TwoPass.forward`: nll, lse, smooth_logit, entropy, others, and what the backward needs; [N]
-    of all tokens, those that count first; empty where there is none."""
+    """Runs `TwoPass.forward`. Returns nll, lse, smooth_logit, entropy, others, and the backward's
+    state; each [N] of all tokens, tokens that count first, or empty where it is not computed."""
     bound, size = BOUND[key], len(rows)
     plan = bound.plan(hidden, size, needs)
     call = _call(plan, class_weight, rows, local_targets, count, any(needs))
@@ -226,7 +226,7 @@ def two_pass_backward(
     needs: list[bool],
     key: str,
 ) -> list[Tensor]:
-    """`TwoPass.backward`: gradients of those of hidden, weight, bias and scale that need one."""
+    """Runs `TwoPass.backward`. Returns the gradients that hidden, weight, bias and scale need."""
     bound = BOUND[key]
     plan = bound.plan(hidden, len(rows), needs)
     call = _call(plan, class_weight, rows, local_targets, count, record=True)

@@ -89,7 +89,7 @@ class LocalParts:
     shift: int  # positions at the end that have no target
 
     def wrap(self, result: Any) -> Any:
-        """The loss, or a NamedTuple of it and statistics: Replicate on the mesh."""
+        """Wraps the loss, or a NamedTuple of it and statistics: Replicate on the mesh."""
         if isinstance(result, tuple):
             return type(result)(*map(self.wrap, result))
         if result is None:

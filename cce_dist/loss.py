@@ -239,7 +239,7 @@ class LinearCrossEntropy(nn.Module):
         return compute_loss(inputs, self.options, self.group, self.vocab_shard, quantized_weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A model's copy talks to the same ranks: a process group cannot be copied."""
+        """Copies the module with the same group: a process group cannot be copied."""
         memo[id(self.group)] = self.group
         module = memo[id(self)] = self.__class__.__new__(self.__class__)
         module.__dict__.update(copy.deepcopy(self.__dict__, memo))

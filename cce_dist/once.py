@@ -1,4 +1,4 @@
-"""How the loss's backwards run: outside of autocast, and differentiable once."""
+"""Decorators of the loss's backwards: outside of autocast, and differentiable once."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def require_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
 
 
 def require_finite(name: str, got: object, *, minimum: float | None = None) -> float:
-    """Returns: the number, as Python's."""
+    """Returns the number as Python's."""
     number = python_number(name, got)
     # An int may be larger than any float, which math.isfinite trips over.
     if number is None or not abs(number) <= sys.float_info.max:
@@ -90,7 +90,7 @@ def default_workspace_bytes(num_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Filter:
-    """Which columns of the logits a block of 128 tokens keeps in the backward.
+    """The rule by which a block of 128 tokens keeps columns of the logits in the backward.
 
     A column of a block is kept if its probability mass, summed over the block's tokens, is at
     least `keep`, or if it is the target of one of them. What is dropped is replaced, block by
@@ -140,7 +140,7 @@ class Filter:
     def threshold(
         self, dtype_name: str, vocab_size: int, *, ordered_tokens: int | None = None
     ) -> float:
-        """The score at which a column is kept, for hidden's dtype; 0 keeps every column.
+        """Returns the score at which a column is kept, for hidden's dtype; 0 keeps every column.
 
         Args: ordered_tokens: how many there are, where similar ones stand side by side.
         """
@@ -328,7 +328,7 @@ class LossOptions:
 
     @property
     def _reaches_every_column(self) -> bool:
-        """Whether each column has a gradient of its own: softcap'(z) / V of the mean logit."""
+        """Whether each column's gradient is distinct: softcap'(z) / V of the mean logit."""
         return self.softcap is not None and self.label_smoothing > 0
 
     @property

@@ -1,4 +1,4 @@
-"""What the patched loss computes, from Python, from the command line or from the environment."""
+"""Options of the patched loss, from Python, the command line or the environment."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class PatchOptions:
     def from_environment(
         cls, environment: Mapping[str, str] = os.environ, **given: Any
     ) -> PatchOptions:
-        """MEGATRON_PATCH_GRADIENT and the like; `given` goes before them.
+        """Reads MEGATRON_PATCH_GRADIENT and the like; keywords go before them.
 
         Raises:
             ValueError: an unknown MEGATRON_PATCH_ variable, or a value of the wrong type.
@@ -133,7 +133,8 @@ READ: dict[str, Any] = {
 
 
 def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
-    """Our options, up to the script's name; whether only to check; the script and its arguments."""
+    """Parses our options, up to the script's name. Returns the options; whether only to check; the
+    script and its arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_patch",
         description="Runs a Megatron script with the loss of cce_dist.",

@@ -20,7 +20,7 @@ from megatron_patch.tied import SpreadEmbedding
 
 
 class _State:
-    """Of this process."""
+    """The state of this process."""
 
     seams: PipelineSeams | None = None
     schedule: Any = None  # what stands in Megatron's module
@@ -29,7 +29,7 @@ class _State:
 
 
 def replace_schedule(seams: PipelineSeams) -> None:
-    """For models whose vocabulary is over the pipeline; others get Megatron's."""
+    """Replaces Megatron's schedule for models whose vocabulary is over the pipeline."""
     if _State.schedule is not None:
         return
     original = getattr(seams.schedules, SCHEDULE)
@@ -66,7 +66,9 @@ def spread_models_to_be_built(
 def spread_model(
     model: Any, options: PatchOptions, language_model: Seams, seams: PipelineSeams
 ) -> None:
-    """Raises:
+    """Puts a model's vocabulary over the pipeline.
+
+    Raises:
         PatchError: on all ranks of the pipeline, where one of them cannot.
     Collectives: one gather of reasons over the pipeline, and that of `spread`.
     """

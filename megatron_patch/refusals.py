@@ -1,4 +1,4 @@
-"""Which heads the patch leaves alone, and what to change so that it need not."""
+"""Heads that the patch refuses, and the change that each needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COPY = (
 
 
 def why_not(model: Any, layer: Any, seams: Seams, options: PatchOptions) -> str | None:
-    """Why this model's head cannot be patched; None: it can."""
+    """Returns why a model's head cannot be patched; None: it can."""
     config = model.config
     if _class_of(layer) is not seams.head:
         return why_changed(layer, seams, options)
@@ -67,7 +67,7 @@ def why_not(model: Any, layer: Any, seams: Seams, options: PatchOptions) -> str 
 
 
 def why_overridden(model: Any, originals: dict[str, Any]) -> str | None:
-    """Why methods of the model's class are not Megatron's: some class of its MRO overrides one.
+    """Returns which method a class of the model's MRO overrides; None: all are Megatron's.
 
     Args: originals: Megatron's functions, by name.
     """
@@ -111,7 +111,7 @@ def _is_of_fp32(config: Any) -> bool:
 
 
 def _class_of(layer: Any) -> type:
-    """Without what torch's fully_shard has put before it."""
+    """Returns a layer's class without the class that torch's fully_shard adds."""
     layer_type = type(layer)
     return layer_type.__bases__[1] if layer_type.__bases__[0] is FSDPModule else layer_type
 

@@ -24,7 +24,7 @@ MARK = "megatron_patch"
 
 @dataclass
 class Patched:
-    """Of one head.
+    """The state of one patched head.
 
     Args: is_stock: what the patch replaces has been run beside it, and gives the same.
     """
@@ -35,13 +35,13 @@ class Patched:
 
 
 def options_of(layer: Any) -> PatchOptions | None:
-    """None: the head is Megatron's."""
+    """Returns a head's options; None: the head is Megatron's."""
     patched = vars(layer).get(MARK)
     return None if patched is None else patched.options
 
 
 def put(model: Any, layer: Any, options: PatchOptions, seams: Seams) -> None:
-    """On the instances: their classes stay as they are."""
+    """Replaces methods of the instances; their classes stay as they are."""
     setattr(layer, MARK, Patched(options, seams))
     layer.forward = types.MethodType(_head_forward, layer)
     layer._call_impl = types.MethodType(_head_call, layer)
@@ -60,7 +60,7 @@ def _defer(
     runtime_gather_output: bool | None = None,
     **ours: Any,
 ) -> DeferredLogits | None:
-    """What a call of the head gives; None: what its forward gives."""
+    """Returns deferred logits for a call of the head; None: its forward is to run."""
     gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
     if ours or (gathers and not (self.training and torch.is_grad_enabled())):
         return None
@@ -69,8 +69,10 @@ def _defer(
 
 
 def _require_unchanged(layer: Any) -> None:
-    """Raises:
-    PatchError: since `apply` the head has got what the patch would leave out.
+    """Checks a patched head.
+
+    Raises:
+        PatchError: since `apply` the head has got what the patch would leave out.
     """
     patched: Patched = vars(layer)[MARK]
     reason = why_changed(layer, patched.seams, patched.options)
@@ -83,8 +85,8 @@ def _require_unchanged(layer: Any) -> None:
 
 
 def _head_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of what nn.Module.__call__ calls. A call that computes nothing runs no hooks: FSDP's
-    wrap the head's input to be told of its gradient, and must be told once."""
+    """Replaces the function that nn.Module.__call__ calls. A call that computes nothing runs no
+    hooks: FSDP's hooks wrap the head's input to learn of its gradient, and must learn of it once."""
     deferred = _defer(self, *args, **kwargs)
     return type(self)._call_impl(self, *args, **kwargs) if deferred is None else (deferred, None)
 
@@ -101,7 +103,7 @@ def _head_forward(
     largest_wanted: bool = False,
     model: Any = None,  # whose loss is wanted
 ) -> tuple[Any, Tensor | None]:
-    """In place of ColumnParallelLinear.forward. The loss too comes through here, and so through the
+    """Replaces ColumnParallelLinear.forward. The loss too comes through here, and so through the
     layer's __call__: hooks that bring the weight (overlap_param_gather, FSDP) run before it."""
     patched: Patched = vars(self)[MARK]
     used_weight = self.weight if weight is None else weight
@@ -118,7 +120,7 @@ def _head_forward(
 
 
 def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
-    """In place of compute_language_model_loss: labels [b, s] -> loss [b, s] fp32.
+    """Replaces compute_language_model_loss: labels [b, s] -> loss [b, s] fp32.
 
     Raises:
         PatchError: since `apply` the model has got what the patch would leave out; or the loss of
@@ -162,7 +164,7 @@ def _require_plain(options: PatchOptions) -> None:
 
 
 def _require_stock(model: Any, layer: Any, weight: Tensor) -> None:
-    """Once for a model.
+    """Compares the patch with Megatron's functions, once for a model.
 
     Raises:
         PatchError: the functions of Megatron in whose place the patch computes give other values.

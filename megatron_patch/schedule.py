@@ -17,7 +17,7 @@ from megatron_patch.step import Arguments, Step
 
 
 def forward_backward(seams: PipelineSeams, rows: Rows, arguments: Arguments) -> list[Any]:
-    """In place of forward_backward_pipelining_without_interleaving. Returns: what the loss function
+    """Replaces forward_backward_pipelining_without_interleaving. Returns: what the loss function
     reports of each microbatch, on the last stage; elsewhere nothing.
 
     Raises:
@@ -61,7 +61,7 @@ def forward_backward(seams: PipelineSeams, rows: Rows, arguments: Arguments) -> 
 
 
 def model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
-    """In place of compute_language_model_loss, on the last stage: labels [b, s] -> [b, s] fp32 of
+    """Replaces compute_language_model_loss, on the last stage: labels [b, s] -> [b, s] fp32 of
     NaN, which stands for losses that are not known yet."""
     rows: Rows = self.output_layer
     if not isinstance(logits, DeferredLogits):

@@ -1,4 +1,4 @@
-"""What of Megatron the patch relies on: a few functions, whose signatures are looked at.
+"""The functions of Megatron on which the patch relies, and checks of their signatures.
 
 Not the version: a checkout's name says little, and these have not changed from 0.14 on. Functions
 that the patch replaces must be Megatron's own: nothing else may have been put in their place.
@@ -121,7 +121,7 @@ def find_seams() -> Seams:
 
 
 def without_ours(function: Any) -> Any:
-    """What an earlier apply() has put there stands for what it replaced."""
+    """Returns the function that an earlier apply() has replaced, or the function itself."""
     while _file_of(function).parent == Path(__file__).parent and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
@@ -145,7 +145,7 @@ def require_own(name: str, function: Any, module: Any, core: Any) -> None:
 
 
 def describe(function: Any) -> str:
-    """A function, by its name and where it is defined."""
+    """Describes a function by its name and its place of definition."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", type(function).__module__)
     code = getattr(function, "__code__", None)
@@ -160,7 +160,7 @@ def _unwrapped(function: Any) -> Iterator[Any]:
 
 
 def _file_of(function: Any) -> Path:
-    """Of its code, which no functools.wraps copies."""
+    """Returns the file of a function's code, which functools.wraps does not copy."""
     code = getattr(function, "__code__", None)
     return Path("nowhere" if code is None else code.co_filename)
 
@@ -206,7 +206,7 @@ def find_pipeline_seams() -> PipelineSeams:
 
 
 def find_schedules() -> Any:
-    """The module of Megatron's schedules.
+    """Finds the module of Megatron's schedules.
 
     Raises:
         PatchError: one of them is not there.

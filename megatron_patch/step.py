@@ -41,7 +41,7 @@ _PASSES = {
 
 @dataclass
 class Arguments:
-    """Of Megatron's schedule."""
+    """The arguments of Megatron's schedule."""
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
@@ -154,7 +154,7 @@ class Step:
         return unknown
 
     def grad(self, index: int) -> Tensor:
-        """What the last stage's backward waits for."""
+        """Returns the gradient for which the last stage's backward waits."""
         return self.head.take(index)
 
     def _forward(self, index: int) -> None:
@@ -196,8 +196,8 @@ class Step:
                 schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def _require_shape(self, output: Any) -> None:
-        """Before another stage gets it: gloo ends a process that receives more than it expects, and
-        of less leaves what was in the buffer."""
+        """Checks the shape of a tensor before it is sent: gloo ends a process that receives more
+        than it expects, and leaves the end of a buffer as it was that receives less."""
         wanted, got = self.pipeline.described, type(output).__name__
         if isinstance(output, Tensor):
             got = f"{list(output.shape)} {output.dtype}"
@@ -237,7 +237,7 @@ class Step:
             self.head.weigh(index, self.root)
 
     def _weigh(self, index: int) -> None:
-        """The loss function, on the last stage."""
+        """Calls the loss function, on the last stage."""
         losses = self.head.losses(index) if self.trains else self.head.value(index)
         losses = losses.transpose(0, 1).contiguous().requires_grad_(self.trains)
         # No leaf, into which a loss function could not write.
@@ -302,7 +302,7 @@ class Step:
             self.head.grads.add_into(main_grad)
 
     def _finish_grads(self) -> None:
-        """As DDP finds a parameter after its backward."""
+        """Leaves the parameter's gradient as DDP finds it after a backward."""
         weight: Any = self.rows.weight
         self.head.finish_step()
         main_grad = getattr(weight, "main_grad", None)

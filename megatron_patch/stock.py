@@ -1,4 +1,4 @@
-"""Whether Megatron's own head and loss compute what the patch computes in their place.
+"""Comparison of Megatron's head and loss with the patch, which replaces them.
 
 A name and a signature say nothing of a fork whose files are edited, nor of functions that someone
 has put under those of Megatron. So both are run on a few tokens, once.
@@ -109,7 +109,7 @@ def _why_another_head(layer: Any, weight: Tensor, seams: Seams) -> str | None:
 
 
 def device_of(group: Any) -> torch.device:
-    """A device whose tensors the group can send."""
+    """Returns a device whose tensors the group can send."""
     if dist.get_backend(group) != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

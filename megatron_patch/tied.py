@@ -22,7 +22,7 @@ AHEAD = 1
 
 
 class SpreadEmbedding(nn.Module):
-    """In place of the first stage's word_embeddings; its rows are those of `Rows`."""
+    """The first stage's word_embeddings, looked up in the rows of `Rows`."""
 
     def __init__(self, rows: Rows, *, reduce_scatters: bool) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class TiedStep:
         self.embedding.look_up(index)
 
     def forward_step(self, index: int, model: Any) -> tuple[Any, None]:
-        """In place of forward_step_func, on the first stage."""
+        """Replaces forward_step_func, on the first stage."""
         args, kwargs = self._calls.pop(index)
         return model(*args, **kwargs), None
 

@@ -47,7 +47,7 @@ class FrequentRows:
         self._biases: Callable[[], Tensor] | None = None
 
     def count(self, local_targets: Tensor) -> None:
-        """Args: local_targets: [N] of a microbatch, -1 = not in this shard."""
+        """Counts a microbatch's targets. Args: local_targets: [N], -1 = not in this shard."""
         targets = local_targets.to(torch.int64)
         elsewhere = len(self._counts) - 1
         targets = targets.masked_fill(targets < 0, elsewhere)

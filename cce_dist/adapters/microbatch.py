@@ -17,7 +17,7 @@ from cce_dist.partials import Head, Stats, Tokens
 
 @dataclass
 class Microbatch:
-    """From `post` to `take`."""
+    """The state of a microbatch from `post` to `take`."""
 
     # hidden [..., D], targets [...] int64, and what waits for both; until `statistics`
     posted: tuple[Tensor, Tensor, Callable[[], object]] | None

@@ -80,7 +80,7 @@ class Neighbours:
             courier.close()
 
     def _courier(self, other: int, forward: bool) -> tuple[Courier, int]:
-        """And the other's rank in its group."""
+        """Returns the courier to a neighbour, and the neighbour's rank in its group."""
         courier = self._couriers[other][not forward]
         peers = dist.get_world_size(courier.group)
         return courier, other if peers == self.size else int(other > self.rank)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_scalar(options: LossOptions) -> None:
-    """For a schedule that begins its backward at the loss of a microbatch."""
+    """Refuses losses that are no scalar: a schedule begins its backward at a microbatch's loss."""
     if options.reduction == "none":
         raise ValueError(
             "options.reduction must be 'mean' or 'sum' under a schedule that is handed a "

@@ -80,7 +80,7 @@ class TiedEmbedding(nn.Module):
         return self.head.rank == self.root
 
     def ask(self, index: int, tokens: Tensor | None = None) -> None:
-        """Without waiting.
+        """Begins to send a microbatch's tokens to all ranks, without waiting.
 
         Args: tokens: [...] of the microbatch, on the rank of the first stage.
         Raises:
@@ -107,7 +107,7 @@ class TiedEmbedding(nn.Module):
         batch.rows, batch.wait = vectors, start_reduce(self.root, self._summing, vectors)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[...] -> [..., D], this rank's slice of dim 0 under sequence_parallel."""
+        """Looks up tokens [...]: [..., D], this rank's slice of dim 0 under sequence_parallel."""
         head = self.head
         if self.infers or not self._microbatches:
             if not self.infers:
@@ -145,7 +145,7 @@ class TiedEmbedding(nn.Module):
 
     @torch.no_grad()
     def give(self, index: int) -> None:
-        """Without waiting for the gradient."""
+        """Begins to send the gradient to all ranks, without waiting."""
         batch, head = self._microbatches[index], self.head
         if not self.is_first:
             # The first stage alone needs the sum; this rank has not waited for it yet.
@@ -227,7 +227,7 @@ class TiedEmbedding(nn.Module):
 
 
 def _nothing() -> None:
-    """What is left to wait for."""
+    """A microbatch under way."""
 
 
 class _Rows(torch.autograd.Function):

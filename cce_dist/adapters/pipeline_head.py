@@ -157,8 +157,8 @@ class PipelineHead:
         rehearse_head(self)
 
     def start_step(self, *, record: bool = True) -> None:
-        """Before the first microbatch of a step: begins to tell all ranks of the rows that say most
-        of a token's lse, as the filter of the Triton backend needs. Without waiting; on every rank.
+        """Begins a step: sends all ranks the rows that tell most of a token's lse, which the filter
+        of the Triton backend needs. Without waiting; on every rank, before the first microbatch.
         A step without it has the same loss, and a filter that keeps more. Until `finish_step`,
         which also ends one without gradients, the weight keeps its values.
 

@@ -1,7 +1,7 @@
-"""Every phase once before the first step, so that its kernels are on the device.
+"""A run of every phase before the first step, which loads the phases' kernels.
 
-A kernel is brought there at its first launch, which may wait for all that the device has begun:
-within a step for what other ranks send when this one has gone on.
+A kernel is loaded at its first launch, which may wait for all work on the device. Within a step
+that work may wait for other ranks, and they for this rank.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ _UNAWAITED = 2
 
 @dataclass(frozen=True)
 class _Received:
-    """As torch's runtime waits for it."""
+    """A received tensor, with the method by which torch's runtime waits for it."""
 
     wait: Wait
 
@@ -246,7 +246,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         return super()._step_microbatches(*microbatches, *others, **keywords)
 
     def _post(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
-        """loss_fn, of the last stage."""
+        """Stands for loss_fn on the last stage."""
         refuse_loss_kwargs(loss_kwargs)
         if self.infers:
             return output.float().sum()
