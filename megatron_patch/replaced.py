@@ -86,7 +86,7 @@ def _require_unchanged(layer: Any) -> None:
 
 def _head_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces the function that nn.Module.__call__ calls. A call that computes nothing runs no
-    hooks: FSDP's hooks wrap the head's input to learn of its gradient, and must learn of it once."""
+    hooks: FSDP's hooks wrap the head's input to learn of its gradient, and must do so once."""
     deferred = _defer(self, *args, **kwargs)
     return type(self)._call_impl(self, *args, **kwargs) if deferred is None else (deferred, None)
 
