@@ -1,7 +1,7 @@
-"""A debug switch: whether the ranks of a group were called alike, and which one was not.
+"""A debug switch: compares the arguments of all ranks of a group, and names a rank that differs.
 
-Ranks that disagree on how many tokens there are wait for each other until a timeout; ranks that
-disagree on values train on nonsense. Off by default, since it makes the host wait for the device.
+Ranks that disagree on the number of tokens wait for each other until a timeout. Ranks that disagree
+on values train on nonsense. Off by default: the comparison makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.collectives import gather_numbers
+from cce_dist.inputs import Inputs
 from cce_dist.options import LossOptions
 from cce_dist.transport import group_rank, group_size
 
@@ -24,61 +25,57 @@ if TYPE_CHECKING:
     from cce_dist.transport import Group
 
 SWITCH = "CCE_DIST_CHECK_RANKS"
-# What a rank may choose for itself; and the workspace, but with in_forward, where that decides how
-# many chunks of tokens, and so how many collectives, there are.
-_OWN = ("check_ranks", "keep_logits")
+# Options that may differ between ranks. So may the workspace, but with in_forward: it then decides
+# the number of chunks of tokens, and so the number of collectives.
+_FREE_OPTIONS = ("check_ranks", "keep_logits")
 _CHUNK = 2**20
 _VALUES = "values of "
 
 
 def is_wanted(options: LossOptions) -> bool:
-    """By the option, or by the environment.
+    """Returns whether the option or the environment asks for the comparison.
 
     Raises:
         ValueError: the environment variable is neither 0 nor 1.
     """
-    given = os.environ.get(SWITCH, "0") or "0"
-    if given not in ("0", "1"):
-        raise ValueError(f"environment variable {SWITCH} must be 0 or 1, got {given!r}")
-    return options.check_ranks or given == "1"
+    switch = os.environ.get(SWITCH, "0") or "0"
+    if switch not in ("0", "1"):
+        raise ValueError(f"environment variable {SWITCH} must be 0 or 1, got {switch!r}")
+    return options.check_ranks or switch == "1"
 
 
-def check_ranks(
-    group: Group | None,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    options: LossOptions,
-    bias: Tensor | None,
-    weights: Mapping[str, Tensor | None],
-) -> None:
-    """That the arguments which all ranks share are the same on all of them, to the last bit; and
-    that no two have the same rows of weight.
+def check_ranks(group: Group | None, inputs: Inputs, options: LossOptions) -> None:
+    """Compares the arguments that all ranks share, to the last bit; and the rows of weight, which
+    no two ranks may share.
 
-    Args: weights: others that every rank passes alike, by name.
     Raises:
-        ValueError: on every rank; names what differs, or the rows that do not, and the ranks.
+        ValueError: on every rank; names the arguments that differ, or the ranks whose rows do not.
     Collectives: one all-gather of about 30 int64 over `group`; none for one rank.
     """
     if group_size(group) == 1:
         return
-    mine = _described(hidden, weight, options, bias, weights.get("temperature"))
-    # Under sequence parallel each rank has tokens of its own.
-    alike = None if options.sequence_parallel else hidden
-    shared: dict[str, Tensor | None] = {"targets": targets, **weights, "hidden": alike}
+    mine = _describe(inputs, options)
+    shared: dict[str, Tensor | None] = {
+        "targets": inputs.targets,
+        "token_weight": inputs.token_weight,
+        "class_weight": inputs.class_weight,
+        "temperature": inputs.temperature,
+        # Under sequence parallel each rank has other tokens.
+        "hidden": None if options.sequence_parallel else inputs.hidden,
+    }
     mine |= {name: _outline(tensor) for name, tensor in shared.items() if name != "hidden"}
-    # As many numbers on every rank, whatever it was called with.
+    # The number of numbers must not depend on the arguments: all ranks gather alike.
     numbers = {name: _hash_of(text) for name, text in mine.items()}
     numbers |= {_VALUES + name: _hash_of_values(tensor) for name, tensor in shared.items()}
-    numbers["rows of weight"] = _hash_of_rows(weight)
+    numbers["rows of weight"] = _hash_of_rows(inputs.weight)
     columns = zip(*gather_numbers(list(numbers.values()), group), strict=True)
     by_name = dict(zip(numbers, columns, strict=True))
-    of_rows = by_name.pop("rows of weight")
+    row_hashes = by_name.pop("rows of weight")
     differ = [name for name, row in by_name.items() if len(set(row)) > 1]
-    # Values of another shape are other values.
+    # Tensors of other shapes have other values: the shape alone is named.
     differ = [name for name in differ if name.removeprefix(_VALUES) not in differ or name in mine]
     if not differ:
-        return _require_own_rows(of_rows)
+        return _require_distinct_rows(row_hashes)
     has = [f"{name} {mine[name]}" for name in differ if name in mine]
     raise ValueError(
         "every rank of the group must be called alike, got different "
@@ -88,24 +85,19 @@ def check_ranks(
     )
 
 
-def _described(
-    hidden: Tensor,
-    weight: Tensor,
-    options: LossOptions,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-) -> dict[str, str]:
+def _describe(inputs: Inputs, options: LossOptions) -> dict[str, str]:
+    hidden, weight, bias = inputs.hidden, inputs.weight, inputs.bias
     texts = {field.name: _text_of(getattr(options, field.name)) for field in fields(options)}
-    for name in _OWN:
+    for name in _FREE_OPTIONS:
         del texts[name]
     if options.gradient != "in_forward":
         texts["workspace_bytes"] = "any"
     texts["hidden"] = _outline(hidden)
     texts["weight's dtype"] = str(getattr(weight, "dtype", type(weight)))
     texts["bias"] = "None" if bias is None else "given"
-    # Whether there is a backward, and what it says to other ranks.
+    # These decide whether there is a backward, and its collectives.
     texts["grad mode"] = str(torch.is_grad_enabled())
-    for name, value in {"hidden": hidden, "temperature": temperature}.items():
+    for name, value in {"hidden": hidden, "temperature": inputs.temperature}.items():
         texts[f"{name}.requires_grad"] = str(getattr(value, "requires_grad", None))
     needing = [getattr(x, "requires_grad", False) for x in (hidden, weight, bias)]
     texts["whether any input requires grad"] = str(any(needing))
@@ -113,7 +105,7 @@ def _described(
 
 
 def _text_of(value: object) -> str:
-    """30 and 30.0 are the same option."""
+    """Returns one text for 30 and 30.0, which are the same option."""
     if isinstance(value, int) and not isinstance(value, bool):
         return repr(float(value))
     return repr(value)
@@ -131,7 +123,7 @@ def _hash_of(text: str) -> int:
 
 
 def _hash_of_values(tensor: Tensor | None) -> int:
-    """Of the bits, and where they stand; sums that wrap, so that their order does not matter."""
+    """Hashes the bits and their places. The sum wraps, so that its order does not matter."""
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
         return 0
     bits, total = _bits_of(tensor), 0
@@ -143,21 +135,21 @@ def _hash_of_values(tensor: Tensor | None) -> int:
 
 
 def _bits_of(tensor: Tensor) -> Tensor:
-    """The elements in a row, as integers."""
+    """Returns the elements as integers, [numel]."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().contiguous().view(-1).view(sizes[tensor.element_size()])
 
 
 def _hash_of_rows(weight: Tensor) -> int:
-    """0 where rows are equal to each other, as those of a head that begins at 0: ranks may have the
-    same then."""
+    """Returns 0 where all rows are equal, as those of a head that begins at 0: ranks may then hold
+    the same rows."""
     if not isinstance(weight, Tensor) or weight.numel() == 0 or weight.dim() != 2:
         return 0
     bits = _bits_of(weight).view(weight.shape)
     return 0 if bool((bits == bits[:1]).all()) else _hash_of_values(weight)
 
 
-def _require_own_rows(row: Sequence[int]) -> None:
+def _require_distinct_rows(row: Sequence[int]) -> None:
     size = len(row)
     if len(set(row) - {0}) == sum(number != 0 for number in row):
         return
@@ -172,8 +164,8 @@ def _require_own_rows(row: Sequence[int]) -> None:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """As splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014), of int64, which wraps, and
-    with odd factors that it holds."""
+    """Mixes the bits of int64, which wraps, as the finaliser of splitmix64 does (Steele, Lea and
+    Flood, OOPSLA 2014); its odd factors fit int64."""
     for shift, factor in ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB), (31, 1)):
         # A logical shift: the sign's copies are masked off.
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -181,7 +173,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _grouped(row: Sequence[int]) -> str:
-    """Ranks with the same number together, the most of them first."""
+    """Lists ranks with the same number together, the largest list first."""
     return " | ".join(map(str, sorted(_by_number(row).values(), key=len, reverse=True)))
 
 

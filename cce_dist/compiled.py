@@ -1,5 +1,5 @@
-"""The loss within torch.compile: validation and reductions are traced, around the operators of
-`compiled_operators`, which the compiler does not look into. So it is of fake tensors, too.
+"""The loss within torch.compile, and of fake tensors: validation and reductions are traced, around
+the operators of `compiled_operators`, into which the compiler does not look.
 """
 
 from __future__ import annotations
@@ -22,27 +22,37 @@ from cce_dist.compute import (
     slice_of,
     wanted_of,
 )
+from cce_dist.inputs import Inputs
 from cce_dist.options import Filter, LossOptions, Screen
+from cce_dist.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.reduction import TokenLoss, pick_tokens
 from cce_dist.tracing import is_traced
 from cce_dist.transport import group_rank, group_size, is_over_mpi, resolve_group
 from cce_dist.vocab_shard import VocabShard
 
 OPTIONS = tuple(LossOptions.__dataclass_fields__)
-NESTED = tuple((kind, tuple(kind.__dataclass_fields__)) for kind in (Filter, Screen))
+NESTED = {
+    name: (kind, tuple(kind.__dataclass_fields__))
+    for name, kind in {"filter": Filter, "screen": Screen}.items()
+}
 
 
 @torch.compiler.assume_constant_result
-def _bind(group: Any, shard: Any, num_rows: int, **fields: Any) -> tuple[str, int, int, int, int]:
-    """Runs once, when the call is traced. Dataclasses come apart: the tracer may have made them.
+def _bind(
+    group: Any, shard: Any, num_rows: int, option_values: tuple[Any, ...]
+) -> tuple[str, int, int, int, int]:
+    """Runs once, when the call is traced. Dataclasses come as tuples of their values: this function
+    cannot read the tracer's stand-ins for them.
 
+    Args: option_values: of LossOptions, in its order.
     Returns:
         The key; start, stop and vocab_size of the shard; the number of ranks.
     """
-    for (kind, _), name in zip(NESTED, ("filter", "screen"), strict=True):
-        if isinstance(fields[name], tuple):
-            fields[name] = kind(*fields[name])
-    options = LossOptions(**fields)
+    values = dict(zip(OPTIONS, option_values, strict=True))
+    for name, (kind, _) in NESTED.items():
+        if isinstance(values[name], tuple):
+            values[name] = kind(*values[name])
+    options = LossOptions(**values)
     # torch 2.13 traces with a stand-in for the group.
     group = resolve_group(getattr(group, "real_obj", group))
     for name, instead in {
@@ -52,7 +62,7 @@ def _bind(group: Any, shard: Any, num_rows: int, **fields: Any) -> tuple[str, in
         if getattr(options, name):
             raise ValueError(f"{name} must be False within torch.compile: {instead}")
     if options.gradient == "in_forward":
-        # Both gradients would have to be kept; made in the backward they are the same.
+        # The forward's gradients would have to be kept; those of the backward are the same.
         every = not options.filters
         filter_ = Filter() if every else options.filter
         options = replace(options, gradient="exact" if every else "filtered", filter=filter_)
@@ -66,22 +76,16 @@ def _bind(group: Any, shard: Any, num_rows: int, **fields: Any) -> tuple[str, in
 
 
 def compute(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    inputs: Inputs,
     options: LossOptions,
-    *,
     group: Any,
     vocab_shard: VocabShard | None,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    class_weight: Tensor | None,
-    grad_weight_into: Tensor | None,
-    temperature: Tensor | None = None,
-    quantized_weight: Any = None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None,
 ) -> Tensor | LossOutput:
-    """As `compute.compute`, while a call is traced, or of fake tensors: then results and gradients
-    have shapes alone. Collectives of fake tensors: none."""
+    """Traces `compute.compute`, or computes it of fake tensors: results and gradients then have
+    shapes alone. Collectives of fake tensors: none."""
+    hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into, _ = inputs
+    temperature = inputs.temperature
     if is_over_mpi(group):
         where = "within torch.compile and of fake tensors"
         raise ValueError(f"group must be a ProcessGroup {where}, got an MPIGroup")
@@ -91,16 +95,13 @@ def compute(
         # No values to compare, no memory to keep.
         options = replace(options, keep_logits=None, check_ranks=False)
     validation.check_hidden_and_weight(hidden, weight)
-    fields = {name: getattr(options, name) for name in OPTIONS}
-    for (kind, names), name in zip(NESTED, ("filter", "screen"), strict=True):
-        if isinstance(fields[name], kind):
-            fields[name] = tuple(getattr(fields[name], field) for field in names)
     bounds: Any = vocab_shard
     if isinstance(vocab_shard, VocabShard):
         bounds = (vocab_shard.start, vocab_shard.stop, vocab_shard.vocab_size)
-    # A range makes a number of what is a symbol where heads of several sizes have been compiled.
+    # A range turns a symbol into a number: the size is a symbol once heads of several sizes have
+    # been compiled.
     num_rows = len(range(weight.shape[0]))
-    key, start, stop, vocab_size, size = _bind(group, bounds, num_rows, **fields)
+    key, start, stop, vocab_size, size = _bind(group, bounds, num_rows, _option_values(options))
     shard = VocabShard(start, stop, vocab_size)
     shape = validation.check_targets(targets, hidden, options, size)
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
@@ -110,10 +111,10 @@ def compute(
     picked = pick_tokens(targets, options, count_on_device=True)
     assert picked.rows is not None and picked.count is not None
     validation.check_target_range(picked.targets, vocab_size, options.ignore_index)
-    terms = TokenLoss.of(picked, options, shape, token_weight, class_weight, hidden)
+    terms = TokenLoss.of(picked, options, token_weight, class_weight, hidden)
     scale = scale_for(temperature, picked, options, hidden)
-    inputs = (hidden, weight if grad_weight_into is None else None, bias, temperature)
-    needs = [differentiates(x) for x in inputs]
+    returned_weight = weight if grad_weight_into is None else None
+    needs = [differentiates(x) for x in (hidden, returned_weight, bias, temperature)]
     nll, lse, smooth, entropy, others, _ = torch.ops.cce_dist.two_pass(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -137,6 +138,17 @@ def compute(
     )
 
 
+def _option_values(options: LossOptions) -> tuple[Any, ...]:
+    """Returns the values of all options in order, and tuples of those of filter and screen."""
+    values = []
+    for name in OPTIONS:
+        value = getattr(options, name)
+        if name in NESTED and isinstance(value, NESTED[name][0]):
+            value = tuple(getattr(value, field) for field in NESTED[name][1])
+        values.append(value)
+    return tuple(values)
+
+
 def _refuse_tensors(quantized_weight: Any, grad_weight_into: Tensor | None) -> None:
     if quantized_weight is not None:
         raise ValueError("quantized_weight must be None within torch.compile")
@@ -146,5 +158,5 @@ def _refuse_tensors(quantized_weight: Any, grad_weight_into: Tensor | None) -> N
 
 
 def _plain(others: list[Tensor], options: LossOptions) -> list[Tensor | None]:
-    """Detached: an operator's outputs are all differentiable to who traces it."""
+    """Detaches the statistics: to a tracer all outputs of an operator are differentiable."""
     return [others.pop(0).detach() if has else None for has in has_plain(options)]

@@ -1,7 +1,8 @@
 """The operators of a compiled loss: `autograd.TwoPass`, forward and backward, collectives included.
 
-What the forward leaves for the backward is tensors, so that the compiler can keep them, or compute
-them again. Its stand-ins for tensors have shapes alone: `_state_like` says those of what is left.
+The forward leaves tensors for the backward, so that the compiler can keep them or compute them
+again. The compiler's stand-ins for tensors have shapes alone: `_state_like` makes those of the
+forward's state.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bound:
-    """What a compiled call has besides tensors. The operators know it by a string."""
+    """The arguments of a compiled call that are no tensors. A string names it to the operators."""
 
     options: LossOptions
     group: Group | None
@@ -35,15 +36,16 @@ class Bound:
 
     def plan(self, hidden: Tensor, num_tokens: int, needs: list[bool]) -> Plan:
         """Args: needs: which of hidden, weight, bias and scale need a gradient."""
-        given = (self.options, self.group, self.shard)
-        return plan_of(hidden, num_tokens, *given, entropy=needs[3])
+        options, group, shard = self.options, self.group, self.shard
+        return plan_of(hidden, num_tokens, options, group, shard, entropy=needs[3])
 
 
 BOUND: dict[str, Bound] = {}
 
 
 def has_plain(options: LossOptions) -> tuple[bool, ...]:
-    """Which of max_logit, target_is_argmax, mean_logit, m2_logit, screened, tail mass there are."""
+    """Returns which of max_logit, target_is_argmax, mean_logit, m2_logit, screened and tail mass a
+    call computes."""
     wanted = wanted_of(options)
     some = wanted.correct or wanted.moments
     moments = wanted.moments
@@ -52,7 +54,7 @@ def has_plain(options: LossOptions) -> tuple[bool, ...]:
 
 
 class _Context:
-    """What `TwoPass.forward` takes for autograd's context, and `TwoPass.backward` after it."""
+    """A stand-in for autograd's context in `TwoPass.forward` and `TwoPass.backward`."""
 
     def __init__(self, needs: list[bool]) -> None:
         self.needs_input_grad = tuple(needs)
@@ -93,7 +95,7 @@ def _call(
 
 
 def _of_known(scale: Tensor | None, call: Call) -> Tensor | None:
-    """Of the tokens that the call has."""
+    """Cuts the scale to the tokens of the call."""
     return None if scale is None else scale[: call.local_targets.shape[0]]
 
 
@@ -121,8 +123,8 @@ def two_pass(
     needs: list[bool],
     key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """`TwoPass.forward`: nll, lse, smooth_logit, entropy, others, and what the backward needs; [N]
-    of all tokens, those that count first; empty where there is none."""
+    """Runs `TwoPass.forward`. Returns nll, lse, smooth_logit, entropy, others, and the backward's
+    state; each [N] of all tokens, tokens that count first, or empty where it is not computed."""
     bound, size = BOUND[key], len(rows)
     plan = bound.plan(hidden, size, needs)
     call = _call(plan, class_weight, rows, local_targets, count, any(needs))
@@ -147,7 +149,7 @@ def two_pass(
 
 
 def _apart(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of those that lie in the memory of another one: an operator may not return views."""
+    """Copies tensors that share memory with an earlier one: an operator may not return views."""
     seen: set[int] = set()
     out = []
     for tensor in tensors:
@@ -173,8 +175,8 @@ def _(
     bound, size = BOUND[key], rows.shape[0]
     dtype, wanted = accumulate_dtype(hidden.dtype), wanted_of(bound.options)
 
-    def vector(given: bool = True) -> Tensor:
-        return hidden.new_empty(size if given else 0, dtype=dtype)
+    def vector(is_wanted: bool = True) -> Tensor:
+        return hidden.new_empty(size if is_wanted else 0, dtype=dtype)
 
     others = [vector() for has in has_plain(bound.options) if has]
     smooth, entropy = vector(wanted.smooth_logit), vector(wanted.entropy or needs[3])
@@ -185,8 +187,9 @@ def _(
 def _state_like(
     hidden: Tensor, weight: Tensor, size: int, bound: Bound, needs: list[bool]
 ) -> list[Tensor]:
-    """The torch backend's state has as many rows as tokens count, which a compiler cannot know: its
-    backward computes the forward again, on every rank alike."""
+    """Returns stand-ins for the forward's state. The torch backend leaves none: its state would
+    have a row for each token that counts, a number that a compiler cannot know. Its backward
+    computes the forward again, on every rank alike."""
     plan = bound.plan(hidden, size, needs)
     if not plan.backend.counts_on_device:
         return []
@@ -223,7 +226,7 @@ def two_pass_backward(
     needs: list[bool],
     key: str,
 ) -> list[Tensor]:
-    """`TwoPass.backward`: gradients of those of hidden, weight, bias and scale that need one."""
+    """Runs `TwoPass.backward`. Returns the gradients that hidden, weight, bias and scale need."""
     bound = BOUND[key]
     plan = bound.plan(hidden, len(rows), needs)
     call = _call(plan, class_weight, rows, local_targets, count, record=True)
@@ -287,11 +290,11 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     *upstream, _, _ = grads
     # The eight inputs that are tensors, lse and entropy.
     tensors, state = ctx.saved_tensors[:10], list(ctx.saved_tensors[10:])
-    made = iter(
+    grads_in_order = iter(
         torch.ops.cce_dist.two_pass_backward(*upstream, *tensors, state, ctx.needs, ctx.key)
     )
-    of_inputs = [next(made) if need else None for need in ctx.needs]
-    return (*of_inputs, *(None for _ in range(6)))
+    input_grads = [next(grads_in_order) if need else None for need in ctx.needs]
+    return (*input_grads, *(None for _ in range(6)))
 
 
 two_pass.register_autograd(_backward, setup_context=_setup)

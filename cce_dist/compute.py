@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cce_dist import agreement, validation
 from cce_dist.autograd import Call, InForward, TwoPass
+from cce_dist.inputs import Inputs
 from cce_dist.local import choose_backend
 from cce_dist.loss_plan import Plan
 from cce_dist.options import LossOptions
@@ -49,13 +50,13 @@ class LossOutput(NamedTuple):
     correct: Tensor | None = None  # bool: the largest logit is the target's
     tail_mass: Tensor | None = None  # probability mass whose gradient is approximated
     logit_moments: LogitMoments | None = None
-    # bool: logits were of 8 bits, but for those that matter; the same at all tokens that count
+    # bool: logits were screened; the same at all tokens that count
     screened: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Finish:
-    """What becomes of the vectors that the autograd functions return."""
+    """The reductions that turn the autograd functions' vectors into the loss's results."""
 
     terms: TokenLoss
     picked: PickedTokens
@@ -71,7 +72,7 @@ class Finish:
         entropy: Tensor | None,
         plain: list[Tensor | None],
     ) -> Tensor | LossOutput:
-        """What `TwoPass` returns -> what the loss does."""
+        """Turns the outputs of `TwoPass` into the results of the loss."""
         loss = self.terms.per_token(nll, lse, smooth, slice(None))
         loss = self._spread(loss) if self.options.reduction == "none" else loss.sum()
         return self.with_stats(loss, lse, entropy, plain)
@@ -79,7 +80,7 @@ class Finish:
     def with_stats(
         self, loss: Tensor, lse: Tensor, entropy: Tensor | None, plain: list[Tensor | None]
     ) -> Tensor | LossOutput:
-        """The loss itself, or beside the statistics that were asked for."""
+        """Returns the loss, with the statistics of `stats` if there are any."""
         if not self.options.stats:
             return loss
         max_logit, is_argmax, mean, m2, screened, tail = plain
@@ -102,33 +103,27 @@ class Finish:
 
 
 def prepare(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    inputs: Inputs,
     options: LossOptions,
-    *,
     group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
-    bias: Tensor | None,
-    token_weight: Tensor | None,
-    class_weight: Tensor | None,
-    grad_weight_into: Tensor | None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None,
+    *,
     record: bool,  # a backward may follow
-    quantized_weight: QuantizedWeight | StepQuantizer | None = None,
-    temperature: Tensor | None = None,  # as targets; for full logits without label smoothing
+    backward_is_next: bool = False,  # as in Plan
 ) -> tuple[Call, Finish]:
-    """Validate, pick tokens and a backend. Arguments are those of the public functions.
+    """Validates the arguments of a public function; picks the tokens and the backend.
 
     Raises:
-        ValueError: as there.
+        ValueError: an argument is not supported; the message says which.
     """
+    hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into, _ = inputs
+    temperature = inputs.temperature
     ranks = resolve_group(group)
     validation.check_group_device(ranks, hidden)
-    # Before any check that one rank alone may fail, while the others wait for it.
+    # First: a rank that fails a later check alone would leave the others waiting for it.
     if agreement.is_wanted(options):
-        alike = {"token_weight": token_weight, "class_weight": class_weight}
-        alike["temperature"] = temperature
-        agreement.check_ranks(ranks, hidden, weight, targets, options, bias, alike)
+        agreement.check_ranks(ranks, inputs, options)
     validation.check_hidden_and_weight(hidden, weight)
     rank, world_size = group_rank(ranks), group_size(ranks)
     shape = validation.check_targets(targets, hidden, options, world_size)
@@ -152,7 +147,9 @@ def prepare(
     validation.check_target_range(
         picked.targets, shard.vocab_size, options.ignore_index, picked.in_range
     )
-    terms = TokenLoss.of(picked, options, shape, token_weight, class_weight, hidden)
+    terms = TokenLoss.of(picked, options, token_weight, class_weight, hidden)
+    if backward_is_next:
+        plan = replace(plan, backward_is_next=True)
     call = Call(
         plan=plan,
         rows=None if picked.rows is None else narrow(picked.rows, targets.numel()),
@@ -180,34 +177,38 @@ def plan_of(
     *,
     entropy: bool = False,
 ) -> Plan:
-    """Args: num_tokens: of all ranks, ignored ones included. entropy: whatever the options say."""
+    """Chooses the backend and the filter's threshold.
+
+    Args:
+        num_tokens: of all ranks, ignored tokens included.
+        entropy: it is wanted, whatever the options say.
+    """
     backend = choose_backend(options, hidden, num_tokens, shard.num_classes)
     threshold = options.filter.threshold(
         str(hidden.dtype).removeprefix("torch."),
         shard.vocab_size,
         ordered_tokens=num_tokens if backend.orders_tokens else None,
     )
-    wanted = wanted_of(options)
-    wanted = replace(wanted, entropy=wanted.entropy or entropy)
+    wanted = wanted_of(options, entropy=entropy)
     return Plan(options, shard, group, backend, wanted, threshold)
 
 
-def differentiates(temperature: Tensor | None) -> bool:
-    """Whether its gradient may be asked for, which is made of the entropy."""
-    return torch.is_grad_enabled() and temperature is not None and temperature.requires_grad
+def differentiates(tensor: Tensor | None) -> bool:
+    """Returns whether a backward may ask for the tensor's gradient."""
+    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
 
 
 def scale_for(
     temperature: Tensor | None, picked: PickedTokens, options: LossOptions, hidden: Tensor
 ) -> Tensor | None:
-    """The factor of each token's logits, [N]; None: 1.
+    """Returns the factor of each token's logits, [N]; None: 1.
 
     Raises:
         ValueError: a temperature is out of range; on a GPU a device-side assertion.
     """
     if temperature is None:
         return None
-    # Other losses have no temperature: nothing that they take was made for one.
+    # `token_logprobs` alone passes a temperature, and none of these options.
     assert options.logits == "full" and options.gradient != "in_forward"
     assert options.label_smoothing == 0
     scale = scale_of_tokens(temperature, picked, options.shift, accumulate_dtype(hidden.dtype))
@@ -216,24 +217,28 @@ def scale_for(
 
 
 def compute(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    inputs: Inputs,
     options: LossOptions,
-    *,
-    bias: Tensor | None,
-    temperature: Tensor | None = None,
-    **more: Any,
+    group: Group | DeviceMesh | None,
+    vocab_shard: VocabShard | None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None,
 ) -> Tensor | LossOutput:
-    """The loss of plain tensors, eagerly. Arguments are those of `prepare`."""
-    inputs = (hidden, weight, bias, temperature)
+    """Computes the loss of plain tensors eagerly. Arguments are those of `prepare`."""
+    hidden, weight, bias = inputs.hidden, inputs.weight, inputs.bias
+    temperature = inputs.temperature
     record = torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in inputs
+        isinstance(x, Tensor) and x.requires_grad for x in (hidden, weight, bias, temperature)
     )
-    more |= {"bias": bias, "temperature": temperature, "record": record}
-    call, finish = prepare(hidden, weight, targets, options, **more)
+    call, finish = prepare(
+        inputs,
+        options,
+        group,
+        vocab_shard,
+        quantized_weight,
+        record=record,
+        backward_is_next=True,
+    )
     scale = scale_for(temperature, finish.picked, options, hidden)
-    call = replace(call, plan=replace(call.plan, backward_is_next=True))
     with torch.autocast(hidden.device.type, enabled=False):
         flat = hidden.reshape(-1, hidden.shape[-1])
         if options.gradient == "in_forward" and record:
@@ -248,12 +253,12 @@ _CAST = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cast_by_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Under autocast hidden and weight in its dtype; only what autocast casts: float64, integers
-    and others are left alone."""
+    """Casts hidden and weight to autocast's dtype within its region. Casts the dtypes that autocast
+    casts: float64, integers and others stay."""
     if not isinstance(hidden, Tensor) or not isinstance(weight, Tensor):
         return hidden, weight
     device = hidden.device.type
-    # No autocast is of the meta device, which is refused later.
+    # The meta device has no autocast, and is refused later.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return hidden, weight
     dtype = torch.get_autocast_dtype(device)
@@ -261,10 +266,11 @@ def cast_by_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return hidden, weight
 
 
-def wanted_of(options: LossOptions) -> Wanted:
+def wanted_of(options: LossOptions, *, entropy: bool = False) -> Wanted:
+    """Args: entropy: it is wanted, whatever the options say."""
     return Wanted(
         smooth_logit=options.label_smoothing > 0,
-        entropy="entropy" in options.stats,
+        entropy=entropy or "entropy" in options.stats,
         correct="correct" in options.stats,
         moments="logit_moments" in options.stats,
         screened="screened" in options.stats,
@@ -274,7 +280,7 @@ def wanted_of(options: LossOptions) -> Wanted:
 def local_targets_of(picked: PickedTokens, shard: VocabShard) -> Tensor:
     if picked.local_targets is not None:
         return picked.local_targets
-    # A shard that is the whole vocabulary holds every target: those are checked.
+    # A shard that is the whole vocabulary holds every target: targets are range-checked before.
     whole = shard.num_classes == shard.vocab_size
     local = picked.targets if whole else shard.local_targets(picked.targets)
     counts = picked.counts
@@ -282,7 +288,7 @@ def local_targets_of(picked: PickedTokens, shard: VocabShard) -> Tensor:
 
 
 def narrow(indices: Tensor, size: int) -> Tensor:
-    """int64 -> int32 where that holds `size`."""
+    """Casts int64 indices below `size` to int32 where they fit."""
     return indices.int() if size < 2**31 else indices
 
 

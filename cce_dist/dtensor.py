@@ -1,7 +1,7 @@
 """DTensors in, DTensors out: their local parts go through the plain loss.
 
-A DTensor says who holds what: its mesh is the group, its placements are the shard of the vocabulary
-and whether the tokens are split. docs/parallelism.md#dtensor.
+A DTensor's mesh is the group; its placements give the shard of the vocabulary, and whether the
+tokens are split. docs/parallelism.md#dtensor.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cce_dist.inputs import Inputs
 from cce_dist.options import LossOptions
 from cce_dist.reduction import shifted
 from cce_dist.transport import process_group
@@ -30,13 +31,13 @@ T = TypeVar("T")
 
 
 def is_dtensor(value: object) -> bool:
-    # Who has made one has imported it.
+    # A caller that has a DTensor has imported the module.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def require_plain(name: str, value: object) -> None:
-    """Of a function that does not know what DTensors' placements say."""
+    """Refuses a DTensor, for a function that knows no placements."""
     if is_dtensor(value):
         raise ValueError(
             f"{name} must be a plain tensor here, got a DTensor placed {value.placements}: pass "  # pyright: ignore[reportAttributeAccessIssue]
@@ -55,7 +56,7 @@ class _Arrived(torch.autograd.Function):
 
 
 class _LocalWithoutGrad(torch.autograd.Function):
-    """to_local of a weight whose gradient goes elsewhere: that of torch would return zeros."""
+    """`to_local` of a weight whose gradient goes elsewhere: torch's would return zeros for it."""
 
     @staticmethod
     def forward(ctx: Any, weight: Any) -> Tensor:
@@ -68,8 +69,8 @@ class _LocalWithoutGrad(torch.autograd.Function):
 
 
 def arrived(tensor: T) -> T:
-    """The tensor itself, but for one that a collective still writes (parallelize_module starts them
-    so), of which kernels cannot take the address before it has arrived."""
+    """Waits for a tensor that a collective still writes, as parallelize_module starts them: kernels
+    need its address. Returns any other tensor as it is."""
     if type(tensor) is not Tensor and isinstance(tensor, Tensor) and hasattr(tensor, "wait"):
         return _Arrived.apply(tensor)  # pyright: ignore[reportReturnType]
     return tensor
@@ -79,7 +80,7 @@ def arrived(tensor: T) -> T:
 class LocalParts:
     """The arguments of the loss as this rank holds them, and how its results go back."""
 
-    tensors: dict[str, Any]  # hidden, weight, targets, and the optional ones
+    inputs: Inputs
     options: LossOptions
     group: ProcessGroup
     vocab_shard: VocabShard
@@ -88,7 +89,7 @@ class LocalParts:
     shift: int  # positions at the end that have no target
 
     def wrap(self, result: Any) -> Any:
-        """The loss, or a NamedTuple of it and statistics: Replicate on the mesh."""
+        """Wraps the loss, or a NamedTuple of it and statistics: Replicate on the mesh."""
         if isinstance(result, tuple):
             return type(result)(*map(self.wrap, result))
         if result is None:
@@ -105,51 +106,53 @@ class LocalParts:
 
 
 def local_parts(
-    tensors: dict[str, Any],
+    inputs: Inputs,
     options: LossOptions,
     group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
 ) -> LocalParts:
-    """Args: tensors: by the loss's names of its arguments, None where not given.
+    """Takes the local parts of inputs of which one at least is a DTensor.
 
     Raises:
         ValueError: a placement or a mesh is not supported, or contradicts another argument.
     """
-    hidden, weight = tensors["hidden"], tensors["weight"]
-    given = [name for name, value in tensors.items() if is_dtensor(value)]
+    hidden, weight = inputs.hidden, inputs.weight
     if not is_dtensor(weight):
+        name = next(x for x, y in zip(Inputs._fields, inputs, strict=True) if is_dtensor(y))
         raise ValueError(
-            f"weight must be a DTensor too, placed Shard(0), where {given[0]} is one, got "
-            f"{type(weight)}: pass {given[0]}.to_local(), or distribute the weight"
+            f"weight must be a DTensor too, placed Shard(0), where {name} is one, got "
+            f"{type(weight)}: pass {name}.to_local(), or distribute the weight"
         )
+    if TYPE_CHECKING:
+        assert isinstance(weight, DTensor)
     mesh = _mesh_of(weight)
     process_group = _group_of(mesh, group, hidden)
     _require_placement("weight", weight, mesh, "Shard(0)")
-    local = {name: value for name, value in tensors.items() if not is_dtensor(value)}
-    local["weight"] = weight.to_local()
-    if tensors["grad_weight_into"] is not None:
-        local["weight"] = _LocalWithoutGrad.apply(weight)
-    for name, wanted in {
-        "bias": "Shard(0)",
-        "grad_weight_into": "Shard(0)",
-        "targets": "Replicate()",
-        "token_weight": "Replicate()",
-        "temperature": "Replicate()",
-        "class_weight": "Replicate()",
-    }.items():
-        if is_dtensor(tensors[name]):
-            _require_placement(name, tensors[name], mesh, wanted)
-            local[name] = tensors[name].to_local()
-    token_dim = _token_dim(hidden, mesh, options)
+    if inputs.grad_weight_into is None:
+        local_weight = weight.to_local()
+    else:
+        local_weight: Any = _LocalWithoutGrad.apply(weight)
+    bias = _local_part("bias", inputs.bias, mesh, "Shard(0)")
+    into = _local_part("grad_weight_into", inputs.grad_weight_into, mesh, "Shard(0)")
+    targets = _local_part("targets", inputs.targets, mesh, "Replicate()")
+    token_weight = _local_part("token_weight", inputs.token_weight, mesh, "Replicate()")
+    temperature = _local_part("temperature", inputs.temperature, mesh, "Replicate()")
+    class_weight = _local_part("class_weight", inputs.class_weight, mesh, "Replicate()")
+    token_dim, shift = _token_dim(hidden, mesh, options), 0
+    local_hidden: Any = hidden
     if is_dtensor(hidden):
-        local["hidden"] = hidden.to_local()
-    shift = 0
+        local_hidden = local_hidden.to_local()
     if token_dim is not None:
         shift = options.shift
         options = replace(options, sequence_parallel=True, shift=0)
-        _put_first(local, token_dim, shift, options.ignore_index)
+        local_hidden = local_hidden.movedim(token_dim, 0)
+        targets = _put_first(targets, token_dim, shift, options.ignore_index)
+        token_weight = _put_first(token_weight, token_dim, shift, 0)
+        temperature = _put_first(temperature, token_dim, shift, 1)
     return LocalParts(
-        tensors=local,
+        inputs=Inputs(
+            local_hidden, local_weight, targets, bias, token_weight, class_weight, into, temperature
+        ),
         options=options,
         group=process_group,
         vocab_shard=_shard_of(weight, mesh, vocab_shard),
@@ -157,6 +160,14 @@ def local_parts(
         token_dim=token_dim or 0,
         shift=shift,
     )
+
+
+def _local_part(name: str, value: Any, mesh: DeviceMesh, placement: str) -> Any:
+    """Returns the local part of a DTensor on `mesh`, and a plain tensor or None as it is."""
+    if not is_dtensor(value):
+        return value
+    _require_placement(name, value, mesh, placement)
+    return value.to_local()
 
 
 def _mesh_of(weight: DTensor) -> DeviceMesh:
@@ -182,17 +193,18 @@ def _mesh_of(weight: DTensor) -> DeviceMesh:
 
 
 def _group_of(mesh: DeviceMesh, group: Group | DeviceMesh | None, hidden: object) -> ProcessGroup:
-    """The group of the mesh, if it is known that its ranks hold the same tokens."""
-    own = mesh.get_group()
+    """Returns the group of the mesh, whose ranks must be known to hold the same tokens."""
+    mesh_group = mesh.get_group()
     asked = process_group(group, "where weight is a DTensor")
     if asked is not None:
-        found, wanted = (dist.get_process_group_ranks(g) for g in (asked, own))
-        if found != wanted:
+        asked_ranks, mesh_ranks = map(dist.get_process_group_ranks, (asked, mesh_group))
+        if asked_ranks != mesh_ranks:
             raise ValueError(
-                f"group must be that of weight's mesh, ranks {wanted}, or None, got ranks {found}"
+                f"group must be that of weight's mesh, ranks {mesh_ranks}, or None, got ranks "
+                f"{asked_ranks}"
             )
     elif not is_dtensor(hidden):
-        # Split over data-parallel ranks, by fully_shard, a weight looks the same.
+        # fully_shard splits a weight over data-parallel ranks, and it looks the same.
         raise ValueError(
             "group must be given where weight is a DTensor and hidden is not: pass the mesh dim "
             f"over which weight is split, {mesh.mesh_dim_names}, if its ranks hold the same "
@@ -201,13 +213,13 @@ def _group_of(mesh: DeviceMesh, group: Group | DeviceMesh | None, hidden: object
             "Where the head is in a group of its own, call head.unshard() before the loss in the "
             "forward of the root, without reshard() until the backward is done, which does it"
         )
-    return own
+    return mesh_group
 
 
 def _is_split(placement: Placement) -> TypeGuard[Shard]:
-    """Whether ranks have parts of a dim in their order, which those of a strided shard are not in.
+    """Returns whether ranks hold parts of a dim in the ranks' order; a strided shard's are not.
 
-    Not by the type itself, which a placement has none of while torch 2.11 traces.
+    By isinstance, not by type(placement): a placement has no type while torch 2.11 traces.
     """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -231,7 +243,8 @@ def _require_placement(name: str, value: DTensor, mesh: DeviceMesh, wanted: str)
 
 
 def _token_dim(hidden: object, mesh: DeviceMesh, options: LossOptions) -> int | None:
-    """The dim of hidden that the ranks split (sequence parallel); None: as the options say."""
+    """Returns the dim of hidden that the ranks split (sequence parallel); None: they split none,
+    or hidden is plain and the options say so."""
     if not is_dtensor(hidden):
         return None
     from torch.distributed.tensor import Replicate
@@ -264,24 +277,24 @@ def _token_dim(hidden: object, mesh: DeviceMesh, options: LossOptions) -> int | 
     return dim
 
 
-def _put_first(local: dict[str, Any], dim: int, shift: int, ignore_index: int) -> None:
-    """The dim that the ranks split becomes the first, of whatever has tokens. A shift goes along
-    the last dim, which may be that one: targets are shifted before."""
-    for name, fill in (("targets", ignore_index), ("token_weight", 0), ("temperature", 1)):
-        value = local[name]
-        if isinstance(value, Tensor) and value.dim() > dim:
-            local[name] = shifted(value, shift, fill).movedim(dim, 0)
-    local["hidden"] = local["hidden"].movedim(dim, 0)
+def _put_first(value: Any, dim: int, shift: int, fill: int) -> Any:
+    """Makes `dim`, which the ranks split, the first dim of a tensor that has it. Shifts the tensor
+    before that: a shift goes along the last dim, which may be `dim`."""
+    if not isinstance(value, Tensor) or value.dim() <= dim:
+        return value
+    return shifted(value, shift, fill).movedim(dim, 0)
 
 
-def _shard_of(weight: DTensor, mesh: DeviceMesh, given: VocabShard | None) -> VocabShard:
-    """DTensor's own split, ceil(V / W) rows a rank; `given` may mark the last rows as padding."""
-    own = VocabShard.chunked(weight.shape[0], mesh.get_local_rank(), mesh.size())
-    if given is None:
-        return own
-    if not isinstance(given, VocabShard) or (given.start, given.stop) != (own.start, own.stop):
+def _shard_of(weight: DTensor, mesh: DeviceMesh, vocab_shard: VocabShard | None) -> VocabShard:
+    """Returns the rows of DTensor's split, ceil(V / W) a rank; `vocab_shard` may mark the last rows
+    as padding."""
+    rows = VocabShard.chunked(weight.shape[0], mesh.get_local_rank(), mesh.size())
+    if vocab_shard is None:
+        return rows
+    bounds = (rows.start, rows.stop)
+    if not isinstance(vocab_shard, VocabShard) or (vocab_shard.start, vocab_shard.stop) != bounds:
         raise ValueError(
-            f"vocab_shard must have the rows of weight's DTensor on this rank, [{own.start}, "
-            f"{own.stop}), or be None, got {given}"
+            f"vocab_shard must have the rows of weight's DTensor on this rank, [{rows.start}, "
+            f"{rows.stop}), or be None, got {vocab_shard}"
         )
-    return given
+    return vocab_shard

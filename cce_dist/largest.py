@@ -21,7 +21,7 @@ class LargestLogits(NamedTuple):
 
     # fp32 (float64 for float64 inputs); -inf of a weight without rows, NaN where a logit is NaN
     value: Tensor
-    index: Tensor  # int64: the row of weight, the first one of equal logits; 0 in those two cases
+    index: Tensor  # int64: the row of weight, the first of equal logits; 0 for -inf and NaN
 
 
 @torch.no_grad()
@@ -35,10 +35,11 @@ def largest_logits(
     backend: Backend = "auto",
     workspace_bytes: int | None = None,
 ) -> LargestLogits:
-    """max and argmax over this rank's rows of z = logit_scale * softcap(hidden @ weight.T + bias).
+    """Returns max and argmax, over this rank's rows, of logit_scale * softcap(hidden @ weight.T +
+    bias).
 
-    As `logits.max(dim=-1)` of logits in fp32, without them. Over several ranks the largest value
-    wins: that is left to the caller. Not differentiable. No collectives.
+    As `logits.max(dim=-1)` of logits in fp32, which are never stored. Over several ranks the caller
+    takes the largest of the ranks' values. Not differentiable. No collectives.
 
     Args: those of `linear_cross_entropy`.
     Raises:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cce_dist.compute import LossOutput
 from cce_dist.dtensor import is_dtensor
+from cce_dist.inputs import Inputs
 from cce_dist.loss import compute_loss
 from cce_dist.options import (
     Backend,
@@ -38,7 +39,8 @@ class TokenLogprobs(NamedTuple):
     """Each has targets' (shifted) shape, fp32 (float64 for float64 inputs), differentiable."""
 
     logprobs: Tensor  # natural log of the target's probability; 0 where a token is left out
-    entropy: Tensor | None  # of the softmax, nats; 0 where a token is left out; None: not asked for
+    # Of the softmax, in nats; 0 where a token is left out; None: not asked for.
+    entropy: Tensor | None
 
 
 def token_logprobs(
@@ -61,7 +63,7 @@ def token_logprobs(
     backend: Backend = "auto",
     workspace_bytes: int | None = None,
 ) -> TokenLogprobs:
-    """log softmax(z / temperature)[target] of every token; logits [N, V] never exist in memory.
+    """Returns log softmax(z / temperature)[target] of every token; logits [N, V] are never stored.
 
     z is that of `linear_cross_entropy`, and so is every argument that is not listed here. What PPO,
     GRPO and the like make of the result (ratios, clipping, advantages, a KL term) is ordinary
@@ -84,13 +86,13 @@ def token_logprobs(
     require_bool("entropy", entropy)
     require_choice("gradient", gradient, get_args(GradientOfEach))
     logit_scale = require_finite("logit_scale", logit_scale)
-    of_tokens = None
+    token_temperature = None
     if isinstance(temperature, Tensor):
-        of_tokens = _of_tokens(temperature, targets, entropy)
+        token_temperature = _temperature_of_tokens(temperature, targets, entropy)
     else:
-        logit_scale = _divided(logit_scale, temperature)
+        logit_scale = _divide(logit_scale, temperature)
     if mask is not None:
-        targets = _masked(targets, mask)
+        targets = _mask_targets(targets, mask)
     options = LossOptions(
         sequence_parallel=sequence_parallel,
         ignore_index=IGNORED,
@@ -105,22 +107,14 @@ def token_logprobs(
         backend=backend,
         workspace_bytes=workspace_bytes,
     )
-    result = compute_loss(
-        hidden,
-        weight,
-        targets,
-        options,
-        group=group,
-        vocab_shard=vocab_shard,
-        bias=bias,
-        temperature=of_tokens,
-    )
+    inputs = Inputs(hidden, weight, targets, bias, temperature=token_temperature)
+    result = compute_loss(inputs, options, group, vocab_shard)
     if isinstance(result, LossOutput):
         return TokenLogprobs(0.0 - result.loss, result.entropy)
     return TokenLogprobs(0.0 - result, None)
 
 
-def _divided(logit_scale: float, temperature: float) -> float:
+def _divide(logit_scale: float, temperature: float) -> float:
     temperature = require_finite("temperature", temperature)
     if temperature <= 0:
         raise ValueError(f"temperature must be > 0, got {temperature!r}")
@@ -130,7 +124,7 @@ def _divided(logit_scale: float, temperature: float) -> float:
     return logit_scale / temperature
 
 
-def _of_tokens(temperature: Tensor, targets: Tensor, entropy: bool) -> Tensor:
+def _temperature_of_tokens(temperature: Tensor, targets: Tensor, entropy: bool) -> Tensor:
     require_tensor("temperature", temperature)
     if entropy and temperature.requires_grad and torch.is_grad_enabled():
         raise ValueError(
@@ -142,7 +136,7 @@ def _of_tokens(temperature: Tensor, targets: Tensor, entropy: bool) -> Tensor:
     return temperature
 
 
-def _masked(targets: Tensor, mask: Tensor) -> Tensor:
+def _mask_targets(targets: Tensor, mask: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask)
         raise ValueError(f"mask must be a bool tensor, got {got}")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cce_dist.compute import LossOutput, cast_by_autocast, compute
 from cce_dist.dtensor import arrived, is_dtensor, local_parts
+from cce_dist.inputs import Inputs
 from cce_dist.options import (
     Backend,
     Filter,
@@ -91,7 +92,7 @@ def linear_cross_entropy(
             keeps again in full, in the loss too: docs/numerics.md#screened-logits. For 16-bit
             hidden and gradient="filtered", or "in_forward". Backend "torch" has it as a reference,
             slower than full logits.
-        screen: how, and when a call goes without.
+        screen: the 8-bit dtype, and when a call computes full logits instead.
         quantized_weight: `quantize_weight(weight)`, or a `StepQuantizer`, which save quantising it
             in each call.
         grad_weight_into: the weight's gradient is added here, and weight.grad stays None; DDP does
@@ -154,81 +155,42 @@ def linear_cross_entropy(
         keep_logits=keep_logits,
         check_ranks=check_ranks,
     )
-    return compute_loss(
-        hidden,
-        weight,
-        targets,
-        options,
-        group=group,
-        vocab_shard=vocab_shard,
-        bias=bias,
-        token_weight=token_weight,
-        class_weight=class_weight,
-        grad_weight_into=grad_weight_into,
-        quantized_weight=quantized_weight,
-    )
+    inputs = Inputs(hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into)
+    return compute_loss(inputs, options, group, vocab_shard, quantized_weight)
 
 
 def compute_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    inputs: Inputs,
     options: LossOptions,
-    *,
     group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
-    bias: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    grad_weight_into: Tensor | None = None,
     quantized_weight: QuantizedWeight | StepQuantizer | None = None,
-    temperature: Tensor | None = None,  # as targets: see `token_logprobs`
 ) -> Tensor | LossOutput:
-    """DTensors' local parts go through the plain loss, and its results come back as DTensors."""
+    """Computes the loss eagerly, or traces it; results are DTensors where inputs are."""
     known = (QuantizedWeight, StepQuantizer)
     if quantized_weight is not None and not isinstance(quantized_weight, known):
         rule = "what quantize_weight returns, or a StepQuantizer"
         raise ValueError(f"quantized_weight must be {rule}, got {type(quantized_weight)}")
-    tensors = {
-        "hidden": hidden,
-        "weight": weight,
-        "targets": targets,
-        "bias": bias,
-        "token_weight": token_weight,
-        "class_weight": class_weight,
-        "grad_weight_into": grad_weight_into,
-        "temperature": temperature,
-    }
-    if not any(map(is_dtensor, tensors.values())):
-        return _compute_local(options, group, vocab_shard, quantized_weight, **tensors)
-    parts = local_parts(tensors, options, group, vocab_shard)
-    where = (parts.options, parts.group, parts.vocab_shard)
-    return parts.wrap(_compute_local(*where, quantized_weight, **parts.tensors))
-
-
-def _compute_local(
-    options: LossOptions,
-    group: Group | DeviceMesh | None,
-    vocab_shard: VocabShard | None,
-    quantized_weight: QuantizedWeight | StepQuantizer | None,
-    *,
-    hidden: Tensor,
-    weight: Tensor,
-    **more: Any,
-) -> Tensor | LossOutput:
-    require_plain_call(weight)
-    hidden, weight = cast_by_autocast(arrived(hidden), arrived(weight))
-    more |= {"vocab_shard": vocab_shard, "quantized_weight": quantized_weight}
+    parts = None
+    if any(map(is_dtensor, inputs)):
+        parts = local_parts(inputs, options, group, vocab_shard)
+        inputs, options = parts.inputs, parts.options
+        group, vocab_shard = parts.group, parts.vocab_shard
+    require_plain_call(inputs.weight)
+    hidden, weight = cast_by_autocast(arrived(inputs.hidden), arrived(inputs.weight))
+    inputs = Inputs(hidden, weight, *inputs[2:])
     if is_traced():
         # Imports the compiler, which the caller has.
         from cce_dist.compiled import compute as trace
 
-        return trace(hidden, weight, options=options, group=group, **more)
-    run = compute
-    if is_fake(hidden):
-        from cce_dist.compiled import compute as run
-    with unseen_by_checkpointing():
-        return run(hidden, weight, options=options, group=group, **more)
+        result = trace(inputs, options, group, vocab_shard, quantized_weight)
+    else:
+        run = compute
+        if is_fake(hidden):
+            from cce_dist.compiled import compute as run
+        with unseen_by_checkpointing():
+            result = run(inputs, options, group, vocab_shard, quantized_weight)
+    return result if parts is None else parts.wrap(result)
 
 
 class LinearCrossEntropy(nn.Module):
@@ -273,26 +235,15 @@ class LinearCrossEntropy(nn.Module):
         quantized_weight: QuantizedWeight | StepQuantizer | None = None,
     ) -> Tensor | LossOutput:
         """See `linear_cross_entropy`."""
-        return compute_loss(
-            hidden,
-            weight,
-            targets,
-            self.options,
-            group=self.group,
-            vocab_shard=self.vocab_shard,
-            bias=bias,
-            token_weight=token_weight,
-            class_weight=class_weight,
-            grad_weight_into=grad_weight_into,
-            quantized_weight=quantized_weight,
-        )
+        inputs = Inputs(hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into)
+        return compute_loss(inputs, self.options, self.group, self.vocab_shard, quantized_weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A model's copy talks to the same ranks: a process group cannot be copied."""
+        """Copies the module with the same group: a process group cannot be copied."""
         memo[id(self.group)] = self.group
-        made = memo[id(self)] = self.__class__.__new__(self.__class__)
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
+        module = memo[id(self)] = self.__class__.__new__(self.__class__)
+        module.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return module
 
     def extra_repr(self) -> str:
         return f"{self.options}"

@@ -1,4 +1,4 @@
-"""How the loss's backwards run: outside of autocast, and differentiable once."""
+"""Decorators of the loss's backwards: outside of autocast, and differentiable once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward called within an autocast region must not have its fp32 products cast."""
+    """Keeps autocast from a backward's fp32 products, where it runs within an autocast region."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor | None):
@@ -22,7 +22,7 @@ def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Once(torch.autograd.Function):
-    """The first `count` tensors as they are, as a function of the others, without a derivative."""
+    """A function that returns its first `count` tensors, and has no derivative by any of them."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor | None):
@@ -37,17 +37,18 @@ class _Once(torch.autograd.Function):
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's does nothing unless the upstream gradient requires grad: gradients would pass for
-    constants, and a penalty of their norm would have no effect."""
+    """Refuses a derivative of the gradients. torch's decorator of this name does nothing unless the
+    upstream gradient requires grad: gradients would count as constants, and a penalty of their norm
+    would have no effect."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor | None):
         with torch.no_grad():
-            made = backward(ctx, *grads)
-        if not torch.is_grad_enabled() or all(grad is None for grad in made):
-            return made
-        given = [grad for grad in made if grad is not None]
-        marked = iter(_Once.apply(len(given), *given, *ctx.saved_tensors, *grads))
-        return tuple(None if grad is None else next(marked) for grad in made)
+            input_grads = backward(ctx, *grads)
+        if not torch.is_grad_enabled() or all(grad is None for grad in input_grads):
+            return input_grads
+        needed = [grad for grad in input_grads if grad is not None]
+        marked = iter(_Once.apply(len(needed), *needed, *ctx.saved_tensors, *grads))
+        return tuple(None if grad is None else next(marked) for grad in input_grads)
 
     return run

@@ -1,4 +1,4 @@
-"""What to compute and how to filter: frozen dataclasses, no torch."""
+"""Options of the loss and of its filter: frozen dataclasses, no torch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ DRAW_FACTOR = 3
 # One score per column and block of this many tokens; the kernels' token tile has the same size.
 TOKEN_BLOCK = 128
 
-# The workspace that the loss takes by itself. What a chunk adds to the hidden gradient costs the
-# more the more tokens there are, and so many more columns have to share it.
+# The default workspace. Each chunk of columns adds to the whole hidden gradient, which costs more
+# with more tokens: chunks then have to be of more columns.
 LEAST_WORKSPACE_BYTES = 64 * 2**20
 WORKSPACE_BYTES_PER_TOKEN = 2**13
 SCREENED_BYTES_PER_TOKEN = 17 * 2**10
@@ -60,7 +60,7 @@ def require_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
 
 
 def require_finite(name: str, got: object, *, minimum: float | None = None) -> float:
-    """Returns: the number, as Python's."""
+    """Returns the number as Python's."""
     number = python_number(name, got)
     # An int may be larger than any float, which math.isfinite trips over.
     if number is None or not abs(number) <= sys.float_info.max:
@@ -71,7 +71,7 @@ def require_finite(name: str, got: object, *, minimum: float | None = None) -> f
 
 
 def require_factor(name: str, got: float) -> None:
-    """Of a finite number: whether logits in fp32 survive being multiplied or divided by it."""
+    """Checks that logits in fp32 can be multiplied and divided by a finite number."""
     if not LEAST_FACTOR <= abs(got) <= LARGEST_FACTOR:
         raise ValueError(
             f"{name} must lie between {LEAST_FACTOR:.0e} and {LARGEST_FACTOR:.0e} in size, since "
@@ -90,7 +90,7 @@ def default_workspace_bytes(num_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Filter:
-    """Which columns of the logits a block of 128 tokens keeps in the backward.
+    """The rule by which a block of 128 tokens keeps columns of the logits in the backward.
 
     A column of a block is kept if its probability mass, summed over the block's tokens, is at
     least `keep`, or if it is the target of one of them. What is dropped is replaced, block by
@@ -140,7 +140,7 @@ class Filter:
     def threshold(
         self, dtype_name: str, vocab_size: int, *, ordered_tokens: int | None = None
     ) -> float:
-        """The score at which a column is kept, for hidden's dtype; 0 keeps every column.
+        """Returns the score at which a column is kept, for hidden's dtype; 0 keeps every column.
 
         Args: ordered_tokens: how many there are, where similar ones stand side by side.
         """
@@ -159,13 +159,13 @@ class Filter:
 
 @dataclass(frozen=True)
 class Screen:
-    """How logits="screened" makes its 8-bit logits, and when a call does without them.
+    """Options of logits="screened": the 8-bit dtype, and limits beyond which logits are full.
 
     A call that keeps more columns than `max_kept`, or whose estimated error is larger than
-    `max_error`, is computed in full precision; stats=("screened",) says so.
+    `max_error`, computes full logits; stats=("screened",) says which it did.
 
     Args:
-        dtype: of the 8-bit copies: "int8", "e4m3", or "auto" for the one that is better on the
+        dtype: of the 8-bit copies: "int8", "e4m3", or "auto" for the better of the two on the
             device: e4m3 on compute capability 10 and 11, int8 elsewhere.
         max_kept: share of the pairs of a column and a block of 128 tokens, in [0, 1], that may be
             kept and so computed exactly.
@@ -287,8 +287,8 @@ class LossOptions:
                 'known, so it takes one scalar only: reduction="none" must be used with '
                 'gradient="filtered" or "exact"'
             )
-        given = self.gradient == "filtered" or self.filter != Filter()
-        if given and self._reaches_every_column and self.filter.keep != 0:
+        has_filter = self.gradient == "filtered" or self.filter != Filter()
+        if has_filter and self._reaches_every_column and self.filter.keep != 0:
             raise ValueError(
                 f"softcap={self.softcap!r} with label_smoothing={self.label_smoothing!r} gives "
                 "every column a gradient of its own, which no filter can keep; use "
@@ -296,7 +296,7 @@ class LossOptions:
             )
 
     def _refuse_unscreened(self) -> None:
-        """What 8-bit logits can't give."""
+        """Refuses options that 8-bit logits cannot serve."""
         if self._reaches_every_column:
             raise ValueError(
                 'logits="screened" computes the columns that a filter keeps exactly, and '
@@ -305,12 +305,12 @@ class LossOptions:
                 'gradient="exact"'
             )
         if not self.filters:
-            given = f"gradient={self.gradient!r}"
+            mode = f"gradient={self.gradient!r}"
             if self.gradient != "exact":
-                given = f"filter={self.filter!r}"
+                mode = f"filter={self.filter!r}"
             raise ValueError(
                 'logits="screened" computes the columns that the filter keeps exactly, and '
-                f'{given} keeps every column; use gradient="filtered" and a filter whose keep or '
+                f'{mode} keeps every column; use gradient="filtered" and a filter whose keep or '
                 'eps is above 0, or logits="full"'
             )
         wrong = [stat for stat in ("entropy", "correct", "logit_moments") if stat in self.stats]
@@ -321,14 +321,14 @@ class LossOptions:
             )
 
     def workspace_for(self, num_tokens: int) -> int:
-        """Bytes of the workspace of a call on so many tokens."""
+        """Returns the bytes of the workspace of a call on so many tokens."""
         if self.workspace_bytes is not None:
             return self.workspace_bytes
         return default_workspace_bytes(num_tokens)
 
     @property
     def _reaches_every_column(self) -> bool:
-        """Whether each column has a gradient of its own: softcap'(z) / V of the mean logit."""
+        """Whether each column's gradient is distinct: softcap'(z) / V of the mean logit."""
         return self.softcap is not None and self.label_smoothing > 0
 
     @property

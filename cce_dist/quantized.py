@@ -27,18 +27,18 @@ from cce_dist.vocab_shard import VocabShard
 
 @dataclass
 class QuantizedWeight:
-    """What logits="screened" multiplies hidden by, so that a step need not make it again.
+    """A weight's 8-bit copy, by which logits="screened" multiplies hidden.
 
     Make it with `quantize_weight`, pass it as `quantized_weight`, and call `refresh` after each
-    step of the optimiser; without it every call quantises. Holds V_local (D' + 8) bytes, D' the
-    next multiple of 16.
+    step of the optimiser. Without it every call quantises the weight. Holds V_local (D' + 8) bytes,
+    D' the next multiple of 16.
     """
 
-    rows: QuantizedRows  # of those that are no padding
+    rows: QuantizedRows  # without padding
     screen: Screen
     dtype: torch.dtype  # of the weight
-    backend: Backend  # that makes it; either's loss may read it
-    # Of the weight, which its address is not enough for: it is another's once the weight is freed.
+    backend: Backend  # that quantises; the loss of either backend may read the copy
+    # The weight's. An address alone could be another tensor's, once the weight is freed.
     storage: weakref.ref[torch.UntypedStorage]
     address: int
     version: int  # of the weight's values, as autograd counts them
@@ -49,12 +49,12 @@ class QuantizedWeight:
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, hidden: Tensor | None = None) -> None:
-        """Quantise the weight's present values, in place. Collectives: none.
+        """Quantises the weight's present values, in place. Collectives: none.
 
         Args:
-            hidden: [..., D] hidden states, as of the last step: their mean is subtracted, and their
-                channels' scales evened out, before hidden states are quantised; None: those of
-                before.
+            hidden: [..., D] hidden states, such as the last step's: before the loss quantises its
+                hidden states it subtracts the mean of these, and evens out their channels' scales.
+                None: the mean and scales of before.
         Raises:
             ValueError: the weight has another shape, dtype or device than the one at the start.
         """
@@ -69,16 +69,17 @@ class QuantizedWeight:
             )
         if weight.device != values.device:
             raise ValueError(f"weight must be on {values.device}, got {weight.device}")
-        how = quantizer_for(self.backend, weight, self.screen)
-        moments = _moments_of(hidden, weight, how)
-        how.quantize_weight(weight[: values.shape[0]].detach(), moments, values.dtype, rows)
+        quantizer = quantizer_for(self.backend, weight, self.screen)
+        moments = _moments_of(hidden, weight, quantizer)
+        quantizer.quantize_weight(weight[: values.shape[0]].detach(), moments, values.dtype, rows)
         self.storage, self.address, self.version = _identity(weight)
 
     def check(self, weight: Tensor, num_classes: int, options: LossOptions) -> None:
-        """Whether it is that weight's, as it is now.
+        """Checks that this is the copy of `weight` and of its present values.
 
         Raises:
-            ValueError: it is another weight's, or of earlier values, or of no use.
+            ValueError: the copy is another weight's, or of earlier values; or the options need
+                none.
         """
         _check_screened(options)
         if options.screen != self.screen:
@@ -104,26 +105,26 @@ class QuantizedWeight:
 
 
 class StepQuantizer:
-    """Makes a weight's 8-bit copy once a step, for the losses of all its microbatches.
+    """A maker of a weight's 8-bit copy, once a step for the losses of all its microbatches.
 
         quantizer = StepQuantizer()  # one for each weight
         with quantizer.step():
             for hidden, targets in microbatches:
-                how = {"logits": "screened", "quantized_weight": quantizer}
-                linear_cross_entropy(hidden, weight, targets, **how).backward()
+                screened = {"logits": "screened", "quantized_weight": quantizer}
+                linear_cross_entropy(hidden, weight, targets, **screened).backward()
         optimizer.step()
 
-    The weight keeps its values until the context ends, and the copy, of V_local (D' + 8) bytes, D'
-    the next multiple of 16, is gone then: no copy outlives a step, since an optimiser that writes a
-    parameter by another tensor of its memory, as Megatron's do, leaves no trace of it. Outside
-    of a step every call quantises. The copy is made for the hidden states of the first microbatch.
+    The weight must keep its values until the context ends, which frees the copy of V_local (D' + 8)
+    bytes, D' the next multiple of 16. No copy outlives a step: an optimiser that writes a parameter
+    by another tensor of the same memory, as Megatron's do, leaves no trace of the change. Outside
+    of a step every call quantises. The copy suits the hidden states of the first microbatch.
     Collectives: none.
     """
 
     def __init__(self) -> None:
         self._is_in_step = False
         self._rows: QuantizedRows | None = None
-        self._of: Any = None  # of which weight they are
+        self._key: Any = None  # of the weight whose rows they are
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -134,36 +135,36 @@ class StepQuantizer:
             self.end()
 
     def begin(self) -> None:
-        """As the beginning of `step`."""
+        """Begins a step, as `step` does."""
         self.end()
         self._is_in_step = True
 
     def end(self) -> None:
-        """As the end of `step`; once more it does nothing."""
-        self._is_in_step, self._rows, self._of = False, None, None
+        """Ends a step, as `step` does; a second call does nothing."""
+        self._is_in_step, self._rows, self._key = False, None, None
 
     @property
     def num_bytes(self) -> int:
-        """Of the copy that there is."""
+        """The size of the present copy; 0 without one."""
         return 0 if self._rows is None else _num_bytes(self._rows)
 
     def check(self, weight: Tensor, num_classes: int, options: LossOptions) -> None:
         """Raises:
-        ValueError: it is of no use.
+        ValueError: the options need no copy.
         """
         _check_screened(options)
 
     def rows(
         self, weight: Tensor, screen: Screen, make: Callable[[], QuantizedRows]
     ) -> QuantizedRows | None:
-        """What `make` makes of the weight, the first time in a step; None: there is no step."""
+        """Returns this step's copy, which the step's first call makes; None outside of a step."""
         if not self._is_in_step:
             return None
         place = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device)
-        of = (*place, version_of(weight), screen)
-        if self._rows is None or self._of != of:
-            self._rows = None  # its memory is free for the next
-            self._rows, self._of = make(), of
+        key = (*place, version_of(weight), screen)
+        if self._rows is None or self._key != key:
+            self._rows = None  # frees its memory for the next
+            self._rows, self._key = make(), key
         return self._rows
 
 
@@ -189,7 +190,7 @@ def _require_matrix(weight: Tensor) -> None:
     require_values("weight", weight)
 
 
-def _moments_of(hidden: Tensor | None, weight: Tensor, how: Any) -> Any:
+def _moments_of(hidden: Tensor | None, weight: Tensor, quantizer: Any) -> Any:
     if hidden is None:
         return None
     dim = weight.shape[1]
@@ -203,7 +204,7 @@ def _moments_of(hidden: Tensor | None, weight: Tensor, how: Any) -> Any:
         )
     if not hidden.is_floating_point():
         raise ValueError(f"hidden must be a floating-point tensor, got {hidden.dtype}")
-    return how.moments_of(hidden.detach().reshape(-1, dim)).for_others()
+    return quantizer.moments_of(hidden.detach().reshape(-1, dim)).for_others()
 
 
 def _identity(weight: Tensor) -> tuple[weakref.ref[torch.UntypedStorage], int, int]:
@@ -211,7 +212,7 @@ def _identity(weight: Tensor) -> tuple[weakref.ref[torch.UntypedStorage], int, i
 
 
 def version_of(weight: Tensor) -> int:
-    """How often autograd has seen it written to; inference tensors are not counted."""
+    """Returns how many writes autograd has seen; 0 for inference tensors, which have no count."""
     return 0 if weight.is_inference() else weight._version
 
 
@@ -224,17 +225,17 @@ def quantize_weight(
     screen: Screen = Screen(),  # noqa: B008 - frozen
     backend: Backend = "auto",
 ) -> QuantizedWeight:
-    """The weight's rows in 8 bits, for `linear_cross_entropy(..., quantized_weight=...)`.
+    """Quantises the weight's rows, for `linear_cross_entropy(..., quantized_weight=...)`.
 
     Args:
-        hidden: some hidden states, whose mean is subtracted, and whose channels' scales are evened
-            out, before hidden states are quantised: any will do, and those of a step like the next
-            leave the least to round. None: neither.
-        vocab_shard: as in the loss: rows beyond vocab_size are left out. None: none are padding.
+        hidden: some hidden states: before the loss quantises its own it subtracts the mean of
+            these, and evens out their channels' scales. Any will do; those of a similar step leave
+            the smallest rounding error. None: the loss does neither.
+        vocab_shard: as in the loss: rows beyond vocab_size are left out. None: no row is padding.
         screen: as in the loss.
-        backend: what quantises, here and in `refresh`; as in the loss, which may have another one.
+        backend: quantises here and in `refresh`; the loss may have another one.
     Raises:
-        ValueError: the weight is no matrix of a 16-bit dtype, or not one of vocab_shard's rows;
+        ValueError: the weight is no matrix of a 16-bit dtype, or has other rows than vocab_shard;
             hidden states don't fit it; or the backend can't run.
     Collectives: none. Source: docs/numerics.md#screened-logits.
     """
@@ -245,9 +246,9 @@ def quantize_weight(
     if vocab_shard is not None:
         require_vocab_shard(vocab_shard)
         require_rows(vocab_shard, weight)
-    how = quantizer_for(backend, weight, screen)
+    quantizer = quantizer_for(backend, weight, screen)
     classes = weight.shape[0] if vocab_shard is None else vocab_shard.num_classes
     dtype = screen_dtype(screen, weight)
-    moments = _moments_of(hidden, weight, how)
-    rows = how.quantize_weight(weight[:classes].detach(), moments, dtype)
+    moments = _moments_of(hidden, weight, quantizer)
+    rows = quantizer.quantize_weight(weight[:classes].detach(), moments, dtype)
     return QuantizedWeight(rows, screen, weight.dtype, backend, *_identity(weight))

@@ -1,6 +1,6 @@
-"""From per-token vectors to the loss: which tokens count, how each one weighs.
+"""From per-token vectors to the loss: the tokens that count, and the weight of each.
 
-Plain torch on [N] vectors. Autograd hands what it makes of them to the steps of `sharded`.
+Plain torch on [N] vectors. Autograd hands the vectors' gradients to the steps of `sharded`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class PickedTokens:
     in_range: Tensor | None = None
 
     def number(self) -> Tensor | float:
-        """How many tokens count, at least 1."""
+        """Returns the number of tokens that count, at least 1."""
         if self.count is None:
             return float(max(self.targets.shape[0], 1))
         return self.count[0].clamp_min(1)
 
     def spread(self, values: Tensor, shape: torch.Size, shift: int) -> Tensor:
-        """[N] -> targets' (shifted) shape, 0 elsewhere."""
+        """Scatters [N] to targets' (shifted) shape, 0 elsewhere."""
         if self.rows is not None:
             empty = values.new_zeros(shape.numel())
             values = empty.index_copy(0, self.rows, values)
@@ -43,13 +43,13 @@ class PickedTokens:
         return values[..., : max(shape[-1] - shift, 0)] if shift else values
 
     def take(self, values: Tensor, shift: int) -> Tensor:
-        """targets' shape, unshifted -> [N]."""
+        """Takes [N] out of targets' shape, unshifted."""
         values = shifted(values, shift, 0).reshape(-1)
         return values if self.rows is None else values[self.rows]
 
 
 def shifted(values: Tensor, shift: int, fill: int) -> Tensor:
-    """[..., T] -> [..., T] of those `shift` further on, and `fill` where there are none."""
+    """Moves values by `shift` towards the front of the last dim; `fill` follows them."""
     if not shift:
         return values
     pad = values.new_full((*values.shape[:-1], min(shift, values.shape[-1])), fill)
@@ -62,7 +62,7 @@ def scale_of_tokens(
     shift: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """1 / temperature of each token that counts, 1 of the others, [N] in `dtype`."""
+    """Returns 1 / temperature of each token that counts, 1 of the others, [N] in `dtype`."""
     taken = picked.take(temperature.to(dtype), shift)
     return (taken if picked.counts is None else taken.where(picked.counts, 1)).reciprocal()
 
@@ -100,7 +100,7 @@ def pick_tokens(
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of a token as a function of its nll, lse and mean logit."""
+    """A token's loss as a function of its nll, lse and mean logit."""
 
     smoothing: float
     z_loss: float
@@ -114,7 +114,6 @@ class TokenLoss:
         cls,
         picked: PickedTokens,
         options: LossOptions,
-        shape: torch.Size,
         token_weight: Tensor | None,
         class_weight: Tensor | None,
         hidden: Tensor,
@@ -146,7 +145,7 @@ class TokenLoss:
         )
 
     def per_token(self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice) -> Tensor:
-        """Loss of tokens `at`, divided by the denominator: their sum is the loss."""
+        """Returns the losses of tokens `at`, divided by the denominator: they sum to the loss."""
         loss = nll if self.target_weight is None else self.target_weight[at] * nll
         if smooth is not None:
             even = self.mean_class_weight * lse - smooth
@@ -163,8 +162,8 @@ class TokenLoss:
     def derivatives(
         self, nll: Tensor, lse: Tensor, smooth: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of `total` of all tokens, by nll, lse and smooth, [N] each; None is 0. For who cannot
-        wait for autograd, because autograd waits for them."""
+        """Returns the derivatives of `total` by nll, lse and smooth, [N] each; None is 0. For the
+        pipeline head, which computes outside of autograd."""
         scale = torch.ones_like(nll) / self.denominator
         if self.token_weight is not None:
             scale = scale * self.token_weight

@@ -15,20 +15,21 @@ class _Slot(Enum):
 
 
 def take_apart(record: Any) -> tuple[Any, list[Tensor]]:
-    """A dataclass without its tensors, nor those of dataclasses in it; and these, in order."""
+    """Returns a dataclass without the tensors in it, nested dataclasses included; and the tensors,
+    in order."""
     if isinstance(record, Tensor):
         return _Slot.TENSOR, [record]
     if not _has_fields(record):
         return record, []
     values, tensors = {}, []
     for field in fields(record):
-        values[field.name], found = take_apart(getattr(record, field.name))
-        tensors += found
+        values[field.name], field_tensors = take_apart(getattr(record, field.name))
+        tensors += field_tensors
     return replace(record, **values), tensors
 
 
 def put_together(record: Any, tensors: Iterator[Tensor]) -> Any:
-    """The record that `take_apart` was given, of these tensors."""
+    """Puts tensors back into a record, in the order in which `take_apart` took them out."""
     if record is _Slot.TENSOR:
         return next(tensors)
     if not _has_fields(record):

@@ -1,4 +1,4 @@
-"""Who looks at a call's operators: tracers, fake tensors, selective activation checkpointing."""
+"""Observers of a call's operators: tracers, fake tensors, selective activation checkpointing."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch.utils import checkpoint
 
 
 def is_fake(value: object) -> bool:
-    """Whether it is a tensor of a shape, a dtype and a device, and no values."""
-    # What most are costs no look at their classes' bases.
+    """Returns whether `value` is a tensor with a shape, a dtype and a device, and no values."""
+    # The common classes first: is_fake_tensor looks at all bases of a class.
     return type(value) not in (Tensor, nn.Parameter) and is_fake_tensor(value)
 
 
 def is_traced() -> bool:
-    """Whether the call becomes a graph, which has only what operators show: torch.compile,
-    torch.export, make_fx."""
+    """Returns whether torch.compile, torch.export or make_fx records this call as a graph of
+    operators."""
     return torch.compiler.is_compiling() or get_proxy_mode() is not None
 
 
-# The two modes of `create_selective_checkpoint_contexts`: of the forward, and when it runs again.
+# The two modes of `create_selective_checkpoint_contexts`: of the forward, and of its second run.
 _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 
 def unseen_by_checkpointing() -> AbstractContextManager[None]:
-    """Until it ends, selective activation checkpointing keeps no operator's result.
+    """Hides the operators within the context from selective activation checkpointing.
 
-    A policy that keeps products would keep every tile of the logits, which is written into; and one
-    that counts them would count the loss's. All other modes see what they saw.
+    A policy that keeps products would keep every tile of the logits, which later operators write
+    into; a policy that counts products would count the loss's. Other modes still see the operators.
     """
     return _without_selective() if dispatch._len_torch_dispatch_stack() else nullcontext()
 
@@ -42,7 +42,8 @@ def unseen_by_checkpointing() -> AbstractContextManager[None]:
 def _without_selective() -> Iterator[None]:
     stack = dispatch._get_current_dispatch_mode_stack()
     first = next((i for i, mode in enumerate(stack) if isinstance(mode, _SELECTIVE)), len(stack))
-    # A mode is pushed and popped at the end: those above come off, too, and some go on again.
+    # Modes are popped and pushed at the end of the stack: all modes above come off, and the others
+    # go on again.
     above = stack[first:]
     others = [mode for mode in above if not isinstance(mode, _SELECTIVE)]
     _exchange(above, others)

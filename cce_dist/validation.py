@@ -1,6 +1,7 @@
-"""What `linear_cross_entropy` accepts. Every message names the argument, the rule and what it got.
+"""Checks of the arguments of `linear_cross_entropy`. Every message names the argument, the rule and
+the value that came.
 
-Nothing below this layer checks its arguments again.
+No layer below checks its arguments again.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def require_values(name: str, tensor: Tensor) -> None:
 
 
 def require_plain_call(weight: object) -> None:
-    """Before anything is read: that no transform is under way, and that weight is in memory."""
+    """Checks, before any tensor is read, that no transform is active and weight is in memory."""
     if torch.compiler.is_compiling():
         # The compiler refuses transforms itself, and its tensors have no memory.
         return
@@ -117,7 +118,8 @@ def require_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
 
 
 def check_group_device(group: Group | None, hidden: object) -> None:
-    """Before ranks say anything, and before hidden itself is checked."""
+    """Checks hidden's device against the group's, before any collective and before hidden is
+    checked."""
     adapter = adapter_of(group)
     if adapter is None or not isinstance(hidden, Tensor):
         return
@@ -169,7 +171,8 @@ def check_targets(
 def check_target_range(
     targets: Tensor, vocab_size: int, ignore_index: int, in_range: Tensor | None = None
 ) -> None:
-    """`targets` [N] without the ignored ones; `in_range` [1]: 0 if one is no class, if known."""
+    """Checks `targets` [N], of which the ignored are left out. in_range: [1], where it is known: 0
+    if a target is no class."""
     if targets.numel() == 0:
         return
     if in_range is None:
@@ -187,7 +190,7 @@ def check_target_range(
 
 
 def check_scale(scale: Tensor, logit_scale: float) -> None:
-    """1 / temperature [N] of the tokens that count: as the options check a number."""
+    """Checks 1 / temperature [N] of the tokens that count, as the options check a number."""
     size = scale * abs(logit_scale)
     # False of NaN, too.
     good = ((size >= LEAST_FACTOR) & (size <= LARGEST_FACTOR)).all()

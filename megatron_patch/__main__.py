@@ -17,13 +17,13 @@ def main(arguments: list[str] | None = None) -> int:
     options, checks, script = parse(sys.argv[1:] if arguments is None else arguments)
     speaks = checks or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
-        found = apply(options=options)
+        status = apply(options=options)
     except PatchError as error:
         if speaks:
             print(f"megatron_patch: cannot run: {error}", file=sys.stderr)
         return 1
     if speaks:
-        print(describe(found, options), flush=True)
+        print(describe(status, options), flush=True)
     if checks:
         remove()
         return 0
@@ -34,14 +34,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def describe(found: Status, options: PatchOptions) -> str:
+def describe(status: Status, options: PatchOptions) -> str:
     versions = {name: _version(name) for name in ("cce-dist", "torch", "triton")}
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
     screened = "logits=screened, " if options.logits == "screened" else ""
     where = "over all pipeline stages, " if options.vocab_over_pipeline else ""
     return (
-        f"megatron_patch: {libraries}, megatron.core {found.version} ({found.file}): the losses of "
-        f"language models are computed without logits, {where}gradient={options.gradient}, "
+        f"megatron_patch: {libraries}, megatron.core {status.version} ({status.file}): the losses "
+        f"of language models are computed without logits, {where}gradient={options.gradient}, "
         f"{screened}backend={options.backend}"
     )
 

@@ -1,4 +1,4 @@
-"""What a patched head returns in place of logits, until someone looks at them."""
+"""Deferred logits: a patched head returns them, and they are computed when they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_patch.errors import PatchError
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often autograd has seen it written to; inference tensors are not counted."""
+    """Returns how many writes autograd has seen; 0 for inference tensors, which have no count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -120,7 +120,7 @@ class DeferredLogits(Tensor):
 
     @property
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of the logits, without making them."""
+        """Returns the shape of the logits without computing them."""
         if self._logits is not None:
             return self._logits.shape
         layer, hidden = self.call.layer, self.call.hidden
@@ -143,7 +143,7 @@ class DeferredLogits(Tensor):
         return self.materialize().argmax(*args, **kwargs)
 
     def _wants_largest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Of each token, for no gradient, and on this rank's columns."""
+        """Returns whether a call asks for each token's largest logit here, without a gradient."""
         asked = (args == (-1,) and not kwargs) or (not args and kwargs == {"dim": -1})
         split = self.call.layer.tp_group.size() > 1 and self._gathers
         return asked and not torch.is_grad_enabled() and self._logits is None and not split
@@ -151,10 +151,10 @@ class DeferredLogits(Tensor):
     def _largest(self) -> tuple[Tensor, Tensor]:
         call = self.call
         call.require_same()
-        found, _ = call.layer(
+        output, _ = call.layer(
             call.hidden, weight=call.weight, logit_scale=call.scale, largest_wanted=True
         )
-        return found
+        return output
 
     def __mul__(self, other: Any) -> Any:
         # muP's multiplier of the logits.

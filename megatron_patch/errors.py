@@ -1,4 +1,4 @@
-"""What goes wrong where Megatron and the patch meet."""
+"""Errors where Megatron and the patch meet."""
 
 from __future__ import annotations
 

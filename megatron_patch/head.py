@@ -26,7 +26,7 @@ def head_loss(
     scale: float,
     options: PatchOptions,
 ) -> Tensor:
-    """Cross-entropy of each token; [s, b] fp32, contiguous, the same bits on every rank.
+    """Computes each token's cross-entropy: [s, b] fp32, contiguous, the same bits on every rank.
 
     Args:
         layer: the ColumnParallelLinear whose forward this is.
@@ -72,7 +72,7 @@ def head_loss(
 
 
 def keeps_logits(hidden: Tensor, options: PatchOptions) -> bool | None:
-    """Whether logits stay from the forward to the backward; None: as the loss would have it."""
+    """Returns whether logits stay from the forward to the backward; None: the loss's default."""
     if options.keep_logits is not None or options.logits == "screened":
         return options.keep_logits
     if options.gradient != "exact" or options.backend == "torch" or not hidden.is_cuda:
@@ -82,8 +82,8 @@ def keeps_logits(hidden: Tensor, options: PatchOptions) -> bool | None:
 
 
 def main_grad_of(layer: Any, weight: Tensor) -> Tensor | None:
-    """The fp32 buffer that the weight's gradient is added to, under gradient accumulation fusion;
-    None: the gradient is autograd's to hand on, and DDP's hook adds it.
+    """Returns the fp32 buffer to which the weight's gradient is added, under gradient accumulation
+    fusion. None: autograd hands the gradient on, and DDP's hook adds it.
 
     Megatron-FSDP copies the gradient into a buffer which it makes later; a 16-bit buffer would
     round every microbatch's sum.

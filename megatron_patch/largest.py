@@ -26,11 +26,11 @@ def largest_logits(
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(whole, hidden.contiguous(), group=layer.tp_group)
         hidden = whole
-    found = cce_dist.largest_logits(
+    largest = cce_dist.largest_logits(
         hidden,
         weight,
         logit_scale=scale,
         backend=options.backend,  # pyright: ignore[reportArgumentType]
         workspace_bytes=options.workspace_bytes,
     )
-    return found.value.to(hidden.dtype), found.index
+    return largest.value.to(hidden.dtype), largest.index

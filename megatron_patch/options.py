@@ -1,4 +1,4 @@
-"""What the patched loss computes, from Python, from the command line or from the environment."""
+"""Options of the patched loss, from Python, the command line or the environment."""
 
 from __future__ import annotations
 
@@ -83,23 +83,23 @@ class PatchOptions:
     def from_environment(
         cls, environment: Mapping[str, str] = os.environ, **given: Any
     ) -> PatchOptions:
-        """MEGATRON_PATCH_GRADIENT and the like; `given` goes before them.
+        """Reads MEGATRON_PATCH_GRADIENT and the like; keywords go before them.
 
         Raises:
             ValueError: an unknown MEGATRON_PATCH_ variable, or a value of the wrong type.
         """
         named = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for variable, text in environment.items():
             if not variable.startswith(PREFIX):
                 continue
             if variable not in named:
                 raise ValueError(f"{variable} is no option; there are {', '.join(sorted(named))}")
             try:
-                found[named[variable]] = READ[named[variable]](text)
+                values[named[variable]] = READ[named[variable]](text)
             except ValueError as error:
                 raise ValueError(f"{variable}: {error}") from None
-        return cls(**{**found, **given})
+        return cls(**{**values, **given})
 
 
 def _number_or_none(kind: type) -> Any:
@@ -133,7 +133,8 @@ READ: dict[str, Any] = {
 
 
 def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
-    """Our options, up to the script's name; whether only to check; the script and its arguments."""
+    """Parses our options, up to the script's name. Returns the options; whether only to check; the
+    script and its arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_patch",
         description="Runs a Megatron script with the loss of cce_dist.",
@@ -157,11 +158,11 @@ def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=READ[name], default=argparse.SUPPRESS, help=text)
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
-    found = vars(parser.parse_args(list(arguments)))
-    checks, script = found.pop("check"), found.pop("script")
+    read = vars(parser.parse_args(list(arguments)))
+    checks, script = read.pop("check"), read.pop("script")
     if not script and not checks:
         parser.error("name the script to run, as in: python -m megatron_patch pretrain_gpt.py ...")
     try:
-        return PatchOptions.from_environment(**found), checks, script
+        return PatchOptions.from_environment(**read), checks, script
     except ValueError as error:
         parser.error(str(error))

@@ -20,7 +20,7 @@ from megatron_patch.tied import SpreadEmbedding
 
 
 class _State:
-    """Of this process."""
+    """The state of this process."""
 
     seams: PipelineSeams | None = None
     schedule: Any = None  # what stands in Megatron's module
@@ -29,18 +29,20 @@ class _State:
 
 
 def replace_schedule(seams: PipelineSeams) -> None:
-    """For models whose vocabulary is over the pipeline; others get Megatron's."""
+    """Replaces Megatron's schedule for models whose vocabulary is over the pipeline."""
     if _State.schedule is not None:
         return
     original = getattr(seams.schedules, SCHEDULE)
 
     @functools.wraps(original)
-    def schedule(**given: Any) -> Any:
-        models = given["model"] if isinstance(given["model"], list) else [given["model"]]
+    def schedule(**arguments: Any) -> Any:
+        models = (
+            arguments["model"] if isinstance(arguments["model"], list) else [arguments["model"]]
+        )
         rows = [x for model in models for x in model.modules() if isinstance(x, Rows)]
         if not rows:
-            return original(**given)
-        return forward_backward(seams, rows[0], Arguments(**given))
+            return original(**arguments)
+        return forward_backward(seams, rows[0], Arguments(**arguments))
 
     setattr(seams.schedules, SCHEDULE, schedule)
     _State.seams, _State.schedule = seams, schedule
@@ -64,7 +66,9 @@ def spread_models_to_be_built(
 def spread_model(
     model: Any, options: PatchOptions, language_model: Seams, seams: PipelineSeams
 ) -> None:
-    """Raises:
+    """Puts a model's vocabulary over the pipeline.
+
+    Raises:
         PatchError: on all ranks of the pipeline, where one of them cannot.
     Collectives: one gather of reasons over the pipeline, and that of `spread`.
     """
@@ -78,7 +82,7 @@ def spread_model(
     group = parallel_state().get_pipeline_model_parallel_group()
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, (reason, bool(trains)), group=group)
-    reasons = [found for found, _ in everyone if found is not None]
+    reasons = [x for x, _ in everyone if x is not None]
     if reasons:
         raise PatchError(
             f"{type(model).__name__} cannot have its vocabulary over the pipeline: {reasons[0]}"

@@ -23,7 +23,7 @@ SETUP = "setup_embeddings_and_output_layer"
 
 @dataclass(frozen=True)
 class Status:
-    """What is patched in this process.
+    """The patched models of this process, and the options.
 
     Args:
         options: of models that are built from now on; None: they stay Megatron's.
@@ -40,7 +40,7 @@ class Status:
 
 
 class _State:
-    """Of this process; Megatron's classes are its globals too."""
+    """The state of this process; Megatron's classes are its globals too."""
 
     options: PatchOptions | None = None
     seams: Seams | None = None
@@ -49,7 +49,7 @@ class _State:
 
 
 def apply(model: Any = None, options: PatchOptions | None = None, **given: Any) -> Status:
-    """Replace the loss of `model`, or of every language model that is built from now on.
+    """Replaces the loss of `model`, or of every language model that is built from now on.
 
     Args:
         model: a Megatron model, wrapped or not (Float16Module, DDP, FSDP), or a list of them (the
@@ -132,10 +132,10 @@ def remove(model: Any = None) -> None:
 def patched(
     model: Any = None, options: PatchOptions | None = None, **given: Any
 ) -> Iterator[Status]:
-    """`apply` for a while: `remove` at the end, also after an exception."""
-    found = apply(model, options, **given)
+    """Applies the patch within a context: `remove` at the end, also after an exception."""
+    new_status = apply(model, options, **given)
     try:
-        yield found
+        yield new_status
     finally:
         remove(model)
 
@@ -158,12 +158,12 @@ def _language_models(model: Any, seams: Seams) -> Iterator[Any]:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise PatchError(f"model must be a module or a list of modules, got {type(module)}")
-        found = [x for x in module.modules() if isinstance(x, seams.language_module)]
-        if not found:
+        models = [x for x in module.modules() if isinstance(x, seams.language_module)]
+        if not models:
             raise PatchError(
                 f"model must be, or wrap, a Megatron LanguageModule, got {type(module).__name__}"
             )
-        yield from found
+        yield from models
 
 
 def _head_of(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline say to each other, when and how the vocabulary is over them."""
+"""Transfers between the stages of a pipeline whose vocabulary is over all of them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Pipeline:
 
     @property
     def described(self) -> str:
-        """Of the hidden states that stages send."""
+        """The shape and dtype of the hidden states that stages send."""
         return f"{list(self.head.hidden_shape)} {self._dtype}"
 
     def order(self, num_microbatches: int, *, trains: bool) -> list[Pass]:
@@ -114,7 +114,7 @@ class Pipeline:
         return self._orders[key]
 
     def begin(self, num_microbatches: int, *, trains: bool) -> None:
-        """Before a step's passes."""
+        """Prepares for a step's passes."""
         self._to_come = {
             True: 0 if self.rank == 0 else num_microbatches,
             False: 0 if self.rank == self.last or not trains else num_microbatches,
@@ -137,7 +137,7 @@ class Pipeline:
             _await(sent, but)
 
     def _receive(self, *, forward: bool) -> Tensor | None:
-        """What a stage gets, that it can differentiate by; None: it has no such neighbour."""
+        """Receives a tensor that requires grad; None: the stage has no such neighbour."""
         if self.rank == (0 if forward else self.last):
             return None
         tensor, wait = self._next.pop(forward, None) or self._expect(forward)
@@ -170,7 +170,7 @@ def _await(sent: deque[tuple[Wait, Tensor]], but: int) -> None:
 
 
 def _times_of(rows: Rows, decoder: Any, group: Any, config: Any) -> Times:
-    """By the parameters of the largest stage's layers; the same on every rank."""
+    """Estimates times from the largest stage's number of parameters; the same on every rank."""
     everyone: list[Any] = [None] * group.size()
     mine = sum(x.numel() for x in decoder.parameters()), rows.weight.requires_grad
     dist.all_gather_object(everyone, mine, group=group)

@@ -1,4 +1,4 @@
-"""What the vocabulary over the pipeline does not work with, and which flag to drop."""
+"""Configurations that the vocabulary over the pipeline refuses, and the flag to drop."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ PLAIN = (
 def why_not_over_pipeline(
     model: Any, options: PatchOptions, seams: Seams, pipeline: PipelineSeams
 ) -> str | None:
-    """Why this stage's model cannot have its vocabulary over the pipeline; None: it can."""
+    """Returns why a stage's model cannot have its vocabulary over the pipeline; None: it can."""
     if not isinstance(model, pipeline.gpt_model):
         return "only GPTModel is supported: run other models without it"
     config, state = model.config, parallel_state()
@@ -94,8 +94,8 @@ def why_not_over_pipeline(
 
 
 def _why_not_tied(model: Any, pipeline: PipelineSeams) -> str | None:
-    own = {name: inspect.getattr_static(pipeline.gpt_model, name) for name in OF_TIED}
-    reason = why_overridden(model, own)
+    originals = {name: inspect.getattr_static(pipeline.gpt_model, name) for name in OF_TIED}
+    reason = why_overridden(model, originals)
     if reason is not None or not model.pre_process:
         return reason
     if not model.embedding.scatter_to_sequence_parallel:

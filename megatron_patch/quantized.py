@@ -15,7 +15,7 @@ from megatron_patch.seams import SCHEDULES_OF_ALL_KINDS, find_schedules
 
 
 class _State:
-    """Of this process."""
+    """The state of this process."""
 
     module: Any = None  # Megatron's, with its schedules
     schedules: ClassVar[dict[str, Any]] = {}  # what stands there
@@ -35,7 +35,7 @@ def schedules_for(options: PatchOptions) -> Any:
 
 
 def replace_schedules(module: Any) -> None:
-    """Args: module: what `schedules_for` gives."""
+    """Replaces Megatron's schedules. Args: module: what `schedules_for` gives."""
     if module is None:
         return
     _State.module = module
@@ -54,7 +54,7 @@ def restore() -> None:
 
 
 def quantizer_of(layer: Any) -> StepQuantizer | None:
-    """None: no schedule of ours runs, and a copy could be of any age at its next use."""
+    """Returns the quantizer of a head; None outside of our schedules, where a copy could be old."""
     quantizers = _State.quantizers
     if quantizers is not None and layer not in quantizers:
         quantizers[layer] = StepQuantizer()

@@ -1,4 +1,4 @@
-"""Which heads the patch leaves alone, and what to change so that it need not."""
+"""Heads that the patch refuses, and the change that each needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COPY = (
 
 
 def why_not(model: Any, layer: Any, seams: Seams, options: PatchOptions) -> str | None:
-    """Why this model's head cannot be patched; None: it can."""
+    """Returns why a model's head cannot be patched; None: it can."""
     config = model.config
     if _class_of(layer) is not seams.head:
         return why_changed(layer, seams, options)
@@ -66,18 +66,19 @@ def why_not(model: Any, layer: Any, seams: Seams, options: PatchOptions) -> str 
     return why_overridden(model, {LOSS: seams.loss}) or why_changed(layer, seams, options)
 
 
-def why_overridden(model: Any, own: dict[str, Any]) -> str | None:
-    """Why methods of the model's class are not Megatron's: some class of its MRO overrides one.
+def why_overridden(model: Any, originals: dict[str, Any]) -> str | None:
+    """Returns which method a class of the model's MRO overrides; None: all are Megatron's.
 
-    Args: own: Megatron's functions, by name.
+    Args: originals: Megatron's functions, by name.
     """
-    for name, function in own.items():
-        found = inspect.getattr_static(type(model), name, None)
-        if found is not function:
+    for name, function in originals.items():
+        override = inspect.getattr_static(type(model), name, None)
+        if override is not function:
             owner = next((each for each in type(model).__mro__ if name in vars(each)), type(model))
             return (
-                f"{owner.__module__}.{owner.__qualname__} overrides {name} by {describe(found)}, "
-                "and the patch would leave out what it computes: run this model without the patch"
+                f"{owner.__module__}.{owner.__qualname__} overrides {name} by "
+                f"{describe(override)}, and the patch would leave out what it computes: run this "
+                "model without the patch"
             )
     return None
 
@@ -110,9 +111,9 @@ def _is_of_fp32(config: Any) -> bool:
 
 
 def _class_of(layer: Any) -> type:
-    """Without what torch's fully_shard has put before it."""
-    found = type(layer)
-    return found.__bases__[1] if found.__bases__[0] is FSDPModule else found
+    """Returns a layer's class without the class that torch's fully_shard adds."""
+    layer_type = type(layer)
+    return layer_type.__bases__[1] if layer_type.__bases__[0] is FSDPModule else layer_type
 
 
 def why_hooked(layer: Any, options: PatchOptions) -> str | None:

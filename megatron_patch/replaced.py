@@ -24,7 +24,7 @@ MARK = "megatron_patch"
 
 @dataclass
 class Patched:
-    """Of one head.
+    """The state of one patched head.
 
     Args: is_stock: what the patch replaces has been run beside it, and gives the same.
     """
@@ -35,13 +35,13 @@ class Patched:
 
 
 def options_of(layer: Any) -> PatchOptions | None:
-    """None: the head is Megatron's."""
-    found = vars(layer).get(MARK)
-    return None if found is None else found.options
+    """Returns a head's options; None: the head is Megatron's."""
+    patched = vars(layer).get(MARK)
+    return None if patched is None else patched.options
 
 
 def put(model: Any, layer: Any, options: PatchOptions, seams: Seams) -> None:
-    """On the instances: their classes stay as they are."""
+    """Replaces methods of the instances; their classes stay as they are."""
     setattr(layer, MARK, Patched(options, seams))
     layer.forward = types.MethodType(_head_forward, layer)
     layer._call_impl = types.MethodType(_head_call, layer)
@@ -60,7 +60,7 @@ def _defer(
     runtime_gather_output: bool | None = None,
     **ours: Any,
 ) -> DeferredLogits | None:
-    """What a call of the head gives; None: what its forward gives."""
+    """Returns deferred logits for a call of the head; None: its forward is to run."""
     gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
     if ours or (gathers and not (self.training and torch.is_grad_enabled())):
         return None
@@ -69,11 +69,13 @@ def _defer(
 
 
 def _require_unchanged(layer: Any) -> None:
-    """Raises:
-    PatchError: since `apply` the head has got what the patch would leave out.
+    """Checks a patched head.
+
+    Raises:
+        PatchError: since `apply` the head has got what the patch would leave out.
     """
-    found: Patched = vars(layer)[MARK]
-    reason = why_changed(layer, found.seams, found.options)
+    patched: Patched = vars(layer)[MARK]
+    reason = why_changed(layer, patched.seams, patched.options)
     ours = {"forward": _head_forward, "_call_impl": _head_call}
     for name, function in ours.items():
         if getattr(vars(layer).get(name), "__func__", None) is not function:
@@ -83,8 +85,8 @@ def _require_unchanged(layer: Any) -> None:
 
 
 def _head_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of what nn.Module.__call__ calls. A call that computes nothing runs no hooks: FSDP's
-    wrap the head's input to be told of its gradient, and must be told once."""
+    """Replaces the function that nn.Module.__call__ calls. A call that computes nothing runs no
+    hooks: FSDP's hooks wrap the head's input to learn of its gradient, and must do so once."""
     deferred = _defer(self, *args, **kwargs)
     return type(self)._call_impl(self, *args, **kwargs) if deferred is None else (deferred, None)
 
@@ -101,15 +103,15 @@ def _head_forward(
     largest_wanted: bool = False,
     model: Any = None,  # whose loss is wanted
 ) -> tuple[Any, Tensor | None]:
-    """In place of ColumnParallelLinear.forward. The loss too comes through here, and so through the
+    """Replaces ColumnParallelLinear.forward. The loss too comes through here, and so through the
     layer's __call__: hooks that bring the weight (overlap_param_gather, FSDP) run before it."""
-    found: Patched = vars(self)[MARK]
-    given = self.weight if weight is None else weight
+    patched: Patched = vars(self)[MARK]
+    used_weight = self.weight if weight is None else weight
     if labels is not None:
-        _require_stock(model, self, given)
-        return head_loss(self, input_, given, labels, logit_scale, found.options), None
+        _require_stock(model, self, used_weight)
+        return head_loss(self, input_, used_weight, labels, logit_scale, patched.options), None
     if largest_wanted:
-        return largest_logits(self, input_, given, logit_scale, found.options), None
+        return largest_logits(self, input_, used_weight, logit_scale, patched.options), None
     # Compiled modules call their forward directly.
     deferred = None if logits_wanted else _defer(self, input_, weight, runtime_gather_output)
     if deferred is not None:
@@ -118,19 +120,19 @@ def _head_forward(
 
 
 def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
-    """In place of compute_language_model_loss: labels [b, s] -> loss [b, s] fp32.
+    """Replaces compute_language_model_loss: labels [b, s] -> loss [b, s] fp32.
 
     Raises:
         PatchError: since `apply` the model has got what the patch would leave out; or the loss of
             logits that are made lacks what the options ask for.
     """
-    found: Patched | None = vars(self.output_layer).get(MARK)
-    if found is None:
+    patched: Patched | None = vars(self.output_layer).get(MARK)
+    if patched is None:
         raise PatchError(
             f"{type(self).__name__}: output_layer has been replaced since, by a "
             f"{type(self.output_layer).__qualname__}: apply the patch after that, or run without it"
         )
-    reason = why_overridden(self, {LOSS: found.seams.loss})
+    reason = why_overridden(self, {LOSS: patched.seams.loss})
     if reason is not None:
         raise PatchError(f"{type(self).__name__}: {reason}")
     if isinstance(logits, DeferredLogits) and not logits.is_made:
@@ -145,9 +147,9 @@ def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
                 model=self,
             )
             return loss.transpose(0, 1).contiguous()
-    _require_plain(found.options)
-    made = logits.materialize() if isinstance(logits, DeferredLogits) else logits
-    return type(self).compute_language_model_loss(self, labels, made)
+    _require_plain(patched.options)
+    values = logits.materialize() if isinstance(logits, DeferredLogits) else logits
+    return type(self).compute_language_model_loss(self, labels, values)
 
 
 def _require_plain(options: PatchOptions) -> None:
@@ -162,14 +164,14 @@ def _require_plain(options: PatchOptions) -> None:
 
 
 def _require_stock(model: Any, layer: Any, weight: Tensor) -> None:
-    """Once for a model.
+    """Compares the patch with Megatron's functions, once for a model.
 
     Raises:
         PatchError: the functions of Megatron in whose place the patch computes give other values.
     """
-    found: Patched = vars(layer)[MARK]
-    if not found.is_stock:
-        reason = why_not_stock(model, layer, weight, found.seams)
+    patched: Patched = vars(layer)[MARK]
+    if not patched.is_stock:
+        reason = why_not_stock(model, layer, weight, patched.seams)
         if reason is not None:
             raise PatchError(f"{type(model).__name__}: {reason}")
-        found.is_stock = True
+        patched.is_stock = True

@@ -24,7 +24,7 @@ NO_LOGITS = (
 
 
 class Rows(nn.Module):
-    """In place of the output layer, on every stage.
+    """The output layer's rows on a stage, in place of the layer.
 
     Tensor-parallel rank t has Megatron's rows of rank t on its pipeline's stages, in their order.
     Called without arguments it gives its weight, which hooks of DDP may have gathered.
@@ -79,7 +79,7 @@ class Rows(nn.Module):
 
 
 def place() -> tuple[int, int]:
-    """Which of how many shards of the vocabulary is this rank's."""
+    """Returns the index of this rank's shard of the vocabulary, and the number of shards."""
     state = parallel_state()
     stages = state.get_pipeline_model_parallel_world_size()
     tensor = state.get_tensor_model_parallel_rank()
@@ -88,18 +88,18 @@ def place() -> tuple[int, int]:
 
 
 def rows_of(model: Any) -> Rows:
-    """Of a model, wrapped or not.
+    """Returns the rows of a model, wrapped or not.
 
     Raises:
         PatchError: it has none.
     """
-    found = [x for x in model.modules() if isinstance(x, Rows)]
-    if len(found) != 1:
+    rows = [x for x in model.modules() if isinstance(x, Rows)]
+    if len(rows) != 1:
         raise PatchError(
             f"model must have its output layer over the pipeline, got {type(model).__name__} "
             "without: build it after megatron_patch.apply(vocab_over_pipeline=True)"
         )
-    return found[0]
+    return rows[0]
 
 
 def spread(model: Any, options: PatchOptions, *, requires_grad: bool) -> Rows:
@@ -129,7 +129,7 @@ def spread(model: Any, options: PatchOptions, *, requires_grad: bool) -> Rows:
 
 
 def gather_output_weight(model: Any) -> Tensor | None:
-    """The weight [V / tp, h] of the output layer as Megatron has it, on the last stage; None
+    """Gathers the output layer's weight [V / tp, h], as Megatron has it, on the last stage; None
     elsewhere.
 
     Args: model: this rank's, wrapped or not, with its vocabulary over the pipeline.

@@ -16,8 +16,8 @@ from megatron_patch.seams import LOSS, PipelineSeams, describe, parallel_state
 from megatron_patch.step import Arguments, Step
 
 
-def forward_backward(seams: PipelineSeams, rows: Rows, given: Arguments) -> list[Any]:
-    """In place of forward_backward_pipelining_without_interleaving. Returns: what the loss function
+def forward_backward(seams: PipelineSeams, rows: Rows, arguments: Arguments) -> list[Any]:
+    """Replaces forward_backward_pipelining_without_interleaving. Returns: what the loss function
     reports of each microbatch, on the last stage; elsewhere nothing.
 
     Raises:
@@ -27,30 +27,30 @@ def forward_backward(seams: PipelineSeams, rows: Rows, given: Arguments) -> list
     """
     schedules = seams.schedules
     for name in ("model", "data_iterator"):
-        value = getattr(given, name)
+        value = getattr(arguments, name)
         if isinstance(value, list):
             if len(value) != 1:
                 raise PatchError(f"{name} must be one of each stage, got {len(value)}")
-            setattr(given, name, value[0])
-    config = schedules.get_model_config(given.model)
-    _require(seams, rows, given, config)
+            setattr(arguments, name, value[0])
+    config = schedules.get_model_config(arguments.model)
+    _require(seams, rows, arguments, config)
     (shape,) = schedules.get_tensor_shapes(
-        seq_length=given.seq_length,
-        micro_batch_size=given.micro_batch_size,
-        decoder_seq_length=given.decoder_seq_length,
+        seq_length=arguments.seq_length,
+        micro_batch_size=arguments.micro_batch_size,
+        decoder_seq_length=arguments.decoder_seq_length,
         config=config,
         tp_group=parallel_state().get_tensor_model_parallel_group(),
         cp_group=parallel_state().get_context_parallel_group(),
     )
     if rows.pipeline is None:
-        decoder = _unwrapped(given.model).decoder
+        decoder = _unwrapped(arguments.model).decoder
         with failing_in("the making of groups, in the first step of every rank of the job"):
             rows.pipeline = Pipeline(rows, decoder, tuple(shape), config=config)
     pipeline: Pipeline = rows.pipeline
     if pipeline.is_broken:
         raise RuntimeError("an earlier step failed and left ranks apart: start again")
     pipeline.head.reshape(tuple(shape))
-    step = Step(seams, rows, given)
+    step = Step(seams, rows, arguments)
     pipeline.is_broken, rows.step = True, step
     try:
         store = step.run()
@@ -61,7 +61,7 @@ def forward_backward(seams: PipelineSeams, rows: Rows, given: Arguments) -> list
 
 
 def model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
-    """In place of compute_language_model_loss, on the last stage: labels [b, s] -> [b, s] fp32 of
+    """Replaces compute_language_model_loss, on the last stage: labels [b, s] -> [b, s] fp32 of
     NaN, which stands for losses that are not known yet."""
     rows: Rows = self.output_layer
     if not isinstance(logits, DeferredLogits):
@@ -84,32 +84,32 @@ def _unwrapped(model: Any) -> Any:
     return model
 
 
-def _require(seams: PipelineSeams, rows: Rows, given: Arguments, config: Any) -> None:
+def _require(seams: PipelineSeams, rows: Rows, arguments: Arguments, config: Any) -> None:
     reason = None
-    if given.collect_non_loss_data:
+    if arguments.collect_non_loss_data:
         reason = f"collect_non_loss_data=True: {NO_LOGITS}"
-    elif given.adjust_tensor_shapes_fn is not None:
+    elif arguments.adjust_tensor_shapes_fn is not None:
         reason = "adjust_tensor_shapes_fn changes shapes between stages"
     elif config.overlap_p2p_comm:
         reason = "overlap_p2p_comm is of interleaved schedules: drop it"
     elif type(rows.weight) is not nn.Parameter or hasattr(rows.weight, "__fsdp_param__"):
         reason = "FSDP shards the rows once more: use DDP, with the distributed optimizer"
-    elif _unwrapped(given.model).output_layer is not rows:
+    elif _unwrapped(arguments.model).output_layer is not rows:
         reason = "output_layer of the model has been replaced since"
     elif "forward" in vars(rows):
         reason = f"forward of output_layer is replaced, by {describe(vars(rows)['forward'])}"
     else:
         reason = why_hooked(rows, rows.options) or why_overridden(
-            _unwrapped(given.model), {LOSS: seams.language_model.loss}
+            _unwrapped(arguments.model), {LOSS: seams.language_model.loss}
         )
     stages = parallel_state().get_pipeline_model_parallel_group()
     for holder, name, known in (
-        (given.p2p_communicator, "pp_group", stages),
-        (given.pg_collection, "pp", stages),
-        (given.pg_collection, "tp", parallel_state().get_tensor_model_parallel_group()),
+        (arguments.p2p_communicator, "pp_group", stages),
+        (arguments.pg_collection, "pp", stages),
+        (arguments.pg_collection, "tp", parallel_state().get_tensor_model_parallel_group()),
     ):
-        found = getattr(holder, name, known)
-        if dist.get_process_group_ranks(found) != dist.get_process_group_ranks(known):
+        group = getattr(holder, name, known)
+        if dist.get_process_group_ranks(group) != dist.get_process_group_ranks(known):
             reason = f"{name} has other ranks than the group of Megatron's parallel_state"
     if reason is not None:
         raise PatchError(f"vocab_over_pipeline: {reason}")

@@ -1,4 +1,4 @@
-"""What of Megatron the patch relies on: a few functions, whose signatures are looked at.
+"""The functions of Megatron on which the patch relies, and checks of their signatures.
 
 Not the version: a checkout's name says little, and these have not changed from 0.14 on. Functions
 that the patch replaces must be Megatron's own: nothing else may have been put in their place.
@@ -103,12 +103,14 @@ def find_seams() -> Seams:
     classes: dict[str, Any] = {}
     for module, owner, name, wanted, is_replaced in EXPECTED:
         function = without_ours(getattr(getattr(modules[module], owner, None), name, None))
-        found = "nothing" if function is None else " ".join(inspect.signature(function).parameters)
-        if found != wanted:
+        parameters = (
+            "nothing" if function is None else " ".join(inspect.signature(function).parameters)
+        )
+        if parameters != wanted:
             raise PatchError(
                 f"{module}.{owner}.{name} must take ({wanted.replace(' ', ', ')}), found "
-                f"({found.replace(' ', ', ')}) in megatron.core {version} ({file}): the patch does "
-                "not know this release; run without megatron_patch"
+                f"({parameters.replace(' ', ', ')}) in megatron.core {version} ({file}): the patch "
+                "does not know this release; run without megatron_patch"
             )
         if is_replaced:
             require_own(f"{module}.{owner}.{name}", function, modules[module], core)
@@ -119,7 +121,7 @@ def find_seams() -> Seams:
 
 
 def without_ours(function: Any) -> Any:
-    """What an earlier apply() has put there stands for what it replaced."""
+    """Returns the function that an earlier apply() has replaced, or the function itself."""
     while _file_of(function).parent == Path(__file__).parent and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
@@ -132,9 +134,9 @@ def require_own(name: str, function: Any, module: Any, core: Any) -> None:
     """
     inside = tuple(Path(str(each.__file__)).parent for each in (core, torch))
     chain = list(_unwrapped(function))
-    own = _file_of(chain[-1]) == Path(module.__file__)
+    is_own = _file_of(chain[-1]) == Path(module.__file__)
     for each in chain:
-        if not own or not any(folder in _file_of(each).parents for folder in inside):
+        if not is_own or not any(folder in _file_of(each).parents for folder in inside):
             raise PatchError(
                 f"{name} is {describe(each)}, not Megatron's own in {module.__file__}: the patch "
                 "would leave out what it does; switch off what has replaced it, or run without "
@@ -143,7 +145,7 @@ def require_own(name: str, function: Any, module: Any, core: Any) -> None:
 
 
 def describe(function: Any) -> str:
-    """A function, by its name and where it is defined."""
+    """Describes a function by its name and its place of definition."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", type(function).__module__)
     code = getattr(function, "__code__", None)
@@ -158,7 +160,7 @@ def _unwrapped(function: Any) -> Iterator[Any]:
 
 
 def _file_of(function: Any) -> Path:
-    """Of its code, which no functools.wraps copies."""
+    """Returns the file of a function's code, which functools.wraps does not copy."""
     code = getattr(function, "__code__", None)
     return Path("nowhere" if code is None else code.co_filename)
 
@@ -176,16 +178,16 @@ class PipelineSeams:
         schedule = getattr(self.schedules, SCHEDULE)
         return [x for x in _arguments(schedule) if x in OF_FINALIZING.split()]
 
-    def backward_step(self, **given: Any) -> Any:
+    def backward_step(self, **arguments: Any) -> Any:
         function = self.schedules.backward_step
-        return function(**{name: given[name] for name in _arguments(function)})
+        return function(**{name: arguments[name] for name in _arguments(function)})
 
 
 def find_pipeline_seams() -> PipelineSeams:
     """Raises:
     PatchError: a function of the schedules is not there or takes other arguments.
     """
-    found = find_seams()
+    seams = find_seams()
     schedules = importlib.import_module(SCHEDULES)
     gpt_model = importlib.import_module(GPT_MODEL).GPTModel
     for name, wanted, besides in PARTS:
@@ -194,17 +196,17 @@ def find_pipeline_seams() -> PipelineSeams:
         if [x for x in has if x not in besides.split()] != wanted.split():
             raise PatchError(
                 f"{SCHEDULES}.{name} must take ({wanted.replace(' ', ', ')}), found "
-                f"({', '.join(has)}) in megatron.core {found.version} ({found.file}): the patch "
+                f"({', '.join(has)}) in megatron.core {seams.version} ({seams.file}): the patch "
                 "does not know this release; run without vocab_over_pipeline"
             )
     core = importlib.import_module("megatron.core")
-    own = without_ours(getattr(schedules, SCHEDULE))
-    require_own(f"{SCHEDULES}.{SCHEDULE}", own, schedules, core)
-    return PipelineSeams(schedules, gpt_model, found)
+    schedule = without_ours(getattr(schedules, SCHEDULE))
+    require_own(f"{SCHEDULES}.{SCHEDULE}", schedule, schedules, core)
+    return PipelineSeams(schedules, gpt_model, seams)
 
 
 def find_schedules() -> Any:
-    """The module of Megatron's schedules.
+    """Finds the module of Megatron's schedules.
 
     Raises:
         PatchError: one of them is not there.

@@ -41,7 +41,7 @@ _PASSES = {
 
 @dataclass
 class Arguments:
-    """Of Megatron's schedule."""
+    """The arguments of Megatron's schedule."""
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
@@ -65,16 +65,16 @@ class Step:
 
     infers = False
 
-    def __init__(self, seams: PipelineSeams, rows: Rows, given: Arguments) -> None:
+    def __init__(self, seams: PipelineSeams, rows: Rows, arguments: Arguments) -> None:
         self.seams, self.schedules = seams, seams.schedules
-        self.rows, self.given = rows, given
+        self.rows, self.arguments = rows, arguments
         self.pipeline: Pipeline = rows.pipeline
         self.head = self.pipeline.head
         self.root, self.is_last = self.pipeline.last, self.pipeline.rank == self.pipeline.last
-        self.config = self.schedules.get_model_config(given.model)
-        self.trains = not given.forward_only
+        self.config = self.schedules.get_model_config(arguments.model)
+        self.trains = not arguments.forward_only
         embedding = self.pipeline.embedding
-        self.tied = None if embedding is None else TiedStep(embedding, rows, given)
+        self.tied = None if embedding is None else TiedStep(embedding, rows, arguments)
         self._sync = _GradSync(self.config)
         self._store: list[Any] = []
         self._inputs: dict[int, list[Tensor | None]] = {}
@@ -88,7 +88,7 @@ class Step:
         """Raises:
         RuntimeError: another rank has died or stayed away; says in which pass this one noticed.
         """
-        given, timers = self.given, self.config.timers
+        arguments, timers = self.arguments, self.config.timers
         if timers is not None:
             barrier = self.config.barrier_with_L1_time
             timers("forward-backward", log_level=1).start(barrier=barrier)
@@ -104,7 +104,7 @@ class Step:
         }
         if self.tied is not None:
             passes |= {"E": self.tied.look_up, "G": self.tied.give}
-        for kind, index in self.pipeline.order(given.num_microbatches, trains=self.trains):
+        for kind, index in self.pipeline.order(arguments.num_microbatches, trains=self.trains):
             if self.trains or kind != "B":
                 with failing_in(f"{stage}, microbatch {index}, {_PASSES[kind]}"):
                     passes[kind](index)
@@ -127,21 +127,21 @@ class Step:
         self.head.start_step(record=self.trains)
         if self.trains:
             self._begin_grads()
-        self.pipeline.begin(self.given.num_microbatches, trains=self.trains)
+        self.pipeline.begin(self.arguments.num_microbatches, trains=self.trains)
 
     def _finish(self) -> None:
-        given = self.given
+        arguments = self.arguments
         if not self.trains:
             self.head.finish_step()
             return
         self._finish_grads()
-        self._sync.launch(given.model)
+        self._sync.launch(arguments.model)
         if self.config.finalize_model_grads_func is not None:
             per_token = self.config.calculate_per_token_loss
             self.config.finalize_model_grads_func(
-                [given.model],
+                [arguments.model],
                 self._num_tokens if per_token else None,
-                **{name: getattr(given, name) for name in self.seams.finalizing()},
+                **{name: getattr(arguments, name) for name in self.seams.finalizing()},
             )
 
     def accept(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -154,33 +154,33 @@ class Step:
         return unknown
 
     def grad(self, index: int) -> Tensor:
-        """What the last stage's backward waits for."""
+        """Returns the gradient for which the last stage's backward waits."""
         return self.head.take(index)
 
     def _forward(self, index: int) -> None:
-        given, schedules = self.given, self.schedules
+        arguments, schedules = self.arguments, self.schedules
         received: list[Tensor | None] = [self.pipeline.receive_forward()]
         self._accepted = None
 
         def step_func(iterator: Any, model: Any) -> Any:
             if self.tied is not None and self.pipeline.rank == 0:
                 return self.tied.forward_step(index, model)
-            output, loss_func = given.forward_step_func(iterator, model)
+            output, loss_func = arguments.forward_step_func(iterator, model)
             if self.is_last:
                 self._loss_funcs[index] = loss_func
             return output, None
 
         (output,), _ = schedules.forward_step(
             step_func,
-            given.data_iterator,
-            given.model,
-            given.num_microbatches,
+            arguments.data_iterator,
+            arguments.model,
+            arguments.num_microbatches,
             received,
             [],
             self.config,
             cp_group_size=parallel_state().get_context_parallel_world_size(),
             is_first_microbatch=schedules.check_first_val_step(
-                given.first_val_step, given.forward_only, index == 0
+                arguments.first_val_step, arguments.forward_only, index == 0
             ),
             current_microbatch=index,
             is_last_stage=False,
@@ -196,8 +196,8 @@ class Step:
                 schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def _require_shape(self, output: Any) -> None:
-        """Before another stage gets it: gloo ends a process that receives more than it expects, and
-        of less leaves what was in the buffer."""
+        """Checks the shape of a tensor before it is sent: gloo ends a process that receives more
+        than it expects, and leaves the end of a buffer as it was that receives less."""
         wanted, got = self.pipeline.described, type(output).__name__
         if isinstance(output, Tensor):
             got = f"{list(output.shape)} {output.dtype}"
@@ -229,7 +229,7 @@ class Step:
 
     def _statistics(self, index: int) -> None:
         if not self.is_last:
-            self.head.expect(index, self.root, self.given.num_microbatches)
+            self.head.expect(index, self.root, self.arguments.num_microbatches)
         # By its __call__: hooks that gather parameters run before it.
         self.rows()
         self.head.statistics(index, record=self.trains)
@@ -237,22 +237,22 @@ class Step:
             self.head.weigh(index, self.root)
 
     def _weigh(self, index: int) -> None:
-        """The loss function, on the last stage."""
+        """Calls the loss function, on the last stage."""
         losses = self.head.losses(index) if self.trains else self.head.value(index)
         losses = losses.transpose(0, 1).contiguous().requires_grad_(self.trains)
         # No leaf, into which a loss function could not write.
-        given = losses.clone()
+        loss_input = losses.clone()
         if self.config.timers is not None:
             # Which Megatron's function stops.
             self.config.timers("forward-compute", log_level=2).start()
         loss, num_tokens = self.schedules.forward_step_calc_loss(
-            self.given.model,
-            given,
+            self.arguments.model,
+            loss_input,
             self._loss_funcs.pop(index),
             self.config,
             None,
-            self.given.collect_non_loss_data,
-            self.given.num_microbatches,
+            self.arguments.collect_non_loss_data,
+            self.arguments.num_microbatches,
             self._store,
             parallel_state().get_context_parallel_world_size(),
             True,
@@ -280,14 +280,14 @@ class Step:
     def _backward(self, index: int) -> None:
         received, output = self._inputs.pop(index), self._outputs.pop(index)
         grad = torch.ones_like(output[0]) if self.is_last else self.pipeline.receive_backward()
-        if index == self.given.num_microbatches - 1:
+        if index == self.arguments.num_microbatches - 1:
             self._sync.enable_for_last(self.pipeline.rank)
         (sent,) = self.seams.backward_step(
             input_tensor=received,
             output_tensor=output,
             output_tensor_grad=[grad],
             config=self.config,
-            model_type=self.schedules.get_model_type(self.given.model),
+            model_type=self.schedules.get_model_type(self.arguments.model),
             pipeline_model_parallel_size=self.pipeline.size,
         )
         self.pipeline.send_backward(sent)
@@ -302,7 +302,7 @@ class Step:
             self.head.grads.add_into(main_grad)
 
     def _finish_grads(self) -> None:
-        """As DDP finds a parameter after its backward."""
+        """Leaves the parameter's gradient as DDP finds it after a backward."""
         weight: Any = self.rows.weight
         self.head.finish_step()
         main_grad = getattr(weight, "main_grad", None)

@@ -1,4 +1,4 @@
-"""Whether Megatron's own head and loss compute what the patch computes in their place.
+"""Comparison of Megatron's head and loss with the patch, which replaces them.
 
 A name and a signature say nothing of a fork whose files are edited, nor of functions that someone
 has put under those of Megatron. So both are run on a few tokens, once.
@@ -65,19 +65,19 @@ def _why_another_loss(model: Any, group: Any, weight: Tensor, seams: Seams) -> s
         leaf = logits.detach()[..., mine].clone().requires_grad_()
         grad = torch.zeros_like(leaf)
         try:
-            found = seams.loss(model, labels.T.contiguous(), leaf.clone()).T
-            if found.requires_grad:
-                (grad,) = torch.autograd.grad(found, leaf, upstream)
+            loss = seams.loss(model, labels.T.contiguous(), leaf.clone()).T
+            if loss.requires_grad:
+                (grad,) = torch.autograd.grad(loss, leaf, upstream)
         except RuntimeError as error:
             raised = f"of fp32 logits it raises {type(error).__name__}: {error}"
             return f"{describe(seams.loss)} is not the cross-entropy of its logits: {raised}"
-    off = (found - right).detach().abs().max()
+    off = (loss - right).detach().abs().max()
     grad_off = (grad - expected[..., mine]).abs().max()
     if off <= LOSS_TOLERANCE and grad_off <= GRADIENT_TOLERANCE:
         return None
     return (
         f"{describe(seams.loss)} is not the cross-entropy of its logits: of the same logits it "
-        f"gives {float(found.mean()):.6f} where that is {float(right.mean()):.6f}, and a gradient "
+        f"gives {float(loss.mean()):.6f} where that is {float(right.mean()):.6f}, and a gradient "
         f"{float(grad_off):.2e} apart; a fork's, or what has replaced a function that it calls, "
         "which the patch would leave out: run without megatron_patch"
     )
@@ -97,8 +97,8 @@ def _why_another_head(layer: Any, weight: Tensor, seams: Seams) -> str | None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=layer.tp_group)
         hidden = hidden * (LARGEST / largest)
         expected = torch.nn.functional.linear(hidden, weight)
-        found, bias = seams.forward(layer, hidden, weight, False)
-        off = (found - expected).abs().max()
+        output, bias = seams.forward(layer, hidden, weight, False)
+        off = (output - expected).abs().max()
     if bias is None and off <= LOGITS_TOLERANCE * LARGEST:
         return None
     return (
@@ -109,7 +109,7 @@ def _why_another_head(layer: Any, weight: Tensor, seams: Seams) -> str | None:
 
 
 def device_of(group: Any) -> torch.device:
-    """A device whose tensors the group can send."""
+    """Returns a device whose tensors the group can send."""
     if dist.get_backend(group) != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

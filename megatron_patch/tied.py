@@ -22,7 +22,7 @@ AHEAD = 1
 
 
 class SpreadEmbedding(nn.Module):
-    """In place of the first stage's word_embeddings; its rows are those of `Rows`."""
+    """The first stage's word_embeddings, looked up in the rows of `Rows`."""
 
     def __init__(self, rows: Rows, *, reduce_scatters: bool) -> None:
         super().__init__()
@@ -39,15 +39,15 @@ class SpreadEmbedding(nn.Module):
                 "other stages do not answer: with vocab_over_pipeline it has no embedding there"
             )
         embedding: TiedEmbedding = rows.pipeline.embedding
-        found = embedding(tokens.transpose(0, 1).contiguous())
+        vectors = embedding(tokens.transpose(0, 1).contiguous())
         if self.reduce_scatters:
-            return found
+            return vectors
         if embedding.head.slices > 1:
             # Megatron takes its slice later, after the positions are added.
             mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
             gather = mappings.gather_from_sequence_parallel_region
-            found = gather(found, tensor_parallel_output_grad=False)
-        return found.transpose(0, 1).contiguous()
+            vectors = gather(vectors, tensor_parallel_output_grad=False)
+        return vectors.transpose(0, 1).contiguous()
 
 
 class Recorder:
@@ -68,12 +68,12 @@ class Recorder:
 class TiedStep:
     """E and G of one call of the schedule, and the first stage's data."""
 
-    def __init__(self, embedding: TiedEmbedding, rows: Rows, given: Any) -> None:
-        self.embedding, self.rows, self.given = embedding, rows, given
+    def __init__(self, embedding: TiedEmbedding, rows: Rows, arguments: Any) -> None:
+        self.embedding, self.rows, self.arguments = embedding, rows, arguments
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def look_up(self, index: int) -> None:
-        for each in asked_at(index, self.given.num_microbatches, AHEAD):
+        for each in asked_at(index, self.arguments.num_microbatches, AHEAD):
             tokens = self._read(each) if self.embedding.is_first else None
             self.embedding.ask(each, tokens)
         # By its __call__: hooks that gather parameters run before it.
@@ -81,12 +81,12 @@ class TiedStep:
         self.embedding.look_up(index)
 
     def forward_step(self, index: int, model: Any) -> tuple[Any, None]:
-        """In place of forward_step_func, on the first stage."""
+        """Replaces forward_step_func, on the first stage."""
         args, kwargs = self._calls.pop(index)
         return model(*args, **kwargs), None
 
     def give(self, index: int) -> None:
-        if self.given.forward_only:
+        if self.arguments.forward_only:
             self.embedding.drop(index)
             return
         self.embedding.give(index)
@@ -94,13 +94,13 @@ class TiedStep:
             self.embedding.add(index - 1)
 
     def finish(self) -> None:
-        if not self.given.forward_only:
-            self.embedding.add(self.given.num_microbatches - 1)
+        if not self.arguments.forward_only:
+            self.embedding.add(self.arguments.num_microbatches - 1)
         self.embedding.finish_step()
 
     def _read(self, index: int) -> Tensor:
-        recorder = Recorder(self.given.model)
-        self.given.forward_step_func(self.given.data_iterator, recorder)
+        recorder = Recorder(self.arguments.model)
+        self.arguments.forward_step_func(self.arguments.data_iterator, recorder)
         if len(recorder.calls) != 1:
             raise PatchError(
                 "forward_step_func must call the model that it is given, once, got "

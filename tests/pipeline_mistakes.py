@@ -109,7 +109,7 @@ def ids(group: Any) -> None:
         with pytest.raises(ValueError, match="of a microbatch that is under way, got 0"):
             phase(0)
     # What ranks without the last stage have got, which nobody else holds.
-    held = [weakref.ref(head._microbatches[index].given[0]) for index in given]  # pyright: ignore
+    held = [weakref.ref(head._microbatches[index].posted[0]) for index in given]  # pyright: ignore
     for index in given:
         head.statistics(index)
     with pytest.raises(RuntimeError, match="asked for once a microbatch, got 7 again"):

@@ -30,6 +30,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"python_numbers": set()},
     {
         "allocations": {"torch"},
+        "inputs": {"torch"},
         "once": {"torch"},
         "options": set(),
         "phases": set(),

@@ -32,7 +32,7 @@ class _Job:
 
 
 def mark(device: torch.device) -> Any:
-    """The event behind all that is on the current stream; None without a GPU."""
+    """Records an event behind all work on the current stream; None without a GPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(blocking=True)
@@ -41,13 +41,13 @@ def mark(device: torch.device) -> Any:
 
 
 class Courier:
-    """Issues the collectives of one group, in the order in which they are begun.
+    """An issuer of one group's collectives, in the order in which they are begun.
 
     Args:
-        group: whose collectives they are, and nobody else's; `close` destroys it.
+        group: used by this courier alone; `close` destroys it.
         meeting: a group of the same ranks over gloo. Each collective is issued by a thread, when
-            what was on the caller's stream is done and all ranks have come as far. Without it, at
-            once.
+            the work on the caller's stream is done and all ranks have come as far. None: each is
+            issued at once.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Courier:
         self._error: BaseException | None = None
 
     def begin(self, issue: Issue, after: Any = None) -> Wait:
-        """Without waiting.
+        """Begins a collective without waiting.
 
-        Args: after: of `mark`, what has to be done on this rank before; None: all that is on the
-            current stream.
-        Returns: what waits, on the host for its beginning and on the current stream for its end; it
-            raises what `issue` or the meeting has raised.
+        Args: after: an event of `mark`; the collective starts after the work before the event.
+            None: after all work on the current stream.
+        Returns: a function that waits, on the host for the collective's beginning and on the
+            current stream for its end; it raises the error of `issue` or of the meeting.
         """
         if self._meeting is None:
             return issue().wait

@@ -1,11 +1,10 @@
-"""Rows of frequent tokens that all ranks of a vocabulary know: how much of a token's mass is
-elsewhere, for ranks that are at different microbatches and cannot ask."""
+"""Rows of frequent tokens, known to all ranks of a vocabulary. By them a rank estimates how much of
+a token's mass other ranks hold, which ranks at different microbatches cannot exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,8 @@ ROWS = 512
 class FrequentRows:
     """Each rank's rows of the tokens that were targets most often, on all of them.
 
-    A rank whose own columns hold little of a token's mass would else take them for all there is,
-    and its filter keep them: docs/performance.md#ranks.
+    Without them a rank whose columns hold little of a token's mass would take it for all the mass,
+    and its filter would keep the columns: docs/performance.md#ranks.
 
     Args:
         weight: [V_local, D] this rank's rows; bias: [V_local].
@@ -41,14 +40,14 @@ class FrequentRows:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         classes = torch.tensor([shard.num_classes], device=weight.device)
         self.num_rows = min(ROWS, int(start_all_gather(classes, group, later=False)().min()))
-        # Of targets, of each row; the last one's are elsewhere.
+        # How often each row was a target; the last entry counts targets of other ranks.
         self._counts = torch.zeros(shard.num_classes + 1, dtype=torch.int64, device=weight.device)
-        # What waits for [W, num_rows, D] of weight, and for [W, num_rows] of bias.
+        # Functions that wait for [W, num_rows, D] of weight, and for [W, num_rows] of bias.
         self._weights: Callable[[], Tensor] | None = None
         self._biases: Callable[[], Tensor] | None = None
 
     def count(self, local_targets: Tensor) -> None:
-        """Args: local_targets: [N] of a microbatch, -1 = not in this shard."""
+        """Counts a microbatch's targets. Args: local_targets: [N], -1 = not in this shard."""
         targets = local_targets.to(torch.int64)
         elsewhere = len(self._counts) - 1
         targets = targets.masked_fill(targets < 0, elsewhere)
@@ -61,21 +60,21 @@ class FrequentRows:
         if not self.num_rows:
             return
         counts, number = self._counts[:-1], len(self._counts) - 1
-        # Of rows counted alike the first: ids are often in the order of frequency.
+        # Of rows with equal counts the first: ids are often in the order of frequency.
         ranked = counts * number + torch.arange(number - 1, -1, -1, device=counts.device)
         chosen = ranked.topk(self.num_rows).indices
-        how: dict[str, Any] = {"later": True, "begin": self.courier.begin}
-        rows, group = self.weight.detach()[chosen], self.courier.group
-        self._weights = start_all_gather(rows, group, **how)
+        rows, group, begin = self.weight.detach()[chosen], self.courier.group, self.courier.begin
+        self._weights = start_all_gather(rows, group, later=True, begin=begin)
         if self.bias is not None:
-            self._biases = start_all_gather(self.bias.detach()[chosen], group, **how)
+            biases = self.bias.detach()[chosen]
+            self._biases = start_all_gather(biases, group, later=True, begin=begin)
 
     def forget(self) -> None:
-        """What was sent: the rows are about to change."""
+        """Drops the rows that were sent: the weight is about to change."""
         self._weights = self._biases = None
 
     def elsewhere(self, head: Head) -> Head | None:
-        """The other ranks' rows as a head; None: they are not known."""
+        """Returns the other ranks' rows as a head; None: they are not known."""
         if self._weights is None:
             return None
         weight, bias = self._of_others(self._weights()), None

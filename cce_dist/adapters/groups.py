@@ -1,4 +1,4 @@
-"""What pipeline ranks say to each other besides the loss's own collectives."""
+"""Groups of pipeline ranks, and their collectives besides those of the loss."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from cce_dist.adapters.courier import Courier, Wait
 def own_groups(
     ranks: Sequence[int], count: int, timeout: datetime.timedelta, device: torch.device
 ) -> list[ProcessGroup]:
-    """Groups of these ranks in this order, with communicators and a timeout of their own.
+    """Makes groups of these ranks in this order, with new communicators and this timeout.
 
-    The caller destroys them. Their communicators are there when it returns: NCCL makes them at the
-    first use else, in a thread that may then keep the others from the store that all of them need.
-    Collectives: every rank of the job calls it at the same time, with the ranks it is among, which
-    are none twice; one all-gather of the ranks of all groups, their creation, and three of one
-    number. (A group can be made by its members alone, but torch then names it by how many groups a
-    rank is in.)
+    The caller destroys them. Their communicators exist when the function returns: else NCCL makes
+    them at the first use, in a thread that may keep other threads from the store that all of them
+    need.
+    Collectives: every rank of the job calls it at the same time, with the ranks of its groups, no
+    rank in two lists; one all-gather of the ranks of all groups, their creation, and three of one
+    number. (The members alone could make a group, but torch then names it by the number of groups
+    that a rank is in.)
     """
-    own = _groups(ranks, count, timeout, device.type)
-    for made in own:
-        _connect(made, device)
-    return own
+    groups = _groups(ranks, count, timeout, device.type)
+    for group in groups:
+        _connect(group, device)
+    return groups
 
 
 def own_couriers(
@@ -40,8 +41,8 @@ def own_couriers(
     *,
     paced: bool,
 ) -> list[Courier]:
-    """Couriers of groups of their own; `paced`: ranks meet before each collective. As
-    `own_groups`."""
+    """Makes couriers of new groups, as `own_groups` does; `paced`: ranks meet before each
+    collective."""
     groups = own_groups(ranks, count, timeout, device)
     meetings: list[Any] = [None] * count
     if paced:
@@ -50,7 +51,7 @@ def own_couriers(
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> datetime.timedelta:
-    """How long a collective of the group waits for its ranks on tensors of this device."""
+    """Returns how long a collective of the group waits for its ranks on tensors of this device."""
     # torch hands over none but by a backend's options.
     return group._get_backend(device).options._timeout
 
@@ -61,26 +62,27 @@ def _groups(
     ranks = list(ranks)
     everywhere: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, ranks)
-    own: list[ProcessGroup] = []
+    groups: list[ProcessGroup] = []
     for members in sorted({tuple(each) for each in everywhere}):
         for _ in range(count):
-            how: dict[str, Any] = {"backend": "gloo"}
             if device == "cuda":
-                how = {"pg_options": _options(timeout)}
-            made = dist.new_group(list(members), timeout=timeout, **how)
+                options = _options(timeout)
+                group = dist.new_group(list(members), timeout=timeout, pg_options=options)
+            else:
+                group = dist.new_group(list(members), timeout=timeout, backend="gloo")
             if list(members) == ranks:
-                assert isinstance(made, ProcessGroup)
-                own.append(made)
-    return own
+                assert isinstance(group, ProcessGroup)
+                groups.append(group)
+    return groups
 
 
 def _options(timeout: datetime.timedelta) -> Any:
-    """Of NCCL's communicators.
+    """Makes the options of an NCCL communicator.
 
-    torch gives each of them one of 32 streams, in turns, unless it is of high priority: of two on
-    one stream the one waits for the other, and ranks for one another. Their kernels stay on the
-    device until all ranks have come, each program on a multiprocessor that is lost to the stages:
-    by default up to 32 of them; 4 carry what a microbatch sends many times in the time it takes.
+    High priority: torch gives other communicators one of 32 streams, in turns; two on one stream
+    wait for each other, and so do the ranks. A collective's kernel stays on the device until all
+    ranks have come, and each of its programs takes a multiprocessor from the stages: by default up
+    to 32. With 4 a microbatch could be sent many times in the time that it takes to compute.
     """
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
@@ -90,7 +92,7 @@ def _options(timeout: datetime.timedelta) -> Any:
 
 
 def _connect(group: ProcessGroup, device: torch.device) -> None:
-    """Each kind of collective that is to come, once."""
+    """Runs each kind of collective that the head uses, once."""
     number = torch.zeros(1, device=device)
     parts = [torch.zeros_like(number) for _ in range(dist.get_world_size(group))]
     dist.broadcast(number, group=group, group_src=0)
@@ -103,13 +105,13 @@ def _connect(group: ProcessGroup, device: torch.device) -> None:
 def connect_neighbours(
     group: ProcessGroup, neighbours: Collection[int], device: torch.device, *, alone: bool = True
 ) -> None:
-    """Communicators for what stages on these ranks of the group send each other, both ways.
+    """Makes communicators between stages on these ranks of the group, both ways.
 
-    NCCL makes them at the first use else, and may then wait for all that the device has begun: for
-    a collective of the head, that is, whose other ranks wait for what is to be sent. torch sends
-    alone by a communicator of two ranks, and sends with receives by the group's.
+    Else NCCL makes them at the first use, and may wait for all work on the device: also for a
+    collective of the head, whose other ranks wait for the very tensor that is to be sent. torch
+    uses a communicator of two ranks for a send alone, and the group's for sends with receives.
     Collectives: a number each way between this rank and each neighbour, twice. All ranks of the
-    group call it at the same time, and are neighbours of theirs.
+    group call it at the same time; a neighbour of this rank has this rank as a neighbour.
     """
     rank = dist.get_rank(group)
     mine, theirs = torch.zeros(2, 1, device=device)
@@ -131,7 +133,7 @@ def connect_neighbours(
 
 
 class _All:
-    """Works as one."""
+    """A work that waits for several."""
 
     def __init__(self, works: list[Any]) -> None:
         self.works = works
@@ -142,13 +144,16 @@ class _All:
 
 
 def start_broadcast(root: int, courier: Courier, *tensors: Tensor) -> Wait:
-    """Rank `root`'s tensors into every rank's. Returns: what waits for them."""
-    how: dict[str, Any] = {"group": courier.group, "group_src": root, "async_op": True}
-    return courier.begin(lambda: _All([dist.broadcast(tensor, **how) for tensor in tensors]))
+    """Begins to copy rank `root`'s tensors into every rank's. Returns: a function that waits."""
+
+    def broadcast(tensor: Tensor) -> Any:
+        return dist.broadcast(tensor, group=courier.group, group_src=root, async_op=True)
+
+    return courier.begin(lambda: _All([broadcast(tensor) for tensor in tensors]))
 
 
 def start_reduce(root: int, courier: Courier, tensor: Tensor) -> Wait:
-    """The sum of every rank's tensor into rank `root`'s; what the others hold then is undefined.
-    Returns: what waits for it."""
-    how: dict[str, Any] = {"group": courier.group, "group_dst": root, "async_op": True}
-    return courier.begin(lambda: dist.reduce(tensor, **how))
+    """Begins to sum every rank's tensor into rank `root`'s; the other ranks' become undefined.
+    Returns: a function that waits."""
+    group = courier.group
+    return courier.begin(lambda: dist.reduce(tensor, group=group, group_dst=root, async_op=True))

@@ -64,8 +64,8 @@ class LastStageLoss:
             return
         last = [stage for stage in stages_of(schedule) if stage.is_last]
         known = {id(x) for stage in last for x in stage.submod.parameters()}
-        for name, given in {"weight": self.weight, "bias": self.options.get("bias")}.items():
-            if given is None or not given.requires_grad or id(given) in known:
+        for name, tensor in {"weight": self.weight, "bias": self.options.get("bias")}.items():
+            if tensor is None or not tensor.requires_grad or id(tensor) in known:
                 continue
             raise ValueError(
                 f"{name} must be a parameter of the last stage's module under "
@@ -75,7 +75,7 @@ class LastStageLoss:
 
 
 def _calling_schedule() -> Any:
-    """The schedule that calls a loss_fn, which is told of no schedule; None: another caller."""
+    """Finds the schedule that calls a loss_fn, in the frames of the call; None: another caller."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""What a rank of `PipelineHead` holds of a microbatch between its phases, and how these run."""
+"""The state of a microbatch of `PipelineHead` between its phases, on one rank."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cce_dist.partials import Head, Stats, Tokens
 
 @dataclass
 class Microbatch:
-    """From `post` to `take`."""
+    """The state of a microbatch from `post` to `take`."""
 
     # hidden [..., D], targets [...] int64, and what waits for both; until `statistics`
-    given: tuple[Tensor, Tensor, Callable[[], object]] | None
+    posted: tuple[Tensor, Tensor, Callable[[], object]] | None
     step: tuple[Call, Finish, Tokens, Head] | None = None
     scores: Any = None
     merge: Callable[[], Stats] | None = None
@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 
 def plainly(phase: Callable[P, R]) -> Callable[P, R]:
-    """Without autograd; and within an autocast region fp32 products must not be cast."""
+    """Runs a phase without autograd and outside of autocast, which would cast fp32 products."""
 
     @functools.wraps(phase)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -55,9 +55,9 @@ def _mpi() -> Any:
 class MPIGroup:
     """An MPI communicator, where `linear_cross_entropy` and others take a group.
 
-    Tensors are on the CPU. Before each collective the ranks tell each other which one it is and of
-    what size, in an all-gather of 128 bytes a rank: those that disagree all raise, and a rank that
-    does not come is waited for no longer than `timeout`. After either the group is of no more use.
+    Tensors are on the CPU. Before each collective the ranks compare its kind and its size, in an
+    all-gather of 128 bytes a rank. If ranks disagree, all of them raise; they wait for a missing
+    rank no longer than `timeout`. After either error the group cannot be used again.
 
     Args:
         comm: an intracommunicator, which is duplicated; None: MPI.COMM_WORLD. Keep the group and
@@ -66,27 +66,27 @@ class MPIGroup:
     Collectives: every rank of comm makes the group at the same time.
     Raises:
         ImportError: mpi4py, or an MPI library for it, is missing.
-        ValueError: not such a communicator, or mpirun is that of another MPI library.
+        ValueError: comm is no intracommunicator, or mpirun belongs to another MPI library.
     """
 
     device_type = "cpu"
 
     def __init__(self, comm: MPI.Comm | None = None, *, timeout: float = 1800.0) -> None:
         mpi = _mpi()
-        given: Any = mpi.COMM_WORLD if comm is None else comm
-        if not isinstance(given, mpi.Intracomm) or given == mpi.COMM_NULL:
-            got = "COMM_NULL: no rank of it" if given == mpi.COMM_NULL else type(given)
+        intracomm: Any = mpi.COMM_WORLD if comm is None else comm
+        if not isinstance(intracomm, mpi.Intracomm) or intracomm == mpi.COMM_NULL:
+            got = "COMM_NULL: no rank of it" if intracomm == mpi.COMM_NULL else type(intracomm)
             raise ValueError(f"comm must be an MPI.Intracomm with the calling rank, got {got}")
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, in seconds, got {timeout}")
         _require_its_launcher(mpi)
-        self._comm = given.Dup()
-        # Whatever comm's are: a rank that learns of an error can say so.
+        self._comm = intracomm.Dup()
+        # Whatever error handler comm has: a rank must be able to report an error.
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)
         self._timeout = timeout
         self._calls = 0
         self._lost = ""
-        # What MPI may still write to, where waiting for it was given up: for as long as it runs.
+        # Memory of a call that timed out, to which MPI may still write: kept while the job runs.
         self._pending: Any = None
 
     def rank(self) -> int:
@@ -123,7 +123,7 @@ class MPIGroup:
         return said
 
     def _run(self, collective: Callable[..., None], *arguments: Any) -> None:
-        """The collective that all ranks have come to. MPI waits for as long as it takes."""
+        """Runs a collective on which all ranks agree. MPI waits without a timeout."""
         try:
             collective(*arguments)
         except Exception as error:
@@ -131,7 +131,7 @@ class MPIGroup:
             raise
 
     def _agree(self, kind: int, tensor: Tensor, numbers: Sequence[int] = ()) -> list[list[int]]:
-        """What every rank is about to do, and `numbers` of each."""
+        """Gathers the collective that each rank is about to run, and its `numbers`."""
         if tensor.device.type != self.device_type:
             raise ValueError(f"tensors must be on the CPU with an MPIGroup, got {tensor.device}")
         assert tensor.is_contiguous()
@@ -178,7 +178,7 @@ def _described(call: Sequence[int]) -> str:
 
 
 def _require_its_launcher(mpi: Any) -> None:
-    """An mpirun of another MPI starts ranks that each believe they are alone."""
+    """Refuses the mpirun of another MPI library, whose ranks each believe they are alone."""
     started = max(int(os.environ.get(name, "1")) for name in _SIZES)
     if started > 1 and mpi.COMM_WORLD.Get_size() == 1:
         library = mpi.Get_library_version().partition("\n")[0].strip("\0 ")
@@ -194,7 +194,7 @@ def _memory_of(tensor: Tensor) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> list[Any]:
-    """Any dtype: MPI has no bf16."""
+    """Views a tensor of any dtype as bytes: MPI has no bf16."""
     return [_memory_of(tensor), _mpi().BYTE]
 
 
@@ -212,20 +212,20 @@ def _type_of(dtype: torch.dtype) -> Any:
 
 @functools.cache
 def record_type(dtype: torch.dtype, num_fields: int) -> MPI.Datatype:
-    """`num_fields` numbers as one element, so that MPI never cuts a record in two. Committed."""
+    """Makes one committed MPI element of `num_fields` numbers, so that MPI cuts no record."""
     return _type_of(dtype).Create_contiguous(num_fields).Commit()
 
 
 @functools.cache
 def logaddexp_op(dtype: torch.dtype = torch.float32) -> MPI.Op:
-    """The merge as an MPI.Op, commutative: of records (base, sum, others...), which stand for
-    base + log sum, the first two by log-add-exp, the others by adding.
+    """Makes the merge a commutative MPI.Op. It merges records (base, sum, others...): base +
+    log sum by log-add-exp, the others by adding.
 
         comm.Allreduce(MPI.IN_PLACE, [records, N, record_type(torch.float32, 3)], logaddexp_op())
 
     The element must be `record_type(dtype, K)`, K >= 2, records contiguous [N, K]. (-inf, 0) is the
-    log-sum-exp of nothing. NaN stays, and +inf merges to NaN. op(a, b) has the bits of op(b, a), so
-    all ranks get the same wherever MPI combines the same parts.
+    log-sum-exp over no columns. NaN stays, and +inf merges to NaN. op(a, b) has the bits of
+    op(b, a), so all ranks get the same wherever MPI combines the same parts.
     Source: docs/numerics.md#online-merge.
     """
     itemsize = _type_of(dtype).Get_size()
@@ -243,8 +243,8 @@ def logaddexp_op(dtype: torch.dtype = torch.float32) -> MPI.Op:
 
 
 def merge_records(a: Tensor, b: Tensor) -> Tensor:
-    """[N, K] each, as `logaddexp_op` says."""
-    # A sum's place in memory must not decide how its exponential is rounded.
+    """Merges records [N, K] into records [N, K], as `logaddexp_op` describes."""
+    # The rounding of an exponential must not depend on the sum's place in memory.
     a, b = a.t().contiguous(), b.t().contiguous()
     base = torch.maximum(a[0], b[0])
     finite = base.masked_fill(base == -torch.inf, 0)
@@ -258,10 +258,10 @@ def merge_records(a: Tensor, b: Tensor) -> Tensor:
 def abort_on_exception(comm: MPI.Comm | None = None) -> Iterator[None]:
     """Ends the job, on all ranks, when its block (or the function that it decorates) raises.
 
-    MPI has the others wait for a rank that has raised; nothing but this, or `python -m mpi4py`,
-    tells them. The traceback is printed first. `sys.exit` of 0 passes.
+    Under MPI the other ranks wait for a rank that has raised, unless this function or
+    `python -m mpi4py` ends the job. The traceback is printed first. `sys.exit(0)` ends no job.
 
-    Args: comm: whose ranks are ended; None: MPI.COMM_WORLD.
+    Args: comm: its ranks are ended; None: MPI.COMM_WORLD.
     """
     mpi = _mpi()
     try:

@@ -1,4 +1,4 @@
-"""What goes from stage to stage, in both directions."""
+"""Sends and receives between neighbouring stages, in both directions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from cce_dist.adapters.groups import connect_neighbours, own_couriers
 
 
 class Neighbours:
-    """Sends to the next rank and the one before, and receives from them.
+    """Connections to the next rank and to the rank before, to send and to receive.
 
-    In each direction in the order in which it was begun on both ranks; the directions do not wait
-    for each other, and a sender does not wait for its receiver where others need what it does next.
+    Both ranks must begin the transfers of one direction in the same order. The directions do not
+    wait for each other, and a sender that others need does not wait for its receiver.
 
     Args:
         ranks: of the pipeline, this one's among them.
         paced: as of `PipelineHead`.
-    Collectives: groups are made, for which every rank of the job makes this at the same time: two
-        of all ranks, or with `paced` up to eight of two ranks each.
+    Collectives: groups are made, so every rank of the job makes its `Neighbours` at the same time:
+        two of all ranks, or with `paced` up to eight of two ranks each.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class Neighbours:
             self._couriers |= dict.fromkeys((x for x in pair if x != self.rank), both)
 
     def send(self, tensor: Tensor, *, forward: bool) -> Wait:
-        """To the next rank, or to the one before. Returns: what waits until it is sent, before
-        which it must not be changed."""
+        """Sends a tensor to the next rank, or to the rank before. Returns: a function that waits
+        until it is sent; the tensor must not change before that."""
         target = self.rank + (1 if forward else -1)
         courier, peer = self._courier(target, forward)
         return courier.begin(lambda: dist.isend(tensor, group=courier.group, group_dst=peer))
 
     def receive(self, tensor: Tensor, *, forward: bool, after: Any = None) -> Wait:
-        """What the rank before sends forward, or the next one back.
+        """Receives from the rank before (forward), or from the next rank.
 
-        Args: after: as of `Courier.begin`, behind what has used the tensor last.
+        Args: after: as of `Courier.begin`, behind the last use of the tensor.
         """
         source = self.rank - (1 if forward else -1)
         courier, peer = self._courier(source, forward)
@@ -75,12 +75,12 @@ class Neighbours:
         return courier.begin(receive, after)
 
     def close(self) -> None:
-        """Destroys the groups that it made."""
+        """Destroys the groups that were made here."""
         for courier in self._own:
             courier.close()
 
     def _courier(self, other: int, forward: bool) -> tuple[Courier, int]:
-        """And the other's rank in its group."""
+        """Returns the courier to a neighbour, and the neighbour's rank in its group."""
         courier = self._couriers[other][not forward]
         peers = dist.get_world_size(courier.group)
         return courier, other if peers == self.size else int(other > self.rank)

@@ -1,4 +1,4 @@
-"""What the vocabulary over pipeline ranks asks of its arguments."""
+"""Checks of the arguments of the vocabulary over pipeline ranks, of its stages and steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_scalar(options: LossOptions) -> None:
-    """For a schedule that begins its backward at the loss of a microbatch."""
+    """Refuses losses that are no scalar: a schedule begins its backward at a microbatch's loss."""
     if options.reduction == "none":
         raise ValueError(
             "options.reduction must be 'mean' or 'sum' under a schedule that is handed a "
@@ -66,9 +66,8 @@ def check_product(
     whole: ProcessGroup,
     tensor: ProcessGroup | None,
     scatters: bool,
-    **same: object,
 ) -> None:
-    """Args: same: as of `check_same`, over `whole`, with whose collectives."""
+    """Checks that `whole`, which shares the vocabulary, is the product of the other two groups."""
     size, of_vocab, of_tensor = group_size(group), group_size(whole), group_size(tensor)
     if of_vocab != size * of_tensor:
         raise ValueError(
@@ -77,7 +76,6 @@ def check_product(
         )
     if scatters and tensor is None:
         raise ValueError("sequence_parallel=True needs tensor_group, got None")
-    check_same(whole, **same)
 
 
 def check_microbatch(
@@ -87,7 +85,7 @@ def check_microbatch(
     targets_shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
-    """What the last stage gives against what all ranks expect."""
+    """Compares the last stage's tensors with the shapes and dtypes that all ranks expect."""
     if hidden.shape != hidden_shape or hidden.dtype != dtype:
         advice = "pad microbatches to one shape"
         if hidden.dtype != dtype:
@@ -112,19 +110,19 @@ def _check_targets(targets: Any, shape: tuple[int, ...]) -> None:
 
 def check_step(
     stages: Sequence[Any],
-    given: Sequence[Any],
+    microbatches: Sequence[Any],
     *,
     targets_shape: tuple[int, ...],
     embeds: bool,
 ) -> None:
-    """What a rank's schedule has been given, before its first pass.
+    """Checks the arguments of a rank's schedule, before its first pass.
 
     Args:
-        given: of the schedule's `_step_microbatches`: positional arguments, keywords and targets of
-            each microbatch.
+        microbatches: as `_step_microbatches` of the schedule takes them: positional arguments,
+            keywords and targets of each.
         embeds: the first stage's tokens go to a `TiedEmbedding`.
     """
-    args, keywords, targets = given
+    args, keywords, targets = microbatches
     if any(stage.is_last for stage in stages):
         if targets is None:
             raise ValueError(
@@ -146,20 +144,20 @@ def _check_inputs(
             "of the first stage, where the embedding is tied, got none"
         )
     every = [_shapes(each) for each in args]
-    # Where some come by keyword the rest need not be what the stage was made with; shapes that it
-    # has only met, and those of keywords, are right if what it makes of them is: `check_output`.
-    made_with = None if by_keyword else _made_with(stage)
-    wanted = [_shapes(made_with)] * bool(made_with) + every
-    for index, found in enumerate(every):
-        if found != wanted[0]:
+    # Where some inputs come by keyword the stage's input_args need not list the others. Shapes that
+    # input_args do not give are right if the stage's output is: `check_output`.
+    static = None if by_keyword else _static_inputs(stage)
+    wanted = [_shapes(static)] * bool(static) + every
+    for index, shapes in enumerate(every):
+        if shapes != wanted[0]:
             raise ValueError(
                 f"inputs of every microbatch must have one shape, {wanted[0]}, which the other "
-                f"ranks expect, got {found} in microbatch {index}; pad microbatches to one shape"
+                f"ranks expect, got {shapes} in microbatch {index}; pad microbatches to one shape"
             )
 
 
-def _made_with(stage: Any) -> Sequence[Any] | None:
-    """Its input_args; names of torch 2.13 and of releases before it."""
+def _static_inputs(stage: Any) -> Sequence[Any] | None:
+    """Reads a stage's input_args, by the names of torch 2.13 and of releases before it."""
     meta = getattr(stage, "_user_meta", None)
     return getattr(stage, "inputs_meta", None) if meta is None else meta.inputs
 
@@ -169,27 +167,29 @@ def _shapes(tensors: Sequence[Any] | None) -> list[list[int]]:
 
 
 def check_output(stage: Any, output: Any) -> None:
-    """What a stage has made of a microbatch, before it is sent, against what the next one expects:
-    more would end that process in gloo, without a word of which it was, and less leaves the rest of
-    what it receives into as it was. (torch looks at it under TORCH_DISTRIBUTED_DEBUG=DETAIL.)"""
+    """Compares a stage's output with the next stage's input, before it is sent. A larger output
+    would end the next stage's process in gloo, without a word of the cause; a smaller one would
+    leave the end of the receiving tensor as it was. (torch compares them too, but only under
+    TORCH_DISTRIBUTED_DEBUG=DETAIL.)"""
     wanted = _known_outputs(stage)
     tensors = output if isinstance(output, tuple | list) else (output,)
-    # Of a DTensor each rank sends its part.
+    # Each rank sends its part of a DTensor.
     if wanted is None or stage.is_last or any(isinstance(x, DTensor) for x in tensors):
         return
-    found, right = ([(x.shape, x.dtype) for x in each] for each in (tensors, wanted))
-    if found != right:
+    sent, expected = ([(x.shape, x.dtype) for x in each] for each in (tensors, wanted))
+    if sent != expected:
         advice = "pad microbatches to one shape"
-        if [dtype for _, dtype in found] != [dtype for _, dtype in right]:
+        if [dtype for _, dtype in sent] != [dtype for _, dtype in expected]:
             advice = "give the stages output_args and input_args of the dtypes that autocast makes"
         raise ValueError(
-            f"what stage {stage.stage_index} makes of every microbatch must be {_named(right)}, "
-            f"which the next stage expects, got {_named(found)}; {advice}"
+            f"what stage {stage.stage_index} makes of every microbatch must be {_named(expected)}, "
+            f"which the next stage expects, got {_named(sent)}; {advice}"
         )
 
 
 def _known_outputs(stage: Any) -> Sequence[Any] | None:
-    """What the stage was made with, or has met; names of torch 2.13 and of releases before it."""
+    """Reads a stage's output_args, or the outputs that it has sent before, by the names of torch
+    2.13 and of releases before it."""
     meta = getattr(stage, "_stage_meta", None)
     return getattr(stage, "_outputs_meta", None) if meta is None else meta.outputs
 
@@ -199,23 +199,24 @@ def _named(tensors: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
 
 
 def check_same(group: ProcessGroup, **values: object) -> None:
-    """Raises:
-        ValueError: on every rank, a value that is not the same on all of them.
+    """Compares values over all ranks of the group.
+
+    Raises:
+        ValueError: on every rank, where a value differs.
     Collectives: one gather of objects over the group.
     """
     everyone: list[Mapping[str, object]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, values, group=group)
     for name in values:
-        found = [each.get(name) for each in everyone]
-        if any(x != found[0] for x in found):
-            raise ValueError(f"{name} must be the same on every rank, got by rank: {found}")
+        by_rank = [each.get(name) for each in everyone]
+        if any(x != by_rank[0] for x in by_rank):
+            raise ValueError(f"{name} must be the same on every rank, got by rank: {by_rank}")
 
 
-def refuse_loss_kwargs(given: Mapping[str, object]) -> None:
-    """Of a schedule's `step`, which hands them to loss_fn."""
-    if given:
+def refuse_loss_kwargs(loss_kwargs: Mapping[str, object]) -> None:
+    """Refuses the loss_kwargs of a schedule's `step`, which hands them to loss_fn."""
+    if loss_kwargs:
         raise ValueError(
-            "loss_kwargs must be empty, got "
-            f"{sorted(given)}: give PipelineHead its bias, class_weight and options (softcap, "
-            "z_loss, ...), which every rank needs to know"
+            f"loss_kwargs must be empty, got {sorted(loss_kwargs)}: give PipelineHead its bias, "
+            "class_weight and options (softcap, z_loss, ...), which every rank needs to know"
         )

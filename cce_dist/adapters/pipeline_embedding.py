@@ -1,5 +1,5 @@
-"""The input embedding over pipeline ranks where it is the LM head's weight: tying costs no
-collective, since each rank has the same rows of both."""
+"""The input embedding over pipeline ranks, tied to the LM head's weight: tying costs no collective,
+since each rank has the same rows of both."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class _Microbatch:
 class TiedEmbedding(nn.Module):
     """The first stage's embedding of tokens, looked up and trained on all pipeline ranks.
 
-    Every rank makes it; the first stage's module calls it on its tokens. It has no parameter of its
-    own; gradients go to the head's weight. A microbatch goes through these phases, `forward` and
+    Every rank makes it; the first stage's module calls it on its tokens. It has no parameter;
+    gradients go to the head's weight. A microbatch goes through these phases, `forward` and
     its backward on the first stage, which waits for the sum and keeps the gradient, the others on
     every rank:
 
         ask        tokens go from the rank of the first stage to all
-        look_up    what each rank has of their rows begins to be summed on the first stage
+        look_up    the sum of each rank's rows of them begins, to the first stage
         give       the gradient goes from there to all
         add        each rank adds it to its own rows
 
-    No rank may wait in `look_up` or `add` for another that waits for it elsewhere: ask for all
-    microbatches first, and `add` a microbatch after giving the next.
+    Ranks must not wait for each other in different phases: ask for all microbatches first, and
+    `add` a microbatch after giving the next.
 
     Args:
         head: of the same ranks; its hidden_shape is that of the embedding, too.
@@ -80,7 +80,7 @@ class TiedEmbedding(nn.Module):
         return self.head.rank == self.root
 
     def ask(self, index: int, tokens: Tensor | None = None) -> None:
-        """Without waiting.
+        """Begins to send a microbatch's tokens to all ranks, without waiting.
 
         Args: tokens: [...] of the microbatch, on the rank of the first stage.
         Raises:
@@ -100,14 +100,14 @@ class TiedEmbedding(nn.Module):
         batch, head = self._microbatches[index], self.head
         batch.wait()
         mine, rows = self._own(batch.tokens)
-        found = rows.new_zeros(len(rows), head.hidden_shape[-1], dtype=head.hidden_dtype)
+        vectors = rows.new_zeros(len(rows), head.hidden_shape[-1], dtype=head.hidden_dtype)
         if head.own_shard.num_classes:
-            found = head.weight.detach()[rows].to(head.hidden_dtype)
-            found = found.masked_fill_(~mine[:, None], 0)
-        batch.rows, batch.wait = found, start_reduce(self.root, self._summing, found)
+            vectors = head.weight.detach()[rows].to(head.hidden_dtype)
+            vectors = vectors.masked_fill_(~mine[:, None], 0)
+        batch.rows, batch.wait = vectors, start_reduce(self.root, self._summing, vectors)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[...] -> [..., D], this rank's slice of dim 0 under sequence_parallel."""
+        """Looks up tokens [...]: [..., D], this rank's slice of dim 0 under sequence_parallel."""
         head = self.head
         if self.infers or not self._microbatches:
             if not self.infers:
@@ -124,29 +124,31 @@ class TiedEmbedding(nn.Module):
         return _Rows.apply(self._anchor(), self, index)
 
     def rows(self, index: int) -> Tensor:
-        """What `forward` returns, without autograd."""
+        """Returns the rows that `forward` returns, without autograd."""
         batch = self._microbatches[index]
         assert batch.rows is not None
         batch.wait()
-        found, batch.rows = batch.rows, None
+        vectors, batch.rows = batch.rows, None
         head, dtype = self.head, self.head.hidden_dtype
-        # Of rows, not of a gradient: only some ranks have it.
+        # Rows, not a gradient: only some ranks have the gradient.
         with in_phase("reduce", begins=False):
-            found = reduce_grad_hidden(found, self._tensor, scatter=head.slices > 1, dtype=dtype)
-        return found.view(head.hidden_shape)
+            vectors = reduce_grad_hidden(
+                vectors, self._tensor, scatter=head.slices > 1, dtype=dtype
+            )
+        return vectors.view(head.hidden_shape)
 
     def keep(self, index: int, grad: Tensor) -> None:
-        """The gradient of `rows`, for `add`."""
+        """Keeps the gradient of `rows`, for `give`."""
         if self.head.slices > 1:
             grad = gather_tokens(grad, self._tensor)
         self._microbatches[index].rows = grad.reshape(-1, grad.shape[-1]).contiguous()
 
     @torch.no_grad()
     def give(self, index: int) -> None:
-        """Without waiting for the gradient."""
+        """Begins to send the gradient to all ranks, without waiting."""
         batch, head = self._microbatches[index], self.head
         if not self.is_first:
-            # The sum is the first stage's alone, and so far nobody has waited here for it.
+            # The first stage alone needs the sum; this rank has not waited for it yet.
             batch.wait()
             shape = (batch.tokens.numel(), head.hidden_shape[-1])
             batch.rows = head.weight.new_empty(shape, dtype=head.hidden_dtype)
@@ -164,13 +166,13 @@ class TiedEmbedding(nn.Module):
             head.grads.add_to_rows(rows, batch.rows.masked_fill(~mine[:, None], 0))
 
     def drop(self, index: int) -> None:
-        """In an evaluation, in place of `add`."""
+        """Forgets a microbatch of an evaluation, in place of `give` and `add`."""
         batch = self._microbatches.pop(index)
         if not self.is_first:
             batch.wait()
 
     def look_up_all(self, tokens: Sequence[Tensor | None]) -> None:
-        """`ask` and `look_up` for every microbatch of a step, where nothing comes in between."""
+        """Calls `ask` and `look_up` for every microbatch of a step."""
         for index, each in enumerate(tokens):
             self.ask(index, each)
         for index in range(len(tokens)):
@@ -181,7 +183,7 @@ class TiedEmbedding(nn.Module):
                 batch.rows, batch.wait = None, _nothing
 
     def finish_all(self, *, backward: bool) -> None:
-        """`give` and `add`, or `drop`, of every microbatch of a step, and `finish_step`."""
+        """Calls `give` and `add`, or `drop`, for every microbatch of a step, and `finish_step`."""
         count = len(self._microbatches)
         for index in range(count):
             if not backward:
@@ -198,14 +200,14 @@ class TiedEmbedding(nn.Module):
         self._called = 0
 
     def close(self) -> None:
-        """Destroys the groups that it made, and nothing else."""
+        """Destroys the groups that the embedding made, and nothing else."""
         for courier in (self._asking, self._summing, self._giving):
             courier.close()
         if self._tensor is not None:
             dist.destroy_process_group(self._tensor)
 
     def _own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[N] bool: whose rows are here; [N] the rows, 0 elsewhere."""
+        """Returns [N] bool, tokens whose rows are here; and [N] the rows, 0 for other tokens."""
         rows = self.head.own_shard.local_targets(tokens.reshape(-1))
         mine = rows >= 0
         return mine, rows.clamp_min(0)
@@ -220,12 +222,12 @@ class TiedEmbedding(nn.Module):
         return tokens.contiguous()
 
     def _anchor(self) -> Tensor:
-        # So that autograd asks for a gradient; the weight's own node must not run.
+        # Autograd must ask for a gradient, and the weight's node must not run.
         return torch.empty(0, device=self.head.weight.device, requires_grad=True)
 
 
 def _nothing() -> None:
-    """What is left to wait for."""
+    """A microbatch under way."""
 
 
 class _Rows(torch.autograd.Function):

@@ -11,9 +11,9 @@ from cce_dist.partials import accumulate_dtype
 
 
 class RowGradients:
-    """Of weight [V_local, D] and bias [V_local], in fp32 or float64, of the rows that are classes.
+    """Sums of gradients of weight [V_local, D] and bias [V_local], without rows that are padding.
 
-    Not in the parameters' own, which may be of 16 bits, until `finish`.
+    In fp32 or float64: the parameters' .grad, which may be of 16 bits, gets them in `finish`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, num_classes: int) -> None:
@@ -41,14 +41,14 @@ class RowGradients:
         self._rows.index_put_((rows,), values.to(self._rows.dtype), accumulate=True)
 
     def add_into(self, rows: Tensor) -> None:
-        """Until `finish` into rows [V_local, D], fp32 or float64, such as Megatron's main_grad, in
-        place of weight.grad."""
+        """Adds to rows [V_local, D], fp32 or float64, in place of weight.grad, until `finish`:
+        Megatron's main_grad, for instance."""
         assert rows.dtype == accumulate_dtype(self.weight.dtype) and self._rows is None
         self._rows, self._is_elsewhere = rows[: self.num_classes], True
 
     @torch.no_grad()
     def finish(self, divide_by: int) -> None:
-        """Adds what there is to weight.grad and bias.grad."""
+        """Adds the sums to weight.grad and bias.grad."""
         rows, bias, is_elsewhere = self._rows, self._bias, self._is_elsewhere
         self.forget()
         if rows is not None and not is_elsewhere:

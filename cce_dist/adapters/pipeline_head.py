@@ -19,7 +19,7 @@ from __future__ import annotations
 import datetime
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,17 @@ from cce_dist.adapters.frequent_rows import FrequentRows
 from cce_dist.adapters.groups import own_couriers, own_groups, start_broadcast, start_reduce
 from cce_dist.adapters.microbatch import Microbatch, plainly
 from cce_dist.adapters.neighbours import Neighbours
-from cce_dist.adapters.pipeline_checks import check_microbatch, check_product, check_weight
+from cce_dist.adapters.pipeline_checks import (
+    check_microbatch,
+    check_product,
+    check_same,
+    check_weight,
+)
 from cce_dist.adapters.pipeline_grads import RowGradients
 from cce_dist.adapters.pipeline_rehearsal import rehearse_head
 from cce_dist.collectives import gather_tokens, reduce_grad_hidden
 from cce_dist.compute import prepare
+from cce_dist.inputs import Inputs
 from cce_dist.options import LossOptions
 from cce_dist.partials import Needs, Stats, Upstream, accumulate_dtype
 from cce_dist.phases import in_phase
@@ -107,21 +113,21 @@ class PipelineHead:
         quantize_once: bool = True,
         paced: bool | None = None,
     ) -> None:
-        found, tensor = (process_group(x, "of a pipeline") for x in (group, tensor_group))
-        whole = found if vocab_group is None else process_group(vocab_group, "of a pipeline")
-        check_weight(found, weight, hidden_shape, options)
-        assert found is not None and whole is not None
-        same = {"loss_scale": loss_scale, "options": options}
-        check_product(found, whole, tensor, sequence_parallel, **same)
+        stages, tensor = (process_group(x, "of a pipeline") for x in (group, tensor_group))
+        whole = stages if vocab_group is None else process_group(vocab_group, "of a pipeline")
+        check_weight(stages, weight, hidden_shape, options)
+        assert stages is not None and whole is not None
+        check_product(stages, whole, tensor, sequence_parallel)
+        check_same(whole, loss_scale=loss_scale, options=options)
         self.weight, self.bias, self.class_weight = weight, bias, class_weight
         self.shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
         self.hidden_shape = tuple(hidden_shape)
         self.hidden_dtype = weight.dtype
-        self.group = found
-        self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
+        self.group = stages
+        self.rank, self.size = dist.get_rank(stages), dist.get_world_size(stages)
         num_rows, place = weight.shape[0], (dist.get_rank(whole), dist.get_world_size(whole))
         self.own_shard = vocab_shard or VocabShard.even(num_rows, *place)
-        self.ranks = dist.get_process_group_ranks(found)
+        self.ranks = dist.get_process_group_ranks(stages)
         self.paced = weight.device.type == "cuda" if paced is None else paced
         make = functools.partial(
             own_couriers, timeout=timeout, device=weight.device, paced=self.paced
@@ -151,8 +157,8 @@ class PipelineHead:
         rehearse_head(self)
 
     def start_step(self, *, record: bool = True) -> None:
-        """Before the first microbatch of a step: begins to tell all ranks of the rows that say most
-        of a token's lse, as the filter of the Triton backend needs. Without waiting; on every rank.
+        """Begins a step: sends all ranks the rows that tell most of a token's lse, which the filter
+        of the Triton backend needs. Without waiting; on every rank, before the first microbatch.
         A step without it has the same loss, and a filter that keeps more. Until `finish_step`,
         which also ends one without gradients, the weight keeps its values.
 
@@ -164,11 +170,11 @@ class PipelineHead:
             self._quantizer.begin()
 
     def neighbours(self) -> Neighbours:
-        """What a schedule of its own may send between stages by; made at the first call, for which
-        every rank of the job calls it at the same time."""
+        """Returns the connections by which a schedule of ours sends between stages. The first call
+        makes them, at the same time on every rank of the job."""
         if self._neighbours is None:
-            how: dict[str, Any] = {"paced": self.paced}
-            self._neighbours = Neighbours(self.ranks, self.weight.device, self._timeout, **how)
+            device, timeout = self.weight.device, self._timeout
+            self._neighbours = Neighbours(self.ranks, device, timeout, paced=self.paced)
         return self._neighbours
 
     @property
@@ -177,7 +183,7 @@ class PipelineHead:
         return self._weighing is not None
 
     def reshape(self, hidden_shape: tuple[int, ...]) -> None:
-        """Of the microbatches to come, between steps; on every rank, as when it was made."""
+        """Sets the shape of microbatches to come: between steps, on every rank of the job."""
         if hidden_shape != self.hidden_shape:
             self.hidden_shape = hidden_shape
             rehearse_head(self)
@@ -210,8 +216,8 @@ class PipelineHead:
         self._microbatches[index] = Microbatch((hidden, targets, arrive))
 
     def expect(self, index: int, root: int, count: int) -> None:
-        """`post` where another rank has the last stage, and of the next of `count` microbatches,
-        too: what this rank is at by then does not keep it from arriving."""
+        """Calls `post` where another rank has the last stage, for this microbatch and the next of
+        `count`: the next then arrives whatever this rank computes meanwhile."""
         for each in range(index, min(index + 2, count)):
             if each not in self._microbatches:
                 self.post(each, root)
@@ -226,26 +232,17 @@ class PipelineHead:
             ValueError: targets beyond the vocabulary, on every rank.
         """
         batch = self._begun(index)
-        if batch.given is None:
+        if batch.posted is None:
             raise RuntimeError(f"statistics must be asked for once a microbatch, got {index} again")
-        (hidden, targets, arrive), batch.given = batch.given, None
+        (hidden, targets, arrive), batch.posted = batch.posted, None
         arrive()
         if self.slices > 1:
             hidden = gather_tokens(hidden, self._tensor)
-        call, finish = prepare(
-            hidden,
-            self.weight,
-            targets,
-            self.options,
-            group=self._merging.group,
-            vocab_shard=self.shard,
-            bias=self.bias,
-            token_weight=None,
-            class_weight=self.class_weight,
-            grad_weight_into=None,
-            record=record,
-            quantized_weight=self._quantizer,
+        inputs = Inputs(
+            hidden, self.weight, targets, bias=self.bias, class_weight=self.class_weight
         )
+        group, quantizer = self._merging.group, self._quantizer
+        call, finish = prepare(inputs, self.options, group, self.shard, quantizer, record=record)
         # Ranks are at different microbatches.
         call = replace(call, plan=replace(call.plan, beside=True))
         tokens = call.tokens(hidden.reshape(-1, self.hidden_shape[-1]))
@@ -273,11 +270,11 @@ class PipelineHead:
 
     @plainly
     def losses(self, index: int) -> Tensor:
-        """With reduction "none": `value` of a microbatch that goes on."""
+        """Returns `value` of a microbatch that goes on, with reduction "none"."""
         return self._merged(self._begun(index))[0]
 
     def weigh(self, index: int, root: int, grad_losses: Tensor | None = None) -> None:
-        """With reduction "none": sends the gradient of `losses` to all ranks. Without waiting.
+        """Sends the gradient of `losses` to all ranks, with reduction "none". Without waiting.
 
         Args: grad_losses: as targets, fp32 or float64, on the rank of the last stage.
         """
@@ -356,7 +353,7 @@ class PipelineHead:
         self.forget()
 
     def forget(self) -> None:
-        """What is left of a step: its gradients, and what is known of the weight as it is now."""
+        """Drops the gradients of a step, and the copies of the weight's present rows."""
         self.grads.forget()
         if self._frequent is not None:
             self._frequent.forget()
@@ -364,7 +361,7 @@ class PipelineHead:
             self._quantizer.end()
 
     def close(self) -> None:
-        """Destroys the groups that it made, and nothing else."""
+        """Destroys the groups that the head made, and nothing else."""
         for courier in (self._posting, self._summing, self._merging, self._weighing):
             if courier is not None:
                 courier.close()

@@ -1,7 +1,7 @@
-"""Every phase once before the first step, so that its kernels are on the device.
+"""A run of every phase before the first step, which loads the phases' kernels.
 
-A kernel is brought there at its first launch, which may wait for all that the device has begun:
-within a step for what other ranks send when this one has gone on.
+A kernel is loaded at its first launch, which may wait for all work on the device. Within a step
+that work may wait for other ranks, and they for this rank.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def rehearse_head(head: PipelineHead) -> None:
     hidden = torch.zeros(head.hidden_shape, dtype=head.hidden_dtype, device=device)
     targets = torch.zeros(head.targets_shape, dtype=torch.int64, device=device)
     is_root = head.rank == ROOT
-    given = (hidden, targets) if is_root else (None, None)
+    microbatch = (hidden, targets) if is_root else (None, None)
     head.start_step()
     # The second adds to what the first has made.
     for index in (-1, -2):
-        head.post(index, ROOT, *given)
+        head.post(index, ROOT, *microbatch)
         head.statistics(index)
         if head.weighs:
             head.weigh(index, ROOT, head.losses(index) if is_root else None)
         head.gradients(index, ROOT)
         head.take(index)
-    head.post(-3, ROOT, *given)
+    head.post(-3, ROOT, *microbatch)
     head.statistics(-3, record=False)
     head.value(-3)
     head.forget()

@@ -18,7 +18,7 @@ JOIN_SECONDS = 5.0
 
 
 class Server(threading.Thread):
-    """Every microbatch's phases, one after the other, beside the schedule."""
+    """A thread that runs every microbatch's phases in turn, beside the schedule."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Server(threading.Thread):
         self.error: BaseException | None = None
         self.losses: list[Tensor] = []
         self.infers = False  # a schedule asks for shapes, not for a loss
-        self._given: queue.Queue[tuple[Tensor, Tensor, Tensor, Any] | None] = queue.Queue()
+        self._posted: queue.Queue[tuple[Tensor, Tensor, Tensor, Any] | None] = queue.Queue()
         self._grads: list[queue.Queue[tuple[Tensor, Any]]] = [queue.Queue(1) for _ in range(count)]
         self._called = self._steps = 0
         self._forwarded, self._forwards, self._sent = threading.Semaphore(0), 0, 0
@@ -47,7 +47,7 @@ class Server(threading.Thread):
     # -- on the schedule's thread
 
     def begun(self) -> None:
-        """A schedule runs its microbatches."""
+        """Notes that a schedule begins to run its microbatches."""
         self._steps += 1
         if self._steps > 1:
             raise RuntimeError("serving(schedule) must be around one step or eval, got a second")
@@ -62,11 +62,11 @@ class Server(threading.Thread):
         check_calls(self._called, self._forwards, self.count)
         loss = Waiting.apply(output, self, index)
         hidden, targets = self.head.checked(output, target)
-        self._given.put((hidden, targets, loss.detach(), self._mark()))
+        self._posted.put((hidden, targets, loss.detach(), self._mark()))
         return loss
 
     def _check_kind(self) -> None:
-        """What the context was told against what the schedule has told its stages."""
+        """Compares the context's arguments with those that the schedule has given its stages."""
         if self._stages[0].has_backward != self.backward:
             raise RuntimeError(
                 f"serving(schedule, backward={self.backward}) must be around schedule."
@@ -74,34 +74,34 @@ class Server(threading.Thread):
             )
 
     def forwarded(self) -> None:
-        """The last of this rank's stages has a microbatch behind it."""
+        """Notes that the last of this rank's stages has computed a microbatch."""
         self._forwards += 1
         # Over gloo the schedule may wait on the host before it comes to the next pass.
         if self._stream is None:
             self.sent()
 
     def before_pass(self) -> None:
-        """Of this rank's stages: a schedule sends what one has made before it begins the next."""
+        """Notes that a pass begins: the schedule has sent the outputs before it."""
         self.sent()
         self.wait_for_input()
 
     def sent(self) -> None:
-        """What the stages have made so far has been sent on."""
+        """Notes that the stages' outputs so far have been sent."""
         for _ in range(self._forwards - self._sent):
             self._forwarded.release()
         self._sent = self._forwards
 
     def wait_for_input(self) -> None:
-        """On the host, for all that the next pass reads. With more launches than a device queues,
-        of a pass that waits for another rank, the schedule's thread would wait in the driver, and
-        this one there for it."""
+        """Waits on the host for all inputs of the next pass. Else, where a pass that waits for
+        another rank has more launches than the device queues, the schedule's thread would wait in
+        the driver, and keep this thread from it."""
         if self._stream is not None and self.head.paced:
             mark = torch.cuda.Event(blocking=True)
             mark.record(torch.cuda.current_stream(self.head.weight.device))
             mark.synchronize()
 
     def grad(self, index: int) -> Tensor:
-        """Of the hidden states of a microbatch, when it is there."""
+        """Waits for the gradient of a microbatch's hidden states, and returns it."""
         while True:
             try:
                 grad, mark = self._grads[index].get(timeout=POLL_SECONDS)
@@ -133,9 +133,9 @@ class Server(threading.Thread):
             torch.cuda.current_stream(self.head.weight.device).wait_stream(self._stream)
 
     def stop(self) -> None:
-        """After an error: it may wait for ranks that do not come, until its groups' timeout."""
+        """Stops after an error. The thread may wait for missing ranks until its groups' timeout."""
         self._stopped = True
-        self._given.put(None)
+        self._posted.put(None)
         if self.ident is not None:
             self.join(JOIN_SECONDS)
 
@@ -144,7 +144,7 @@ class Server(threading.Thread):
             raise self.error
 
     def _mark(self) -> Any:
-        """What the other thread waits for before it reads what this one has made."""
+        """Records an event; the other thread waits for it before it reads this thread's tensors."""
         if self._stream is None:
             return None
         mark = torch.cuda.Event()
@@ -169,10 +169,10 @@ class Server(threading.Thread):
     def _serve(self, index: int) -> bool:
         head, root, shown = self.head, self.root, None
         if head.rank == root:
-            given = self._given.get()
-            if given is None:
+            posted = self._posted.get()
+            if posted is None:
                 return False
-            hidden, targets, shown, mark = given
+            hidden, targets, shown, mark = posted
             if mark is not None:
                 assert self._stream is not None
                 self._stream.wait_event(mark)
@@ -180,8 +180,8 @@ class Server(threading.Thread):
                     tensor.record_stream(self._stream)
             head.post(index, root, hidden, targets)
         else:
-            # Nothing is queued on the device that waits for what this rank has yet to do: whoever
-            # waits for the device, as an allocator out of memory does, would wait for ever.
+            # Nothing may be queued on the device that waits for later work of this rank: an
+            # allocator out of memory, which waits for the device, would wait for ever.
             while not self._forwarded.acquire(timeout=POLL_SECONDS):
                 if self._stopped:
                     return False
@@ -196,14 +196,15 @@ class Server(threading.Thread):
             loss = head.value(index)
         self.losses.append(loss)
         if shown is not None:
-            # What loss_fn returned, before anything was known of it.
+            # The tensor that loss_fn returned before the loss was known.
             shown.copy_(loss)
         return True
 
 
 def check_calls(called: int, forwards: int, count: int) -> None:
-    """Of loss_fn in a step: torch's stages without static metadata ask for shapes by one call more,
-    before the first forward, which `without_dry_run` recognises by the names of torch 2.13."""
+    """Checks the number of calls of loss_fn in a step. torch's stages without static metadata call
+    it once more for shapes, before the first forward; `without_dry_run` recognises that call by the
+    names of torch 2.13."""
     if called > min(forwards, count):
         raise RuntimeError(
             f"loss_fn was called {called} times, for {forwards} of {count} microbatches that went "
@@ -213,7 +214,7 @@ def check_calls(called: int, forwards: int, count: int) -> None:
 
 
 class Answers(Protocol):
-    """Who calls back where torch's schedules call a loss."""
+    """An object whose loss torch's schedules call."""
 
     infers: bool  # a schedule asks for shapes, not for a loss
 
@@ -227,7 +228,7 @@ def _asked_twice(index: int) -> str:
 
 
 class Waiting(torch.autograd.Function):
-    """The loss of a microbatch that is not known yet; its backward waits for its gradient."""
+    """A microbatch's loss before it is known; its backward waits for the hidden gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, server: Answers, index: int):

@@ -1,8 +1,8 @@
-"""The vocabulary over the ranks of a pipeline under torch.distributed.pipelining, whose schedules
-stay as they are.
+"""The vocabulary over the ranks of a pipeline, under unchanged schedules of
+torch.distributed.pipelining.
 
-They call a loss on the last stage alone, so on every rank a thread, which knows no schedule, joins
-in for each microbatch in turn.
+A schedule calls its loss on the last stage alone. So on every rank a thread, which knows no
+schedule, serves the microbatches in turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.adapters.pipeline_server import Server
 
-# Actions of torch's schedules; torch 2.15 waits for each send by one of its own.
+# Actions of torch's schedules; in torch 2.15 another action waits for each send.
 _OF_FORWARDS = ("FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F")
 
 
@@ -43,9 +43,9 @@ class VocabOverPipeline:
 
     After the context the losses are there, and weight.grad has what the step added.
 
-    Args: embedding: that the first stage's module calls; every rank makes one. All microbatches are
-        looked up before the first stage begins, and their gradients given when the last has ended:
-        N D numbers of each are on its rank.
+    Args: embedding: called by the first stage's module; every rank makes one. All microbatches are
+        looked up before the first stage begins, and their gradients are sent when the last has
+        ended: the first stage's rank holds N D numbers of each.
     """
 
     def __init__(self, head: PipelineHead, *, embedding: TiedEmbedding | None = None) -> None:
@@ -56,12 +56,13 @@ class VocabOverPipeline:
         self._connected: weakref.WeakSet[Any] = weakref.WeakSet()
         self._agreed: weakref.WeakSet[Any] = weakref.WeakSet()
         device = head.weight.device
-        # One for all steps: memory that it has allocated is used again by it alone. Of high
-        # priority: torch hands out 32 streams of each, in turns, NCCL's among those of low.
+        # One stream for all steps: memory allocated on a stream is used again on that stream alone.
+        # High priority: torch hands out 32 streams of each priority in turns, and NCCL's
+        # communicators get those of low priority.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def __call__(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
-        """What the last stage's schedule calls; the value is there after the context."""
+        """Stands for the loss in the last stage's schedule; the value follows after the context."""
         refuse_loss_kwargs(loss_kwargs)
         if self._server is None:
             raise RuntimeError(
@@ -72,7 +73,7 @@ class VocabOverPipeline:
 
     @contextmanager
     def serving(self, schedule: Any, *, backward: bool = True) -> Iterator[None]:
-        """On every rank around one `schedule.step`, or with backward=False `schedule.eval`.
+        """Serves one `schedule.step`, or with backward=False one `schedule.eval`: on every rank.
 
         Raises:
             ValueError: a schedule whose stages are not on the head's ranks, or whose number of
@@ -80,7 +81,7 @@ class VocabOverPipeline:
                 several shapes, or without targets.
             RuntimeError: an earlier step failed; microbatches are missing; `eval` without
                 backward=False, or a step with it; no step, or two.
-            What the head raised, on a rank where it did.
+            Any error of the head, on the rank that raised it.
         Collectives: the head's; the first time with this schedule a gather of an object over the
             ranks that share the vocabulary.
         """
@@ -112,7 +113,7 @@ class VocabOverPipeline:
             if embedding is not None:
                 embedding.finish_all(backward=backward)
         except BaseException as error:
-            # What the schedule met may follow from what the thread met, not the other way round.
+            # An error of the schedule may follow from the thread's, not the other way round.
             first = server.error
             server.stop()
             if first is not None and first is not error:
@@ -134,7 +135,7 @@ def stages_of(schedule: Any) -> list[Any]:
 
 
 def _rank_of_last_stage(stage: Any, size: int) -> int:
-    """The rank in the pipeline's group that holds the last stage: ZBV has it on rank 0."""
+    """Returns the rank in the pipeline's group that holds the last stage: ZBV has it on rank 0."""
     if stage.group_size != size:
         raise ValueError(
             f"the head's group must be the stages' group, of {stage.group_size} ranks, got one of "
@@ -147,8 +148,8 @@ def _rank_of_last_stage(stage: Any, size: int) -> int:
 def told_of_forwards(
     stages: list[Any], forwarded: Callable[[], None], before: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Calls `before` each pass, looks at what a forward has made, and calls `forwarded` after each
-    of the last of `stages`."""
+    """Calls `before` ahead of each pass, checks the output of each forward, and calls `forwarded`
+    after each forward of the last of `stages`."""
     last = max(stages, key=lambda stage: stage.stage_index)
     names = ("forward_one_chunk", "backward_one_chunk")
 
@@ -175,27 +176,27 @@ def told_of_forwards(
 def _replaced(
     stages: list[Any], names: tuple[str, ...], make: Callable[[Any, str], Callable[..., Any]]
 ) -> Iterator[None]:
-    """make(stage, name) in place of those methods of `stages` that there are."""
+    """Replaces the methods that `stages` have by make(stage, name), within the context."""
     patched = [(stage, name) for stage in stages for name in names if hasattr(stage, name)]
-    # Of the stage itself, as somebody else may have put there, rather than of its class.
+    # Attributes of the instance, which another library may have set, rather than of the class.
     before = [vars(stage).get(name) for stage, name in patched]
     for stage, name in patched:
         setattr(stage, name, make(stage, name))
     try:
         yield
     finally:
-        for (stage, name), own in zip(patched, before, strict=True):
-            if own is None:
+        for (stage, name), attribute in zip(patched, before, strict=True):
+            if attribute is None:
                 delattr(stage, name)
             else:
-                setattr(stage, name, own)
+                setattr(stage, name, attribute)
 
 
 @contextmanager
 def _told_of_step(
     schedule: Any, stages: list[Any], server: Server, embedding: TiedEmbedding | None
 ) -> Iterator[None]:
-    """What a step is given, before its first pass: it is checked, and its tokens are looked up."""
+    """Checks the arguments of a step before its first pass, and looks up its tokens."""
 
     def told(schedule: Any, name: str) -> Callable[..., Any]:
         run_microbatches = getattr(schedule, name)
@@ -204,18 +205,18 @@ def _told_of_step(
             arg_mbs: Any = None,
             kwarg_mbs: Any = None,
             target_mbs: Any = None,
-            *more: Any,
-            **named: Any,
+            *others: Any,
+            **keywords: Any,
         ) -> Any:
             server.begun()
-            given = arg_mbs, kwarg_mbs, target_mbs
+            microbatches = arg_mbs, kwarg_mbs, target_mbs
             shape = server.head.targets_shape
-            check_step(stages, given, targets_shape=shape, embeds=embedding is not None)
+            check_step(stages, microbatches, targets_shape=shape, embeds=embedding is not None)
             if embedding is not None:
                 count = schedule._n_microbatches
                 tokens = [x[0] for x in arg_mbs] if embedding.is_first else [None] * count
                 embedding.look_up_all(tokens)
-            return run_microbatches(*given, *more, **named)
+            return run_microbatches(*microbatches, *others, **keywords)
 
         return run
 
@@ -224,7 +225,7 @@ def _told_of_step(
 
 
 def connect_stages(stages: list[Any], done: weakref.WeakSet[Any]) -> None:
-    """On GPUs, once: what the stages of all ranks send each other by. Collective, as
+    """Makes the communicators between the stages of all ranks, once, on GPUs. Collectives: those of
     `connect_neighbours`."""
     first = stages[0]
     if first.device.type != "cuda" or first in done:
@@ -232,17 +233,16 @@ def connect_stages(stages: list[Any], done: weakref.WeakSet[Any]) -> None:
     done.add(first)
     places = first.stage_index_to_group_rank
     near = {places.get(x.stage_index + step) for x in stages for step in (-1, 1)}
-    # torch before 2.13 sends nothing but batches.
+    # torch before 2.13 sends batches alone.
     alone = hasattr(first, "_warmup_forward_vote")
     connect_neighbours(first.group, {x for x in near if x is not None}, first.device, alone=alone)
 
 
 @contextmanager
 def forwards_alone(schedule: Any) -> Iterator[None]:
-    """Around an `eval`: gradients that the stages have stay as they are, which torch's schedules
-    divide once more with scale_grads=True; and of ZBV's order the forwards.
-
-    torch 2.13's fails where a rank would hand a gradient to itself.
+    """Keeps the stages' gradients as they are around an `eval`: with scale_grads=True torch's
+    schedules would divide them again. Runs the forwards of ZBV's order alone: torch 2.13 fails
+    where a rank would hand a gradient to itself.
     """
 
     def nothing(stage: Any, name: str) -> Callable[..., None]:
@@ -264,8 +264,8 @@ def forwards_alone(schedule: Any) -> Iterator[None]:
 
 
 def prepare_mode(schedule: Any, *, backward: bool) -> None:
-    """torch before 2.13 makes what stages receive into at a schedule's first call, without
-    gradients if that was `eval`, and a later `step` then fails: here it makes it anew."""
+    """Makes torch before 2.13 allocate the stages' receive buffers anew. It allocates them at a
+    schedule's first call, without gradients if that was `eval`, and a later `step` then fails."""
     if hasattr(schedule, "_initialize_pp_stages"):
         return
     had = getattr(schedule, "cce_dist_had_backward", backward)
@@ -283,8 +283,8 @@ class Infers(Protocol):
 
 @contextmanager
 def without_dry_run(stages: list[Any], answers: Sequence[Infers]) -> Iterator[None]:
-    """torch 2.13's stages without static metadata run once more, the last one's loss included, to
-    learn shapes: that must not ask the other ranks, and those who would are told so."""
+    """Tells `answers` while a stage runs to learn shapes alone. torch 2.13's stages without static
+    metadata run once more for that, the loss included, and must not call the other ranks."""
 
     def dry(stage: Any, name: str) -> Callable[..., Any]:
         infer = getattr(stage, name)

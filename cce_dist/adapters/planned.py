@@ -63,7 +63,7 @@ _UNAWAITED = 2
 
 @dataclass(frozen=True)
 class _Received:
-    """As torch's runtime waits for it."""
+    """A received tensor, with the method by which torch's runtime waits for it."""
 
     wait: Wait
 
@@ -181,11 +181,11 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         return result
 
     def grad(self, index: int) -> Tensor:
-        """What the last stage's backward waits for."""
+        """Returns the hidden gradient, for which the last stage's backward waits."""
         return self.head.take(index)
 
     def _lower(self, orders: list[list[Pass]]) -> None:
-        """torch adds sends and receives to the stage's passes; then the head's come in between."""
+        """Lowers the stage's passes as torch does, with sends and receives; adds the head's."""
         if orders is self._lowered:
             return
         self._lowered = orders
@@ -218,8 +218,8 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
                 lowered.append(_Action(self.rank, OVERLAP_F_B, index, (action,)))
                 continue
             lowered.append(action)
-            for kind, found in kinds.items():
-                if action.computation_type == found:
+            for kind, computation in kinds.items():
+                if action.computation_type == computation:
                     done = Pass(kind, action.microbatch_index)  # pyright: ignore
                     waiting = [self._action(phase) for phase in phases.get(done, ())]
         self.pipeline_order_with_comms[self.rank] = lowered + waiting
@@ -237,15 +237,16 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         arg_mbs: list[Any] | None = None,
         kwarg_mbs: list[Any] | None = None,
         target_mbs: list[Any] | None = None,
-        *more: Any,
-        **named: Any,
+        *others: Any,
+        **keywords: Any,
     ) -> Any:
-        given, shape = (arg_mbs, kwarg_mbs, target_mbs), self.head.targets_shape
-        check_step(self._stages, given, targets_shape=shape, embeds=self.embedding is not None)
-        return super()._step_microbatches(*given, *more, **named)
+        microbatches, shape = (arg_mbs, kwarg_mbs, target_mbs), self.head.targets_shape
+        embeds = self.embedding is not None
+        check_step(self._stages, microbatches, targets_shape=shape, embeds=embeds)
+        return super()._step_microbatches(*microbatches, *others, **keywords)
 
     def _post(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
-        """loss_fn, of the last stage."""
+        """Stands for loss_fn on the last stage."""
         refuse_loss_kwargs(loss_kwargs)
         if self.infers:
             return output.float().sum()
@@ -274,7 +275,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             self._run_embedding(embedding, kind, index, ctx)
 
     def _carry(self, what: Any, index: int) -> None:
-        """What torch would send or receive by kernels that wait for the other stage."""
+        """Sends or receives in place of torch, whose kernels would wait for the other stage."""
         (stage,), neighbours = self._stages, self.head.neighbours()
         forward = what in (SEND_F, RECV_F)
         way = "fwd" if forward else "bwd"
@@ -284,8 +285,8 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             return
         ops = getattr(stage, f"get_{way}_recv_ops")(index)
         # Each microbatch is received into a tensor of its own.
-        how: dict[str, Any] = {"forward": forward, "after": self._begun}
-        waits = [neighbours.receive(op.tensor, **how) for op in ops]
+        begun = self._begun
+        waits = [neighbours.receive(op.tensor, forward=forward, after=begun) for op in ops]
         received = self.fwd_recv_ops if forward else self.bwd_recv_ops
         received[stage.stage_index, index] = [_Received(wait) for wait in waits]  # pyright: ignore
 

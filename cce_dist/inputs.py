@@ -1,0 +1,20 @@
+"""The tensors of one call of the loss, as the layers above the backends hand them on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Inputs(NamedTuple):
+    """The tensor arguments of `linear_cross_entropy`, and the temperature of `token_logprobs`."""
+
+    hidden: Tensor  # [..., D]
+    weight: Tensor  # [V_local, D]
+    targets: Tensor  # [...] int64
+    bias: Tensor | None = None  # [V_local]
+    token_weight: Tensor | None = None  # as targets
+    class_weight: Tensor | None = None  # [V]
+    grad_weight_into: Tensor | None = None  # [V_local, D]
+    temperature: Tensor | None = None  # as targets; with full logits, without label smoothing
