@@ -96,8 +96,8 @@ TORCH = LocalBackend(
 def _triton() -> LocalBackend:
     from cce_dist import (
         local_triton,
-        local_triton_exact,
         local_triton_grads,
+        local_triton_kept_logits,
         local_triton_largest,
         local_triton_lists,
         local_triton_merge,
@@ -121,7 +121,7 @@ def _triton() -> LocalBackend:
         merge_kernels=local_triton_merge.KERNELS,
         screens=True,
         quantize=local_triton_quantize.quantize_for,
-        room_for_logits=local_triton_exact.KeptLogits.make,
+        room_for_logits=local_triton_kept_logits.KeptLogits.make,
         room_for_listed=local_triton_lists.ListedLogits,
         scores_like=local_triton_lists.Marks.like,
         rehearse=local_triton_rehearsal.rehearse,

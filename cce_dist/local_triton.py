@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cce_dist.eight_bits import Rounding
 from cce_dist.local_triton_bounds import EXCHANGES, Gather, raise_lower
-from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_forward import Forward
 from cce_dist.local_triton_inputs import for_kernels, in_similar_order
+from cce_dist.local_triton_kept_logits import KeptLogits
 from cce_dist.local_triton_lists import ListedLogits, Marks, MassFactors, marks_of
 from cce_dist.local_triton_operands import Finished, Launch
 from cce_dist.local_triton_quantize import start_sums

@@ -19,7 +19,6 @@ from torch import Tensor
 from cce_dist.kernels.finish import finish_kernel
 from cce_dist.kernels.forward import ALONE, FIRST, LAST, PROBE, SLOTS, forward_kernel
 from cce_dist.kernels.pack import pack_kernel
-from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_extras import (
     NUM_EXTRAS,
     mean_logit_by_linearity,
@@ -35,6 +34,7 @@ from cce_dist.local_triton_inputs import (
     tiles_of,
     with_unit_inner_stride,
 )
+from cce_dist.local_triton_kept_logits import KeptLogits
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_operands import EightBit, Finished, Launch
 from cce_dist.local_triton_tiles import (

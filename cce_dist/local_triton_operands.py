@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cce_dist.local_triton_exact import Region
+from cce_dist.local_triton_kept_logits import Region
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +21,7 @@ from cce_dist.local_triton_exact import products_of_every_column
 from cce_dist.local_triton_inputs import tiles_of
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, Lists
+from cce_dist.local_triton_state import Backward
 from cce_dist.local_triton_tiles import (
     REST,
     interpreted,
@@ -30,9 +31,6 @@ from cce_dist.local_triton_tiles import (
     takes_tma,
 )
 from cce_dist.options import TOKEN_BLOCK
-
-if TYPE_CHECKING:
-    from cce_dist.local_triton_grads import Backward
 
 # Programs of what is left for each that the device has room for: most are one task, of some 30 us.
 SHORT = 16

@@ -29,8 +29,8 @@ from triton.runtime.jit import JITFunction
 
 from cce_dist import local_triton_launch
 from cce_dist.local_triton import local_stats
-from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_grads import local_grads
+from cce_dist.local_triton_kept_logits import KeptLogits
 from cce_dist.local_triton_largest import local_largest
 from cce_dist.local_triton_lists import ListedLogits, local_kept
 from cce_dist.local_triton_merge import merge_lse_and_target, pack_lse_and_target

@@ -16,8 +16,8 @@ from cce_dist.testing import TRITON_PLACES, Case, Place, grid, run_case, zipf_in
 
 pytest.importorskip("triton")
 
-from cce_dist import local_triton_grads, local_triton_products
-from cce_dist.local_triton_grads import Backward
+from cce_dist import local_triton_grads, local_triton_products, local_triton_state
+from cce_dist.local_triton_state import Backward
 from cce_dist.local_triton_tiles import REST
 
 SMALL = {"workspace_bytes": 2**16}
@@ -97,8 +97,8 @@ def test_few_tokens_are_summed_in_pieces(
         return run
 
     # Two blocks, one slice of dims.
-    monkeypatch.setattr(local_triton_grads, "num_programs", lambda _: 10)
-    monkeypatch.setattr(local_triton_grads, "LEAST_OF_A_PIECE", 100)
+    monkeypatch.setattr(local_triton_state, "num_programs", lambda _: 10)
+    monkeypatch.setattr(local_triton_state, "LEAST_OF_A_PIECE", 100)
     monkeypatch.setattr(Backward, "of", remember)
     found = run_case(None, case)
     # Logits that are kept have taken the room.
@@ -169,10 +169,10 @@ def test_what_runs_beside_is_waited_for_after_an_error(
 
         return start
 
-    monkeypatch.setattr(local_triton_grads, "start_aside", start_aside)
+    monkeypatch.setattr(local_triton_state, "start_aside", start_aside)
     monkeypatch.setattr(sharded, "_start_sum", start_sum)
     if at == "lists":
-        monkeypatch.setattr(local_triton_grads.Lists, "of", fail)
+        monkeypatch.setattr(local_triton_state.Lists, "of", fail)
     else:
         monkeypatch.setattr(local_triton_grads, "products", lambda *_: launch)
     inputs = zipf_inputs(130, 700, 16, generator=torch.Generator().manual_seed(0))
