@@ -6,6 +6,7 @@ return their input.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -259,13 +260,14 @@ def gather_tokens(hidden: Tensor, group: Group | None) -> Tensor:
 
 
 def gather_tokens_later(hidden: Tensor, group: Group | None) -> tuple[Tensor, Callable[[], None]]:
-    """The memory of `gather_tokens`, and what fills it, on the stream that it is called on.
-    Collectives: one all-gather, then."""
+    """The memory of `gather_tokens`, and a function that fills it on the stream that it is called
+    on; called again it does nothing. Collectives: one all-gather, then."""
     if group is None:
         return hidden, lambda: None
     hidden = hidden.contiguous()
     whole = hidden.new_empty(group.size() * hidden.shape[0], *hidden.shape[1:])
 
+    @functools.cache
     def fill() -> None:
         all_gather_into(whole, hidden, group)
 

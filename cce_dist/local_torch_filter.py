@@ -3,31 +3,65 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cce_dist.eight_bits import NEAR_NATS
 from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
-from cce_dist.partials import Head, Kept, Scores, Tokens
+from cce_dist.partials import Head, Tokens
+from cce_dist.protocol import ColumnFilter, Room
 from cce_dist.torch_tiles import TileSize, logits_tile, max_over_blocks, operand_dtype, spans
 
 
-def local_kept(
+@dataclass(frozen=True)
+class ColumnMasses:
+    """Records of the forward for the filter, one value per column and block of 128 tokens.
+
+    `mass` is an upper bound of sum_i p_iv softcap'(z_iv) over the block's tokens: normalised by
+    the best lower bound of each token's lse at the time. `tile_bound` is that bound, with which
+    the mass is tightened once lse is known. docs/numerics.md#column-masses.
+    """
+
+    mass: Tensor  # [num_blocks, V_local]
+    largest: Tensor | None  # [num_blocks, V_local] largest p of one token, for Filter(eps=...)
+    tile_bound: Tensor  # [num_tiles, N]
+    tile_columns: int
+    log_slope_sum: Tensor  # [N] log sum_v exp(z_v) softcap'(z_v) over the shard
+    # Where the forward has chosen, because it screens: [num_blocks, V_local] bool, what is kept;
+    # and [N] the log of the same sum over what is not.
+    mask: Tensor | None = None
+    log_dropped: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ColumnMask:
+    """The columns that each block of tokens keeps, and the marginals of those it drops."""
+
+    mask: Tensor  # [num_blocks, V_local] bool
+    dropped_mass: Tensor  # [N] sum of p softcap'(z) over this shard's dropped columns
+    share: Tensor | None  # [num_blocks, V_local], rows sum to 1 or 0; None: no tail
+    drawn: Tensor | None = None  # [num_blocks, V_local] bool: columns that stand for others
+    times: Tensor | None = None  # [V_local] how often, where they do
+
+    @property
+    def scores(self) -> None:
+        """The masses are not needed any more."""
+        return None
+
+
+def keep_columns(
     tokens: Tokens,
     head: Head,
-    scores: Scores,
+    scores: ColumnMasses,
     lse: Tensor,  # [N] over all ranks
-    *,
-    threshold: float,
-    by_largest: bool,
-    tail: bool,
-    draws: bool,
-    workspace_bytes: int,
-) -> Kept | None:
-    """Turn scores into the columns that each block keeps; None if nothing is dropped.
+    rule: ColumnFilter,
+    room: Room,
+) -> ColumnMask | None:
+    """Turns scores into the columns that each block keeps; None if nothing is dropped.
 
-    A column is kept if its score reaches `threshold` or if it is the target of one of the block's
+    A column is kept if its score reaches the threshold or if it is the target of one of the block's
     tokens; or where the forward has chosen (screened logits) as it has. Recomputes the smaller one
     of kept and dropped columns once, for `dropped_mass`, if the forward has not summed that.
     """
@@ -35,32 +69,32 @@ def local_kept(
         return None
     mask = scores.mask
     if mask is None:
-        mask = keep_targets(reaches(scores, lse, threshold, by_largest), tokens)
+        mask = keep_targets(reaches(scores, lse, rule), tokens)
     if bool(mask.all()):
         return None
     if scores.log_dropped is None:
-        size = TileSize.choose(head.weight, workspace_bytes)
+        size = TileSize.choose(head.weight, room.workspace_bytes)
         total = (scores.log_slope_sum - lse).exp()
         dropped = _dropped_mass(tokens, head, lse, mask, total, size)
     else:
         dropped = (scores.log_dropped - lse).exp()
-    if not tail:
-        return Kept(mask, dropped, None)
+    if not rule.tail:
+        return ColumnMask(mask, dropped, None)
     mass = scores.mass * _tighten(scores, lse)
     drawn = times = None
-    if draws:
+    if rule.draws:
         # Of the data: the same for the same inputs, another one in the next step.
         seed = scores.log_slope_sum[:1].float().view(torch.int32)
         level = levels_of(mask.shape[1], seed)
         full = _block_tokens(len(tokens), mass) / TOKEN_BLOCK
-        ratio = DRAW_FACTOR * threshold * full / mass.clamp_min(torch.finfo(mass.dtype).tiny)
+        ratio = DRAW_FACTOR * rule.threshold * full / mass.clamp_min(torch.finfo(mass.dtype).tiny)
         exponent = torch.frexp(ratio).exponent - 1
         drawn = (exponent.clamp_min(0) + 1 == level) & (mass > 0) & ~mask
         times = torch.exp2(level.to(mass.dtype))
-    return Kept(mask, dropped, _shares(mass, mask), drawn, times)
+    return ColumnMask(mask, dropped, _shares(mass, mask), drawn, times)
 
 
-def shares_of(scores: Scores, lse: Tensor, mask: Tensor) -> Tensor:
+def shares_of(scores: ColumnMasses, lse: Tensor, mask: Tensor) -> Tensor:
     """Of what each block drops, the share of each column, [num_blocks, V_local]."""
     assert scores.mass is not None
     return _shares(scores.mass * _tighten(scores, lse), mask)
@@ -73,15 +107,15 @@ def _shares(mass: Tensor, mask: Tensor) -> Tensor:
     return share
 
 
-def reaches(scores: Scores, lse: Tensor, threshold: float, by_largest: bool) -> Tensor:
+def reaches(scores: ColumnMasses, lse: Tensor, rule: ColumnFilter) -> Tensor:
     """Columns whose score reaches the threshold by an lse over all ranks, [num_blocks, V_local]."""
-    score = scores.largest if by_largest else scores.mass
+    score = scores.largest if rule.by_largest else scores.mass
     assert score is not None
-    full = 1 if by_largest else _block_tokens(lse.shape[0], score) / TOKEN_BLOCK
-    return score * _tighten(scores, lse) >= threshold * full
+    full = 1 if rule.by_largest else _block_tokens(lse.shape[0], score) / TOKEN_BLOCK
+    return score * _tighten(scores, lse) >= rule.threshold * full
 
 
-def near_threshold(scores: Scores, lse: Tensor, threshold: float) -> Tensor:
+def near_threshold(scores: ColumnMasses, lse: Tensor, threshold: float) -> Tensor:
     """Columns whose mass is at most NEAR_NATS from the threshold, [num_blocks, V_local]."""
     assert scores.mass is not None
     mass = scores.mass * _tighten(scores, lse)
@@ -97,7 +131,7 @@ def keep_targets(mask: Tensor, tokens: Tokens) -> Tensor:
     return mask
 
 
-def _tighten(scores: Scores, lse: Tensor) -> Tensor:
+def _tighten(scores: ColumnMasses, lse: Tensor) -> Tensor:
     """What the forward's bound of a block's mass is multiplied by once lse is known."""
     tighten = max_over_blocks((scores.tile_bound - lse).T).exp()  # [blocks, tiles]
     return tighten.repeat_interleave(scores.tile_columns, 1)[:, : scores.mass.shape[1]]

@@ -20,7 +20,8 @@ from cce_dist.kernels.exact_products import exact_products_kernel
 from cce_dist.local_triton_inputs import padded_dim, tiles_of
 from cce_dist.local_triton_kept_logits import Region, tiles_in
 from cce_dist.local_triton_launch import start
-from cce_dist.local_triton_state import Backward
+from cce_dist.local_triton_lists import TILE
+from cce_dist.local_triton_state import Backward, GradBuffers
 from cce_dist.local_triton_tiles import (
     REST,
     WHOLE,
@@ -35,10 +36,10 @@ from cce_dist.options import TOKEN_BLOCK
 LEFT_TO_COLLECTIVES = 32
 
 
-def products_of_every_column(run: Backward, common: dict[str, Any]) -> Callable[[int], None]:
+def products_of_every_column(run: Backward, grads: GradBuffers) -> Callable[[int], None]:
     """SDD, then DDS and DSD, of one chunk after the other.
 
-    Returns: what launches them, or a part: `REST` is the last chunk's DDS.
+    Returns: a function that launches them, or a part: `REST` is the last chunk's DDS.
     """
     weight, table, of_tokens = run.weight, run.table, run.of_tokens
     padded = run.num_blocks * TOKEN_BLOCK
@@ -49,6 +50,7 @@ def products_of_every_column(run: Backward, common: dict[str, Any]) -> Callable[
     # A pointer for each launch that is aligned as the first one's: one binary for all.
     queue = torch.zeros(len(regions) + 1, 4, dtype=torch.int32, device=weight.device)
     use_tma, block_k = takes_tma(weight), table.dims
+    common = run.product_arguments(grads)
 
     def dds_and_dsd(index: int, region: Region, part: int) -> None:
         left = LEFT_TO_COLLECTIVES if part == REST else 0
@@ -56,7 +58,7 @@ def products_of_every_column(run: Backward, common: dict[str, Any]) -> Callable[
             **common,
             hidden=tiles_of(hidden, block_k, table.columns, use_tma),
             weight=tiles_of(weight, block_k, table.columns, use_tma),
-            workspace_columns=tiles_of(region.memory, common["TILE"], block_k, use_tma),
+            workspace_columns=tiles_of(region.memory, TILE, block_k, use_tma),
             workspace_tokens=tiles_of(region.memory, block_k, TOKEN_BLOCK, use_tma),
             workspace_ptr=region.memory,
             row_ptr=of_tokens.rows,
@@ -102,9 +104,10 @@ def _poor_blocks(run: Backward, ref: Tensor) -> Tensor:
     return torch.cat([poor, poor.any(0, keepdim=True)]).int()
 
 
-def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
-    weight, head, of_tokens = run.weight, run.head, run.of_tokens
-    common = {
+def _arguments(run: Backward, region: Region) -> dict[str, Any]:
+    """Arguments of the kernels that make d_logits."""
+    head, of_tokens = run.head, run.of_tokens
+    return {
         "workspace_ptr": region.memory,
         "class_weight_ptr": run.or_dummy(head.class_weight),
         "pull_ptr": of_tokens.pull,
@@ -114,17 +117,22 @@ def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
         "scale": of_tokens.scale,
         "softcap": head.softcap or 1.0,
         "BLOCK_N": TOKEN_BLOCK,
-        "WIDE": rounds_exp2(weight),
+        "WIDE": rounds_exp2(run.weight),
         "HAS_SOFTCAP": head.softcap is not None,
         "HAS_ENTROPY": run.has_entropy,
         "HAS_SMOOTH": run.has_smooth,
         "HAS_CLASS_WEIGHT": head.class_weight is not None,
     }
+
+
+def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
     poor = None if region.ref is None else _poor_blocks(run, region.ref)
     if poor is not None:
-        _launch_logits(run, hidden, region, poor, common, has_logits=True)
-    _launch_logits(run, hidden, region, poor, common)
-    start(exact_targets_kernel, (run.num_blocks,))(**common, target_ptr=of_tokens.targets)
+        _launch_logits(run, hidden, region, poor, has_logits=True)
+    _launch_logits(run, hidden, region, poor)
+    start(exact_targets_kernel, (run.num_blocks,))(
+        **_arguments(run, region), target_ptr=run.of_tokens.targets
+    )
 
 
 def _launch_logits(
@@ -132,7 +140,6 @@ def _launch_logits(
     hidden: Tensor,
     region: Region,
     poor: Tensor | None,
-    common: dict[str, Any],
     *,
     has_logits: bool = False,
 ) -> None:
@@ -144,7 +151,7 @@ def _launch_logits(
         hidden=tiles_of(hidden, TOKEN_BLOCK, table.dims, use_tma),
         weight=tiles_of(weight, columns, table.dims, use_tma),
         workspace=tiles_of(region.memory, columns, TOKEN_BLOCK, use_tma),
-        **common,
+        **_arguments(run, region),
         poor_ptr=run.or_dummy(poor),
         ONLY_POOR=poor is not None and not has_logits,
         logit_ptr=region.as_logits(),

@@ -49,6 +49,7 @@ from cce_dist.local_triton_tiles import (
 )
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens, Wanted
+from cce_dist.protocol import ColumnFilter
 
 
 @dataclass
@@ -222,7 +223,8 @@ class Forward:
         """A pointer for an argument that the kernel was compiled not to read."""
         return self.count if tensor is None else tensor
 
-    def launch(self, threshold: float, by_largest: bool, launch: Launch) -> None:
+    def launch(self, rule: ColumnFilter | None, launch: Launch) -> None:
+        threshold, by_largest = (0.0, False) if rule is None else (rule.threshold, rule.by_largest)
         head, tiles, parts, eight = self.head, self.tiles, self.parts, self.eight
         dim = self.weight.shape[1]
         hidden, weight = self.packed[:, :dim], self.weight

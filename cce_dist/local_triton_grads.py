@@ -9,76 +9,60 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from cce_dist.local_triton_kept_logits import KeptLogits
-from cce_dist.local_triton_lists import KeptColumns, ListedLogits
 from cce_dist.local_triton_products import products
-from cce_dist.local_triton_state import Backward
+from cce_dist.local_triton_state import Backward, GradBuffers
 from cce_dist.local_triton_tiles import REST, UNTIL_HIDDEN, WHOLE
-from cce_dist.partials import Head, LocalGrads, Needs, StartSum, Tokens, Upstream
+from cce_dist.partials import Head, LocalGrads, Tokens
+from cce_dist.protocol import BackwardRequest
 
 
-def local_grads(
-    tokens: Tokens,
-    head: Head,
-    lse: Tensor,  # [N] over all ranks
-    upstream: Upstream,
-    *,
-    target_logit: Tensor,  # [N] over all ranks
-    entropy: Tensor | None,  # [N] over all ranks; needed if upstream.entropy is given
-    kept: KeptColumns | None,  # None: every column
-    needs: Needs,
-    grad_weight: Tensor | None,  # [V_local, D], written; None: not needed
-    accumulate: bool,  # add to grad_weight (fp32) instead of overwriting it
-    workspace_bytes: int,
-    logits: KeptLogits | ListedLogits | None = None,
-    store_as: torch.dtype,
-    start_sum: StartSum | None = None,
-    beside: bool = False,
-) -> LocalGrads:
-    """Gradients of this rank's shard (no communication of its own). Deterministic.
+def backward(tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads:
+    """Computes the gradients of this rank's shard. Deterministic.
 
-    Args, returns: those of `local_torch_grads.local_grads`, but
-        store_as: hidden's gradient is [num_rows, D] in that dtype, as the caller's hidden, 0 for
-            tokens that don't count.
-        start_sum: takes it, in fp32, when nothing else but the weight's gradient is left to do;
-            None: nothing.
-        beside: kernels are on the device that wait for other ranks, as in a pipeline.
+    The store is what the forward was given, and used up. A sum over ranks starts as soon as nothing
+    else but the weight's gradient is left to compute.
+
+    Returns: hidden's in the dtype of its sum, or in fp32; 0 for tokens that don't count.
     Source: block-sparse products as in MegaBlocks, arXiv:2211.15841; docs/numerics.md#the-tail.
     """
-    run = Backward.of(
-        tokens, head, lse, target_logit, upstream, entropy, kept, needs, workspace_bytes, logits
-    )
-    weight, grad_hidden, grad_bias, rows = run.weight, None, None, grad_weight
-    if needs.bias:
+    run = Backward.of(tokens, head, request)
+    weight, hidden, into = run.weight, request.hidden, request.weight
+    grad_hidden = grad_bias = rows = wait = None
+    if request.bias:
         grad_bias = weight.new_empty(weight.shape[0], dtype=torch.float32)
-    if needs.hidden:
+    if hidden is not None:
         shape = (run.pieces, len(tokens), weight.shape[1])
         grad_hidden = weight.new_empty(shape, dtype=torch.float32)
-    if grad_weight is not None and grad_weight.stride(1) != 1 and grad_weight.shape[1] != 1:
+    if into is not None:
         # A buffer whose rows are not contiguous: through a copy, rather than a slower kernel.
-        rows = grad_weight.contiguous()
-    launch = products(run, grad_hidden, rows, grad_bias, accumulate, beside)
-    has_rest = start_sum is not None and needs.hidden and (needs.bias or grad_weight is not None)
+        whole = into.rows.stride(1) == 1 or into.rows.shape[1] == 1
+        rows = into.rows if whole else into.rows.contiguous()
+    accumulate = into is not None and into.accumulate
+    # Nothing else holds the pieces of the hidden gradient, nor the workspace.
+    launch = products(
+        run,
+        GradBuffers(grad_hidden, rows, grad_bias, accumulate),
+        shares_device=request.room.shares_device,
+    )
+    has_rest = hidden is not None and not hidden.is_local and (request.bias or into is not None)
     launch(UNTIL_HIDDEN if has_rest else WHOLE)
     if grad_hidden is not None:
         grad_hidden = grad_hidden[0] if run.pieces == 1 else grad_hidden.sum(0)
     if not has_rest:
         # Its workspace makes room for the stored hidden gradient.
         launch = None
-    wait = None
-    if grad_hidden is not None:
-        made = grad_hidden
-        if start_sum is None:
-            grad_hidden = run.finish_hidden(made, store_as)
+    if grad_hidden is not None and hidden is not None:
+        part = grad_hidden
+        if hidden.is_local:
+            grad_hidden = run.finish_hidden(part, hidden.part_dtype)
         else:
-            wait = start_sum(made, finish=lambda: run.finish_hidden(made, made.dtype))
+            wait = hidden.start(part, finish=lambda: run.finish_hidden(part, part.dtype))
     try:
         if launch is not None:
             launch(REST)
-        if grad_weight is not None and rows is not grad_weight:
-            grad_weight.copy_(rows)
+        if into is not None and rows is not None and rows is not into.rows:
+            into.rows.copy_(rows)
     finally:
         if wait is not None:
             grad_hidden = wait()

@@ -24,6 +24,7 @@ from cce_dist.local_triton_tail import TAIL_GROUPS
 from cce_dist.local_triton_tiles import interpreted, tiles_for
 from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens
+from cce_dist.protocol import ColumnFilter, Room, Scores
 
 # Columns of one tile of the backward.
 TILE = 128
@@ -161,21 +162,22 @@ class KeptColumns:
     tail: bool
     draws: bool
 
+    @property
+    def scores(self) -> Marks:
+        return self.marks
 
-def local_kept(
+
+def keep(
     tokens: Tokens,
     head: Head,
-    scores: Marks,
+    scores: Scores,
     lse: Tensor,  # [N] over all ranks
-    *,
-    threshold: float,
-    by_largest: bool,
-    tail: bool,
-    draws: bool,
-    workspace_bytes: int,
+    rule: ColumnFilter,
+    room: Room,
 ) -> KeptColumns:
     """The marks were made in the forward, by the same threshold."""
-    return KeptColumns(scores, (scores.log_dropped - lse).exp(), tail, draws)
+    assert isinstance(scores, Marks)
+    return KeptColumns(scores, (scores.log_dropped - lse).exp(), rule.tail, rule.draws)
 
 
 @dataclass(frozen=True)

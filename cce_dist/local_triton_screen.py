@@ -31,6 +31,7 @@ from cce_dist.local_triton_products import LEFT_TO_OTHERS
 from cce_dist.local_triton_quantize import Sums, quantize_both, quantize_tokens
 from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
 from cce_dist.options import TOKEN_BLOCK, Screen
+from cce_dist.protocol import Room
 
 
 def with_eight_bits(run: Forward, screen: Screen, sums: Sums | None) -> tuple[Forward, Rounding]:
@@ -117,20 +118,19 @@ def sum_exact_columns(
     made: Finished,
     marks: Marks,
     screened: Screened,
-    workspace_bytes: int,
+    room: Room,
     logits: ListedLogits | None,
-    beside: bool = False,
 ) -> ExactSums:
     """Over the columns that `marks` keep; nothing in full precision.
 
-    Args: logits: filled; beside: as of `local_grads`.
+    Args: logits: filled.
     """
     padded = run.packed.shape[0]
     sums = run.weight.new_zeros(2, padded, dtype=torch.float32)
     sums[0] = -torch.inf
-    room = marks.room(workspace_bytes, run.num_blocks)
+    num_bytes = marks.room(room.workspace_bytes, run.num_blocks)
     draws = logits is not None and logits.draws
-    lists = Lists.of(marks, run.weight, run.num_blocks, room, draws=draws)
+    lists = Lists.of(marks, run.weight, run.num_blocks, num_bytes, draws=draws)
     workspace, ref, poor = run.count, None, None
     if logits is not None:
         workspace, ref, poor = logits.make_room(lists, run.weight)
@@ -140,7 +140,7 @@ def sum_exact_columns(
         residents = tiles_for(run.weight).residents
         programs *= residents
         together["launch_cooperative_grid"] = True
-        if beside:
+        if room.shares_device:
             programs = max(programs - LEFT_TO_OTHERS * residents, programs // 2)
     arguments = _of_lists(lists, marks, run.weight) | _inputs(run, made)
     start(exact_columns_kernel, (programs,))(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -23,10 +24,11 @@ from cce_dist.local_triton_kept_logits import KeptLogits
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, KeptColumns, ListedLogits, Lists
 from cce_dist.local_triton_tail import centroids, padded_groups
-from cce_dist.local_triton_tiles import Tiles, num_programs, tiles_for
+from cce_dist.local_triton_tiles import Tiles, num_programs, rounds_exp2, tiles_for
 from cce_dist.local_triton_upstream import Pull
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import Head, Needs, Tokens, Upstream
+from cce_dist.partials import Head, Tokens
+from cce_dist.protocol import BackwardRequest
 from cce_dist.streams import start_aside
 
 # Columns: fewer take no longer than what it takes to begin and to add up.
@@ -55,6 +57,16 @@ def _pieces_and_room(
         room // 4 // max(num_bytes, 1),
     )
     return (pieces, room - pieces * num_bytes) if splits and pieces > 1 else (1, room)
+
+
+@dataclass(frozen=True)
+class GradBuffers:
+    """Memory of the gradients, written; None where not needed."""
+
+    hidden: Tensor | None  # [pieces, N, D] fp32
+    weight: Tensor | None  # [V_local, D], of inner stride 1
+    bias: Tensor | None  # [V_local] fp32
+    accumulate: bool  # the weight's is added to what is there
 
 
 @dataclass
@@ -88,30 +100,23 @@ class Backward:
         cls,
         tokens: Tokens,
         head: Head,
-        lse: Tensor,
-        target_logit: Tensor,
-        upstream: Upstream,
-        entropy: Tensor | None,
-        kept: KeptColumns | None,
-        needs: Needs,
-        workspace_bytes: int,
-        logits: KeptLogits | ListedLogits | None,
+        request: BackwardRequest,
     ) -> Backward:
-        head = for_kernels(head)
-        weight = head.weight
+        head, kept, store = for_kernels(head), request.kept, request.store
+        assert kept is None or isinstance(kept, KeptColumns)
+        weight, upstream = head.weight, request.upstream
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
         # The workspace of logits that were kept is there already, and takes all of the room.
-        splits = needs.hidden and logits is None
-        pieces, room = _pieces_and_room(len(tokens), weight, kept, workspace_bytes, splits)
-        listed = logits if kept is not None and isinstance(logits, ListedLogits) else None
+        splits = request.hidden is not None and store is None
+        num_bytes = request.room.workspace_bytes
+        pieces, room = _pieces_and_room(len(tokens), weight, kept, num_bytes, splits)
+        listed = store if kept is not None and isinstance(store, ListedLogits) else None
         has_tail = kept is not None and kept.tail
         of_tokens = Pull.of(
             tokens,
             head,
-            lse,
-            target_logit,
+            request.stats,
             upstream,
-            entropy,
             kept.dropped_mass if kept is not None and has_tail else None,
             None if kept is None else kept.marks.order,
             num_blocks,
@@ -131,12 +136,12 @@ class Backward:
             num_tiles=triton.cdiv(weight.shape[0], TILE),
             pieces=pieces,
             room=room,
-            drawn_total=lse.new_empty(num_blocks * TOKEN_BLOCK),
+            drawn_total=request.stats.lse.new_empty(num_blocks * TOKEN_BLOCK),
             lists=None,
-            logits=logits if isinstance(logits, KeptLogits) else None,
+            logits=store if isinstance(store, KeptLogits) else None,
             listed=listed,
         )
-        draws = kept is not None and kept.draws and needs.hidden
+        draws = kept is not None and kept.draws and request.hidden is not None
         steps = [step for step in (tokens.fill, run._tail_sums(draws)) if step is not None]
 
         def fill_and_sum() -> None:
@@ -182,6 +187,40 @@ class Backward:
     def or_dummy(self, tensor: Tensor | None) -> Tensor:
         """A pointer for an argument that the kernel was compiled not to read."""
         return self.count if tensor is None else tensor
+
+    def product_arguments(self, grads: GradBuffers) -> dict[str, Any]:
+        """Arguments of the kernels of either kind of products."""
+        weight, class_weight = self.weight, self.head.class_weight
+        # The tail's shares and sums are fp32; tf32 keeps more digits than the 16-bit inputs have.
+        tail_precision = "tf32" if weight.element_size() == 2 else "ieee"
+        return {
+            "class_weight_ptr": self.or_dummy(class_weight),
+            "tail_ptr": self.or_dummy(self.sums),
+            "tail_bias_ptr": self.or_dummy(self.bias_sums),
+            "grad_hidden_ptr": self.or_dummy(grads.hidden),
+            "pieces": self.pieces,
+            "num_rows": self.num_tokens,
+            "grad_weight_ptr": self.or_dummy(grads.weight),
+            "grad_bias_ptr": self.or_dummy(grads.bias),
+            "count_ptr": self.count,
+            "unit_ptr": self.of_tokens.unit,
+            "V": weight.shape[0],
+            "D": weight.shape[1],
+            "stride_wv": weight.stride(0),
+            "stride_gv": 0 if grads.weight is None else grads.weight.stride(0),
+            "TOKENS": TOKEN_BLOCK,
+            "TILE": TILE,
+            "GROUPS": self.padded_groups,
+            "PRECISION": "ieee",
+            "TAIL_PRECISION": tail_precision,
+            "WIDE": rounds_exp2(weight),
+            "HAS_MEAN": self.mean is not None,
+            "HAS_CLASS_WEIGHT": class_weight is not None,
+            "HAS_GRAD_HIDDEN": grads.hidden is not None,
+            "HAS_GRAD_WEIGHT": grads.weight is not None,
+            "HAS_GRAD_BIAS": grads.bias is not None,
+            "ACCUMULATE": grads.accumulate,
+        }
 
     def _tail_sums(self, draws: bool) -> Callable[[], None] | None:
         """What the dropped columns, and the mean logit, add to either gradient, by group: room for

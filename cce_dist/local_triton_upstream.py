@@ -14,7 +14,7 @@ from cce_dist.kernels.upstream import pull_kernel, unit_kernel
 from cce_dist.local_triton_inputs import pad_tokens, rows_of
 from cce_dist.local_triton_launch import is_rehearsing, start
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import Head, Tokens, Upstream, largest_operand
+from cce_dist.partials import Head, Stats, Tokens, Upstream, largest_operand
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,13 @@ class Pull:
         cls,
         tokens: Tokens,
         head: Head,
-        lse: Tensor,  # [N] over all ranks, as all below
-        target_logit: Tensor,
+        stats: Stats,  # [N] over all ranks
         upstream: Upstream,
-        entropy: Tensor | None,
         dropped_mass: Tensor | None,  # None: no tail
         order: Tensor | None,  # [N] of the blocks' tokens; None: the caller's
         num_blocks: int,
     ) -> Pull:
+        lse = stats.lse
         rows, count = rows_of(tokens)
         size = num_blocks * TOKEN_BLOCK
         given = [upstream.nll, upstream.lse, upstream.entropy, upstream.smooth_logit]
@@ -68,7 +67,7 @@ class Pull:
             tail_mass=None if dropped_mass is None else new(size, dtype=fp32),
             mean=new(size, dtype=fp32) if linear else None,
         )
-        vectors = (lse, target_logit, *given, entropy, dropped_mass)
+        vectors = (lse, stats.target_logit, *given, stats.entropy, dropped_mass)
         contiguous = (None if x is None else x.contiguous() for x in vectors)
         inputs = (order, count, *contiguous, unit)
         start(pull_kernel, (num_blocks,))(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,12 +64,12 @@ class Head:
 
     def quantized_by(
         self,
-        quantize: Callable[..., QuantizedRows] | None,  # a backend's
+        quantize: Callable[[Tokens, Tensor, Screen], QuantizedRows],
         tokens: Tokens,
         screen: Screen,
     ) -> Head:
         """With `quantized`, where one call makes it for others too."""
-        if self.quantize_once is None or quantize is None:
+        if self.quantize_once is None:
             return self
         make = functools.partial(quantize, tokens, self.weight, screen)
         return replace(self, quantized=self.quantize_once(self.weight, screen, make))
@@ -81,11 +81,11 @@ class Tokens:
 
     hidden: Tensor  # [N_all, D]
     rows: Tensor | None  # [N] int64, rows of hidden; None: all of them
-    # [N] int64, or int32 for a backend that takes it; -1 = not in this shard
-    local_targets: Tensor
+    local_targets: Tensor  # [N] int64, or int32 where that holds them; -1 = not in this shard
     # [1] int32: only the first `count` tokens are computed, and the host doesn't know how many.
     count: Tensor | None = None
-    # Fills hidden, where ranks are still to gather it: on the stream that it is called on.
+    # Fills hidden, where ranks are still to gather it: on the stream that it is called on. Called
+    # again it does nothing.
     fill: Callable[[], None] | None = None
     # [N] in the accumulation dtype: multiplies each token's logits, beside Head.logit_scale.
     scale: Tensor | None = None
@@ -118,16 +118,24 @@ class Tokens:
         targets, scale = self.local_targets[start:stop], self.scale_of(start, stop)
         return Tokens(hidden, rows, targets, count, scale=scale)
 
+    def alone(self, start: int, stop: int) -> Tokens:
+        """`slice`, with nothing else in hidden: a copy where tokens are left out."""
+        return replace(self.slice(start, stop), hidden=self.take(start, stop), rows=None)
+
 
 class Picked(NamedTuple):
-    """What a backend finds out of [N] targets without waiting: the tokens that count, in front."""
+    """The targets that count, of [N].
 
-    targets: Tensor  # [N] int64, 0 for those that don't count
-    rows: Tensor  # [N] int64, where each came from
-    count: Tensor  # [1] int32, how many count
-    counts: Tensor  # [N] bool, which do
-    local_targets: Tensor  # [N] int32, -1 = not in this shard
-    in_range: Tensor  # [1] int32, 0 if one that counts is no class
+    Where the host is not to wait for how many they are, there are N of each field, those that
+    count in front; else there are fields of theirs alone.
+    """
+
+    targets: Tensor  # int64, 0 for those that don't count
+    rows: Tensor | None  # int64, where each came from; None: all count
+    count: Tensor | None = None  # [1] int32, how many count
+    counts: Tensor | None = None  # bool, which do; None: all
+    local_targets: Tensor | None = None  # int32, -1 = not in this shard; None: still to be found
+    in_range: Tensor | None = None  # [1] int32, 0 if one that counts is no class; None: as above
 
 
 @dataclass(frozen=True)
@@ -280,37 +288,6 @@ def merge_moments(parts: Stats, num_classes: Tensor) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What the forward records for the filter, one value per column and block of 128 tokens.
-
-    `mass` is an upper bound of sum_i p_iv softcap'(z_iv) over the block's tokens: normalised by
-    the best lower bound of each token's lse at the time. `tile_bound` is that bound, with which
-    the mass is tightened once lse is known. docs/numerics.md#column-masses.
-    """
-
-    mass: Tensor  # [num_blocks, V_local]
-    largest: Tensor | None  # [num_blocks, V_local] largest p of one token, for Filter(eps=...)
-    tile_bound: Tensor  # [num_tiles, N]
-    tile_columns: int
-    log_slope_sum: Tensor  # [N] log sum_v exp(z_v) softcap'(z_v) over the shard
-    # Where the forward has chosen, because it screens: [num_blocks, V_local] bool, what is kept;
-    # and [N] the log of the same sum over what is not.
-    mask: Tensor | None = None
-    log_dropped: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Which columns each block of tokens keeps, and the marginals of what it drops."""
-
-    mask: Tensor  # [num_blocks, V_local] bool
-    dropped_mass: Tensor  # [N] sum of p softcap'(z) over this shard's dropped columns
-    share: Tensor | None  # [num_blocks, V_local], rows sum to 1 or 0; None: no tail
-    drawn: Tensor | None = None  # [num_blocks, V_local] bool: columns that stand for others
-    times: Tensor | None = None  # [V_local] how often, where they do
-
-
-@dataclass(frozen=True)
 class Upstream:
     """Gradient of the scalar loss with respect to each token's outputs, [N]; None: zero."""
 
@@ -326,45 +303,8 @@ class Upstream:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Which gradients the backward makes, besides that of the weight."""
-
-    hidden: bool
-    bias: bool
-
-
-class StartSum(Protocol):
-    """Begins to sum a hidden gradient over the ranks."""
-
-    def __call__(
-        self, grad_hidden: Tensor, *, finish: Callable[[], object]
-    ) -> Callable[[], Tensor]:
-        """Takes it when nothing is left to do of it but `finish`, which completes it in place;
-        returns what waits for the sum, and returns that."""
-        ...
-
-
-@dataclass(frozen=True)
-class StepKind:
-    """What a filtered loss and its gradients ask of a backend that compiles for it."""
-
-    wanted: Wanted
-    by_largest: bool  # columns are scored by their largest probability
-    tail: bool
-    draws: bool
-    needs: Needs
-    grad_weight: torch.dtype | None  # None: not needed
-    accumulate: bool
-    store_as: torch.dtype  # the hidden gradient, in hidden's rows
-    in_parts: bool  # ranks sum that while the rest of the weight's is made
-    of_lse: bool  # the loss is one of lse too, beside nll
-    screen: Screen | None  # logits are screened so
-    keeps_listed: bool  # and the exact ones kept for the backward
-
-
-@dataclass(frozen=True)
 class LocalGrads:
-    """This rank's part of the gradients, in the accumulation dtype; None where not needed."""
+    """The gradients that a backward returns; None where not needed."""
 
-    hidden: Tensor | None  # [N, D]: a sum over ranks completes it
-    bias: Tensor | None  # [V_local]
+    hidden: Tensor | None  # [num_rows, D] as hidden, summed over ranks; their rows under scatter
+    bias: Tensor | None  # [V_local] of this shard, complete, in the accumulation dtype
