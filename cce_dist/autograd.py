@@ -259,7 +259,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Made:
+class InForwardGrads:
     """The gradients of one in_forward, for an upstream gradient of 1."""
 
     hidden: Tensor | None  # [num_rows, D]
@@ -294,7 +294,7 @@ class InForward(torch.autograd.Function):
         ctx.call, ctx.objective = replace(call, class_weight=None, quantized=None), objective
         ctx.quantized, tensors = take_apart(call.quantized)
         ctx.save_for_backward(hidden, weight, bias, call.class_weight, *tensors)
-        ctx.made, loss, stats, tail = InForward._make(ctx, call, hidden, weight, bias)
+        ctx.computed, loss, stats, tail = InForward._make(ctx, call, hidden, weight, bias)
         plain = _plain_outputs(stats, tail)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in plain if x is not None))
@@ -303,7 +303,7 @@ class InForward(torch.autograd.Function):
     @staticmethod
     def _make(
         ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Made, Tensor, Stats, Tensor | None]:
+    ) -> tuple[InForwardGrads, Tensor, Stats, Tensor | None]:
         call.plan.require_same_sizes(hidden, len(call.local_targets))
         tokens, head = call.tokens(hidden), call.head(weight, bias)
         chunks: list[Stats] = []
@@ -348,7 +348,7 @@ class InForward(torch.autograd.Function):
             bias=ctx.needs_input_grad[2],
             tail_mass=call.tail_mass,
         )
-        return Made(grads.hidden, grads.bias, whole), loss, concatenate(chunks), tail
+        return InForwardGrads(grads.hidden, grads.bias, whole), loss, concatenate(chunks), tail
 
     @staticmethod
     @once_differentiable
@@ -365,15 +365,15 @@ class InForward(torch.autograd.Function):
                     + (", or the option z_loss" if name == "lse" else "")
                 )
         _forget_buffer(ctx)
-        made: Made | None = ctx.made
-        ctx.made, upstream = None, grads[0]
+        computed: InForwardGrads | None = ctx.computed
+        ctx.computed, upstream = None, grads[0]
         if upstream is None:
             return None, None, None, None, None
-        if made is None:
-            made, *_ = InForward._make(ctx, call, hidden, weight, bias)
-        made.scale(upstream)
-        grad_hidden = None if made.hidden is None else made.hidden.to(hidden.dtype)
-        grad_weight = made.weight
+        if computed is None:
+            computed, *_ = InForward._make(ctx, call, hidden, weight, bias)
+        computed.scale(upstream)
+        grad_hidden = None if computed.hidden is None else computed.hidden.to(hidden.dtype)
+        grad_weight = computed.weight
         if grad_weight is not None and (
             call.grad_weight_into is not None
             or grad_weight.dtype != weight.dtype
@@ -386,4 +386,4 @@ class InForward(torch.autograd.Function):
             else:
                 target.into.rows.copy_(grad_weight)
             grad_weight = target.returned
-        return grad_hidden, grad_weight, pad_bias(made.bias, bias), None, None
+        return grad_hidden, grad_weight, pad_bias(computed.bias, bias), None, None

@@ -347,15 +347,15 @@ def _reduction(
     # NCCL's sum may take the place of what it was made of, where it does not stay there.
     if not grad.is_cuda or dtype == grad.dtype:
         part = torch.empty_like(part)
-    own = torch.empty_like(part, dtype=dtype) if dtype != grad.dtype else part
-    whole = own if scatter else torch.empty_like(grad, dtype=dtype)
+    stored = torch.empty_like(part, dtype=dtype) if dtype != grad.dtype else part
+    whole = stored if scatter else torch.empty_like(grad, dtype=dtype)
 
     def sum_up_rows() -> None:
         reduce_scatter_into(part, grad, group)
-        if own is not part:
-            own.copy_(part)
+        if stored is not part:
+            stored.copy_(part)
         # An all-reduce is this and a gathering of sums, which would be rounded afterwards.
-        if whole is not own:
-            all_gather_into(whole, own, group)
+        if whole is not stored:
+            all_gather_into(whole, stored, group)
 
     return sum_up_rows, whole

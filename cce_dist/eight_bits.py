@@ -62,35 +62,35 @@ def every_for_centre(weight: Tensor) -> int:
 
 
 def quantized_rows(
-    own: Moments, hidden: Moments | None, into: QuantizedRows | None, quantize: Quantize
+    of_weight: Moments, hidden: Moments | None, into: QuantizedRows | None, quantize: Quantize
 ) -> QuantizedRows:
     """A weight's rows in 8 bits.
 
     Args:
-        own: of the weight.
+        of_weight: its moments.
         hidden: None: those of `into`, or else a mean of 0 and channels as they are.
         into: written, in place of new memory.
         quantize: the rows; it may write into `into.values` and `into.of_rows` by itself.
     """
     if hidden is None and into is None:
-        channel, hidden_centre = torch.ones_like(own.mean), torch.zeros_like(own.mean)
+        channel, hidden_centre = torch.ones_like(of_weight.mean), torch.zeros_like(of_weight.mean)
     elif hidden is not None:
         # What sticks out of either side is shared between the two.
-        ratio = torch.log2(hidden.variance / own.variance)
+        ratio = torch.log2(hidden.variance / of_weight.variance)
         channel = torch.exp2(((ratio - ratio.mean()) / 4).round_())
         hidden_centre = hidden.mean
     else:
         assert into is not None
         channel, hidden_centre = into.channel, into.hidden_centre
-    values, of_rows, size = quantize(own.mean, channel, hidden_centre)
+    values, of_rows, size = quantize(of_weight.mean, channel, hidden_centre)
     # Both the tokens' shifts and the columns' have the means' product.
-    mean = torch.cat([_mean_of_long(size), (own.mean * hidden_centre).sum()[None]])
+    mean = torch.cat([_mean_of_long(size), (of_weight.mean * hidden_centre).sum()[None]])
     inverse = 1 / channel
     for_hidden = torch.stack([inverse, -hidden_centre * inverse])
-    made = QuantizedRows(values, of_rows, own.mean, channel, hidden_centre, for_hidden, mean)
+    rows = QuantizedRows(values, of_rows, of_weight.mean, channel, hidden_centre, for_hidden, mean)
     if into is None:
-        return made
-    for name, tensor in vars(made).items():
+        return rows
+    for name, tensor in vars(rows).items():
         kept = getattr(into, name)
         if kept is not tensor:
             kept.copy_(tensor)

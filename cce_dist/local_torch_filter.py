@@ -170,12 +170,12 @@ def _dropped_mass(
         hidden = tokens.take(i0, i1).to(operand_dtype(head.weight))
         few_kept = bool(mask[block].sum() * 2 <= mask.shape[1])
         wanted = mask[block] if few_kept else ~mask[block]
-        found = torch.zeros_like(lse[i0:i1])
+        summed = torch.zeros_like(lse[i0:i1])
         for index in wanted.nonzero()[:, 0].split(size.columns):
             p, slope = gathered_logits(hidden, head, index, tokens.scale_of(i0, i1))
             p.sub_(lse[i0:i1, None]).exp_()
-            found += (p if slope is None else p.mul_(slope)).sum(1)
-        dropped[i0:i1] = (total[i0:i1] - found).clamp_min_(0) if few_kept else found
+            summed += (p if slope is None else p.mul_(slope)).sum(1)
+        dropped[i0:i1] = (total[i0:i1] - summed).clamp_min_(0) if few_kept else summed
     return dropped
 
 

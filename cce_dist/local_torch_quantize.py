@@ -51,9 +51,9 @@ def quantize_weight(
     into: QuantizedRows | None = None,
 ) -> QuantizedRows:
     """The weight in 8 bits. Args: as of `eight_bits.quantized_rows`."""
-    own = moments_of(weight, every=every_for_centre(weight))
+    of_weight = moments_of(weight, every=every_for_centre(weight))
     make = functools.partial(quantize, weight, dtype=dtype)
-    return quantized_rows(own, hidden, into, make)
+    return quantized_rows(of_weight, hidden, into, make)
 
 
 def quantize(
@@ -79,14 +79,14 @@ def quantize(
         x = (rows - centre) * channel
         # A row of zeros has any scale; 1 over the smallest would be infinite.
         step = (x.abs().amax(1) / LARGEST[dtype]).clamp_min(1e-30)
-        found = _rounded(x * (1 / step)[:, None], dtype)
-        values[at, :dim] = found
-        norm, along = x.square().sum(1), (x * found).sum(1)
+        rounded = _rounded(x * (1 / step)[:, None], dtype)
+        values[at, :dim] = rounded
+        norm, along = x.square().sum(1), (x * rounded).sum(1)
         # With which the rounding has no part along the row itself.
         scale = torch.where(along > 0, norm / along, step)
         of_rows[0, at], of_rows[1, at] = scale, (rows * across).sum(1)
         size[0, at] = norm
-        size[1, at] = (scale.square() * found.square().sum(1) - norm).clamp_min(0)
+        size[1, at] = (scale.square() * rounded.square().sum(1) - norm).clamp_min(0)
     return values, of_rows, size
 
 

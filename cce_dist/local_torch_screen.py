@@ -74,10 +74,10 @@ def screened_statistics(
         near = None
         if not rule.by_largest and selects_by_errors(eight.rows.values.dtype):
             near = near_threshold(scores, lse, rule.threshold)
-        made = _Screened.of(eight, stats, scores, mask, near, size, (stats.lse - lse).exp())
+        screened = _Screened.of(eight, stats, scores, mask, near, size, (stats.lse - lse).exp())
         # Not true of NaN either.
-        if made.error <= screen.max_error:
-            return made.stats, made.scores
+        if screened.error <= screen.max_error:
+            return screened.stats, screened.scores
     return statistics(tokens, head, request)
 
 
@@ -217,8 +217,8 @@ class _Screened:
                 kept[i0:i1] = torch.logaddexp(kept[i0:i1], z.logsumexp(1))
             few_kept = bool(mask[block].sum() * 2 <= mask.shape[1])
             summed = mask[block] if few_kept else ~mask[block]
-            found = _sums(eight, stats.lse[i0:i1], i0, i1, summed.nonzero()[:, 0], size)
-            for out, total, part in zip((unkept, dropped), totals, found, strict=True):
+            sums = _sums(eight, stats.lse[i0:i1], i0, i1, summed.nonzero()[:, 0], size)
+            for out, total, part in zip((unkept, dropped), totals, sums, strict=True):
                 out[i0:i1] = (total[i0:i1] - part).clamp_min_(0) if few_kept else part
         error = ((here * unkept).square() * eight.variance).mean().sqrt()
         off = eight.tail_error(shares_of(scores, stats.lse, mask), size)

@@ -64,16 +64,18 @@ def forward(
     if screen is not None:
         run, rounding = with_eight_bits(run, screen, sums)
     launches = run.launches(bounds is not None)
-    own = run.parts["lower"] if bounds is None else run.parts["lower"].clone()
+    shard_lower = run.parts["lower"] if bounds is None else run.parts["lower"].clone()
     for launch in launches:
         run.launch(rule, launch)
         if bounds is not None and launch.number in EXCHANGES:
-            raise_lower(bounds, own, run.parts, run.shape, len(tokens), launch.number, order)
+            raise_lower(
+                bounds, shard_lower, run.parts, run.shape, len(tokens), launch.number, order
+            )
     last = Launch(launches[-1].number, 0, run.num_tiles, robust=True)
-    made, screened, factors, placed = _merged(
+    finished, screened, factors, placed = _merged(
         run, last, len(launches), request, rounding, order, order_as
     )
-    stats = Stats(placed.lse, placed.target_logit, **_others(run, made, screened, order))
+    stats = Stats(placed.lse, placed.target_logit, **_others(run, finished, screened, order))
     if rule is None:
         return stats, None
     assert placed.log_dropped is not None and placed.seed is not None and factors is not None
@@ -90,13 +92,13 @@ def forward(
         order=placed.order,
     )
     if screened is not None and rounding is not None:
-        _compute_kept_columns(run, made, marks, screened, rounding, request, placed, order)
+        _compute_kept_columns(run, finished, marks, screened, rounding, request, placed, order)
     return stats, marks
 
 
 def _compute_kept_columns(
     run: Forward,
-    made: Finished,
+    finished: Finished,
     marks: Marks,
     screened: Screened,
     rounding: Rounding,
@@ -108,12 +110,12 @@ def _compute_kept_columns(
     assert request.filter is not None and placed.log_dropped is not None
     listed = request.store if isinstance(request.store, ListedLogits) else None
     by_mass = None if request.filter.by_largest else request.filter.threshold
-    wait = correct_tail(run, made, rounding, screened.full, by_mass)
+    wait = correct_tail(run, finished, rounding, screened.full, by_mass)
     try:
-        exact = sum_exact_columns(run, made, marks, screened, request.room, listed)
+        exact = sum_exact_columns(run, finished, marks, screened, request.room, listed)
     finally:
         wait()
-    add_exact_columns(run, made, screened, exact, order, placed.lse, placed.log_dropped)
+    add_exact_columns(run, finished, screened, exact, order, placed.lse, placed.log_dropped)
 
 
 def _merged(
@@ -131,31 +133,31 @@ def _merged(
     # Here, where small kernels follow: beside one of the forward's no other program has registers.
     products = start_products(run)
     try:
-        made = run.merge(last)
+        finished = run.merge(last)
         if request.screen is not None:
             assert rounding is not None
-            full, screened = guard(run, made, rounding.variance, request.screen)
+            full, screened = guard(run, finished, rounding.variance, request.screen)
             for launch in (full.alone(), full.alone(robust=True)):
                 full.launch(request.filter, launch)
-            made = run.merge(last)
+            finished = run.merge(last)
         if run.score:
             full = None if screened is None else screened.full
-            factors = mass_factors(run, made, num_launches, full)
+            factors = mass_factors(run, finished, num_launches, full)
     finally:
         of_targets = products()
-    placed = add_targets(run, made, of_targets, order, order_as)
-    return made, screened, factors, placed
+    placed = add_targets(run, finished, of_targets, order, order_as)
+    return finished, screened, factors, placed
 
 
 def _others(
-    run: Forward, made: Finished, screened: Screened | None, order: Tensor | None
+    run: Forward, finished: Finished, screened: Screened | None, order: Tensor | None
 ) -> dict[str, Tensor]:
     """The statistics that few ask for, by the name of `Stats`' field, in the caller's order."""
     others = run.extras()
-    if made.entropy is not None:
-        others["entropy"] = made.entropy[: len(run.tokens)]
+    if finished.entropy is not None:
+        others["entropy"] = finished.entropy[: len(run.tokens)]
     if run.wanted.screened:
-        counts = run.counts.to(made.lse.dtype)
+        counts = run.counts.to(finished.lse.dtype)
         others["screened"] = 0 * counts if screened is None else counts * (1 - screened.full)
     if order is None or not others:
         return others

@@ -24,7 +24,7 @@ EXCHANGES = tuple(range(PROBE.value, LAST.value))
 
 def raise_lower(
     exchange: Bounds,
-    own: Tensor,
+    shard_lower: Tensor,
     parts: dict[str, Tensor],
     shape: Tensor,
     num_tokens: int,
@@ -34,8 +34,8 @@ def raise_lower(
     """Where the next launch begins: parts["lower"] [N_padded], in place, as all ranks know it.
 
     Args:
-        own: [N_padded] what it was before the first exchange, of this shard's columns alone: what
-            other ranks have counted must not be counted once more by each.
+        shard_lower: [N_padded] its values before the first exchange, of this shard's columns alone:
+            what other ranks have counted must not be counted once more by each.
         shape: [3] of the forward.
         after: the launch that this shard's bound comes from.
         order: [N] the packed tokens' places in the caller's order, if it is another one: ranks
@@ -47,7 +47,7 @@ def raise_lower(
     bound = lower.new_empty(num_tokens)
     start(bound_kernel, grid)(
         shape,
-        own,
+        shard_lower,
         state,
         places,
         bound,

@@ -232,11 +232,11 @@ class Forward:
             tiles = tiles_for(eight.weight)
             hidden, weight = eight.hidden[:, :dim], eight.weight[:, :dim]
         if self.groups > 1 and not launch.robust:
-            how = Groups(self.programs, self.groups, tiles, threshold, by_largest)
+            grouping = Groups(self.programs, self.groups, tiles, threshold, by_largest)
+            shape, number = self.shape, launch.number
             launch_forward(
-                hidden, weight, head, self.scale, parts, self.count, self.shape, launch.number, how,
-                eight,
-            )  # fmt: skip
+                hidden, weight, head, self.scale, parts, self.count, shape, number, grouping, eight
+            )
             return
         use_tma, region = takes_tma(weight), launch.region
         logits = self.count if region is None else region.as_logits()

@@ -49,13 +49,13 @@ RELEASES = "3.6 to 3.9"
 @functools.cache
 def why_no_gluon() -> str | None:
     """Why this Triton cannot compile the kernel; None if it can."""
-    found = f"triton {triton.__version__}"
+    installed = f"triton {triton.__version__}"
     try:
         from triton.experimental.gluon import language
         from triton.experimental.gluon.language.nvidia import hopper
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     except ImportError as error:
-        return f"{found} has no Gluon: {error}"
+        return f"{installed} has no Gluon: {error}"
     del TensorDescriptor
     for name, expected in GLUON.items():
         root, former = hopper if name.startswith("hopper.") else language, FORMER.get(name, name)
@@ -64,10 +64,10 @@ def why_no_gluon() -> str | None:
             with contextlib.suppress(AttributeError):
                 function = operator.attrgetter(each.removeprefix("hopper."))(root)
         if function is None:
-            return f"{found} has no {name} in Gluon"
+            return f"{installed} has no {name} in Gluon"
         taken = tuple(inspect.signature(function).parameters)
         if taken[: len(expected)] != expected:
-            return f"{found}: {name} takes {taken}, and {expected} was expected"
+            return f"{installed}: {name} takes {taken}, and {expected} was expected"
     return None
 
 
@@ -107,7 +107,7 @@ def launch_forward(
     count: Tensor,
     shape: Tensor,
     number: int,
-    how: Groups,
+    grouping: Groups,
     eight: EightBit | None,
 ) -> None:
     """One launch of those that `forward_kernel` numbers.
@@ -120,11 +120,11 @@ def launch_forward(
 
     from cce_dist.kernels.hopper import hopper_forward_kernel
 
-    mass, tiles = parts.get("mass"), how.tiles
-    size = how.programs * how.groups * TOKEN_BLOCK
-    rows = tiles.columns // how.groups
+    mass, tiles = parts.get("mass"), grouping.tiles
+    size = grouping.programs * grouping.groups * TOKEN_BLOCK
+    rows = tiles.columns // grouping.groups
     hidden_tile, weight_tile = [TOKEN_BLOCK, tiles.dims], [rows, tiles.dims]
-    start(hopper_forward_kernel, (how.programs,))(
+    start(hopper_forward_kernel, (grouping.programs,))(
         TensorDescriptor.from_tensor(hidden, hidden_tile, _layout(*hidden_tile, weight.dtype)),
         TensorDescriptor.from_tensor(weight, weight_tile, _layout(*weight_tile, weight.dtype)),
         count if head.bias is None else head.bias,
@@ -142,7 +142,7 @@ def launch_forward(
         weight.shape[1],
         scale,
         head.softcap or 1.0,
-        how.threshold,
+        grouping.threshold,
         BLOCK_N=TOKEN_BLOCK,
         ROWS=rows,
         BLOCK_D=tiles.dims,
@@ -150,7 +150,7 @@ def launch_forward(
         HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=head.softcap is not None,
         HAS_SCORE=mass is not None,
-        BY_LARGEST=how.by_largest,
+        BY_LARGEST=grouping.by_largest,
         IS_SCREENED=eight is not None,
         FINE=head.softcap is not None and head.softcap > ROUGH_SOFTCAP,
         ACCUMULATOR=_accumulator(weight.dtype),

@@ -117,8 +117,8 @@ def _of_lists(run: Backward, lists: Lists) -> dict[str, Any]:
     def int32(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=weight.device)
 
-    made = run.listed
-    workspace = None if made is None else made.take_workspace()
+    listed = run.listed
+    workspace = None if listed is None else listed.take_workspace()
     if workspace is None:
         workspace = lists.new_workspace(weight)
     return {
@@ -141,10 +141,10 @@ def _of_lists(run: Backward, lists: Lists) -> dict[str, Any]:
         "pair_rows_ptr": int32(lists.max_pairs, TILE),
         "workspace_ptr": workspace,
         "workspace_rows": tiles_of(workspace, table.backward_dims, TOKEN_BLOCK, takes_tma(weight)),
-        "made_ptr": workspace if made is None else workspace.view(torch.float16),
-        "ref_ptr": run.or_dummy(None if made is None else made.ref),
-        "poor_ptr": run.or_dummy(None if made is None else made.poor),
-        "HAS_MADE": made is not None,
+        "made_ptr": workspace if listed is None else workspace.view(torch.float16),
+        "ref_ptr": run.or_dummy(None if listed is None else listed.ref),
+        "poor_ptr": run.or_dummy(None if listed is None else listed.poor),
+        "HAS_MADE": listed is not None,
         "drawn_sum_ptr": weight.new_empty(max_tasks, TOKEN_BLOCK, dtype=torch.float32),
         "drawn_total_ptr": run.drawn_total,
         "max_chunks": lists.max_chunks,

@@ -42,10 +42,10 @@ def with_eight_bits(run: Forward, screen: Screen, sums: Sums | None) -> tuple[Fo
     head, hidden = run.head, run.packed[:, : run.weight.shape[1]]
     if head.quantized is None:
         assert sums is not None
-        made = quantize_both(hidden, run.weight, sums, screen, head.logit_scale)
+        quantized = quantize_both(hidden, run.weight, sums, screen, head.logit_scale)
     else:
-        made = head.quantized, *quantize_tokens(hidden, head.quantized, head.logit_scale)
-    rows, values, of_tokens, variance = made
+        quantized = head.quantized, *quantize_tokens(hidden, head.quantized, head.logit_scale)
+    rows, values, of_tokens, variance = quantized
     operands = EightBit(values, rows.values, rows.of_rows, of_tokens)
     return replace(run, eight=operands), Rounding(rows, variance)
 
@@ -58,7 +58,7 @@ class Screened:
 
 
 def guard(
-    run: Forward, made: Finished, variance: Tensor, screen: Screen
+    run: Forward, finished: Finished, variance: Tensor, screen: Screen
 ) -> tuple[Forward, Screened]:
     """Whether 8 bits will do, decided on the device; and the forward that runs if they won't."""
     num_blocks, columns = run.num_blocks, run.weight.shape[0]
@@ -72,8 +72,8 @@ def guard(
         run.parts["mass"],
         run.count,
         run.shape,
-        made.lse,
-        made.unkept,
+        finished.lse,
+        finished.unkept,
         variance,
         run.parts["lower"],
         number,
@@ -87,13 +87,13 @@ def guard(
         BLOCK_N=1024 if interpreted() else 128,
         GROUPS=run.groups,
     )
-    found = Screened(int32(1))
+    screened = Screened(int32(1))
     start(guard_kernel, (1,))(
         number,
         error,
         run.count,
         run.shape,
-        found.full,
+        screened.full,
         shape,
         len(number),
         columns,
@@ -101,7 +101,7 @@ def guard(
         screen.max_error,
         BLOCK=1024,
     )
-    return replace(run, shape=shape, eight=None), found
+    return replace(run, shape=shape, eight=None), screened
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class ExactSums:
 
 def sum_exact_columns(
     run: Forward,
-    made: Finished,
+    finished: Finished,
     marks: Marks,
     screened: Screened,
     room: Room,
@@ -142,7 +142,7 @@ def sum_exact_columns(
         together["launch_cooperative_grid"] = True
         if room.shares_device:
             programs = max(programs - LEFT_TO_OTHERS * residents, programs // 2)
-    arguments = _of_lists(lists, marks, run.weight) | _inputs(run, made)
+    arguments = _of_lists(lists, marks, run.weight) | _inputs(run, finished)
     start(exact_columns_kernel, (programs,))(
         **arguments,
         made_ptr=workspace,
@@ -156,7 +156,7 @@ def sum_exact_columns(
 
 def add_exact_columns(
     run: Forward,
-    made: Finished,
+    finished: Finished,
     screened: Screened,
     exact: ExactSums,
     order: Tensor | None,  # of `add_targets`
@@ -164,16 +164,16 @@ def add_exact_columns(
     log_dropped: Tensor,  # [N]
 ) -> None:
     """`lse`, in place: kept columns by their exact logits, all others by their 8-bit ones; and
-    `log_dropped`, by `made.dropped`."""
+    `log_dropped`, by `finished.dropped`."""
     padded, block = run.packed.shape[0], TOKEN_BLOCK
     has_made = exact.ref is not None
     start(screened_lse_kernel, (triton.cdiv(padded, block),))(
         run.count,
         screened.full,
-        made.unkept,
-        made.dropped,
+        finished.unkept,
+        finished.dropped,
         exact.sums,
-        made.lse,
+        finished.lse,
         exact.ref if has_made else run.count,
         exact.poor if has_made else run.count,
         run.count if order is None else order,
@@ -186,7 +186,7 @@ def add_exact_columns(
     )
 
 
-def _inputs(run: Forward, made: Finished) -> dict[str, Any]:
+def _inputs(run: Forward, finished: Finished) -> dict[str, Any]:
     """What the exact logits are made of, and the tiles of their products."""
     weight, head, table = run.weight, run.head, tiles_for(run.weight)
     padded, dim = run.packed.shape[0], weight.shape[1]
@@ -197,8 +197,8 @@ def _inputs(run: Forward, made: Finished) -> dict[str, Any]:
         "weight_ptr": weight,
         "bias_ptr": run.count if head.bias is None else head.bias,
         "target_ptr": run.targets,
-        "target_logit_ptr": made.target_logit,
-        "lse_ptr": made.lse,
+        "target_logit_ptr": finished.target_logit,
+        "lse_ptr": finished.lse,
         "num_blocks": run.num_blocks,
         "V": weight.shape[0],
         "D": dim,

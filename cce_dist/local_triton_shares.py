@@ -22,7 +22,7 @@ PARTS = 16
 
 def mass_factors(
     run: Forward,
-    made: Finished,
+    finished: Finished,
     num_launches: int,  # of those that record masses: all of them, or one
     full: Tensor | None,  # [1] int32: 1 where one launch has computed all columns anew
 ) -> MassFactors:
@@ -31,7 +31,7 @@ def mass_factors(
     To be called before targets are marked as kept, whose masses are in both sums.
     """
     launches = 1 if num_launches == 1 else LAST.value - FIRST.value + 1
-    new = made.lse.new_empty
+    new = finished.lse.new_empty
     recorded = new(run.num_blocks, PARTS, launches)
     dropped, factor = new(run.num_blocks, launches), new(run.num_blocks, launches)
     width = run.columns * run.groups
@@ -40,7 +40,7 @@ def mass_factors(
         run.count,
         run.shape,
         run.parts["state"],
-        made.lse,
+        finished.lse,
         recorded,
         dropped,
         run.weight.shape[0],

@@ -275,14 +275,14 @@ class Backward:
 
         return launch
 
-    def finish_hidden(self, made: Tensor, store_as: torch.dtype) -> Tensor:
+    def finish_hidden(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """Adds the tail to [num_rows, D] fp32; in that dtype, in place if it is fp32."""
-        dim, out = self.weight.shape[1], made
-        if store_as != made.dtype:
-            out = torch.empty_like(made, dtype=store_as)
+        dim, out = self.weight.shape[1], part
+        if dtype != part.dtype:
+            out = torch.empty_like(part, dtype=dtype)
         block_d = 128
         start(spread_kernel, (self.num_blocks, triton.cdiv(dim, block_d)))(
-            made,
+            part,
             self.or_dummy(self.centroid),
             self.of_tokens.rows,
             self.count,

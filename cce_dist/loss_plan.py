@@ -48,7 +48,7 @@ class Plan:
     shares_device: bool = False  # kernels that wait for other ranks are on the device
     backward_is_next: bool = False  # as a rule: what the forward keeps for it is not kept for long
 
-    @property
+    @functools.cached_property
     def by_chunks(self) -> bool:
         """Whether gradient="in_forward" goes over chunks of tokens. With a chunk's logits at hand,
         leaving columns out would save nothing."""
@@ -56,11 +56,11 @@ class Plan:
         is_full = options.gradient == "in_forward" and options.logits == "full"
         return is_full and self.backend.traits.in_forward_by_chunks
 
-    @property
+    @functools.cached_property
     def filters(self) -> bool:
         return self.options.filters and self.threshold > 0 and not self.by_chunks
 
-    @property
+    @functools.cached_property
     def screen(self) -> Screen | None:
         """How logits are screened; None: they are not, nor where every column is kept."""
         return None if self.options.logits == "full" or not self.filters else self.options.screen
