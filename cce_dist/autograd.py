@@ -28,7 +28,7 @@ Objective = Callable[[Tensor, Tensor, Tensor | None, slice], Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of the loss needs besides hidden, weight and bias."""
+    """All that one call of the loss needs besides hidden, weight and bias."""
 
     plan: Plan
     rows: Tensor | None  # [N]; None: every token
@@ -43,7 +43,7 @@ class Call:
     quantize_once: Callable[..., QuantizedRows | None] | None = None  # as Head's
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
-        """Rows beyond vocab_size are cut off here: no step below sees padding."""
+        """Cuts off rows beyond vocab_size: no step below sees padding."""
         options, rows = self.plan.options, slice(0, self.plan.shard.num_classes)
         if weight.numel() and not weight.untyped_storage().nbytes():
             raise RuntimeError(
@@ -62,7 +62,7 @@ class Call:
         )
 
     def tokens(self, hidden: Tensor, scale: Tensor | None = None, *, later: bool = False) -> Tokens:
-        """Args: later: the backend's backward gathers hidden, beside what it starts with."""
+        """Args: later: the backend's backward gathers hidden, beside its first kernels."""
         rows = None if self.rows is None else self.rows.long()
         hidden, fill = self.plan.gather_hidden(hidden, later=later)
         return Tokens(hidden, rows, self.local_targets, self.count, fill, scale)
@@ -103,28 +103,28 @@ class GradWeight:
 
 @dataclass(frozen=True)
 class Left:
-    """What the forward leaves of the columns' masses."""
+    """All that the forward leaves of the columns' masses."""
 
     scores: Scores | None  # for `choose_columns`; None: none, or `kept` was chosen from them
     kept: Kept | None
 
 
 def concatenate(chunks: list[Stats]) -> Stats:
-    """Statistics of consecutive chunks of tokens -> of all of them."""
+    """Joins the statistics of consecutive chunks of tokens."""
     packed = torch.cat([chunk.pack() for chunk in chunks], dim=1)
     return chunks[0].unpack(packed)
 
 
 def pad_bias(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """[num_classes] in the accumulation dtype -> [V_local] as bias, 0 for padded rows."""
+    """Pads [num_classes] in the accumulation dtype to [V_local] as bias, with 0."""
     if grad is None or bias is None:
         return None
     return torch.cat([grad, grad.new_zeros(bias.shape[0] - grad.shape[0])]).to(bias.dtype)
 
 
 def _grad_of_scale(scale: Tensor, stats: Stats, upstream: Upstream) -> Tensor:
-    """[N] by the factor s of a token's logits: d lse / ds is over s their mean, which is lse less
-    the entropy; d target_logit / ds is target_logit over s."""
+    """Returns [N], the gradient by the factor s of a token's logits: d lse / ds is over s their
+    mean, which is lse less the entropy; d target_logit / ds is target_logit over s."""
     # Its derivative would take the logits' variance; who asks for both is refused.
     assert upstream.entropy is None and stats.entropy is not None
     total = torch.zeros_like(scale)
@@ -247,7 +247,7 @@ class TwoPass(torch.autograd.Function):
 
 
 def _forget_buffer(ctx: Any) -> None:
-    """A loss that is kept after its backward must not keep the caller's buffer."""
+    """Forgets the caller's buffer, which a loss must not keep alive after its backward."""
     into = ctx.call.grad_weight_into
     # It is no saved tensor, which autograd would free: hooks would put a copy in its place.
     if into is not None and not _get_current_graph_task_keep_graph():
@@ -267,7 +267,7 @@ class InForwardGrads:
     weight: Tensor | None  # [V_local, D] as weight, to be handed on; or [num_classes, D] wider
 
     def scale(self, upstream: Tensor) -> None:
-        """In place: there is room for one weight gradient, not for two."""
+        """Scales in place: there is room for one weight gradient, not for two."""
         for grad in (self.hidden, self.bias, self.weight):
             if grad is not None:
                 grad.mul_(upstream)

@@ -57,14 +57,14 @@ class Moments:
 
 
 def every_for_centre(weight: Tensor) -> int:
-    """Each so many-th row is enough for its moments."""
+    """Returns k: each k-th row is enough for the weight's moments."""
     return max(1, weight.shape[0] // CENTRE_ROWS)
 
 
 def quantized_rows(
     of_weight: Moments, hidden: Moments | None, into: QuantizedRows | None, quantize: Quantize
 ) -> QuantizedRows:
-    """A weight's rows in 8 bits.
+    """Makes a weight's rows in 8 bits.
 
     Args:
         of_weight: its moments.
@@ -98,7 +98,8 @@ def quantized_rows(
 
 
 def _mean_of_long(rows: Tensor) -> Tensor:
-    """[K, R] -> [K], in two steps: of a few rows torch's kernel has few programs."""
+    """Takes the mean of [K, R] over R, in two steps: of a few rows torch's kernel has few
+    programs."""
     num_rows, length = rows.shape
     padded = F.pad(rows, (0, -length % 256))
     return padded.view(num_rows, -1, 256).sum(2).sum(1) / length
@@ -106,15 +107,15 @@ def _mean_of_long(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a call's 8-bit logits are off by."""
+    """The error of a call's 8-bit logits."""
 
     rows: QuantizedRows  # of the weight
     variance: Tensor  # [N] fp32 of a token's logit
 
 
 def selects_by_errors(dtype: torch.dtype) -> bool:
-    """Whether errors are so large that their part in the choice of columns counts: int8's cost a
-    sixteenth of e4m3's, less than fp32 sums are off by."""
+    """Tells whether errors are so large that their part in the choice of columns counts: int8's
+    cost a sixteenth of e4m3's, less than fp32 sums are off by."""
     return dtype != torch.int8
 
 

@@ -27,7 +27,7 @@ def grads_in_forward(
     bias: bool,
     tail_mass: bool,  # asked for
 ) -> tuple[LocalGrads, Tensor | None]:
-    """All four steps, for an upstream gradient of 1.
+    """Takes all four steps, for an upstream gradient of 1.
 
     By chunks of tokens there are three products of every column instead of four, and the weight's
     gradient is in the accumulation dtype. Else all tokens are one chunk, which is filtered.
@@ -69,7 +69,7 @@ def grads_in_forward(
 
 
 def scales_by_any(dtype: torch.dtype) -> bool:
-    """Whether gradients for an upstream gradient of 1 can be stored in it: a mean over tokens puts
+    """Tells whether it can store gradients for an upstream gradient of 1: a mean over tokens puts
     them below fp16's smallest number."""
     return dtype != torch.float16
 
@@ -83,7 +83,8 @@ def _grads_by_chunks(
     into: WeightGrad | None,
     needs_bias: bool,
 ) -> LocalGrads:
-    """Steps 1-3 over chunks of tokens, whose logits are kept in between, and step 4 of them all."""
+    """Takes steps 1-3 over chunks of tokens, whose logits are kept in between, and step 4 at
+    once."""
     weight = head.weight
     dtype = accumulate_dtype(weight.dtype)
     size = chunk_tokens(len(tokens), plan)
@@ -122,7 +123,7 @@ def _grads_by_chunks(
 
 
 def chunk_tokens(num_tokens: int, plan: Plan) -> int:
-    """Tokens a chunk of in_forward, from numbers that all ranks share, so that they agree.
+    """Returns the tokens of a chunk, from numbers that all ranks share, so that they agree.
 
     At most a quarter of the tokens: the chunk's logits [chunk, V_local] are in memory at once.
     """

@@ -16,7 +16,7 @@ TORCH = TorchBackend()
 
 
 def choose_backend(options: LossOptions, hidden: Tensor, num_tokens: int, columns: int) -> Backend:
-    """The backend for "auto", "torch" or "triton".
+    """Chooses the backend for "auto", "torch" or "triton".
 
     Raises:
         ValueError: the one asked for by name cannot run, an explicit choice never falls back; or
@@ -46,8 +46,8 @@ def _check_screening(options: LossOptions, hidden: Tensor, by_kernels: bool) -> 
 
 
 def quantizer_for(backend: BackendName, weight: Tensor, screen: Screen) -> Any:
-    """The module whose `moments_of` and `quantize_weight` make rows of 8 bits. Both backends'
-    rows are the same, but for the last digit of an fp32 number.
+    """Returns the module whose `moments_of` and `quantize_weight` make rows of 8 bits. Both
+    backends' rows are the same, but for the last digit of an fp32 number.
 
     Raises:
         ValueError: the backend asked for by name cannot run, or the weight is not of 16 bits.

@@ -54,7 +54,7 @@ class _RunningStats:
         first_column: int,
         class_weight: Tensor | None,  # [columns]
     ) -> Tensor:
-        """Fold one tile in; returns `base` [n], with which z now holds exp(z - base)."""
+        """Folds one tile in; returns `base` [n], with which z now holds exp(z - base)."""
         if self.mean is not None and self.m2 is not None:
             self._add_moments(tokens, z, first_column)
         if self.smooth is not None:
@@ -85,7 +85,7 @@ class _RunningStats:
         return base
 
     def _add_moments(self, tokens: slice, z: Tensor, first_column: int) -> None:
-        """Chan's pairwise update; `first_column` columns were seen before this tile."""
+        """Takes Chan's pairwise update; `first_column` columns were seen before this tile."""
         assert self.mean is not None and self.m2 is not None
         if first_column == 0:
             self.origin[tokens] = z[:, 0].masked_fill(z[:, 0].isinf(), 0)
@@ -97,7 +97,7 @@ class _RunningStats:
         self.m2[tokens] += variance * count + delta**2 * (first_column * count / total)
 
     def log_sum(self, sums: Tensor) -> Tensor:
-        """log sum_v exp(z_v) over the columns so far; -inf over none."""
+        """Returns log sum_v exp(z_v) over the columns so far; -inf over none."""
         return self.max.masked_fill(self.max == -torch.inf, 0) + sums.log()
 
 
@@ -219,7 +219,8 @@ def _finish(
 
 
 def _target_bound(tokens: Tokens, head: Head, size: TileSize) -> Tensor:
-    """z of each token's target before any tile is computed, -inf where it isn't here: [N]."""
+    """Computes z of each token's target before any tile is computed, -inf where it isn't here:
+    [N]."""
     dtype = accumulate_dtype(head.weight.dtype)
     out = torch.full((len(tokens),), -torch.inf, dtype=dtype, device=head.weight.device)
     if head.weight.shape[0] == 0:
@@ -236,7 +237,7 @@ def _target_bound(tokens: Tokens, head: Head, size: TileSize) -> Tensor:
 
 
 def weighted_column_sum(head: Head, size: TileSize) -> tuple[Tensor, Tensor | None]:
-    """sum_v class_weight_v C_v [D] and the same sum of the biases [], over this shard."""
+    """Returns sum_v class_weight_v C_v [D] and the same sum of the biases [], over this shard."""
     dtype = accumulate_dtype(head.weight.dtype)
     weights = head.class_weight
     if weights is None:

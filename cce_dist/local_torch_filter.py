@@ -95,20 +95,20 @@ def keep_columns(
 
 
 def shares_of(scores: ColumnMasses, lse: Tensor, mask: Tensor) -> Tensor:
-    """Of what each block drops, the share of each column, [num_blocks, V_local]."""
+    """Returns the share of each column in the mass that its block drops, [num_blocks, V_local]."""
     assert scores.mass is not None
     return _shares(scores.mass * _tighten(scores, lse), mask)
 
 
 def _shares(mass: Tensor, mask: Tensor) -> Tensor:
-    """Args: mass: written."""
+    """Returns `shares_of`. Args: mass: written."""
     share = mass.masked_fill_(mask, 0)
     share /= share.sum(1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
     return share
 
 
 def reaches(scores: ColumnMasses, lse: Tensor, rule: ColumnFilter) -> Tensor:
-    """Columns whose score reaches the threshold by an lse over all ranks, [num_blocks, V_local]."""
+    """Marks columns whose score reaches the threshold by all ranks' lse, [num_blocks, V_local]."""
     score = scores.largest if rule.by_largest else scores.mass
     assert score is not None
     full = 1 if rule.by_largest else _block_tokens(lse.shape[0], score) / TOKEN_BLOCK
@@ -116,7 +116,7 @@ def reaches(scores: ColumnMasses, lse: Tensor, rule: ColumnFilter) -> Tensor:
 
 
 def near_threshold(scores: ColumnMasses, lse: Tensor, threshold: float) -> Tensor:
-    """Columns whose mass is at most NEAR_NATS from the threshold, [num_blocks, V_local]."""
+    """Marks columns whose mass is at most NEAR_NATS from the threshold, [num_blocks, V_local]."""
     assert scores.mass is not None
     mass = scores.mass * _tighten(scores, lse)
     least = threshold * _block_tokens(lse.shape[0], mass) / TOKEN_BLOCK
@@ -125,20 +125,20 @@ def near_threshold(scores: ColumnMasses, lse: Tensor, threshold: float) -> Tenso
 
 
 def keep_targets(mask: Tensor, tokens: Tokens) -> Tensor:
-    """`mask` [num_blocks, V_local] in place: the targets of a block's tokens are kept."""
+    """Marks the targets of a block's tokens as kept, in `mask` [num_blocks, V_local] in place."""
     here = (tokens.local_targets >= 0).nonzero()[:, 0]
     mask[here // TOKEN_BLOCK, tokens.local_targets[here]] = True
     return mask
 
 
 def _tighten(scores: ColumnMasses, lse: Tensor) -> Tensor:
-    """What the forward's bound of a block's mass is multiplied by once lse is known."""
+    """Returns the factor of the forward's bounds of masses once lse is known."""
     tighten = max_over_blocks((scores.tile_bound - lse).T).exp()  # [blocks, tiles]
     return tighten.repeat_interleave(scores.tile_columns, 1)[:, : scores.mass.shape[1]]
 
 
 def levels_of(num_columns: int, seed: Tensor) -> Tensor:
-    """A level j >= 1 for each column, with probability 2^-j: docs/numerics.md#drawn-columns.
+    """Draws a level j >= 1 for each column, with probability 2^-j: docs/numerics.md#drawn-columns.
 
     Args:
         seed: [1] int32
@@ -155,7 +155,8 @@ def levels_of(num_columns: int, seed: Tensor) -> Tensor:
 
 
 def _block_tokens(num_tokens: int, like: Tensor) -> Tensor:
-    """Tokens of each block, [num_blocks, 1]: mass is a sum over them, and the last has fewer."""
+    """Counts the tokens of each block, [num_blocks, 1]: mass is a sum over them, and the last has
+    fewer."""
     full = like.new_full((like.shape[0], 1), TOKEN_BLOCK)
     full[-1] = num_tokens - (like.shape[0] - 1) * TOKEN_BLOCK
     return full
@@ -164,7 +165,7 @@ def _block_tokens(num_tokens: int, like: Tensor) -> Tensor:
 def _dropped_mass(
     tokens: Tokens, head: Head, lse: Tensor, mask: Tensor, total: Tensor, size: TileSize
 ) -> Tensor:
-    """sum of p softcap'(z) over each token's dropped columns, [N]."""
+    """Sums p softcap'(z) over each token's dropped columns, [N]."""
     dropped = torch.zeros_like(lse)
     for block, (i0, i1) in enumerate(spans(len(tokens), TOKEN_BLOCK)):
         hidden = tokens.take(i0, i1).to(operand_dtype(head.weight))
@@ -182,7 +183,7 @@ def _dropped_mass(
 def gathered_logits(
     hidden: Tensor, head: Head, index: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(z, softcap'(z)) of some tokens and the columns `index`, [n, len(index)]."""
+    """Computes (z, softcap'(z)) of some tokens and the columns `index`, [n, len(index)]."""
     columns = head.weight.index_select(0, index).to(hidden.dtype)
     bias = None if head.bias is None else head.bias[index]
     return logits_tile(hidden, columns, bias, head, scale)

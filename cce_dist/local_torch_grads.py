@@ -169,7 +169,8 @@ class _Task:
     def whole_tile(
         self, i0: int, i1: int, columns: Tensor, mask: Tensor | None, stored: Tensor | None
     ) -> None:
-        """All columns of the open vocabulary tile; those outside `mask` count as dropped."""
+        """Computes all columns of the open vocabulary tile; those outside `mask` count as
+        dropped."""
         v0, v1 = self.sums.start, self.sums.stop
         hidden = self.tokens.take(i0, i1).to(self.operands)
         if stored is None:
@@ -189,7 +190,7 @@ class _Task:
             self.sums.bias[v0:v1] += grad.sum(0)
 
     def gathered_blocks(self, i0: int, i1: int, mask: Tensor) -> None:
-        """Only the kept columns of the open tile, one block of 128 tokens at a time."""
+        """Computes only the kept columns of the open tile, one block of 128 tokens at a time."""
         for block, (j0, j1) in enumerate(spans(i1 - i0, TOKEN_BLOCK)):
             at = mask[block].nonzero()[:, 0]
             index, (b0, b1) = at + self.sums.start, (i0 + j0, i0 + j1)
@@ -208,7 +209,7 @@ class _Task:
                 self.sums.bias.index_add_(0, index, grad.sum(0))
 
     def drawn_blocks(self, i0: int, i1: int, drawn: Tensor, times: Tensor) -> Tensor:
-        """Columns that stand for others in the hidden gradient; their d_logits' sum, [i1 - i0]."""
+        """Computes columns that stand for others; returns their d_logits' sum, [i1 - i0]."""
         total = torch.zeros_like(self.lse[i0:i1])
         if self.sums.hidden is None:
             return total
@@ -229,7 +230,7 @@ class _Task:
     def _grad_logits(
         self, z: Tensor, slope: Tensor | None, i0: int, i1: int, columns: slice | Tensor
     ) -> Tensor:
-        """z [n, columns] -> gradient of the loss by E . C + bias, in place."""
+        """Turns z [n, columns] into the gradient of the loss by E . C + bias, in place."""
         pull, lse = self.pull, self.lse[i0:i1, None]
         factor = pull.probability[i0:i1, None]
         if pull.entropy is not None:
@@ -256,7 +257,7 @@ class _Task:
 
 
 def _slope_of(z: Tensor, head: Head) -> Tensor | None:
-    """softcap'(z) from z itself."""
+    """Computes softcap'(z) from z itself."""
     if head.softcap is None:
         return None
     return 1 - (z / (head.softcap * head.logit_scale)) ** 2
@@ -264,7 +265,7 @@ def _slope_of(z: Tensor, head: Head) -> Tensor | None:
 
 @dataclass
 class _Tail:
-    """What is dropped, as the product of its marginals: mass of each token x share of columns."""
+    """The dropped part, as the product of its marginals: mass of each token x share of columns."""
 
     share: Tensor  # [num_blocks, V_local]
     mass: Tensor  # [N] upstream times dropped mass

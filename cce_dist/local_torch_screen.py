@@ -83,7 +83,7 @@ def screened_statistics(
 
 @dataclass(frozen=True)
 class EightBit:
-    """Hidden states and the weight in 8 bits, and what their products stand for."""
+    """Hidden states and the weight in 8 bits, and the logits that their products stand for."""
 
     tokens: Tokens
     head: Head
@@ -113,7 +113,7 @@ class EightBit:
         return self._tiles_of(index)(i0, i1)
 
     def tail_error(self, share: Tensor, size: TileSize) -> Tensor:
-        """By how much the log of a token's tail is too large, [N] nats, from what the columns of
+        """Returns the error of the log of each token's tail, [N] nats, from all that the columns of
         its block's tail share. Source: docs/numerics.md#the-bias-of-the-tail.
 
         Args: share: [num_blocks, V_local] of each column that is not kept; their sum is 1, or 0.
@@ -138,8 +138,9 @@ class EightBit:
         return off
 
     def selection_error(self, near: Tensor, lse: Tensor) -> Tensor:
-        """What each token's tail has lost because masses by these logits decide which columns are
-        left in it, [N] over exp(lse). Source: docs/numerics.md#the-bias-of-the-tail.
+        """Returns the part that each token's tail has lost because masses by these logits decide
+        which columns are left in it, [N] over exp(lse). Source:
+        docs/numerics.md#the-bias-of-the-tail.
 
         Args:
             near: [num_blocks, V_local] bool: columns whose masses are near the threshold.
@@ -242,7 +243,7 @@ class _Screened:
 def _sums(
     eight: EightBit, lse: Tensor, i0: int, i1: int, columns: Tensor, size: TileSize
 ) -> tuple[Tensor, Tensor]:
-    """Of exp(z - lse), and of that times softcap'(z), over some columns' 8-bit logits, [n]."""
+    """Sums exp(z - lse), and that times softcap'(z), over some columns' 8-bit logits, [n]."""
     plain, sloped = torch.zeros_like(lse), torch.zeros_like(lse)
     for index in columns.split(size.columns):
         z, slope = eight.gathered(i0, i1, index)

@@ -37,7 +37,7 @@ LEFT_TO_COLLECTIVES = 32
 
 
 def products_of_every_column(run: Backward, grads: GradBuffers) -> Callable[[int], None]:
-    """SDD, then DDS and DSD, of one chunk after the other.
+    """Prepares SDD, then DDS and DSD, of one chunk after the other.
 
     Returns: a function that launches them, or a part: `REST` is the last chunk's DDS.
     """
@@ -95,8 +95,8 @@ FURTHEST = 16.0
 
 
 def _poor_blocks(run: Backward, ref: Tensor) -> Tensor:
-    """[num_blocks + 1] int32: 1 for blocks with a token whose reference was a poor bound of lse (a
-    sum had overflowed, or nothing was seen yet), then whether there is any."""
+    """Returns [num_blocks + 1] int32: 1 for blocks with a token whose reference was a poor bound of
+    lse (a sum had overflowed, or nothing was seen yet), then whether there is any."""
     lse = run.of_tokens.pull[5]
     counts = torch.arange(len(lse), device=lse.device) < run.count
     poor = counts & ~((lse - ref).abs() <= FURTHEST)
@@ -105,7 +105,7 @@ def _poor_blocks(run: Backward, ref: Tensor) -> Tensor:
 
 
 def _arguments(run: Backward, region: Region) -> dict[str, Any]:
-    """Arguments of the kernels that make d_logits."""
+    """Returns the arguments of the kernels that make d_logits."""
     head, of_tokens = run.head, run.of_tokens
     return {
         "workspace_ptr": region.memory,
@@ -176,7 +176,7 @@ def _launch_logits(
 
 
 def _chunks(run: Backward) -> Iterator[Region]:
-    """What the forward kept, then the other columns in chunks that fit the workspace."""
+    """Yields the regions that the forward kept, then others in chunks that fit the workspace."""
     weight, kept = run.weight, run.logits
     columns, padded = run.table.columns, run.num_blocks * TOKEN_BLOCK
     left, memory = weight.shape[0], None
@@ -198,8 +198,8 @@ def _chunks(run: Backward) -> Iterator[Region]:
 
 
 def choose_tiles_per_chunk(num_tiles: int, room: int, num_blocks: int, programs: int) -> int:
-    """Tiles of columns a chunk: of the larger half of what fits, the number whose SDD tasks fill
-    whole waves best."""
+    """Chooses the tiles of a chunk: of the larger half of those that fit the number whose SDD tasks
+    fill whole waves best."""
     if room >= num_tiles:
         return num_tiles
 

@@ -48,7 +48,7 @@ RELEASES = "3.6 to 3.9"
 
 @functools.cache
 def why_no_gluon() -> str | None:
-    """Why this Triton cannot compile the kernel; None if it can."""
+    """Says why this Triton cannot compile the kernel; None if it can."""
     installed = f"triton {triton.__version__}"
     try:
         from triton.experimental.gluon import language
@@ -72,7 +72,8 @@ def why_no_gluon() -> str | None:
 
 
 def num_groups(weight: Tensor, tiles: Tiles) -> int:
-    """Splits of the vocabulary that a program makes side by side: 1 without such a kernel."""
+    """Counts splits of the vocabulary that a program makes side by side: 1 without such a
+    kernel."""
     if interpreted() or weight.element_size() != 2 or tiles.columns < 256:
         return 1
     # Later architectures have other tensor cores.
@@ -89,7 +90,7 @@ def num_groups(weight: Tensor, tiles: Tiles) -> int:
 
 @dataclass(frozen=True)
 class Groups:
-    """How many programs, how many splits of the vocabulary each makes, what keeps a column."""
+    """The number of programs, splits of the vocabulary that each makes, and the filter."""
 
     programs: int
     groups: int
@@ -110,7 +111,7 @@ def launch_forward(
     grouping: Groups,
     eight: EightBit | None,
 ) -> None:
-    """One launch of those that `forward_kernel` numbers.
+    """Launches one of the forwards that `forward_kernel` numbers.
 
     hidden [N_padded, D] packed and weight [V_local, D], both of 8 bits with `eight`; scale: of
     logits, or without `eight` [N_padded] that of each token; parts: state,

@@ -16,7 +16,7 @@ MOST_REGIONS = 2
 
 @dataclass(frozen=True)
 class Region:
-    """Consecutive columns and where their logits, then their d_logits, lie."""
+    """Consecutive columns and the memory of their logits, then of their d_logits."""
 
     first_column: int
     num_columns: int
@@ -55,8 +55,8 @@ class KeptLogits:
     def make(
         cls, weight: Tensor, num_tokens: int, workspace_bytes: int, grad_weight: Tensor | None
     ) -> KeptLogits | None:
-        """Room for as many as fit the workspace, and before them in the weight's gradient, whose
-        own values come later; None: for none.
+        """Makes room for as many as fit the workspace, and before them in the weight's gradient,
+        whose own values come later; None: for none.
 
         Args: grad_weight: [V_local, D] contiguous, in the weight's dtype, to be written.
         """

@@ -39,7 +39,7 @@ LEFT_TO_OTHERS = 48
 
 
 def products(run: Backward, grads: GradBuffers, *, shares_device: bool) -> Callable[[int], None]:
-    """SDD, DSD, DDS: of every column, or of what is kept, and the tail of what is not.
+    """Prepares SDD, DSD, DDS of every column, or of the columns kept, and the others' tail.
 
     Args: shares_device: as of `protocol.Room`.
     Returns: a function that launches a part of them: `WHOLE`, or first `UNTIL_HIDDEN` and later
@@ -51,7 +51,7 @@ def products(run: Backward, grads: GradBuffers, *, shares_device: bool) -> Calla
 
 
 def _inputs(run: Backward) -> dict[str, Any]:
-    """What the filtered kernel reads of tokens and columns, and its tiles."""
+    """Returns the filtered kernel's arguments of tokens and columns, and its tiles."""
     head, table, of_tokens = run.head, run.table, run.of_tokens
     block_k = table.backward_dims
     return {
@@ -108,7 +108,7 @@ def _listed(
 
 
 def _of_lists(run: Backward, lists: Lists) -> dict[str, Any]:
-    """What says which columns are kept, and the workspace."""
+    """Returns the filtered kernel's lists of columns, and its workspace."""
     assert run.kept is not None
     weight, table, marks = run.weight, run.table, run.kept.marks
     segment = table.pair * TILE

@@ -35,7 +35,7 @@ from cce_dist.protocol import Room
 
 
 def with_eight_bits(run: Forward, screen: Screen, sums: Sums | None) -> tuple[Forward, Rounding]:
-    """The same forward of 8-bit operands, and what [N_padded] tokens' logits are off by.
+    """Returns the same forward of 8-bit operands, and the error of [N_padded] tokens' logits.
 
     Args: sums: None: the head's 8-bit copy is there.
     """
@@ -52,7 +52,7 @@ def with_eight_bits(run: Forward, screen: Screen, sums: Sums | None) -> tuple[Fo
 
 @dataclass(frozen=True)
 class Screened:
-    """What came of an 8-bit forward."""
+    """The outcome of an 8-bit forward."""
 
     full: Tensor  # [1] int32: 1 where full precision was needed in its place
 
@@ -60,7 +60,7 @@ class Screened:
 def guard(
     run: Forward, finished: Finished, variance: Tensor, screen: Screen
 ) -> tuple[Forward, Screened]:
-    """Whether 8 bits will do, decided on the device; and the forward that runs if they won't."""
+    """Decides on the device whether 8 bits will do; returns the forward that runs if not, too."""
     num_blocks, columns = run.num_blocks, run.weight.shape[0]
     padded = run.packed.shape[0]
     block_v = 4096 if interpreted() else 1024
@@ -106,7 +106,7 @@ def guard(
 
 @dataclass(frozen=True)
 class ExactSums:
-    """Of the kept columns' exact logits."""
+    """Sums of the kept columns' exact logits."""
 
     sums: Tensor  # [2, N_padded] fp32: base 2; the sum of exponentials, over 2 to that
     ref: Tensor | None  # of `ListedLogits`, filled with the sums
@@ -121,7 +121,7 @@ def sum_exact_columns(
     room: Room,
     logits: ListedLogits | None,
 ) -> ExactSums:
-    """Over the columns that `marks` keep; nothing in full precision.
+    """Sums over the columns that `marks` keep; nothing where full precision is needed.
 
     Args: logits: filled.
     """
@@ -163,7 +163,7 @@ def add_exact_columns(
     lse: Tensor,  # [N] in the caller's order
     log_dropped: Tensor,  # [N]
 ) -> None:
-    """`lse`, in place: kept columns by their exact logits, all others by their 8-bit ones; and
+    """Writes `lse`: kept columns by their exact logits, all others by their 8-bit ones; and
     `log_dropped`, by `finished.dropped`."""
     padded, block = run.packed.shape[0], TOKEN_BLOCK
     has_made = exact.ref is not None
@@ -187,7 +187,7 @@ def add_exact_columns(
 
 
 def _inputs(run: Forward, finished: Finished) -> dict[str, Any]:
-    """What the exact logits are made of, and the tiles of their products."""
+    """Returns the operands of the exact logits, and the tiles of their products."""
     weight, head, table = run.weight, run.head, tiles_for(run.weight)
     padded, dim = run.packed.shape[0], weight.shape[1]
     block_k = table.backward_dims
@@ -219,7 +219,7 @@ def _inputs(run: Forward, finished: Finished) -> dict[str, Any]:
 
 
 def _of_lists(lists: Lists, marks: Marks, weight: Tensor) -> dict[str, Any]:
-    """Which columns are kept, and room for the parts of the sums over them."""
+    """Returns the lists of kept columns, and room for the parts of the sums over them."""
     segment = tiles_for(weight).pair * TILE
     num_tiles, num_blocks = lists.blocks.shape
     max_tasks = triton.cdiv(lists.max_rows, segment) + num_blocks

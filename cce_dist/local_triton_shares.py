@@ -1,4 +1,4 @@
-"""What the forward's column masses are multiplied by, so that their sums are right."""
+"""Factors of the forward's column masses, with which their sums are right."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -26,7 +26,7 @@ def mass_factors(
     num_launches: int,  # of those that record masses: all of them, or one
     full: Tensor | None,  # [1] int32: 1 where one launch has computed all columns anew
 ) -> MassFactors:
-    """True over recorded mass of the columns that a block drops, launch by launch.
+    """Returns the true over the recorded mass of the columns that a block drops, launch by launch.
 
     To be called before targets are marked as kept, whose masses are in both sums.
     """

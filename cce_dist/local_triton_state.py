@@ -38,8 +38,8 @@ LEAST_OF_A_PIECE = 1024
 def _pieces_and_room(
     num_tokens: int, weight: Tensor, kept: KeptColumns | None, workspace_bytes: int, splits: bool
 ) -> tuple[int, int]:
-    """Into how many pieces the columns go, each with a hidden gradient of its own (one, unless
-    `splits`), and the bytes of the workspace that are left for chunks.
+    """Decides into how many pieces the columns go, each with a hidden gradient of its own (one,
+    unless `splits`), and the bytes of the workspace that are left for chunks.
 
     A task of the hidden gradient is a block of tokens and some dims, over all columns that come
     into question. Those of a few tokens are no work for a whole device.
@@ -185,11 +185,11 @@ class Backward:
         return TOKEN_BLOCK * (1 if self.kept is None else self.kept.marks.blocks_per_group)
 
     def or_dummy(self, tensor: Tensor | None) -> Tensor:
-        """A pointer for an argument that the kernel was compiled not to read."""
+        """Returns a pointer for an argument that the kernel was compiled not to read."""
         return self.count if tensor is None else tensor
 
     def product_arguments(self, grads: GradBuffers) -> dict[str, Any]:
-        """Arguments of the kernels of either kind of products."""
+        """Returns the arguments of the kernels of either kind of products."""
         weight, class_weight = self.weight, self.head.class_weight
         # The tail's shares and sums are fp32; tf32 keeps more digits than the 16-bit inputs have.
         tail_precision = "tf32" if weight.element_size() == 2 else "ieee"

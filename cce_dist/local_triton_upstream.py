@@ -1,4 +1,4 @@
-"""What the backward's kernels read of each token: a few numbers, in the order of the blocks."""
+"""The numbers that the backward's kernels read of each token, in the order of the blocks."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
@@ -19,7 +19,7 @@ from cce_dist.partials import Head, Stats, Tokens, Upstream, largest_operand
 
 @dataclass(frozen=True)
 class Pull:
-    """What each token of the blocks is pulled by; P = num_blocks * 128."""
+    """The upstream gradients of each token of the blocks; P = num_blocks * 128."""
 
     pull: Tensor  # [7, P] fp32: see `exact_logits_kernel`
     count: Tensor  # [1] int32: tokens that count

@@ -1,4 +1,4 @@
-"""What stays the same over the steps of one loss, and what each step asks of the backend."""
+"""The plan of one loss: all that stays the same over its steps, and each step's request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to compute, of which rows, with whom and by which backend."""
+    """Options, rows, ranks and the backend of one loss."""
 
     options: LossOptions
     shard: VocabShard
@@ -75,8 +75,11 @@ class Plan:
         return keeps
 
     def column_filter(self, *, score: bool) -> ColumnFilter | None:
-        """What decides which columns are kept; None: nothing does. Args: score: a backward follows,
-        or the mass that it drops is asked for; screened logits take a filter without."""
+        """Returns the rule by which columns are kept; None: columns are not scored.
+
+        Args: score: a backward follows, or the mass that it drops is asked for. Screened logits
+            are filtered without, too.
+        """
         options = self.options
         if not self.filters or not (score or options.logits == "screened"):
             return None
@@ -87,9 +90,9 @@ class Plan:
         return Room(self.workspace_bytes(len(tokens), head), self.shares_device)
 
     def workspace_bytes(self, num_tokens: int, head: Head) -> int:
-        """Of one call on so many tokens. A screened one may take as much as the weight's 8-bit copy
-        took, which is gone before the backward: one chunk then holds what is kept of a trained
-        model. Not where the caller bounds it."""
+        """Returns the workspace of a call on so many tokens. A screened one may take as much as the
+        weight's 8-bit copy took, which is gone before the backward: one chunk then holds what is
+        kept of a trained model. Not where the caller bounds it."""
         room = self.options.workspace_for(num_tokens)
         if self.screen is None or self.options.workspace_bytes is not None:
             return room
@@ -98,7 +101,7 @@ class Plan:
     def forward_request(
         self, tokens: Tokens, head: Head, *, score: bool, store: LogitStore | None = None
     ) -> ForwardRequest:
-        """Args: score: as of `column_filter`."""
+        """Builds the request of step 1. Args: score: as of `column_filter`."""
         rule, screen, bounds = self.column_filter(score=score), self.screen, None
         chooses = screen is not None or self.backend.traits.chooses_in_forward
         if rule is not None and chooses and group_size(self.group) > 1:
@@ -106,7 +109,7 @@ class Plan:
         return ForwardRequest(self.wanted, rule, screen, bounds, store, self.room(tokens, head))
 
     def hidden_sum(self, tokens: Tokens, dtype: torch.dtype) -> SumOverRanks:
-        """Args: dtype: of the hidden gradient."""
+        """Builds step 4. Args: dtype: of the hidden gradient."""
         num_rows = tokens.hidden.shape[0]
         return SumOverRanks(self.group, self.options.sequence_parallel, num_rows, dtype)
 
@@ -132,7 +135,8 @@ class Plan:
     def store_for(
         self, tokens: Tokens, head: Head, backward: ExpectedBackward, spare: Tensor | None = None
     ) -> LogitStore | None:
-        """Memory in which logits stay for the backward; None: none do. Args: those of a backend."""
+        """Makes memory in which logits stay for the backward; None: none do. Args: as of a
+        backend."""
         if not self.keeps_logits:
             return None
         request = self.forward_request(tokens, head, score=True)
@@ -141,8 +145,8 @@ class Plan:
     def warm_up(
         self, tokens: Tokens, head: Head, backward: ExpectedBackward, store: LogitStore | None
     ) -> None:
-        """Before the first step: a backend that compiles its kernels compiles all of them at once.
-        No collectives."""
+        """Lets a backend that compiles its kernels compile all of them at once, before the first
+        step. No collectives."""
         if self.filters:
             request = self.forward_request(tokens, head, score=True, store=store)
             self.backend.warm_up(tokens, head, request, backward)
@@ -150,8 +154,9 @@ class Plan:
     def gather_hidden(
         self, hidden: Tensor, *, later: bool
     ) -> tuple[Tensor, Callable[[], None] | None]:
-        """Under sequence parallel the tokens of all ranks, else hidden itself. With `later` it is
-        still to be filled, by the function beside it. Collectives: one all-gather of hidden."""
+        """Gathers the tokens of all ranks under sequence parallel; else returns hidden itself. With
+        `later` the memory is still to be filled, by the function that is returned too. Collectives:
+        one all-gather of hidden."""
         if not self.options.sequence_parallel:
             return hidden, None
         whole, fill = gather_tokens_later(hidden, self.group)
@@ -161,14 +166,16 @@ class Plan:
         return whole, None
 
     def tail_mass(self, kept: Kept | None, lse: Tensor) -> Tensor:
-        """Probability mass of each token whose gradient is approximated, [N]; with a softcap p is
-        weighted by its slope. Collectives: one all-gather of [N], none where nothing is filtered.
-        """
+        """Returns each token's probability mass whose gradient is approximated, [N]; with a softcap
+        p is weighted by its slope. Collectives: one all-gather of [N], none where nothing is
+        filtered."""
         local = lse.new_zeros(lse.shape) if kept is None else kept.dropped_mass
         return sum_over_ranks(local, self.group) if self.filters else local
 
     def require_same_sizes(self, hidden: Tensor, num_tokens: int) -> None:
-        """Before ranks say anything else. Collectives: those of `collectives.require_same_sizes`.
+        """Checks, before ranks say anything else, that they are about to send as much.
+
+        Collectives: those of `collectives.require_same_sizes`.
 
         Args: num_tokens: that are computed.
         """

@@ -1,4 +1,4 @@
-"""What one rank knows of every token, and how two such partial results merge.
+"""One rank's inputs, statistics and gradients, and how two ranks' statistics merge.
 
 The (max, sum) pair of a log-sum-exp is kept as its logarithm; tiles, tensor-parallel ranks and
 pipeline ranks all merge by log-add-exp. Derivations: docs/numerics.md#online-merge.
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Logits, sums and gradients are kept in this dtype until they are stored."""
+    """Returns the dtype in which logits, sums and gradients are kept until they are stored."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def largest_operand(dtype: torch.dtype) -> float:
-    """A power of two near which the largest d_logits of 16-bit operands are to lie.
+    """Returns a power of two near which the largest d_logits of 16-bit operands are to lie.
 
     fp16 spans 2^-24 to 2^16: what is above 1 serves tokens of small upstream gradients beside one
     of a large one. The 2^8 above that are room for an entropy's d_logits, up to ln V times its
@@ -50,7 +50,7 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class Head:
-    """One rank's rows of the LM head and how logits are made of them; padded rows cut off."""
+    """One rank's rows of the LM head, without padded rows, and how they make logits."""
 
     weight: Tensor  # [V_local, D]
     bias: Tensor | None  # [V_local], any float dtype
@@ -68,7 +68,7 @@ class Head:
         tokens: Tokens,
         screen: Screen,
     ) -> Head:
-        """With `quantized`, where one call makes it for others too."""
+        """Returns the head with `quantized`, where one call makes that for others too."""
         if self.quantize_once is None:
             return self
         make = functools.partial(quantize, tokens, self.weight, screen)
@@ -94,17 +94,18 @@ class Tokens:
         return self.local_targets.shape[0]
 
     def take(self, start: int, stop: int) -> Tensor:
-        """hidden of tokens [start, stop): a view, or a gathered copy where tokens are left out."""
+        """Returns hidden of tokens [start, stop): a view, or a gathered copy where tokens are left
+        out."""
         if self.rows is None:
             return self.hidden[start:stop]
         return self.hidden.index_select(0, self.rows[start:stop])
 
     def scale_of(self, start: int, stop: int) -> Tensor | None:
-        """Those of tokens [start, stop)."""
+        """Returns the scale of tokens [start, stop)."""
         return None if self.scale is None else self.scale[start:stop]
 
     def reordered(self, order: Tensor) -> Tokens:
-        """The same tokens, the order[i]-th of them i-th; order [N] int64."""
+        """Returns the same tokens, the order[i]-th of them i-th; order [N] int64."""
         rows = order if self.rows is None else self.rows.index_select(0, order)
         targets = self.local_targets.index_select(0, order)
         scale = None if self.scale is None else self.scale.index_select(0, order)
@@ -119,7 +120,7 @@ class Tokens:
         return Tokens(hidden, rows, targets, count, scale=scale)
 
     def alone(self, start: int, stop: int) -> Tokens:
-        """`slice`, with nothing else in hidden: a copy where tokens are left out."""
+        """Returns a slice with nothing else in hidden: a copy where tokens are left out."""
         return replace(self.slice(start, stop), hidden=self.take(start, stop), rows=None)
 
 
@@ -140,7 +141,7 @@ class Picked(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which optional statistics the forward collects while a tile is at hand."""
+    """Optional statistics that the forward collects while a tile is at hand."""
 
     smooth_logit: bool = False
     entropy: bool = False
@@ -170,36 +171,37 @@ class Stats:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but lse and target logit."""
+        """Whether there is nothing but lse and target logit."""
         return all(getattr(self, field.name) is None for field in fields(self)[2:])
 
     def pack(self) -> Tensor:
-        """The fields that are present, stacked [K, N], in declaration order."""
+        """Stacks the fields that are present, [K, N], in declaration order."""
         values = (getattr(self, field.name) for field in fields(self))
         return torch.stack([value for value in values if value is not None])
 
     def unpack(self, packed: Tensor) -> Stats:
-        """The inverse of `pack` on [K, ...] rows: fields of `packed` where self has them."""
+        """Reverses `pack` on [K, ...] rows: fields of `packed` where self has them."""
         rows = iter(packed.unbind(0))
         present = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         return Stats(**{name: next(rows) for name in present})
 
     @property
     def adds_up(self) -> bool:
-        """Nothing but lse, and what merges by adding."""
+        """Whether there is nothing but lse and fields that merge by adding."""
         others = (field.name for field in fields(self)[3:])
         return all(getattr(self, name) is None for name in others)
 
     def to_records(self) -> Tensor:
-        """[N, K] where `adds_up`: base and sum, which stand for lse = base + log sum, and whatever
-        is added. Any base will do: lse itself, with a sum of 1, or 0 over no columns."""
+        """Returns [N, K] where `adds_up`: base and sum, which stand for lse = base + log sum, and
+        the fields that are added. Any base will do: lse itself, with a sum of 1, or 0 over no
+        columns."""
         added = [self.target_logit]
         if self.smooth_logit is not None:
             added.append(self.smooth_logit)
         return Stats.record_of(self.lse, *added)
 
     def from_records(self, records: Tensor) -> Stats:
-        """What `to_records` of several shards has merged to, with the fields that self has."""
+        """Returns the statistics that merged records stand for, with the fields that self has."""
         _, _, *added = records.unbind(1)
         return Stats(Stats.lse_of(records), *added)
 
@@ -213,7 +215,7 @@ class Stats:
 
 
 class MergeKernels(NamedTuple):
-    """What a backend merges lse and target logit of ranks with, in place of `merge_parts`."""
+    """Kernels that merge lse and target logit of ranks, in place of `merge_parts`."""
 
     # lse [N], target logit [N], the header's eight numbers -> what a rank sends, [8 + 2 N]
     pack: Callable[[Tensor, Tensor, Sequence[int]], Tensor]
@@ -223,14 +225,15 @@ class MergeKernels(NamedTuple):
 
 
 def zero_beyond(stats: Stats, count: Tensor) -> Stats:
-    """0 at the tokens that don't count: the ranks' zeros there have merged to something else."""
+    """Returns the statistics with 0 at tokens that don't count, where the ranks' zeros have
+    merged."""
     packed = stats.pack()
     counts = torch.arange(packed.shape[1], device=packed.device) < count
     return stats.unpack(packed.where(counts, 0))
 
 
 def logaddexp_parts(parts: Tensor) -> Tensor:
-    """log sum_r exp(parts[r]) over dim 0, in the order of r: [W, ...] -> [...].
+    """Returns log sum_r exp(parts[r]) over dim 0, in the order of r: [W, ...] -> [...].
 
     -inf parts (an empty shard) add nothing; all of them -inf give -inf.
     """
@@ -244,7 +247,7 @@ def merge_parts(
     num_classes: Tensor,  # [W] columns of each shard, in the fields' dtype
     first_class: Tensor,  # [W] first token id of each shard
 ) -> Stats:
-    """Statistics over the union of the shards, fields [N]. Pure arithmetic, deterministic.
+    """Merges the statistics of the shards: fields [N]. Pure arithmetic, deterministic.
 
     Source: log-add-exp arXiv:1805.02867; mean and m2 by Chan, Golub and LeVeque (1983).
     """
@@ -275,15 +278,15 @@ def merge_parts(
 
 
 def merge_moments(parts: Stats, num_classes: Tensor) -> dict[str, Tensor]:
-    """Mean and squared deviations of [W, N] parts over num_classes [W] columns each."""
+    """Merges mean and squared deviations of [W, N] parts over num_classes [W] columns each."""
     assert parts.origin_logit is not None
     assert parts.mean_logit is not None and parts.m2_logit is not None
     share = num_classes[:, None] / num_classes.sum()
     origin = parts.origin_logit.index_select(0, num_classes.argmax(0, keepdim=True))[0]
     part_mean = (parts.origin_logit - origin) + parts.mean_logit
     mean = (share * part_mean).sum(0)
-    spread = num_classes[:, None] * (part_mean - mean) ** 2
-    m2 = (parts.m2_logit + spread).sum(0)
+    between = num_classes[:, None] * (part_mean - mean) ** 2
+    m2 = (parts.m2_logit + between).sum(0)
     return {"origin_logit": origin, "mean_logit": mean, "m2_logit": m2}
 
 
@@ -297,7 +300,7 @@ class Upstream:
     entropy: Tensor | None = None
 
     def scaled(self, factor: Tensor | float) -> Upstream:
-        """Times `factor`, [N] or a number."""
+        """Returns all of them times `factor`, [N] or a number."""
         values = (getattr(self, field.name) for field in fields(self))
         return Upstream(*(None if value is None else factor * value for value in values))
 
