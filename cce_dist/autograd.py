@@ -18,7 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from cce_dist import in_forward, sharded
 from cce_dist.loss_plan import Plan
 from cce_dist.once import once_differentiable, outside_autocast
-from cce_dist.partials import Head, Needs, QuantizedRows, Stats, Tokens, Upstream, accumulate_dtype
+from cce_dist.partials import Head, QuantizedRows, Stats, Tokens, Upstream, accumulate_dtype
+from cce_dist.protocol import ExpectedBackward, Kept, LogitStore, Scores, WeightGrad
 from cce_dist.saved import put_together, take_apart
 
 # nll, lse, smooth_logit [N] -> this chunk's part of the scalar loss; the slice says which tokens.
@@ -27,7 +28,7 @@ Objective = Callable[[Tensor, Tensor, Tensor | None, slice], Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of the loss needs besides hidden, weight and bias."""
+    """All that one call of the loss needs besides hidden, weight and bias."""
 
     plan: Plan
     rows: Tensor | None  # [N]; None: every token
@@ -42,7 +43,7 @@ class Call:
     quantize_once: Callable[..., QuantizedRows | None] | None = None  # as Head's
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
-        """Rows beyond vocab_size are cut off here: no step below sees padding."""
+        """Cuts off rows beyond vocab_size: no step below sees padding."""
         options, rows = self.plan.options, slice(0, self.plan.shard.num_classes)
         if weight.numel() and not weight.untyped_storage().nbytes():
             raise RuntimeError(
@@ -61,23 +62,24 @@ class Call:
         )
 
     def tokens(self, hidden: Tensor, scale: Tensor | None = None, *, later: bool = False) -> Tokens:
-        """Args: later: `grads` is next, and may gather hidden beside what it begins with."""
+        """Args: later: the backend's backward gathers hidden, beside its first kernels."""
         rows = None if self.rows is None else self.rows.long()
-        hidden, fill = sharded.gather_hidden(hidden, self.plan, later=later)
-        targets = self.local_targets
-        if not self.plan.backend.takes_int32:
-            targets = targets.long()
-        return Tokens(hidden, rows, targets, self.count, fill, scale)
+        hidden, fill = self.plan.gather_hidden(hidden, later=later)
+        return Tokens(hidden, rows, self.local_targets, self.count, fill, scale)
 
-    def rehearse(
-        self, tokens: Tokens, head: Head, dtype: torch.dtype, needed: tuple[bool, ...]
-    ) -> None:
+    def expect(
+        self, tokens: Tokens, dtype: torch.dtype, needed: tuple[bool, ...]
+    ) -> ExpectedBackward:
         """Args: dtype: of the weight. needed: whether hidden, weight, bias need a gradient."""
-        into, needs = self.grad_weight_into, Needs(needed[0], needed[2])
+        into = self.grad_weight_into if needed[1] else None
         written = dtype if into is None else into.dtype
-        if not needed[1]:
-            into = written = None
-        sharded.rehearse(tokens, head, self.plan, needs, written, accumulate=into is not None)
+        return self.plan.expect(
+            tokens,
+            hidden=needed[0],
+            weight=written if needed[1] else None,
+            bias=needed[2],
+            accumulate=into is not None,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,45 +87,44 @@ class GradWeight:
     """Where the weight's gradient goes: a new tensor, or the caller's buffer."""
 
     returned: Tensor | None  # [V_local, D] as weight
-    rows: Tensor | None  # what local_grads writes: without the padded rows
-    accumulate: bool
+    into: WeightGrad | None  # without the padded rows; None: not needed
 
     @classmethod
     def prepare(cls, call: Call, weight: Tensor, needed: bool) -> GradWeight:
         classes = call.plan.shard.num_classes
         if not needed:
-            return cls(None, None, False)
+            return cls(None, None)
         if call.grad_weight_into is not None:
-            return cls(None, call.grad_weight_into[:classes], True)
+            return cls(None, WeightGrad(call.grad_weight_into[:classes], accumulate=True))
         grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
         grad[classes:].zero_()
-        return cls(grad, grad[:classes], False)
+        return cls(grad, WeightGrad(grad[:classes], accumulate=False))
 
 
 @dataclass(frozen=True)
 class Left:
-    """What the forward leaves of the columns' masses, the backend's own."""
+    """All that the forward leaves of the columns' masses."""
 
-    scores: Any  # for `find_kept`; None: none, or `kept` is made of them already
-    kept: Any
+    scores: Scores | None  # for `choose_columns`; None: none, or `kept` was chosen from them
+    kept: Kept | None
 
 
 def concatenate(chunks: list[Stats]) -> Stats:
-    """Statistics of consecutive chunks of tokens -> of all of them."""
+    """Joins the statistics of consecutive chunks of tokens."""
     packed = torch.cat([chunk.pack() for chunk in chunks], dim=1)
     return chunks[0].unpack(packed)
 
 
 def pad_bias(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """[num_classes] in the accumulation dtype -> [V_local] as bias, 0 for padded rows."""
+    """Pads [num_classes] in the accumulation dtype to [V_local] as bias, with 0."""
     if grad is None or bias is None:
         return None
     return torch.cat([grad, grad.new_zeros(bias.shape[0] - grad.shape[0])]).to(bias.dtype)
 
 
 def _grad_of_scale(scale: Tensor, stats: Stats, upstream: Upstream) -> Tensor:
-    """[N] by the factor s of a token's logits: d lse / ds is over s their mean, which is lse less
-    the entropy; d target_logit / ds is target_logit over s."""
+    """Returns [N], the gradient by the factor s of a token's logits: d lse / ds is over s their
+    mean, which is lse less the entropy; d target_logit / ds is target_logit over s."""
     # Its derivative would take the logits' variance; who asks for both is refused.
     assert upstream.entropy is None and stats.entropy is not None
     total = torch.zeros_like(scale)
@@ -167,23 +168,19 @@ class TwoPass(torch.autograd.Function):
         scale: Tensor | None,
         call: Call,
     ):
-        sharded.require_same_sizes(hidden, len(call.local_targets), call.plan)
+        call.plan.require_same_sizes(hidden, len(call.local_targets))
         tokens, head = call.tokens(hidden, scale), call.head(weight, bias)
-        ctx.logits = ctx.target = None
+        ctx.store = ctx.target = None
         if call.record and any(ctx.needs_input_grad[:3]):
-            ctx.logits, ctx.target = TwoPass._room_for_logits(ctx, call, tokens, head, weight)
-            call.rehearse(tokens, head, weight.dtype, ctx.needs_input_grad)
-        stats, scores = sharded.forward(
-            tokens,
-            head,
-            call.plan,
-            score=call.record or call.tail_mass,
-            keep_logits=ctx.logits,
-        )
+            backward = call.expect(tokens, weight.dtype, ctx.needs_input_grad)
+            store = TwoPass._store_logits(ctx, call, tokens, head, weight, backward)
+            call.plan.warm_up(tokens, head, backward, store)
+        score = call.record or call.tail_mass
+        stats, scores = sharded.forward(tokens, head, call.plan, score=score, store=ctx.store)
         kept = tail = None
         if call.tail_mass:
-            kept = sharded.find_kept(tokens, head, call.plan, scores, stats.lse)
-            tail = sharded.tail_mass(kept, stats.lse, call.plan)
+            kept = sharded.choose_columns(tokens, head, call.plan, scores, stats)
+            tail = call.plan.tail_mass(kept, stats.lse)
             scores = None
         if call.record:
             # Autograd frees what it has saved; what else is here lives as long as the loss does.
@@ -198,16 +195,17 @@ class TwoPass(torch.autograd.Function):
         return (nll, stats.lse, stats.smooth_logit, stats.entropy, *plain)
 
     @staticmethod
-    def _room_for_logits(
-        ctx: Any, call: Call, tokens: Tokens, head: Head, weight: Tensor
-    ) -> tuple[Any, GradWeight | None]:
-        """And the weight's gradient, where that is to be made in the memory of some of it."""
-        needed, target, spare = ctx.needs_input_grad, None, None
-        if call.plan.options.keep_logits and call.plan.screen is None:
-            target = GradWeight.prepare(call, weight, needed[1])
-            spare = None if target.accumulate else target.rows
-        needs = Needs(needed[0], needed[2])
-        return sharded.room_for_logits(head, len(tokens), call.plan, needs, spare), target
+    def _store_logits(
+        ctx: Any, call: Call, tokens: Tokens, head: Head, weight: Tensor, backward: ExpectedBackward
+    ) -> LogitStore | None:
+        """Makes memory for logits; some of it may be that of the weight's gradient."""
+        spare = None
+        if call.plan.keeps_logits and call.plan.screen is None:
+            ctx.target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
+            into = ctx.target.into
+            spare = None if into is None or into.accumulate else into.rows
+        ctx.store = call.plan.store_for(tokens, head, backward, spare)
+        return ctx.store
 
     @staticmethod
     @once_differentiable
@@ -218,7 +216,7 @@ class TwoPass(torch.autograd.Function):
         call: Call = replace(ctx.call, class_weight=class_weight)
         _forget_buffer(ctx)
         # Both are used up: another backward over a retained graph does without.
-        target, logits, ctx.target, ctx.logits = ctx.target, ctx.logits, None, None
+        target, store, ctx.target, ctx.store = ctx.target, ctx.store, None, None
         upstream, stats = Upstream(*grads[:4]), Stats(lse, target_logit, entropy=entropy)
         if all(grad is None for grad in grads[:4]):
             return None, None, None, None, None
@@ -229,7 +227,7 @@ class TwoPass(torch.autograd.Function):
         left: Left = put_together(ctx.left, iter(tensors))
         kept = left.kept
         if left.scores is not None and upstream.entropy is None:
-            kept = sharded.find_kept(tokens, head, call.plan, left.scores, lse)
+            kept = sharded.choose_columns(tokens, head, call.plan, left.scores, stats)
         if target is None:
             target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
         out = sharded.backward(
@@ -239,17 +237,17 @@ class TwoPass(torch.autograd.Function):
             stats,
             upstream,
             kept=kept,
-            needs=Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),
-            grad_weight=target.rows,
-            accumulate=target.accumulate,
-            logits=logits,
+            hidden=ctx.needs_input_grad[0],
+            weight=target.into,
+            bias=ctx.needs_input_grad[2],
+            store=store,
         )
         grad_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
         return grad_hidden, target.returned, pad_bias(out.bias, bias), grad_scale, None
 
 
 def _forget_buffer(ctx: Any) -> None:
-    """A loss that is kept after its backward must not keep the caller's buffer."""
+    """Forgets the caller's buffer, which a loss must not keep alive after its backward."""
     into = ctx.call.grad_weight_into
     # It is no saved tensor, which autograd would free: hooks would put a copy in its place.
     if into is not None and not _get_current_graph_task_keep_graph():
@@ -261,7 +259,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Made:
+class InForwardGrads:
     """The gradients of one in_forward, for an upstream gradient of 1."""
 
     hidden: Tensor | None  # [num_rows, D]
@@ -269,7 +267,7 @@ class Made:
     weight: Tensor | None  # [V_local, D] as weight, to be handed on; or [num_classes, D] wider
 
     def scale(self, upstream: Tensor) -> None:
-        """In place: there is room for one weight gradient, not for two."""
+        """Scales in place: there is room for one weight gradient, not for two."""
         for grad in (self.hidden, self.bias, self.weight):
             if grad is not None:
                 grad.mul_(upstream)
@@ -296,7 +294,7 @@ class InForward(torch.autograd.Function):
         ctx.call, ctx.objective = replace(call, class_weight=None, quantized=None), objective
         ctx.quantized, tensors = take_apart(call.quantized)
         ctx.save_for_backward(hidden, weight, bias, call.class_weight, *tensors)
-        ctx.made, loss, stats, tail = InForward._make(ctx, call, hidden, weight, bias)
+        ctx.computed, loss, stats, tail = InForward._make(ctx, call, hidden, weight, bias)
         plain = _plain_outputs(stats, tail)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in plain if x is not None))
@@ -305,8 +303,8 @@ class InForward(torch.autograd.Function):
     @staticmethod
     def _make(
         ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Made, Tensor, Stats, Tensor | None]:
-        sharded.require_same_sizes(hidden, len(call.local_targets), call.plan)
+    ) -> tuple[InForwardGrads, Tensor, Stats, Tensor | None]:
+        call.plan.require_same_sizes(hidden, len(call.local_targets))
         tokens, head = call.tokens(hidden), call.head(weight, bias)
         chunks: list[Stats] = []
         loss = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))
@@ -329,7 +327,7 @@ class InForward(torch.autograd.Function):
         whole = rows = None
         if ctx.needs_input_grad[1]:
             classes = head.weight.shape[0]
-            wide = call.plan.backend.keeps_logits or call.grad_weight_into is not None
+            wide = call.plan.by_chunks or call.grad_weight_into is not None
             if wide or not in_forward.scales_by_any(weight.dtype):
                 whole = rows = torch.empty_like(
                     head.weight,
@@ -345,11 +343,12 @@ class InForward(torch.autograd.Function):
             head,
             call.plan,
             upstream_of,
-            needs=Needs(ctx.needs_input_grad[0], ctx.needs_input_grad[2]),
-            grad_weight=rows,
-            tail_mass_wanted=call.tail_mass,
+            hidden=ctx.needs_input_grad[0],
+            weight=rows,
+            bias=ctx.needs_input_grad[2],
+            tail_mass=call.tail_mass,
         )
-        return Made(grads.hidden, grads.bias, whole), loss, concatenate(chunks), tail
+        return InForwardGrads(grads.hidden, grads.bias, whole), loss, concatenate(chunks), tail
 
     @staticmethod
     @once_differentiable
@@ -366,25 +365,25 @@ class InForward(torch.autograd.Function):
                     + (", or the option z_loss" if name == "lse" else "")
                 )
         _forget_buffer(ctx)
-        made: Made | None = ctx.made
-        ctx.made, upstream = None, grads[0]
+        computed: InForwardGrads | None = ctx.computed
+        ctx.computed, upstream = None, grads[0]
         if upstream is None:
             return None, None, None, None, None
-        if made is None:
-            made, *_ = InForward._make(ctx, call, hidden, weight, bias)
-        made.scale(upstream)
-        grad_hidden = None if made.hidden is None else made.hidden.to(hidden.dtype)
-        grad_weight = made.weight
+        if computed is None:
+            computed, *_ = InForward._make(ctx, call, hidden, weight, bias)
+        computed.scale(upstream)
+        grad_hidden = None if computed.hidden is None else computed.hidden.to(hidden.dtype)
+        grad_weight = computed.weight
         if grad_weight is not None and (
             call.grad_weight_into is not None
             or grad_weight.dtype != weight.dtype
             or grad_weight.shape != weight.shape
         ):
             target = GradWeight.prepare(call, weight, True)
-            assert target.rows is not None
-            if target.accumulate:
-                target.rows.add_(grad_weight)
+            assert target.into is not None
+            if target.into.accumulate:
+                target.into.rows.add_(grad_weight)
             else:
-                target.rows.copy_(grad_weight)
+                target.into.rows.copy_(grad_weight)
             grad_weight = target.returned
-        return grad_hidden, grad_weight, pad_bias(made.bias, bias), None, None
+        return grad_hidden, grad_weight, pad_bias(computed.bias, bias), None, None

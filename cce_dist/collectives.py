@@ -6,6 +6,7 @@ return their input.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ from cce_dist.transport import (
 )
 from cce_dist.vocab_shard import VocabShard
 
-# Takes what issues a collective that nobody waits for yet, and returns what waits for it.
+# Takes a function that issues a collective, and returns one that waits for it.
 Begin = Callable[[Callable[[], object]], Callable[[], object]]
 
 if TYPE_CHECKING:
@@ -49,14 +50,14 @@ if TYPE_CHECKING:
 
 
 def _all_gather(tensor: Tensor, group: Group | None) -> Tensor:
-    """[...] -> [W, ...] in rank order."""
+    """Gathers a tensor [...] of every rank: [W, ...] in rank order."""
     return start_all_gather(tensor, group, later=False)()
 
 
 def start_all_gather(
     tensor: Tensor, group: Group | None, *, later: bool, begin: Begin | None = None
 ) -> Callable[[], Tensor]:
-    """What returns the result of `_all_gather`; with `later` it waits no sooner than that."""
+    """Returns a function that returns the result of `_all_gather`; with `later` that one waits."""
     if group is None:
         return lambda: tensor[None]
     size, tensor = group.size(), tensor.contiguous()
@@ -79,7 +80,8 @@ def all_reduce_logaddexp(
     tensor: Tensor,  # [...] fp16 | bf16 | fp32 | float64
     group: Group | DeviceMesh | None = None,
 ) -> Tensor:
-    """log sum_r exp(tensor of rank r), the same bits on every rank, [...] in tensor's dtype.
+    """Returns log sum_r exp(tensor of rank r), the same bits on every rank, [...] in tensor's
+    dtype.
 
     -inf (an empty part) adds nothing. The sum is taken in rank order, in fp32 or float64; over MPI
     in the order that MPI takes.
@@ -117,7 +119,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def gather_bounds(bound: Tensor, group: Group | None) -> Tensor:
-    """[N] of every rank -> [W, N] in rank order. Collectives: one all-gather of `bound`."""
+    """Gathers [N] of every rank: [W, N] in rank order. Collectives: one all-gather of `bound`."""
     return _all_gather(bound, group)
 
 
@@ -129,7 +131,7 @@ def merge_stats(
     count: Tensor | None = None,
     kernels: MergeKernels | None = None,
 ) -> Stats:
-    """Merge every rank's statistics; all ranks get the same bits.
+    """Merges every rank's statistics; all ranks get the same bits.
 
     Args:
         count: [1] int32: only the first tokens count, the others get 0.
@@ -156,8 +158,8 @@ def start_merge_stats(
     later: bool = True,
     begin: Begin | None = None,
 ) -> Callable[[], Stats]:
-    """`merge_stats` begun. Returns: what waits for it, and returns the merged statistics; without
-    `later` it need not wait."""
+    """Starts `merge_stats`. Returns: a function that waits for it, and returns the merged
+    statistics; without `later` it need not wait."""
     if group is None:
         return lambda: local
     adapter = adapter_of(group)
@@ -199,7 +201,7 @@ def _merged(parts: Tensor, local: Stats, packed: Tensor, count: Tensor | None) -
 
 
 def _fields(parts: Tensor, local: Stats, packed: Tensor) -> Stats:
-    """What all ranks sent, [W, 8 + K N] -> fields [W, N], those of `local`."""
+    """Turns the numbers of all ranks, [W, 8 + K N], into fields [W, N], those of `local`."""
     rows = parts[:, NUM_DIGITS:].view(len(parts), *packed.shape)
     return local.unpack(rows.transpose(0, 1))
 
@@ -209,7 +211,7 @@ def _require_sound(sound: Tensor, headers: Tensor, stats: Stats, count: Tensor |
 
 
 def require(condition: Tensor, message: Callable[[], str], async_message: str) -> None:
-    """Raise ValueError unless `condition` [] holds; on a GPU assert without stopping the stream.
+    """Raises ValueError unless `condition` [] holds; on a GPU asserts without stopping the stream.
     A fake tensor holds nothing, nor fails to."""
     if condition.device.type == "cpu" and not is_traced() and not is_fake(condition):
         if not bool(condition):
@@ -219,14 +221,14 @@ def require(condition: Tensor, message: Callable[[], str], async_message: str) -
 
 
 def gather_numbers(numbers: list[int], group: Group | None) -> list[list[int]]:
-    """[W] lists in rank order; the host waits. Collectives: one all-gather of int64."""
+    """Gathers [W] lists in rank order; the host waits. Collectives: one all-gather of int64."""
     device = device_of_numbers(group)
     return _all_gather(torch.tensor(numbers, device=device), group).tolist()
 
 
 @in_phase("merge", begins=False)
 def require_same_sizes(sizes: Mapping[str, int], device: torch.device, group: Group | None) -> None:
-    """That all ranks are about to send as much, where it would end the process if they did not:
+    """Checks that all ranks are about to send as much, where the process would end if they did not:
     gloo aborts when more arrives than fits. Over MPI ranks say so before each collective.
 
     Args: sizes: the same names on every rank.
@@ -247,25 +249,26 @@ def require_same_sizes(sizes: Mapping[str, int], device: torch.device, group: Gr
 
 
 def sum_over_ranks(tensor: Tensor, group: Group | None) -> Tensor:
-    """Sum in rank order, the same bits on every rank. Collectives: one all-gather of `tensor`."""
+    """Sums in rank order, the same bits on every rank. Collectives: one all-gather of `tensor`."""
     return _all_gather(tensor, group).sum(0)
 
 
 def gather_tokens(hidden: Tensor, group: Group | None) -> Tensor:
-    """[n, ...] of every rank -> [W n, ...] in rank order. Collectives: one all-gather."""
+    """Gathers [n, ...] of every rank: [W n, ...] in rank order. Collectives: one all-gather."""
     whole, fill = gather_tokens_later(hidden, group)
     fill()
     return whole
 
 
 def gather_tokens_later(hidden: Tensor, group: Group | None) -> tuple[Tensor, Callable[[], None]]:
-    """The memory of `gather_tokens`, and what fills it, on the stream that it is called on.
-    Collectives: one all-gather, then."""
+    """Returns the memory of `gather_tokens`, and a function that fills it on the stream that it is
+    called on; called again it does nothing. Collectives: one all-gather, then."""
     if group is None:
         return hidden, lambda: None
     hidden = hidden.contiguous()
     whole = hidden.new_empty(group.size() * hidden.shape[0], *hidden.shape[1:])
 
+    @functools.cache
     def fill() -> None:
         all_gather_into(whole, hidden, group)
 
@@ -280,7 +283,7 @@ def reduce_grad_hidden(
     scatter: bool,
     dtype: torch.dtype,  # of the sum
 ) -> Tensor:
-    """Sum the hidden gradients of all ranks; grad_hidden is overwritten.
+    """Sums the hidden gradients of all ranks; grad_hidden is overwritten.
 
     Returns:
         [N, D], or with `scatter` (sequence parallel) this rank's rows [N / W, D]; in `dtype`, if
@@ -305,10 +308,10 @@ def start_reduce_grad_hidden(
     dtype: torch.dtype,
     finish: Callable[[], object],  # completes grad_hidden, on the stream that sums it
 ) -> Callable[[], Tensor]:
-    """`reduce_grad_hidden`, on a GPU beside what the current stream is given next.
+    """Starts `reduce_grad_hidden`, on a GPU beside what the current stream is given next.
 
-    Returns: what makes the stream wait, and returns the sum. Until then the memory of grad_hidden,
-    and of what the stream has been given, has to stay.
+    Returns: a function that makes the stream wait, and returns the sum. Until then the memory of
+    grad_hidden, and of all that the stream has been given, has to stay.
     """
     run, result = _reduction(grad_hidden, group, scatter, dtype)
 
@@ -328,8 +331,8 @@ def start_reduce_grad_hidden(
 def _reduction(
     grad: Tensor, group: Group, scatter: bool, dtype: torch.dtype
 ) -> tuple[Callable[[], None], Tensor]:
-    """The collectives of `reduce_grad_hidden`, and the sum, which they will write. All memory is
-    the caller's stream's, whichever stream they run on."""
+    """Returns a function that calls the collectives of `reduce_grad_hidden`, and the sum, which
+    they will write. All memory is the caller's stream's, whichever stream they run on."""
     size, num_tokens = group.size(), grad.shape[0]
     narrows = dtype.itemsize < grad.element_size()
     if not scatter and not (num_tokens % size == 0 and narrows):
@@ -345,15 +348,15 @@ def _reduction(
     # NCCL's sum may take the place of what it was made of, where it does not stay there.
     if not grad.is_cuda or dtype == grad.dtype:
         part = torch.empty_like(part)
-    own = torch.empty_like(part, dtype=dtype) if dtype != grad.dtype else part
-    whole = own if scatter else torch.empty_like(grad, dtype=dtype)
+    stored = torch.empty_like(part, dtype=dtype) if dtype != grad.dtype else part
+    whole = stored if scatter else torch.empty_like(grad, dtype=dtype)
 
     def sum_up_rows() -> None:
         reduce_scatter_into(part, grad, group)
-        if own is not part:
-            own.copy_(part)
+        if stored is not part:
+            stored.copy_(part)
         # An all-reduce is this and a gathering of sums, which would be rounded afterwards.
-        if whole is not own:
-            all_gather_into(whole, own, group)
+        if whole is not stored:
+            all_gather_into(whole, stored, group)
 
     return sum_up_rows, whole

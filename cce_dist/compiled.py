@@ -23,6 +23,7 @@ from cce_dist.compute import (
     wanted_of,
 )
 from cce_dist.inputs import Inputs
+from cce_dist.local_torch_pick import pick_on_device
 from cce_dist.options import Filter, LossOptions, Screen
 from cce_dist.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.reduction import TokenLoss, pick_tokens
@@ -108,7 +109,7 @@ def compute(
     validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
     validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
     validation.check_vector("temperature", temperature, list(shape), "that of targets", hidden)
-    picked = pick_tokens(targets, options, count_on_device=True)
+    picked = pick_tokens(targets, options, pick_on_device)
     assert picked.rows is not None and picked.count is not None
     validation.check_target_range(picked.targets, vocab_size, options.ignore_index)
     terms = TokenLoss.of(picked, options, token_weight, class_weight, hidden)

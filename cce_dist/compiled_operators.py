@@ -19,6 +19,7 @@ from cce_dist.compute import plan_of, wanted_of
 from cce_dist.loss_plan import Plan
 from cce_dist.options import LossOptions
 from cce_dist.partials import accumulate_dtype
+from cce_dist.protocol import Scores
 from cce_dist.saved import put_together, take_apart
 from cce_dist.vocab_shard import VocabShard
 
@@ -77,7 +78,7 @@ def _call(
     record: bool,
 ) -> Call:
     device_count: Tensor | None = count
-    if not plan.backend.counts_on_device:
+    if not plan.backend.traits.counts_on_device:
         known = int(count)
         rows, local_targets, device_count = rows[:known], local_targets[:known], None
     return Call(
@@ -136,13 +137,11 @@ def two_pass(
     outputs = [nothing if x is None else _padded(x, size) for x in (nll, lse, smooth, entropy)]
     others = [_padded(x, size) for x in plain if x is not None]
     state: list[Tensor] = []
-    if call.record and plan.backend.counts_on_device:
+    if call.record and plan.backend.traits.counts_on_device:
         _, _, _, _, _, _, target_logit, _, *tensors = ctx.saved_tensors
-        state = [target_logit]
-        # An empty shard has nothing to keep, whatever it has recorded.
-        if plan.filters and plan.backend.scores_like is not None:
-            left: Left = put_together(ctx.left, iter(tensors))
-            state += take_apart(left.scores if left.kept is None else left.kept.marks)[1]
+        left: Left = put_together(ctx.left, iter(tensors))
+        scores = left.scores if left.kept is None else left.kept.scores
+        state = [target_logit, *take_apart(scores)[1]]
     apart = _apart([*outputs, *others, *state])
     end = 4 + len(others)
     return (*apart[:4], apart[4:end], apart[end:])  # pyright: ignore[reportReturnType]
@@ -191,12 +190,16 @@ def _state_like(
     have a row for each token that counts, a number that a compiler cannot know. Its backward
     computes the forward again, on every rank alike."""
     plan = bound.plan(hidden, size, needs)
-    if not plan.backend.counts_on_device:
+    if not plan.backend.traits.counts_on_device:
         return []
-    state = [hidden.new_empty(size, dtype=torch.float32)]
-    if plan.filters and plan.backend.scores_like is not None:
-        state += take_apart(plan.backend.scores_like(size, bound.shard.num_classes, weight))[1]
-    return state
+    scores = _scores_like(plan, size, weight)
+    return [hidden.new_empty(size, dtype=torch.float32), *take_apart(scores)[1]]
+
+
+def _scores_like(plan: Plan, size: int, weight: Tensor) -> Scores | None:
+    if not plan.filters:
+        return None
+    return plan.backend.scores_like(size, plan.shard.num_classes, weight)
 
 
 @torch.library.custom_op(
@@ -232,31 +235,28 @@ def two_pass_backward(
     call = _call(plan, class_weight, rows, local_targets, count, record=True)
     known = _of_known(scale, call)
     if state:
-        target_logit, *marks = state
-        scores = None
-        if marks and plan.backend.scores_like is not None:
-            # The sizes of a Marks follow from these: only its tensors are at hand.
-            like = torch.empty_like(weight, device="meta")
-            like = plan.backend.scores_like(len(rows), bound.shard.num_classes, like)
-            scores, _ = take_apart(like)
+        target_logit, *tensors = state
+        # Of scores only their tensors are at hand.
+        like = _scores_like(plan, len(rows), torch.empty_like(weight, device="meta"))
+        scores, _ = take_apart(like)
         saved_entropy = entropy if plan.wanted.entropy else None
         ctx: Any = SimpleNamespace(
             saved_tensors=(
                 *(hidden, weight, bias, known, class_weight, lse, target_logit, saved_entropy),
-                *marks,
+                *tensors,
             ),
             needs_input_grad=tuple(needs),
             left=Left(scores, None),
             call=call,
             target=None,
-            logits=None,
+            store=None,
         )
     else:
         ctx = _Context(needs)
         with torch.autocast(hidden.device.type, enabled=False):
             TwoPass.forward(ctx, hidden, weight, bias, known, call)
     upstream = (grad_nll, grad_lse, grad_smooth, grad_entropy)
-    if not plan.backend.counts_on_device:
+    if not plan.backend.traits.counts_on_device:
         upstream = tuple(None if x is None else x[: call.local_targets.shape[0]] for x in upstream)
     *grads, grad_scale, _ = TwoPass.backward(ctx, *upstream)
     grads.append(None if grad_scale is None else _padded(grad_scale, len(rows)))

@@ -137,13 +137,7 @@ def prepare(
 
     entropy = differentiates(temperature)
     plan = plan_of(hidden, targets.numel(), options, ranks, shard, entropy=entropy)
-    pick = plan.backend.pick_tokens
-    picked = pick_tokens(
-        targets,
-        options,
-        count_on_device=plan.backend.counts_on_device,
-        kernels=None if pick is None else functools.partial(pick, shard=shard),
-    )
+    picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
     validation.check_target_range(
         picked.targets, shard.vocab_size, options.ignore_index, picked.in_range
     )
@@ -187,7 +181,7 @@ def plan_of(
     threshold = options.filter.threshold(
         str(hidden.dtype).removeprefix("torch."),
         shard.vocab_size,
-        ordered_tokens=num_tokens if backend.orders_tokens else None,
+        ordered_tokens=num_tokens if backend.traits.orders_tokens else None,
     )
     wanted = wanted_of(options, entropy=entropy)
     return Plan(options, shard, group, backend, wanted, threshold)

@@ -57,40 +57,40 @@ class Moments:
 
 
 def every_for_centre(weight: Tensor) -> int:
-    """Each so many-th row is enough for its moments."""
+    """Returns k: each k-th row is enough for the weight's moments."""
     return max(1, weight.shape[0] // CENTRE_ROWS)
 
 
 def quantized_rows(
-    own: Moments, hidden: Moments | None, into: QuantizedRows | None, quantize: Quantize
+    of_weight: Moments, hidden: Moments | None, into: QuantizedRows | None, quantize: Quantize
 ) -> QuantizedRows:
-    """A weight's rows in 8 bits.
+    """Makes a weight's rows in 8 bits.
 
     Args:
-        own: of the weight.
+        of_weight: its moments.
         hidden: None: those of `into`, or else a mean of 0 and channels as they are.
         into: written, in place of new memory.
         quantize: the rows; it may write into `into.values` and `into.of_rows` by itself.
     """
     if hidden is None and into is None:
-        channel, hidden_centre = torch.ones_like(own.mean), torch.zeros_like(own.mean)
+        channel, hidden_centre = torch.ones_like(of_weight.mean), torch.zeros_like(of_weight.mean)
     elif hidden is not None:
         # What sticks out of either side is shared between the two.
-        ratio = torch.log2(hidden.variance / own.variance)
+        ratio = torch.log2(hidden.variance / of_weight.variance)
         channel = torch.exp2(((ratio - ratio.mean()) / 4).round_())
         hidden_centre = hidden.mean
     else:
         assert into is not None
         channel, hidden_centre = into.channel, into.hidden_centre
-    values, of_rows, size = quantize(own.mean, channel, hidden_centre)
+    values, of_rows, size = quantize(of_weight.mean, channel, hidden_centre)
     # Both the tokens' shifts and the columns' have the means' product.
-    mean = torch.cat([_mean_of_long(size), (own.mean * hidden_centre).sum()[None]])
+    mean = torch.cat([_mean_of_long(size), (of_weight.mean * hidden_centre).sum()[None]])
     inverse = 1 / channel
     for_hidden = torch.stack([inverse, -hidden_centre * inverse])
-    made = QuantizedRows(values, of_rows, own.mean, channel, hidden_centre, for_hidden, mean)
+    rows = QuantizedRows(values, of_rows, of_weight.mean, channel, hidden_centre, for_hidden, mean)
     if into is None:
-        return made
-    for name, tensor in vars(made).items():
+        return rows
+    for name, tensor in vars(rows).items():
         kept = getattr(into, name)
         if kept is not tensor:
             kept.copy_(tensor)
@@ -98,7 +98,8 @@ def quantized_rows(
 
 
 def _mean_of_long(rows: Tensor) -> Tensor:
-    """[K, R] -> [K], in two steps: of a few rows torch's kernel has few programs."""
+    """Takes the mean of [K, R] over R, in two steps: of a few rows torch's kernel has few
+    programs."""
     num_rows, length = rows.shape
     padded = F.pad(rows, (0, -length % 256))
     return padded.view(num_rows, -1, 256).sum(2).sum(1) / length
@@ -106,15 +107,15 @@ def _mean_of_long(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a call's 8-bit logits are off by."""
+    """The error of a call's 8-bit logits."""
 
     rows: QuantizedRows  # of the weight
     variance: Tensor  # [N] fp32 of a token's logit
 
 
 def selects_by_errors(dtype: torch.dtype) -> bool:
-    """Whether errors are so large that their part in the choice of columns counts: int8's cost a
-    sixteenth of e4m3's, less than fp32 sums are off by."""
+    """Tells whether errors are so large that their part in the choice of columns counts: int8's
+    cost a sixteenth of e4m3's, less than fp32 sums are off by."""
     return dtype != torch.int8
 
 

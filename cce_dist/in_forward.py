@@ -8,17 +8,11 @@ import torch
 from torch import Tensor
 
 from cce_dist import sharded
+from cce_dist.hidden_sum import SumOverRanks
 from cce_dist.loss_plan import Plan
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import (
-    Head,
-    LocalGrads,
-    Needs,
-    Stats,
-    Tokens,
-    Upstream,
-    accumulate_dtype,
-)
+from cce_dist.partials import Head, LocalGrads, Stats, Tokens, Upstream, accumulate_dtype
+from cce_dist.protocol import BackwardRequest, WeightGrad
 from cce_dist.transport import group_size
 
 
@@ -28,38 +22,36 @@ def grads_in_forward(
     plan: Plan,
     upstream_of: Callable[[Stats, slice], Upstream],
     *,
-    needs: Needs,
-    grad_weight: Tensor | None,  # [V_local, D], written
-    tail_mass_wanted: bool,
+    hidden: bool,  # whether its gradient is needed, as bias's
+    weight: Tensor | None,  # [V_local, D] of its gradient, written; None: not needed
+    bias: bool,
+    tail_mass: bool,  # asked for
 ) -> tuple[LocalGrads, Tensor | None]:
-    """gradient="in_forward": all four steps, for an upstream gradient of 1.
+    """Takes all four steps, for an upstream gradient of 1.
 
-    A backend that keeps logits goes over chunks of tokens: three products of every column instead
-    of four, and grad_weight in the accumulation dtype. Another one takes all tokens at once, and
-    filters. `upstream_of` is told the merged statistics of the tokens it is asked for.
+    By chunks of tokens there are three products of every column instead of four, and the weight's
+    gradient is in the accumulation dtype. Else all tokens are one chunk, which is filtered.
+    `upstream_of` is told the merged statistics of the tokens it is asked for.
 
     Returns:
         hidden: [num_rows, D] of this rank's tokens, in hidden's dtype, or in fp32.
-        [N] `tail_mass` if wanted.
+        [N] `Plan.tail_mass` if asked for.
     Collectives: one all-gather a chunk of tokens, step 4's, and `tail_mass`'s.
     """
-    if plan.backend.keeps_logits:
-        grads = _grads_by_chunks(tokens, head, plan, upstream_of, needs, grad_weight)
-        if grads.hidden is not None:
-            num_rows = tokens.hidden.shape[0]
-            wide = grads.hidden.dtype
-            hidden = sharded.finish_grad_hidden(grads.hidden, tokens.rows, num_rows, plan, wide)
-            grads = LocalGrads(hidden, grads.bias)
+    into = None if weight is None else WeightGrad(weight, accumulate=plan.by_chunks)
+    if plan.by_chunks:
+        grads = _grads_by_chunks(tokens, head, plan, upstream_of, hidden, into, bias)
         dtype = accumulate_dtype(head.weight.dtype)
         nothing = head.weight.new_zeros(len(tokens), dtype=dtype)
-        return grads, nothing if tail_mass_wanted else None
+        return grads, nothing if tail_mass else None
     in_fp32 = not scales_by_any(head.weight.dtype)
-    dtype = None if grad_weight is None else grad_weight.dtype
-    sharded.rehearse(tokens, head, plan, needs, dtype, accumulate=False, in_fp32=in_fp32)
-    logits = sharded.room_for_listed(plan, needs)
-    stats, scores = sharded.forward(tokens, head, plan, score=True, keep_logits=logits)
-    kept = sharded.find_kept(tokens, head, plan, scores, stats.lse)
-    tail = sharded.tail_mass(kept, stats.lse, plan) if tail_mass_wanted else None
+    written = None if weight is None else weight.dtype
+    expected = plan.expect(tokens, hidden=hidden, weight=written, bias=bias, in_fp32=in_fp32)
+    store = plan.store_for(tokens, head, expected)
+    plan.warm_up(tokens, head, expected, store)
+    stats, scores = sharded.forward(tokens, head, plan, score=True, store=store)
+    kept = sharded.choose_columns(tokens, head, plan, scores, stats)
+    tail = plan.tail_mass(kept, stats.lse) if tail_mass else None
     grads = sharded.backward(
         tokens,
         head,
@@ -67,17 +59,17 @@ def grads_in_forward(
         stats,
         upstream_of(stats, slice(0, len(tokens))),
         kept=kept,
-        needs=needs,
-        grad_weight=grad_weight,
-        accumulate=False,
-        logits=logits,
+        hidden=hidden,
+        weight=into,
+        bias=bias,
+        store=store,
         in_fp32=in_fp32,
     )
     return grads, tail
 
 
 def scales_by_any(dtype: torch.dtype) -> bool:
-    """Whether gradients for an upstream gradient of 1 can be stored in it: a mean over tokens puts
+    """Tells whether it can store gradients for an upstream gradient of 1: a mean over tokens puts
     them below fp16's smallest number."""
     return dtype != torch.float16
 
@@ -87,47 +79,51 @@ def _grads_by_chunks(
     head: Head,
     plan: Plan,
     upstream_of: Callable[[Stats, slice], Upstream],
-    needs: Needs,
-    grad_weight: Tensor | None,
+    needs_hidden: bool,
+    into: WeightGrad | None,
+    needs_bias: bool,
 ) -> LocalGrads:
-    """Steps 1-3 over chunks of tokens, whose logits are kept in between."""
+    """Takes steps 1-3 over chunks of tokens, whose logits are kept in between, and step 4 at
+    once."""
     weight = head.weight
     dtype = accumulate_dtype(weight.dtype)
     size = chunk_tokens(len(tokens), plan)
     buffer = weight.new_empty((min(size, len(tokens)), weight.shape[0]), dtype=dtype)
-    hidden = weight.new_empty((len(tokens), weight.shape[1]), dtype=dtype) if needs.hidden else None
-    bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs.bias else None
-    if grad_weight is not None:
-        grad_weight.zero_()
+    hidden = weight.new_empty((len(tokens), weight.shape[1]), dtype=dtype) if needs_hidden else None
+    bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs_bias else None
+    if into is not None:
+        into.rows.zero_()
     # One empty chunk where there is no token: statistics and gradients keep their shapes.
     for start in range(0, max(len(tokens), 1), size):
         at = slice(start, min(start + size, len(tokens)))
-        chunk = tokens.slice(at.start, at.stop)
-        logits = buffer[: len(chunk)]
-        stats, _ = sharded.forward(chunk, head, plan, score=False, keep_logits=logits)
-        grads = plan.backend.grads(
-            chunk,
-            head,
-            stats.lse,
-            upstream_of(stats, at),
-            target_logit=stats.target_logit,
-            entropy=None,
+        chunk = tokens.alone(at.start, at.stop)
+        store = buffer[: len(chunk)]
+        stats, _ = sharded.forward(chunk, head, plan, score=False, store=store)
+        part = None
+        if needs_hidden:
+            part = SumOverRanks(None, scatter=False, num_rows=len(chunk), dtype=dtype)
+        request = BackwardRequest(
+            stats=stats,
+            upstream=upstream_of(stats, at),
             kept=None,
-            needs=needs,
-            grad_weight=grad_weight,
-            accumulate=True,
-            workspace_bytes=plan.options.workspace_for(len(tokens)),
-            logits=logits,
+            hidden=part,
+            weight=into,
+            bias=needs_bias,
+            store=store,
+            room=plan.room(tokens, head),
         )
+        grads = plan.backend.backward(chunk, head, request)
         if hidden is not None and grads.hidden is not None:
             hidden[at] = grads.hidden
         if bias is not None and grads.bias is not None:
             bias += grads.bias
+    if hidden is not None:
+        hidden = plan.hidden_sum(tokens, dtype).of_tokens(hidden, tokens.rows)
     return LocalGrads(hidden, bias)
 
 
 def chunk_tokens(num_tokens: int, plan: Plan) -> int:
-    """Tokens a chunk of in_forward, from numbers that all ranks share, so that they agree.
+    """Returns the tokens of a chunk, from numbers that all ranks share, so that they agree.
 
     At most a quarter of the tokens: the chunk's logits [chunk, V_local] are in memory at once.
     """

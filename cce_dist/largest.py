@@ -13,6 +13,7 @@ from cce_dist.dtensor import arrived, require_plain
 from cce_dist.local import choose_backend
 from cce_dist.options import Backend, LossOptions
 from cce_dist.partials import Head, Tokens, accumulate_dtype
+from cce_dist.protocol import Room
 from cce_dist.tracing import is_fake, unseen_by_checkpointing
 
 
@@ -63,10 +64,10 @@ def largest_logits(
     nobody = torch.full((flat.shape[0],), -1, dtype=torch.int64, device=hidden.device)
     head = Head(weight, bias, None, weight.shape[0], softcap, options.logit_scale)
     chosen = choose_backend(options, hidden, len(flat), weight.shape[0])
-    room = options.workspace_for(len(flat))
+    room = Room(options.workspace_for(len(flat)))
     if is_fake(hidden):
         dtype = accumulate_dtype(hidden.dtype)
         return LargestLogits(hidden.new_empty(shape, dtype=dtype), nobody.view(shape))
     with torch.autocast(hidden.device.type, enabled=False), unseen_by_checkpointing():
-        value, index = chosen.largest(Tokens(flat, None, nobody), head, workspace_bytes=room)
+        value, index = chosen.largest(Tokens(flat, None, nobody), head, room)
     return LargestLogits(value.view(shape), index.view(shape))

@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cce_dist.local_torch_filter import ColumnMasses
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import Head, Scores, Stats, Tokens, Wanted, accumulate_dtype
+from cce_dist.partials import Head, Stats, Tokens, Wanted, accumulate_dtype
+from cce_dist.protocol import ForwardRequest, Room
 from cce_dist.torch_tiles import (
     Tiles,
     TileSize,
@@ -52,7 +54,7 @@ class _RunningStats:
         first_column: int,
         class_weight: Tensor | None,  # [columns]
     ) -> Tensor:
-        """Fold one tile in; returns `base` [n], with which z now holds exp(z - base)."""
+        """Folds one tile in; returns `base` [n], with which z now holds exp(z - base)."""
         if self.mean is not None and self.m2 is not None:
             self._add_moments(tokens, z, first_column)
         if self.smooth is not None:
@@ -83,7 +85,7 @@ class _RunningStats:
         return base
 
     def _add_moments(self, tokens: slice, z: Tensor, first_column: int) -> None:
-        """Chan's pairwise update; `first_column` columns were seen before this tile."""
+        """Takes Chan's pairwise update; `first_column` columns were seen before this tile."""
         assert self.mean is not None and self.m2 is not None
         if first_column == 0:
             self.origin[tokens] = z[:, 0].masked_fill(z[:, 0].isinf(), 0)
@@ -95,44 +97,39 @@ class _RunningStats:
         self.m2[tokens] += variance * count + delta**2 * (first_column * count / total)
 
     def log_sum(self, sums: Tensor) -> Tensor:
-        """log sum_v exp(z_v) over the columns so far; -inf over none."""
+        """Returns log sum_v exp(z_v) over the columns so far; -inf over none."""
         return self.max.masked_fill(self.max == -torch.inf, 0) + sums.log()
 
 
-def local_stats(
+def statistics(
     tokens: Tokens,
     head: Head,
-    *,
-    wanted: Wanted,
-    score: bool,
-    score_largest: bool,
-    threshold: float = 0.0,
-    workspace_bytes: int,
-    keep_logits: Tensor | None = None,  # [N, V_local]: filled with z, for in_forward
+    request: ForwardRequest,
     tiles: Tiles | None = None,  # of other logits than the exact ones
-) -> tuple[Stats, Scores | None]:
-    """Statistics of every token over this rank's shard (no communication).
+) -> tuple[Stats, ColumnMasses | None]:
+    """Computes statistics of every token over this rank's shard (no communication).
 
-    Args:
-        score: record the column masses that the filter needs, [ceil(N / 128), V_local].
-        score_largest: also each column's largest probability in a block, for Filter(eps=...).
-        threshold: at which score a column is kept; used by backends that decide in the forward.
+    Of `request` neither the screen nor the bounds are used. The store, if there is one, is a tensor
+    [N, V_local] in the accumulation dtype, filled with z.
+
     Returns:
         Stats with fields [N] in fp32 | float64; deterministic.
-        Scores if `score`, else None.
+        Column masses, [ceil(N / 128), V_local], if there is a filter, else None.
     Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; online sums arXiv:1805.02867.
     """
+    wanted, store = request.wanted, request.store
+    assert store is None or isinstance(store, Tensor)
     weight, dtype = head.weight, accumulate_dtype(head.weight.dtype)
     num_tokens, num_columns = len(tokens), weight.shape[0]
-    size = TileSize.choose(weight, workspace_bytes)
+    size = TileSize.choose(weight, request.room.workspace_bytes)
     tiles = tiles_of(tokens, head) if tiles is None else tiles
     softcapped_mean = wanted.smooth_logit and head.softcap is not None
     collect = Wanted(softcapped_mean, wanted.entropy, wanted.correct, wanted.moments)
     running = _RunningStats(num_tokens, weight, collect, head.softcap is not None)
     target_logit = torch.zeros_like(running.sum)
     scores = target_bound = None
-    if score:
-        scores = _empty_scores(num_tokens, weight, size, score_largest)
+    if request.filter is not None:
+        scores = _empty_scores(num_tokens, weight, size, request.filter.by_largest)
         target_bound = _target_bound(tokens, head, size)
 
     for tile, (v0, v1) in enumerate(spans(num_columns, size.columns)):
@@ -144,8 +141,8 @@ def local_stats(
             # From the tile itself: nll is then a difference of numbers that share their rounding.
             rows, columns_of = find_targets(tokens.local_targets[at], slice(v0, v1))
             target_logit[rows + i0] = z[rows, columns_of]
-            if keep_logits is not None:
-                keep_logits[at, v0:v1] = z
+            if store is not None:
+                store[at, v0:v1] = z
             base = running.add(at, z, slope, v0, class_weight)
             if scores is not None and target_bound is not None:
                 bound = torch.maximum(base + running.sum[at].log(), target_bound[at])
@@ -163,11 +160,11 @@ def local_stats(
     return _finish(running, lse, target_logit, tokens, head, wanted, size), scores
 
 
-def local_largest(tokens: Tokens, head: Head, *, workspace_bytes: int) -> tuple[Tensor, Tensor]:
-    """Each token's largest logit over this shard, in the accumulation dtype, and the first column
-    that has it, int64, [N] each; -inf and 0 over no columns, NaN and 0 where a logit is no number.
-    Not differentiable."""
-    weight, size = head.weight, TileSize.choose(head.weight, workspace_bytes)
+def largest(tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
+    """Returns each token's largest logit over this shard, in the accumulation dtype, and the first
+    column that has it, int64, [N] each; -inf and 0 over no columns, NaN and 0 where a logit is no
+    number. Not differentiable."""
+    weight, size = head.weight, TileSize.choose(head.weight, room.workspace_bytes)
     value = weight.new_full((len(tokens),), -torch.inf, dtype=accumulate_dtype(weight.dtype))
     index = torch.zeros(len(tokens), dtype=torch.int64, device=weight.device)
     for start, stop in spans(len(tokens), size.tokens):
@@ -222,7 +219,8 @@ def _finish(
 
 
 def _target_bound(tokens: Tokens, head: Head, size: TileSize) -> Tensor:
-    """z of each token's target before any tile is computed, -inf where it isn't here: [N]."""
+    """Computes z of each token's target before any tile is computed, -inf where it isn't here:
+    [N]."""
     dtype = accumulate_dtype(head.weight.dtype)
     out = torch.full((len(tokens),), -torch.inf, dtype=dtype, device=head.weight.device)
     if head.weight.shape[0] == 0:
@@ -239,7 +237,7 @@ def _target_bound(tokens: Tokens, head: Head, size: TileSize) -> Tensor:
 
 
 def weighted_column_sum(head: Head, size: TileSize) -> tuple[Tensor, Tensor | None]:
-    """sum_v class_weight_v C_v [D] and the same sum of the biases [], over this shard."""
+    """Returns sum_v class_weight_v C_v [D] and the same sum of the biases [], over this shard."""
     dtype = accumulate_dtype(head.weight.dtype)
     weights = head.class_weight
     if weights is None:
@@ -263,12 +261,12 @@ def _mean_logit_by_linearity(tokens: Tokens, head: Head, size: TileSize) -> Tens
     return mean * (head.logit_scale / head.vocab_size)
 
 
-def _empty_scores(num_tokens: int, weight: Tensor, size: TileSize, largest: bool) -> Scores:
+def _empty_scores(num_tokens: int, weight: Tensor, size: TileSize, largest: bool) -> ColumnMasses:
     dtype, device = accumulate_dtype(weight.dtype), weight.device
     num_blocks, num_columns = -(-num_tokens // TOKEN_BLOCK), weight.shape[0]
     mass = torch.empty(num_blocks, num_columns, dtype=dtype, device=device)
     num_tiles = -(-num_columns // size.columns)
-    return Scores(
+    return ColumnMasses(
         mass=mass,
         largest=torch.empty_like(mass) if largest else None,
         tile_bound=torch.empty(num_tiles, num_tokens, dtype=dtype, device=device),

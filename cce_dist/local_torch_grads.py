@@ -13,18 +13,10 @@ import torch
 from torch import Tensor
 
 from cce_dist.local_torch import weighted_column_sum
-from cce_dist.local_torch_filter import gathered_logits
+from cce_dist.local_torch_filter import ColumnMask, gathered_logits
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import (
-    Head,
-    Kept,
-    LocalGrads,
-    Needs,
-    Tokens,
-    Upstream,
-    accumulate_dtype,
-    largest_operand,
-)
+from cce_dist.partials import Head, Tokens, Upstream, accumulate_dtype, largest_operand
+from cce_dist.protocol import BackwardRequest
 from cce_dist.torch_tiles import (
     TileSize,
     add_product,
@@ -41,34 +33,26 @@ from cce_dist.torch_tiles import (
 MASK_FROM = 0.5
 
 
-def local_grads(
-    tokens: Tokens,
-    head: Head,
-    lse: Tensor,  # [N] over all ranks
-    upstream: Upstream,
-    *,
-    target_logit: Tensor | None = None,  # [N] over all ranks; used by backends without a tile of it
-    entropy: Tensor | None,  # [N] over all ranks; needed if upstream.entropy is given
-    kept: Kept | None,  # None: every column
-    needs: Needs,
-    grad_weight: Tensor | None,  # [V_local, D], written; None: not needed
-    accumulate: bool,  # add to grad_weight (fp32 | float64) instead of overwriting it
-    workspace_bytes: int,
-    logits: Tensor | None = None,  # [N, V_local] from local_stats(keep_logits=...); overwritten
-) -> LocalGrads:
-    """Gradients of this rank's shard (no communication). Deterministic.
+def gradients(
+    tokens: Tokens, head: Head, request: BackwardRequest
+) -> tuple[Tensor | None, Tensor | None]:
+    """Computes the gradients of this rank's shard (no communication). Deterministic.
 
     d_logits = p (g_nll + g_lse) - onehot g_nll - g_entropy p (z - lse + entropy); sums in fp32
-    (float64 for float64 inputs), each element of grad_weight stored once.
+    (float64 for float64 inputs), each element of the weight's gradient stored once. The store, if
+    there is one, is that of `local_torch.statistics`, and overwritten.
 
     Returns:
-        hidden: [N, D] in the accumulation dtype, this shard's part of a sum over ranks.
-        bias: [V_local] in the accumulation dtype, complete, as grad_weight is.
+        [N, D] in the accumulation dtype, this shard's part of the hidden gradient.
+        [V_local] in the accumulation dtype, the bias's. None where not needed.
     """
+    upstream, lse, kept, store = request.upstream, request.stats.lse, request.kept, request.store
+    assert kept is None or isinstance(kept, ColumnMask)
+    assert store is None or isinstance(store, Tensor)
     pull = _Pull.of(upstream, lse, head)
-    sums = _Sums.of(tokens, head, needs, grad_weight, accumulate)
-    task = _Task(tokens, head, lse, entropy, pull, sums)
-    size = TileSize.choose(head.weight, workspace_bytes)
+    sums = _Sums.of(tokens, head, request)
+    task = _Task(tokens, head, lse, request.stats.entropy, pull, sums)
+    size = TileSize.choose(head.weight, request.room.workspace_bytes)
     tail = None
     if kept is not None and kept.share is not None:
         tail = _Tail.of(task, kept.share, kept.dropped_mass, size)
@@ -83,7 +67,7 @@ def local_grads(
             blocks = slice(i0 // TOKEN_BLOCK, -(-i1 // TOKEN_BLOCK))
             mask = None if kept is None else kept.mask[blocks, v0:v1]
             if mask is None or bool(mask.all()):
-                stored = None if logits is None else logits[i0:i1, v0:v1]
+                stored = None if store is None else store[i0:i1, v0:v1]
                 task.whole_tile(i0, i1, columns, None, stored)
             elif float(mask.float().mean()) >= MASK_FROM:
                 task.whole_tile(i0, i1, columns, mask, None)
@@ -99,7 +83,7 @@ def local_grads(
     for term in (tail, mean):
         if term is not None and task.sums.hidden is not None:
             term.add_hidden(task.sums.hidden)
-    return LocalGrads(sums.hidden, sums.bias)
+    return sums.hidden, sums.bias
 
 
 @dataclass
@@ -140,21 +124,14 @@ class _Sums:
     columns: Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        tokens: Tokens,
-        head: Head,
-        needs: Needs,
-        grad_weight: Tensor | None,
-        accumulate: bool,
-    ) -> _Sums:
+    def of(cls, tokens: Tokens, head: Head, request: BackwardRequest) -> _Sums:
         weight, dtype = head.weight, accumulate_dtype(head.weight.dtype)
-        shape = (len(tokens), weight.shape[1])
+        shape, into = (len(tokens), weight.shape[1]), request.weight
         return cls(
-            hidden=weight.new_zeros(shape, dtype=dtype) if needs.hidden else None,
-            bias=weight.new_zeros(weight.shape[0], dtype=dtype) if needs.bias else None,
-            weight=grad_weight,
-            accumulate=accumulate,
+            hidden=None if request.hidden is None else weight.new_zeros(shape, dtype=dtype),
+            bias=weight.new_zeros(weight.shape[0], dtype=dtype) if request.bias else None,
+            weight=None if into is None else into.rows,
+            accumulate=into is not None and into.accumulate,
             dtype=dtype,
         )
 
@@ -192,7 +169,8 @@ class _Task:
     def whole_tile(
         self, i0: int, i1: int, columns: Tensor, mask: Tensor | None, stored: Tensor | None
     ) -> None:
-        """All columns of the open vocabulary tile; those outside `mask` count as dropped."""
+        """Computes all columns of the open vocabulary tile; those outside `mask` count as
+        dropped."""
         v0, v1 = self.sums.start, self.sums.stop
         hidden = self.tokens.take(i0, i1).to(self.operands)
         if stored is None:
@@ -212,7 +190,7 @@ class _Task:
             self.sums.bias[v0:v1] += grad.sum(0)
 
     def gathered_blocks(self, i0: int, i1: int, mask: Tensor) -> None:
-        """Only the kept columns of the open tile, one block of 128 tokens at a time."""
+        """Computes only the kept columns of the open tile, one block of 128 tokens at a time."""
         for block, (j0, j1) in enumerate(spans(i1 - i0, TOKEN_BLOCK)):
             at = mask[block].nonzero()[:, 0]
             index, (b0, b1) = at + self.sums.start, (i0 + j0, i0 + j1)
@@ -231,7 +209,7 @@ class _Task:
                 self.sums.bias.index_add_(0, index, grad.sum(0))
 
     def drawn_blocks(self, i0: int, i1: int, drawn: Tensor, times: Tensor) -> Tensor:
-        """Columns that stand for others in the hidden gradient; their d_logits' sum, [i1 - i0]."""
+        """Computes columns that stand for others; returns their d_logits' sum, [i1 - i0]."""
         total = torch.zeros_like(self.lse[i0:i1])
         if self.sums.hidden is None:
             return total
@@ -252,7 +230,7 @@ class _Task:
     def _grad_logits(
         self, z: Tensor, slope: Tensor | None, i0: int, i1: int, columns: slice | Tensor
     ) -> Tensor:
-        """z [n, columns] -> gradient of the loss by E . C + bias, in place."""
+        """Turns z [n, columns] into the gradient of the loss by E . C + bias, in place."""
         pull, lse = self.pull, self.lse[i0:i1, None]
         factor = pull.probability[i0:i1, None]
         if pull.entropy is not None:
@@ -279,7 +257,7 @@ class _Task:
 
 
 def _slope_of(z: Tensor, head: Head) -> Tensor | None:
-    """softcap'(z) from z itself."""
+    """Computes softcap'(z) from z itself."""
     if head.softcap is None:
         return None
     return 1 - (z / (head.softcap * head.logit_scale)) ** 2
@@ -287,7 +265,7 @@ def _slope_of(z: Tensor, head: Head) -> Tensor | None:
 
 @dataclass
 class _Tail:
-    """What is dropped, as the product of its marginals: mass of each token x share of columns."""
+    """The dropped part, as the product of its marginals: mass of each token x share of columns."""
 
     share: Tensor  # [num_blocks, V_local]
     mass: Tensor  # [N] upstream times dropped mass

@@ -29,7 +29,7 @@ ALIGNED = 16
 
 
 def moments_of(matrix: Tensor, *, every: int = 1) -> Moments:
-    """Args: every: only each so many-th row is read."""
+    """Computes the moments of rows. Args: every: only each `every`-th row is read."""
     taken = matrix[::every]
     sums = torch.zeros(2, matrix.shape[1], dtype=torch.float32, device=matrix.device)
     for _, rows in _in_fp32(taken):
@@ -39,7 +39,7 @@ def moments_of(matrix: Tensor, *, every: int = 1) -> Moments:
 
 
 def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRows:
-    """The weight in 8 bits, as it suits these tokens, for them and others."""
+    """Quantises the weight as it suits these tokens, for them and others."""
     moments = moments_of(tokens.take(0, len(tokens))).for_others()
     return quantize_weight(weight, moments, screen_dtype(screen, weight))
 
@@ -50,10 +50,10 @@ def quantize_weight(
     dtype: torch.dtype,
     into: QuantizedRows | None = None,
 ) -> QuantizedRows:
-    """The weight in 8 bits. Args: as of `eight_bits.quantized_rows`."""
-    own = moments_of(weight, every=every_for_centre(weight))
+    """Quantises the weight. Args: as of `eight_bits.quantized_rows`."""
+    of_weight = moments_of(weight, every=every_for_centre(weight))
     make = functools.partial(quantize, weight, dtype=dtype)
-    return quantized_rows(own, hidden, into, make)
+    return quantized_rows(of_weight, hidden, into, make)
 
 
 def quantize(
@@ -63,7 +63,7 @@ def quantize(
     across: Tensor,  # [D] fp32
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x = channel (row - centre) of each row as a scale times numbers of `dtype`.
+    """Writes x = channel (row - centre) of each row as a scale times numbers of `dtype`.
 
     Returns:
         [R, stride] of `dtype`, 0 beyond D.
@@ -79,19 +79,19 @@ def quantize(
         x = (rows - centre) * channel
         # A row of zeros has any scale; 1 over the smallest would be infinite.
         step = (x.abs().amax(1) / LARGEST[dtype]).clamp_min(1e-30)
-        found = _rounded(x * (1 / step)[:, None], dtype)
-        values[at, :dim] = found
-        norm, along = x.square().sum(1), (x * found).sum(1)
+        rounded = _rounded(x * (1 / step)[:, None], dtype)
+        values[at, :dim] = rounded
+        norm, along = x.square().sum(1), (x * rounded).sum(1)
         # With which the rounding has no part along the row itself.
         scale = torch.where(along > 0, norm / along, step)
         of_rows[0, at], of_rows[1, at] = scale, (rows * across).sum(1)
         size[0, at] = norm
-        size[1, at] = (scale.square() * found.square().sum(1) - norm).clamp_min(0)
+        size[1, at] = (scale.square() * rounded.square().sum(1) - norm).clamp_min(0)
     return values, of_rows, size
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x over its row's scale -> the nearest number of 8 bits, in fp32; ties to even."""
+    """Rounds x over its row's scale to the nearest number of 8 bits, in fp32; ties to even."""
     # The largest may have become larger than that by the division's rounding.
     x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
     return x.round() if dtype == torch.int8 else x.to(dtype).float()

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cce_dist import local_torch
 from cce_dist.eight_bits import (
     MOST_LOST,
     NEAR_COLUMNS,
@@ -23,76 +21,69 @@ from cce_dist.eight_bits import (
     screen_dtype,
     selects_by_errors,
 )
+from cce_dist.local_torch import statistics
 from cce_dist.local_torch_filter import (
+    ColumnMasses,
     gathered_logits,
     keep_targets,
     near_threshold,
     reaches,
     shares_of,
 )
-from cce_dist.local_torch_quantize import moments_of, quantize, quantize_weight
+from cce_dist.local_torch_quantize import moments_of, quantize, quantize_for, quantize_weight
 from cce_dist.options import TOKEN_BLOCK, Screen
 from cce_dist.partials import (
     Head,
     QuantizedRows,
-    Scores,
     Stats,
     Tokens,
     logaddexp_parts,
 )
+from cce_dist.protocol import ForwardRequest
 from cce_dist.torch_tiles import TileSize, find_targets, operand_dtype, spans, squash
 
 
-def local_stats(
-    tokens: Tokens,
-    head: Head,
-    *,
-    gather: Callable[[Tensor], Tensor] | None = None,
-    screen: Screen | None = None,
-    score: bool,
-    **how: Any,
-) -> tuple[Stats, Scores | None]:
-    """Statistics of every token over this rank's shard. Deterministic.
+def screened_statistics(
+    tokens: Tokens, head: Head, request: ForwardRequest
+) -> tuple[Stats, ColumnMasses | None]:
+    """Computes statistics of every token over this rank's shard, of 8-bit logits, but for the exact
+    ones of columns that matter. Deterministic.
 
-    Args:
-        gather: a lower bound of each token's lse over this shard, log2, [N] fp32 -> those of all
-            shards, [W, N]; called once, and not without `screen`.
-        screen: logits in 8 bits, those of columns that matter exactly; with `score`.
-        how: as `local_torch.local_stats`, as is what it returns.
+    Args: request: with a screen and a filter; its bounds are called once.
+    Returns: as `local_torch.statistics`.
     """
-    if screen is None:
-        assert gather is None
-        return local_torch.local_stats(tokens, head, score=score, **how)
+    screen, rule = request.screen, request.filter
+    assert screen is not None and rule is not None
+    head = head.quantized_by(quantize_for, tokens, screen)
     empty = len(tokens) == 0 or head.weight.shape[0] == 0
     eight = None if empty else EightBit.of(tokens, head, screen)
     tiles = None if eight is None else eight.tiles
-    stats, scores = local_torch.local_stats(tokens, head, score=True, tiles=tiles, **how)
+    stats, scores = statistics(tokens, head, request, tiles)
     assert scores is not None
     lse = stats.lse
-    if gather is not None:
+    if request.bounds is not None:
         # A rank that holds little of a token's mass would else take its few columns for all.
-        lse = logaddexp_parts(gather(lse / math.log(2)) * math.log(2))
+        lse = logaddexp_parts(request.bounds(lse / math.log(2)) * math.log(2))
     if eight is None:
         return stats, scores
-    mask = reaches(scores, lse, how["threshold"], how["score_largest"])
+    mask = reaches(scores, lse, rule)
     share = float(mask.float().mean())
     if share <= screen.max_kept:
-        size = TileSize.choose(head.weight, how["workspace_bytes"])
+        size = TileSize.choose(head.weight, request.room.workspace_bytes)
         mask = keep_targets(mask, tokens)
-        by_mass = None if how["score_largest"] else how["threshold"]
         near = None
-        if by_mass is not None and selects_by_errors(eight.rows.values.dtype):
-            near = near_threshold(scores, lse, by_mass)
-        made = _Screened.of(eight, stats, scores, mask, near, size, (stats.lse - lse).exp())
+        if not rule.by_largest and selects_by_errors(eight.rows.values.dtype):
+            near = near_threshold(scores, lse, rule.threshold)
+        screened = _Screened.of(eight, stats, scores, mask, near, size, (stats.lse - lse).exp())
         # Not true of NaN either.
-        if made.error <= screen.max_error:
-            return made.stats, made.scores
-    return local_torch.local_stats(tokens, head, score=True, **how)
+        if screened.error <= screen.max_error:
+            return screened.stats, screened.scores
+    return statistics(tokens, head, request)
 
 
 @dataclass(frozen=True)
 class EightBit:
-    """Hidden states and the weight in 8 bits, and what their products stand for."""
+    """Hidden states and the weight in 8 bits, and the logits that their products stand for."""
 
     tokens: Tokens
     head: Head
@@ -122,7 +113,7 @@ class EightBit:
         return self._tiles_of(index)(i0, i1)
 
     def tail_error(self, share: Tensor, size: TileSize) -> Tensor:
-        """By how much the log of a token's tail is too large, [N] nats, from what the columns of
+        """Returns the error of the log of each token's tail, [N] nats, from all that the columns of
         its block's tail share. Source: docs/numerics.md#the-bias-of-the-tail.
 
         Args: share: [num_blocks, V_local] of each column that is not kept; their sum is 1, or 0.
@@ -147,8 +138,9 @@ class EightBit:
         return off
 
     def selection_error(self, near: Tensor, lse: Tensor) -> Tensor:
-        """What each token's tail has lost because masses by these logits decide which columns are
-        left in it, [N] over exp(lse). Source: docs/numerics.md#the-bias-of-the-tail.
+        """Returns the part that each token's tail has lost because masses by these logits decide
+        which columns are left in it, [N] over exp(lse). Source:
+        docs/numerics.md#the-bias-of-the-tail.
 
         Args:
             near: [num_blocks, V_local] bool: columns whose masses are near the threshold.
@@ -196,7 +188,7 @@ class _Screened:
     """Statistics with kept columns by their exact logits, all others by their 8-bit ones."""
 
     stats: Stats
-    scores: Scores
+    scores: ColumnMasses
     error: float  # nats: the guard's estimate
 
     @classmethod
@@ -204,7 +196,7 @@ class _Screened:
         cls,
         eight: EightBit,
         stats: Stats,  # of 8-bit logits alone, as are scores
-        scores: Scores,
+        scores: ColumnMasses,
         mask: Tensor,  # [num_blocks, V_local] bool: columns that are kept
         near: Tensor | None,  # of `selection_error`, where that counts
         size: TileSize,
@@ -226,8 +218,8 @@ class _Screened:
                 kept[i0:i1] = torch.logaddexp(kept[i0:i1], z.logsumexp(1))
             few_kept = bool(mask[block].sum() * 2 <= mask.shape[1])
             summed = mask[block] if few_kept else ~mask[block]
-            found = _sums(eight, stats.lse[i0:i1], i0, i1, summed.nonzero()[:, 0], size)
-            for out, total, part in zip((unkept, dropped), totals, found, strict=True):
+            sums = _sums(eight, stats.lse[i0:i1], i0, i1, summed.nonzero()[:, 0], size)
+            for out, total, part in zip((unkept, dropped), totals, sums, strict=True):
                 out[i0:i1] = (total[i0:i1] - part).clamp_min_(0) if few_kept else part
         error = ((here * unkept).square() * eight.variance).mean().sqrt()
         off = eight.tail_error(shares_of(scores, stats.lse, mask), size)
@@ -251,7 +243,7 @@ class _Screened:
 def _sums(
     eight: EightBit, lse: Tensor, i0: int, i1: int, columns: Tensor, size: TileSize
 ) -> tuple[Tensor, Tensor]:
-    """Of exp(z - lse), and of that times softcap'(z), over some columns' 8-bit logits, [n]."""
+    """Sums exp(z - lse), and that times softcap'(z), over some columns' 8-bit logits, [n]."""
     plain, sloped = torch.zeros_like(lse), torch.zeros_like(lse)
     for index in columns.split(size.columns):
         z, slope = eight.gathered(i0, i1, index)

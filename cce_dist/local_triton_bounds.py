@@ -9,25 +9,22 @@ keep them. docs/numerics.md#column-masses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from cce_dist.kernels.bounds import bound_kernel, lower_kernel
 from cce_dist.kernels.forward import LAST, PROBE
 from cce_dist.local_triton_launch import start
 from cce_dist.options import TOKEN_BLOCK
+from cce_dist.protocol import Bounds
 
 # The launches of the forward after which ranks exchange bounds. One does where frequent tokens come
 # first in the vocabulary; where they lie anywhere, each bound is better: docs/performance.md#ranks.
 EXCHANGES = tuple(range(PROBE.value, LAST.value))
-# A lower bound of this shard's lse, log2, [N] fp32 -> those of all shards, [W, N].
-Gather = Callable[[Tensor], Tensor]
 
 
 def raise_lower(
-    gather: Gather,
-    own: Tensor,
+    exchange: Bounds,
+    shard_lower: Tensor,
     parts: dict[str, Tensor],
     shape: Tensor,
     num_tokens: int,
@@ -37,8 +34,8 @@ def raise_lower(
     """Where the next launch begins: parts["lower"] [N_padded], in place, as all ranks know it.
 
     Args:
-        own: [N_padded] what it was before the first exchange, of this shard's columns alone: what
-            other ranks have counted must not be counted once more by each.
+        shard_lower: [N_padded] its values before the first exchange, of this shard's columns alone:
+            what other ranks have counted must not be counted once more by each.
         shape: [3] of the forward.
         after: the launch that this shard's bound comes from.
         order: [N] the packed tokens' places in the caller's order, if it is another one: ranks
@@ -46,11 +43,11 @@ def raise_lower(
     """
     lower, state = parts["lower"], parts["state"]
     grid = (len(lower) // TOKEN_BLOCK,)
-    places, how = (shape, False) if order is None else (order, True)
+    places, has_order = (shape, False) if order is None else (order, True)
     bound = lower.new_empty(num_tokens)
     start(bound_kernel, grid)(
         shape,
-        own,
+        shard_lower,
         state,
         places,
         bound,
@@ -58,9 +55,9 @@ def raise_lower(
         state.shape[2],
         num_tokens,
         BLOCK_N=TOKEN_BLOCK,
-        HAS_ORDER=how,
+        HAS_ORDER=has_order,
     )
-    bounds = gather(bound)
+    bounds = exchange(bound)
     start(lower_kernel, grid)(
-        bounds, places, lower, len(bounds), num_tokens, BLOCK_N=TOKEN_BLOCK, HAS_ORDER=how
+        bounds, places, lower, len(bounds), num_tokens, BLOCK_N=TOKEN_BLOCK, HAS_ORDER=has_order
     )

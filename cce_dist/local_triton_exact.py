@@ -1,6 +1,6 @@
 """`exact`: the three products of every column, chunk by chunk of the vocabulary.
 
-Chunks, allocations, grids, launches; and the logits that the forward may keep for it.
+Chunks, allocations, grids, launches.
 """
 
 # Triton types a kernel's arguments as its compiler sees them.
@@ -9,8 +9,7 @@ Chunks, allocations, grids, launches; and the logits that the forward may keep f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +18,10 @@ from torch import Tensor
 from cce_dist.kernels.exact import exact_logits_kernel, exact_targets_kernel
 from cce_dist.kernels.exact_products import exact_products_kernel
 from cce_dist.local_triton_inputs import padded_dim, tiles_of
+from cce_dist.local_triton_kept_logits import Region, tiles_in
 from cce_dist.local_triton_launch import start
+from cce_dist.local_triton_lists import TILE
+from cce_dist.local_triton_state import Backward, GradBuffers
 from cce_dist.local_triton_tiles import (
     REST,
     WHOLE,
@@ -27,97 +29,17 @@ from cce_dist.local_triton_tiles import (
     num_programs,
     rounds_exp2,
     takes_tma,
-    tiles_for,
 )
 from cce_dist.options import TOKEN_BLOCK
 
-if TYPE_CHECKING:
-    from cce_dist.local_triton_grads import Backward
-
-
-@dataclass(frozen=True)
-class Region:
-    """Consecutive columns and where their logits, then their d_logits, lie."""
-
-    first_column: int
-    num_columns: int
-    memory: Tensor  # [rows, N_padded] in the weight's dtype, whole tiles of columns
-    ref: Tensor | None = None  # [N_padded] fp32, log2: what the logits are kept relative to
-
-    @property
-    def last_column(self) -> int:
-        return self.first_column + self.num_columns
-
-    def as_logits(self) -> Tensor:
-        """fp16 has the digits that a logit near lse needs, where bf16 has not."""
-        wide = self.memory.element_size() > 2
-        return self.memory if wide else self.memory.view(torch.float16)
-
-
-MOST_REGIONS = 2
 # Multiprocessors that the last DDS leaves to NCCL's kernels, which start after it.
 LEFT_TO_COLLECTIVES = 32
 
 
-@dataclass(frozen=True)
-class KeptLogits:
-    """The last columns' logits, log2, over a lower bound of each token's lse, `Region.ref`: from
-    the forward to the backward, which computes the others again."""
+def products_of_every_column(run: Backward, grads: GradBuffers) -> Callable[[int], None]:
+    """Prepares SDD, then DDS and DSD, of one chunk after the other.
 
-    regions: tuple[Region, ...]  # the last columns first
-    workspace: Tensor | None  # the memory of one of them, which then serves the others
-
-    @property
-    def first_column(self) -> int:
-        return self.regions[-1].first_column
-
-    @property
-    def ascending(self) -> tuple[Region | None, ...]:
-        """MOST_REGIONS, in the order in which the forward makes them; None: none."""
-        none = (None,) * (MOST_REGIONS - len(self.regions))
-        return (*self.regions[::-1], *none)
-
-    @classmethod
-    def make(
-        cls, weight: Tensor, num_tokens: int, workspace_bytes: int, grad_weight: Tensor | None
-    ) -> KeptLogits | None:
-        """Room for as many as fit the workspace, and before them in the weight's gradient, whose
-        own values come later; None: for none.
-
-        Args: grad_weight: [V_local, D] contiguous, in the weight's dtype, to be written.
-        """
-        columns = tiles_for(weight).columns
-        padded = triton.cdiv(num_tokens, TOKEN_BLOCK) * TOKEN_BLOCK
-        num_tiles = triton.cdiv(weight.shape[0], columns)
-        regions: list[Region] = []
-        refs = weight.new_empty(MOST_REGIONS, padded, dtype=torch.float32)
-        if grad_weight is not None:
-            dim = weight.shape[1]
-            # The first rows of the gradient, as many as the columns before these will not need.
-            tiles = num_tiles * dim // (padded + dim)
-            if tiles > 0:
-                memory = grad_weight.view(-1)[: tiles * columns * padded].view(-1, padded)
-                first = (num_tiles - tiles) * columns
-                regions.append(Region(first, weight.shape[0] - first, memory, refs[0]))
-                num_tiles -= tiles
-        tiles = min(num_tiles, _tiles_in(workspace_bytes, weight, padded))
-        workspace = None
-        if tiles > 0:
-            workspace = weight.new_empty(tiles * columns, padded)
-            first = (num_tiles - tiles) * columns
-            stop = regions[0].first_column if regions else weight.shape[0]
-            regions.append(Region(first, stop - first, workspace, refs[1]))
-        return cls(tuple(regions), workspace) if regions else None
-
-
-def _tiles_in(num_bytes: int, weight: Tensor, padded: int) -> int:
-    return num_bytes // (tiles_for(weight).columns * padded * weight.element_size())
-
-
-def products_of_every_column(run: Backward, common: dict[str, Any]) -> Callable[[int], None]:
-    """SDD, then DDS and DSD, of one chunk after the other.
-
-    Returns: what launches them, or a part: `REST` is the last chunk's DDS.
+    Returns: a function that launches them, or a part: `REST` is the last chunk's DDS.
     """
     weight, table, of_tokens = run.weight, run.table, run.of_tokens
     padded = run.num_blocks * TOKEN_BLOCK
@@ -128,6 +50,7 @@ def products_of_every_column(run: Backward, common: dict[str, Any]) -> Callable[
     # A pointer for each launch that is aligned as the first one's: one binary for all.
     queue = torch.zeros(len(regions) + 1, 4, dtype=torch.int32, device=weight.device)
     use_tma, block_k = takes_tma(weight), table.dims
+    common = run.product_arguments(grads)
 
     def dds_and_dsd(index: int, region: Region, part: int) -> None:
         left = LEFT_TO_COLLECTIVES if part == REST else 0
@@ -135,7 +58,7 @@ def products_of_every_column(run: Backward, common: dict[str, Any]) -> Callable[
             **common,
             hidden=tiles_of(hidden, block_k, table.columns, use_tma),
             weight=tiles_of(weight, block_k, table.columns, use_tma),
-            workspace_columns=tiles_of(region.memory, common["TILE"], block_k, use_tma),
+            workspace_columns=tiles_of(region.memory, TILE, block_k, use_tma),
             workspace_tokens=tiles_of(region.memory, block_k, TOKEN_BLOCK, use_tma),
             workspace_ptr=region.memory,
             row_ptr=of_tokens.rows,
@@ -172,8 +95,8 @@ FURTHEST = 16.0
 
 
 def _poor_blocks(run: Backward, ref: Tensor) -> Tensor:
-    """[num_blocks + 1] int32: 1 for blocks with a token whose reference was a poor bound of lse (a
-    sum had overflowed, or nothing was seen yet), then whether there is any."""
+    """Returns [num_blocks + 1] int32: 1 for blocks with a token whose reference was a poor bound of
+    lse (a sum had overflowed, or nothing was seen yet), then whether there is any."""
     lse = run.of_tokens.pull[5]
     counts = torch.arange(len(lse), device=lse.device) < run.count
     poor = counts & ~((lse - ref).abs() <= FURTHEST)
@@ -181,9 +104,10 @@ def _poor_blocks(run: Backward, ref: Tensor) -> Tensor:
     return torch.cat([poor, poor.any(0, keepdim=True)]).int()
 
 
-def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
-    weight, head, of_tokens = run.weight, run.head, run.of_tokens
-    common = {
+def _arguments(run: Backward, region: Region) -> dict[str, Any]:
+    """Returns the arguments of the kernels that make d_logits."""
+    head, of_tokens = run.head, run.of_tokens
+    return {
         "workspace_ptr": region.memory,
         "class_weight_ptr": run.or_dummy(head.class_weight),
         "pull_ptr": of_tokens.pull,
@@ -193,17 +117,22 @@ def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
         "scale": of_tokens.scale,
         "softcap": head.softcap or 1.0,
         "BLOCK_N": TOKEN_BLOCK,
-        "WIDE": rounds_exp2(weight),
+        "WIDE": rounds_exp2(run.weight),
         "HAS_SOFTCAP": head.softcap is not None,
         "HAS_ENTROPY": run.has_entropy,
         "HAS_SMOOTH": run.has_smooth,
         "HAS_CLASS_WEIGHT": head.class_weight is not None,
     }
+
+
+def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
     poor = None if region.ref is None else _poor_blocks(run, region.ref)
     if poor is not None:
-        _launch_logits(run, hidden, region, poor, common, has_logits=True)
-    _launch_logits(run, hidden, region, poor, common)
-    start(exact_targets_kernel, (run.num_blocks,))(**common, target_ptr=of_tokens.targets)
+        _launch_logits(run, hidden, region, poor, has_logits=True)
+    _launch_logits(run, hidden, region, poor)
+    start(exact_targets_kernel, (run.num_blocks,))(
+        **_arguments(run, region), target_ptr=run.of_tokens.targets
+    )
 
 
 def _launch_logits(
@@ -211,7 +140,6 @@ def _launch_logits(
     hidden: Tensor,
     region: Region,
     poor: Tensor | None,
-    common: dict[str, Any],
     *,
     has_logits: bool = False,
 ) -> None:
@@ -223,7 +151,7 @@ def _launch_logits(
         hidden=tiles_of(hidden, TOKEN_BLOCK, table.dims, use_tma),
         weight=tiles_of(weight, columns, table.dims, use_tma),
         workspace=tiles_of(region.memory, columns, TOKEN_BLOCK, use_tma),
-        **common,
+        **_arguments(run, region),
         poor_ptr=run.or_dummy(poor),
         ONLY_POOR=poor is not None and not has_logits,
         logit_ptr=region.as_logits(),
@@ -248,7 +176,7 @@ def _launch_logits(
 
 
 def _chunks(run: Backward) -> Iterator[Region]:
-    """What the forward kept, then the other columns in chunks that fit the workspace."""
+    """Yields the regions that the forward kept, then others in chunks that fit the workspace."""
     weight, kept = run.weight, run.logits
     columns, padded = run.table.columns, run.num_blocks * TOKEN_BLOCK
     left, memory = weight.shape[0], None
@@ -258,7 +186,7 @@ def _chunks(run: Backward) -> Iterator[Region]:
     num_tiles = triton.cdiv(left, columns)
     if num_tiles == 0:
         return
-    room = max(1, _tiles_in(run.room, weight, padded))
+    room = max(1, tiles_in(run.room, weight, padded))
     if memory is not None:
         room = memory.shape[0] // columns
     per_chunk = choose_tiles_per_chunk(num_tiles, room, run.num_blocks, num_programs(weight))
@@ -270,8 +198,8 @@ def _chunks(run: Backward) -> Iterator[Region]:
 
 
 def choose_tiles_per_chunk(num_tiles: int, room: int, num_blocks: int, programs: int) -> int:
-    """Tiles of columns a chunk: of the larger half of what fits, the number whose SDD tasks fill
-    whole waves best."""
+    """Chooses the tiles of a chunk: of the larger half of those that fit the number whose SDD tasks
+    fill whole waves best."""
     if room >= num_tiles:
         return num_tiles
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from cce_dist.kernels.finish import finish_kernel
 from cce_dist.kernels.forward import ALONE, FIRST, LAST, PROBE, SLOTS, forward_kernel
 from cce_dist.kernels.pack import pack_kernel
-from cce_dist.local_triton_exact import KeptLogits
 from cce_dist.local_triton_extras import (
     NUM_EXTRAS,
     mean_logit_by_linearity,
@@ -35,6 +34,7 @@ from cce_dist.local_triton_inputs import (
     tiles_of,
     with_unit_inner_stride,
 )
+from cce_dist.local_triton_kept_logits import KeptLogits
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_operands import EightBit, Finished, Launch
 from cce_dist.local_triton_tiles import (
@@ -49,6 +49,7 @@ from cce_dist.local_triton_tiles import (
 )
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens, Wanted
+from cce_dist.protocol import ColumnFilter
 
 
 @dataclass
@@ -133,7 +134,7 @@ class Forward:
         )._pack(1 if screened else weight.element_size())
 
     def for_shape(self, element_size: int) -> tuple[int, int, int, int]:
-        """Of hidden states with such elements, what `shape_of` takes."""
+        """Returns the arguments of `shape_of` for hidden states with such elements."""
         return (
             triton.cdiv(self.weight.shape[0], self.tiles.columns),
             num_programs(self.weight),
@@ -143,7 +144,7 @@ class Forward:
 
     @property
     def columns(self) -> int:
-        """Of one tile of one split."""
+        """How many there are in one tile of one split."""
         return self.tiles.columns // self.groups
 
     @property
@@ -161,11 +162,11 @@ class Forward:
         return self.eight is not None and self.head.softcap is not None
 
     def alone(self, robust: bool = False) -> Launch:
-        """All tiles at once, from the bounds of lse in parts["lower"]."""
+        """Returns a launch of all tiles at once, from the bounds of lse in parts["lower"]."""
         return Launch(ALONE.value, 0, self.num_tiles, robust=robust)
 
     def launches(self, ranks_exchange: bool) -> tuple[Launch, ...]:
-        """Each begins with what the splits of the one before have summed."""
+        """Returns the launches. Each starts from the sums of the one before."""
         kept, columns = self.keep_logits, self.tiles.columns
         if kept is None:
             # One program at a time makes one split, which has no others to wait for.
@@ -184,7 +185,7 @@ class Forward:
         return tuple(launches)
 
     def _pack(self, element_size: int) -> Forward:
-        """Args: element_size: in bytes, of what the forward multiplies."""
+        """Packs the tokens. Args: element_size: in bytes, of the forward's operands."""
         hidden = with_unit_inner_stride(self.tokens.hidden)
         padded, stride = self.packed.shape
         self.parts["lower"] = self.parts["state"].new_empty(padded)
@@ -219,10 +220,11 @@ class Forward:
         return self
 
     def _or_dummy(self, tensor: Tensor | None) -> Tensor:
-        """A pointer for an argument that the kernel was compiled not to read."""
+        """Returns a pointer for an argument that the kernel was compiled not to read."""
         return self.count if tensor is None else tensor
 
-    def launch(self, threshold: float, by_largest: bool, launch: Launch) -> None:
+    def launch(self, rule: ColumnFilter | None, launch: Launch) -> None:
+        threshold, by_largest = (0.0, False) if rule is None else (rule.threshold, rule.by_largest)
         head, tiles, parts, eight = self.head, self.tiles, self.parts, self.eight
         dim = self.weight.shape[1]
         hidden, weight = self.packed[:, :dim], self.weight
@@ -230,11 +232,11 @@ class Forward:
             tiles = tiles_for(eight.weight)
             hidden, weight = eight.hidden[:, :dim], eight.weight[:, :dim]
         if self.groups > 1 and not launch.robust:
-            how = Groups(self.programs, self.groups, tiles, threshold, by_largest)
+            grouping = Groups(self.programs, self.groups, tiles, threshold, by_largest)
+            shape, number = self.shape, launch.number
             launch_forward(
-                hidden, weight, head, self.scale, parts, self.count, self.shape, launch.number, how,
-                eight,
-            )  # fmt: skip
+                hidden, weight, head, self.scale, parts, self.count, shape, number, grouping, eight
+            )
             return
         use_tma, region = takes_tma(weight), launch.region
         logits = self.count if region is None else region.as_logits()
@@ -276,7 +278,7 @@ class Forward:
         )
 
     def _flags(self) -> dict[str, Any]:
-        """What every launch of the portable kernel is compiled for."""
+        """Returns the flags that every launch of the portable kernel is compiled for."""
         head, wanted, eight = self.head, self.wanted, self.eight
         return {
             "BLOCK_N": TOKEN_BLOCK,
@@ -296,7 +298,7 @@ class Forward:
         }
 
     def merge(self, last: Launch) -> Finished:
-        """The splits as the last launch left them, merged; targets are still to be added."""
+        """Merges the splits as the last launch left them; targets are still to be added."""
         state = self.parts["state"][last.number % SLOTS.value]
         padded = self.packed.shape[0]
         lse = state.new_empty(padded)
@@ -325,7 +327,7 @@ class Forward:
         return Finished(lse, dropped, unkept, entropy, torch.empty_like(lse))
 
     def extras(self) -> dict[str, Tensor]:
-        """The statistics that few ask for, [N] each in the order of the packed tokens."""
+        """Computes the statistics that few ask for, [N] each in the order of the packed tokens."""
         parts, head, num_tokens = self.parts, self.head, len(self.tokens)
         extras = {}
         if "extras" in parts:

@@ -8,334 +8,62 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-import triton
-from torch import Tensor
 
-from cce_dist.kernels.spread import spread_kernel
-from cce_dist.kernels.tail import group_sums_kernel, token_sums_kernel
-from cce_dist.local_triton_exact import KeptLogits
-from cce_dist.local_triton_inputs import for_kernels, with_unit_inner_stride
-from cce_dist.local_triton_launch import start
-from cce_dist.local_triton_lists import TILE, KeptColumns, ListedLogits, Lists
 from cce_dist.local_triton_products import products
-from cce_dist.local_triton_tail import centroids, padded_groups
-from cce_dist.local_triton_tiles import (
-    REST,
-    UNTIL_HIDDEN,
-    WHOLE,
-    Tiles,
-    num_programs,
-    tiles_for,
-)
-from cce_dist.local_triton_upstream import Pull
-from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import Head, LocalGrads, Needs, StartSum, Tokens, Upstream
-from cce_dist.streams import start_aside
-
-# Columns: fewer take no longer than what it takes to begin and to add up.
-LEAST_OF_A_PIECE = 1024
+from cce_dist.local_triton_state import Backward, GradBuffers
+from cce_dist.local_triton_tiles import REST, UNTIL_HIDDEN, WHOLE
+from cce_dist.partials import Head, LocalGrads, Tokens
+from cce_dist.protocol import BackwardRequest
 
 
-def local_grads(
-    tokens: Tokens,
-    head: Head,
-    lse: Tensor,  # [N] over all ranks
-    upstream: Upstream,
-    *,
-    target_logit: Tensor,  # [N] over all ranks
-    entropy: Tensor | None,  # [N] over all ranks; needed if upstream.entropy is given
-    kept: KeptColumns | None,  # None: every column
-    needs: Needs,
-    grad_weight: Tensor | None,  # [V_local, D], written; None: not needed
-    accumulate: bool,  # add to grad_weight (fp32) instead of overwriting it
-    workspace_bytes: int,
-    logits: KeptLogits | ListedLogits | None = None,
-    store_as: torch.dtype,
-    start_sum: StartSum | None = None,
-    beside: bool = False,
-) -> LocalGrads:
-    """Gradients of this rank's shard (no communication of its own). Deterministic.
+def backward(tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads:
+    """Computes the gradients of this rank's shard. Deterministic.
 
-    Args, returns: those of `local_torch_grads.local_grads`, but
-        store_as: hidden's gradient is [num_rows, D] in that dtype, as the caller's hidden, 0 for
-            tokens that don't count.
-        start_sum: takes it, in fp32, when nothing else but the weight's gradient is left to do;
-            None: nothing.
-        beside: kernels are on the device that wait for other ranks, as in a pipeline.
+    The store is what the forward was given, and used up. A sum over ranks starts as soon as nothing
+    else but the weight's gradient is left to compute.
+
+    Returns: hidden's in the dtype of its sum, or in fp32; 0 for tokens that don't count.
     Source: block-sparse products as in MegaBlocks, arXiv:2211.15841; docs/numerics.md#the-tail.
     """
-    run = Backward.of(
-        tokens, head, lse, target_logit, upstream, entropy, kept, needs, workspace_bytes, logits
-    )
-    weight, grad_hidden, grad_bias, rows = run.weight, None, None, grad_weight
-    if needs.bias:
+    run = Backward.of(tokens, head, request)
+    weight, hidden, into = run.weight, request.hidden, request.weight
+    grad_hidden = grad_bias = rows = wait = None
+    if request.bias:
         grad_bias = weight.new_empty(weight.shape[0], dtype=torch.float32)
-    if needs.hidden:
+    if hidden is not None:
         shape = (run.pieces, len(tokens), weight.shape[1])
         grad_hidden = weight.new_empty(shape, dtype=torch.float32)
-    if grad_weight is not None and grad_weight.stride(1) != 1 and grad_weight.shape[1] != 1:
+    if into is not None:
         # A buffer whose rows are not contiguous: through a copy, rather than a slower kernel.
-        rows = grad_weight.contiguous()
-    launch = products(run, grad_hidden, rows, grad_bias, accumulate, beside)
-    has_rest = start_sum is not None and needs.hidden and (needs.bias or grad_weight is not None)
+        whole = into.rows.stride(1) == 1 or into.rows.shape[1] == 1
+        rows = into.rows if whole else into.rows.contiguous()
+    accumulate = into is not None and into.accumulate
+    # Nothing else holds the pieces of the hidden gradient, nor the workspace.
+    launch = products(
+        run,
+        GradBuffers(grad_hidden, rows, grad_bias, accumulate),
+        shares_device=request.room.shares_device,
+    )
+    has_rest = hidden is not None and not hidden.is_local and (request.bias or into is not None)
     launch(UNTIL_HIDDEN if has_rest else WHOLE)
     if grad_hidden is not None:
         grad_hidden = grad_hidden[0] if run.pieces == 1 else grad_hidden.sum(0)
     if not has_rest:
         # Its workspace makes room for the stored hidden gradient.
         launch = None
-    wait = None
-    if grad_hidden is not None:
-        made = grad_hidden
-        if start_sum is None:
-            grad_hidden = run.finish_hidden(made, store_as)
+    if grad_hidden is not None and hidden is not None:
+        part = grad_hidden
+        if hidden.is_local:
+            grad_hidden = run.finish_hidden(part, hidden.part_dtype)
         else:
-            wait = start_sum(made, finish=lambda: run.finish_hidden(made, made.dtype))
+            wait = hidden.start(part, finish=lambda: run.finish_hidden(part, part.dtype))
     try:
         if launch is not None:
             launch(REST)
-        if grad_weight is not None and rows is not grad_weight:
-            grad_weight.copy_(rows)
+        if into is not None and rows is not None and rows is not into.rows:
+            into.rows.copy_(rows)
     finally:
         if wait is not None:
             grad_hidden = wait()
     return LocalGrads(grad_hidden, grad_bias)
-
-
-def _pieces_and_room(
-    num_tokens: int, weight: Tensor, kept: KeptColumns | None, workspace_bytes: int, splits: bool
-) -> tuple[int, int]:
-    """Into how many pieces the columns go, each with a hidden gradient of its own (one, unless
-    `splits`), and the bytes of the workspace that are left for chunks.
-
-    A task of the hidden gradient is a block of tokens and some dims, over all columns that come
-    into question. Those of a few tokens are no work for a whole device.
-    """
-    num_columns, dim = weight.shape
-    num_blocks, table = triton.cdiv(num_tokens, TOKEN_BLOCK), tiles_for(weight)
-    if kept is None:
-        room, slice_dims = workspace_bytes - 160 * num_blocks * TOKEN_BLOCK, table.columns
-    else:
-        room, slice_dims = kept.marks.room(workspace_bytes, num_blocks), table.slice_dims
-    tasks, num_bytes = num_blocks * triton.cdiv(dim, slice_dims), 4 * num_tokens * dim
-    pieces = min(
-        num_programs(weight) // max(tasks, 1),
-        num_columns // LEAST_OF_A_PIECE,
-        room // 4 // max(num_bytes, 1),
-    )
-    return (pieces, room - pieces * num_bytes) if splits and pieces > 1 else (1, room)
-
-
-@dataclass
-class Backward:
-    """One backward: its inputs as the kernels read them, and the tail's sums."""
-
-    num_tokens: int
-    head: Head
-    kept: KeptColumns | None
-    table: Tiles
-    weight: Tensor
-    hidden: Tensor  # [num_rows, D]
-    count: Tensor
-    of_tokens: Pull
-    has_entropy: bool
-    has_smooth: bool
-    num_blocks: int
-    num_tiles: int
-    pieces: int  # of the columns, for each of which there is a hidden gradient apart
-    room: int  # bytes of the workspace for chunks
-    drawn_total: Tensor  # [num_blocks * 128] sum of the drawn columns' d_logits
-    lists: Lists | None
-    logits: KeptLogits | None  # None: none; else of the last columns, used up
-    listed: ListedLogits | None  # None: none; else of the last chunk of `lists`, used up
-    centroid: Tensor | None = None  # [padded_groups, D] mean column of what a group drops
-    sums: Tensor | None = None  # the same: what a unit of a group's share adds to a column
-    bias_sums: Tensor | None = None  # [padded_groups]
-
-    @classmethod
-    def of(
-        cls,
-        tokens: Tokens,
-        head: Head,
-        lse: Tensor,
-        target_logit: Tensor,
-        upstream: Upstream,
-        entropy: Tensor | None,
-        kept: KeptColumns | None,
-        needs: Needs,
-        workspace_bytes: int,
-        logits: KeptLogits | ListedLogits | None,
-    ) -> Backward:
-        head = for_kernels(head)
-        weight = head.weight
-        num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        # The workspace of logits that were kept is there already, and takes all of the room.
-        splits = needs.hidden and logits is None
-        pieces, room = _pieces_and_room(len(tokens), weight, kept, workspace_bytes, splits)
-        listed = logits if kept is not None and isinstance(logits, ListedLogits) else None
-        has_tail = kept is not None and kept.tail
-        of_tokens = Pull.of(
-            tokens,
-            head,
-            lse,
-            target_logit,
-            upstream,
-            entropy,
-            kept.dropped_mass if kept is not None and has_tail else None,
-            None if kept is None else kept.marks.order,
-            num_blocks,
-        )
-        run = cls(
-            num_tokens=len(tokens),
-            head=head,
-            kept=kept,
-            table=tiles_for(weight),
-            weight=weight,
-            hidden=with_unit_inner_stride(tokens.hidden),
-            count=of_tokens.count,
-            of_tokens=of_tokens,
-            has_entropy=upstream.entropy is not None,
-            has_smooth=upstream.smooth_logit is not None and head.softcap is not None,
-            num_blocks=num_blocks,
-            num_tiles=triton.cdiv(weight.shape[0], TILE),
-            pieces=pieces,
-            room=room,
-            drawn_total=lse.new_empty(num_blocks * TOKEN_BLOCK),
-            lists=None,
-            logits=logits if isinstance(logits, KeptLogits) else None,
-            listed=listed,
-        )
-        draws = kept is not None and kept.draws and needs.hidden
-        steps = [step for step in (tokens.fill, run._tail_sums(draws)) if step is not None]
-
-        def fill_and_sum() -> None:
-            for step in steps:
-                step()
-
-        # Which columns are kept has nothing to do with it. Small kernels, either.
-        wait = start_aside(weight.device, fill_and_sum) if steps else None
-        try:
-            if listed is not None:
-                run.lists = listed.lists
-            elif kept is not None:
-                run.lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
-        finally:
-            if wait is not None:
-                wait()
-        return run
-
-    @property
-    def tail_mass(self) -> Tensor | None:
-        return self.of_tokens.tail_mass
-
-    @property
-    def mean(self) -> Tensor | None:
-        return self.of_tokens.mean
-
-    @property
-    def share(self) -> Tensor | None:
-        return None if self.kept is None or self.tail_mass is None else self.kept.marks.share
-
-    @property
-    def groups(self) -> int:
-        return 0 if self.share is None else self.share.shape[0]
-
-    @property
-    def padded_groups(self) -> int:
-        return padded_groups(self.share is not None, self.mean is not None)
-
-    @property
-    def tokens_per_group(self) -> int:
-        return TOKEN_BLOCK * (1 if self.kept is None else self.kept.marks.blocks_per_group)
-
-    def or_dummy(self, tensor: Tensor | None) -> Tensor:
-        """A pointer for an argument that the kernel was compiled not to read."""
-        return self.count if tensor is None else tensor
-
-    def _tail_sums(self, draws: bool) -> Callable[[], None] | None:
-        """What the dropped columns, and the mean logit, add to either gradient, by group: room for
-        it, and what launches the kernels that fill it; None: they add nothing."""
-        if self.share is None and self.mean is None:
-            return None
-        with_mean = self.mean is not None
-        # Where columns are drawn, no centroid biases the gradient: an estimate of it will do.
-        estimates = draws and not with_mean
-        self.centroid, inverse, sum_columns = centroids(
-            self.head, self.weight, self.share, with_mean=with_mean, every=16 if estimates else 1
-        )
-        dim, block_d = self.weight.shape[1], 128
-        part = self.weight.new_empty(2, self.num_blocks, dim, dtype=torch.float32)
-        part_bias = part.new_empty(2, self.num_blocks)
-        sum_tokens = functools.partial(
-            start(token_sums_kernel, (self.num_blocks, triton.cdiv(dim, block_d))),
-            self.hidden,
-            self.of_tokens.rows,
-            self.count,
-            self.or_dummy(self.tail_mass),
-            self.or_dummy(self.mean),
-            part,
-            part_bias,
-            dim,
-            self.hidden.stride(0),
-            TOKENS=TOKEN_BLOCK,
-            BLOCK_D=block_d,
-            HAS_TAIL=self.share is not None,
-            HAS_MEAN=with_mean,
-        )
-        self.sums, self.bias_sums = torch.empty_like(self.centroid), torch.empty_like(inverse)
-        sum_groups = functools.partial(
-            start(group_sums_kernel, (self.padded_groups, triton.cdiv(dim, block_d))),
-            part,
-            part_bias,
-            inverse,
-            self.sums,
-            self.bias_sums,
-            dim,
-            self.groups,
-            self.num_blocks,
-            self.tokens_per_group // TOKEN_BLOCK,
-            BLOCK_D=block_d,
-            HAS_MEAN=with_mean,
-        )
-
-        def launch() -> None:
-            sum_columns()
-            sum_tokens()
-            sum_groups()
-
-        return launch
-
-    def finish_hidden(self, made: Tensor, store_as: torch.dtype) -> Tensor:
-        """Adds the tail to [num_rows, D] fp32; in that dtype, in place if it is fp32."""
-        dim, out = self.weight.shape[1], made
-        if store_as != made.dtype:
-            out = torch.empty_like(made, dtype=store_as)
-        block_d = 128
-        start(spread_kernel, (self.num_blocks, triton.cdiv(dim, block_d)))(
-            made,
-            self.or_dummy(self.centroid),
-            self.of_tokens.rows,
-            self.count,
-            self.or_dummy(None if self.lists is None else self.lists.num_chunks),
-            self.or_dummy(self.tail_mass),
-            self.drawn_total,
-            self.of_tokens.unit,
-            self.or_dummy(self.mean),
-            out,
-            self.num_tokens,
-            dim,
-            self.groups,
-            self.tokens_per_group,
-            BLOCK_N=TOKEN_BLOCK,
-            BLOCK_D=block_d,
-            HAS_TAIL=self.share is not None,
-            HAS_DRAWN=self.lists is not None and self.lists.draws,
-            HAS_MEAN=self.mean is not None,
-            EVERY=self.lists is None,
-        )
-        return out

@@ -48,14 +48,14 @@ RELEASES = "3.6 to 3.9"
 
 @functools.cache
 def why_no_gluon() -> str | None:
-    """Why this Triton cannot compile the kernel; None if it can."""
-    found = f"triton {triton.__version__}"
+    """Says why this Triton cannot compile the kernel; None if it can."""
+    installed = f"triton {triton.__version__}"
     try:
         from triton.experimental.gluon import language
         from triton.experimental.gluon.language.nvidia import hopper
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     except ImportError as error:
-        return f"{found} has no Gluon: {error}"
+        return f"{installed} has no Gluon: {error}"
     del TensorDescriptor
     for name, expected in GLUON.items():
         root, former = hopper if name.startswith("hopper.") else language, FORMER.get(name, name)
@@ -64,15 +64,16 @@ def why_no_gluon() -> str | None:
             with contextlib.suppress(AttributeError):
                 function = operator.attrgetter(each.removeprefix("hopper."))(root)
         if function is None:
-            return f"{found} has no {name} in Gluon"
+            return f"{installed} has no {name} in Gluon"
         taken = tuple(inspect.signature(function).parameters)
         if taken[: len(expected)] != expected:
-            return f"{found}: {name} takes {taken}, and {expected} was expected"
+            return f"{installed}: {name} takes {taken}, and {expected} was expected"
     return None
 
 
 def num_groups(weight: Tensor, tiles: Tiles) -> int:
-    """Splits of the vocabulary that a program makes side by side: 1 without such a kernel."""
+    """Counts splits of the vocabulary that a program makes side by side: 1 without such a
+    kernel."""
     if interpreted() or weight.element_size() != 2 or tiles.columns < 256:
         return 1
     # Later architectures have other tensor cores.
@@ -89,7 +90,7 @@ def num_groups(weight: Tensor, tiles: Tiles) -> int:
 
 @dataclass(frozen=True)
 class Groups:
-    """How many programs, how many splits of the vocabulary each makes, what keeps a column."""
+    """The number of programs, splits of the vocabulary that each makes, and the filter."""
 
     programs: int
     groups: int
@@ -107,10 +108,10 @@ def launch_forward(
     count: Tensor,
     shape: Tensor,
     number: int,
-    how: Groups,
+    grouping: Groups,
     eight: EightBit | None,
 ) -> None:
-    """One launch of those that `forward_kernel` numbers.
+    """Launches one of the forwards that `forward_kernel` numbers.
 
     hidden [N_padded, D] packed and weight [V_local, D], both of 8 bits with `eight`; scale: of
     logits, or without `eight` [N_padded] that of each token; parts: state,
@@ -120,11 +121,11 @@ def launch_forward(
 
     from cce_dist.kernels.hopper import hopper_forward_kernel
 
-    mass, tiles = parts.get("mass"), how.tiles
-    size = how.programs * how.groups * TOKEN_BLOCK
-    rows = tiles.columns // how.groups
+    mass, tiles = parts.get("mass"), grouping.tiles
+    size = grouping.programs * grouping.groups * TOKEN_BLOCK
+    rows = tiles.columns // grouping.groups
     hidden_tile, weight_tile = [TOKEN_BLOCK, tiles.dims], [rows, tiles.dims]
-    start(hopper_forward_kernel, (how.programs,))(
+    start(hopper_forward_kernel, (grouping.programs,))(
         TensorDescriptor.from_tensor(hidden, hidden_tile, _layout(*hidden_tile, weight.dtype)),
         TensorDescriptor.from_tensor(weight, weight_tile, _layout(*weight_tile, weight.dtype)),
         count if head.bias is None else head.bias,
@@ -142,7 +143,7 @@ def launch_forward(
         weight.shape[1],
         scale,
         head.softcap or 1.0,
-        how.threshold,
+        grouping.threshold,
         BLOCK_N=TOKEN_BLOCK,
         ROWS=rows,
         BLOCK_D=tiles.dims,
@@ -150,7 +151,7 @@ def launch_forward(
         HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=head.softcap is not None,
         HAS_SCORE=mass is not None,
-        BY_LARGEST=how.by_largest,
+        BY_LARGEST=grouping.by_largest,
         IS_SCREENED=eight is not None,
         FINE=head.softcap is not None and head.softcap > ROUGH_SOFTCAP,
         ACCUMULATOR=_accumulator(weight.dtype),

@@ -24,24 +24,24 @@ MOST_COUNTED = 2**16
 
 
 def with_unit_inner_stride(matrix: Tensor) -> Tensor:
-    """The matrix itself, or a copy where a row's elements don't lie side by side."""
+    """Returns the matrix itself, or a copy where a row's elements don't lie side by side."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
 def padded_dim(matrix: Tensor) -> int:
-    """D rounded up to 16 bytes, a descriptor's unit."""
+    """Rounds D up to 16 bytes, a descriptor's unit."""
     unit = 16 // matrix.element_size()
     return triton.cdiv(matrix.shape[1], unit) * unit
 
 
 def pad_tokens(values: Tensor, size: int, fill: float) -> Tensor:
-    """[..., N] -> [..., size]"""
+    """Pads [..., N] to [..., size]."""
     short = size - values.shape[-1]
     return torch.nn.functional.pad(values, (0, short), value=fill) if short else values
 
 
 def for_kernels(head: Head) -> Head:
-    """Vectors as the kernels read them: contiguous, class weights in fp32."""
+    """Returns the head with vectors as the kernels read them: contiguous, class weights in fp32."""
     bias, class_weight = head.bias, head.class_weight
     return replace(
         head,
@@ -52,7 +52,7 @@ def for_kernels(head: Head) -> Head:
 
 
 def rows_of(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Rows of hidden [N] int64, those that count first, and how many count [1] int32."""
+    """Returns rows of hidden [N] int64, those that count first, and how many count [1] int32."""
     device = tokens.local_targets.device
     rows, count = tokens.rows, tokens.count
     if rows is None:
@@ -63,13 +63,13 @@ def rows_of(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def similar_order(tokens: Tokens) -> Tensor:
-    """An order in which tokens of similar hidden states stand side by side, those that count
-    before those that don't, [N] int64. docs/performance.md#the-order-of-tokens."""
+    """Returns an order in which tokens of similar hidden states stand side by side, those that
+    count before those that don't, [N] int64. docs/performance.md#the-order-of-tokens."""
     return in_similar_order(tokens)[1]
 
 
 def in_similar_order(tokens: Tokens) -> tuple[Tokens, Tensor]:
-    """The tokens in `similar_order`, and that order."""
+    """Returns the tokens in `similar_order`, and that order."""
     rows, count = rows_of(tokens)
     key, tally = similar_keys(tokens.hidden, rows, count)
     num_tokens = len(tokens)
@@ -105,7 +105,7 @@ def in_similar_order(tokens: Tokens) -> tuple[Tokens, Tensor]:
 
 
 def part_tokens() -> int:
-    """Of one program of `similar_kernel`."""
+    """Returns the tokens of one program of `similar_kernel`."""
     return 512 if interpreted() else 32
 
 
@@ -133,7 +133,7 @@ def similar_keys(hidden: Tensor, rows: Tensor, count: Tensor) -> tuple[Tensor, T
 
 
 def tiles_of(matrix: Tensor, rows: int, columns: int, use_tma: bool) -> Any:
-    """A descriptor of such tiles of the matrix, or the matrix for a pointer."""
+    """Returns a descriptor of such tiles of the matrix, or the matrix for a pointer."""
     if not use_tma:
         return matrix
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns])

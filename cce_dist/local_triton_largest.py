@@ -9,15 +9,16 @@ from cce_dist.local_triton_extras import largest_of
 from cce_dist.local_triton_forward import Forward
 from cce_dist.local_triton_operands import Launch
 from cce_dist.partials import Head, Tokens, Wanted
+from cce_dist.protocol import Room
 
 
-def local_largest(tokens: Tokens, head: Head, *, workspace_bytes: int) -> tuple[Tensor, Tensor]:
-    """As `local_torch.local_largest`. One product; the logits stay in registers."""
+def largest(tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
+    """As `local_torch.largest`. One product; the logits stay in registers."""
     run = Forward.of(tokens, head, Wanted(correct=True), False, None)
     launches = run.launches(False)
     last = Launch(launches[-1].number, 0, run.num_tiles, robust=True)
     for launch in (*launches, last):
-        run.launch(0.0, False, launch)
+        run.launch(None, launch)
     stride = run.packed.shape[0]
     value, index = largest_of(run.parts["extras"], stride, run.shape[1], len(tokens))
     # The kernel's maximum may pass over what is no number; its sum does not. Of infinite logits

@@ -30,7 +30,7 @@ _compiled: ContextVar[list[Any] | None] = ContextVar("cce_dist_compiled", defaul
 
 
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """`kernel[grid]`; in a rehearsal what compiles the kernel for such arguments, and no more."""
+    """Returns `kernel[grid]`; in a rehearsal a function that compiles the kernel and no more."""
     load_one_at_a_time()
     compiled, options = _compiled.get(), _options()
     if compiled is None:
@@ -42,13 +42,14 @@ def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 @functools.cache
 def _options() -> dict[str, bool]:
-    """Of every kernel. Triton 3.9 warns where it is left to decide whether to fuse."""
+    """Returns options of every kernel. Triton 3.9 warns where it is left to decide whether to
+    fuse."""
     language = getattr(getattr(triton, "knobs", None), "language", None)
     return {"enable_fp_fusion": True} if hasattr(language, "fp_fusion_enabled") else {}
 
 
 def is_rehearsing() -> bool:
-    """Whether what a kernel would have written is not there: no numbers to take for indices."""
+    """Tells whether kernels write nothing, so that there are no numbers to take for indices."""
     return _compiled.get() is not None
 
 
@@ -61,7 +62,8 @@ def can_rehearse() -> bool:
 
 @contextlib.contextmanager
 def rehearsal(device: torch.device) -> Iterator[None]:
-    """Within it `start` starts nothing. It ends when every kernel is compiled, and loaded.
+    """Keeps `start` from starting anything within it. It ends when every kernel is compiled, and
+    loaded.
 
     What cannot be compiled, or loaded, is left to its launch, which says why.
     """
@@ -79,12 +81,13 @@ def rehearsal(device: torch.device) -> Iterator[None]:
 
 
 def _kernel_of(compiled: Any) -> Any:
-    """Of what `warmup` returned; None: it could not be compiled."""
+    """Returns the kernel that `warmup` compiled; None: it could not be compiled."""
     return compiled.kernel if isinstance(compiled, triton.FutureKernel) else compiled
 
 
 def _load(kernel: Any, device: torch.device) -> None:
-    """Into the device; and the host's code that launches it, which takes a compiler too."""
+    """Loads a kernel into the device; and the host's code that launches it, which takes a compiler
+    too."""
     if kernel is not None:
         with torch.cuda.device(device), contextlib.suppress(Exception):
             _ = kernel.run

@@ -1,4 +1,4 @@
-"""Which columns which token blocks keep: marks of the forward, lists of the backward."""
+"""The columns that token blocks keep: marks of the forward, lists of the backward."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
@@ -24,6 +24,7 @@ from cce_dist.local_triton_tail import TAIL_GROUPS
 from cce_dist.local_triton_tiles import interpreted, tiles_for
 from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
 from cce_dist.partials import Head, Tokens
+from cce_dist.protocol import ColumnFilter, Room, Scores
 
 # Columns of one tile of the backward.
 TILE = 128
@@ -48,7 +49,7 @@ class MassFactors:
 
 @dataclass(frozen=True)
 class Marks:
-    """What the forward leaves for the backward: 32 bytes a column at 8,192 tokens."""
+    """Marks of the forward for the backward: 32 bytes a column at 8,192 tokens."""
 
     kept: Tensor  # [V_local, ceil(num_blocks / 64)] int64: bit n: block n keeps the column
     drawn: Tensor  # the same: the column stands for others in block n's hidden gradient
@@ -62,7 +63,8 @@ class Marks:
     blocks_padded: int  # a power of two above num_blocks
 
     def room(self, workspace_bytes: int, num_blocks: int) -> int:
-        """Bytes of the workspace for chunks: not these, vectors of tokens, nor the tail's sums."""
+        """Returns the bytes of the workspace for chunks: without these, vectors of tokens, nor the
+        tail's sums."""
         return workspace_bytes - 160 * num_blocks * TOKEN_BLOCK - self.num_bytes
 
     @property
@@ -72,7 +74,8 @@ class Marks:
 
     @classmethod
     def like(cls, num_tokens: int, num_columns: int, weight: Tensor) -> Marks:
-        """Of the shapes that a forward's have, uninitialised, on the weight's device."""
+        """Makes marks of the shapes that a forward's have, uninitialised, on the weight's
+        device."""
         num_blocks = triton.cdiv(num_tokens, TOKEN_BLOCK)
         per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
         bits = (num_columns, triton.cdiv(num_blocks, 64))
@@ -105,7 +108,8 @@ def marks_of(
     draws: bool,
     order: Tensor | None = None,  # [N] of `order_dtype`
 ) -> Marks:
-    """Column masses -> which blocks keep which columns; the masses are not needed afterwards."""
+    """Turns column masses into marks of the blocks that keep them; the masses are not needed
+    afterwards."""
     num_blocks, num_columns = mass.shape
     words = triton.cdiv(num_blocks, 64)
     blocks_per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
@@ -148,7 +152,8 @@ def order_dtype(num_tokens: int) -> torch.dtype:
 
 
 def blocks_padded(num_blocks: int) -> int:
-    """A power of two above it, the same for up to 32,512 tokens: kernels are compiled for it."""
+    """Returns a power of two above it, the same for up to 32,512 tokens: kernels are compiled for
+    it."""
     return max(256, triton.next_power_of_2(num_blocks + 1))
 
 
@@ -161,26 +166,27 @@ class KeptColumns:
     tail: bool
     draws: bool
 
+    @property
+    def scores(self) -> Marks:
+        return self.marks
 
-def local_kept(
+
+def keep(
     tokens: Tokens,
     head: Head,
-    scores: Marks,
+    scores: Scores,
     lse: Tensor,  # [N] over all ranks
-    *,
-    threshold: float,
-    by_largest: bool,
-    tail: bool,
-    draws: bool,
-    workspace_bytes: int,
+    rule: ColumnFilter,
+    room: Room,
 ) -> KeptColumns:
-    """The marks were made in the forward, by the same threshold."""
-    return KeptColumns(scores, (scores.log_dropped - lse).exp(), tail, draws)
+    """Returns the marks of the forward, which were made by the same threshold."""
+    assert isinstance(scores, Marks)
+    return KeptColumns(scores, (scores.log_dropped - lse).exp(), rule.tail, rule.draws)
 
 
 @dataclass(frozen=True)
 class Lists:
-    """Which columns which token blocks compute, chunk by chunk of an order of the columns.
+    """The columns that token blocks compute, chunk by chunk of an order of the columns.
 
     A chunk's d_logits, one row of 128 tokens for each entry of a block's list, fit the workspace.
     How many there are is known on the device only: sizes known to the host are bounds.
@@ -259,13 +265,13 @@ class Lists:
         return lists
 
     def new_workspace(self, weight: Tensor) -> Tensor:
-        """[max_rows + TILE, 128]: a chunk's rows, uninitialised, then zeros."""
+        """Makes [max_rows + TILE, 128]: a chunk's rows, uninitialised, then zeros."""
         workspace = weight.new_empty(self.max_rows + TILE, TOKEN_BLOCK)
         workspace[self.max_rows :] = 0
         return workspace
 
     def _cut(self, windows: tuple[int, int], step: int, segment: int, padded: int) -> None:
-        """Where chunks end, and where blocks' lists stand in them."""
+        """Finds where chunks end, and where blocks' lists stand in them."""
         num_tiles, num_blocks = self.blocks.shape
         start(chunks_kernel, (1,))(
             self.starts, self.first, self.num_chunks, num_tiles, num_blocks, *windows, BLOCK=1024
@@ -296,7 +302,8 @@ class ListedLogits:
     poor: Tensor | None = None  # [num_blocks] int32: 1 where it is not to be used
 
     def make_room(self, lists: Lists, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The workspace as fp16, `ref`, `poor`: uninitialised."""
+        """Makes the workspace, `ref` and `poor`, and returns them, the first as fp16:
+        uninitialised."""
         num_blocks = lists.blocks.shape[1]
         self.lists, self.workspace = lists, lists.new_workspace(weight)
         self.ref = weight.new_empty(num_blocks * TOKEN_BLOCK, dtype=torch.float32)
@@ -304,13 +311,13 @@ class ListedLogits:
         return self.workspace.view(torch.float16), self.ref, self.poor
 
     def take_workspace(self) -> Tensor | None:
-        """Whoever takes it frees it, for what is allocated after the products."""
+        """Gives the workspace away, so that it is free once the products are done."""
         workspace, self.workspace = self.workspace, None
         return workspace
 
 
 def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
-    """Columns, those kept in many runs of blocks first, [V_local] int64."""
+    """Orders columns, those kept in many runs of blocks first, [V_local] int64."""
     num_columns, words = marks.kept.shape
     key = torch.empty(num_columns, dtype=torch.int16, device=marks.kept.device)
     block = 256
@@ -328,14 +335,16 @@ def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
 
 
 def int32_zeros(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """Of those shapes, by one kernel; each begins where a kernel may read 16 bytes at once."""
+    """Makes zeros of those shapes by one kernel; each begins where a kernel may read 16 bytes at
+    once."""
     sizes = [triton.cdiv(math.prod(shape), 4) * 4 for shape in shapes]
     zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     return [x[: math.prod(shape)].view(shape) for x, shape in zip(zeros, shapes, strict=True)]
 
 
 def chunk_bounds(weight: Tensor, num_blocks: int, num_tiles: int, room: int) -> tuple[int, int]:
-    """Rows of d_logits, and pairs of a tile and a block that keeps it, of a chunk of `room` bytes.
+    """Bounds rows of d_logits, and pairs of a tile and a block that keeps it, of a chunk of `room`
+    bytes.
 
     At least what one tile and one window more take, at most what all of them do.
     """

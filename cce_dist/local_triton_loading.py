@@ -35,11 +35,11 @@ def load_one_at_a_time() -> None:
     @functools.wraps(load)
     def load_module(name: str, path: str) -> ModuleType:
         with _one_module:
-            found = load(name, path)
+            module = load(name, path)
             # The module itself is the one that the next load of this name fills.
-            made = ModuleType(name)
-            vars(made).update(vars(found))
-            return made
+            copy = ModuleType(name)
+            vars(copy).update(vars(module))
+            return copy
 
     @functools.wraps(init)
     def init_handles(self: Any) -> None:

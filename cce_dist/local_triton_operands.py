@@ -1,4 +1,4 @@
-"""What a forward multiplies, launch by launch, and what comes of it."""
+"""The operands of a forward, launch by launch, and its results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cce_dist.local_triton_exact import Region
+from cce_dist.local_triton_kept_logits import Region
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class EightBit:
-    """What a forward of 8 bits multiplies, in place of the packed hidden states and the weight."""
+    """The operands of a forward of 8 bits, in place of the packed hidden states and the weight."""
 
     hidden: Tensor  # [N_padded, stride] int8 | e4m3, the first D of a row
     weight: Tensor  # [V_local, stride]

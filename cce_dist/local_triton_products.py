@@ -9,7 +9,7 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -21,18 +21,15 @@ from cce_dist.local_triton_exact import products_of_every_column
 from cce_dist.local_triton_inputs import tiles_of
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, Lists
+from cce_dist.local_triton_state import Backward, GradBuffers
 from cce_dist.local_triton_tiles import (
     REST,
     interpreted,
     num_programs,
-    rounds_exp2,
     takes_branches,
     takes_tma,
 )
 from cce_dist.options import TOKEN_BLOCK
-
-if TYPE_CHECKING:
-    from cce_dist.local_triton_grads import Backward
 
 # Programs of what is left for each that the device has room for: most are one task, of some 30 us.
 SHORT = 16
@@ -41,57 +38,20 @@ SHORT = 16
 LEFT_TO_OTHERS = 48
 
 
-def products(
-    run: Backward,
-    grad_hidden: Tensor | None,
-    grad_weight: Tensor | None,
-    grad_bias: Tensor | None,
-    accumulate: bool,
-    beside: bool = False,
-) -> Callable[[int], None]:
-    """SDD, DSD, DDS: of every column, or of what is kept, and the tail of what is not.
+def products(run: Backward, grads: GradBuffers, *, shares_device: bool) -> Callable[[int], None]:
+    """Prepares SDD, DSD, DDS of every column, or of the columns kept, and the others' tail.
 
-    Args: beside: as of `local_grads`.
-    Returns: what launches a part of them: `WHOLE`, or first `UNTIL_HIDDEN` and later `REST`.
+    Args: shares_device: as of `protocol.Room`.
+    Returns: a function that launches a part of them: `WHOLE`, or first `UNTIL_HIDDEN` and later
+        `REST`.
     """
-    weight, head, lists = run.weight, run.head, run.lists
-    # The tail's shares and sums are fp32; tf32 keeps more digits than the 16-bit inputs have.
-    tail_precision = "tf32" if weight.element_size() == 2 else "ieee"
-    common = {
-        "class_weight_ptr": run.or_dummy(head.class_weight),
-        "tail_ptr": run.or_dummy(run.sums),
-        "tail_bias_ptr": run.or_dummy(run.bias_sums),
-        "grad_hidden_ptr": run.or_dummy(grad_hidden),
-        "pieces": run.pieces,
-        "num_rows": run.num_tokens,
-        "grad_weight_ptr": run.or_dummy(grad_weight),
-        "grad_bias_ptr": run.or_dummy(grad_bias),
-        "count_ptr": run.count,
-        "unit_ptr": run.of_tokens.unit,
-        "V": weight.shape[0],
-        "D": weight.shape[1],
-        "stride_wv": weight.stride(0),
-        "stride_gv": 0 if grad_weight is None else grad_weight.stride(0),
-        "TOKENS": TOKEN_BLOCK,
-        "TILE": TILE,
-        "GROUPS": run.padded_groups,
-        "PRECISION": "ieee",
-        "TAIL_PRECISION": tail_precision,
-        "WIDE": rounds_exp2(weight),
-        "HAS_MEAN": run.mean is not None,
-        "HAS_CLASS_WEIGHT": head.class_weight is not None,
-        "HAS_GRAD_HIDDEN": grad_hidden is not None,
-        "HAS_GRAD_WEIGHT": grad_weight is not None,
-        "HAS_GRAD_BIAS": grad_bias is not None,
-        "ACCUMULATE": accumulate,
-    }
-    if lists is None:
-        return products_of_every_column(run, common)
-    return _listed(run, lists, {**common, **_inputs(run)}, beside)
+    if run.lists is None:
+        return products_of_every_column(run, grads)
+    return _listed(run, run.lists, grads, shares_device)
 
 
 def _inputs(run: Backward) -> dict[str, Any]:
-    """What the filtered kernel reads of tokens and columns, and its tiles."""
+    """Returns the filtered kernel's arguments of tokens and columns, and its tiles."""
     head, table, of_tokens = run.head, run.table, run.of_tokens
     block_k = table.backward_dims
     return {
@@ -121,23 +81,25 @@ def _inputs(run: Backward) -> dict[str, Any]:
 
 
 def _listed(
-    run: Backward, lists: Lists, common: dict[str, Any], beside: bool
+    run: Backward, lists: Lists, grads: GradBuffers, shares_device: bool
 ) -> Callable[[int], None]:
     weight, table = run.weight, run.table
     queue = torch.zeros(2 * lists.max_chunks + 3, dtype=torch.int32, device=weight.device)
-    arguments = {**common, **_of_lists(run, lists), "queue_ptr": queue}
+    arguments = {**run.product_arguments(grads), **_inputs(run), **_of_lists(run, lists)}
+    arguments["queue_ptr"] = queue
     programs = num_programs(weight) * (1 if interpreted() else table.residents)
     together = {}
     if not interpreted():
         # Programs wait for each other: all of them must be there before the first begins.
         together["launch_cooperative_grid"] = True
-        if beside:
+        if shares_device:
             programs = max(programs - LEFT_TO_OTHERS * table.residents, programs // 2)
 
     def launch(part: int) -> None:
         if part != REST:
-            how = {"part": part, "num_warps": table.backward_warps, **together}
-            start(filtered_kernel, (programs,))(**arguments, **how)
+            start(filtered_kernel, (programs,))(
+                **arguments, part=part, num_warps=table.backward_warps, **together
+            )
             return
         taken = {name: arguments[name] for name in rest_kernel.arg_names if name in arguments}
         start(rest_kernel, (SHORT * programs,))(**taken, num_warps=table.backward_warps)
@@ -146,7 +108,7 @@ def _listed(
 
 
 def _of_lists(run: Backward, lists: Lists) -> dict[str, Any]:
-    """What says which columns are kept, and the workspace."""
+    """Returns the filtered kernel's lists of columns, and its workspace."""
     assert run.kept is not None
     weight, table, marks = run.weight, run.table, run.kept.marks
     segment = table.pair * TILE
@@ -155,8 +117,8 @@ def _of_lists(run: Backward, lists: Lists) -> dict[str, Any]:
     def int32(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=weight.device)
 
-    made = run.listed
-    workspace = None if made is None else made.take_workspace()
+    listed = run.listed
+    workspace = None if listed is None else listed.take_workspace()
     if workspace is None:
         workspace = lists.new_workspace(weight)
     return {
@@ -179,10 +141,10 @@ def _of_lists(run: Backward, lists: Lists) -> dict[str, Any]:
         "pair_rows_ptr": int32(lists.max_pairs, TILE),
         "workspace_ptr": workspace,
         "workspace_rows": tiles_of(workspace, table.backward_dims, TOKEN_BLOCK, takes_tma(weight)),
-        "made_ptr": workspace if made is None else workspace.view(torch.float16),
-        "ref_ptr": run.or_dummy(None if made is None else made.ref),
-        "poor_ptr": run.or_dummy(None if made is None else made.poor),
-        "HAS_MADE": made is not None,
+        "made_ptr": workspace if listed is None else workspace.view(torch.float16),
+        "ref_ptr": run.or_dummy(None if listed is None else listed.ref),
+        "poor_ptr": run.or_dummy(None if listed is None else listed.poor),
+        "HAS_MADE": listed is not None,
         "drawn_sum_ptr": weight.new_empty(max_tasks, TOKEN_BLOCK, dtype=torch.float32),
         "drawn_total_ptr": run.drawn_total,
         "max_chunks": lists.max_chunks,

@@ -131,12 +131,12 @@ def quantize_weight(
     Args: as of `eight_bits.quantized_rows`.
     """
     weight = with_unit_inner_stride(weight)
-    own = moments_of(weight, every=every_for_centre(weight))
+    of_weight = moments_of(weight, every=every_for_centre(weight))
 
     def make(centre: Tensor, channel: Tensor, across: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _quantize(weight, channel, -centre * channel, across, dtype, into)
 
-    return quantized_rows(own, hidden, into, make)
+    return quantized_rows(of_weight, hidden, into, make)
 
 
 def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRows:

@@ -6,31 +6,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
-from cce_dist.local_triton import local_stats
-from cce_dist.local_triton_grads import local_grads
+from cce_dist import local_triton_grads
+from cce_dist.local_triton import forward
 from cce_dist.local_triton_launch import can_rehearse, rehearsal
-from cce_dist.local_triton_lists import (
-    ListedLogits,
-    blocks_padded,
-    local_kept,
-    order_dtype,
-)
+from cce_dist.local_triton_lists import ListedLogits, blocks_padded, keep, order_dtype
 from cce_dist.local_triton_tiles import interpreted
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import Head, StepKind, Tokens, Upstream
+from cce_dist.partials import Head, Tokens, Upstream
+from cce_dist.protocol import (
+    BackwardRequest,
+    ExpectedBackward,
+    ForwardRequest,
+    HiddenSum,
+    Room,
+    WeightGrad,
+)
 from cce_dist.slower import warn_slower
 
 # What distinguishes the kernels that this process has compiled.
 _rehearsed: set[tuple[object, ...]] = set()
 
 
-def rehearse(tokens: Tokens, head: Head, kind: StepKind) -> None:
+@dataclass(frozen=True)
+class NoSum:
+    """A sum over ranks that are not asked."""
+
+    is_local: bool
+    part_dtype: torch.dtype
+
+    def start(
+        self, part: Tensor, *, finish: Callable[[], object] = lambda: None
+    ) -> Callable[[], Tensor]:
+        finish()
+        return lambda: part
+
+    def of_tokens(self, part: Tensor, rows: Tensor | None) -> Tensor:
+        return part
+
+
+def warm_up(
+    tokens: Tokens, head: Head, request: ForwardRequest, backward: ExpectedBackward
+) -> None:
     """Compiles the kernels of a filtered loss and of its gradients, all at once; once.
 
     They don't depend on the number of tokens, so a few stand for all. Nothing is read or written.
@@ -46,71 +68,55 @@ def rehearse(tokens: Tokens, head: Head, kind: StepKind) -> None:
             "twice the time; 3.6 and later do so side by side"
         )
         return
+    hidden = backward.hidden
+    if hidden is not None:
+        hidden = NoSum(hidden.is_local, hidden.part_dtype)
+    assert request.filter is not None
+    # Any will do for a binary that takes them as numbers.
+    rule, room = replace(request.filter, threshold=1.0), Room(1)
     has = (head.bias is None, head.class_weight is None, head.softcap is None)
-    has += (tokens.scale is None,)
+    has += (tokens.scale is None, request.wanted, rule, request.screen, request.store is not None)
+    has += (replace(backward, hidden=None), hidden)
     layout = (weight.device, weight.dtype, weight.shape, weight.stride(), tokens.hidden.stride())
     sizes = (num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks))
-    if (kind, has, layout, sizes) in _rehearsed:
+    if (has, layout, sizes) in _rehearsed:
         return
-    _rehearsed.add((kind, has, layout, sizes))
+    _rehearsed.add((has, layout, sizes))
+    store = None
+    if isinstance(request.store, ListedLogits):
+        store = ListedLogits(request.store.draws)
+    request = replace(request, filter=rule, bounds=None, store=store, room=room)
     with rehearsal(weight.device), torch.no_grad():
-        _go_through(tokens, head, kind)
+        # No copy of the weight that one call makes for others: there are no numbers to make it of.
+        _go_through(tokens, replace(head, quantize_once=None), request, backward, hidden)
 
 
-def _go_through(tokens: Tokens, head: Head, kind: StepKind) -> None:
+def _go_through(
+    tokens: Tokens,
+    head: Head,
+    request: ForwardRequest,
+    expected: ExpectedBackward,
+    hidden: HiddenSum | None,
+) -> None:
     few = tokens.slice(0, min(len(tokens), 2 * TOKEN_BLOCK))
-    # Any will do for a binary that takes them as numbers.
-    least, threshold = 1, 1.0
-    listed = ListedLogits(kind.draws and kind.needs.hidden) if kind.keeps_listed else None
-    stats, marks = local_stats(
-        few,
-        head,
-        wanted=kind.wanted,
-        score=True,
-        score_largest=kind.by_largest,
-        threshold=threshold,
-        workspace_bytes=least,
-        keep_logits=listed,
-        screen=kind.screen,
-        # This and what comes below is what the kernels do know of the number of tokens.
-        order_as=order_dtype(len(tokens)),
-    )
-    assert marks is not None
+    # This and `blocks_padded` are what the kernels do know of the number of tokens.
+    stats, marks = forward(few, head, request, order_as=order_dtype(len(tokens)))
+    assert marks is not None and request.filter is not None
     marks = replace(marks, blocks_padded=blocks_padded(triton.cdiv(len(tokens), TOKEN_BLOCK)))
-    kept = local_kept(
-        few,
-        head,
-        marks,
-        stats.lse,
-        threshold=threshold,
-        by_largest=kind.by_largest,
-        tail=kind.tail,
-        draws=kind.draws,
-        workspace_bytes=least,
-    )
-    grad_weight = None
-    if kind.grad_weight is not None:
+    weight = None
+    if expected.weight is not None:
         # Of the shape and the alignment, without the memory; whoever writes it gets an error.
-        row = head.weight.new_empty(1, head.weight.shape[1], dtype=kind.grad_weight)
-        grad_weight = row.expand(head.weight.shape)
-    local_grads(
-        few,
-        head,
-        stats.lse,
-        Upstream(stats.lse, stats.lse if kind.of_lse else None, stats.smooth_logit),
-        target_logit=stats.target_logit,
-        entropy=None,
-        kept=kept,
-        needs=kind.needs,
-        grad_weight=grad_weight,
-        accumulate=kind.accumulate,
-        workspace_bytes=least,
-        logits=listed,
-        store_as=kind.store_as,
-        start_sum=_sum_nothing if kind.in_parts else None,
+        row = head.weight.new_empty(1, head.weight.shape[1], dtype=expected.weight)
+        weight = WeightGrad(row.expand(head.weight.shape), expected.accumulate)
+    upstream = Upstream(stats.lse, stats.lse if expected.of_lse else None, stats.smooth_logit)
+    later = BackwardRequest(
+        stats=replace(stats, entropy=None),
+        upstream=upstream,
+        kept=keep(few, head, marks, stats.lse, request.filter, request.room),
+        hidden=hidden,
+        weight=weight,
+        bias=expected.bias,
+        store=request.store,
+        room=request.room,
     )
-
-
-def _sum_nothing(grad_hidden: Tensor, *, finish: Callable[[], object]) -> Callable[[], Tensor]:
-    finish()
-    return lambda: grad_hidden
+    local_triton_grads.backward(few, head, later)

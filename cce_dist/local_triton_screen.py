@@ -31,35 +31,36 @@ from cce_dist.local_triton_products import LEFT_TO_OTHERS
 from cce_dist.local_triton_quantize import Sums, quantize_both, quantize_tokens
 from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
 from cce_dist.options import TOKEN_BLOCK, Screen
+from cce_dist.protocol import Room
 
 
 def with_eight_bits(run: Forward, screen: Screen, sums: Sums | None) -> tuple[Forward, Rounding]:
-    """The same forward of 8-bit operands, and what [N_padded] tokens' logits are off by.
+    """Returns the same forward of 8-bit operands, and the error of [N_padded] tokens' logits.
 
     Args: sums: None: the head's 8-bit copy is there.
     """
     head, hidden = run.head, run.packed[:, : run.weight.shape[1]]
     if head.quantized is None:
         assert sums is not None
-        made = quantize_both(hidden, run.weight, sums, screen, head.logit_scale)
+        quantized = quantize_both(hidden, run.weight, sums, screen, head.logit_scale)
     else:
-        made = head.quantized, *quantize_tokens(hidden, head.quantized, head.logit_scale)
-    rows, values, of_tokens, variance = made
+        quantized = head.quantized, *quantize_tokens(hidden, head.quantized, head.logit_scale)
+    rows, values, of_tokens, variance = quantized
     operands = EightBit(values, rows.values, rows.of_rows, of_tokens)
     return replace(run, eight=operands), Rounding(rows, variance)
 
 
 @dataclass(frozen=True)
 class Screened:
-    """What came of an 8-bit forward."""
+    """The outcome of an 8-bit forward."""
 
     full: Tensor  # [1] int32: 1 where full precision was needed in its place
 
 
 def guard(
-    run: Forward, made: Finished, variance: Tensor, screen: Screen
+    run: Forward, finished: Finished, variance: Tensor, screen: Screen
 ) -> tuple[Forward, Screened]:
-    """Whether 8 bits will do, decided on the device; and the forward that runs if they won't."""
+    """Decides on the device whether 8 bits will do; returns the forward that runs if not, too."""
     num_blocks, columns = run.num_blocks, run.weight.shape[0]
     padded = run.packed.shape[0]
     block_v = 4096 if interpreted() else 1024
@@ -71,8 +72,8 @@ def guard(
         run.parts["mass"],
         run.count,
         run.shape,
-        made.lse,
-        made.unkept,
+        finished.lse,
+        finished.unkept,
         variance,
         run.parts["lower"],
         number,
@@ -86,13 +87,13 @@ def guard(
         BLOCK_N=1024 if interpreted() else 128,
         GROUPS=run.groups,
     )
-    found = Screened(int32(1))
+    screened = Screened(int32(1))
     start(guard_kernel, (1,))(
         number,
         error,
         run.count,
         run.shape,
-        found.full,
+        screened.full,
         shape,
         len(number),
         columns,
@@ -100,12 +101,12 @@ def guard(
         screen.max_error,
         BLOCK=1024,
     )
-    return replace(run, shape=shape, eight=None), found
+    return replace(run, shape=shape, eight=None), screened
 
 
 @dataclass(frozen=True)
 class ExactSums:
-    """Of the kept columns' exact logits."""
+    """Sums of the kept columns' exact logits."""
 
     sums: Tensor  # [2, N_padded] fp32: base 2; the sum of exponentials, over 2 to that
     ref: Tensor | None  # of `ListedLogits`, filled with the sums
@@ -114,23 +115,22 @@ class ExactSums:
 
 def sum_exact_columns(
     run: Forward,
-    made: Finished,
+    finished: Finished,
     marks: Marks,
     screened: Screened,
-    workspace_bytes: int,
+    room: Room,
     logits: ListedLogits | None,
-    beside: bool = False,
 ) -> ExactSums:
-    """Over the columns that `marks` keep; nothing in full precision.
+    """Sums over the columns that `marks` keep; nothing where full precision is needed.
 
-    Args: logits: filled; beside: as of `local_grads`.
+    Args: logits: filled.
     """
     padded = run.packed.shape[0]
     sums = run.weight.new_zeros(2, padded, dtype=torch.float32)
     sums[0] = -torch.inf
-    room = marks.room(workspace_bytes, run.num_blocks)
+    num_bytes = marks.room(room.workspace_bytes, run.num_blocks)
     draws = logits is not None and logits.draws
-    lists = Lists.of(marks, run.weight, run.num_blocks, room, draws=draws)
+    lists = Lists.of(marks, run.weight, run.num_blocks, num_bytes, draws=draws)
     workspace, ref, poor = run.count, None, None
     if logits is not None:
         workspace, ref, poor = logits.make_room(lists, run.weight)
@@ -140,9 +140,9 @@ def sum_exact_columns(
         residents = tiles_for(run.weight).residents
         programs *= residents
         together["launch_cooperative_grid"] = True
-        if beside:
+        if room.shares_device:
             programs = max(programs - LEFT_TO_OTHERS * residents, programs // 2)
-    arguments = _of_lists(lists, marks, run.weight) | _inputs(run, made)
+    arguments = _of_lists(lists, marks, run.weight) | _inputs(run, finished)
     start(exact_columns_kernel, (programs,))(
         **arguments,
         made_ptr=workspace,
@@ -156,24 +156,24 @@ def sum_exact_columns(
 
 def add_exact_columns(
     run: Forward,
-    made: Finished,
+    finished: Finished,
     screened: Screened,
     exact: ExactSums,
     order: Tensor | None,  # of `add_targets`
     lse: Tensor,  # [N] in the caller's order
     log_dropped: Tensor,  # [N]
 ) -> None:
-    """`lse`, in place: kept columns by their exact logits, all others by their 8-bit ones; and
-    `log_dropped`, by `made.dropped`."""
+    """Writes `lse`: kept columns by their exact logits, all others by their 8-bit ones; and
+    `log_dropped`, by `finished.dropped`."""
     padded, block = run.packed.shape[0], TOKEN_BLOCK
     has_made = exact.ref is not None
     start(screened_lse_kernel, (triton.cdiv(padded, block),))(
         run.count,
         screened.full,
-        made.unkept,
-        made.dropped,
+        finished.unkept,
+        finished.dropped,
         exact.sums,
-        made.lse,
+        finished.lse,
         exact.ref if has_made else run.count,
         exact.poor if has_made else run.count,
         run.count if order is None else order,
@@ -186,8 +186,8 @@ def add_exact_columns(
     )
 
 
-def _inputs(run: Forward, made: Finished) -> dict[str, Any]:
-    """What the exact logits are made of, and the tiles of their products."""
+def _inputs(run: Forward, finished: Finished) -> dict[str, Any]:
+    """Returns the operands of the exact logits, and the tiles of their products."""
     weight, head, table = run.weight, run.head, tiles_for(run.weight)
     padded, dim = run.packed.shape[0], weight.shape[1]
     block_k = table.backward_dims
@@ -197,8 +197,8 @@ def _inputs(run: Forward, made: Finished) -> dict[str, Any]:
         "weight_ptr": weight,
         "bias_ptr": run.count if head.bias is None else head.bias,
         "target_ptr": run.targets,
-        "target_logit_ptr": made.target_logit,
-        "lse_ptr": made.lse,
+        "target_logit_ptr": finished.target_logit,
+        "lse_ptr": finished.lse,
         "num_blocks": run.num_blocks,
         "V": weight.shape[0],
         "D": dim,
@@ -219,7 +219,7 @@ def _inputs(run: Forward, made: Finished) -> dict[str, Any]:
 
 
 def _of_lists(lists: Lists, marks: Marks, weight: Tensor) -> dict[str, Any]:
-    """Which columns are kept, and room for the parts of the sums over them."""
+    """Returns the lists of kept columns, and room for the parts of the sums over them."""
     segment = tiles_for(weight).pair * TILE
     num_tiles, num_blocks = lists.blocks.shape
     max_tasks = triton.cdiv(lists.max_rows, segment) + num_blocks

@@ -29,7 +29,7 @@ from cce_dist.options import TOKEN_BLOCK
 
 def selection_error(
     run: Forward,
-    made: Finished,
+    finished: Finished,
     full: Tensor,  # [1] int32: 1: no logits are of 8 bits
     threshold: float,
 ) -> tuple[Tensor, Callable[[], None]]:
@@ -41,7 +41,7 @@ def selection_error(
     near = torch.empty(run.num_blocks, chunks, dtype=torch.int32, device=run.weight.device)
     picked = near.new_empty(run.num_blocks, NEAR_COLUMNS)
     logits = run.weight.new_empty(2, *picked.shape, TOKEN_BLOCK, dtype=torch.float32)
-    lost = torch.empty_like(made.lse)
+    lost = torch.empty_like(finished.lse)
     whole = {
         "TOKENS": TOKEN_BLOCK,
         "CHUNKS": triton.next_power_of_2(chunks),
@@ -62,7 +62,7 @@ def selection_error(
         start(selection_error_kernel, (run.num_blocks,))(
             near,
             logits,
-            made.lse,
+            finished.lse,
             run.count,
             full,
             lost,

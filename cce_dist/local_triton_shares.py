@@ -1,4 +1,4 @@
-"""What the forward's column masses are multiplied by, so that their sums are right."""
+"""Factors of the forward's column masses, with which their sums are right."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -22,16 +22,16 @@ PARTS = 16
 
 def mass_factors(
     run: Forward,
-    made: Finished,
+    finished: Finished,
     num_launches: int,  # of those that record masses: all of them, or one
     full: Tensor | None,  # [1] int32: 1 where one launch has computed all columns anew
 ) -> MassFactors:
-    """True over recorded mass of the columns that a block drops, launch by launch.
+    """Returns the true over the recorded mass of the columns that a block drops, launch by launch.
 
     To be called before targets are marked as kept, whose masses are in both sums.
     """
     launches = 1 if num_launches == 1 else LAST.value - FIRST.value + 1
-    new = made.lse.new_empty
+    new = finished.lse.new_empty
     recorded = new(run.num_blocks, PARTS, launches)
     dropped, factor = new(run.num_blocks, launches), new(run.num_blocks, launches)
     width = run.columns * run.groups
@@ -40,7 +40,7 @@ def mass_factors(
         run.count,
         run.shape,
         run.parts["state"],
-        made.lse,
+        finished.lse,
         recorded,
         dropped,
         run.weight.shape[0],

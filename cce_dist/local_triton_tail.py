@@ -22,12 +22,13 @@ TAIL_GROUPS = 16
 
 
 def padded_groups(has_tail: bool, has_mean: bool) -> int:
-    """The tail's groups and the mean logit's, rounded up to a size that a matrix product takes."""
+    """Counts the tail's groups and the mean logit's, rounded up to a size that a matrix product
+    takes."""
     return 2 * TAIL_GROUPS if has_tail and has_mean else TAIL_GROUPS
 
 
 def dims_of_centroids(weight: Tensor, padded: int, has_class_weight: bool) -> int:
-    """Dims of one task of `centroid_kernel`: as many as its shared memory holds."""
+    """Returns the dims of one task of `centroid_kernel`: as many as its shared memory holds."""
     dims = tiles_for(weight).tail_dims
     if not has_class_weight or weight.element_size() > 2:
         return dims
@@ -41,13 +42,13 @@ def dims_of_centroids(weight: Tensor, padded: int, has_class_weight: bool) -> in
 def centroids(
     head: Head, weight: Tensor, share: Tensor | None, *, with_mean: bool, every: int = 1
 ) -> tuple[Tensor, Tensor, Callable[[], None]]:
-    """Sum over columns of share_v C_v for each group, normalised; reads the weight once.
+    """Sums share_v C_v over columns for each group, normalised; reads the weight once.
 
     Args: every: of the tiles of columns every so many at most: an estimate of the same.
     Returns:
         [padded_groups, D] fp32: groups of `share`, then (with_mean) sum_v class_weight_v C_v.
         [padded_groups] fp32: 1 over each group's total share; 0 where that is 0, 1 for the mean.
-        what launches the kernels that fill these two.
+        A function that launches the kernels that fill these two.
     """
     num_columns, dim = weight.shape
     groups = 0 if share is None else share.shape[0]
@@ -107,7 +108,7 @@ def centroids(
 
 
 def mean_column(head: Head, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """sum_v class_weight_v C_v [D] in fp32."""
+    """Returns sum_v class_weight_v C_v [D] in fp32."""
     centroid, inverse, launch = centroids(head, weight, None, with_mean=True)
     launch()
     return centroid[0], inverse

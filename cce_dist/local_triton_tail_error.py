@@ -38,13 +38,13 @@ MOST_GROUPS = 64
 
 def correct_tail(
     run: Forward,
-    made: Finished,
+    finished: Finished,
     rounding: Rounding,
     full: Tensor,  # [1] int32: 1: no logits are of 8 bits
     threshold: float | None,  # of the masses that chose the kept columns; None: those did not
 ) -> Callable[[], None]:
-    """Begins to correct `made.unkept` and `made.dropped` in place, beside what the current stream
-    is given next: the lists of kept columns, which leave the device idle.
+    """Starts to correct `finished.unkept` and `finished.dropped` in place, beside what the current
+    stream is given next: the lists of kept columns, which leave the device idle.
 
     Returns: what waits for it, to be called whatever happens; until then masses have to stay.
     Source: docs/numerics.md#the-bias-of-the-tail.
@@ -53,7 +53,7 @@ def correct_tail(
     assert eight is not None
     lost, launch_lost = None, None
     if threshold is not None and selects_by_errors(rows.values.dtype):
-        lost, launch_lost = selection_error(run, made, full, threshold)
+        lost, launch_lost = selection_error(run, finished, full, threshold)
     blocks_per_group = triton.cdiv(run.num_blocks, MOST_GROUPS)
     moments, launch_moments = _moments_of(run, rows, blocks_per_group)
     padded, dim = run.packed.shape[0], run.weight.shape[1]
@@ -67,11 +67,11 @@ def correct_tail(
         rows.hidden_centre,
         rows.channel,
         moments,
-        made.lse,
-        made.lse if lost is None else lost,
+        finished.lse,
+        finished.lse if lost is None else lost,
         full,
-        made.unkept,
-        made.dropped,
+        finished.unkept,
+        finished.dropped,
         blocks_per_group * TOKEN_BLOCK,
         padded,
         dim,

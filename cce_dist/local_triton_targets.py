@@ -28,7 +28,7 @@ TARGETS = 64
 
 @dataclass(frozen=True)
 class Placed:
-    """Of each token, in the caller's order, and what the marks keep beside it."""
+    """Results of each token, in the caller's order, and vectors that the marks keep."""
 
     lse: Tensor  # [N] fp32, of this shard
     target_logit: Tensor  # [N] fp32
@@ -38,12 +38,11 @@ class Placed:
 
 
 def start_products(run: Forward) -> Callable[[], Tensor]:
-    """Begins the products of each block's target columns with its tokens, beside what the current
+    """Starts the products of each block's target columns with its tokens, beside what the current
     stream is given next, which leaves the device idle.
 
-    Returns: what waits for them and returns them, [num_blocks, 128, 128] fp32; to be called
-        whatever happens.
-    """
+    Returns: a function that waits for them and returns them, [num_blocks, 128, 128] fp32; to be
+    called whatever happens."""
     weight, bias = run.weight, run.head.bias
     size = (run.num_blocks, TOKEN_BLOCK, TOKEN_BLOCK)
     products = weight.new_empty(size, dtype=torch.float32)
@@ -68,23 +67,23 @@ def start_products(run: Forward) -> Callable[[], Tensor]:
     )
     wait = start_aside(weight.device, launch)
 
-    def made() -> Tensor:
+    def finish() -> Tensor:
         wait()
         return products
 
-    return made
+    return finish
 
 
 def add_targets(
     run: Forward,
-    made: Finished,
+    finished: Finished,
     products: Tensor,  # of `start_products`
     order: Tensor | None,  # [N] int64: the blocks' i-th token is the caller's order[i]-th
     order_as: torch.dtype | None = None,  # of the marks' order; None: `order_dtype`
 ) -> Placed:
-    """The targets' logits; and their columns are marked as kept, whatever their mass."""
-    num_tokens, score = len(run.tokens), made.dropped is not None
-    new, short = made.lse.new_empty, order_as or order_dtype(num_tokens)
+    """Adds the targets' logits, and marks their columns as kept, whatever their mass."""
+    num_tokens, score = len(run.tokens), finished.dropped is not None
+    new, short = finished.lse.new_empty, order_as or order_dtype(num_tokens)
     placed = Placed(
         lse=new(num_tokens),
         target_logit=new(num_tokens),
@@ -99,11 +98,11 @@ def add_targets(
     start(targets_kernel, (run.num_blocks,))(
         products,
         run.targets,
-        made.lse,
+        finished.lse,
         or_dummy(run.parts.get("mass")),
-        or_dummy(made.dropped),
-        or_dummy(made.unkept),
-        made.target_logit,
+        or_dummy(finished.dropped),
+        or_dummy(finished.unkept),
+        finished.target_logit,
         run.count,
         or_dummy(order),
         placed.lse,

@@ -1,4 +1,4 @@
-"""What the backward's kernels read of each token: a few numbers, in the order of the blocks."""
+"""The numbers that the backward's kernels read of each token, in the order of the blocks."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
@@ -14,12 +14,12 @@ from cce_dist.kernels.upstream import pull_kernel, unit_kernel
 from cce_dist.local_triton_inputs import pad_tokens, rows_of
 from cce_dist.local_triton_launch import is_rehearsing, start
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.partials import Head, Tokens, Upstream, largest_operand
+from cce_dist.partials import Head, Stats, Tokens, Upstream, largest_operand
 
 
 @dataclass(frozen=True)
 class Pull:
-    """What each token of the blocks is pulled by; P = num_blocks * 128."""
+    """The upstream gradients of each token of the blocks; P = num_blocks * 128."""
 
     pull: Tensor  # [7, P] fp32: see `exact_logits_kernel`
     count: Tensor  # [1] int32: tokens that count
@@ -36,28 +36,27 @@ class Pull:
         cls,
         tokens: Tokens,
         head: Head,
-        lse: Tensor,  # [N] over all ranks, as all below
-        target_logit: Tensor,
+        stats: Stats,  # [N] over all ranks
         upstream: Upstream,
-        entropy: Tensor | None,
         dropped_mass: Tensor | None,  # None: no tail
         order: Tensor | None,  # [N] of the blocks' tokens; None: the caller's
         num_blocks: int,
     ) -> Pull:
+        lse = stats.lse
         rows, count = rows_of(tokens)
         size = num_blocks * TOKEN_BLOCK
-        given = [upstream.nll, upstream.lse, upstream.entropy, upstream.smooth_logit]
+        grads = [upstream.nll, upstream.lse, upstream.entropy, upstream.smooth_logit]
         # An expanded scalar, as the gradient of a sum is, has no memory of its own.
-        given = [None if g is None else g.to(lse.dtype).contiguous() for g in given]
-        linear = given[3] is not None and head.softcap is None
-        of_elements = given[3] is not None and head.softcap is not None
-        unit = _unit_of(given if of_elements else [*given[:3], None], head, lse, count)
+        grads = [None if g is None else g.to(lse.dtype).contiguous() for g in grads]
+        linear = grads[3] is not None and head.softcap is None
+        of_elements = grads[3] is not None and head.softcap is not None
+        unit = _unit_of(grads if of_elements else [*grads[:3], None], head, lse, count)
 
         def new(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=lse.device)
 
         fp32, int64 = torch.float32, torch.int64
-        made = cls(
+        pull = cls(
             pull=new(7, size, dtype=fp32),
             count=count,
             unit=unit,
@@ -68,30 +67,30 @@ class Pull:
             tail_mass=None if dropped_mass is None else new(size, dtype=fp32),
             mean=new(size, dtype=fp32) if linear else None,
         )
-        vectors = (lse, target_logit, *given, entropy, dropped_mass)
+        vectors = (lse, stats.target_logit, *grads, stats.entropy, dropped_mass)
         contiguous = (None if x is None else x.contiguous() for x in vectors)
         inputs = (order, count, *contiguous, unit)
         start(pull_kernel, (num_blocks,))(
             rows,
             tokens.local_targets,
             *(count if x is None else x for x in inputs),
-            made.pull,
-            made.rows,
-            made.read_rows,
-            made.targets,
-            count if made.tail_mass is None else made.tail_mass,
-            count if made.mean is None else made.mean,
+            pull.pull,
+            pull.rows,
+            pull.read_rows,
+            pull.targets,
+            count if pull.tail_mass is None else pull.tail_mass,
+            count if pull.mean is None else pull.mean,
             len(tokens),
             head.logit_scale,
             head.logit_scale / head.vocab_size,
             TOKENS=TOKEN_BLOCK,
             HAS_ORDER=order is not None,
-            **_has(given[:3]),
+            **_has(grads[:3]),
             HAS_SMOOTH=of_elements,
             HAS_MEAN=linear,
             HAS_TAIL=dropped_mass is not None,
         )
-        return made
+        return pull
 
 
 def _scale_of(tokens: Tokens, head: Head, order: Tensor | None, size: int) -> float | Tensor:
@@ -103,21 +102,21 @@ def _scale_of(tokens: Tokens, head: Head, order: Tensor | None, size: int) -> fl
     return pad_tokens(scale * head.logit_scale, size, 1.0)
 
 
-def _has(given: list[Tensor | None]) -> dict[str, bool]:
+def _has(grads: list[Tensor | None]) -> dict[str, bool]:
     names = ("HAS_NLL", "HAS_LSE", "HAS_ENTROPY", "HAS_SMOOTH")
-    return {name: g is not None for name, g in zip(names, given, strict=False)}
+    return {name: g is not None for name, g in zip(names, grads, strict=False)}
 
 
-def _unit_of(given: list[Tensor | None], head: Head, lse: Tensor, count: Tensor) -> Tensor:
-    if head.weight.element_size() > 2 or all(g is None for g in given):
+def _unit_of(grads: list[Tensor | None], head: Head, lse: Tensor, count: Tensor) -> Tensor:
+    if head.weight.element_size() > 2 or all(g is None for g in grads):
         return lse.new_ones(1)
     unit = lse.new_empty(1)
     start(unit_kernel, (1,))(
-        *(count if g is None else g for g in given),
+        *(count if g is None else g for g in grads),
         unit,
         len(lse),
         abs(head.logit_scale) / largest_operand(head.weight.dtype),
         BLOCK=1024,
-        **_has(given),
+        **_has(grads),
     )
     return unit

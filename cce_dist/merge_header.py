@@ -1,5 +1,5 @@
-"""What goes before a rank's statistics in the merge: how many they are and of which rows; and
-whether those of all ranks make one softmax."""
+"""The header of a rank's statistics in the merge: how many they are and of which rows; and whether
+the statistics of all ranks make one softmax."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ RULE = (
 
 
 def digits_of(shard: VocabShard, length: int) -> list[int]:
-    """Args: length: how many numbers follow."""
+    """Returns the header's digits. Args: length: how many numbers follow."""
     values = (length, shard.start, shard.stop, shard.vocab_size)
     return [digit for value in values for digit in divmod(value, DIGIT)]
 
 
 def encode(shard: VocabShard, length: int, like: Tensor) -> Tensor:
-    """[8] as `like`."""
+    """Returns the header, [8], of the dtype and on the device of `like`."""
     digits = digits_of(shard, length)
     if like.is_cuda:
         # A copy from the host would wait for all that the device has still to do.
@@ -45,13 +45,13 @@ def encode(shard: VocabShard, length: int, like: Tensor) -> Tensor:
 
 
 def decode(digits: Tensor) -> Tensor:
-    """[W, 8] -> [W, 4] int64: length, start, stop, vocab_size."""
+    """Turns headers [W, 8] into [W, 4] int64: length, start, stop, vocab_size."""
     high_low = digits.reshape(-1, NUM_DIGITS // 2, 2).long()
     return high_low[..., 0] * DIGIT + high_low[..., 1]
 
 
 def is_sound(headers: Tensor, stats: Stats, count: Tensor | None) -> Tensor:
-    """Whether the ranks' numbers belong together, [].
+    """Tells whether the ranks' numbers belong together, [].
 
     Args:
         headers: [W, 8].
@@ -63,7 +63,7 @@ def is_sound(headers: Tensor, stats: Stats, count: Tensor | None) -> Tensor:
 
 
 def flaw(headers: Tensor, stats: Stats, count: Tensor | None) -> str:
-    """Why they do not."""
+    """Says why the ranks' numbers do not belong together. Args: those of `is_sound`."""
     decoded = decode(headers)
     if not _same_length(decoded):
         # Beyond the length nothing else can be believed.
@@ -77,7 +77,7 @@ def flaw(headers: Tensor, stats: Stats, count: Tensor | None) -> str:
 
 
 def require_records(numbers: Sequence[Sequence[int]]) -> None:
-    """Of ranks that have told each other `record_of`, and know how long their statistics are.
+    """Checks the `record_of` of all ranks, which know how long their statistics are.
 
     Raises:
         ValueError: they don't belong together.
@@ -92,9 +92,9 @@ def require_records(numbers: Sequence[Sequence[int]]) -> None:
 
 
 def record_of(shard: VocabShard, local: Stats, count: Tensor | None) -> list[int]:
-    """The header of statistics that nobody else sees, [11], and what `_is_repeated` looks at: a
-    hash of log-sum-exps, 0 of too few; whether a target is here, and whether their logits differ.
-    """
+    """Returns the header of statistics that no other rank sees, and the numbers that `_is_repeated`
+    looks at, [11]: a hash of log-sum-exps, 0 of too few; whether a target is here, and whether
+    targets' logits differ."""
     number = LOOK_AT if count is None else int(count)
     lse, target = local.lse[:LOOK_AT][:number], local.target_logit[:LOOK_AT][:number]
     seen = 0
@@ -127,7 +127,7 @@ def _same_length(decoded: Tensor) -> Tensor:
 
 
 def _tiles(decoded: Tensor) -> Tensor:
-    """Whether the shards tile their vocabulary, []."""
+    """Tells whether the shards tile their vocabulary, []."""
     _, start, stop, vocab_size = decoded.unbind(1)
     stop = stop.minimum(vocab_size).maximum(start)
     overlap = torch.minimum(stop[:, None], stop) - torch.maximum(start[:, None], start)
@@ -137,8 +137,8 @@ def _tiles(decoded: Tensor) -> Tensor:
 
 
 def _is_repeated(stats: Stats, count: Tensor | None) -> Tensor:
-    """Whether all ranks have the same rows, to all appearances, []. Nothing else could tell: the
-    rows are never sent."""
+    """Tells whether all ranks seem to have the same rows, []. Statistics alone can tell: the rows
+    are never sent."""
     lse, target = stats.lse[:, :LOOK_AT], stats.target_logit[:, :LOOK_AT]
     if len(lse) == 1 or lse.shape[1] < LEAST_TOKENS:
         return torch.zeros((), dtype=torch.bool, device=lse.device)

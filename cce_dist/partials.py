@@ -1,4 +1,4 @@
-"""What one rank knows of every token, and how two such partial results merge.
+"""One rank's inputs, statistics and gradients, and how two ranks' statistics merge.
 
 The (max, sum) pair of a log-sum-exp is kept as its logarithm; tiles, tensor-parallel ranks and
 pipeline ranks all merge by log-add-exp. Derivations: docs/numerics.md#online-merge.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Logits, sums and gradients are kept in this dtype until they are stored."""
+    """Returns the dtype in which logits, sums and gradients are kept until they are stored."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def largest_operand(dtype: torch.dtype) -> float:
-    """A power of two near which the largest d_logits of 16-bit operands are to lie.
+    """Returns a power of two near which the largest d_logits of 16-bit operands are to lie.
 
     fp16 spans 2^-24 to 2^16: what is above 1 serves tokens of small upstream gradients beside one
     of a large one. The 2^8 above that are room for an entropy's d_logits, up to ln V times its
@@ -50,7 +50,7 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class Head:
-    """One rank's rows of the LM head and how logits are made of them; padded rows cut off."""
+    """One rank's rows of the LM head, without padded rows, and how they make logits."""
 
     weight: Tensor  # [V_local, D]
     bias: Tensor | None  # [V_local], any float dtype
@@ -64,12 +64,12 @@ class Head:
 
     def quantized_by(
         self,
-        quantize: Callable[..., QuantizedRows] | None,  # a backend's
+        quantize: Callable[[Tokens, Tensor, Screen], QuantizedRows],
         tokens: Tokens,
         screen: Screen,
     ) -> Head:
-        """With `quantized`, where one call makes it for others too."""
-        if self.quantize_once is None or quantize is None:
+        """Returns the head with `quantized`, where one call makes that for others too."""
+        if self.quantize_once is None:
             return self
         make = functools.partial(quantize, tokens, self.weight, screen)
         return replace(self, quantized=self.quantize_once(self.weight, screen, make))
@@ -81,11 +81,11 @@ class Tokens:
 
     hidden: Tensor  # [N_all, D]
     rows: Tensor | None  # [N] int64, rows of hidden; None: all of them
-    # [N] int64, or int32 for a backend that takes it; -1 = not in this shard
-    local_targets: Tensor
+    local_targets: Tensor  # [N] int64, or int32 where that holds them; -1 = not in this shard
     # [1] int32: only the first `count` tokens are computed, and the host doesn't know how many.
     count: Tensor | None = None
-    # Fills hidden, where ranks are still to gather it: on the stream that it is called on.
+    # Fills hidden, where ranks are still to gather it: on the stream that it is called on. Called
+    # again it does nothing.
     fill: Callable[[], None] | None = None
     # [N] in the accumulation dtype: multiplies each token's logits, beside Head.logit_scale.
     scale: Tensor | None = None
@@ -94,17 +94,18 @@ class Tokens:
         return self.local_targets.shape[0]
 
     def take(self, start: int, stop: int) -> Tensor:
-        """hidden of tokens [start, stop): a view, or a gathered copy where tokens are left out."""
+        """Returns hidden of tokens [start, stop): a view, or a gathered copy where tokens are left
+        out."""
         if self.rows is None:
             return self.hidden[start:stop]
         return self.hidden.index_select(0, self.rows[start:stop])
 
     def scale_of(self, start: int, stop: int) -> Tensor | None:
-        """Those of tokens [start, stop)."""
+        """Returns the scale of tokens [start, stop)."""
         return None if self.scale is None else self.scale[start:stop]
 
     def reordered(self, order: Tensor) -> Tokens:
-        """The same tokens, the order[i]-th of them i-th; order [N] int64."""
+        """Returns the same tokens, the order[i]-th of them i-th; order [N] int64."""
         rows = order if self.rows is None else self.rows.index_select(0, order)
         targets = self.local_targets.index_select(0, order)
         scale = None if self.scale is None else self.scale.index_select(0, order)
@@ -118,21 +119,29 @@ class Tokens:
         targets, scale = self.local_targets[start:stop], self.scale_of(start, stop)
         return Tokens(hidden, rows, targets, count, scale=scale)
 
+    def alone(self, start: int, stop: int) -> Tokens:
+        """Returns a slice with nothing else in hidden: a copy where tokens are left out."""
+        return replace(self.slice(start, stop), hidden=self.take(start, stop), rows=None)
+
 
 class Picked(NamedTuple):
-    """What a backend finds out of [N] targets without waiting: the tokens that count, in front."""
+    """The targets that count, of [N].
 
-    targets: Tensor  # [N] int64, 0 for those that don't count
-    rows: Tensor  # [N] int64, where each came from
-    count: Tensor  # [1] int32, how many count
-    counts: Tensor  # [N] bool, which do
-    local_targets: Tensor  # [N] int32, -1 = not in this shard
-    in_range: Tensor  # [1] int32, 0 if one that counts is no class
+    Where the host is not to wait for how many they are, there are N of each field, those that
+    count in front; else there are fields of theirs alone.
+    """
+
+    targets: Tensor  # int64, 0 for those that don't count
+    rows: Tensor | None  # int64, where each came from; None: all count
+    count: Tensor | None = None  # [1] int32, how many count
+    counts: Tensor | None = None  # bool, which do; None: all
+    local_targets: Tensor | None = None  # int32, -1 = not in this shard; None: still to be found
+    in_range: Tensor | None = None  # [1] int32, 0 if one that counts is no class; None: as above
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which optional statistics the forward collects while a tile is at hand."""
+    """Optional statistics that the forward collects while a tile is at hand."""
 
     smooth_logit: bool = False
     entropy: bool = False
@@ -162,36 +171,37 @@ class Stats:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but lse and target logit."""
+        """Whether there is nothing but lse and target logit."""
         return all(getattr(self, field.name) is None for field in fields(self)[2:])
 
     def pack(self) -> Tensor:
-        """The fields that are present, stacked [K, N], in declaration order."""
+        """Stacks the fields that are present, [K, N], in declaration order."""
         values = (getattr(self, field.name) for field in fields(self))
         return torch.stack([value for value in values if value is not None])
 
     def unpack(self, packed: Tensor) -> Stats:
-        """The inverse of `pack` on [K, ...] rows: fields of `packed` where self has them."""
+        """Reverses `pack` on [K, ...] rows: fields of `packed` where self has them."""
         rows = iter(packed.unbind(0))
         present = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         return Stats(**{name: next(rows) for name in present})
 
     @property
     def adds_up(self) -> bool:
-        """Nothing but lse, and what merges by adding."""
+        """Whether there is nothing but lse and fields that merge by adding."""
         others = (field.name for field in fields(self)[3:])
         return all(getattr(self, name) is None for name in others)
 
     def to_records(self) -> Tensor:
-        """[N, K] where `adds_up`: base and sum, which stand for lse = base + log sum, and whatever
-        is added. Any base will do: lse itself, with a sum of 1, or 0 over no columns."""
+        """Returns [N, K] where `adds_up`: base and sum, which stand for lse = base + log sum, and
+        the fields that are added. Any base will do: lse itself, with a sum of 1, or 0 over no
+        columns."""
         added = [self.target_logit]
         if self.smooth_logit is not None:
             added.append(self.smooth_logit)
         return Stats.record_of(self.lse, *added)
 
     def from_records(self, records: Tensor) -> Stats:
-        """What `to_records` of several shards has merged to, with the fields that self has."""
+        """Returns the statistics that merged records stand for, with the fields that self has."""
         _, _, *added = records.unbind(1)
         return Stats(Stats.lse_of(records), *added)
 
@@ -205,7 +215,7 @@ class Stats:
 
 
 class MergeKernels(NamedTuple):
-    """What a backend merges lse and target logit of ranks with, in place of `merge_parts`."""
+    """Kernels that merge lse and target logit of ranks, in place of `merge_parts`."""
 
     # lse [N], target logit [N], the header's eight numbers -> what a rank sends, [8 + 2 N]
     pack: Callable[[Tensor, Tensor, Sequence[int]], Tensor]
@@ -215,14 +225,15 @@ class MergeKernels(NamedTuple):
 
 
 def zero_beyond(stats: Stats, count: Tensor) -> Stats:
-    """0 at the tokens that don't count: the ranks' zeros there have merged to something else."""
+    """Returns the statistics with 0 at tokens that don't count, where the ranks' zeros have
+    merged."""
     packed = stats.pack()
     counts = torch.arange(packed.shape[1], device=packed.device) < count
     return stats.unpack(packed.where(counts, 0))
 
 
 def logaddexp_parts(parts: Tensor) -> Tensor:
-    """log sum_r exp(parts[r]) over dim 0, in the order of r: [W, ...] -> [...].
+    """Returns log sum_r exp(parts[r]) over dim 0, in the order of r: [W, ...] -> [...].
 
     -inf parts (an empty shard) add nothing; all of them -inf give -inf.
     """
@@ -236,7 +247,7 @@ def merge_parts(
     num_classes: Tensor,  # [W] columns of each shard, in the fields' dtype
     first_class: Tensor,  # [W] first token id of each shard
 ) -> Stats:
-    """Statistics over the union of the shards, fields [N]. Pure arithmetic, deterministic.
+    """Merges the statistics of the shards: fields [N]. Pure arithmetic, deterministic.
 
     Source: log-add-exp arXiv:1805.02867; mean and m2 by Chan, Golub and LeVeque (1983).
     """
@@ -267,47 +278,16 @@ def merge_parts(
 
 
 def merge_moments(parts: Stats, num_classes: Tensor) -> dict[str, Tensor]:
-    """Mean and squared deviations of [W, N] parts over num_classes [W] columns each."""
+    """Merges mean and squared deviations of [W, N] parts over num_classes [W] columns each."""
     assert parts.origin_logit is not None
     assert parts.mean_logit is not None and parts.m2_logit is not None
     share = num_classes[:, None] / num_classes.sum()
     origin = parts.origin_logit.index_select(0, num_classes.argmax(0, keepdim=True))[0]
     part_mean = (parts.origin_logit - origin) + parts.mean_logit
     mean = (share * part_mean).sum(0)
-    spread = num_classes[:, None] * (part_mean - mean) ** 2
-    m2 = (parts.m2_logit + spread).sum(0)
+    between = num_classes[:, None] * (part_mean - mean) ** 2
+    m2 = (parts.m2_logit + between).sum(0)
     return {"origin_logit": origin, "mean_logit": mean, "m2_logit": m2}
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What the forward records for the filter, one value per column and block of 128 tokens.
-
-    `mass` is an upper bound of sum_i p_iv softcap'(z_iv) over the block's tokens: normalised by
-    the best lower bound of each token's lse at the time. `tile_bound` is that bound, with which
-    the mass is tightened once lse is known. docs/numerics.md#column-masses.
-    """
-
-    mass: Tensor  # [num_blocks, V_local]
-    largest: Tensor | None  # [num_blocks, V_local] largest p of one token, for Filter(eps=...)
-    tile_bound: Tensor  # [num_tiles, N]
-    tile_columns: int
-    log_slope_sum: Tensor  # [N] log sum_v exp(z_v) softcap'(z_v) over the shard
-    # Where the forward has chosen, because it screens: [num_blocks, V_local] bool, what is kept;
-    # and [N] the log of the same sum over what is not.
-    mask: Tensor | None = None
-    log_dropped: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Which columns each block of tokens keeps, and the marginals of what it drops."""
-
-    mask: Tensor  # [num_blocks, V_local] bool
-    dropped_mass: Tensor  # [N] sum of p softcap'(z) over this shard's dropped columns
-    share: Tensor | None  # [num_blocks, V_local], rows sum to 1 or 0; None: no tail
-    drawn: Tensor | None = None  # [num_blocks, V_local] bool: columns that stand for others
-    times: Tensor | None = None  # [V_local] how often, where they do
 
 
 @dataclass(frozen=True)
@@ -320,51 +300,14 @@ class Upstream:
     entropy: Tensor | None = None
 
     def scaled(self, factor: Tensor | float) -> Upstream:
-        """Times `factor`, [N] or a number."""
+        """Returns all of them times `factor`, [N] or a number."""
         values = (getattr(self, field.name) for field in fields(self))
         return Upstream(*(None if value is None else factor * value for value in values))
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Which gradients the backward makes, besides that of the weight."""
-
-    hidden: bool
-    bias: bool
-
-
-class StartSum(Protocol):
-    """Begins to sum a hidden gradient over the ranks."""
-
-    def __call__(
-        self, grad_hidden: Tensor, *, finish: Callable[[], object]
-    ) -> Callable[[], Tensor]:
-        """Takes it when nothing is left to do of it but `finish`, which completes it in place;
-        returns what waits for the sum, and returns that."""
-        ...
-
-
-@dataclass(frozen=True)
-class StepKind:
-    """What a filtered loss and its gradients ask of a backend that compiles for it."""
-
-    wanted: Wanted
-    by_largest: bool  # columns are scored by their largest probability
-    tail: bool
-    draws: bool
-    needs: Needs
-    grad_weight: torch.dtype | None  # None: not needed
-    accumulate: bool
-    store_as: torch.dtype  # the hidden gradient, in hidden's rows
-    in_parts: bool  # ranks sum that while the rest of the weight's is made
-    of_lse: bool  # the loss is one of lse too, beside nll
-    screen: Screen | None  # logits are screened so
-    keeps_listed: bool  # and the exact ones kept for the backward
-
-
-@dataclass(frozen=True)
 class LocalGrads:
-    """This rank's part of the gradients, in the accumulation dtype; None where not needed."""
+    """The gradients that a backward returns; None where not needed."""
 
-    hidden: Tensor | None  # [N, D]: a sum over ranks completes it
-    bias: Tensor | None  # [V_local]
+    hidden: Tensor | None  # [num_rows, D] as hidden, summed over ranks; their rows under scatter
+    bias: Tensor | None  # [V_local] of this shard, complete, in the accumulation dtype

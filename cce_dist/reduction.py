@@ -70,32 +70,11 @@ def scale_of_tokens(
 def pick_tokens(
     targets: Tensor,
     options: LossOptions,
-    *,
-    count_on_device: bool = False,
-    kernels: Callable[[Tensor, int], Picked] | None = None,
+    pick: Callable[[Tensor, int], Picked],  # a backend's, of [N] ids and ignore_index
 ) -> PickedTokens:
-    """The tokens that the loss computes; the others cost nothing.
-
-    With count_on_device the host doesn't wait to learn how many they are. `kernels` does what is
-    done here then, of [N] ids and ignore_index.
-    """
+    """The tokens that the loss computes; the others cost nothing."""
     ids = shifted(targets, options.shift, options.ignore_index).reshape(-1)
-    if kernels is not None:
-        return PickedTokens(**kernels(ids, options.ignore_index)._asdict())
-    valid = ids != options.ignore_index
-    if count_on_device:
-        seen = valid.cumsum(0)
-        count = seen[-1:] if ids.shape[0] else seen.new_zeros(1)
-        place = torch.arange(ids.shape[0], device=ids.device)
-        # Those that count keep their order at the front, the others theirs behind them.
-        at = torch.where(valid, seen - 1, count + place - seen)
-        rows = torch.empty_like(place).scatter_(0, at, place)
-        ids = torch.empty_like(ids).scatter_(0, at, ids.masked_fill(~valid, 0))
-        return PickedTokens(ids, rows, count.int(), place < count)
-    rows = valid.nonzero()[:, 0]
-    if rows.shape[0] == ids.shape[0]:
-        return PickedTokens(ids, None)
-    return PickedTokens(ids[rows], rows)
+    return PickedTokens(*pick(ids, options.ignore_index))
 
 
 @dataclass(frozen=True)

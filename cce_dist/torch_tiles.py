@@ -22,7 +22,7 @@ TILES_ALIVE = 4
 
 
 def operand_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which matrix products read their operands.
+    """Returns the dtype in which matrix products read their operands.
 
     16-bit tensors stay 16-bit on a GPU, whose products accumulate in fp32. A CPU's 16-bit product
     would round its result to 16 bits, so there operands are widened.
@@ -51,13 +51,13 @@ class TileSize:
 
 
 def spans(total: int, size: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of consecutive chunks."""
+    """Yields (start, stop) of consecutive chunks."""
     for start in range(0, total, size):
         yield start, min(start + size, total)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, accumulated and returned in `accumulate_dtype`."""
+    """Returns a @ b, accumulated and returned in `accumulate_dtype`."""
     wanted = accumulate_dtype(a.dtype)
     if a.dtype == wanted:
         return a @ b
@@ -65,7 +65,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None = None) -> None:
-    """out += scale * (a @ b) in out's dtype; `scale` undoes the operand scaling of fp16."""
+    """Adds scale * (a @ b) to out in its dtype; `scale` undoes the operand scaling of fp16."""
     if a.dtype == out.dtype and scale is None:
         out.addmm_(a, b)
     else:
@@ -78,7 +78,7 @@ def squash(
     head: Head,
     scale: Tensor | None = None,  # [n], see `Tokens.scale`
 ) -> tuple[Tensor, Tensor | None]:
-    """E . C + bias -> (z, softcap'(z)), in place; the slope is None without a softcap."""
+    """Turns E . C + bias into (z, softcap'(z)), in place; the slope is None without a softcap."""
     slope = None
     if head.softcap is not None:
         x = x.div_(head.softcap).tanh_()
@@ -96,7 +96,7 @@ def logits_tile(
     head: Head,
     scale: Tensor | None = None,  # [n], see `Tokens.scale`
 ) -> tuple[Tensor, Tensor | None]:
-    """(z, softcap'(z)) of some tokens and columns, [n, columns] in accumulate_dtype."""
+    """Computes (z, softcap'(z)) of some tokens and columns, [n, columns] in accumulate_dtype."""
     x = product(hidden, weight.T)
     if bias is not None:
         x.add_(bias.to(x.dtype))
@@ -104,7 +104,7 @@ def logits_tile(
 
 
 def tiles_of(tokens: Tokens, head: Head) -> Tiles:
-    """The exact logits."""
+    """Returns a function that computes tiles of the exact logits."""
     operands = operand_dtype(head.weight)
 
     def of_columns(v0: int, v1: int) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
@@ -121,7 +121,7 @@ def tiles_of(tokens: Tokens, head: Head) -> Tiles:
 
 
 def sum_over_blocks(scale: Tensor, values: Tensor) -> Tensor:
-    """sum_i scale_i values_iv over each block of 128 tokens: [n], [n, C] -> [blocks, C]."""
+    """Sums scale_i values_iv over each block of 128 tokens: [n], [n, C] -> [blocks, C]."""
     full = scale.shape[0] // TOKEN_BLOCK
     whole, rest = full * TOKEN_BLOCK, scale.shape[0] - full * TOKEN_BLOCK
     sums = torch.bmm(
@@ -134,12 +134,12 @@ def sum_over_blocks(scale: Tensor, values: Tensor) -> Tensor:
 
 
 def max_over_blocks(values: Tensor) -> Tensor:
-    """Largest value of each block of 128 tokens, [n, ...] -> [blocks, ...]."""
+    """Returns the largest value of each block of 128 tokens, [n, ...] -> [blocks, ...]."""
     return torch.stack([block.amax(0) for block in values.split(TOKEN_BLOCK)])
 
 
 def find_targets(local_targets: Tensor, columns: slice | Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens whose target is among the columns, and its position there."""
+    """Finds tokens whose target is among the columns, and its position there."""
     if isinstance(columns, slice):
         inside = (local_targets >= columns.start) & (local_targets < columns.stop)
         rows = inside.nonzero()[:, 0]

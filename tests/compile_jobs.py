@@ -28,15 +28,17 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from cce_dist import local_triton_launch
-from cce_dist.local_triton import local_stats
-from cce_dist.local_triton_exact import KeptLogits
-from cce_dist.local_triton_grads import local_grads
-from cce_dist.local_triton_largest import local_largest
-from cce_dist.local_triton_lists import ListedLogits, local_kept
+from cce_dist.local_triton import forward
+from cce_dist.local_triton_grads import backward
+from cce_dist.local_triton_kept_logits import KeptLogits
+from cce_dist.local_triton_largest import largest
+from cce_dist.local_triton_lists import ListedLogits, keep
 from cce_dist.local_triton_merge import merge_lse_and_target, pack_lse_and_target
 from cce_dist.local_triton_pick import pick_on_device
+from cce_dist.local_triton_rehearsal import NoSum
 from cce_dist.options import Screen
-from cce_dist.partials import Head, Needs, Tokens, Upstream, Wanted
+from cce_dist.partials import Head, Tokens, Upstream, Wanted
+from cce_dist.protocol import BackwardRequest, ColumnFilter, ForwardRequest, Room, WeightGrad
 from cce_dist.vocab_shard import VocabShard
 
 # Multiprocessors; of what size the rest is decides of no kernel.
@@ -179,48 +181,36 @@ def compile_call(call: Call) -> None:
         wanted = Wanted(smooth_logit=True, entropy=True, correct=True, moments=True)
     if call.screen is not None:
         wanted = dataclasses.replace(wanted, screened=True)
-    grad_weight = torch.zeros_like(head.weight)
-    logits = None
+    room = Room(WORKSPACE_BYTES)
+    store = None
     if call.keeps and call.screen is not None:
-        logits = ListedLogits(draws=True)
+        store = ListedLogits(draws=True)
     elif call.keeps and call.exact:
         # Of fewer columns than there are: the others take a product.
-        logits = KeptLogits.make(head.weight, TOKENS, 2**19, None)
-    stats, marks = local_stats(
-        tokens,
-        head,
+        store = KeptLogits.make(head.weight, TOKENS, 2**19, None)
+    rule = ColumnFilter(1.0, by_largest=call.everything, tail=True, draws=not call.everything)
+    request = ForwardRequest(
         wanted=wanted,
-        score=not call.exact,
-        score_largest=call.everything,
-        threshold=1.0,
-        workspace_bytes=WORKSPACE_BYTES,
-        keep_logits=logits,
-        gather=(lambda bound: torch.stack([bound, bound])) if call.ranks else None,
+        filter=None if call.exact else rule,
         screen=None if call.screen is None else Screen(dtype=call.screen),
+        bounds=(lambda bound: torch.stack([bound, bound])) if call.ranks else None,
+        store=store,
+        room=room,
     )
-    kept = None
-    if marks is not None:
-        how = {"by_largest": call.everything, "tail": True, "draws": not call.everything}
-        kept = local_kept(
-            tokens, head, marks, stats.lse, threshold=1.0, workspace_bytes=WORKSPACE_BYTES, **how
-        )
+    stats, marks = forward(tokens, head, request)
+    kept = None if marks is None else keep(tokens, head, marks, stats.lse, rule, room)
     extra = stats.lse if call.everything else None
-    local_grads(
-        tokens,
-        head,
-        stats.lse,
-        Upstream(stats.lse, extra, None if extra is None else stats.smooth_logit, extra),
-        target_logit=stats.target_logit,
-        entropy=stats.entropy,
+    later = BackwardRequest(
+        stats=stats,
+        upstream=Upstream(stats.lse, extra, None if extra is None else stats.smooth_logit, extra),
         kept=kept,
-        needs=Needs(hidden=True, bias=head.bias is not None),
-        grad_weight=grad_weight,
-        accumulate=False,
-        workspace_bytes=WORKSPACE_BYTES,
-        logits=logits,
-        store_as=call.dtype,
-        start_sum=sum_nothing if call.ranks else None,
+        hidden=NoSum(is_local=not call.ranks, part_dtype=call.dtype),
+        weight=WeightGrad(torch.zeros_like(head.weight), accumulate=False),
+        bias=head.bias is not None,
+        store=store,
+        room=room,
     )
+    backward(tokens, head, later)
 
 
 def head_of(call: Call) -> Head:
@@ -231,16 +221,11 @@ def head_of(call: Call) -> Head:
     return Head(weight, bias, class_weight, COLUMNS, call.softcap, 1.0)
 
 
-def sum_nothing(grad_hidden: Tensor, *, finish: Callable[[], object]) -> Callable[[], Tensor]:
-    finish()
-    return lambda: grad_hidden
-
-
 def compile_largest() -> None:
     call = Call()
     hidden = torch.zeros(TOKENS, call.dim, dtype=call.dtype)
     tokens = Tokens(hidden, None, torch.zeros(TOKENS, dtype=torch.int32))
-    local_largest(tokens, head_of(call), workspace_bytes=WORKSPACE_BYTES)
+    largest(tokens, head_of(call), Room(WORKSPACE_BYTES))
 
 
 def compile_small() -> None:

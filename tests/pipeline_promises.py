@@ -10,8 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cce_dist import sharded
-from cce_dist.adapters import pipeline_head
+from cce_dist.adapters import microbatch, pipeline_head
 from cce_dist.adapters.pipeline_head import PipelineHead
 from cce_dist.testing import check_gate, check_promise
 
@@ -60,7 +59,7 @@ def without_merge() -> Any:
     def start(local: Any, *_: Any, **__: Any) -> Any:
         return lambda: local
 
-    return mock.patch.object(sharded, "start_merge_stats", start)
+    return mock.patch.object(microbatch, "start_merge_stats", start)
 
 
 def without_sum() -> Any:
@@ -78,9 +77,9 @@ def adding_up_in_16_bits() -> Any:
 
     def gradients(head: PipelineHead, index: int, root: int) -> Tensor:
         loss = as_it_was(head, index, root)
-        rows, _ = head.grads.place()
-        assert rows is not None
-        rows.copy_(rows.to(head.hidden_dtype))
+        place = head.grads.place()
+        assert place is not None
+        place.rows.copy_(place.rows.to(head.hidden_dtype))
         return loss
 
     return mock.patch.object(PipelineHead, "gradients", gradients)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cce_dist import Filter, sharded, streams
-from cce_dist.partials import StartSum
+from cce_dist import Filter, streams
+from cce_dist.hidden_sum import SumOverRanks
 from cce_dist.testing import TRITON_PLACES, Case, Place, grid, run_case, zipf_inputs
 
 pytest.importorskip("triton")
 
-from cce_dist import local_triton_grads, local_triton_products
-from cce_dist.local_triton_grads import Backward
+from cce_dist import local_triton_grads, local_triton_products, local_triton_state
+from cce_dist.local_triton_state import Backward
 from cce_dist.local_triton_tiles import REST
 
 SMALL = {"workspace_bytes": 2**16}
@@ -56,17 +56,15 @@ def test_hidden_is_done_before_the_rest(
     expected = run_case(None, case)
     taken: list[Tensor] = []
 
-    def start_sum(*_: Any) -> StartSum:
-        def start(grad_hidden: Tensor, *, finish: Callable[[], object]) -> Callable[[], Tensor]:
-            finish()
-            assert grad_hidden.dtype == torch.float32
-            total = grad_hidden.to(dtype)
-            taken.append(total.cpu().clone())
-            return lambda: total.mul_(2)
+    def start(self: Any, part: Tensor, *, finish: Callable[[], object]) -> Callable[[], Tensor]:
+        finish()
+        assert part.dtype == torch.float32
+        total = part.to(dtype)
+        taken.append(total.cpu().clone())
+        return lambda: total.mul_(2)
 
-        return start
-
-    monkeypatch.setattr(sharded, "_start_sum", start_sum)
+    monkeypatch.setattr(SumOverRanks, "is_local", False)
+    monkeypatch.setattr(SumOverRanks, "start", start)
     found = run_case(None, case)
     assert len(taken) == 1
     assert torch.equal(taken[0].view_as(expected["grad_hidden"]), expected["grad_hidden"])
@@ -97,8 +95,8 @@ def test_few_tokens_are_summed_in_pieces(
         return run
 
     # Two blocks, one slice of dims.
-    monkeypatch.setattr(local_triton_grads, "num_programs", lambda _: 10)
-    monkeypatch.setattr(local_triton_grads, "LEAST_OF_A_PIECE", 100)
+    monkeypatch.setattr(local_triton_state, "num_programs", lambda _: 10)
+    monkeypatch.setattr(local_triton_state, "LEAST_OF_A_PIECE", 100)
     monkeypatch.setattr(Backward, "of", remember)
     found = run_case(None, case)
     # Logits that are kept have taken the room.
@@ -157,24 +155,22 @@ def test_what_runs_beside_is_waited_for_after_an_error(
         if part == REST:
             fail()
 
-    def start_sum(*_: Any) -> StartSum:
-        def start(grad_hidden: Tensor, *, finish: Callable[[], object]) -> Callable[[], Tensor]:
-            wait = start_aside(grad_hidden.device, finish)
+    def start(self: Any, part: Tensor, *, finish: Callable[[], object]) -> Callable[[], Tensor]:
+        wait = start_aside(part.device, finish)
 
-            def total() -> Tensor:
-                wait()
-                return grad_hidden
+        def total() -> Tensor:
+            wait()
+            return part
 
-            return total
+        return total
 
-        return start
-
-    monkeypatch.setattr(local_triton_grads, "start_aside", start_aside)
-    monkeypatch.setattr(sharded, "_start_sum", start_sum)
+    monkeypatch.setattr(local_triton_state, "start_aside", start_aside)
+    monkeypatch.setattr(SumOverRanks, "is_local", False)
+    monkeypatch.setattr(SumOverRanks, "start", start)
     if at == "lists":
-        monkeypatch.setattr(local_triton_grads.Lists, "of", fail)
+        monkeypatch.setattr(local_triton_state.Lists, "of", fail)
     else:
-        monkeypatch.setattr(local_triton_grads, "products", lambda *_: launch)
+        monkeypatch.setattr(local_triton_grads, "products", lambda *_, **__: launch)
     inputs = zipf_inputs(130, 700, 16, generator=torch.Generator().manual_seed(0))
     with pytest.raises(MemoryError, match="no room"):
         run_case(None, Case(inputs, WAYS["filtered"]).at(place))

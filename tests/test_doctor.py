@@ -131,13 +131,13 @@ def of_place(place: Place, monkeypatch: pytest.MonkeyPatch, *gradients: str) -> 
 
 
 def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = local.TORCH.grads
+    real = local.TORCH.backward
 
-    def grads(*args: Any, **kwargs: Any) -> Any:
-        found = real(*args, **kwargs)
+    def backward(*args: Any) -> Any:
+        found = real(*args)
         return replace(found, hidden=found.hidden * 1.001)
 
-    monkeypatch.setattr(local, "TORCH", replace(local.TORCH, grads=grads))
+    monkeypatch.setattr(local.TORCH, "backward", backward)
     of_place(Place("torch", "cpu", ("fp32",)), monkeypatch, "exact")
     done = run("--json", "-", "--seconds", "50")
     assert done.exit_code == 1
@@ -148,10 +148,10 @@ def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_broken_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stats(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any) -> Any:
         raise RuntimeError("out of resources: shared memory\nand a page of frames")
 
-    monkeypatch.setattr(local, "TORCH", replace(local.TORCH, stats=stats))
+    monkeypatch.setattr(local.TORCH, "forward", forward)
     of_place(Place("torch", "cpu", ("fp32",)), monkeypatch, "exact")
     (check,) = numerics.check_numerics(facts(), 50.0)
     assert check.status == "failure"

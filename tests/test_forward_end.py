@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cce_dist import Screen, streams
 from cce_dist.partials import Head, Tokens, Wanted
+from cce_dist.protocol import ColumnFilter, ForwardRequest, Room
 from cce_dist.testing import TRITON_PLACES, Place, grid
 
 pytest.importorskip("triton")
@@ -43,14 +44,10 @@ def problem(place: Place, num_tokens: int, num_classes: int, count: int) -> tupl
     return tokens, Head(weight.to(place.device), None, None, num_classes, None, 1.0)
 
 
-def stats_of(tokens: Tokens, head: Head, **options: Any) -> tuple[Any, Marks | None]:
-    given = {
-        "wanted": Wanted(screened=True),
-        "score": True,
-        "score_largest": False,
-        "threshold": 0.1,
-    }
-    return local_triton.local_stats(tokens, head, **given, workspace_bytes=2**24, **options)
+def stats_of(tokens: Tokens, head: Head, screen: Screen | None = None) -> tuple[Any, Marks | None]:
+    rule = ColumnFilter(0.1, by_largest=False, tail=True, draws=True)
+    request = ForwardRequest(Wanted(screened=True), rule, screen, None, None, Room(2**24))
+    return local_triton.forward(tokens, head, request)
 
 
 def bits_of(words: Tensor, num_blocks: int) -> Tensor:
@@ -142,7 +139,7 @@ ANY_INT8 = Screen("int8", max_kept=1, max_error=10)
 @pytest.mark.parametrize(
     **grid(places=TRITON_PLACES, num_tokens=(100, 700), screen={"no": None, "int8": ANY_INT8})
 )
-def test_local_stats_in_the_callers_order(
+def test_forward_in_the_callers_order(
     place: Place, num_tokens: int, screen: Screen | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corrected: list[Tensor] = []

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cce_dist import Filter, Screen, linear_cross_entropy, sharded
+from cce_dist import Filter, Screen, linear_cross_entropy
+from cce_dist.loss_plan import Plan
 from cce_dist.testing import (
     DTYPES,
     TRITON_CPU,
@@ -196,13 +197,13 @@ def screened_case(place: Place, options: dict[str, Any]) -> Case:
 def rooms(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What each forward has kept."""
     found: list[Any] = []
-    make = sharded.room_for_listed
+    make = Plan.store_for
 
     def spy(*given: Any) -> Any:
         found.append(make(*given))
         return found[-1]
 
-    monkeypatch.setattr(sharded, "room_for_listed", spy)
+    monkeypatch.setattr(Plan, "store_for", spy)
     return found
 
 

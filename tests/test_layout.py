@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
 import inspect
 import re
 import subprocess
@@ -44,13 +46,15 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"rendezvous": {"torch", "mpi4py"}},
     {"distributed": {"torch"}},
     {"reference": {"torch"}, "partials": {"torch"}},
-    {"merge_header": {"torch"}},
+    {"merge_header": {"torch"}, "protocol": {"torch"}},
     {"kernels": {"triton"}, "torch_tiles": {"torch"}, "eight_bits": {"torch"}},
     {"local_triton": {"torch", "triton"}, "local_torch": {"torch"}},
+    {"empty_shard": {"torch"}},
     {"local": {"torch"}},
     {"transport": {"torch"}},
-    {"loss_plan": set()},
     {"collectives": {"torch"}},
+    {"hidden_sum": {"torch"}},
+    {"loss_plan": {"torch"}},
     {"sharded": {"torch"}},
     {"in_forward": {"torch"}, "reduction": {"torch"}},
     {
@@ -252,6 +256,36 @@ def test_layers_refuse(path: str, source: str) -> None:
 )
 def test_layers_accept(path: str, source: str) -> None:
     assert list(violations(path, source)) == []
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@functools.cache
+def import_graph() -> dict[str, set[str]]:
+    """Which modules of the packages import which, those for types alone and in functions too."""
+    graph: dict[str, set[str]] = {module_of(path): set() for path in source_files()}
+    for path in source_files():
+        for name, *_ in imports(read(path), ".".join(path.split("/")[:-1])):
+            while name and name not in graph:
+                name = name.rpartition(".")[0]  # of a module's own name its module
+            if name:
+                graph[module_of(path)].add(name)
+    return graph
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4, 5, 6])
+def test_no_import_circles(depth: int) -> None:
+    """Between files, and between folders of that depth: a folder imports what its files import."""
+    folders: dict[str, set[str]] = {}
+    for importer, imported in import_graph().items():
+        first, *others = (".".join(name.split(".")[:depth]) for name in (importer, *imported))
+        folders.setdefault(first, set()).update(name for name in others if name != first)
+    try:
+        graphlib.TopologicalSorter(folders).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_import_is_light() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from cce_dist import VocabShard
 from cce_dist.compute import local_targets_of
+from cce_dist.local_torch_pick import pick_on_device
 from cce_dist.options import LossOptions
 from cce_dist.reduction import PickedTokens, pick_tokens
 
@@ -28,10 +31,7 @@ def targets_of(size: int, ignored: float, device: str) -> torch.Tensor:
 
 
 def by_kernels(targets: torch.Tensor, options: LossOptions) -> PickedTokens:
-    def pick(ids: torch.Tensor, ignore_index: int) -> local_triton_pick.Picked:
-        return local_triton_pick.pick_on_device(ids, ignore_index, SHARD)
-
-    return pick_tokens(targets, options, count_on_device=True, kernels=pick)
+    return pick_tokens(targets, options, partial(local_triton_pick.pick_on_device, shard=SHARD))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -43,7 +43,7 @@ def test_kernels_pick_what_torch_picks(
     # With 4 of them a program adds up the counts of more programs than it has lanes.
     monkeypatch.setattr(local_triton_pick, "BLOCK", block)
     targets, options = targets_of(size, ignored, device), LossOptions()
-    right = pick_tokens(targets, options, count_on_device=True)
+    right = pick_tokens(targets, options, pick_on_device)
     got = by_kernels(targets, options)
     for name in ("targets", "rows", "count", "counts"):
         value, wanted = getattr(got, name), getattr(right, name)
@@ -71,6 +71,6 @@ def test_a_target_that_is_no_class_is_seen_wherever_it_stands(wrong: int, device
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_shift_comes_before(device: str) -> None:
     targets, options = targets_of(60, 0.3, device).view(3, 20), LossOptions(shift=2)
-    right = pick_tokens(targets, options, count_on_device=True)
+    right = pick_tokens(targets, options, pick_on_device)
     got = by_kernels(targets, options)
     assert torch.equal(got.targets, right.targets) and torch.equal(got.rows, right.rows)

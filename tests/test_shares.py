@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from cce_dist import Screen
 from cce_dist.partials import Head, Stats, Tokens, Wanted
+from cce_dist.protocol import ColumnFilter, ForwardRequest, Room
 from cce_dist.testing import TRITON_PLACES, Place, grid
 
 pytest.importorskip("triton")
@@ -35,16 +37,9 @@ def problem(place: Place, num_tokens: int, num_classes: int, softcap: float | No
 
 
 def stats_of(tokens: Tokens, head: Head, **options: Any) -> tuple[Stats, Marks]:
-    found = local_triton.local_stats(
-        tokens,
-        head,
-        wanted=Wanted(),
-        score=True,
-        score_largest=False,
-        threshold=0.02,
-        workspace_bytes=2**24,
-        **options,
-    )
+    rule = ColumnFilter(0.02, by_largest=False, tail=True, draws=True)
+    request = ForwardRequest(Wanted(), rule, None, None, None, Room(2**24))
+    found = local_triton.forward(tokens, head, replace(request, **options))
     assert found[1] is not None
     return found[0], found[1]
 
@@ -87,7 +82,7 @@ def test_shares_of_a_launch_add_up_to_what_it_drops(
     monkeypatch.setattr(local_triton_forward, "num_programs", lambda weight: 10)
     tokens, head = problem(place, 5 * BLOCK - 50, 40000, softcap)
     # As if ranks told each other bounds: else one program would compute all in one launch.
-    _, marks = stats_of(tokens, head, gather=lambda bound: bound[None])
+    _, marks = stats_of(tokens, head, bounds=lambda bound: bound[None])
     z = tokens.hidden.double() @ head.weight.double().T
     slope = torch.ones_like(z)
     if softcap is not None:

@@ -142,7 +142,7 @@ def test_auto_takes_torch_for_float64_without_a_word(monkeypatch: pytest.MonkeyP
 
 
 @needs_triton
-def test_rehearse_says_that_kernels_are_compiled_one_by_one(
+def test_warm_up_says_that_kernels_are_compiled_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from cce_dist import local_triton_rehearsal
@@ -152,7 +152,7 @@ def test_rehearse_says_that_kernels_are_compiled_one_by_one(
     hidden = torch.zeros(8, 16)
     tokens = Tokens(hidden, None, torch.zeros(8, dtype=torch.int32))
     head = Head(torch.zeros(4, 16), None, None, 4, None, 1.0)
-    kind: Any = None
-    (found,) = said(lambda: local_triton_rehearsal.rehearse(tokens, head, kind))
+    request: Any = None
+    (found,) = said(lambda: local_triton_rehearsal.warm_up(tokens, head, request, request))
     assert "one after the other" in found
     assert "3.6 and later" in found

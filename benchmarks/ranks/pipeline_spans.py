@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 
 from cce_dist import sharded
+from cce_dist.adapters import pipeline_head
 from cce_dist.adapters.pipeline_embedding import TiedEmbedding
 from cce_dist.adapters.pipeline_server import Server
 from cce_dist.adapters.planned import ScheduleVocab1F1B
@@ -102,7 +103,7 @@ def recording(recorder: Recorder, stage: Any, *, over_ranks: bool) -> Iterator[N
     ]
     if over_ranks:
         patches += [
-            (sharded, "start_forward", timed(sharded.start_forward, "S")),
+            (pipeline_head, "start_forward", timed(pipeline_head.start_forward, "S")),
             (sharded, "backward", timed(sharded.backward, "T")),
             (ScheduleVocab1F1B, "grad", waits(ScheduleVocab1F1B.grad)),
             (Server, "grad", waits(Server.grad)),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from cce_dist.autograd import Call
+from cce_dist.collectives import Begin, start_merge_stats
 from cce_dist.compute import Finish
-from cce_dist.partials import Head, Stats, Tokens
+from cce_dist.loss_plan import Plan
+from cce_dist.partials import Head, Stats, Tokens, Wanted
+from cce_dist.protocol import ForwardRequest, Room, Scores
 
 
 @dataclass
@@ -22,7 +26,7 @@ class Microbatch:
     # hidden [..., D], targets [...] int64, and what waits for both; until `statistics`
     posted: tuple[Tensor, Tensor, Callable[[], object]] | None
     step: tuple[Call, Finish, Tokens, Head] | None = None
-    scores: Any = None
+    scores: Scores | None = None
     merge: Callable[[], Stats] | None = None
     merged: Stats | None = None
     grad_losses: Tensor | None = None  # as targets
@@ -30,6 +34,41 @@ class Microbatch:
     grad: Tensor | None = None  # [N, D] this rank's part, then the sum
     is_taken: bool = False  # here is the last stage
     summed: Callable[[], object] | None = None
+
+
+def start_forward(
+    tokens: Tokens,
+    head: Head,
+    plan: Plan,
+    *,
+    score: bool,
+    elsewhere: Head | None,  # some of the other ranks' rows; None: they are not known
+    begin: Begin,  # of the merge's collective
+) -> tuple[Callable[[], Stats], Scores | None]:
+    """`sharded.forward`, whose merge is under way. Returns: a function that waits for the merge;
+    this rank's scores of its columns."""
+    request = plan.forward_request(tokens, head, score=score)
+    if request.bounds is not None:
+        # Ranks are at different microbatches, and cannot exchange bounds of the same tokens.
+        bounds = None
+        if elsewhere is not None:
+            nobody = torch.full_like(tokens.local_targets, -1)
+            room = Room(plan.options.workspace_for(len(tokens)))
+            of_others = ForwardRequest(Wanted(), None, None, None, None, room)
+            known, _ = plan.backend.forward(
+                replace(tokens, local_targets=nobody), elsewhere, of_others
+            )
+            bound = known.lse / math.log(2)
+            bounds = functools.partial(_beside, bound)
+        request = replace(request, bounds=bounds)
+    local, scores = plan.backend.forward(tokens, head, request)
+    kernels = plan.backend.merge_kernels
+    merge = start_merge_stats(local, plan.shard, plan.group, tokens.count, kernels, begin=begin)
+    return merge, scores
+
+
+def _beside(known: Tensor, own: Tensor) -> Tensor:
+    return torch.stack([own, known])
 
 
 P = ParamSpec("P")

@@ -73,7 +73,7 @@ class TiedEmbedding(nn.Module):
         self._microbatches: dict[int, _Microbatch] = {}
         self._called = 0
         self.infers = False  # a schedule asks for shapes
-        rehearse_embedding(self)
+        rehearse_embedding(self, head)
 
     @property
     def is_first(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.partials import accumulate_dtype
+from cce_dist.protocol import WeightGrad
 
 
 class RowGradients:
@@ -22,13 +23,12 @@ class RowGradients:
         self._bias: Tensor | None = None
         self._is_elsewhere = False
 
-    def place(self) -> tuple[Tensor | None, bool]:
-        """Where a microbatch's part goes, None for a frozen weight; whether it is added to what is
-        there already."""
-        accumulates = self._rows is not None
+    def place(self) -> WeightGrad | None:
+        """Where a microbatch's part goes; None for a frozen weight."""
+        accumulate = self._rows is not None
         if self._rows is None and self.weight.requires_grad:
             self._rows = self._make(torch.empty)
-        return self._rows, accumulates
+        return None if self._rows is None else WeightGrad(self._rows, accumulate)
 
     def add_bias(self, grad: Tensor) -> None:
         self._bias = grad if self._bias is None else self._bias + grad

@@ -28,7 +28,7 @@ from torch import Tensor
 from cce_dist import sharded
 from cce_dist.adapters.frequent_rows import FrequentRows
 from cce_dist.adapters.groups import own_couriers, own_groups, start_broadcast, start_reduce
-from cce_dist.adapters.microbatch import Microbatch, plainly
+from cce_dist.adapters.microbatch import Microbatch, plainly, start_forward
 from cce_dist.adapters.neighbours import Neighbours
 from cce_dist.adapters.pipeline_checks import (
     check_microbatch,
@@ -42,7 +42,7 @@ from cce_dist.collectives import gather_tokens, reduce_grad_hidden
 from cce_dist.compute import prepare
 from cce_dist.inputs import Inputs
 from cce_dist.options import LossOptions
-from cce_dist.partials import Needs, Stats, Upstream, accumulate_dtype
+from cce_dist.partials import Stats, Upstream, accumulate_dtype
 from cce_dist.phases import in_phase
 from cce_dist.quantized import StepQuantizer
 from cce_dist.transport import group_size, process_group
@@ -244,7 +244,7 @@ class PipelineHead:
         group, quantizer = self._merging.group, self._quantizer
         call, finish = prepare(inputs, self.options, group, self.shard, quantizer, record=record)
         # Ranks are at different microbatches.
-        call = replace(call, plan=replace(call.plan, beside=True))
+        call = replace(call, plan=replace(call.plan, shares_device=True))
         tokens = call.tokens(hidden.reshape(-1, self.hidden_shape[-1]))
         head = call.head(self.weight.detach(), self.bias)
         batch.step = call, finish, tokens, head
@@ -253,13 +253,9 @@ class PipelineHead:
             elsewhere = self._frequent.elsewhere(head)
         if self._frequent is not None and record:
             self._frequent.count(tokens.local_targets)
-        batch.merge, batch.scores = sharded.start_forward(
-            tokens,
-            head,
-            call.plan,
-            begin=self._merging.begin,
-            score=record,
-            elsewhere=elsewhere,
+        begin = self._merging.begin
+        batch.merge, batch.scores = start_forward(
+            tokens, head, call.plan, score=record, elsewhere=elsewhere, begin=begin
         )
 
     @plainly
@@ -298,7 +294,6 @@ class PipelineHead:
         loss, stats, upstream = self._merged(batch)
         assert batch.step is not None
         call, _, tokens, head = batch.step
-        grad_weight, accumulate = self.grads.place()
         out = sharded.backward(
             tokens,
             head,
@@ -306,10 +301,10 @@ class PipelineHead:
             replace(call.plan, group=None),
             stats,
             upstream,
-            kept=sharded.find_kept(tokens, head, call.plan, batch.scores, stats.lse),
-            needs=Needs(True, self.bias is not None and self.bias.requires_grad),
-            grad_weight=grad_weight,
-            accumulate=accumulate,
+            kept=sharded.choose_columns(tokens, head, call.plan, batch.scores, stats),
+            hidden=True,
+            weight=self.grads.place(),
+            bias=self.bias is not None and self.bias.requires_grad,
             in_fp32=True,
         )
         assert out.hidden is not None

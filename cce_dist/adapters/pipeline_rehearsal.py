@@ -6,18 +6,14 @@ that work may wait for other ranks, and they for this rank.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from cce_dist.adapters.pipeline_embedding import TiedEmbedding
-    from cce_dist.adapters.pipeline_head import PipelineHead
+from cce_dist.adapters.pipeline_phases import EmbeddingPhases, HeadPhases
 
 ROOT = 0
 
 
-def rehearse_head(head: PipelineHead) -> None:
+def rehearse_head(head: HeadPhases) -> None:
     """On GPUs, three microbatches of zeros; nothing is left of them. On every rank of the head."""
     device = head.weight.device
     if device.type != "cuda":
@@ -42,9 +38,9 @@ def rehearse_head(head: PipelineHead) -> None:
     torch.cuda.synchronize(device)
 
 
-def rehearse_embedding(embedding: TiedEmbedding) -> None:
-    """As `rehearse_head`."""
-    head, device = embedding.head, embedding.head.weight.device
+def rehearse_embedding(embedding: EmbeddingPhases, head: HeadPhases) -> None:
+    """As `rehearse_head`. Args: head: of the same ranks."""
+    device = head.weight.device
     if device.type != "cuda":
         return
     tokens = torch.zeros(head.targets_shape, dtype=torch.int64, device=device)

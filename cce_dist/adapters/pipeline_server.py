@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cce_dist.adapters.pipeline_head import PipelineHead
+from cce_dist.adapters.pipeline_phases import HeadPhases
 from cce_dist.collectives import require
 
 POLL_SECONDS = 0.05
@@ -22,7 +22,7 @@ class Server(threading.Thread):
 
     def __init__(
         self,
-        head: PipelineHead,
+        head: HeadPhases,
         stages: list[Any],
         root: int,
         count: int,

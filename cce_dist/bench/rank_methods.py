@@ -303,7 +303,7 @@ def marks_seen() -> Iterator[list[Any]]:
 def _without_exchanges(really: bool) -> Iterator[None]:
     # Where ranks ask, and where one of an empty shard answers.
     asks = importlib.import_module("cce_dist.local_triton")
-    answers = importlib.import_module("cce_dist.local_triton_bounds")
+    answers = importlib.import_module("cce_dist.empty_shard")
     exchanges = () if really else asks.EXCHANGES
     with patch.object(asks, "EXCHANGES", exchanges), patch.object(answers, "EXCHANGES", exchanges):
         yield

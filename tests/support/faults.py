@@ -17,7 +17,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from cce_dist import sharded
+from cce_dist import hidden_sum, sharded
+from cce_dist.adapters import microbatch
 from cce_dist.phases import in_phase, watched_by
 from cce_dist.testing.forks import fork_context
 from cce_dist.train import loop, model
@@ -87,11 +88,11 @@ SKIPS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "forward": (model.SumPartials, "forward", lambda ctx, x, group: x.clone()),
     "merge": (sharded, "merge_stats", lambda local, *others, **named: local),
     "pipelined merge": (
-        sharded,
+        microbatch,
         "start_merge_stats",
         lambda local, *others, **named: lambda: local,
     ),
-    "reduce": (sharded, "reduce_grad_hidden", lambda grad, *others, **named: grad),
+    "reduce": (hidden_sum, "reduce_grad_hidden", lambda grad, *others, **named: grad),
     "checkpoint": (loop, "save", lambda job, run, step: None),
     "step": (loop, "train_step", lambda job, run, step: False),
 }

@@ -1,0 +1,66 @@
+"""No function takes keywords that its signature does not name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for package in ("cce_dist", "megatron_patch")
+    for path in (ROOT / package).rglob("*.py")
+)
+
+# These stand in for functions of another library, whose keywords they pass on or refuse.
+IN_PLACE_OF_OTHERS = {
+    "cce_dist/adapters/pipelining.py": {"__call__", "run"},
+    "cce_dist/adapters/planned.py": {"__init__", "step", "_step_microbatches", "_post"},
+    "cce_dist/bench/rank_methods.py": {"marks_of"},
+    "cce_dist/testing/interpreter/blocks.py": {"dot", "to"},
+    "cce_dist/testing/interpreter/memory.py": {
+        "create_masked_load",
+        "create_masked_store",
+        "descriptor_load",
+        "load",
+        "store",
+    },
+    "cce_dist/testing/interpreter/ops.py": {"choose"},
+    "cce_dist/testing/interpreter/speed_up.py": {"launch_quietly", "call"},
+    "megatron_patch/deferred.py": {"max", "argmax"},
+    "megatron_patch/over_pipeline.py": {"schedule", "init"},
+    "megatron_patch/quantized.py": {"schedule"},
+    "megatron_patch/replaced.py": {"_defer", "_head_call"},
+    "megatron_patch/rows.py": {"sharded_state_dict"},
+    "megatron_patch/seams.py": {"backward_step"},
+    "megatron_patch/tied.py": {"__call__"},
+}
+# Their keywords are the fields of one options record, which refuses any other by name.
+FIELDS_OF_OPTIONS = {
+    "cce_dist/adapters/last_stage.py": {"__init__"},
+    "megatron_patch/options.py": {"from_environment"},
+    "megatron_patch/patch.py": {"apply", "patched"},
+}
+
+
+def takes_any_keyword(source: str) -> set[str]:
+    """Names of functions with a parameter `**name: Any`."""
+    return {
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if node.args.kwarg is not None and node.args.kwarg.annotation is not None
+        if ast.unparse(node.args.kwarg.annotation) in ("Any", "typing.Any")
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_functions_name_their_keywords(path: str) -> None:
+    allowed = IN_PLACE_OF_OTHERS.get(path, set()) | FIELDS_OF_OPTIONS.get(path, set())
+    assert takes_any_keyword((ROOT / path).read_text(encoding="utf-8")) == allowed
+
+
+def test_exceptions_are_of_files_that_exist() -> None:
+    assert set(IN_PLACE_OF_OTHERS) | set(FIELDS_OF_OPTIONS) <= set(FILES)
