@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 
-from cce_dist import Filter, LinearCrossEntropy, VocabShard
+from benchmarks.loss.filter import default_keep
+from cce_dist import Filter, LinearCrossEntropy
 from cce_dist.bench.golden import LossFunction, dense_loss
 from cce_dist.bench.inputs import IGNORE_INDEX, BenchInputs
-from cce_dist.compute import plan_of
 from cce_dist.options import Backend
 
 DENSE = "dense"
@@ -86,13 +86,6 @@ def candidates_of(
         else:
             found += _over_probability(name, inputs, epsilons)
     return found
-
-
-def default_keep(inputs: BenchInputs, backend: Backend) -> float:
-    """What `Filter()` resolves to for these inputs."""
-    shard = VocabShard(0, len(inputs.weight), len(inputs.weight))
-    options = LinearCrossEntropy(backend=backend).options
-    return plan_of(inputs.hidden, len(inputs.targets), options, None, shard).threshold
 
 
 def _over_mass(

@@ -8,18 +8,26 @@ from dataclasses import replace
 
 import torch
 
-from cce_dist import Filter, LinearCrossEntropy
+from cce_dist import Filter, LinearCrossEntropy, VocabShard
 from cce_dist.bench.golden import LossFunction, dense_loss, errors, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.loss import mean_tail_mass
 from cce_dist.bench.machine import Timer, interleaved_times, variant_of
 from cce_dist.bench.report import Cells
+from cce_dist.compute import plan_of
 from cce_dist.local_triton_tiles import why_not
 from cce_dist.options import TOKEN_BLOCK, Backend
 from cce_dist.partials import Tokens
 
 # Suffixes of the columns' names.
 WAYS = {"": {}, ", not drawn": {"draw": False}, ", no tail": {"tail": False}}
+
+
+def default_keep(inputs: BenchInputs, backend: Backend) -> float:
+    """Resolve `Filter()` for these inputs."""
+    shard = VocabShard(0, len(inputs.weight), len(inputs.weight))
+    options = LinearCrossEntropy(backend=backend).options
+    return plan_of(inputs.hidden, len(inputs.targets), options, None, shard).threshold
 
 
 def bench_filter(

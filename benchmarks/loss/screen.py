@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.fidelity.candidates import default_keep
-from benchmarks.loss.filter import shares_kept
+from benchmarks.loss.filter import default_keep, shares_kept
 from cce_dist import Filter, Screen, linear_cross_entropy
 from cce_dist.bench.golden import CHUNK_ELEMENTS
 from cce_dist.bench.inputs import BenchInputs
