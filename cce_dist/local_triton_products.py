@@ -23,6 +23,7 @@ from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, Lists
 from cce_dist.local_triton_state import Backward, GradBuffers
 from cce_dist.local_triton_tiles import (
+    LEFT_TO_OTHERS,
     REST,
     interpreted,
     num_programs,
@@ -33,9 +34,6 @@ from cce_dist.options import TOKEN_BLOCK
 
 # Programs of what is left for each that the device has room for: most are one task, of some 30 us.
 SHORT = 16
-# Multiprocessors for kernels that wait for other ranks: 10 of 4 programs, and what torch's stages
-# send. Where none were left, a microbatch's gradients waited for the next stage's whole backward.
-LEFT_TO_OTHERS = 48
 
 
 def products(run: Backward, grads: GradBuffers, *, shares_device: bool) -> Callable[[int], None]:

@@ -27,9 +27,8 @@ from cce_dist.local_triton_forward import Forward
 from cce_dist.local_triton_launch import start
 from cce_dist.local_triton_lists import TILE, ListedLogits, Lists, Marks, int32_zeros
 from cce_dist.local_triton_operands import EightBit, Finished
-from cce_dist.local_triton_products import LEFT_TO_OTHERS
 from cce_dist.local_triton_quantize import Sums, quantize_both, quantize_tokens
-from cce_dist.local_triton_tiles import interpreted, num_programs, tiles_for
+from cce_dist.local_triton_tiles import LEFT_TO_OTHERS, interpreted, num_programs, tiles_for
 from cce_dist.options import TOKEN_BLOCK, Screen
 from cce_dist.protocol import Room
 

@@ -15,6 +15,9 @@ from cce_dist.tracing import is_fake
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LEAST_CAPABILITY = (8, 0)
+# Multiprocessors for kernels that wait for other ranks: 10 of 4 programs, and what torch's stages
+# send. Where none were left, a microbatch's gradients waited for the next stage's whole backward.
+LEFT_TO_OTHERS = 48
 
 
 @dataclass(frozen=True)
