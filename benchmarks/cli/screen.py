@@ -52,7 +52,7 @@ def screen_command(
 
     On a CPU with --device cpu: --backend torch, or TRITON_INTERPRET=1 --dtype float16.
     """
-    from benchmarks.loss.screen import bench_screen
+    from benchmarks.fidelity.screen import bench_screen
     from cce_dist.bench.methods import parse_backend
     from cce_dist.bench.report import Report
 
