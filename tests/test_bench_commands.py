@@ -55,7 +55,14 @@ def broken(*given: Any) -> Any:
 def test_bench_profile_command(tmp_path: Path) -> None:
     path = tmp_path / "profile.csv"
     tiny = ["--shape", "64x300x80", "--device", "cpu", "--dtype", "float32", "--repeats", "3"]
-    chosen = ["--method", "dense", "--method", "exact", "--extra", "luckless=test_bench:broken"]
+    chosen = [
+        "--method",
+        "dense",
+        "--method",
+        "exact",
+        "--extra",
+        "luckless=test_bench_commands:broken",
+    ]
     invoke("profile", *tiny, *chosen, "--most", "4", "--csv", str(path))
     rows = read_csv(path)
     of_dense = [row for row in rows if row["method"] == "dense"]

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from cce_dist.kernels import forward, numbers
 from cce_dist.kernels.gluon_names import async_load, thread_barrier
 from cce_dist.kernels.hopper_softcap import add_softcapped, keep_units, unit_across, unit_of
+from cce_dist.kernels.hopper_sums import partial_sums, whole_sum
 
 GROUPS = gl.constexpr(2)
 
@@ -26,19 +27,6 @@ turns_until = gluon.jit(forward.turns_until.fn)
 turns_before = gluon.jit(forward.turns_before.fn)
 first_turn = gluon.jit(forward.first_turn.fn)
 end_turn = gluon.jit(forward.end_turn.fn)
-
-
-@gluon.jit
-def partial_sums(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Adds the rows that a thread of four warps holds: [ROWS, COLUMNS] -> [4, 8, COLUMNS]."""
-    split = gl.reshape(x, (ROWS // 64, 4, 2, 8, COLUMNS))
-    return gl.sum(gl.sum(split, 2), 0)
-
-
-@gluon.jit
-def whole_sum(x, layout: gl.constexpr):
-    """Sums [4, 8, COLUMNS] -> [COLUMNS], over the lanes first: the rest fits little memory."""
-    return gl.convert_layout(gl.sum(gl.sum(x, 1), 0), layout)
 
 
 @gluon.jit
