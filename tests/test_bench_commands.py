@@ -61,7 +61,7 @@ def test_bench_profile_command(tmp_path: Path) -> None:
         "--method",
         "exact",
         "--extra",
-        "luckless=test_bench_commands:broken",
+        f"luckless={__name__}:broken",
     ]
     invoke("profile", *tiny, *chosen, "--most", "4", "--csv", str(path))
     rows = read_csv(path)
