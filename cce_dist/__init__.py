@@ -7,15 +7,20 @@ ranks merge by log-add-exp. Start with `linear_cross_entropy`.
 import sys
 from typing import TYPE_CHECKING, Any
 
+from cce_dist.core.old_names import install as _install_old_names
+
+# Code of before the folders, and what it has pickled, imports these.
+_install_old_names()
+
 _why: Exception | None = None
 try:
-    from cce_dist.collectives import all_reduce_logaddexp
-    from cce_dist.compute import LogitMoments, LossOutput
+    from cce_dist.frontend.prepare import LogitMoments, LossOutput
+    from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer, quantize_weight
     from cce_dist.largest import LargestLogits, largest_logits
     from cce_dist.logprobs import TokenLogprobs, token_logprobs
     from cce_dist.loss import LinearCrossEntropy, linear_cross_entropy
     from cce_dist.options import Filter, LossOptions, Screen
-    from cce_dist.quantized import QuantizedWeight, StepQuantizer, quantize_weight
+    from cce_dist.ranks.merge import all_reduce_logaddexp
     from cce_dist.vocab_shard import VocabShard
 except (ImportError, OSError) as error:
     # Of our own files, not torch's.

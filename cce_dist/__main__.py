@@ -2,14 +2,14 @@
 
 import sys
 
-from .cli_extras import explain_missing
-from .launchers import rank_from_environment
+from cce_dist.distributed.launchers import rank_from_environment
+from cce_dist.needs.extras import explain_missing
 
 
 def main() -> None:
     """Run the command; a module that is missing is one line, and exit code 2."""
     try:
-        from .cli import app
+        from cce_dist.cli.main import app
 
         app(prog_name="cce-dist")
     except ModuleNotFoundError as error:

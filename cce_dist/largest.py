@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist import validation
-from cce_dist.compute import cast_by_autocast
-from cce_dist.dtensor import arrived, require_plain
-from cce_dist.local import choose_backend
+from cce_dist.backends.choose import choose_backend
+from cce_dist.backends.protocol import Room
+from cce_dist.core.tracing import is_fake, unseen_by_checkpointing
+from cce_dist.core.types import Head, Tokens, accumulate_dtype
+from cce_dist.frontend import validation
+from cce_dist.frontend.dtensor import arrived, require_plain
+from cce_dist.frontend.prepare import cast_by_autocast
 from cce_dist.options import Backend, LossOptions
-from cce_dist.partials import Head, Tokens, accumulate_dtype
-from cce_dist.protocol import Room
-from cce_dist.tracing import is_fake, unseen_by_checkpointing
 
 
 class LargestLogits(NamedTuple):

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from cce_dist.compute import LossOutput
-from cce_dist.dtensor import is_dtensor
-from cce_dist.inputs import Inputs
+from cce_dist.frontend.dtensor import is_dtensor
+from cce_dist.frontend.inputs import Inputs
+from cce_dist.frontend.prepare import LossOutput
+from cce_dist.frontend.validation import require_tensor
 from cce_dist.loss import compute_loss
 from cce_dist.options import (
     Backend,
@@ -21,13 +22,12 @@ from cce_dist.options import (
     require_factor,
     require_finite,
 )
-from cce_dist.validation import require_tensor
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from cce_dist.transport import Group
+    from cce_dist.ranks.transport import Group
 
 IGNORED = -100
 # Not LossOptions' own, which torch.compile does not trace.

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from cce_dist.compute import LossOutput, cast_by_autocast, compute
-from cce_dist.dtensor import arrived, is_dtensor, local_parts
-from cce_dist.inputs import Inputs
+from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
+from cce_dist.frontend.dtensor import arrived, is_dtensor, local_parts
+from cce_dist.frontend.inputs import Inputs
+from cce_dist.frontend.prepare import LossOutput, cast_by_autocast, compute
+from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
+from cce_dist.frontend.validation import require_plain_call, require_vocab_shard
 from cce_dist.options import (
     Backend,
     Filter,
@@ -20,15 +23,12 @@ from cce_dist.options import (
     Screen,
     Stat,
 )
-from cce_dist.quantized import QuantizedWeight, StepQuantizer
-from cce_dist.tracing import is_fake, is_traced, unseen_by_checkpointing
-from cce_dist.validation import require_plain_call, require_vocab_shard
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from cce_dist.transport import Group
+    from cce_dist.ranks.transport import Group
 
 
 def linear_cross_entropy(
@@ -181,13 +181,13 @@ def compute_loss(
     inputs = Inputs(hidden, weight, *inputs[2:])
     if is_traced():
         # Imports the compiler, which the caller has.
-        from cce_dist.compiled import compute as trace
+        from cce_dist.frontend.compiled import compute as trace
 
         result = trace(inputs, options, group, vocab_shard, quantized_weight)
     else:
         run = compute
         if is_fake(hidden):
-            from cce_dist.compiled import compute as run
+            from cce_dist.frontend.compiled import compute as run
         with unseen_by_checkpointing():
             result = run(inputs, options, group, vocab_shard, quantized_weight)
     return result if parts is None else parts.wrap(result)

@@ -18,5 +18,5 @@ for release in "$@"; do
     fi
     echo "test-megatron: $release" >&2
     PYTHONPATH=$folder .venv/bin/python -m pytest --numprocesses 2 \
-        tests/test_megatron.py tests/test_megatron_pipeline.py
+        tests/megatron/test_megatron.py tests/megatron/pipeline/test_megatron_pipeline.py
 done

@@ -29,9 +29,9 @@ for release in "$@"; do
     esac
     echo "test-versions: triton $release" >&2
     PYTHONPATH=$folder .venv/bin/python -m pytest --numprocesses 2 \
-        tests/test_compiles.py tests/test_hopper.py tests/test_interpreter.py \
-        tests/test_local_triton.py tests/test_local_triton_numbers.py tests/test_rehearsal.py \
-        tests/test_slower.py \
+        tests/backends/triton/kernels/test_compiles.py tests/backends/triton/kernels/test_hopper.py tests/testing/test_interpreter.py \
+        tests/backends/triton/test_stats.py tests/backends/triton/test_stats_numbers.py tests/backends/triton/test_rehearsal.py \
+        tests/core/test_slower.py \
         || failed+=("$release")
 done
 if [[ ${#failed[@]} -gt 0 ]]; then

@@ -9,7 +9,7 @@ or, in a script of your own, `megatron_patch.apply()` before the model is built,
 from megatron_patch.errors import PatchError
 from megatron_patch.options import PatchOptions
 from megatron_patch.patch import Status, apply, patched, remove, status
-from megatron_patch.rows import gather_output_weight, scatter_output_weight
+from megatron_patch.pipeline.rows import gather_output_weight, scatter_output_weight
 
 __all__ = [
     "PatchError",

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from megatron_patch import over_pipeline, quantized
+from megatron_patch import quantized
 from megatron_patch.errors import PatchError
 from megatron_patch.options import PatchOptions
+from megatron_patch.pipeline import over_pipeline
 from megatron_patch.refusals import why_not
 from megatron_patch.replaced import options_of, put, take_away
 from megatron_patch.seams import PipelineSeams, Seams, find_pipeline_seams, find_seams

@@ -122,7 +122,7 @@ def find_seams() -> Seams:
 
 def without_ours(function: Any) -> Any:
     """Returns the function that an earlier apply() has replaced, or the function itself."""
-    while _file_of(function).parent == Path(__file__).parent and hasattr(function, "__wrapped__"):
+    while Path(__file__).parent in _file_of(function).parents and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cce_dist import kernels
+from cce_dist.backends.triton import kernels
 from cce_dist.testing import Place, RankPool, speed_up_interpreter
 from cce_dist.testing.forks import start_fork_server
 
@@ -30,16 +30,16 @@ if torch.cuda.device_count() == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 speed_up_interpreter()
 if importlib.util.find_spec("triton"):
-    for module in pkgutil.iter_modules(kernels.__path__):
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         # Gluon's have no interpreter, and not every Triton has their parts.
-        if not module.name.startswith(("hopper", "gluon")):
-            importlib.import_module(f"{kernels.__name__}.{module.name}")
+        if not module.name.rpartition(".")[2].startswith(("hopper", "gluon")):
+            importlib.import_module(module.name)
 # A test may be the first to need half a dozen kernels, while as many tests as there are cores do.
 COMPILING_SECONDS = 300
 # Whose processes are forks; fixtures whose processes are.
 FORKING = (
     *(f"cce_dist.testing.{name}" for name in ("forks", "ranks")),
-    *(f"support.{name}" for name in ("agents", "faults", "torchrun")),
+    *(f"tests.support.{name}" for name in ("agents", "faults", "torchrun")),
 )
 FORKING_FIXTURES = {"megatron_pools", "pools"}
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -104,7 +104,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 def megatron_pools() -> Iterator[dict[int, RankPool]]:
     """The same, of forks of a process that has imported Megatron without CUDA, which takes seconds.
     The module's own: threads of their groups wake a hundred times a second."""
-    from megatron_setup import import_megatron
+    from tests.megatron.megatron_setup import import_megatron
 
     prepare = functools.partial(import_megatron, "cpu")
     pools = {size: RankPool(size, prepare=prepare) for size in (2, 4)}

@@ -40,7 +40,7 @@ def subcommands() -> Iterator[tuple[list[str], Any]]:
     command that a checkout alone has it is found there, or stands in for it."""
     import typer
 
-    from cce_dist.cli import app
+    from cce_dist.cli.main import app
 
     group: Any = typer.main.get_command(app)
     waiting: list[tuple[list[str], Any]] = [([], group)]

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from installs import NAME, build, make_environment, metadata_of, run
-from launch_jobs import write_config
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
 import cce_dist
-from cce_dist.cli import app
-from cce_dist.cli_checkout import EXPERIMENTS, REPORT
-from cce_dist.cli_extras import CORE, EXTRAS, explain_missing, need_modules
+from cce_dist.cli.main import app
+from cce_dist.needs.checkout import EXPERIMENTS, REPORT
+from cce_dist.needs.extras import CORE, EXTRAS, explain_missing, need_modules
+from tests.installs import NAME, build, make_environment, metadata_of, run
+from tests.launch.launch_jobs import write_config
 
 # Environments are made, and torch is imported in each.
 pytestmark = pytest.mark.timeout(240)
@@ -35,7 +35,7 @@ CHOICES = (CORE, "train", "bench", "mpi", "megatron")
 # Extras that bring what another brings.
 BRINGS = {"bench": "train"}
 # Without Triton, which torch's CUDA build brings, and without what extras bring.
-OPTIONAL = r"cce_dist\.(kernels|local_triton\w*|train|bench|testing)\b.*"
+OPTIONAL = r"cce_dist\.(backends\.triton|train|bench|testing)\b.*"
 # Subcommands that train, or read what training has written.
 TRAINING = ("train", "eval", "bench train")
 # Those that no installed package has.

@@ -16,8 +16,13 @@ FILES = sorted(
 
 # These stand in for functions of another library, whose keywords they pass on or refuse.
 IN_PLACE_OF_OTHERS = {
-    "cce_dist/adapters/pipelining.py": {"__call__", "run"},
-    "cce_dist/adapters/planned.py": {"__init__", "step", "_step_microbatches", "_post"},
+    "cce_dist/pipeline/schedules/torch_schedules.py": {"__call__", "run"},
+    "cce_dist/pipeline/schedules/vocab_1f1b.py": {
+        "__init__",
+        "step",
+        "_step_microbatches",
+        "_post",
+    },
     "cce_dist/bench/rank_methods.py": {"marks_of"},
     "cce_dist/testing/interpreter/blocks.py": {"dot", "to"},
     "cce_dist/testing/interpreter/memory.py": {
@@ -30,16 +35,16 @@ IN_PLACE_OF_OTHERS = {
     "cce_dist/testing/interpreter/ops.py": {"choose"},
     "cce_dist/testing/interpreter/speed_up.py": {"launch_quietly", "call"},
     "megatron_patch/deferred.py": {"max", "argmax"},
-    "megatron_patch/over_pipeline.py": {"schedule", "init"},
+    "megatron_patch/pipeline/over_pipeline.py": {"schedule", "init"},
     "megatron_patch/quantized.py": {"schedule"},
     "megatron_patch/replaced.py": {"_defer", "_head_call"},
-    "megatron_patch/rows.py": {"sharded_state_dict"},
+    "megatron_patch/pipeline/rows.py": {"sharded_state_dict"},
     "megatron_patch/seams.py": {"backward_step"},
-    "megatron_patch/tied.py": {"__call__"},
+    "megatron_patch/pipeline/tied.py": {"__call__"},
 }
 # Their keywords are the fields of one options record, which refuses any other by name.
 FIELDS_OF_OPTIONS = {
-    "cce_dist/adapters/last_stage.py": {"__init__"},
+    "cce_dist/pipeline/schedules/last_stage.py": {"__init__"},
     "megatron_patch/options.py": {"from_environment"},
     "megatron_patch/patch.py": {"apply", "patched"},
 }

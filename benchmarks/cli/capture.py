@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cce_dist.bench.arguments import Size, refusals
-from cce_dist.cli_extras import need_modules
+from cce_dist.needs.extras import need_modules
 
 
 def capture_command(

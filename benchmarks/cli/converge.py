@@ -17,7 +17,7 @@ from cce_dist.bench.arguments import (
     machine_of,
     refusals,
 )
-from cce_dist.cli_extras import need_modules
+from cce_dist.needs.extras import need_modules
 
 if TYPE_CHECKING:
     from benchmarks.converge.converge import Work
@@ -163,7 +163,7 @@ def _run(work: Work, budget_seconds: float, *, retry: bool, prepare_only: bool) 
 
     from benchmarks.converge.converge import converge, prepare
     from cce_dist.bench.methods import DeviceLostError
-    from cce_dist.train.config import ParallelConfig
+    from cce_dist.train.config.schema import ParallelConfig
     from cce_dist.train.errors import ConfigError
     from cce_dist.train.ranks import connect, leave
 

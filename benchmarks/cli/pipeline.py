@@ -18,7 +18,7 @@ from cce_dist.bench.arguments import (
     machine_of,
     refusals,
 )
-from cce_dist.cli_extras import need_modules
+from cce_dist.needs.extras import need_modules
 
 if TYPE_CHECKING:
     from cce_dist.bench.report import Cells

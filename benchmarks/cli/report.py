@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cce_dist.cli_output import check_output
+from cce_dist.cli.output import check_output
 
 
 def report(

@@ -23,9 +23,9 @@ from benchmarks.converge.text import Text, texts_of
 from benchmarks.evidence.records import Cell, Record, append_rows, locked, read_record
 from cce_dist.bench.methods import recover
 from cce_dist.options import Backend
+from cce_dist.train.data.tokens import prepare_tokens
 from cce_dist.train.errors import JobError
 from cce_dist.train.ranks import Ranks
-from cce_dist.train.tokens import prepare_tokens
 
 Say = Callable[[str], None]
 

@@ -16,7 +16,7 @@ from cce_dist import Filter, LinearCrossEntropy, Screen
 from cce_dist.bench.golden import LossFunction, dense_loss
 from cce_dist.bench.peers import PEERS
 from cce_dist.options import Backend
-from cce_dist.train.config import TrainConfig
+from cce_dist.train.config.schema import TrainConfig
 
 Start = Literal["random", "checkpoint"]
 STARTS = get_args(Start)

@@ -18,15 +18,15 @@ from benchmarks.evidence.records import Cell
 from cce_dist import LossOutput
 from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.methods import describe_failure
-from cce_dist.train.config import TrainConfig
-from cce_dist.train.head import head_loss_of
-from cce_dist.train.heartbeat import Heartbeat
+from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.loop import Job, Run, start_run, train_step
 from cce_dist.train.metrics import peak_memory_bytes, reset_peak_memory
+from cce_dist.train.model.head import head_loss_of
 from cce_dist.train.optimizer import make_optimizer
 from cce_dist.train.progress import Display
 from cce_dist.train.ranks import Ranks
 from cce_dist.train.stop import StopRequest
+from cce_dist.train.watch.heartbeat import Heartbeat
 
 GIB = 2**30
 Cells = dict[str, Cell]

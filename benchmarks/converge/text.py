@@ -12,14 +12,14 @@ import torch
 from benchmarks.converge.plan import Start
 from benchmarks.evidence.frequency import UNSEEN, frequency_tenths, name_of
 from benchmarks.evidence.records import Cell
-from cce_dist.train.batches import Batches
-from cce_dist.train.config import TrainConfig
-from cce_dist.train.head import head_layout, make_token_nll
+from cce_dist.train.config.schema import TrainConfig
+from cce_dist.train.data.batches import Batches
+from cce_dist.train.data.text import collect_documents
+from cce_dist.train.data.tokens import TokenCache, encode_texts
 from cce_dist.train.loop import forward_body
-from cce_dist.train.model import Decoder
+from cce_dist.train.model.decoder import Decoder
+from cce_dist.train.model.head import head_layout, make_token_nll
 from cce_dist.train.ranks import Ranks
-from cce_dist.train.text import collect_documents
-from cce_dist.train.tokens import TokenCache, encode_texts
 
 # Of the text, where no other text is given to continue on.
 FIRST_SHARE = 2 / 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cce_dist.train.scores import NUM_GROUPS, frequency_groups
+from cce_dist.train.evaluate.scores import NUM_GROUPS, frequency_groups
 
 # Of ids that the text does not have: behind the rarest.
 UNSEEN = NUM_GROUPS + 1

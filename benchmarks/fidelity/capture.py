@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from cce_dist.bench.golden import dense_loss
-from cce_dist.train.batches import split_tokens
-from cce_dist.train.config import TrainConfig
-from cce_dist.train.config_file import load_config
-from cce_dist.train.head import HeadLoss, head_loss_of
-from cce_dist.train.heartbeat import Heartbeat
+from cce_dist.train.config.load import load_config
+from cce_dist.train.config.schema import TrainConfig
+from cce_dist.train.data.batches import split_tokens
+from cce_dist.train.data.tokens import prepare_tokens
 from cce_dist.train.loop import Job, Run, forward_body, start_run, train_step
+from cce_dist.train.model.head import HeadLoss, head_loss_of
 from cce_dist.train.progress import Display
 from cce_dist.train.ranks import connect
 from cce_dist.train.stop import StopRequest
-from cce_dist.train.tokens import prepare_tokens
+from cce_dist.train.watch.heartbeat import Heartbeat
 
 # The size of Gemma 2's head, with a body that trains in minutes on one GPU.
 VOCAB_SIZE, DIM, LAYERS, HEAD_DIM = 256000, 2304, 6, 128

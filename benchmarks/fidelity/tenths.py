@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.evidence.frequency import UNSEEN, name_of
 from cce_dist.bench.golden import Gradients
 from cce_dist.bench.inputs import BenchInputs
-from cce_dist.train.scores import frequency_groups
+from cce_dist.train.evaluate.scores import frequency_groups
 
 ALL = "all"
 NUM_ID_GROUPS = 10

@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 
 from cce_dist import Filter, LinearCrossEntropy, VocabShard
+from cce_dist.backends.triton.launch.tiles import why_not
 from cce_dist.bench.golden import LossFunction, dense_loss, errors, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.loss import mean_tail_mass
 from cce_dist.bench.machine import Timer, interleaved_times, variant_of
 from cce_dist.bench.report import Cells
-from cce_dist.compute import plan_of
-from cce_dist.local_triton_tiles import why_not
+from cce_dist.core.types import Tokens
+from cce_dist.frontend.prepare import plan_of
 from cce_dist.options import TOKEN_BLOCK, Backend
-from cce_dist.partials import Tokens
 
 # Suffixes of the columns' names.
 WAYS = {"": {}, ", not drawn": {"draw": False}, ", no tail": {"tail": False}}
@@ -90,7 +90,7 @@ def shares_kept(inputs: BenchInputs, keeps: Sequence[float]) -> list[float]:
     """
     valid = inputs.without_ignored()
     if why_not(valid.hidden) is None and len(valid.targets) > TOKEN_BLOCK:
-        from cce_dist.local_triton_inputs import similar_order
+        from cce_dist.backends.triton.tokens.order import similar_order
 
         order = similar_order(Tokens(valid.hidden, None, valid.targets))
         valid = replace(valid, hidden=valid.hidden[order], targets=valid.targets[order])

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from cce_dist import LinearCrossEntropy
+from cce_dist.backends.triton.launch.tiles import TABLE, Tiles, key_of, tiles_for, why_not
 from cce_dist.bench.golden import LossFunction, dense_loss, errors, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.loss import WORST_ERROR_RATIO
 from cce_dist.bench.machine import Part, Timer, Variant, interleaved_times, variant_of
 from cce_dist.bench.methods import describe_failure
 from cce_dist.bench.report import Cells
-from cce_dist.local_triton_tiles import TABLE, Tiles, key_of, tiles_for, why_not
 
 # By the size of an element: fields of `Tiles` that are tried in place of the table's. A candidate
 # that a device has no room for is listed as such.

@@ -26,17 +26,17 @@ from benchmarks.ranks.megatron_model import Sizes
 from benchmarks.ranks.pipeline_model import StageModule, even_layout, initialize, relayout
 from benchmarks.ranks.pipeline_spans import KINDS, Recorder, Span, recording
 from cce_dist import LossOptions, StepQuantizer, VocabShard
-from cce_dist.adapters.last_stage import LastStageLoss
-from cce_dist.adapters.pipeline_embedding import TiedEmbedding
-from cce_dist.adapters.pipeline_head import PipelineHead
-from cce_dist.adapters.pipelining import VocabOverPipeline
-from cce_dist.adapters.planned import ScheduleVocab1F1B
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.machine import synchronize
 from cce_dist.bench.ranks import Job
 from cce_dist.bench.report import Cells, percentiles_ms
 from cce_dist.bench.training import GIB
-from cce_dist.planner.orders import Times
+from cce_dist.pipeline.embedding import TiedEmbedding
+from cce_dist.pipeline.head import PipelineHead
+from cce_dist.pipeline.schedules.last_stage import LastStageLoss
+from cce_dist.pipeline.schedules.torch_schedules import VocabOverPipeline
+from cce_dist.pipeline.schedules.vocab_1f1b import ScheduleVocab1F1B
+from cce_dist.planner.orders.vocab_1f1b import Times
 
 # Where the head is; "moved": with fewer layers on its stage.
 HEADS = ("dense", "dense-moved", "fused", "fused-moved", "vocab-1f1b", "vocab-thread")

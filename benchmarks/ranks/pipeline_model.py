@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.ranks.megatron_model import Sizes
-from cce_dist.train.model import INIT_STD, rotary_table, rotate
+from cce_dist.train.model.decoder import INIT_STD, rotary_table, rotate
 
 
 class Layer(nn.Module):

@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import torch
 
-from cce_dist import sharded
-from cce_dist.adapters import pipeline_head
-from cce_dist.adapters.pipeline_embedding import TiedEmbedding
-from cce_dist.adapters.pipeline_server import Server
-from cce_dist.adapters.planned import ScheduleVocab1F1B
+from cce_dist.algorithm import sharded
+from cce_dist.pipeline import head as pipeline_head
+from cce_dist.pipeline.embedding import TiedEmbedding
+from cce_dist.pipeline.schedules.server import Server
+from cce_dist.pipeline.schedules.vocab_1f1b import ScheduleVocab1F1B
 
 # Forward and backward of a stage; loss on the last stage; log-sum-exp and gradients of a rank's
 # part of the vocabulary.

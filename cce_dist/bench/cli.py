@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from cce_dist.cli_checkout import (
+from cce_dist.needs.checkout import (
     EXPERIMENTS,
     CheckoutGroup,
     add_checkout_commands,
     import_benchmarks,
 )
-from cce_dist.cli_extras import need_modules
+from cce_dist.needs.extras import need_modules
 
 from .arguments import (
     BackendName,
@@ -265,7 +265,7 @@ def train_command(
     """
     import torch
 
-    from cce_dist.train.config_file import load_config, parse_arguments
+    from cce_dist.train.config.load import load_config, parse_arguments
     from cce_dist.train.errors import ConfigError
     from cce_dist.train.ranks import num_ranks
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from cce_dist.allocations import track_allocations
+from cce_dist.core.allocations import track_allocations
 
 from .golden import LossFunction
 from .inputs import IGNORE_INDEX, BenchInputs

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import LinearCrossEntropy, VocabShard
-from cce_dist.collectives import gather_tokens, reduce_grad_hidden
 from cce_dist.options import TOKEN_BLOCK, Backend, GradientMode, LogitsMode
+from cce_dist.ranks.merge import gather_tokens, reduce_grad_hidden
 
 from .golden import LossFunction
 from .inputs import IGNORE_INDEX, BenchInputs
@@ -288,7 +288,7 @@ def marks_seen() -> Iterator[list[Any]]:
         # Nor are there kernels that could mark anything.
         yield seen
         return
-    module = importlib.import_module("cce_dist.local_triton")
+    module = importlib.import_module("cce_dist.backends.triton.stats")
     made = module.marks_of
 
     def marks_of(*args: Any, **options: Any) -> Any:
@@ -302,8 +302,8 @@ def marks_seen() -> Iterator[list[Any]]:
 @contextmanager
 def _without_exchanges(really: bool) -> Iterator[None]:
     # Where ranks ask, and where one of an empty shard answers.
-    asks = importlib.import_module("cce_dist.local_triton")
-    answers = importlib.import_module("cce_dist.empty_shard")
+    asks = importlib.import_module("cce_dist.backends.triton.stats")
+    answers = importlib.import_module("cce_dist.backends.empty_shard")
     exchanges = () if really else asks.EXCHANGES
     with patch.object(asks, "EXCHANGES", exchanges), patch.object(answers, "EXCHANGES", exchanges):
         yield

@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from cce_dist import VocabShard
-from cce_dist.train.batches import split_tokens
-from cce_dist.train.config import LossConfig, TrainConfig
-from cce_dist.train.head import HeadLoss, head_loss_of
-from cce_dist.train.heartbeat import Heartbeat
+from cce_dist.train.config.schema import LossConfig, TrainConfig
+from cce_dist.train.data.batches import split_tokens
+from cce_dist.train.data.tokens import prepare_tokens
 from cce_dist.train.loop import Job, Run, start_run, train_step
 from cce_dist.train.metrics import read_metrics, reset_peak_memory
+from cce_dist.train.model.head import HeadLoss, head_loss_of
 from cce_dist.train.progress import Display
 from cce_dist.train.ranks import Ranks, connect, leave
 from cce_dist.train.stop import StopRequest
-from cce_dist.train.tokens import prepare_tokens
+from cce_dist.train.watch.heartbeat import Heartbeat
 
 from .methods import SCREENED, describe_failure
 from .peers import PEERS

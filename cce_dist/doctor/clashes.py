@@ -100,7 +100,7 @@ CLASHES = (
         what="torch 2.13's ScheduleZBVZeroBubble.eval fails where a rank hands a gradient to "
         "itself",
         remedy="`cce-dist train` goes round it; elsewhere evaluate by another schedule",
-        source="cce_dist/train/pipeline.py",
+        source="cce_dist/train/pipeline/step.py",
     ),
     Clash(
         name="torchrun's restarts and the store",

@@ -16,15 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist.collectives import (
-    reduce_grad_hidden,
-    start_all_gather,
-)
 from cce_dist.distributed import own_group
 from cce_dist.doctor.check import Check
 from cce_dist.doctor.links import TOO_SLOW, Link, link_of
 from cce_dist.doctor.ranks import Ranks
-from cce_dist.transport import group_rank, group_size
+from cce_dist.ranks.merge import reduce_grad_hidden, start_all_gather
+from cce_dist.ranks.transport import group_rank, group_size
 
 WARM_UP = 3
 FEWEST, MOST = 3, 30

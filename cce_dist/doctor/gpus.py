@@ -71,7 +71,7 @@ def check_gpus(facts: Facts) -> Check:
 
 
 def _check_usable(facts: Facts) -> Check:
-    from cce_dist.local_triton_tiles import LEAST_CAPABILITY
+    from cce_dist.backends.triton.launch.tiles import LEAST_CAPABILITY
 
     kinds: dict[str, int] = {}
     for gpu in facts.gpus:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.doctor.check import Check, first_line
 from cce_dist.doctor.facts import Facts
-from cce_dist.local_triton_tiles import interpreted
 from cce_dist.testing.cases import Case, run_case
 from cce_dist.testing.inputs import zipf_inputs
 from cce_dist.testing.interpreter import speed_up_interpreter
@@ -48,7 +48,7 @@ def places(facts: Facts) -> list[Place]:
     """Lists the places where the loss computes here by default, and the interpreter if it was asked
     for."""
     if facts.gpus:
-        from cce_dist.local_triton_tiles import why_not
+        from cce_dist.backends.triton.launch.tiles import why_not
 
         reason = why_not(torch.empty(0, device="cuda", dtype=torch.float16))
         return [TRITON_CUDA if reason is None and not interpreted() else TORCH_CUDA]

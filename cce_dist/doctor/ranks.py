@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cce_dist import distributed
+from cce_dist.distributed import joining as distributed
+from cce_dist.distributed.launchers import Launch, read_launch
+from cce_dist.distributed.rendezvous import locate, meet, open_store
 from cce_dist.doctor.check import Check, name_ranks
 from cce_dist.doctor.facts import Facts
-from cce_dist.launchers import Launch, read_launch
-from cce_dist.rendezvous import locate, meet, open_store
 
 # For the store's answer, where everything hangs.
 ASK_SECONDS = 3.0

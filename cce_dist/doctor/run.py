@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from cce_dist.distributed.launchers import rank_from_environment
 from cce_dist.doctor.check import Check, across_ranks, first_line, guarded, worst
 from cce_dist.doctor.clashes import check_clashes
 from cce_dist.doctor.facts import Facts, gather_facts
@@ -22,7 +23,6 @@ from cce_dist.doctor.software import (
     check_transformer_engine,
     check_triton,
 )
-from cce_dist.launchers import rank_from_environment
 
 if TYPE_CHECKING:
     from cce_dist.doctor.ranks import Ranks
@@ -150,8 +150,8 @@ def examine(request: Request) -> Report:
 
 
 def _examine_ranks(request: Request, facts: Facts, checks: list[Check]) -> Report:
+    from cce_dist.distributed.rendezvous import JoinError
     from cce_dist.doctor.ranks import join
-    from cce_dist.rendezvous import JoinError
 
     try:
         ranks = join(request.timeout, {f"--{name}": value for name, value in vars(request).items()})

@@ -97,7 +97,7 @@ def check_hopper_forward(facts: Facts) -> Check | None:
     Triton."""
     if not any(gpu.capability == (9, 0) for gpu in facts.gpus) or "triton" not in facts.versions:
         return None
-    from cce_dist.local_triton_hopper import RELEASES, why_no_gluon
+    from cce_dist.backends.triton.forward.hopper import RELEASES, why_no_gluon
 
     reason = why_no_gluon()
     return Check(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from .job import MEGATRON_ROWS, OURS, Job
-from .models import Model
+from cce_dist.planner.cost.job import MEGATRON_ROWS, OURS, Job
+from cce_dist.planner.models.model import Model
 
 # Values of --attention-backend with another name here.
 BACKENDS = {"cudnn": "fused"}

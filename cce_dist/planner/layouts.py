@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from cce_dist.planner.cost.stages import Costs, Stage, make_stages
+from cce_dist.planner.orders.schedules import Schedule
+
 from .plan import Plan, even_layout, memory_of, plan_layout, stages_of
-from .schedules import Schedule
-from .stages import Costs, Stage, make_stages
 
 Layout = tuple[int, ...]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from .hardware import GIB, Hardware
-from .job import Job
-from .models import Model
-from .orders import Times
-from .predict import Prediction, simulate_schedule
-from .schedules import Schedule, make_schedule, peak_of_held
-from .stages import Costs, Stage, costs_of, make_stages, stage_times
+from cce_dist.planner.cost.hardware import GIB, Hardware
+from cce_dist.planner.cost.job import Job
+from cce_dist.planner.cost.stages import Costs, Stage, costs_of, make_stages, stage_times
+from cce_dist.planner.models.model import Model
+from cce_dist.planner.orders.predict import Prediction, simulate_schedule
+from cce_dist.planner.orders.schedules import Schedule, make_schedule, peak_of_held
+from cce_dist.planner.orders.vocab_1f1b import Times
 
 
 @dataclass(frozen=True)

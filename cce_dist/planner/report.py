@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from cce_dist.planner.cost.head import phase_bytes, rows_of_rank
+
 from .flags import megatron_flags, patch_flags, torch_stages
-from .head import phase_bytes, rows_of_rank
 from .plan import Plan, RankPlan
 from .search import Pays, verdict_on
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
 
-from .hardware import GIB, Hardware
-from .job import OURS, Job
+from cce_dist.planner.cost.hardware import GIB, Hardware
+from cce_dist.planner.cost.job import OURS, Job
+from cce_dist.planner.cost.stages import Costs, costs_of
+from cce_dist.planner.models.model import Model
+from cce_dist.planner.orders.schedules import Schedule
+
 from .layouts import best_layout, fits_somehow, peak_of
-from .models import Model
 from .plan import Plan, schedule_of
-from .schedules import Schedule
-from .stages import Costs, costs_of
 
 
 def best_plan(model: Model, job: Job, hardware: Hardware) -> Plan:

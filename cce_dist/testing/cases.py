@@ -16,7 +16,7 @@ from cce_dist.testing.places import Place
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
-    from cce_dist.transport import Group
+    from cce_dist.ranks.transport import Group
 
 # Options of the loss that change its value; the others choose how it is computed.
 MEANING = (

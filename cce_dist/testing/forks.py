@@ -16,10 +16,10 @@ from typing import Any
 # What ranks of any kind import, and what torch.optim, torch.distributed.checkpoint, torch.compile
 # and Megatron's modules import when they are first used. Those not installed are left out.
 IMPORTED = (
-    "cce_dist.cli",
+    "cce_dist.cli.main",
     "cce_dist.testing",
     "cce_dist.train.job",
-    "cce_dist.train.pipeline_report",
+    "cce_dist.train.report.pipeline",
     "matplotlib.backends.backend_agg",
     "torch._dynamo",
     "torch._inductor.compile_fx",

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from cce_dist.train.config.schema import TrainConfig
+from cce_dist.train.model.decoder import count_parameters
+from cce_dist.train.model.fsdp import local_part
+from cce_dist.train.pipeline.stages import AnyDecoder
+
 from .checkpoint_files import read_state, read_tensors, write_state
 from .collectives import wait_for_all
-from .config import TrainConfig
 from .disk import GO_ON, writing
 from .errors import ConfigError, JobError
-from .fsdp import local_part
-from .model import count_parameters
-from .pipeline_model import AnyDecoder
 from .progress import format_bytes
 from .ranks import Ranks
 

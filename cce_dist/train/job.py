@@ -8,21 +8,22 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .batches import split_tokens
+from cce_dist.train.config.load import load_config
+from cce_dist.train.config.schema import TrainConfig
+from cce_dist.train.data.batches import split_tokens
+from cce_dist.train.data.tokens import TokenCache, open_tokens, prepare_tokens
+from cce_dist.train.model.decoder import count_parameters
+from cce_dist.train.report.run import Evaluation, describe_ranks, evaluate, write_report
+from cce_dist.train.watch.heartbeat import Heartbeat
+from cce_dist.train.watch.watch import run_watched, wait_for_main
+
 from .checkpoint import check_resumable, checkpoint_bytes, newest_checkpoint, remove_partial
-from .config import TrainConfig
-from .config_file import load_config
 from .disk import reason_of, require_space, writing
 from .errors import ConfigError
-from .heartbeat import Heartbeat
 from .loop import Job, Run, resume_run, start_run, train
-from .model import count_parameters
 from .progress import Display
 from .ranks import Ranks, num_ranks
-from .report import Evaluation, describe_ranks, evaluate, write_report
 from .stop import StopRequest
-from .tokens import TokenCache, open_tokens, prepare_tokens
-from .watch import run_watched, wait_for_main
 
 
 def run_job(
@@ -92,7 +93,7 @@ def _train_and_report(
 def _evaluate(job: Job, run: Run) -> Evaluation:
     if run.pipeline is None:
         return evaluate(job, run)
-    from .pipeline_report import evaluate_pipeline
+    from cce_dist.train.report.pipeline import evaluate_pipeline
 
     return evaluate_pipeline(job, run)
 

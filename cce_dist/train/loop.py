@@ -19,22 +19,23 @@ import torch
 from torch import Tensor
 
 from cce_dist import LossOutput
-from cce_dist.phases import in_phase
+from cce_dist.core.phases import in_phase
+from cce_dist.train.config.schema import LossConfig, TrainConfig
+from cce_dist.train.data.batches import Batches
+from cce_dist.train.model.decoder import Decoder, initialize
+from cce_dist.train.model.fsdp import place
+from cce_dist.train.model.head import HeadLoss, Stat, head_layout, make_head_loss
+from cce_dist.train.pipeline.stages import AnyDecoder, StagedDecoder
+from cce_dist.train.watch.heartbeat import Heartbeat
 
-from .batches import Batches
 from .checkpoint import (
     check_resumable,
     load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
 )
-from .config import LossConfig, TrainConfig
 from .errors import JobError
-from .fsdp import place
-from .head import HeadLoss, Stat, head_layout, make_head_loss
-from .heartbeat import Heartbeat
 from .metrics import append_metrics, peak_memory_bytes, reset_peak_memory, truncate_metrics
-from .model import Decoder, initialize
 from .optimizer import (
     StepTotals,
     agree,
@@ -43,13 +44,12 @@ from .optimizer import (
     make_optimizer,
     sync_gradients,
 )
-from .pipeline_model import AnyDecoder, StagedDecoder
 from .progress import Display
 from .ranks import Ranks
 from .stop import StopRequest
 
 if TYPE_CHECKING:
-    from .pipeline import Pipeline
+    from cce_dist.train.pipeline.step import Pipeline
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def start_run(job: Job, folder: Path, head: str) -> Run:
     pipeline = None
     if ranks.pp > 1:
         # torch.distributed.pipelining imports torch's compiler.
-        from .pipeline import Pipeline
+        from cce_dist.train.pipeline.step import Pipeline
 
         model = StagedDecoder(config, ranks, config.layout(head))
         model.initialize(config.run.seed)

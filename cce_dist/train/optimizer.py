@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cce_dist.train.config.schema import OptimizerConfig, TrainConfig
+from cce_dist.train.model.fsdp import is_fully_sharded, local_part
+from cce_dist.train.pipeline.stages import AnyDecoder
+
 from .collectives import sum_gradients, sum_over_world
-from .config import OptimizerConfig, TrainConfig
 from .errors import JobError
-from .fsdp import is_fully_sharded, local_part
-from .pipeline_model import AnyDecoder
 from .ranks import Ranks
 
 # Numbers whose fp64 copy exists at a time: the whole head's would be larger than the head.

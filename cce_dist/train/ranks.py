@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from cce_dist.distributed import (
-    JOIN_TIMEOUT_S,
     JoinError,
     LaunchError,
     Ranks,
@@ -16,8 +15,9 @@ from cce_dist.distributed import (
     read_launch,
     split_ranks,
 )
+from cce_dist.distributed.joining import JOIN_TIMEOUT_S
+from cce_dist.train.config.schema import ParallelConfig
 
-from .config import ParallelConfig
 from .errors import ConfigError, JobError
 
 __all__ = ["Ranks", "connect", "leave", "num_ranks", "own_group", "rank_from_environment"]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cce_dist import Filter, LossOutput, linear_cross_entropy
-from cce_dist.allocations import track_allocations
+from cce_dist.core.allocations import track_allocations
 
 CLASSES, DIM, BATCH, STEPS = 100_000, 64, 128, 300
 SIDE, CROP, HIDDEN, SEED_SIDE = 18, 16, 6, 6

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cce_dist import linear_cross_entropy
-from cce_dist.allocations import track_allocations
+from cce_dist.core.allocations import track_allocations
 
 VOCAB, DIM, RANK, TOKENS, STEPS = 8192, 64, 8, 128, 25
 MIB = 2**20

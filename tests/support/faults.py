@@ -17,11 +17,13 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from cce_dist import hidden_sum, sharded
-from cce_dist.adapters import microbatch
-from cce_dist.phases import in_phase, watched_by
+from cce_dist.algorithm import sharded
+from cce_dist.core.phases import in_phase, watched_by
+from cce_dist.pipeline import microbatch
+from cce_dist.ranks import hidden_sum
 from cce_dist.testing.forks import fork_context
-from cce_dist.train import loop, model
+from cce_dist.train import loop
+from cce_dist.train.model import decoder as model
 
 from .nodes import Node
 from .torchrun import run_command

@@ -1,1 +1,0 @@
-"""The loss inside other libraries' training loops: torch.distributed.pipelining."""

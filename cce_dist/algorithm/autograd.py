@@ -1,0 +1,389 @@
+"""The steps of `sharded` as autograd functions of hidden, weight and bias.
+
+Both return per-token vectors; whatever the loss makes of them (reduction, weights, z-loss) is
+ordinary autograd on [N], and comes back as the upstream gradient. No kernel knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch.autograd.graph import saved_tensors_hooks
+
+from cce_dist.algorithm import in_forward, sharded
+from cce_dist.algorithm.once import once_differentiable, outside_autocast
+from cce_dist.algorithm.plan import Plan
+from cce_dist.algorithm.saved import put_together, take_apart
+from cce_dist.backends.protocol import ExpectedBackward, Kept, LogitStore, Scores, WeightGrad
+from cce_dist.core.types import Head, QuantizedRows, Stats, Tokens, Upstream, accumulate_dtype
+
+# nll, lse, smooth_logit [N] -> this chunk's part of the scalar loss; the slice says which tokens.
+Objective = Callable[[Tensor, Tensor, Tensor | None, slice], Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that one call of the loss needs besides hidden, weight and bias."""
+
+    plan: Plan
+    rows: Tensor | None  # [N]; None: every token
+    local_targets: Tensor  # [N]; both int32 where that holds them: they stay until the backward
+    count: Tensor | None  # [1] int32; None: all N tokens count
+    device_type: str
+    class_weight: Tensor | None  # [V_local] of this shard
+    quantized: QuantizedRows | None  # of this shard, where the caller keeps them
+    grad_weight_into: Tensor | None
+    tail_mass: bool  # report it
+    record: bool  # a backward may follow
+    quantize_once: Callable[..., QuantizedRows | None] | None = None  # as Head's
+
+    def head(self, weight: Tensor, bias: Tensor | None) -> Head:
+        """Cuts off rows beyond vocab_size: no step below sees padding."""
+        options, rows = self.plan.options, slice(0, self.plan.shard.num_classes)
+        if weight.numel() and not weight.untyped_storage().nbytes():
+            raise RuntimeError(
+                "weight's memory was freed before the backward of linear_cross_entropy, as FSDP's "
+                "reshard() does; leave that to FSDP, which does so when the backward is done"
+            )
+        return Head(
+            weight=weight[rows],
+            bias=None if bias is None else bias[rows],
+            class_weight=self.class_weight,
+            vocab_size=self.plan.shard.vocab_size,
+            softcap=options.softcap,
+            logit_scale=options.logit_scale,
+            quantized=self.quantized,
+            quantize_once=self.quantize_once,
+        )
+
+    def tokens(self, hidden: Tensor, scale: Tensor | None = None, *, later: bool = False) -> Tokens:
+        """Args: later: the backend's backward gathers hidden, beside its first kernels."""
+        rows = None if self.rows is None else self.rows.long()
+        hidden, fill = self.plan.gather_hidden(hidden, later=later)
+        return Tokens(hidden, rows, self.local_targets, self.count, fill, scale)
+
+    def expect(
+        self, tokens: Tokens, dtype: torch.dtype, needed: tuple[bool, ...]
+    ) -> ExpectedBackward:
+        """Args: dtype: of the weight. needed: whether hidden, weight, bias need a gradient."""
+        into = self.grad_weight_into if needed[1] else None
+        written = dtype if into is None else into.dtype
+        return self.plan.expect(
+            tokens,
+            hidden=needed[0],
+            weight=written if needed[1] else None,
+            bias=needed[2],
+            accumulate=into is not None,
+        )
+
+
+@dataclass(frozen=True)
+class GradWeight:
+    """Where the weight's gradient goes: a new tensor, or the caller's buffer."""
+
+    returned: Tensor | None  # [V_local, D] as weight
+    into: WeightGrad | None  # without the padded rows; None: not needed
+
+    @classmethod
+    def prepare(cls, call: Call, weight: Tensor, needed: bool) -> GradWeight:
+        classes = call.plan.shard.num_classes
+        if not needed:
+            return cls(None, None)
+        if call.grad_weight_into is not None:
+            return cls(None, WeightGrad(call.grad_weight_into[:classes], accumulate=True))
+        grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        grad[classes:].zero_()
+        return cls(grad, WeightGrad(grad[:classes], accumulate=False))
+
+
+@dataclass(frozen=True)
+class Left:
+    """All that the forward leaves of the columns' masses."""
+
+    scores: Scores | None  # for `choose_columns`; None: none, or `kept` was chosen from them
+    kept: Kept | None
+
+
+def concatenate(chunks: list[Stats]) -> Stats:
+    """Joins the statistics of consecutive chunks of tokens."""
+    packed = torch.cat([chunk.pack() for chunk in chunks], dim=1)
+    return chunks[0].unpack(packed)
+
+
+def pad_bias(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Pads [num_classes] in the accumulation dtype to [V_local] as bias, with 0."""
+    if grad is None or bias is None:
+        return None
+    return torch.cat([grad, grad.new_zeros(bias.shape[0] - grad.shape[0])]).to(bias.dtype)
+
+
+def _grad_of_scale(scale: Tensor, stats: Stats, upstream: Upstream) -> Tensor:
+    """Returns [N], the gradient by the factor s of a token's logits: d lse / ds is over s their
+    mean, which is lse less the entropy; d target_logit / ds is target_logit over s."""
+    # Its derivative would take the logits' variance; who asks for both is refused.
+    assert upstream.entropy is None and stats.entropy is not None
+    total = torch.zeros_like(scale)
+    if upstream.nll is not None:
+        total = total + upstream.nll * (stats.lse - stats.target_logit - stats.entropy)
+    if upstream.lse is not None:
+        total = total + upstream.lse * (stats.lse - stats.entropy)
+    return total / scale
+
+
+# What both functions return besides their differentiable outputs, in this order.
+def _plain_outputs(stats: Stats, tail: Tensor | None) -> tuple[Tensor | None, ...]:
+    mean = stats.mean_logit
+    if mean is not None and stats.origin_logit is not None:
+        mean = stats.origin_logit + mean
+    return stats.max_logit, stats.target_is_argmax, mean, stats.m2_logit, stats.screened, tail
+
+
+def _no_forward_mode(ctx: Any, *tangents: Tensor | None):
+    raise RuntimeError(
+        "linear_cross_entropy has no forward-mode derivative (torch.autograd.forward_ad): use "
+        "backward() or torch.autograd.grad, or dense logits"
+    )
+
+
+class TwoPass(torch.autograd.Function):
+    """gradient="filtered" and "exact": the backward recomputes the logits that it needs.
+
+    `scale` [N]: each token's factor of its logits, or None; its gradient takes no logits.
+    Outputs: nll, lse, smooth_logit, entropy (differentiable), then `_plain_outputs`, each [N].
+    """
+
+    jvp = staticmethod(_no_forward_mode)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        call: Call,
+    ):
+        call.plan.require_same_sizes(hidden, len(call.local_targets))
+        tokens, head = call.tokens(hidden, scale), call.head(weight, bias)
+        ctx.store = ctx.target = None
+        if call.record and any(ctx.needs_input_grad[:3]):
+            backward = call.expect(tokens, weight.dtype, ctx.needs_input_grad)
+            store = TwoPass._store_logits(ctx, call, tokens, head, weight, backward)
+            call.plan.warm_up(tokens, head, backward, store)
+        score = call.record or call.tail_mass
+        stats, scores = sharded.forward(tokens, head, call.plan, score=score, store=ctx.store)
+        kept = tail = None
+        if call.tail_mass:
+            kept = sharded.choose_columns(tokens, head, call.plan, scores, stats)
+            tail = call.plan.tail_mass(kept, stats.lse)
+            scores = None
+        if call.record:
+            # Autograd frees what it has saved; what else is here lives as long as the loss does.
+            ctx.left, tensors = take_apart(Left(scores, kept))
+            ctx.call = replace(call, class_weight=None, quantized=None, quantize_once=None)
+            of_loss = (call.class_weight, stats.lse, stats.target_logit, stats.entropy)
+            ctx.save_for_backward(hidden, weight, bias, scale, *of_loss, *tensors)
+        plain = _plain_outputs(stats, tail)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in plain if x is not None))
+        nll = stats.lse - stats.target_logit
+        return (nll, stats.lse, stats.smooth_logit, stats.entropy, *plain)
+
+    @staticmethod
+    def _store_logits(
+        ctx: Any, call: Call, tokens: Tokens, head: Head, weight: Tensor, backward: ExpectedBackward
+    ) -> LogitStore | None:
+        """Makes memory for logits; some of it may be that of the weight's gradient."""
+        spare = None
+        if call.plan.keeps_logits and call.plan.screen is None:
+            ctx.target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
+            into = ctx.target.into
+            spare = None if into is None or into.accumulate else into.rows
+        ctx.store = call.plan.store_for(tokens, head, backward, spare)
+        return ctx.store
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx: Any, *grads: Tensor | None):
+        hidden, weight, bias, scale, class_weight, *saved = ctx.saved_tensors
+        lse, target_logit, entropy, *tensors = saved
+        call: Call = replace(ctx.call, class_weight=class_weight)
+        _forget_buffer(ctx)
+        # Both are used up: another backward over a retained graph does without.
+        target, store, ctx.target, ctx.store = ctx.target, ctx.store, None, None
+        upstream, stats = Upstream(*grads[:4]), Stats(lse, target_logit, entropy=entropy)
+        if all(grad is None for grad in grads[:4]):
+            return None, None, None, None, None
+        grad_scale = _grad_of_scale(scale, stats, upstream) if ctx.needs_input_grad[3] else None
+        if not any(ctx.needs_input_grad[:3]):
+            return None, None, None, grad_scale, None
+        tokens, head = call.tokens(hidden, scale, later=True), call.head(weight, bias)
+        left: Left = put_together(ctx.left, iter(tensors))
+        kept = left.kept
+        if left.scores is not None and upstream.entropy is None:
+            kept = sharded.choose_columns(tokens, head, call.plan, left.scores, stats)
+        if target is None:
+            target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
+        out = sharded.backward(
+            tokens,
+            head,
+            call.plan,
+            stats,
+            upstream,
+            kept=kept,
+            hidden=ctx.needs_input_grad[0],
+            weight=target.into,
+            bias=ctx.needs_input_grad[2],
+            store=store,
+        )
+        grad_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
+        return grad_hidden, target.returned, pad_bias(out.bias, bias), grad_scale, None
+
+
+def _forget_buffer(ctx: Any) -> None:
+    """Forgets the caller's buffer, which a loss must not keep alive after its backward."""
+    into = ctx.call.grad_weight_into
+    # It is no saved tensor, which autograd would free: hooks would put a copy in its place.
+    if into is not None and not _get_current_graph_task_keep_graph():
+        ctx.call = replace(ctx.call, grad_weight_into=None)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class InForwardGrads:
+    """The gradients of one in_forward, for an upstream gradient of 1."""
+
+    hidden: Tensor | None  # [num_rows, D]
+    bias: Tensor | None  # [num_classes] in the accumulation dtype
+    weight: Tensor | None  # [V_local, D] as weight, to be handed on; or [num_classes, D] wider
+
+    def scale(self, upstream: Tensor) -> None:
+        """Scales in place: there is room for one weight gradient, not for two."""
+        for grad in (self.hidden, self.bias, self.weight):
+            if grad is not None:
+                grad.mul_(upstream)
+
+
+class InForward(torch.autograd.Function):
+    """gradient="in_forward": the gradients of the scalar loss are made beside it.
+
+    Outputs: the loss [], then lse, entropy and `_plain_outputs`, each [N]. The first backward
+    scales the gradients and hands them on; a later one over a retained graph makes them again.
+    """
+
+    jvp = staticmethod(_no_forward_mode)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: Call,
+        objective: Objective,
+    ):
+        ctx.call, ctx.objective = replace(call, class_weight=None, quantized=None), objective
+        ctx.quantized, tensors = take_apart(call.quantized)
+        ctx.save_for_backward(hidden, weight, bias, call.class_weight, *tensors)
+        ctx.computed, loss, stats, tail = InForward._make(ctx, call, hidden, weight, bias)
+        plain = _plain_outputs(stats, tail)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in plain if x is not None))
+        return (loss, stats.lse, stats.entropy, *plain)
+
+    @staticmethod
+    def _make(
+        ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[InForwardGrads, Tensor, Stats, Tensor | None]:
+        call.plan.require_same_sizes(hidden, len(call.local_targets))
+        tokens, head = call.tokens(hidden), call.head(weight, bias)
+        chunks: list[Stats] = []
+        loss = hidden.new_zeros((), dtype=accumulate_dtype(hidden.dtype))
+
+        def upstream_of(stats: Stats, at: slice) -> Upstream:
+            chunks.append(stats)
+            nll, lse, smooth = (
+                None if x is None else x.detach().requires_grad_()
+                for x in (stats.lse - stats.target_logit, stats.lse, stats.smooth_logit)
+            )
+            assert nll is not None and lse is not None
+            inputs = [x for x in (nll, lse, smooth) if x is not None]
+            # Checkpointing's hooks would run its whole region again for what is saved here.
+            with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
+                value = ctx.objective(nll, lse, smooth, at)
+                grads = torch.autograd.grad(value, inputs, allow_unused=True)
+            loss.add_(value.detach())
+            return Upstream(grads[0], grads[1], grads[2] if smooth is not None else None)
+
+        whole = rows = None
+        if ctx.needs_input_grad[1]:
+            classes = head.weight.shape[0]
+            wide = call.plan.by_chunks or call.grad_weight_into is not None
+            if wide or not in_forward.scales_by_any(weight.dtype):
+                whole = rows = torch.empty_like(
+                    head.weight,
+                    dtype=loss.dtype,
+                    memory_format=torch.contiguous_format,
+                )
+            else:
+                whole = torch.empty_like(weight, memory_format=torch.contiguous_format)
+                whole[classes:].zero_()
+                rows = whole[:classes]
+        grads, tail = in_forward.grads_in_forward(
+            tokens,
+            head,
+            call.plan,
+            upstream_of,
+            hidden=ctx.needs_input_grad[0],
+            weight=rows,
+            bias=ctx.needs_input_grad[2],
+            tail_mass=call.tail_mass,
+        )
+        return InForwardGrads(grads.hidden, grads.bias, whole), loss, concatenate(chunks), tail
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx: Any, *grads: Tensor | None):
+        hidden, weight, bias, class_weight, *tensors = ctx.saved_tensors
+        quantized = put_together(ctx.quantized, iter(tensors))
+        call: Call = replace(ctx.call, class_weight=class_weight, quantized=quantized)
+        for name, grad in zip(("lse", "entropy"), grads[1:3], strict=True):
+            if grad is not None:
+                raise RuntimeError(
+                    f'stats "{name}" cannot be differentiated with gradient="in_forward", whose '
+                    'gradients are made before the backward; use gradient="filtered" or "exact"'
+                    + (", or the option z_loss" if name == "lse" else "")
+                )
+        _forget_buffer(ctx)
+        computed: InForwardGrads | None = ctx.computed
+        ctx.computed, upstream = None, grads[0]
+        if upstream is None:
+            return None, None, None, None, None
+        if computed is None:
+            computed, *_ = InForward._make(ctx, call, hidden, weight, bias)
+        computed.scale(upstream)
+        grad_hidden = None if computed.hidden is None else computed.hidden.to(hidden.dtype)
+        grad_weight = computed.weight
+        if grad_weight is not None and (
+            call.grad_weight_into is not None
+            or grad_weight.dtype != weight.dtype
+            or grad_weight.shape != weight.shape
+        ):
+            target = GradWeight.prepare(call, weight, True)
+            assert target.into is not None
+            if target.into.accumulate:
+                target.into.rows.add_(grad_weight)
+            else:
+                target.into.rows.copy_(grad_weight)
+            grad_weight = target.returned
+        return grad_hidden, grad_weight, pad_bias(computed.bias, bias), None, None

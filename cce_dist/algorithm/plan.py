@@ -1,0 +1,190 @@
+"""The plan of one loss: all that stays the same over its steps, and each step's request."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cce_dist.backends.protocol import (
+    Backend,
+    ColumnFilter,
+    ExpectedBackward,
+    ForwardRequest,
+    Kept,
+    LogitStore,
+    Room,
+)
+from cce_dist.core.types import Head, Tokens, Wanted
+from cce_dist.options import SCREENED_BYTES_PER_TOKEN, LossOptions, Screen
+from cce_dist.ranks.hidden_sum import SumOverRanks
+from cce_dist.ranks.merge import (
+    gather_bounds,
+    gather_tokens_later,
+    require_same_sizes,
+    sum_over_ranks,
+)
+from cce_dist.ranks.transport import group_size
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from cce_dist.ranks.transport import Group
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Options, rows, ranks and the backend of one loss."""
+
+    options: LossOptions
+    shard: VocabShard
+    group: Group | None
+    backend: Backend
+    wanted: Wanted
+    threshold: float  # of the filter; 0 keeps every column
+    shares_device: bool = False  # kernels that wait for other ranks are on the device
+    backward_is_next: bool = False  # as a rule: what the forward keeps for it is not kept for long
+
+    @functools.cached_property
+    def by_chunks(self) -> bool:
+        """Whether gradient="in_forward" goes over chunks of tokens. With a chunk's logits at hand,
+        leaving columns out would save nothing."""
+        options = self.options
+        is_full = options.gradient == "in_forward" and options.logits == "full"
+        return is_full and self.backend.traits.in_forward_by_chunks
+
+    @functools.cached_property
+    def filters(self) -> bool:
+        return self.options.filters and self.threshold > 0 and not self.by_chunks
+
+    @functools.cached_property
+    def screen(self) -> Screen | None:
+        """How logits are screened; None: they are not, nor where every column is kept."""
+        return None if self.options.logits == "full" or not self.filters else self.options.screen
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether the forward keeps logits for the backward, where the backend can; of a screened
+        one the exact logits of the columns with which the backward begins."""
+        keeps = self.options.keep_logits
+        if keeps is None:
+            return self.backward_is_next and self.screen is not None
+        return keeps
+
+    def column_filter(self, *, score: bool) -> ColumnFilter | None:
+        """Returns the rule by which columns are kept; None: columns are not scored.
+
+        Args: score: a backward follows, or the mass that it drops is asked for. Screened logits
+            are filtered without, too.
+        """
+        options = self.options
+        if not self.filters or not (score or options.logits == "screened"):
+            return None
+        by_largest = options.filter.eps is not None
+        return ColumnFilter(self.threshold, by_largest, options.filter.tail, options.draws)
+
+    def room(self, tokens: Tokens, head: Head) -> Room:
+        return Room(self.workspace_bytes(len(tokens), head), self.shares_device)
+
+    def workspace_bytes(self, num_tokens: int, head: Head) -> int:
+        """Returns the workspace of a call on so many tokens. A screened one may take as much as the
+        weight's 8-bit copy took, which is gone before the backward: one chunk then holds what is
+        kept of a trained model. Not where the caller bounds it."""
+        room = self.options.workspace_for(num_tokens)
+        if self.screen is None or self.options.workspace_bytes is not None:
+            return room
+        return max(room, min(SCREENED_BYTES_PER_TOKEN * num_tokens, head.weight.numel()))
+
+    def forward_request(
+        self, tokens: Tokens, head: Head, *, score: bool, store: LogitStore | None = None
+    ) -> ForwardRequest:
+        """Builds the request of step 1. Args: score: as of `column_filter`."""
+        rule, screen, bounds = self.column_filter(score=score), self.screen, None
+        chooses = screen is not None or self.backend.traits.chooses_in_forward
+        if rule is not None and chooses and group_size(self.group) > 1:
+            bounds = functools.partial(gather_bounds, group=self.group)
+        return ForwardRequest(self.wanted, rule, screen, bounds, store, self.room(tokens, head))
+
+    def hidden_sum(self, tokens: Tokens, dtype: torch.dtype) -> SumOverRanks:
+        """Builds step 4. Args: dtype: of the hidden gradient."""
+        num_rows = tokens.hidden.shape[0]
+        return SumOverRanks(self.group, self.options.sequence_parallel, num_rows, dtype)
+
+    def expect(
+        self,
+        tokens: Tokens,
+        *,
+        hidden: bool,  # whether its gradient is needed, as bias's
+        weight: torch.dtype | None,  # of its gradient; None: not needed
+        bias: bool,
+        accumulate: bool = False,
+        in_fp32: bool = False,  # as of `sharded.backward`
+    ) -> ExpectedBackward:
+        dtype = torch.float32 if in_fp32 else tokens.hidden.dtype
+        return ExpectedBackward(
+            hidden=self.hidden_sum(tokens, dtype) if hidden else None,
+            weight=weight,
+            accumulate=accumulate,
+            bias=bias,
+            of_lse=self.options.z_loss != 0 or self.wanted.smooth_logit,
+        )
+
+    def store_for(
+        self, tokens: Tokens, head: Head, backward: ExpectedBackward, spare: Tensor | None = None
+    ) -> LogitStore | None:
+        """Makes memory in which logits stay for the backward; None: none do. Args: as of a
+        backend."""
+        if not self.keeps_logits:
+            return None
+        request = self.forward_request(tokens, head, score=True)
+        return self.backend.store_for(head, len(tokens), request, backward, spare)
+
+    def warm_up(
+        self, tokens: Tokens, head: Head, backward: ExpectedBackward, store: LogitStore | None
+    ) -> None:
+        """Lets a backend that compiles its kernels compile all of them at once, before the first
+        step. No collectives."""
+        if self.filters:
+            request = self.forward_request(tokens, head, score=True, store=store)
+            self.backend.warm_up(tokens, head, request, backward)
+
+    def gather_hidden(
+        self, hidden: Tensor, *, later: bool
+    ) -> tuple[Tensor, Callable[[], None] | None]:
+        """Gathers the tokens of all ranks under sequence parallel; else returns hidden itself. With
+        `later` the memory is still to be filled, by the function that is returned too. Collectives:
+        one all-gather of hidden."""
+        if not self.options.sequence_parallel:
+            return hidden, None
+        whole, fill = gather_tokens_later(hidden, self.group)
+        if later:
+            return whole, fill
+        fill()
+        return whole, None
+
+    def tail_mass(self, kept: Kept | None, lse: Tensor) -> Tensor:
+        """Returns each token's probability mass whose gradient is approximated, [N]; with a softcap
+        p is weighted by its slope. Collectives: one all-gather of [N], none where nothing is
+        filtered."""
+        local = lse.new_zeros(lse.shape) if kept is None else kept.dropped_mass
+        return sum_over_ranks(local, self.group) if self.filters else local
+
+    def require_same_sizes(self, hidden: Tensor, num_tokens: int) -> None:
+        """Checks, before ranks say anything else, that they are about to send as much.
+
+        Collectives: those of `collectives.require_same_sizes`.
+
+        Args: num_tokens: that are computed.
+        """
+        wanted = sum(flag << place for place, flag in enumerate(astuple(self.wanted)))
+        sizes = {
+            "tokens of hidden": hidden.shape[0],
+            "tokens to compute (not ignored)": num_tokens,
+            "D of hidden": hidden.shape[1],
+            "bytes an element of hidden": hidden.element_size(),
+            "statistics (label_smoothing, stats) as bits": wanted,
+        }
+        require_same_sizes(sizes, hidden.device, self.group)

@@ -1,0 +1,97 @@
+"""The algorithm. Read this first.
+
+Every rank holds some rows of the LM head. A loss and its gradients take four steps, of which the
+second and the last talk to the other ranks, once each:
+
+    1  local statistics  log-sum-exp and target logit of this rank's columns    a backend's forward
+    2  merge             log-add-exp over the ranks: all of them get one lse    collectives.py
+    3  local gradients   d_logits of the columns that matter, times hidden      a backend's backward
+                         and weight
+    4  sum               every rank's part of the hidden gradient               hidden_sum.py
+
+`forward` is steps 1 and 2, `backward` is 3 and 4; `choose_columns` says between them which columns
+matter, where the gradient is filtered. What a step asks of the backend stands in loss_plan.py;
+what a backend is, in protocol.py; which one computes, in local.py.
+
+The group may be tensor-parallel ranks, pipeline ranks, or their product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from cce_dist.algorithm.plan import Plan
+from cce_dist.backends.protocol import BackwardRequest, Kept, LogitStore, Scores, WeightGrad
+from cce_dist.core.types import Head, LocalGrads, Stats, Tokens, Upstream
+from cce_dist.ranks.merge import merge_stats
+
+
+def forward(
+    tokens: Tokens, head: Head, plan: Plan, *, score: bool, store: LogitStore | None = None
+) -> tuple[Stats, Scores | None]:
+    """Steps 1 and 2.
+
+    Args:
+        score: record what `choose_columns` has to know of each column.
+        store: of `Plan.store_for`; filled.
+    Returns:
+        Statistics over the whole vocabulary, [N] each, the same bits on every rank.
+        This rank's scores of its columns; None where none were asked for.
+    Collectives: those of `merge_stats`; before them, where columns are chosen in the forward, on
+        several ranks, all-gathers of [N] fp32.
+    """
+    request = plan.forward_request(tokens, head, score=score, store=store)
+    local, scores = plan.backend.forward(tokens, head, request)
+    kernels = plan.backend.merge_kernels
+    return merge_stats(local, plan.shard, plan.group, tokens.count, kernels), scores
+
+
+def choose_columns(
+    tokens: Tokens, head: Head, plan: Plan, scores: Scores | None, stats: Stats
+) -> Kept | None:
+    """The columns that each block keeps, by the lse of all ranks; None: all. No collectives."""
+    rule = plan.column_filter(score=True)
+    if scores is None or rule is None:
+        return None
+    return plan.backend.keep(tokens, head, scores, stats.lse, rule, plan.room(tokens, head))
+
+
+def backward(
+    tokens: Tokens,
+    head: Head,
+    plan: Plan,
+    stats: Stats,  # of `forward`
+    upstream: Upstream,  # the loss's gradient by each token's statistics
+    *,
+    kept: Kept | None,  # of `choose_columns`
+    hidden: bool,  # whether its gradient is needed, as bias's
+    weight: WeightGrad | None,  # None: not needed
+    bias: bool,
+    store: LogitStore | None = None,  # as the forward left it
+    in_fp32: bool = False,  # the hidden gradient, rather than in hidden's dtype or in fp32
+) -> LocalGrads:
+    """Steps 3 and 4. A backend starts step 4 itself, as early as it can: see `HiddenSum`.
+
+    Collectives: those of `reduce_grad_hidden`; under sequence parallel hidden is gathered first.
+    """
+    if plan.shard.vocab_size == 1 and upstream.nll is not None:
+        # One class has probability 1: a difference of two roundings is no gradient.
+        upstream = replace(upstream, nll=0 * upstream.nll)
+    if tokens.scale is not None:
+        # By the chain rule: logits are hidden times weight, times each token's factor.
+        upstream = upstream.scaled(tokens.scale)
+    dtype = torch.float32 if in_fp32 else tokens.hidden.dtype
+    request = BackwardRequest(
+        stats=stats,
+        upstream=upstream,
+        # The entropy's gradient p (log p + H) is not small where p is: it takes every column.
+        kept=None if upstream.entropy is not None else kept,
+        hidden=plan.hidden_sum(tokens, dtype) if hidden else None,
+        weight=weight,
+        bias=bias,
+        store=store,
+        room=plan.room(tokens, head),
+    )
+    return plan.backend.backward(tokens, head, request)

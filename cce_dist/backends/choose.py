@@ -1,0 +1,102 @@
+"""Which backend computes this rank's shard: one decision, in one function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from cce_dist.backends.protocol import Backend
+from cce_dist.backends.torch import quantize as torch_quantize
+from cce_dist.backends.torch.backend import TorchBackend
+from cce_dist.options import Backend as BackendName
+from cce_dist.options import LossOptions, Screen
+
+TORCH = TorchBackend()
+
+
+def choose_backend(options: LossOptions, hidden: Tensor, num_tokens: int, columns: int) -> Backend:
+    """Chooses the backend for "auto", "torch" or "triton".
+
+    Raises:
+        ValueError: the one asked for by name cannot run, an explicit choice never falls back; or
+            the one that can run has not what the options ask for.
+    """
+    chosen = _choose(options.backend, hidden, num_tokens, columns)
+    # Where there is nothing to compute, there are no logits to keep.
+    if not num_tokens or not columns:
+        return chosen
+    by_kernels = chosen is not TORCH
+    if options.keep_logits and not by_kernels:
+        raise ValueError(
+            'keep_logits=True needs the kernels of backend="triton", and '
+            f'backend={options.backend!r} took "torch" here; leave keep_logits out'
+        )
+    if options.logits == "screened":
+        _check_screening(options, hidden, by_kernels)
+    return chosen
+
+
+def _check_screening(options: LossOptions, hidden: Tensor, by_kernels: bool) -> None:
+    from cce_dist.backends.triton.launch.tiles import why_not_screened
+
+    reason = why_not_screened(hidden, options.screen.dtype, by_kernels=by_kernels)
+    if reason is not None:
+        raise ValueError(f'logits="screened" cannot run here: {reason}; use logits="full"')
+
+
+def quantizer_for(backend: BackendName, weight: Tensor, screen: Screen) -> Any:
+    """Returns the module whose `moments_of` and `quantize_weight` make rows of 8 bits. Both
+    backends' rows are the same, but for the last digit of an fp32 number.
+
+    Raises:
+        ValueError: the backend asked for by name cannot run, or the weight is not of 16 bits.
+    """
+    from cce_dist.backends.triton.launch.tiles import (
+        interpreted,
+        warn_of_torch,
+        why_not,
+        why_not_screened,
+    )
+
+    by_kernels = backend == "triton"
+    if backend == "auto":
+        # The interpreter is for tests, which ask for it by name.
+        by_kernels = not interpreted() and why_not(weight) is None
+        if not by_kernels:
+            warn_of_torch(weight)
+    reason = why_not(weight) if by_kernels else None
+    reason = reason or why_not_screened(weight, screen.dtype, by_kernels=by_kernels)
+    if reason is not None:
+        raise ValueError(f"weight cannot be quantised here: {reason.replace('hidden', 'weight')}")
+    if not by_kernels:
+        return torch_quantize
+    from cce_dist.backends.triton.screened import quantize as screened_quantize
+
+    return screened_quantize
+
+
+def _choose(backend: BackendName, hidden: Tensor, num_tokens: int, columns: int) -> Backend:
+    if backend == "torch":
+        return TORCH
+    from cce_dist.backends.triton.launch.tiles import interpreted, warn_of_torch, why_not
+
+    reason = why_not(hidden)
+    if backend == "triton" and reason is not None:
+        raise ValueError(
+            f'backend="triton" cannot run here: {reason}; use backend="torch", or "auto" to take '
+            "the fastest one that can run"
+        )
+    # The interpreter is for tests, which ask for it by name.
+    if reason is not None or (backend == "auto" and interpreted()):
+        warn_of_torch(hidden)
+        return TORCH
+    if num_tokens == 0:
+        return TORCH
+    if columns == 0:
+        from cce_dist.backends.empty_shard import EmptyShard
+
+        return EmptyShard()
+    from cce_dist.backends.triton.backend import TritonBackend
+
+    return TritonBackend()

@@ -1,0 +1,94 @@
+"""The backend of a shard without columns, where the other ranks run the Triton backend.
+
+It has nothing to compute, and says to the other ranks all that they say to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cce_dist.backends.protocol import (
+    BackwardRequest,
+    ColumnFilter,
+    ExpectedBackward,
+    ForwardRequest,
+    Room,
+    Scores,
+    Traits,
+)
+from cce_dist.backends.torch.forward import largest, statistics
+from cce_dist.backends.torch.pick import pick_on_device
+from cce_dist.backends.triton.forward.bounds import EXCHANGES
+from cce_dist.backends.triton.tokens.merge import KERNELS
+from cce_dist.core.types import Head, LocalGrads, Picked, Stats, Tokens
+from cce_dist.vocab_shard import VocabShard
+
+
+class EmptyShard:
+    """No columns: no lse, no mass, no gradient."""
+
+    traits = Traits(
+        counts_on_device=True,
+        orders_tokens=False,
+        chooses_in_forward=True,
+        in_forward_by_chunks=False,
+    )
+    merge_kernels = KERNELS
+
+    def pick(self, ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
+        return pick_on_device(ids, ignore_index)
+
+    def forward(
+        self, tokens: Tokens, head: Head, request: ForwardRequest
+    ) -> tuple[Stats, Scores | None]:
+        if request.bounds is not None:
+            nothing = head.weight.new_full((len(tokens),), -torch.inf, dtype=torch.float32)
+            for _ in EXCHANGES:
+                request.bounds(nothing)
+        tokens = replace(tokens, local_targets=tokens.local_targets.long())
+        return statistics(tokens, head, replace(request, filter=None, store=None))
+
+    def keep(
+        self,
+        tokens: Tokens,
+        head: Head,
+        scores: Scores,
+        lse: Tensor,
+        rule: ColumnFilter,
+        room: Room,
+    ) -> None:
+        return None
+
+    def backward(self, tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads:
+        if tokens.fill is not None:
+            tokens.fill()
+        zeros, hidden = head.weight.new_zeros, None
+        if request.hidden is not None:
+            hidden = zeros(tokens.hidden.shape, dtype=request.hidden.part_dtype)
+            if not request.hidden.is_local:
+                hidden = request.hidden.start(hidden)()
+        return LocalGrads(hidden, zeros(0, dtype=torch.float32) if request.bias else None)
+
+    def largest(self, tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
+        return largest(tokens, head, room)
+
+    def store_for(
+        self,
+        head: Head,
+        num_tokens: int,
+        request: ForwardRequest,
+        backward: ExpectedBackward,
+        spare: Tensor | None,
+    ) -> None:
+        return None
+
+    def scores_like(self, num_tokens: int, num_columns: int, weight: Tensor) -> None:
+        return None
+
+    def warm_up(
+        self, tokens: Tokens, head: Head, request: ForwardRequest, backward: ExpectedBackward
+    ) -> None:
+        return None

@@ -1,0 +1,1 @@
+"""Backend `torch`: eager tiles of the logits, on any device."""

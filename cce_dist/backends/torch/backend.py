@@ -1,0 +1,93 @@
+"""The backend in chunked eager torch: any device, fp32, bf16, fp16, float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from cce_dist.backends.protocol import (
+    BackwardRequest,
+    ColumnFilter,
+    ExpectedBackward,
+    ForwardRequest,
+    Room,
+    Scores,
+    Traits,
+)
+from cce_dist.backends.torch import forward as torch_forward
+from cce_dist.backends.torch.backward import gradients
+from cce_dist.backends.torch.filter import ColumnMask, ColumnMasses, keep_columns
+from cce_dist.backends.torch.pick import pick
+from cce_dist.backends.torch.screened import screened_statistics
+from cce_dist.core.types import Head, LocalGrads, Picked, Stats, Tokens
+from cce_dist.vocab_shard import VocabShard
+
+
+class TorchBackend:
+    """Tiles of the logits in torch's own operators. It compiles nothing, and keeps no logits but a
+    chunk's of gradient="in_forward", in a store of [N, V_local] in the accumulation dtype."""
+
+    traits = Traits(
+        counts_on_device=False,
+        orders_tokens=False,
+        chooses_in_forward=False,
+        in_forward_by_chunks=True,
+    )
+    merge_kernels = None
+
+    def pick(self, ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
+        return pick(ids, ignore_index)
+
+    def forward(
+        self, tokens: Tokens, head: Head, request: ForwardRequest
+    ) -> tuple[Stats, ColumnMasses | None]:
+        if request.screen is not None:
+            return screened_statistics(_ready(tokens), head, request)
+        return torch_forward.statistics(_ready(tokens), head, request)
+
+    def keep(
+        self,
+        tokens: Tokens,
+        head: Head,
+        scores: Scores,
+        lse: Tensor,
+        rule: ColumnFilter,
+        room: Room,
+    ) -> ColumnMask | None:
+        assert isinstance(scores, ColumnMasses)
+        return keep_columns(_ready(tokens), head, scores, lse, rule, room)
+
+    def backward(self, tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads:
+        hidden, bias = gradients(_ready(tokens), head, request)
+        if hidden is not None and request.hidden is not None:
+            hidden = request.hidden.of_tokens(hidden, tokens.rows)
+        return LocalGrads(hidden, bias)
+
+    def largest(self, tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
+        return torch_forward.largest(tokens, head, room)
+
+    def store_for(
+        self,
+        head: Head,
+        num_tokens: int,
+        request: ForwardRequest,
+        backward: ExpectedBackward,
+        spare: Tensor | None,
+    ) -> None:
+        return None
+
+    def scores_like(self, num_tokens: int, num_columns: int, weight: Tensor) -> None:
+        return None
+
+    def warm_up(
+        self, tokens: Tokens, head: Head, request: ForwardRequest, backward: ExpectedBackward
+    ) -> None:
+        return None
+
+
+def _ready(tokens: Tokens) -> Tokens:
+    """The tokens with hidden gathered, and targets of the dtype that torch indexes by."""
+    if tokens.fill is not None:
+        tokens.fill()
+    return replace(tokens, local_targets=tokens.local_targets.long())

@@ -1,0 +1,29 @@
+"""Which targets count, in torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cce_dist.core.types import Picked
+
+
+def pick(ids: Tensor, ignore_index: int) -> Picked:
+    """Picks the targets of [N] ids that are not ignored. The host waits for how many they are."""
+    rows = (ids != ignore_index).nonzero()[:, 0]
+    if rows.shape[0] == ids.shape[0]:
+        return Picked(ids, None)
+    return Picked(ids[rows], rows)
+
+
+def pick_on_device(ids: Tensor, ignore_index: int) -> Picked:
+    """Moves the targets of [N] ids that are not ignored to the front. The host doesn't wait."""
+    valid = ids != ignore_index
+    seen = valid.cumsum(0)
+    count = seen[-1:] if ids.shape[0] else seen.new_zeros(1)
+    place = torch.arange(ids.shape[0], device=ids.device)
+    # Those that count keep their order at the front, the others theirs behind them.
+    at = torch.where(valid, seen - 1, count + place - seen)
+    rows = torch.empty_like(place).scatter_(0, at, place)
+    ids = torch.empty_like(ids).scatter_(0, at, ids.masked_fill(~valid, 0))
+    return Picked(ids, rows, count.int(), place < count)

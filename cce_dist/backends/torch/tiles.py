@@ -1,0 +1,151 @@
+"""Tiles of the logits in eager torch: their sizes, how one is made, how products accumulate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cce_dist.core.types import Head, Tokens, accumulate_dtype
+from cce_dist.options import TOKEN_BLOCK
+
+# A CPU tile of 512 x 2048 fp32 (4 MiB) stays in the last-level cache between its five passes, and
+# its matrix products run as fast as those of larger tiles.
+CPU_TOKENS, CPU_COLUMNS = 512, 2048
+GPU_TOKENS, GPU_COLUMNS = 4096, 8192
+# First and last column -> first and last token -> (z, softcap'(z)) of that tile, which is its own.
+Tiles = Callable[[int, int], Callable[[int, int], tuple[Tensor, Tensor | None]]]
+# z, softcap's slope, the gradient, and one temporary of the same size.
+TILES_ALIVE = 4
+
+
+def operand_dtype(tensor: Tensor) -> torch.dtype:
+    """Returns the dtype in which matrix products read their operands.
+
+    16-bit tensors stay 16-bit on a GPU, whose products accumulate in fp32. A CPU's 16-bit product
+    would round its result to 16 bits, so there operands are widened.
+    """
+    if tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16):
+        return tensor.dtype
+    return accumulate_dtype(tensor.dtype)
+
+
+@dataclass(frozen=True)
+class TileSize:
+    """Token chunks (a multiple of 128, the block of the filter) and vocabulary columns."""
+
+    tokens: int
+    columns: int
+
+    @classmethod
+    def choose(cls, weight: Tensor, workspace_bytes: int) -> TileSize:
+        tokens, columns = (GPU_TOKENS, GPU_COLUMNS) if weight.is_cuda else (CPU_TOKENS, CPU_COLUMNS)
+        budget = workspace_bytes // (TILES_ALIVE * accumulate_dtype(weight.dtype).itemsize)
+        # At least four tiles cover the shard, so that not even a small one is held whole.
+        columns = min(columns, max(16, -(-weight.shape[0] // 4)))
+        columns = max(1, min(columns, budget // TOKEN_BLOCK))
+        tokens = max(TOKEN_BLOCK, min(tokens, budget // columns) // TOKEN_BLOCK * TOKEN_BLOCK)
+        return cls(tokens, columns)
+
+
+def spans(total: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of consecutive chunks."""
+    for start in range(0, total, size):
+        yield start, min(start + size, total)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a @ b, accumulated and returned in `accumulate_dtype`."""
+    wanted = accumulate_dtype(a.dtype)
+    if a.dtype == wanted:
+        return a @ b
+    return torch.mm(a, b, out_dtype=wanted)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None = None) -> None:
+    """Adds scale * (a @ b) to out in its dtype; `scale` undoes the operand scaling of fp16."""
+    if a.dtype == out.dtype and scale is None:
+        out.addmm_(a, b)
+    else:
+        result = product(a, b)
+        out.add_(result if scale is None else result * scale)
+
+
+def squash(
+    x: Tensor,  # [n, columns]
+    head: Head,
+    scale: Tensor | None = None,  # [n], see `Tokens.scale`
+) -> tuple[Tensor, Tensor | None]:
+    """Turns E . C + bias into (z, softcap'(z)), in place; the slope is None without a softcap."""
+    slope = None
+    if head.softcap is not None:
+        x = x.div_(head.softcap).tanh_()
+        slope = 1 - x * x
+        x = x.mul_(head.softcap)
+    if head.logit_scale != 1:
+        x = x.mul_(head.logit_scale)
+    return (x if scale is None else x.mul_(scale[:, None])), slope
+
+
+def logits_tile(
+    hidden: Tensor,  # [n, D] in operand_dtype
+    weight: Tensor,  # [columns, D] in operand_dtype
+    bias: Tensor | None,  # [columns]
+    head: Head,
+    scale: Tensor | None = None,  # [n], see `Tokens.scale`
+) -> tuple[Tensor, Tensor | None]:
+    """Computes (z, softcap'(z)) of some tokens and columns, [n, columns] in accumulate_dtype."""
+    x = product(hidden, weight.T)
+    if bias is not None:
+        x.add_(bias.to(x.dtype))
+    return squash(x, head, scale)
+
+
+def tiles_of(tokens: Tokens, head: Head) -> Tiles:
+    """Returns a function that computes tiles of the exact logits."""
+    operands = operand_dtype(head.weight)
+
+    def of_columns(v0: int, v1: int) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
+        columns = head.weight[v0:v1].to(operands)
+        bias = None if head.bias is None else head.bias[v0:v1]
+
+        def of_tokens(i0: int, i1: int) -> tuple[Tensor, Tensor | None]:
+            hidden = tokens.take(i0, i1).to(operands)
+            return logits_tile(hidden, columns, bias, head, tokens.scale_of(i0, i1))
+
+        return of_tokens
+
+    return of_columns
+
+
+def sum_over_blocks(scale: Tensor, values: Tensor) -> Tensor:
+    """Sums scale_i values_iv over each block of 128 tokens: [n], [n, C] -> [blocks, C]."""
+    full = scale.shape[0] // TOKEN_BLOCK
+    whole, rest = full * TOKEN_BLOCK, scale.shape[0] - full * TOKEN_BLOCK
+    sums = torch.bmm(
+        scale[:whole].view(full, 1, TOKEN_BLOCK),
+        values[:whole].view(full, TOKEN_BLOCK, values.shape[1]),
+    )[:, 0]
+    if not rest:
+        return sums
+    return torch.cat([sums, (scale[whole:, None] * values[whole:]).sum(0, keepdim=True)])
+
+
+def max_over_blocks(values: Tensor) -> Tensor:
+    """Returns the largest value of each block of 128 tokens, [n, ...] -> [blocks, ...]."""
+    return torch.stack([block.amax(0) for block in values.split(TOKEN_BLOCK)])
+
+
+def find_targets(local_targets: Tensor, columns: slice | Tensor) -> tuple[Tensor, Tensor]:
+    """Finds tokens whose target is among the columns, and its position there."""
+    if isinstance(columns, slice):
+        inside = (local_targets >= columns.start) & (local_targets < columns.stop)
+        rows = inside.nonzero()[:, 0]
+        return rows, local_targets[rows] - columns.start
+    if columns.shape[0] == 0:
+        return columns, columns
+    at = torch.searchsorted(columns, local_targets.clamp_min(0)).clamp_max(columns.shape[0] - 1)
+    rows = ((columns[at] == local_targets) & (local_targets >= 0)).nonzero()[:, 0]
+    return rows, at[rows]

@@ -1,0 +1,1 @@
+"""Step 3 by kernels: the products that give the gradients."""

@@ -1,0 +1,122 @@
+"""The numbers that the backward's kernels read of each token, in the order of the blocks."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cce_dist.backends.triton.kernels.backward.upstream import pull_kernel, unit_kernel
+from cce_dist.backends.triton.launch.start import is_rehearsing, start
+from cce_dist.backends.triton.tokens.order import pad_tokens, rows_of
+from cce_dist.core.types import Head, Stats, Tokens, Upstream, largest_operand
+from cce_dist.options import TOKEN_BLOCK
+
+
+@dataclass(frozen=True)
+class Pull:
+    """The upstream gradients of each token of the blocks; P = num_blocks * 128."""
+
+    pull: Tensor  # [7, P] fp32: see `exact_logits_kernel`
+    count: Tensor  # [1] int32: tokens that count
+    unit: Tensor  # [1] power of two that the upstream gradients in `pull` were divided by
+    rows: Tensor  # [P] int64: a permutation of the first N
+    read_rows: Tensor  # [P] int64: the same, of a token that counts for those that don't
+    targets: Tensor  # [P] int32, -1: none here
+    scale: float | Tensor  # of logits, or [P] fp32 that of each token
+    tail_mass: Tensor | None  # [P] upstream times dropped mass
+    mean: Tensor | None  # [P] upstream of the mean logit, where it is linear
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Tokens,
+        head: Head,
+        stats: Stats,  # [N] over all ranks
+        upstream: Upstream,
+        dropped_mass: Tensor | None,  # None: no tail
+        order: Tensor | None,  # [N] of the blocks' tokens; None: the caller's
+        num_blocks: int,
+    ) -> Pull:
+        lse = stats.lse
+        rows, count = rows_of(tokens)
+        size = num_blocks * TOKEN_BLOCK
+        grads = [upstream.nll, upstream.lse, upstream.entropy, upstream.smooth_logit]
+        # An expanded scalar, as the gradient of a sum is, has no memory of its own.
+        grads = [None if g is None else g.to(lse.dtype).contiguous() for g in grads]
+        linear = grads[3] is not None and head.softcap is None
+        of_elements = grads[3] is not None and head.softcap is not None
+        unit = _unit_of(grads if of_elements else [*grads[:3], None], head, lse, count)
+
+        def new(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device=lse.device)
+
+        fp32, int64 = torch.float32, torch.int64
+        pull = cls(
+            pull=new(7, size, dtype=fp32),
+            count=count,
+            unit=unit,
+            rows=new(size, dtype=int64),
+            read_rows=new(size, dtype=int64),
+            targets=new(size, dtype=torch.int32),
+            scale=_scale_of(tokens, head, order, size),
+            tail_mass=None if dropped_mass is None else new(size, dtype=fp32),
+            mean=new(size, dtype=fp32) if linear else None,
+        )
+        vectors = (lse, stats.target_logit, *grads, stats.entropy, dropped_mass)
+        contiguous = (None if x is None else x.contiguous() for x in vectors)
+        inputs = (order, count, *contiguous, unit)
+        start(pull_kernel, (num_blocks,))(
+            rows,
+            tokens.local_targets,
+            *(count if x is None else x for x in inputs),
+            pull.pull,
+            pull.rows,
+            pull.read_rows,
+            pull.targets,
+            count if pull.tail_mass is None else pull.tail_mass,
+            count if pull.mean is None else pull.mean,
+            len(tokens),
+            head.logit_scale,
+            head.logit_scale / head.vocab_size,
+            TOKENS=TOKEN_BLOCK,
+            HAS_ORDER=order is not None,
+            **_has(grads[:3]),
+            HAS_SMOOTH=of_elements,
+            HAS_MEAN=linear,
+            HAS_TAIL=dropped_mass is not None,
+        )
+        return pull
+
+
+def _scale_of(tokens: Tokens, head: Head, order: Tensor | None, size: int) -> float | Tensor:
+    if tokens.scale is None:
+        return head.logit_scale
+    scale = tokens.scale
+    if order is not None and not is_rehearsing():
+        scale = scale.index_select(0, order.long())
+    return pad_tokens(scale * head.logit_scale, size, 1.0)
+
+
+def _has(grads: list[Tensor | None]) -> dict[str, bool]:
+    names = ("HAS_NLL", "HAS_LSE", "HAS_ENTROPY", "HAS_SMOOTH")
+    return {name: g is not None for name, g in zip(names, grads, strict=False)}
+
+
+def _unit_of(grads: list[Tensor | None], head: Head, lse: Tensor, count: Tensor) -> Tensor:
+    if head.weight.element_size() > 2 or all(g is None for g in grads):
+        return lse.new_ones(1)
+    unit = lse.new_empty(1)
+    start(unit_kernel, (1,))(
+        *(count if g is None else g for g in grads),
+        unit,
+        len(lse),
+        abs(head.logit_scale) / largest_operand(head.weight.dtype),
+        BLOCK=1024,
+        **_has(grads),
+    )
+    return unit

@@ -1,0 +1,1 @@
+"""Columns that each block of tokens keeps, as lists on the device."""

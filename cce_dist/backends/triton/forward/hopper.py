@@ -1,0 +1,178 @@
+"""Whether the forward runs as groups of warps with tasks of their own (Hopper), and its launch."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.backends.triton.launch.start import start
+from cce_dist.backends.triton.launch.tiles import Tiles, interpreted, takes_tma
+from cce_dist.core.slower import warn_slower
+from cce_dist.core.types import Head
+from cce_dist.options import TOKEN_BLOCK
+
+if TYPE_CHECKING:
+    from cce_dist.backends.triton.forward.operands import EightBit
+
+# Up to it a tanh to 2^-22 is a logit to 2^-16, which is little beside the rounding to 8 bits.
+ROUGH_SOFTCAP = 64.0
+# What the kernel calls, and what it hands over by position: Gluon is Triton's, and not yet stable.
+GLUON = {
+    "warp_specialize": ("functions_and_args", "worker_num_warps", "worker_num_regs"),
+    "allocate_shared_memory": ("element_ty", "shape", "layout"),
+    "barrier": (),
+    "hopper.warpgroup_mma": ("a", "b", "acc"),
+    "hopper.mbarrier.wait": ("mbarrier", "phase"),
+    "hopper.mbarrier.expect": ("mbarrier",),
+    "hopper.tma.async_load": ("tensor_desc", "coord", "barrier", "result"),
+}
+# Names of older releases: `cce_dist.backends.triton.kernels.gluon_names` has one for each pair.
+FORMER = {
+    "barrier": "thread_barrier",
+    "hopper.tma.async_load": "hopper.tma.async_copy_global_to_shared",
+}
+# With which tests/backends/triton/kernels/test_hopper.py compiles the kernel.
+RELEASES = "3.6 to 3.9"
+
+
+@functools.cache
+def why_no_gluon() -> str | None:
+    """Says why this Triton cannot compile the kernel; None if it can."""
+    installed = f"triton {triton.__version__}"
+    try:
+        from triton.experimental.gluon import language
+        from triton.experimental.gluon.language.nvidia import hopper
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    except ImportError as error:
+        return f"{installed} has no Gluon: {error}"
+    del TensorDescriptor
+    for name, expected in GLUON.items():
+        root, former = hopper if name.startswith("hopper.") else language, FORMER.get(name, name)
+        function = None
+        for each in (former, name):
+            with contextlib.suppress(AttributeError):
+                function = operator.attrgetter(each.removeprefix("hopper."))(root)
+        if function is None:
+            return f"{installed} has no {name} in Gluon"
+        taken = tuple(inspect.signature(function).parameters)
+        if taken[: len(expected)] != expected:
+            return f"{installed}: {name} takes {taken}, and {expected} was expected"
+    return None
+
+
+def num_groups(weight: Tensor, tiles: Tiles) -> int:
+    """Counts splits of the vocabulary that a program makes side by side: 1 without such a
+    kernel."""
+    if interpreted() or weight.element_size() != 2 or tiles.columns < 256:
+        return 1
+    # Later architectures have other tensor cores.
+    if torch.cuda.get_device_capability(weight.device)[0] != 9 or not takes_tma(weight):
+        return 1
+    reason = why_no_gluon()
+    if reason is not None:
+        warn_slower(
+            f"the forward is not Hopper's own: {reason}; install a Triton from {RELEASES}, or the "
+            "PyTorch that brings one"
+        )
+    return 1 if reason else 2
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The number of programs, splits of the vocabulary that each makes, and the filter."""
+
+    programs: int
+    groups: int
+    tiles: Tiles
+    threshold: float
+    by_largest: bool
+
+
+def launch_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    head: Head,
+    scale: float | Tensor,
+    parts: dict[str, Tensor],
+    count: Tensor,
+    shape: Tensor,
+    number: int,
+    grouping: Groups,
+    eight: EightBit | None,
+) -> None:
+    """Launches one of the forwards that `forward_kernel` numbers.
+
+    hidden [N_padded, D] packed and weight [V_local, D], both of 8 bits with `eight`; scale: of
+    logits, or without `eight` [N_padded] that of each token; parts: state,
+    lower, and mass where columns are scored; count [1] and shape [3] as the kernels have them.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from cce_dist.backends.triton.kernels.forward.hopper import hopper_forward_kernel
+
+    mass, tiles = parts.get("mass"), grouping.tiles
+    size = grouping.programs * grouping.groups * TOKEN_BLOCK
+    rows = tiles.columns // grouping.groups
+    hidden_tile, weight_tile = [TOKEN_BLOCK, tiles.dims], [rows, tiles.dims]
+    start(hopper_forward_kernel, (grouping.programs,))(
+        TensorDescriptor.from_tensor(hidden, hidden_tile, _layout(*hidden_tile, weight.dtype)),
+        TensorDescriptor.from_tensor(weight, weight_tile, _layout(*weight_tile, weight.dtype)),
+        count if head.bias is None else head.bias,
+        count if eight is None else eight.of_columns,
+        count if eight is None else eight.of_tokens,
+        count,
+        shape,
+        parts["lower"],
+        parts["state"],
+        count if mass is None else mass,
+        number,
+        size,
+        hidden.shape[0],
+        weight.shape[0],
+        weight.shape[1],
+        scale,
+        head.softcap or 1.0,
+        grouping.threshold,
+        BLOCK_N=TOKEN_BLOCK,
+        ROWS=rows,
+        BLOCK_D=tiles.dims,
+        STAGES=tiles.stages,
+        HAS_BIAS=head.bias is not None,
+        HAS_SOFTCAP=head.softcap is not None,
+        HAS_SCORE=mass is not None,
+        BY_LARGEST=grouping.by_largest,
+        IS_SCREENED=eight is not None,
+        FINE=head.softcap is not None and head.softcap > ROUGH_SOFTCAP,
+        ACCUMULATOR=_accumulator(weight.dtype),
+        num_warps=4,
+    )
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> object:
+    from triton.experimental.gluon import language as gl
+
+    elements = {
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+        torch.int8: gl.int8,
+        torch.float8_e4m3fn: gl.float8e4nv,
+    }
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], elements[dtype])
+
+
+def _accumulator(dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.int32 if dtype == torch.int8 else gl.float32

@@ -1,0 +1,48 @@
+"""The operands of a forward, launch by launch, and its results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from cce_dist.backends.triton.filter.kept_logits import Region
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One of the forward kernel's launches, and the tiles of columns it makes, or its share of."""
+
+    number: int
+    begin_tile: int
+    end_tile: int
+    region: Region | None = None  # whose logits it keeps
+    robust: bool = False
+
+
+@dataclass(frozen=True)
+class EightBit:
+    """The operands of a forward of 8 bits, in place of the packed hidden states and the weight."""
+
+    hidden: Tensor  # [N_padded, stride] int8 | e4m3, the first D of a row
+    weight: Tensor  # [V_local, stride]
+    of_columns: Tensor  # [2, V_local] fp32: what a product is multiplied by, and shifted by
+    of_tokens: Tensor  # [2, N_padded] fp32
+
+    @property
+    def accumulator(self) -> Any:
+        return tl.int32 if self.weight.dtype == torch.int8 else tl.float32
+
+
+@dataclass
+class Finished:
+    """The splits merged, [N_padded] in the order of the blocks; logarithms are natural."""
+
+    lse: Tensor
+    dropped: Tensor | None  # log of the sum over columns not kept of exp(z) softcap'(z)
+    unkept: Tensor | None  # the same of exp(z), where logits are of 8 bits
+    entropy: Tensor | None
+    target_logit: Tensor

@@ -1,0 +1,354 @@
+"""One forward over this rank's shard in Triton: allocations, grids, launches.
+
+No autograd, no groups, and nothing that makes the host wait for the device.
+"""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cce_dist.backends.protocol import ColumnFilter
+from cce_dist.backends.triton.filter.kept_logits import KeptLogits
+from cce_dist.backends.triton.forward.extras import (
+    NUM_EXTRAS,
+    mean_logit_by_linearity,
+    merge_extras,
+    sums_softcapped,
+)
+from cce_dist.backends.triton.forward.hopper import Groups, launch_forward, num_groups
+from cce_dist.backends.triton.forward.operands import EightBit, Finished, Launch
+from cce_dist.backends.triton.kernels.forward.finish import finish_kernel
+from cce_dist.backends.triton.kernels.forward.forward import (
+    ALONE,
+    FIRST,
+    LAST,
+    PROBE,
+    SLOTS,
+    forward_kernel,
+)
+from cce_dist.backends.triton.kernels.tokens.pack import pack_kernel
+from cce_dist.backends.triton.launch.start import start
+from cce_dist.backends.triton.launch.tiles import (
+    Tiles,
+    cached_blocks,
+    interpreted,
+    num_programs,
+    rounds_exp2,
+    takes_tma,
+    tiles_for,
+    warn_of_layout,
+)
+from cce_dist.backends.triton.tokens.order import (
+    for_kernels,
+    pad_tokens,
+    padded_dim,
+    rows_of,
+    tiles_of,
+    with_unit_inner_stride,
+)
+from cce_dist.core.types import Head, Tokens, Wanted
+from cce_dist.options import TOKEN_BLOCK
+
+
+@dataclass
+class Forward:
+    """One forward: its inputs, packed, and the partial results of the splits."""
+
+    tokens: Tokens
+    head: Head
+    scale: float | Tensor  # of logits, or [N_padded] fp32 that of each token
+    wanted: Wanted
+    tiles: Tiles
+    rows: Tensor
+    count: Tensor
+    targets: Tensor
+    weight: Tensor
+    packed: Tensor
+    shape: Tensor  # [3] int32: blocks that count, splits of the vocabulary, blocks at a time
+    programs: int  # at least as many as blocks x splits / groups
+    groups: int  # splits that a program makes side by side
+    grid: int  # programs x groups
+    every_block: bool  # the shape is that of all blocks, whatever counts
+    num_blocks: int
+    parts: dict[str, Tensor]  # by the kernel's name of the pointer
+    score: bool
+    keep_logits: KeptLogits | None
+    eight: EightBit | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Tokens,
+        head: Head,
+        wanted: Wanted,
+        score: bool,
+        keep_logits: KeptLogits | None,
+        screened: bool = False,
+    ) -> Forward:
+        warn_of_layout(head.weight)
+        head = for_kernels(head)
+        weight = head.weight
+        tiles = tiles_for(weight)
+        num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
+        cached = cached_blocks(weight, weight.element_size())
+        programs = 2 * num_programs(weight)
+        if num_blocks > cached:
+            least = triton.cdiv(num_programs(weight), cached)
+            programs = max(programs, num_blocks * triton.cdiv(3 * least, 2))
+        programs = max(programs, num_blocks)
+        padded = num_blocks * TOKEN_BLOCK
+        rows, count = rows_of(tokens)
+        new = weight.new_empty
+        fp32 = torch.float32
+        has_extras = wanted.correct or wanted.moments or sums_softcapped(wanted, head)
+        portable = has_extras or wanted.entropy or keep_logits is not None
+        groups = 1 if portable else num_groups(weight, tiles)
+        size = programs * groups * TOKEN_BLOCK
+        parts = {"state": new(SLOTS.value, 4, size, dtype=fp32)}
+        if score:
+            parts["mass"] = new(num_blocks, weight.shape[0], dtype=torch.bfloat16)
+        if has_extras:
+            parts["extras"] = weight.new_zeros(NUM_EXTRAS, size, dtype=fp32)
+        return cls(
+            tokens=tokens,
+            head=head,
+            scale=_scale_of(tokens, head, padded),
+            wanted=wanted,
+            tiles=tiles,
+            rows=rows,
+            count=count,
+            targets=pad_tokens(tokens.local_targets.int(), padded, -1),
+            weight=weight,
+            packed=new(padded, padded_dim(weight)),
+            shape=torch.empty(3, dtype=torch.int32, device=weight.device),
+            programs=programs,
+            groups=groups,
+            grid=programs * groups,
+            every_block="extras" in parts,
+            num_blocks=num_blocks,
+            parts=parts,
+            score=score,
+            keep_logits=keep_logits,
+        )._pack(1 if screened else weight.element_size())
+
+    def for_shape(self, element_size: int) -> tuple[int, int, int, int]:
+        """Returns the arguments of `shape_of` for hidden states with such elements."""
+        return (
+            triton.cdiv(self.weight.shape[0], self.tiles.columns),
+            num_programs(self.weight),
+            cached_blocks(self.weight, element_size),
+            self.programs,
+        )
+
+    @property
+    def columns(self) -> int:
+        """How many there are in one tile of one split."""
+        return self.tiles.columns // self.groups
+
+    @property
+    def num_tiles(self) -> int:
+        return triton.cdiv(self.weight.shape[0], self.columns)
+
+    @property
+    def counts(self) -> Tensor:
+        """[N] which tokens count, in the order of the packed ones."""
+        return torch.arange(len(self.tokens), device=self.weight.device) < self.count
+
+    @property
+    def has_unkept(self) -> bool:
+        """Whether what is dropped is summed twice: weighted by softcap', and not."""
+        return self.eight is not None and self.head.softcap is not None
+
+    def alone(self, robust: bool = False) -> Launch:
+        """Returns a launch of all tiles at once, from the bounds of lse in parts["lower"]."""
+        return Launch(ALONE.value, 0, self.num_tiles, robust=robust)
+
+    def launches(self, ranks_exchange: bool) -> tuple[Launch, ...]:
+        """Returns the launches. Each starts from the sums of the one before."""
+        kept, columns = self.keep_logits, self.tiles.columns
+        if kept is None:
+            # One program at a time makes one split, which has no others to wait for.
+            alone = num_programs(self.weight) == 1 and not ranks_exchange
+            numbers = (ALONE.value,) if alone else range(LAST.value + 1)
+            return tuple(Launch(number, 0, self.num_tiles) for number in numbers)
+        end = kept.first_column // columns
+        # PROBE's sums are for the references alone: of whatever columns come first.
+        launches = [Launch(PROBE.value, 0, self.num_tiles)]
+        launches += [Launch(number, 0, end) for number in range(FIRST.value, LAST.value + 1)]
+        for number, region in enumerate(kept.ascending, LAST.value + 1):
+            begin = end
+            if region is not None:
+                end = triton.cdiv(region.last_column, columns)
+            launches.append(Launch(number, begin, end, region))
+        return tuple(launches)
+
+    def _pack(self, element_size: int) -> Forward:
+        """Packs the tokens. Args: element_size: in bytes, of the forward's operands."""
+        hidden = with_unit_inner_stride(self.tokens.hidden)
+        padded, stride = self.packed.shape
+        self.parts["lower"] = self.parts["state"].new_empty(padded)
+        block = TOKEN_BLOCK if interpreted() else 16
+        start(pack_kernel, (triton.cdiv(padded, block),))(
+            hidden,
+            self.weight,
+            self._or_dummy(self.head.bias),
+            self.rows,
+            self.targets,
+            self.count,
+            self.packed,
+            self.parts["lower"],
+            self.shape,
+            len(self.tokens),
+            self.weight.shape[1],
+            padded,
+            *self.for_shape(element_size),
+            hidden.stride(0),
+            self.weight.stride(0),
+            stride,
+            self.scale,
+            self.head.softcap or 1.0,
+            BLOCK_N=block,
+            BLOCK_D=256,
+            HAS_BIAS=self.head.bias is not None,
+            HAS_SOFTCAP=self.head.softcap is not None,
+            TOKENS=TOKEN_BLOCK,
+            EVERY_BLOCK=self.every_block,
+            GROUPS=self.groups,
+        )
+        return self
+
+    def _or_dummy(self, tensor: Tensor | None) -> Tensor:
+        """Returns a pointer for an argument that the kernel was compiled not to read."""
+        return self.count if tensor is None else tensor
+
+    def launch(self, rule: ColumnFilter | None, launch: Launch) -> None:
+        threshold, by_largest = (0.0, False) if rule is None else (rule.threshold, rule.by_largest)
+        head, tiles, parts, eight = self.head, self.tiles, self.parts, self.eight
+        dim = self.weight.shape[1]
+        hidden, weight = self.packed[:, :dim], self.weight
+        if eight is not None:
+            tiles = tiles_for(eight.weight)
+            hidden, weight = eight.hidden[:, :dim], eight.weight[:, :dim]
+        if self.groups > 1 and not launch.robust:
+            grouping = Groups(self.programs, self.groups, tiles, threshold, by_largest)
+            shape, number = self.shape, launch.number
+            launch_forward(
+                hidden, weight, head, self.scale, parts, self.count, shape, number, grouping, eight
+            )
+            return
+        use_tma, region = takes_tma(weight), launch.region
+        logits = self.count if region is None else region.as_logits()
+        start(forward_kernel, (self.grid,))(
+            tiles_of(hidden, TOKEN_BLOCK, tiles.dims, use_tma),
+            tiles_of(weight, self.columns, tiles.dims, use_tma),
+            self._or_dummy(head.bias),
+            self._or_dummy(head.class_weight),
+            self._or_dummy(None if eight is None else eight.of_columns),
+            self._or_dummy(None if eight is None else eight.of_tokens),
+            self.count,
+            self.shape,
+            *(self._or_dummy(parts.get(name)) for name in ("lower", "state", "mass", "extras")),
+            tiles_of(logits, self.columns, TOKEN_BLOCK, use_tma and region is not None),
+            logits,
+            self._or_dummy(None if region is None else region.ref),
+            launch.number,
+            launch.begin_tile,
+            launch.end_tile,
+            self.grid * TOKEN_BLOCK,
+            self.packed.shape[0],
+            weight.shape[0],
+            dim,
+            hidden.stride(0),
+            weight.stride(0),
+            self.scale,
+            head.softcap or 1.0,
+            threshold,
+            BLOCK_V=self.columns,
+            BLOCK_D=tiles.dims,
+            USE_TMA=use_tma,
+            BY_LARGEST=by_largest,
+            HAS_LOGITS=region is not None,
+            IS_ROBUST=launch.robust,
+            **self._flags(),
+            num_warps=tiles.warps,
+            # The tile that is stored through a descriptor needs room of its own.
+            num_stages=tiles.stages if region is None else max(2, tiles.stages - 1),
+        )
+
+    def _flags(self) -> dict[str, Any]:
+        """Returns the flags that every launch of the portable kernel is compiled for."""
+        head, wanted, eight = self.head, self.wanted, self.eight
+        return {
+            "BLOCK_N": TOKEN_BLOCK,
+            "PRECISION": "ieee",
+            "WIDE": rounds_exp2(self.weight),
+            "HAS_BIAS": head.bias is not None,
+            "HAS_SOFTCAP": head.softcap is not None,
+            "HAS_SCORE": self.score,
+            "HAS_SURPLUS": wanted.entropy,
+            "HAS_ARGMAX": wanted.correct or wanted.moments,
+            "HAS_MOMENTS": wanted.moments,
+            "HAS_SMOOTH": sums_softcapped(wanted, head),
+            "HAS_CLASS_WEIGHT": head.class_weight is not None,
+            "HAS_UNKEPT": self.has_unkept,
+            "IS_SCREENED": eight is not None,
+            "ACCUMULATOR": tl.float32 if eight is None else eight.accumulator,
+        }
+
+    def merge(self, last: Launch) -> Finished:
+        """Merges the splits as the last launch left them; targets are still to be added."""
+        state = self.parts["state"][last.number % SLOTS.value]
+        padded = self.packed.shape[0]
+        lse = state.new_empty(padded)
+        dropped = torch.empty_like(lse) if self.score else None
+        entropy = torch.empty_like(lse) if self.wanted.entropy else None
+        unkept = dropped if self.eight is not None else None
+        if self.has_unkept:
+            unkept = torch.empty_like(lse)
+        block = 128
+        start(finish_kernel, (triton.cdiv(padded, block),))(
+            self.count,
+            self.shape,
+            state,
+            lse,
+            self._or_dummy(dropped),
+            self._or_dummy(entropy),
+            self._or_dummy(unkept),
+            padded,
+            self.grid * TOKEN_BLOCK,
+            TOKENS=TOKEN_BLOCK,
+            BLOCK_N=block,
+            HAS_SCORE=self.score,
+            HAS_SURPLUS=self.wanted.entropy,
+            HAS_UNKEPT=self.has_unkept,
+        )
+        return Finished(lse, dropped, unkept, entropy, torch.empty_like(lse))
+
+    def extras(self) -> dict[str, Tensor]:
+        """Computes the statistics that few ask for, [N] each in the order of the packed tokens."""
+        parts, head, num_tokens = self.parts, self.head, len(self.tokens)
+        extras = {}
+        if "extras" in parts:
+            padded = self.packed.shape[0]
+            extras = merge_extras(
+                parts["extras"], padded, self.shape[1], self.targets, self.counts, self.wanted, head
+            )
+        if self.wanted.smooth_logit and "smooth_logit" not in extras:
+            hidden = self.packed[:num_tokens, : self.weight.shape[1]]
+            extras["smooth_logit"] = mean_logit_by_linearity(hidden, self.counts, head)
+        return extras
+
+
+def _scale_of(tokens: Tokens, head: Head, padded: int) -> float | Tensor:
+    if tokens.scale is None:
+        return head.logit_scale
+    return pad_tokens(tokens.scale * head.logit_scale, padded, 1.0)

@@ -1,0 +1,1 @@
+"""Kernels of step 3: the logits' gradient, and its products."""

@@ -1,0 +1,117 @@
+"""DSD: hidden gradient of a token block from the columns of one chunk."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.numbers import add_product, slice_of
+
+
+@triton.jit
+def add_rows(
+    acc,  # [TOKENS, SLICE]
+    row,  # [TOKENS] int64
+    written,  # [TOKENS]
+    dims,  # [SLICE]
+    is_first,  # stores where the others add
+    grad_hidden_ptr,  # [num_rows, D] fp32
+    D,
+):
+    inside = written[:, None] & (dims < D)[None, :]
+    out = grad_hidden_ptr + row[:, None] * D + dims[None, :]
+    if is_first == 0:
+        acc += tl.load(out, mask=inside, other=0.0)
+    tl.store(out, acc, mask=inside)
+
+
+@triton.jit
+def piece_of(piece, pieces, length, BLOCK_K: tl.constexpr):
+    """Returns [begin, end) of a list's piece; all but the last end at a multiple of BLOCK_K."""
+    each = tl.cdiv(tl.cdiv(length, pieces), BLOCK_K) * BLOCK_K
+    begin = tl.minimum(piece * each, length)
+    return begin, tl.minimum(begin + each, length)
+
+
+@triton.jit
+def dsd_kept_task(
+    task,
+    pieces,  # sums over columns apart, each into a hidden gradient of its own
+    turn,  # 0 for the first chunk that is computed: it stores where the others add
+    first_tile,
+    last_tile,
+    weight_ptr,  # [V, D]
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    segment_ptr,  # [num_blocks + 1] int32, of the chunk
+    entries_ptr,  # [rows] int32
+    workspace_ptr,  # [rows, TOKENS]
+    workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
+    drawn_sum_ptr,  # [tasks, TOKENS] fp32
+    rows_ptr,  # [N_padded] int64: row of each token in it
+    grad_hidden_ptr,  # [pieces, num_rows, D] fp32
+    num_rows,
+    drawn_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out, over the chunks
+    count,
+    unit,
+    num_tiles,
+    D,
+    stride_wv,
+    at_once,  # slices, see `slice_of`
+    TOKENS: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+):
+    """Multiplies a piece of the entries of a token block x SLICE dims."""
+    num_slices = tl.cdiv(D, SLICE)
+    piece = task % pieces
+    number = tl.cdiv(count, TOKENS)
+    block, slice_ = slice_of(task // pieces, number, num_slices, at_once)
+    dims = slice_ * SLICE + tl.arange(0, SLICE)
+    inside = (dims < D)[None, :]
+    row_ptr = starts_ptr + block * (num_tiles + 1)
+    length = tl.load(row_ptr + last_tile) - tl.load(row_ptr + first_tile)
+    base = tl.load(base_ptr + block)
+    lane = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((TOKENS, SLICE), tl.float32)
+    begin, end = piece_of(piece, pieces, length, BLOCK_K)
+    for k in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        # Past the list's end stands some column: its d_logits are 0.
+        column = (tl.load(entries_ptr + base + k + lane) >> 1).to(tl.int64)
+        if USE_TMA:
+            p = workspace_rows.load([base + k, 0])
+        else:
+            at = (base + k + lane).to(tl.int64)
+            p = tl.load(workspace_ptr + at[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :])
+        c = tl.load(
+            weight_ptr + column[:, None] * stride_wv + dims[None, :], mask=inside, other=0.0
+        )
+        if WIDE:
+            acc = add_product(acc, p.T, c, unit - unit, PRECISION)
+        else:
+            acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
+    # Of no entries there is nothing to add.
+    wanted = (turn == 0) | (length > 0)
+    own_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    if BRANCHES:
+        if wanted:
+            row = tl.load(rows_ptr + token)
+            add_rows(acc * unit, row, token < count, dims, turn == 0, own_ptr, D)
+    else:
+        row = tl.load(rows_ptr + token)
+        add_rows(acc * unit, row, (token < count) & wanted, dims, turn == 0, own_ptr, D)
+    if HAS_DRAWN:  # noqa: SIM102
+        if (slice_ == 0) & (piece == 0):
+            token = tl.arange(0, TOKENS)
+            total = tl.zeros((TOKENS,), tl.float32)
+            for i in range(tl.load(segment_ptr + block), tl.load(segment_ptr + block + 1)):
+                total += tl.load(drawn_sum_ptr + i * TOKENS + token)
+            out = drawn_ptr + block * TOKENS + token
+            if turn > 0:
+                total += tl.load(out)
+            tl.store(out, total)

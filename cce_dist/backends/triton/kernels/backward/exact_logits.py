@@ -1,0 +1,243 @@
+"""`exact`, SDD: d_logits of every column of a chunk of the vocabulary.
+
+They, and logits that the forward kept, lie as [columns, N_padded] in the workspace.
+"""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.backward.sdd import slope_at
+from cce_dist.backends.triton.kernels.numbers import (
+    LOG2E,
+    exp2_of,
+    load_tile,
+    scale_across,
+    scale_of,
+    softcapped,
+)
+
+
+@triton.jit
+def d_logits(
+    log_p,  # log2 of the probability
+    slope,  # softcap'(z), 1 without a softcap
+    probability,  # upstream of the probability, times logit_scale: so are the next three
+    of_entropy,
+    entropy,
+    of_mean,
+    class_weight,
+    WIDE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SMOOTH: tl.constexpr,
+):
+    """Returns the gradient of the loss by E . C + bias, but for the target's term."""
+    p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
+    if HAS_ENTROPY:
+        surprise = tl.where(p > 0, log_p / LOG2E, 0.0) + entropy
+        grad = p * (probability - of_entropy * surprise)
+    else:
+        grad = p * probability
+    if HAS_SMOOTH:
+        grad += class_weight * of_mean
+    return grad * slope
+
+
+@triton.jit
+def logits_task(
+    block,  # of tokens
+    tile,  # of the chunk's columns
+    hidden,
+    weight,
+    workspace,
+    workspace_ptr,
+    logit_ptr,
+    ref_ptr,
+    bias_ptr,
+    class_weight_ptr,
+    pull_ptr,
+    first_column,
+    N,
+    V,
+    D,
+    stride_hn,
+    stride_wv,
+    scale,
+    softcap,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SMOOTH: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+):
+    """Computes d_logits of a tile of columns and a token block."""
+    local = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    column = first_column + local
+    token = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = local.to(tl.int64)[:, None] * N + token[None, :]
+    pull_ptrs = pull_ptr + token
+    slope = 1.0
+    if HAS_LOGITS:
+        x = tl.load(logit_ptr + place).to(tl.float32) + tl.load(ref_ptr + token)[None, :]
+        # What replaces them is another thread's, maybe.
+        tl.debug_barrier()
+        if HAS_SOFTCAP:
+            # Of a token that doesn't count the logits are -inf.
+            slope = slope_at(x, scale_across(scale, token), softcap)
+            slope = tl.where(x > float("-inf"), slope, 0.0)
+    else:
+        x = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
+        for k in range(0, tl.cdiv(D, BLOCK_D)):
+            c = load_tile(
+                weight, first_column + tile * BLOCK_V, k * BLOCK_D, V, D, stride_wv, BLOCK_V,
+                BLOCK_D, USE_TMA,
+            )  # fmt: skip
+            e = load_tile(
+                hidden, block * BLOCK_N, k * BLOCK_D, N, D, stride_hn, BLOCK_N, BLOCK_D, USE_TMA
+            )
+            x = tl.dot(c, e.T, x, input_precision=PRECISION)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + column, mask=column < V, other=0.0)
+            x += bias.to(tl.float32)[:, None]
+        if HAS_SOFTCAP:
+            x, slope = softcapped(x, softcap, WIDE)
+        x *= scale_across(scale, token) * LOG2E
+    of_class = 1.0
+    if HAS_CLASS_WEIGHT:
+        of_class = tl.load(class_weight_ptr + column, mask=column < V, other=0.0)[:, None]
+    of_entropy = 0.0
+    entropy = 0.0
+    of_mean = 0.0
+    if HAS_ENTROPY:
+        of_entropy = tl.load(pull_ptrs + 2 * N)[None, :]
+        entropy = tl.load(pull_ptrs + 3 * N)[None, :]
+    if HAS_SMOOTH:
+        of_mean = tl.load(pull_ptrs + 4 * N)[None, :]
+    grad = d_logits(
+        x - tl.load(pull_ptrs + 5 * N)[None, :], slope, tl.load(pull_ptrs)[None, :], of_entropy,
+        entropy, of_mean, of_class, WIDE, HAS_ENTROPY, HAS_SMOOTH,
+    )  # fmt: skip
+    if first_column + tile * BLOCK_V + BLOCK_V > V:
+        grad = tl.where((column < V)[:, None], grad, 0.0)
+    grad = grad.to(workspace_ptr.dtype.element_ty)
+    if USE_TMA and not HAS_LOGITS:
+        workspace.store([tile * BLOCK_V, block * BLOCK_N], grad)
+    else:
+        tl.store(workspace_ptr + place, grad)
+
+
+# One binary for every chunk.
+@triton.jit(do_not_specialize=["first_column", "num_columns"])
+def exact_logits_kernel(
+    hidden,  # [N, D] packed, a descriptor of BLOCK_N x BLOCK_D or a pointer
+    weight,  # [V, D], of BLOCK_V x BLOCK_D
+    workspace,  # [columns, N], of BLOCK_V x BLOCK_N: out
+    workspace_ptr,
+    logit_ptr,  # [columns, N] the same memory: logits over `ref_ptr`, log2, if HAS_LOGITS
+    ref_ptr,  # [N]
+    poor_ptr,  # [N / BLOCK_N + 1] int32: 1 where a block's kept logits are not to be used; any
+    bias_ptr,  # [V]
+    class_weight_ptr,  # [V]
+    count_ptr,  # [1] int32
+    pull_ptr,  # [7, N]: probability, target, entropy; entropy; mean; lse and target's z in log2
+    first_column,
+    num_columns,
+    cached_blocks,
+    N,
+    V,
+    D,
+    stride_hn,
+    stride_wv,
+    scale,  # a number, or [N] one of each token
+    softcap,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,  # fp32 inputs
+    HAS_LOGITS: tl.constexpr,  # the forward has left them in the workspace
+    ONLY_POOR: tl.constexpr,  # of that workspace, the blocks that HAS_LOGITS leaves out
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SMOOTH: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+):
+    """Computes SDD: d_logits of a chunk but for the targets', all token blocks that count. Programs
+    that run at a time share a few tiles of the weight, and no more token blocks than the cache
+    holds."""
+    if ONLY_POOR:  # noqa: SIM102
+        if tl.load(poor_ptr + N // BLOCK_N) == 0:
+            return
+    num_blocks = tl.cdiv(tl.load(count_ptr), BLOCK_N)
+    num_tiles = tl.cdiv(num_columns, BLOCK_V)
+    at_once = tl.maximum(tl.cdiv(num_blocks, tl.maximum(tl.cdiv(num_blocks, cached_blocks), 1)), 1)
+    per_group = num_tiles * at_once
+    for task in range(tl.program_id(0), num_tiles * num_blocks, tl.num_programs(0)):
+        first_block = task // per_group * at_once
+        here = tl.minimum(num_blocks - first_block, at_once)
+        block = first_block + task % per_group % here
+        tile = task % per_group // here
+        if HAS_LOGITS or ONLY_POOR:
+            if (tl.load(poor_ptr + block) != 0) == ONLY_POOR:
+                logits_task(
+                    block, tile, hidden, weight, workspace, workspace_ptr, logit_ptr, ref_ptr,
+                    bias_ptr, class_weight_ptr, pull_ptr, first_column, N, V, D, stride_hn,
+                    stride_wv, scale, softcap, BLOCK_N, BLOCK_V, BLOCK_D, USE_TMA, PRECISION, WIDE,
+                    HAS_LOGITS, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
+                )  # fmt: skip
+        else:
+            logits_task(
+                block, tile, hidden, weight, workspace, workspace_ptr, logit_ptr, ref_ptr, bias_ptr,
+                class_weight_ptr, pull_ptr, first_column, N, V, D, stride_hn, stride_wv, scale,
+                softcap, BLOCK_N, BLOCK_V, BLOCK_D, USE_TMA, PRECISION, WIDE, HAS_LOGITS, HAS_BIAS,
+                HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first_column", "num_columns"])
+def exact_targets_kernel(
+    workspace_ptr,  # [columns, N]: out
+    class_weight_ptr,  # [V]
+    target_ptr,  # [N] int32, -1: none here
+    pull_ptr,  # [7, N]: see `exact_logits_kernel`
+    first_column,
+    num_columns,
+    N,
+    scale,
+    softcap,
+    BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SMOOTH: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+):
+    """Computes d_logits of the targets among the chunk's columns, by the forward's own logits."""
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    target = tl.load(target_ptr + token)
+    local = target - first_column
+    here = (target >= 0) & (local >= 0) & (local < num_columns)
+    pull_ptrs = pull_ptr + token
+    z = tl.load(pull_ptrs + 6 * N)
+    slope = 1.0
+    if HAS_SOFTCAP:
+        slope = slope_at(z, scale_of(scale, token), softcap)
+    of_class = 1.0
+    if HAS_CLASS_WEIGHT:
+        of_class = tl.load(class_weight_ptr + target, mask=here, other=0.0)
+    grad = d_logits(
+        z - tl.load(pull_ptrs + 5 * N), slope, tl.load(pull_ptrs), tl.load(pull_ptrs + 2 * N),
+        tl.load(pull_ptrs + 3 * N), tl.load(pull_ptrs + 4 * N), of_class, WIDE, HAS_ENTROPY,
+        HAS_SMOOTH,
+    )  # fmt: skip
+    grad -= tl.load(pull_ptrs + N) * slope
+    place = workspace_ptr + local.to(tl.int64) * N + token
+    tl.store(place, grad.to(workspace_ptr.dtype.element_ty), mask=here)

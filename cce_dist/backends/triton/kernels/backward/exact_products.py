@@ -1,0 +1,207 @@
+"""`exact`, DDS and DSD: both gradients of a chunk of the vocabulary from its d_logits."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.backward.dds import store_columns
+from cce_dist.backends.triton.kernels.backward.dsd import add_rows, piece_of
+from cce_dist.backends.triton.kernels.numbers import add_product, load_tile
+
+
+@triton.jit
+def exact_dds_task(
+    task,
+    first_column,  # of the chunk
+    hidden,
+    workspace_columns,
+    workspace_ptr,
+    class_weight_ptr,
+    tail_ptr,
+    tail_bias_ptr,
+    grad_weight_ptr,
+    grad_bias_ptr,
+    count,
+    unit,
+    rows,
+    N,
+    V,
+    D,
+    num_slices,
+    stride_hn,
+    stride_gv,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TAIL_PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_GRAD_WEIGHT: tl.constexpr,
+    HAS_GRAD_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """Multiplies a tile of columns x SLICE dims over every token, fp32 in registers, one store."""
+    first_row = task // num_slices * TILE
+    first_dim = task % num_slices * SLICE
+    acc = tl.zeros((TILE, SLICE), tl.float32)
+    bias = tl.zeros((TILE,), tl.float32)
+    if HAS_GRAD_WEIGHT:
+        for k in range(0, tl.cdiv(count, BLOCK_K)):
+            p = load_tile(
+                workspace_columns, first_row, k * BLOCK_K, rows, N, N, TILE, BLOCK_K, USE_TMA
+            )
+            e = load_tile(hidden, k * BLOCK_K, first_dim, N, D, stride_hn, BLOCK_K, SLICE, USE_TMA)
+            if WIDE:
+                acc = add_product(acc, p, e, unit - unit, PRECISION)
+            else:
+                acc = tl.dot(p, e, acc, input_precision=PRECISION)
+    local = first_row + tl.arange(0, TILE)
+    if HAS_GRAD_BIAS:  # noqa: SIM102
+        if task % num_slices == 0:
+            # Apart from the products: their operand then stays where the tensor cores read it.
+            for block in range(tl.cdiv(count, TOKENS)):
+                token = block * TOKENS + tl.arange(0, TOKENS)
+                p_ptrs = workspace_ptr + local.to(tl.int64)[:, None] * N + token[None, :]
+                bias += tl.sum(tl.load(p_ptrs).to(tl.float32), 1)
+    column = first_column + local
+    store_columns(
+        acc * unit, bias * unit, tl.minimum(column, V - 1), column < V,
+        first_dim + tl.arange(0, SLICE), task % num_slices == 0, tail_ptr, class_weight_ptr,
+        tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D, 0, stride_gv, TILE,
+        TAIL_PRECISION, GROUPS, False, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS,
+        ACCUMULATE,
+    )  # fmt: skip
+
+
+@triton.jit
+def exact_dsd_task(
+    task,
+    pieces,
+    first_column,
+    num_columns,
+    weight,
+    workspace_tokens,
+    row_ptr,
+    grad_hidden_ptr,
+    num_rows,
+    count,
+    unit,
+    rows,
+    N,
+    V,
+    D,
+    num_slices,
+    stride_wv,
+    TOKENS: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+):
+    """Multiplies a token block by SLICE dims over a piece of the chunk's columns."""
+    piece = task % pieces
+    task //= pieces
+    first_token = task // num_slices * TOKENS
+    first_dim = task % num_slices * SLICE
+    acc = tl.zeros((TOKENS, SLICE), tl.float32)
+    begin, end = piece_of(piece, pieces, num_columns, BLOCK_K)
+    for k in range(begin, end, BLOCK_K):
+        p = load_tile(workspace_tokens, k, first_token, rows, N, N, BLOCK_K, TOKENS, USE_TMA)
+        c = load_tile(weight, first_column + k, first_dim, V, D, stride_wv, BLOCK_K, SLICE, USE_TMA)
+        if WIDE:
+            acc = add_product(acc, p.T, c, unit - unit, PRECISION)
+        else:
+            acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
+    token = first_token + tl.arange(0, TOKENS)
+    row = tl.load(row_ptr + token)
+    dims = first_dim + tl.arange(0, SLICE)
+    own_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
+    add_rows(acc * unit, row, token < count, dims, IS_FIRST, own_ptr, D)
+
+
+@triton.jit(do_not_specialize=["pieces", "num_rows", "part", "first_column", "num_columns"])
+def exact_products_kernel(
+    hidden,  # [N, D] packed, a descriptor of BLOCK_K x SLICE or a pointer
+    weight,  # [V, D], of BLOCK_K x SLICE
+    workspace_columns,  # [rows, N] d_logits, of TILE x BLOCK_K
+    workspace_tokens,  # the same, of BLOCK_K x TOKENS
+    workspace_ptr,
+    class_weight_ptr,  # [V]
+    tail_ptr,  # [GROUPS, D]: of the mean logit
+    tail_bias_ptr,  # [GROUPS]
+    row_ptr,  # [N] int64: row of each token in the hidden gradient
+    grad_hidden_ptr,  # [pieces, num_rows, D] fp32: their sum is the hidden gradient
+    grad_weight_ptr,  # [V, D]
+    grad_bias_ptr,  # [V] fp32
+    count_ptr,  # [1] int32
+    unit_ptr,  # [1] fp32: power of two by which the workspace was divided
+    queue_ptr,  # [1] int32: the next task
+    pieces,  # of the columns, so that few tokens are work for all programs
+    num_rows,
+    part,  # 0: DDS and DSD; 1: DSD alone; 2: DDS alone
+    first_column,
+    num_columns,
+    rows,
+    N,
+    V,
+    D,
+    stride_hn,
+    stride_wv,
+    stride_gv,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TAIL_PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    WIDE: tl.constexpr,  # fp32 inputs
+    IS_FIRST: tl.constexpr,  # chunk: it stores the hidden gradient where the others add
+    GROUPS: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_GRAD_HIDDEN: tl.constexpr,
+    HAS_GRAD_WEIGHT: tl.constexpr,
+    HAS_GRAD_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """Computes DDS and DSD of a chunk. Programs take tasks from a queue, the longer ones first; the
+    choice of a program changes no bit."""
+    count = tl.load(count_ptr)
+    unit = tl.load(unit_ptr)
+    num_slices = tl.cdiv(D, SLICE)
+    dds_slices = num_slices if HAS_GRAD_WEIGHT else 1
+    num_dds = 0
+    num_dsd = 0
+    if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
+        num_dds = tl.where(part == 1, 0, tl.cdiv(num_columns, TILE) * dds_slices)
+    if HAS_GRAD_HIDDEN:
+        num_dsd = tl.where(part == 2, 0, tl.cdiv(count, TOKENS) * num_slices * pieces)
+    # The first task of each kind: a DSD sums over columns, a DDS over tokens.
+    first_dsd = tl.where(num_columns > count, 0, num_dds)
+    first_dds = tl.where(num_columns > count, num_dsd, 0)
+    task = tl.atomic_add(queue_ptr, 1)
+    while task < num_dds + num_dsd:
+        if (task >= first_dds) & (task < first_dds + num_dds):
+            if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
+                exact_dds_task(
+                    task - first_dds, first_column, hidden, workspace_columns, workspace_ptr,
+                    class_weight_ptr, tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr,
+                    count, unit, rows, N, V, D, dds_slices, stride_hn, stride_gv, TOKENS, TILE,
+                    SLICE, BLOCK_K, PRECISION, TAIL_PRECISION, USE_TMA, WIDE, GROUPS, HAS_MEAN,
+                    HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+                )  # fmt: skip
+        else:
+            if HAS_GRAD_HIDDEN:
+                exact_dsd_task(
+                    task - first_dsd, pieces, first_column, num_columns, weight, workspace_tokens,
+                    row_ptr, grad_hidden_ptr, num_rows, count, unit, rows, N, V, D, num_slices,
+                    stride_wv, TOKENS, SLICE, BLOCK_K, PRECISION, USE_TMA, WIDE, IS_FIRST,
+                )  # fmt: skip
+        task = tl.atomic_add(queue_ptr, 1)

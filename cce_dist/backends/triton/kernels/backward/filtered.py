@@ -1,0 +1,250 @@
+"""The filtered backward's three products, chunk by chunk, in one persistent kernel.
+
+How many chunks hold a kept column is known on the device only. So the kernel loops over them
+itself, with a barrier between the phases, and the host never waits.
+"""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.backward.dds import dds_kept_task, unkept_task
+from cce_dist.backends.triton.kernels.backward.dsd import dsd_kept_task
+from cce_dist.backends.triton.kernels.backward.sdd import sdd_kept_task
+from cce_dist.backends.triton.kernels.filter.lists import list_task, pair_task
+from cce_dist.backends.triton.kernels.numbers import proxy_fence
+
+
+@triton.jit
+def arrive(arrived_ptr, USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    if USE_TMA:
+        proxy_fence(IS_INTERPRETED)
+    tl.debug_barrier()
+    tl.atomic_add(arrived_ptr, 1, sem="release")
+
+
+@triton.jit
+def go_on(USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    tl.debug_barrier()
+    if USE_TMA:
+        proxy_fence(IS_INTERPRETED)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "pieces",
+        "part",
+        "num_rows",
+        "num_blocks",
+        "max_chunks",
+        "words",
+        "groups",
+        "at_once",
+    ]
+)
+def filtered_kernel(
+    hidden_ptr,  # [num_rows, D], inner stride 1
+    rows_ptr,  # [num_blocks * TOKENS] int64; tokens that don't count have a counting token's row
+    weight_ptr,  # [V, D], inner stride 1
+    bias_ptr,  # [V]
+    class_weight_ptr,  # [V]
+    target_ptr,  # [num_blocks * TOKENS] int32, -1: none here
+    count_ptr,  # [1] int32
+    pull_ptr,  # [7, num_blocks * TOKENS]: see `exact_logits_kernel`
+    unit_ptr,  # [1] fp32: power of two by which `pull_ptr` was divided
+    seed_ptr,  # [1] int32
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    order_ptr,  # [num_tiles * TILE] int32
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    blocks_ptr,  # [num_tiles, num_blocks] int32
+    position_ptr,  # [num_tiles, num_blocks] int16
+    num_blocks_ptr,  # [num_tiles] int32
+    num_active_ptr,  # [1] int32
+    first_ptr,  # [max_chunks + 1] int32
+    num_chunks_ptr,  # [1] int32
+    base_ptr,  # [max_chunks, num_blocks + 1] int32
+    segment_ptr,  # [max_chunks, num_blocks + 1] int32
+    share_ptr,  # [groups, V]
+    tail_ptr,  # [GROUPS, D]
+    tail_bias_ptr,  # [GROUPS]
+    entries_ptr,  # [2, max_rows] int32: lists of this chunk and the next
+    pair_rows_ptr,  # [max_pairs, TILE] int32
+    workspace_ptr,  # [max_rows + TILE, TOKENS], the last rows 0
+    workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
+    made_ptr,  # the same: of the last chunk's entries, if HAS_MADE: see `entries_made`
+    ref_ptr,  # [num_blocks * TOKENS] log2
+    poor_ptr,  # [num_blocks] int32: 1 where they are not to be used
+    drawn_sum_ptr,  # [max_tasks, TOKENS] fp32
+    grad_hidden_ptr,  # [pieces, num_rows, D] fp32: their sum is the hidden gradient
+    drawn_total_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out
+    grad_weight_ptr,  # [V, D]
+    grad_bias_ptr,  # [V] fp32
+    queue_ptr,  # [2 * max_chunks + 3] int32, zeros: the next task of each phase; arrivals; the next
+    # columns that no block keeps
+    pieces,  # of each block's columns, so that few tokens are work for all programs
+    num_rows,
+    part,  # 0: all; 1: without the share of kernels/backward/rest.py
+    num_blocks,
+    V,
+    D,
+    num_tiles,
+    max_chunks,
+    max_rows,
+    words,
+    groups,
+    at_once,  # slices, see `slice_of`
+    stride_hn,
+    stride_wv,
+    stride_gv,
+    scale,
+    softcap,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLICE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    LIST_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TAIL_PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+    WIDE: tl.constexpr,  # fp32 inputs
+    BRANCHES: tl.constexpr,  # around the uses of a product
+    GROUPS: tl.constexpr,
+    HAS_MADE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_GRAD_HIDDEN: tl.constexpr,
+    HAS_GRAD_WEIGHT: tl.constexpr,
+    HAS_GRAD_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    UNKEPT: tl.constexpr,  # columns of `unkept_task`
+    UNKEPT_SLICE: tl.constexpr,
+):
+    """Multiplies the columns that each block keeps, and those drawn for it, by lists of columns.
+
+    Chunks come from the last to the first, so that most of DDS is left for when the hidden gradient
+    is done. The lists of a chunk are made beside the products of the one before. Who waits for the
+    others stores gradients of columns that no block keeps. `LIST_STAGES` are those of loops that
+    load rows by a list: the first of them find the rows, so that as many as elsewhere are left to
+    wait for them.
+    """
+    count = tl.load(count_ptr)
+    unit = tl.load(unit_ptr)
+    seed = tl.load(seed_ptr)
+    num_active = tl.load(num_active_ptr)
+    num_chunks = tl.load(num_chunks_ptr)
+    num_slices = tl.cdiv(D, SLICE)
+    dds_slices = num_slices if HAS_GRAD_WEIGHT else 1
+    arrived_ptr = queue_ptr + 2 * max_chunks + 1
+    unkept_slices = tl.cdiv(D, UNKEPT_SLICE) if HAS_GRAD_WEIGHT else 1
+    num_unkept = 0
+    if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
+        num_unkept = tl.where(part == 1, 0, (num_tiles - num_active) * (TILE // UNKEPT))
+    # Phase 2 turn: lists of a chunk, products of the one before; phase 2 turn + 1: its SDD.
+    for phase in range(2 * num_chunks + 1):
+        turn = phase // 2
+        is_last = phase == 2 * num_chunks
+        chunk = num_chunks - 1 - turn
+        at = chunk * (num_blocks + 1)
+        entries_of_turn = (turn + 1) % 2 * max_rows
+        other = turn % 2 * max_rows
+        # Of the chunk the tiles [first, middle), of the one before in time [middle, last).
+        first = 0
+        last = 0
+        middle = tl.load(first_ptr + chunk + 1)
+        if turn > 0:
+            last = tl.load(first_ptr + chunk + 2)
+        if turn < num_chunks:
+            first = tl.load(first_ptr + chunk)
+        if phase % 2 == 0:
+            dds_tiles = 0
+            num_dsd = 0
+            if turn > 0:
+                if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
+                    dds_tiles = tl.maximum(tl.minimum(last, num_active) - middle, 0)
+                    dds_tiles = tl.where(is_last & (part == 1), 0, dds_tiles)
+                if HAS_GRAD_HIDDEN:
+                    num_dsd = tl.cdiv(count, TOKENS) * num_slices * pieces
+            num_dds = dds_tiles * dds_slices
+            num_lists = tl.where(is_last, 0, (middle - first) * words)
+            task = tl.atomic_add(queue_ptr + phase, 1)
+            while task < num_dds + num_dsd + num_lists:
+                # The longest tasks first: tiles of columns that most token blocks keep.
+                if task < num_dds:
+                    if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
+                        dds_kept_task(
+                            task, middle, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr,
+                            num_blocks_ptr, pair_rows_ptr, share_ptr, class_weight_ptr, tail_ptr,
+                            tail_bias_ptr, workspace_ptr, grad_weight_ptr, grad_bias_ptr, unit,
+                            dds_tiles, num_tiles, num_blocks, V, D, groups, dds_slices, at_once,
+                            stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES,
+                            PRECISION, TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN,
+                            HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+                        )  # fmt: skip
+                elif task < num_dds + num_dsd:
+                    if HAS_GRAD_HIDDEN:
+                        before = at + num_blocks + 1
+                        dsd_kept_task(
+                            task - num_dds, pieces, turn - 1, middle, last, weight_ptr, starts_ptr,
+                            base_ptr + before, segment_ptr + before, entries_ptr + entries_of_turn,
+                            workspace_ptr, workspace_rows, drawn_sum_ptr, rows_ptr,
+                            grad_hidden_ptr, num_rows, drawn_total_ptr, count, unit, num_tiles, D,
+                            stride_wv, at_once, TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION,
+                            USE_TMA, WIDE, BRANCHES, HAS_DRAWN,
+                        )  # fmt: skip
+                else:
+                    list_task(
+                        task - num_dds - num_dsd, first, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
+                        base_ptr + at, entries_ptr + other, V, num_tiles, num_blocks, words, TILE,
+                        HAS_DRAWN,
+                    )  # fmt: skip
+                task = tl.atomic_add(queue_ptr + phase, 1)
+        else:
+            num_sdd = tl.load(segment_ptr + at + num_blocks)
+            num_pairs = tl.maximum(tl.minimum(middle, num_active) - first, 0) * words
+            task = tl.atomic_add(queue_ptr + phase, 1)
+            while task < num_sdd + num_pairs:
+                if task < num_sdd:
+                    sdd_kept_task(
+                        task, turn == 0, seed, first, middle, hidden_ptr, rows_ptr, weight_ptr,
+                        bias_ptr, target_ptr, pull_ptr, starts_ptr, base_ptr + at, segment_ptr + at,
+                        entries_ptr + other, workspace_ptr, made_ptr, ref_ptr, poor_ptr,
+                        drawn_sum_ptr, num_tiles, num_blocks, D, stride_hn, stride_wv, scale,
+                        softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE,
+                        HAS_MADE, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
+                    )  # fmt: skip
+                else:
+                    pair_task(
+                        task - num_sdd, first, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
+                        base_ptr + at, position_ptr, pair_rows_ptr, max_rows, V, num_tiles,
+                        num_blocks, words, TILE, HAS_DRAWN,
+                    )  # fmt: skip
+                task = tl.atomic_add(queue_ptr + phase, 1)
+        arrive(arrived_ptr, USE_TMA, IS_INTERPRETED)
+        waits = True
+        while waits:
+            arrived = tl.atomic_add(arrived_ptr, 0, sem="acquire")
+            waits = arrived < (phase + 1) * tl.num_programs(0)
+            if (num_unkept > 0) & (waits | is_last):
+                task = tl.atomic_add(arrived_ptr + 1, 1)
+                if task < num_unkept:
+                    unkept_task(
+                        task, num_active * TILE, order_ptr, share_ptr, class_weight_ptr,
+                        tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D, groups,
+                        unkept_slices, stride_gv, UNKEPT, UNKEPT_SLICE, TAIL_PRECISION, GROUPS,
+                        HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS,
+                        ACCUMULATE,
+                    )  # fmt: skip
+                else:
+                    num_unkept = 0
+            # No program waits at the end, except for its last stores.
+            waits = tl.where(is_last, num_unkept > 0, waits)
+        go_on(USE_TMA, IS_INTERPRETED)

@@ -1,0 +1,225 @@
+"""SDD: d_logits of some columns and a block of tokens, recomputed into the workspace."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.filter.lists import level_of
+from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, scale_across, softcapped
+
+# What a forward leaves of an entry's logit is its exp2 over a reference, in fp16: that has more
+# digits of a probability than bf16, down to 2^-25. This is added to the difference ...
+MADE_SCALE = tl.constexpr(11.0)
+# ... which is below this where the reference is within this of lse; all in log2, but for the most.
+MADE_FURTHEST = tl.constexpr(4.0)
+MADE_MOST = tl.constexpr(65504.0)
+
+
+@triton.jit
+def slope_at(z, scale, softcap):
+    """Computes softcap'(z) of a logit in log2."""
+    t = z / (softcap * scale * LOG2E)
+    return 1.0 - t * t
+
+
+@triton.jit
+def logits_of(
+    c_ptrs,  # [COLUMNS, BLOCK_K] the columns' first dims
+    block,  # of tokens
+    hidden_ptr,  # [num_rows, D]
+    rows_ptr,  # [N] int64; tokens that don't count have a counting token's row
+    D,
+    stride_hn,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,  # D is a multiple of it
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Computes logits, [COLUMNS, TOKENS] fp32."""
+    dims = tl.arange(0, BLOCK_K)
+    x = tl.zeros((COLUMNS, TOKENS), tl.float32)
+    row = tl.load(rows_ptr + block * TOKENS + tl.arange(0, TOKENS))
+    e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
+    for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+        if EVEN_K:
+            c = tl.load(c_ptrs + k)
+            e = tl.load(e_ptrs + k)
+        else:
+            inside = (k + dims < D)[None, :]
+            c = tl.load(c_ptrs + k, mask=inside, other=0.0)
+            e = tl.load(e_ptrs + k, mask=inside, other=0.0)
+        x = tl.dot(c, e.T, x, input_precision=PRECISION)
+    return x
+
+
+@triton.jit
+def fresh_logits(
+    column,  # [COLUMNS]
+    block,  # of tokens
+    hidden_ptr,
+    rows_ptr,
+    weight_ptr,
+    bias_ptr,
+    D,
+    stride_hn,
+    stride_wv,
+    scale,  # a number, or [N] one of each token
+    softcap,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """[COLUMNS, TOKENS] fp32, log2; and softcap' of them, or 1."""
+    c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + tl.arange(0, BLOCK_K)[None, :]
+    x = logits_of(
+        c_ptrs, block, hidden_ptr, rows_ptr, D, stride_hn, COLUMNS, TOKENS, BLOCK_K, EVEN_K, STAGES,
+        PRECISION,
+    )  # fmt: skip
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
+    slope = 1.0
+    if HAS_SOFTCAP:
+        x, slope = softcapped(x, softcap, WIDE)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    return x * (scale_across(scale, token) * LOG2E), slope
+
+
+@triton.jit
+def segment_of(
+    task,
+    first_tile,  # of the chunk
+    last_tile,
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    segment_ptr,  # [num_blocks + 1] int32, of the chunk
+    num_tiles,
+    num_blocks,
+    SEGMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Finds the task's token block, its entries' places in the block's list, the list's length, and
+    the entries' rows of the workspace."""
+    lane = tl.arange(0, BLOCKS)
+    first_task = tl.load(segment_ptr + lane, mask=lane <= num_blocks, other=2147483647)
+    block = tl.sum((first_task <= task).to(tl.int32), 0) - 1
+    row_ptr = starts_ptr + block * (num_tiles + 1)
+    length = tl.load(row_ptr + last_tile) - tl.load(row_ptr + first_tile)
+    place = (task - tl.load(segment_ptr + block)) * SEGMENT + tl.arange(0, SEGMENT)
+    return block, place, length, tl.load(base_ptr + block) + place
+
+
+@triton.jit
+def entries_made(
+    at,  # [COLUMNS, TOKENS] int64
+    listed,  # [COLUMNS] bool
+    token,  # [TOKENS]
+    made_ptr,  # [rows, TOKENS] by the forward: 2^MADE_SCALE exp2(z - ref)
+    ref_ptr,  # [N] log2
+):
+    """Returns the entries, [COLUMNS, TOKENS] fp32, log2: -inf where nothing of an entry is left."""
+    above = tl.load(made_ptr + at, mask=listed[:, None], other=0.0).to(tl.float32)
+    # What replaces them is another thread's, maybe.
+    tl.debug_barrier()
+    return tl.log2(above) + (tl.load(ref_ptr + token) - MADE_SCALE)[None, :]
+
+
+@triton.jit
+def sdd_kept_task(
+    task,
+    may_be_made,  # not 0: logits of blocks that are not poor are the forward's
+    seed,
+    first_tile,  # of the chunk
+    last_tile,
+    hidden_ptr,
+    rows_ptr,
+    weight_ptr,  # [V, D]
+    bias_ptr,
+    target_ptr,  # [N] int32, -1: none here
+    pull_ptr,  # [7, N]: see `exact_logits_kernel`
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    segment_ptr,  # [num_blocks + 1] int32, of the chunk
+    entries_ptr,  # [rows] int32
+    workspace_ptr,  # [rows, TOKENS] d_logits of each entry: out
+    made_ptr,  # the same memory
+    ref_ptr,  # [N] log2
+    poor_ptr,  # [num_blocks] int32
+    drawn_sum_ptr,  # [tasks, TOKENS] fp32 sum of those of drawn entries: out
+    num_tiles,
+    num_blocks,
+    D,
+    stride_hn,
+    stride_wv,
+    scale,
+    softcap,
+    TOKENS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # lists start at a multiple of it
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_MADE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+):
+    """Computes SEGMENT entries of a token block's list of columns."""
+    block, place, length, row = segment_of(
+        task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
+        SEGMENT, BLOCKS,
+    )  # fmt: skip
+    N = num_blocks * TOKENS
+    listed = place < length
+    entry = tl.load(entries_ptr + row, mask=listed, other=0)
+    drawn = (entry & 1) > 0
+    column = entry >> 1
+    at = row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    slope = 1.0
+    if HAS_MADE:
+        if may_be_made & (tl.load(poor_ptr + block) == 0):
+            of_entry = entries_made(at, listed, token, made_ptr, ref_ptr)
+        else:
+            of_entry, _ = fresh_logits(
+                column, block, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, D, stride_hn, stride_wv,
+                scale, softcap, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_BIAS,
+                HAS_SOFTCAP,
+            )  # fmt: skip
+        if HAS_SOFTCAP:
+            slope = slope_at(of_entry, scale_across(scale, token), softcap)
+            slope = tl.where(of_entry == float("-inf"), 0.0, slope)
+    else:
+        of_entry, slope = fresh_logits(
+            column, block, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, D, stride_hn, stride_wv,
+            scale, softcap, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_BIAS,
+            HAS_SOFTCAP,
+        )  # fmt: skip
+    pull_ptrs = pull_ptr + token
+    # The target's element is the forward's own logit; it is kept, wherever it is.
+    is_target = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
+    z = tl.load(pull_ptrs + 6 * N)[None, :]
+    if HAS_SOFTCAP:
+        slope = tl.where(is_target, slope_at(z, scale_across(scale, token), softcap), slope)
+    log_p = tl.where(is_target, z, of_entry) - tl.load(pull_ptrs + 5 * N)[None, :]
+    if HAS_DRAWN:
+        # A drawn column stands for 2^level of its kind.
+        log_p += tl.where(drawn, level_of(column, seed), 0).to(tl.float32)[:, None]
+    p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
+    grad = p * tl.load(pull_ptrs)[None, :]
+    grad -= tl.where(is_target, tl.load(pull_ptrs + N)[None, :], 0.0)
+    grad = tl.where(listed[:, None], grad * slope, 0.0)
+    # The products read whole steps of the list.
+    written = (place < tl.cdiv(length, BLOCK_K) * BLOCK_K)[:, None]
+    tl.store(workspace_ptr + at, grad.to(workspace_ptr.dtype.element_ty), mask=written)
+    if HAS_DRAWN:
+        total = tl.sum(tl.where(drawn[:, None], grad, 0.0), 0)
+        tl.store(drawn_sum_ptr + task.to(tl.int64) * TOKENS + tl.arange(0, TOKENS), total)

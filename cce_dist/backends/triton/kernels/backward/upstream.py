@@ -1,0 +1,147 @@
+"""The backward's inputs of each token, in the order in which blocks hold tokens."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.numbers import HIGHEST, LOG2E
+
+
+@triton.jit
+def largest_of(so_far, g_ptr, at, N):
+    """NaN and infinity are no sizes: they reach the gradient by themselves."""
+    size = tl.abs(tl.load(g_ptr + at, mask=at < N, other=0.0))
+    return tl.maximum(so_far, tl.where(size < float("inf"), size, 0.0))
+
+
+# Vectors of other numbers of tokens lie elsewhere.
+VECTORS = [
+    "lse_ptr",
+    "target_logit_ptr",
+    "nll_grad_ptr",
+    "lse_grad_ptr",
+    "entropy_grad_ptr",
+    "smooth_grad_ptr",
+    "entropy_ptr",
+    "dropped_ptr",
+]
+
+
+@triton.jit(do_not_specialize=["N"])
+def unit_kernel(
+    nll_ptr,  # [N] upstream gradients
+    lse_ptr,
+    entropy_ptr,
+    smooth_ptr,
+    unit_ptr,  # [1]: out
+    N,
+    scale,
+    BLOCK: tl.constexpr,
+    HAS_NLL: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SMOOTH: tl.constexpr,
+):
+    """Finds a power of two near the largest finite upstream gradient times `scale`: a mean over
+    tokens puts d_logits below fp16's smallest number. A single program."""
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        if HAS_NLL:
+            largest = largest_of(largest, nll_ptr, at, N)
+        if HAS_LSE:
+            largest = largest_of(largest, lse_ptr, at, N)
+        if HAS_ENTROPY:
+            largest = largest_of(largest, entropy_ptr, at, N)
+        if HAS_SMOOTH:
+            largest = largest_of(largest, smooth_ptr, at, N)
+    # Normal numbers only: their exponent alone is such a power.
+    size = tl.minimum(tl.maximum(largest * scale, 7.9e-31), 1e38)
+    power = (tl.max(size, 0).to(tl.int32, bitcast=True) >> 23) << 23
+    tl.store(unit_ptr, power.to(tl.float32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=VECTORS)
+def pull_kernel(
+    rows_ptr,  # [N] int64: row of each token in hidden
+    local_target_ptr,  # [N] int32 or int64, -1: none here
+    order_ptr,  # [N]: the blocks' i-th token is the order[i]-th of those above and below
+    count_ptr,  # [1] int32
+    lse_ptr,  # [N]
+    target_logit_ptr,  # [N]
+    nll_grad_ptr,  # [N] upstream gradients
+    lse_grad_ptr,
+    entropy_grad_ptr,
+    smooth_grad_ptr,
+    entropy_ptr,  # [N] nats
+    dropped_ptr,  # [N] mass
+    unit_ptr,  # [1]
+    pull_ptr,  # [7, N_padded]: see `exact_logits_kernel`: out
+    row_ptr,  # [N_padded] int64: row of each token: out
+    read_row_ptr,  # [N_padded] int64: as above, but never an ignored token's row: out
+    target_ptr,  # [N_padded] int32: out
+    tail_mass_ptr,  # [N_padded] upstream of the probabilities times the dropped mass: out
+    mean_ptr,  # [N_padded] upstream of the mean logit: out
+    N,
+    scale,
+    mean_scale,  # scale over the size of the vocabulary
+    TOKENS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    HAS_NLL: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SMOOTH: tl.constexpr,  # of softcapped logits: for every element of d_logits
+    HAS_MEAN: tl.constexpr,  # of linear ones: apart from them
+    HAS_TAIL: tl.constexpr,
+):
+    """Writes a block of tokens' upstream gradients. Tokens that do not count get gradients 0 and an
+    lse above any logit."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    size = tl.num_programs(0) * TOKENS
+    inside = token < N
+    count = tl.load(count_ptr)
+    counts = token < count
+    place = token
+    first = 0
+    if HAS_ORDER:
+        place = tl.load(order_ptr + token, mask=inside, other=0).to(tl.int32)
+        first = tl.load(order_ptr).to(tl.int32)
+    unit = tl.load(unit_ptr)
+    zero = tl.zeros((TOKENS,), tl.float32)
+    probability = zero
+    of_target = zero
+    of_entropy = zero
+    entropy = zero
+    of_mean = zero
+    if HAS_NLL:
+        of_target = tl.load(nll_grad_ptr + place, mask=counts, other=0.0)
+        probability += of_target
+    if HAS_LSE:
+        probability += tl.load(lse_grad_ptr + place, mask=counts, other=0.0)
+    if HAS_ENTROPY:
+        of_entropy = tl.load(entropy_grad_ptr + place, mask=counts, other=0.0)
+        entropy = tl.load(entropy_ptr + place, mask=counts, other=0.0)
+    if HAS_SMOOTH or HAS_MEAN:
+        of_mean = tl.load(smooth_grad_ptr + place, mask=counts, other=0.0) * mean_scale
+    lse = tl.load(lse_ptr + place, mask=counts, other=0.0)
+    logit = tl.load(target_logit_ptr + place, mask=counts, other=0.0)
+    # Exact by a power of two, which the hardware's reciprocal does not promise.
+    factor = tl.div_rn(zero + scale, zero + unit)
+    out = pull_ptr + token
+    tl.store(out, probability * factor)
+    tl.store(out + size, of_target * factor)
+    tl.store(out + 2 * size, of_entropy * factor)
+    tl.store(out + 3 * size, entropy)
+    tl.store(out + 4 * size, tl.div_rn(of_mean, zero + unit) if HAS_SMOOTH else zero)
+    tl.store(out + 5 * size, tl.where(counts, lse * LOG2E, HIGHEST))
+    tl.store(out + 6 * size, logit * LOG2E)
+    row = tl.load(rows_ptr + place, mask=inside, other=0).to(tl.int64)
+    tl.store(row_ptr + token, row)
+    # 0 times what an ignored row holds might be NaN.
+    tl.store(read_row_ptr + token, tl.where(counts, row, tl.load(rows_ptr + first).to(tl.int64)))
+    target = tl.load(local_target_ptr + place, mask=counts, other=-1).to(tl.int32)
+    tl.store(target_ptr + token, target)
+    if HAS_TAIL:
+        dropped = tl.load(dropped_ptr + place, mask=counts, other=0.0)
+        tl.store(tail_mass_ptr + token, probability * scale * dropped)
+    if HAS_MEAN:
+        tl.store(mean_ptr + token, of_mean)

@@ -1,0 +1,1 @@
+"""Kernels that list the kept columns and sum the others by group."""

@@ -1,0 +1,386 @@
+"""The backward's plan from column masses: marks, an order of columns, chunks of it."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.forward.shares import launch_of
+
+
+@triton.jit
+def level_of(column, seed):
+    """j >= 1 with probability 2^-j, drawn for each column; the same wherever it is asked for."""
+    x = (column.to(tl.uint32) * 2654435761) ^ seed.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * 2246822507
+    x = (x ^ (x >> 13)) * 3266489909
+    x = x ^ (x >> 16)
+    # Leading zeros of 24 bits, by the exponent of a float that holds them exactly.
+    bits = ((x >> 8) | 1).to(tl.float32).to(tl.int32, bitcast=True)
+    return 24 - ((bits >> 23) - 127)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "words", "blocks_per_group"])
+def marks_kernel(
+    mass_ptr,  # [num_blocks, V], negative where kept
+    factor_ptr,  # [num_blocks, LAUNCHES] fp32: see `factors_kernel`
+    shape_ptr,  # [3] int32: see `forward_kernel`
+    count_ptr,  # [1] int32: blocks of no token that counts have no masses
+    seed_ptr,  # [1] int32
+    kept_ptr,  # [V, words] int64: bit n of word w set where block 64 w + n keeps the column: out
+    drawn_ptr,  # [V, words] int64: where it was drawn to stand for columns of its mass: out
+    share_ptr,  # [groups, V] mass of the column where it is not kept, per group of blocks: out
+    V,
+    num_blocks,
+    words,
+    blocks_per_group,
+    top,
+    TOKENS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # blocks whose masses are read ahead of their use: 2, 4, 8 or 16
+    HAS_DRAWN: tl.constexpr,
+    WIDTH: tl.constexpr,  # these three as of `launch_of`
+    LAUNCHES: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Marks BLOCK_V columns of all token blocks, one after the other; a thread has its columns of
+    each block and waits for no other thread.
+
+    A mass in (top / 2^j, top / 2^(j-1)] has level j. Each column is drawn for one level, level j
+    with probability 2^-j, and stands, 2^j times, in the hidden gradient of the blocks where its
+    mass has that level. docs/numerics.md#drawn-columns.
+    """
+    columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = columns < V
+    count = tl.load(count_ptr)
+    end = tl.minimum(num_blocks, tl.cdiv(count, TOKENS))
+    level = level_of(columns, tl.load(seed_ptr)).to(tl.float32)
+    # A power of two: to multiply by it is as exact as to divide a bound by it.
+    times = tl.exp2(level - 1.0)
+    splits = tl.load(shape_ptr + 1) // GROUPS
+    factor_ptrs = factor_ptr + launch_of(columns, V, splits, WIDTH, LAUNCHES)
+    mass_ptrs = mass_ptr + columns
+    share_ptrs = share_ptr + columns
+    at = columns.to(tl.int64) * words
+    kept = tl.zeros((BLOCK_V,), tl.int64)
+    drawn = tl.zeros((BLOCK_V,), tl.int64)
+    share = tl.zeros((BLOCK_V,), tl.float32)
+    stop = blocks_per_group
+    for first in range(0, num_blocks, AT_ONCE):
+        masses = ()
+        for i in tl.static_range(AT_ONCE):
+            mass = tl.load(mass_ptrs + i * V, mask=inside & (first + i < end), other=0.0)
+            masses = masses + (mass.to(tl.float32),)  # noqa: RUF005
+        mass_ptrs += AT_ONCE * V
+        kept_here = tl.zeros((BLOCK_V,), tl.int32)
+        drawn_here = tl.zeros((BLOCK_V,), tl.int32)
+        for i in tl.static_range(AT_ONCE):
+            mass = masses[i]
+            kept_here |= tl.where(mass < 0, 1 << i, 0)
+            if HAS_DRAWN:
+                # Of the column's level: at most `most`, all above `most` at level 1, not 0.
+                num_tokens = tl.maximum(tl.minimum(count - (first + i) * TOKENS, TOKENS), 0)
+                most = top / TOKENS * num_tokens
+                draws = (mass * times > most * 0.5) & ((mass * times <= most) | (level == 1))
+                drawn_here |= tl.where(draws, 1 << i, 0)
+            factor = tl.load(factor_ptrs + (first + i) * LAUNCHES, mask=first + i < end, other=0.0)
+            share += tl.maximum(mass, 0.0) * factor
+            if first + i + 1 == stop:
+                tl.store(share_ptrs, share.to(share_ptr.dtype.element_ty), mask=inside)
+                share = tl.zeros((BLOCK_V,), tl.float32)
+                share_ptrs += V
+                stop = tl.minimum(stop + blocks_per_group, num_blocks)
+        kept |= kept_here.to(tl.int64) << (first % 64)
+        drawn |= drawn_here.to(tl.int64) << (first % 64)
+        if (first % 64 == 64 - AT_ONCE) | (first + AT_ONCE >= num_blocks):
+            tl.store(kept_ptr + at + first // 64, kept, mask=inside)
+            if HAS_DRAWN:
+                tl.store(drawn_ptr + at + first // 64, drawn, mask=inside)
+            kept = tl.zeros((BLOCK_V,), tl.int64)
+            drawn = tl.zeros((BLOCK_V,), tl.int64)
+
+
+@triton.jit
+def place_in_gray_code(bits):
+    """Returns the place of a number of up to 16 bits in Gray code."""
+    bits ^= bits >> 1
+    bits ^= bits >> 2
+    bits ^= bits >> 4
+    return bits ^ (bits >> 8)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "words"])
+def key_kernel(
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    key_ptr,  # [V] int16: sorting by it puts columns of many blocks first: out
+    V,
+    num_blocks,
+    words,
+    BLOCK_V: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+):
+    """Columns of a tile of the backward should share token blocks. With 8, and with 16, runs of
+    blocks: first by how many of the 8 have one that keeps the column, then which, as a place in a
+    Gray code, whose neighbours differ in one; then which halves of the first two of them, or in
+    only one, whether it is one 64th of all blocks and which; then columns that are drawn only, then
+    the rest, both as they come, by numbers that differ: a sort counts equal ones one by one. One of
+    16 bits takes half of one of 32. docs/performance.md#the-order-of-columns.
+    """
+    columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = columns < V
+    of16 = tl.zeros((BLOCK_V,), tl.int32)
+    first = tl.full((BLOCK_V,), 64, tl.int32)
+    last = tl.zeros((BLOCK_V,), tl.int32)
+    any_drawn = tl.zeros((BLOCK_V,), tl.int64)
+    for word in range(words):
+        at = columns.to(tl.int64) * words + word
+        kept = tl.load(kept_ptr + at, mask=inside, other=0)
+        if HAS_DRAWN:
+            any_drawn |= tl.load(drawn_ptr + at, mask=inside, other=0)
+        # No block keeps most columns, nor their neighbours.
+        any_kept = tl.max((kept != 0).to(tl.int32), 0)
+        for lane in range(any_kept * tl.minimum(num_blocks - word * 64, 64)):
+            place = (word * 64 + lane) * 64 // num_blocks
+            has = ((kept >> lane) & 1).to(tl.int32)
+            of16 |= has << (15 - place // 4)
+            first = tl.where(has > 0, tl.minimum(first, place), first)
+            last = tl.where(has > 0, place, last)
+    of8 = tl.zeros((BLOCK_V,), tl.int32)
+    number = tl.zeros((BLOCK_V,), tl.int32)
+    halves = tl.zeros((BLOCK_V,), tl.int32)
+    for i in tl.static_range(8):
+        two = (of16 >> (14 - 2 * i)) & 3
+        halves = tl.where((two > 0) & (number < 2), (halves << 2) | two, halves)
+        of8 |= (two > 0).to(tl.int32) << (7 - i)
+        number += (two > 0).to(tl.int32)
+    detail = tl.where(number > 1, halves, first % 8 + tl.where(first == last, 0, 8))
+    key = ((8 - number) << 12) | (place_in_gray_code(of8) << 4) | detail
+    rest = (tl.where(any_drawn != 0, 8, 9) << 12) + columns // tl.cdiv(V, 4096)
+    key = tl.where(number > 0, key, rest) - 32768
+    tl.store(key_ptr + columns, key.to(tl.int16), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "words"])
+def tiles_kernel(
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    order_ptr,  # [V] int64: columns by `key_kernel`
+    order_padded_ptr,  # [num_tiles * TILE] int32: order, 0 beyond V: out
+    counts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: entries of each block's list, of all
+    # blocks', and of blocks that keep a column, in column tile + 1; zeros: out
+    blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep a column: out
+    position_ptr,  # [num_tiles, num_blocks] int16: its inverse: out
+    num_blocks_ptr,  # [num_tiles] int32: their number: out
+    num_active_ptr,  # [1] int32, 0: tiles up to the last one that a block keeps: out
+    V,
+    num_tiles,
+    num_blocks,
+    words,
+    TILE: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+):
+    """Lists TILE consecutive columns of the order; a program a tile."""
+    tile = tl.program_id(0)
+    at = tile * TILE + tl.arange(0, TILE)
+    column = tl.load(order_ptr + at, mask=at < V, other=0).to(tl.int32)
+    tl.store(order_padded_ptr + at, column)
+    word_ptrs = column.to(tl.int64) * words
+    list_ptr = blocks_ptr + tile.to(tl.int64) * num_blocks
+    inverse_ptr = position_ptr + tile.to(tl.int64) * num_blocks
+    column_of_counts = counts_ptr + tile + 1
+    stride = num_tiles + 1
+    lane = tl.arange(0, 64)
+    num_found = 0
+    total = 0
+    for word in range(words):
+        kept = tl.load(kept_ptr + word_ptrs + word, mask=at < V, other=0)
+        has = tl.max((kept[:, None] >> lane.to(tl.int64)[None, :]) & 1, 0).to(tl.int32)
+        place = num_found + tl.cumsum(has, 0) - has
+        tl.store(list_ptr + place, word * 64 + lane, mask=has > 0)
+        tl.store(inverse_ptr + word * 64 + lane, place.to(tl.int16), mask=has > 0)
+        num_found += tl.sum(has, 0)
+        if HAS_DRAWN:
+            kept |= tl.load(drawn_ptr + word_ptrs + word, mask=at < V, other=0)
+        listed = (kept[:, None] >> lane.to(tl.int64)[None, :]) & 1
+        number = tl.sum(listed.to(tl.int32), 0)
+        block = word * 64 + lane
+        tl.store(column_of_counts + block * stride, number, mask=number > 0)
+        total += tl.sum(number, 0)
+    tl.store(num_blocks_ptr + tile, num_found)
+    if total > 0:
+        tl.store(column_of_counts + num_blocks * stride, total)
+        tl.store(column_of_counts + (num_blocks + 1) * stride, num_found)
+    if num_found > 0:
+        tl.atomic_max(num_active_ptr, tile + 1)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "rows_window", "pairs_window"])
+def chunks_kernel(
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: `counts_ptr`'s running sums
+    first_ptr,  # [max_chunks + 1] int32: the first tile of each chunk, and where the last ends: out
+    num_chunks_ptr,  # [1] int32: out
+    num_tiles,
+    num_blocks,
+    rows_window,
+    pairs_window,
+    BLOCK: tl.constexpr,
+):
+    """Cuts the tiles into chunks; a single program. A chunk ends where the running sum of list
+    entries, or of pairs of a tile and a block that keeps it, passes a multiple of its window: so it
+    holds at most a window and a tile of either, and nothing after the last tile with an entry."""
+    total_ptr = starts_ptr + num_blocks * (num_tiles + 1)
+    pairs_ptr = total_ptr + num_tiles + 1
+    grand = tl.load(total_ptr + num_tiles)
+    number = 0
+    stop = 0
+    for start in range(0, num_tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        inside = tile < num_tiles
+        total = tl.load(total_ptr + tile, mask=inside, other=0)
+        window = total // rows_window
+        window += tl.load(pairs_ptr + tile, mask=inside, other=0) // pairs_window
+        has_before = inside & (tile > 0)
+        before = tl.load(total_ptr + tile - 1, mask=has_before, other=0) // rows_window
+        before += tl.load(pairs_ptr + tile - 1, mask=has_before, other=0) // pairs_window
+        used = inside & (total < grand)
+        begins = (used & ((tile == 0) | (window != before))).to(tl.int32)
+        place = number + tl.cumsum(begins, 0) - begins
+        tl.store(first_ptr + place, tile, mask=begins > 0)
+        number += tl.sum(begins, 0)
+        stop += tl.sum(used.to(tl.int32), 0)
+    tl.store(num_chunks_ptr, number)
+    tl.store(first_ptr + number, stop)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def segments_kernel(
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    first_ptr,  # [max_chunks + 1] int32
+    num_chunks_ptr,  # [1] int32
+    base_ptr,  # [max_chunks, num_blocks + 1] int32: first row of each block's list: out
+    segment_ptr,  # [max_chunks, num_blocks + 1] int32: first SDD task of each block: out
+    num_tiles,
+    num_blocks,
+    BLOCKS: tl.constexpr,  # a power of two above num_blocks
+    ROWS: tl.constexpr,  # a list starts at a multiple of it
+    SEGMENT: tl.constexpr,  # entries of an SDD task
+):
+    """Finds the segments of a chunk; a program a chunk."""
+    chunk = tl.program_id(0)
+    if chunk >= tl.load(num_chunks_ptr):
+        return
+    first = tl.load(first_ptr + chunk)
+    last = tl.load(first_ptr + chunk + 1)
+    block = tl.arange(0, BLOCKS)
+    row_ptr = starts_ptr + block * (num_tiles + 1)
+    length = tl.load(row_ptr + last, mask=block < num_blocks, other=0)
+    length -= tl.load(row_ptr + first, mask=block < num_blocks, other=0)
+    rows = tl.cdiv(length, ROWS) * ROWS
+    tasks = tl.cdiv(length, SEGMENT)
+    out = chunk * (num_blocks + 1) + block
+    tl.store(base_ptr + out, tl.cumsum(rows, 0) - rows, mask=block <= num_blocks)
+    tl.store(segment_ptr + out, tl.cumsum(tasks, 0) - tasks, mask=block <= num_blocks)
+
+
+@triton.jit
+def listed_columns(
+    tile,
+    word,
+    first_tile,  # of the chunk
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    order_ptr,  # [num_tiles * TILE] int32
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    V,
+    num_tiles,
+    num_blocks,
+    words,
+    TILE: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+):
+    """The tile's columns [TILE]; which of the word's blocks keep one, which list it at all, and
+    where its entry is if they do, each [TILE, 64] int32."""
+    at = tile * TILE + tl.arange(0, TILE)
+    column = tl.load(order_ptr + at)
+    word_ptrs = column.to(tl.int64) * words + word
+    kept = tl.load(kept_ptr + word_ptrs, mask=at < V, other=0)
+    either = kept
+    if HAS_DRAWN:
+        either |= tl.load(drawn_ptr + word_ptrs, mask=at < V, other=0)
+    lane = tl.arange(0, 64)
+    bit = lane.to(tl.int64)[None, :]
+    keeps = ((kept[:, None] >> bit) & 1).to(tl.int32)
+    listed = ((either[:, None] >> bit) & 1).to(tl.int32)
+    block = word * 64 + lane
+    inside = block < num_blocks
+    of_block = starts_ptr + block * (num_tiles + 1)
+    row = tl.load(base_ptr + block, mask=inside, other=0)
+    row += tl.load(of_block + tile, mask=inside, other=0)
+    row -= tl.load(of_block + first_tile, mask=inside, other=0)
+    return column, keeps, listed, row[None, :] + tl.cumsum(listed, 0) - listed
+
+
+@triton.jit
+def list_task(
+    task,
+    first_tile,  # of the chunk
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    order_ptr,  # [num_tiles * TILE] int32
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    entries_ptr,  # [rows] int32: each block's columns, one list after the other; twice the column,
+    # and 1 more where it was drawn: out
+    V,
+    num_tiles,
+    num_blocks,
+    words,
+    TILE: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+):
+    """Lists a tile's entries in 64 token blocks' lists of columns."""
+    tile = first_tile + task // words
+    word = task % words
+    column, keeps, listed, row = listed_columns(
+        tile, word, first_tile, kept_ptr, drawn_ptr, order_ptr, starts_ptr, base_ptr, V, num_tiles,
+        num_blocks, words, TILE, HAS_DRAWN,
+    )  # fmt: skip
+    tl.store(entries_ptr + row, 2 * column[:, None] + listed - keeps, mask=listed > 0)
+
+
+@triton.jit
+def pair_task(
+    task,
+    first_tile,  # of the chunk
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    order_ptr,  # [num_tiles * TILE] int32
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    position_ptr,  # [num_tiles, num_blocks] int16
+    pair_rows_ptr,  # [pairs, TILE] int32: the workspace's row of each of a tile's columns, one of
+    # the rows of zeros where the block doesn't keep it: out
+    zeros_at,  # the first of TILE rows of zeros in the workspace
+    V,
+    num_tiles,
+    num_blocks,
+    words,
+    TILE: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+):
+    """Writes where DDS finds the d_logits of 64 token blocks, for a tile that is kept somewhere."""
+    tile = first_tile + task // words
+    word = task % words
+    _, keeps, _, row = listed_columns(
+        tile, word, first_tile, kept_ptr, drawn_ptr, order_ptr, starts_ptr, base_ptr, V, num_tiles,
+        num_blocks, words, TILE, HAS_DRAWN,
+    )  # fmt: skip
+    block = word * 64 + tl.arange(0, 64)
+    has = tl.max(keeps, 0) > 0
+    pairs_ptr = starts_ptr + (num_blocks + 1) * (num_tiles + 1)
+    pair = tl.load(pairs_ptr + tile) - tl.load(pairs_ptr + first_tile)
+    at_position = position_ptr + tile.to(tl.int64) * num_blocks + block
+    pair += tl.load(at_position, mask=has, other=0).to(tl.int32)
+    local = tl.arange(0, TILE)[:, None]
+    pair_row = tl.where(keeps > 0, row, zeros_at + local)
+    tl.store(pair_rows_ptr + pair[None, :] * TILE + local, pair_row, mask=has[None, :])

@@ -1,0 +1,1 @@
+"""Kernels of step 1: logits of a tile, and each token's statistics."""

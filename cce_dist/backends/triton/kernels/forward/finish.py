@@ -1,0 +1,64 @@
+"""After the forward: the splits of the vocabulary merged by log-add-exp."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of
+
+
+@triton.jit
+def finish_kernel(
+    count_ptr,  # [1] int32
+    shape_ptr,  # [3] int32: blocks and splits
+    state_ptr,  # [4, size]: see `forward_kernel`
+    lse_ptr,  # [N] natural log: out, 0 for tokens that don't count
+    dropped_ptr,  # [N] log of the sum over dropped columns of exp(z) softcap'(z): out
+    entropy_ptr,  # [N] nats: out
+    unkept_ptr,  # [N] log of the sum over dropped columns of exp(z): out
+    N,
+    size,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_SCORE: tl.constexpr,
+    HAS_SURPLUS: tl.constexpr,
+    HAS_UNKEPT: tl.constexpr,
+):
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    counts = tokens < tl.load(count_ptr)
+    stride = tl.load(shape_ptr) * TOKENS
+    splits = tl.load(shape_ptr + 1)
+    top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    for split in range(splits):
+        top = tl.maximum(top, tl.load(state_ptr + split * stride + tokens, mask=counts, other=0.0))
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    dropped = tl.zeros((BLOCK_N,), tl.float32)
+    surplus = tl.zeros((BLOCK_N,), tl.float32)
+    for split in range(splits):
+        at = state_ptr + split * stride + tokens
+        shift = tl.load(at, mask=counts, other=0.0) - top
+        share = exp2_of(shift)
+        part_sum = tl.load(at + size, mask=counts, other=1.0)
+        if HAS_SURPLUS:
+            part = tl.load(at + 3 * size, mask=counts, other=0.0)
+            # Nothing in this split: its reference, a bound of nothing, must not give 0 * inf.
+            part = tl.where(part_sum > 0, part + shift * part_sum, 0.0)
+            surplus += share * part
+        total += share * part_sum
+        if HAS_UNKEPT:
+            surplus += share * tl.load(at + 3 * size, mask=counts, other=0.0)
+        if HAS_SCORE:
+            dropped += share * tl.load(at + 2 * size, mask=counts, other=0.0)
+    # Rounded to nearest: an error of lse is one of every probability.
+    lse = tl.div_rn(top + log2_of(total), tl.full((BLOCK_N,), LOG2E, tl.float32))
+    tl.store(lse_ptr + tokens, tl.where(counts, lse, 0.0), mask=tokens < N)
+    if HAS_SCORE:
+        value = (top + tl.log2(dropped)) / LOG2E
+        tl.store(dropped_ptr + tokens, tl.where(counts, value, float("-inf")), mask=tokens < N)
+    if HAS_UNKEPT:
+        value = (top + tl.log2(surplus)) / LOG2E
+        tl.store(unkept_ptr + tokens, tl.where(counts, value, float("-inf")), mask=tokens < N)
+    if HAS_SURPLUS:
+        entropy = (log2_of(total) - surplus / total) / LOG2E
+        # A difference of two numbers near each other where one column holds everything.
+        entropy = tl.where(counts & (total > 0), tl.where(entropy < 0, 0.0, entropy), 0.0)
+        tl.store(entropy_ptr + tokens, entropy, mask=tokens < N)

@@ -1,0 +1,388 @@
+"""Log-sum-exp of every token over the vocabulary; logits live in registers only."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.forward.extras import add_extras
+from cce_dist.backends.triton.kernels.numbers import (
+    HIGHEST,
+    LOWEST,
+    exp2_of,
+    load_tile,
+    partial_sums,
+    scale_across,
+    softcapped,
+    unit_across,
+    unit_of,
+    whole_sum,
+)
+
+# The launches of `forward_kernel`, one after the other: PROBE, FIRST to LAST, and two that keep
+# their logits, if any are to be kept; ALONE does the work of them all, in LAST's place.
+PROBE = tl.constexpr(0)
+FIRST = tl.constexpr(1)
+LAST = tl.constexpr(4)
+ALONE = tl.constexpr(9)
+# States at a time: after LAST the states of all launches, for `shares.py`.
+SLOTS = tl.constexpr(5)
+# Splits whose sums a program reads at a time.
+READ_AT_ONCE = tl.constexpr(8)
+
+
+@triton.jit
+def raise_reference(
+    total,
+    dropped,
+    ref,
+    state_ptrs,  # [BLOCK_N] in the first field of [4, size]: see `forward_kernel`
+    size,
+    HAS_SCORE: tl.constexpr,
+    HAS_SURPLUS: tl.constexpr,
+    HAS_UNKEPT: tl.constexpr,
+):
+    """Sums relative to the state's reference -> relative to `ref`, which is not below it."""
+    gain = ref - tl.load(state_ptrs)
+    shrink = exp2_of(-gain)
+    earlier = tl.load(state_ptrs + size)
+    earlier_dropped = 0.0
+    surplus = 0.0
+    if HAS_SCORE:
+        earlier_dropped = tl.load(state_ptrs + 2 * size)
+    if HAS_SURPLUS:
+        # Of nothing yet, the first time: the gain is then without end, and 0 times it is no number.
+        before = whole_sum(total) + earlier
+        surplus = tl.load(state_ptrs + 3 * size) - tl.where(before > 0, gain * before, 0.0)
+    if HAS_UNKEPT:
+        surplus = tl.load(state_ptrs + 3 * size)
+    # Two threads may hold a token: both have to read before one of them writes.
+    tl.debug_barrier()
+    tl.store(state_ptrs, ref)
+    tl.store(state_ptrs + size, shrink * earlier)
+    if HAS_SCORE:
+        tl.store(state_ptrs + 2 * size, shrink * earlier_dropped)
+    if HAS_SURPLUS or HAS_UNKEPT:
+        tl.store(state_ptrs + 3 * size, shrink * surplus)
+    tl.debug_barrier()
+    return total * shrink[None, None, :], dropped * shrink[None, None, :]
+
+
+@triton.jit
+def slot_of(launch):
+    """Returns the slot of the state that a launch writes; it reads the slot of the launch
+    before."""
+    return launch % SLOTS
+
+
+@triton.jit
+def turns_before(tile, split, splits):
+    """Returns the number of a split's tiles before a tile."""
+    return tl.maximum(tl.cdiv(tile - split, splits), 0)
+
+
+@triton.jit
+def turns_until(launch, num_turns):
+    """Returns the end of a launch: FIRST to LAST end at four times as many tiles each."""
+    shift = tl.minimum(launch - LAST, 0) * -2
+    return (num_turns + (1 << shift) - 1) >> shift
+
+
+@triton.jit
+def first_turn(launch, num_turns):
+    """Returns a launch's first turn: the end of the launch before."""
+    goes_on = (launch > FIRST) & (launch <= LAST)
+    return tl.where(goes_on, turns_until(launch - 1, num_turns), 0)
+
+
+@triton.jit
+def end_turn(launch, num_turns, splits):
+    """Returns the end of a launch's turns. PROBE looks at one tile, or at none: one split knows all
+    there is."""
+    probed = tl.minimum(tl.minimum(num_turns, splits - 1), 1)
+    return tl.where(launch == PROBE, probed, turns_until(launch, num_turns))
+
+
+@triton.jit
+def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
+    """Returns [BLOCK_N] log2 of the sums of all splits; LOWEST where there is no sum."""
+    top = tl.full((BLOCK_N,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for first in range(0, splits, READ_AT_ONCE):
+        refs = ()
+        parts = ()
+        # Of a few tokens there are hundreds of splits: each read by itself would be waited for.
+        for i in tl.static_range(READ_AT_ONCE):
+            ptrs = before_ptrs + (first + i) * stride
+            refs = refs + (tl.load(ptrs, mask=first + i < splits, other=LOWEST),)  # noqa: RUF005
+            parts = parts + (tl.load(ptrs + size, mask=first + i < splits, other=0.0),)  # noqa: RUF005
+        for i in tl.static_range(READ_AT_ONCE):
+            # A sum that overflowed is repeated at the end; here it says nothing.
+            part = tl.where(parts[i] < float("inf"), parts[i], 0.0)
+            ref = tl.where(part > 0, refs[i], LOWEST)
+            higher = tl.maximum(top, ref)
+            total = total * exp2_of(top - higher) + part * exp2_of(ref - higher)
+            top = higher
+    return tl.where(total > 0, top + tl.log2(total), LOWEST)
+
+
+@triton.jit
+def begin_state(
+    lower_ptrs,  # [BLOCK_N]
+    first_ptrs,  # [BLOCK_N] in the first field of the first split of the first slot
+    split_offset,  # of this split, from the first
+    splits,
+    stride,  # of two splits
+    size,
+    counts,  # [BLOCK_N]
+    launch,
+    BLOCK_N: tl.constexpr,
+    HAS_SCORE: tl.constexpr,
+    HAS_SURPLUS: tl.constexpr,
+    HAS_UNKEPT: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
+    IS_ROBUST: tl.constexpr,
+):
+    """Loads the state of the launch before, relative to the sums of all splits there."""
+    state_ptrs = first_ptrs + slot_of(launch) * 4 * size + split_offset
+    before_ptrs = first_ptrs + slot_of(launch + SLOTS - 1) * 4 * size
+    ref = tl.load(lower_ptrs)
+    highest = ref
+    earlier = tl.zeros((BLOCK_N,), tl.float32)
+    earlier_dropped = earlier
+    surplus = earlier
+    if IS_ROBUST:
+        ref = tl.where(counts, LOWEST, HIGHEST)
+    elif (launch >= FIRST) & (launch < ALONE):
+        ref = tl.load(before_ptrs + split_offset)
+        merged = merged_reference(before_ptrs, splits, stride, size, BLOCK_N)
+        # What other ranks have summed may have raised it.
+        highest = tl.maximum(highest, merged)
+        # Logits are kept over a reference that all splits have: the split's own, which is not above
+        # these two, may be infinite where its sum overflowed.
+        if not HAS_LOGITS:
+            highest = tl.maximum(highest, ref)
+        # PROBE was for its references alone.
+        goes_on = (launch > FIRST) & counts
+        earlier = tl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
+        if HAS_SCORE:
+            earlier_dropped = tl.load(
+                before_ptrs + split_offset + 2 * size, mask=goes_on, other=0.0
+            )
+        if HAS_SURPLUS or HAS_UNKEPT:
+            surplus = tl.load(before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0)
+    tl.store(state_ptrs, ref)
+    tl.store(state_ptrs + size, earlier)
+    tl.store(state_ptrs + 2 * size, earlier_dropped)
+    tl.store(state_ptrs + 3 * size, surplus)
+    tl.debug_barrier()
+    if not IS_ROBUST:
+        nothing = tl.zeros((8, 8, BLOCK_N), tl.float32)
+        raise_reference(
+            nothing, nothing, highest, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
+        )
+
+
+@triton.jit
+def dequantized(
+    x,  # [BLOCK_V, BLOCK_N] products of 8-bit numbers
+    columns,
+    V,
+    column_ptr,  # [2, V]
+    token_ptrs,  # [BLOCK_N] in the first row of [2, N]
+    N,
+):
+    """Returns the logits of 8-bit products, in fp32. docs/numerics.md#screened-logits"""
+    scale = tl.load(column_ptr + columns, mask=columns < V, other=0.0)
+    shift = tl.load(column_ptr + V + columns, mask=columns < V, other=0.0)
+    x = x.to(tl.float32) * scale[:, None] * tl.load(token_ptrs)[None, :]
+    return x + shift[:, None] + tl.load(token_ptrs + N)[None, :]
+
+
+@triton.jit(do_not_specialize=["launch", "begin_tile", "end_tile"])
+def forward_kernel(
+    hidden,  # [N, D] packed: the tokens that count first; N a multiple of BLOCK_N below
+    weight,  # [V, D]
+    bias_ptr,  # [V]
+    class_weight_ptr,  # [V]
+    column_ptr,  # [2, V] fp32: scale of an 8-bit row; shift of its products
+    token_ptr,  # [2, N] fp32: the same of tokens
+    count_ptr,  # [1] int32: tokens that count
+    shape_ptr,  # [3] int32: blocks of them, splits of the vocabulary, blocks at a time
+    lower_ptr,  # [N] a lower bound of the token's lse over all ranks, log2
+    state_ptr,  # [SLOTS, 4, size], size not below splits * blocks * BLOCK_N. Of a split and token:
+    # a reference `ref`, a lower bound of lse, log2; the sum of exp2(z - ref) over its columns; of
+    # exp2(z - ref) softcap'(z) over those not kept; of exp2(z - ref) (z - ref), log2, or, if
+    # HAS_UNKEPT, of exp2(z - ref) over those not kept. A launch reads the slot that the one before
+    # wrote, and writes its own: out
+    mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
+    extras_ptr,  # [7, size]: see `add_extras`
+    logits,  # [columns, N] z - ref, log2, of tiles from `begin_tile`, if HAS_LOGITS: out;
+    # descriptor of BLOCK_V x BLOCK_N. Of such a launch all splits have the same `ref`
+    logit_ptr,  # the same
+    kept_ref_ptr,  # [N] that: out
+    launch,  # PROBE, FIRST to LAST, ...; or ALONE
+    begin_tile,  # of the launches that keep logits
+    end_tile,  # of those before them together, or of one of them
+    size,
+    N,
+    V,
+    D,
+    stride_hn,
+    stride_wv,
+    scale,  # a number, or [N] one of each token
+    softcap,
+    keep,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,  # fp32 inputs
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCORE: tl.constexpr,
+    BY_LARGEST: tl.constexpr,
+    HAS_SURPLUS: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+    HAS_MOMENTS: tl.constexpr,
+    HAS_SMOOTH: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
+    HAS_UNKEPT: tl.constexpr,
+    IS_ROBUST: tl.constexpr,
+    IS_SCREENED: tl.constexpr,  # hidden and weight are of 8 bits
+    ACCUMULATOR: tl.constexpr,
+):
+    """Sums a block of tokens over every `splits`-th vocabulary tile; a program a block and split.
+    The number of splits follows the number of blocks that count: ignored tokens leave no
+    multiprocessor idle.
+
+    Tiles are strided over the programs: those that run at a time read the same few rows of the
+    weight, and no more token blocks than the cache holds beside them. docs/performance.md#forward.
+
+    exp2(z - ref) is an upper bound of the probability; its sum over the block's tokens decides
+    whether the backward keeps the column. `ref` follows the program's sum: after each of its first
+    tiles, then ever more seldom. And it begins with what all splits have summed in the launch
+    before: PROBE looks at one tile of each split; FIRST makes a 64th of the vocabulary, where a
+    tokenizer's frequent tokens are, and the others go on to four times as much each, LAST to its
+    end. docs/numerics.md#column-masses.
+
+    A logit 127 (log2) above `ref` overflows the sum; a program that finds its sum overflowed in a
+    last launch, the one with IS_ROBUST, starts again and raises `ref` to each tile's maximum first.
+    """
+    num_blocks = tl.load(shape_ptr)
+    splits = tl.load(shape_ptr + 1)
+    if tl.program_id(0) >= num_blocks * splits:
+        return
+    at_once = tl.load(shape_ptr + 2)
+    first_block = tl.program_id(0) // (at_once * splits) * at_once
+    inner = tl.program_id(0) % (at_once * splits)
+    at_once = tl.minimum(at_once, num_blocks - first_block)
+    block = first_block + inner % at_once
+    split = inner // at_once
+    count = tl.load(count_ptr)
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    stride = num_blocks * BLOCK_N
+    state_ptrs = state_ptr + slot_of(launch) * 4 * size + split * stride + rows
+    num_turns = turns_before(end_tile, split, splits)
+    num_turns = tl.where(block * BLOCK_N < count, num_turns, 0)
+    turn = first_turn(launch, num_turns)
+    num_turns = end_turn(launch, num_turns, splits)
+    keeps_logits = (launch > LAST) & (launch < ALONE)
+    turn = tl.where(keeps_logits, turns_before(begin_tile, split, splits), turn)
+    total = tl.zeros((8, 8, BLOCK_N), tl.float32)
+    dropped = tl.zeros((8, 8, BLOCK_N), tl.float32)
+    if IS_ROBUST:
+        before = tl.load(state_ptrs + size)
+        failed = (before != before) | (before == float("inf"))
+        turn = 0
+        num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
+        if num_turns == 0:
+            return
+    begin_state(
+        lower_ptr + rows, state_ptr + rows, split * stride, splits, stride, size, rows < count,
+        launch, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT, HAS_LOGITS, IS_ROBUST,
+    )  # fmt: skip
+    threshold = keep
+    if not BY_LARGEST:
+        threshold = keep * (tl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
+    unit = unit_of(scale)
+    begin = turn
+    if HAS_LOGITS:
+        tl.store(kept_ref_ptr + rows, tl.load(state_ptrs), mask=(split == 0) & (rows < N))
+    while turn < num_turns:
+        first = turn
+        turns_of_launch = turn - begin
+        turn += tl.maximum(turns_of_launch, 1)
+        turn = tl.minimum(turn, num_turns)
+        if HAS_LOGITS:
+            turn = num_turns
+        for tile in range(split + first * splits, split + turn * splits, splits):
+            x = tl.zeros((BLOCK_V, BLOCK_N), ACCUMULATOR)
+            for k in range(0, tl.cdiv(D, BLOCK_D)):
+                c = load_tile(
+                    weight, tile * BLOCK_V, k * BLOCK_D, V, D, stride_wv, BLOCK_V, BLOCK_D, USE_TMA
+                )
+                e = load_tile(
+                    hidden, block * BLOCK_N, k * BLOCK_D, N, D, stride_hn, BLOCK_N, BLOCK_D, USE_TMA
+                )
+                x = tl.dot(c, e.T, x, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+            columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+            if IS_SCREENED:
+                x = dequantized(x, columns, V, column_ptr, token_ptr + rows, N)
+            if HAS_BIAS:
+                bias = tl.load(bias_ptr + columns, mask=columns < V, other=0.0)
+                x += bias.to(tl.float32)[:, None]
+            if HAS_SOFTCAP:
+                x, slope = softcapped(x, softcap, WIDE)
+            if HAS_ARGMAX or HAS_MOMENTS or HAS_SMOOTH:
+                add_extras(
+                    x * scale_across(scale, rows), columns, tile == split, V, class_weight_ptr,
+                    extras_ptr + split * stride + rows, size, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS,
+                    HAS_SMOOTH, HAS_CLASS_WEIGHT,
+                )  # fmt: skip
+            factor = unit_across(unit, rows)
+            if tile * BLOCK_V + BLOCK_V > V:
+                x = tl.where((columns < V)[:, None], x, float("-inf") * factor)
+            ref = tl.load(state_ptrs)
+            if IS_ROBUST:
+                ref = tl.maximum(tl.max(x * factor, 0), ref)
+                total, dropped = raise_reference(
+                    total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
+                )
+            log_p = x * factor - ref[None, :]
+            if HAS_LOGITS:
+                local = (tile - begin_tile) * BLOCK_V
+                if USE_TMA:
+                    logits.store([local, block * BLOCK_N], log_p.to(logit_ptr.dtype.element_ty))
+                else:
+                    at = local.to(tl.int64) + tl.arange(0, BLOCK_V)
+                    at = logit_ptr + at[:, None] * N + rows[None, :]
+                    tl.store(at, log_p.to(logit_ptr.dtype.element_ty))
+            p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
+            total += partial_sums(p, BLOCK_V, BLOCK_N)
+            if HAS_SURPLUS:
+                excess = tl.sum(tl.where(p > 0, p * (x * factor - ref[None, :]), 0.0), 0)
+                tl.store(state_ptrs + 3 * size, tl.load(state_ptrs + 3 * size) + excess)
+                tl.debug_barrier()
+            if HAS_SCORE:
+                q = p * slope if HAS_SOFTCAP else p
+                mass = tl.sum(q, 1)
+                score = tl.max(p, 1) if BY_LARGEST else mass
+                keeps = score >= threshold
+                mark = tl.where(keeps, -tl.maximum(mass, 1e-30), mass)
+                tl.store(mass_ptr + block.to(tl.int64) * V + columns, mark, mask=columns < V)
+                drops = tl.where(keeps, 0.0, 1.0)
+                dropped += partial_sums(q * drops[:, None], BLOCK_V, BLOCK_N)
+                if HAS_UNKEPT:
+                    unkept = tl.sum(p * drops[:, None], 0)
+                    tl.store(state_ptrs + 3 * size, tl.load(state_ptrs + 3 * size) + unkept)
+                    tl.debug_barrier()
+        whole_total = whole_sum(total) + tl.load(state_ptrs + size)
+        ref = tl.load(state_ptrs) + tl.maximum(tl.log2(whole_total), 0.0)
+        total, dropped = raise_reference(
+            total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
+        )
+    tl.store(state_ptrs + size, whole_sum(total) + tl.load(state_ptrs + size))
+    if HAS_SCORE:
+        of_dropped = whole_sum(dropped) + tl.load(state_ptrs + 2 * size)
+        tl.store(state_ptrs + 2 * size, of_dropped)

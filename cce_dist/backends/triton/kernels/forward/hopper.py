@@ -1,0 +1,392 @@
+"""The forward for Hopper in 16 bits, and in 8: one warp loads, two groups of four multiply.
+
+A group has half of the program's columns, and is a split of the vocabulary of its own. While one
+takes exponentials the other has the tensor cores, and the loads of the next tile go on beside both.
+What it computes is what `forward_kernel` says; that one is for all else, and for tests without a
+GPU, as Triton interprets no kernel whose layouts are written out.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from cce_dist.backends.triton.kernels import numbers
+from cce_dist.backends.triton.kernels.forward import forward
+from cce_dist.backends.triton.kernels.forward.hopper_softcap import (
+    add_softcapped,
+    keep_units,
+    unit_across,
+    unit_of,
+)
+from cce_dist.backends.triton.kernels.forward.hopper_sums import partial_sums, whole_sum
+from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barrier
+
+GROUPS = gl.constexpr(2)
+
+exp2_of = gluon.jit(numbers.exp2_of.fn)
+slot_of = gluon.jit(forward.slot_of.fn)
+turns_until = gluon.jit(forward.turns_until.fn)
+turns_before = gluon.jit(forward.turns_before.fn)
+first_turn = gluon.jit(forward.first_turn.fn)
+end_turn = gluon.jit(forward.end_turn.fn)
+
+
+@gluon.jit
+def begin_state(
+    lower_ptrs,  # [BLOCK_N], a token a thread
+    state_ptrs,  # of this split
+    before_ptrs,  # of the first split, as the launch before left it
+    split_offset,  # this split's place from there
+    splits,
+    stride,
+    size,
+    counts,
+    launch,
+    HAS_SCORE: gl.constexpr,
+    HAS_UNKEPT: gl.constexpr,
+):
+    """Does `forward.begin_state`; returns the reference, the sums of all splits, [BLOCK_N]."""
+    ref = gl.load(lower_ptrs)
+    total = ref * 0.0
+    dropped = total
+    unkept = total
+    if (launch >= forward.FIRST) & (launch < forward.ALONE):
+        top = total + numbers.LOWEST
+        for first in range(0, splits, forward.READ_AT_ONCE):
+            others = ()
+            parts = ()
+            for i in gl.static_range(forward.READ_AT_ONCE):
+                ptrs = before_ptrs + (first + i) * stride
+                there = first + i < splits
+                others = others + (gl.load(ptrs, mask=there, other=numbers.LOWEST),)  # noqa: RUF005
+                parts = parts + (gl.load(ptrs + size, mask=there, other=0.0),)  # noqa: RUF005
+            for i in gl.static_range(forward.READ_AT_ONCE):
+                # A sum that overflowed is repeated at the end; here it says nothing.
+                part = gl.where(parts[i] < float("inf"), parts[i], 0.0)
+                other = gl.where(part > 0, others[i], numbers.LOWEST)
+                higher = gl.maximum(top, other)
+                total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
+                top = higher
+        before = gl.load(before_ptrs + split_offset)
+        # What other ranks have summed may have raised the lower bound.
+        ref = gl.maximum(ref, before)
+        ref = gl.maximum(ref, gl.where(total > 0, top + gl.log2(total), numbers.LOWEST))
+        shrink = exp2_of(before - ref)
+        # PROBE was for its references alone.
+        goes_on = (launch > forward.FIRST) & counts
+        total = shrink * gl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
+        if HAS_SCORE:
+            dropped = shrink * gl.load(
+                before_ptrs + split_offset + 2 * size, mask=goes_on, other=0.0
+            )
+        if HAS_UNKEPT:
+            unkept = shrink * gl.load(
+                before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0
+            )
+    gl.store(state_ptrs, ref)
+    gl.store(state_ptrs + size, total)
+    if HAS_SCORE:
+        gl.store(state_ptrs + 2 * size, dropped)
+    if HAS_UNKEPT:
+        gl.store(state_ptrs + 3 * size, unkept)
+    return ref
+
+
+@gluon.jit
+def load_tiles(
+    hidden,
+    weight,
+    e_tiles,
+    c_tiles,
+    full,
+    empty,
+    block,
+    split,
+    splits,
+    begin,
+    end,
+    D,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Loads the operands of `sum_tiles`, in its order, as soon as both groups have released a
+    stage."""
+    num_bytes: gl.constexpr = (BLOCK_N + GROUPS * ROWS) * BLOCK_D * hidden.dtype.primitive_bitwidth
+    step = 0
+    for turn in range(begin, end):
+        column = (split + turn * splits) * (GROUPS * ROWS)
+        for k in range(0, D, BLOCK_D):
+            stage = step % STAGES
+            loaded = full.index(stage)
+            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(loaded, num_bytes // 8)
+            async_load(hidden, [block * BLOCK_N, k], loaded, e_tiles.index(stage))
+            for group in gl.static_range(GROUPS):
+                async_load(
+                    weight,
+                    [column + group * ROWS, k],
+                    loaded,
+                    c_tiles.index(GROUPS * stage + group),
+                )
+            step += 1
+
+
+@gluon.jit
+def sum_tiles(
+    group,
+    bias_ptr,
+    column_ptr,
+    token_ptr,
+    lower_ptr,
+    state_ptr,  # [SLOTS, 4, size]
+    mass_ptr,  # [V] of the block
+    of_token,  # [3 GROUPS, BLOCK_N] in shared memory: reference; of 8 bits, scale and shift
+    e_tiles,
+    c_tiles,
+    full,
+    empty,
+    block,
+    split,
+    splits,
+    begin,
+    end,
+    launch,
+    num_blocks,
+    count,
+    size,
+    N,
+    V,
+    D,
+    scale,
+    softcap,
+    threshold,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_SCORE: gl.constexpr,
+    BY_LARGEST: gl.constexpr,
+    IS_SCREENED: gl.constexpr,
+    FINE: gl.constexpr,
+    ACCUMULATOR: gl.constexpr,
+):
+    """Sums the group's columns of every tile, [ROWS, BLOCK_N] at a time in four warps'
+    registers."""
+    HAS_UNKEPT: gl.constexpr = HAS_SCORE and IS_SCREENED and HAS_SOFTCAP
+    step_dims: gl.constexpr = 256 // c_tiles.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, step_dims])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    across: gl.constexpr = gl.SliceLayout(0, layout)
+    unit = unit_of(scale)
+    token = block * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
+    stride = num_blocks * BLOCK_N
+    state_offset = (GROUPS * split + group) * stride
+    state_ptrs = state_ptr + slot_of(launch) * 4 * size + state_offset + token
+    before_ptrs = state_ptr + slot_of(launch + forward.SLOTS - 1) * 4 * size + token
+    first_ref = begin_state(
+        lower_ptr + token, state_ptrs, before_ptrs, state_offset, GROUPS * splits, stride, size,
+        token < count, launch, HAS_SCORE, HAS_UNKEPT,
+    )  # fmt: skip
+    ref_tile = of_token.index(3 * group)
+    ref_tile.store(first_ref)
+    # Logits come as `tanh_of_8_bits` takes them, which is one multiplication less for each.
+    to_tanh = 1.0
+    if IS_SCREENED and HAS_SOFTCAP:
+        to_tanh = 2.0 * numbers.LOG2E / softcap
+    if IS_SCREENED:
+        of_token.index(3 * group + 1).store(gl.load(token_ptr + token))
+        of_token.index(3 * group + 2).store(gl.load(token_ptr + N + token) * to_tanh)
+    keep_units(unit, token, of_token.index(3 * group + 1))
+    step = 0
+    turn = begin
+    while turn < end:
+        first = turn
+        turn = gl.minimum(turn + gl.maximum(turn - begin, 1), end)
+        total = partial_sums(gl.zeros((ROWS, BLOCK_N), gl.float32, layout), ROWS, BLOCK_N)
+        dropped = total
+        unkept = total
+        for at in range(first, turn):
+            x = gl.zeros((ROWS, BLOCK_N), ACCUMULATOR, layout)
+            for k in range(0, D, BLOCK_D):
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), step // STAGES & 1)
+                c = c_tiles.index(GROUPS * stage + group)
+                e = e_tiles.index(stage).permute((1, 0))
+                x = warpgroup_mma(c, e, x, use_acc=k > 0, is_async=True)
+                x = warpgroup_mma_wait(1, deps=(x,))
+                # All four warps have done the product before: one of them says so.
+                thread_barrier()
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+                step += 1
+            x = warpgroup_mma_wait(0, deps=(x,))
+            thread_barrier()
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+            first_column = ((split + at * splits) * GROUPS + group) * ROWS
+            columns = first_column + rows
+            inside = columns < V
+            bias, times, shift = 0.0, 0.0, 0.0
+            if IS_SCREENED:
+                times = gl.load(column_ptr + columns, mask=inside, other=0.0)
+                shift = gl.load(column_ptr + V + columns, mask=inside, other=0.0)
+            if HAS_BIAS:
+                bias = gl.load(bias_ptr + columns, mask=inside, other=0.0).to(gl.float32)
+            if IS_SCREENED and HAS_SOFTCAP:
+                times *= to_tanh
+                shift *= to_tanh
+                bias *= to_tanh
+            if HAS_SOFTCAP:
+                total, dropped, unkept = add_softcapped(
+                    x, total, dropped, unkept, (bias, times, shift), of_token, 3 * group,
+                    mass_ptr, columns, V, unit, softcap, threshold, ROWS, BLOCK_N, HAS_BIAS,
+                    HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE,
+                )  # fmt: skip
+            else:
+                if IS_SCREENED:
+                    x = x.to(gl.float32) * times[:, None]
+                    x = x * of_token.index(3 * group + 1).load(across)[None, :] + shift[:, None]
+                    x += of_token.index(3 * group + 2).load(across)[None, :]
+                if HAS_BIAS:
+                    x += bias[:, None]
+                factor = unit_across(unit, of_token.index(3 * group + 1), 0, BLOCK_N, across)
+                if first_column + ROWS > V:
+                    x = gl.where(inside[:, None], x, float("-inf") * factor)
+                ref = ref_tile.load(across)
+                p = gl.exp2(x * factor - ref[None, :])
+                total += partial_sums(p, ROWS, BLOCK_N)
+                if HAS_SCORE:
+                    mass = gl.sum(p, 1)
+                    score = mass
+                    if BY_LARGEST:
+                        score = gl.max(p, 1)
+                    keeps = score >= threshold
+                    mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
+                    mark = mark.to(mass_ptr.dtype.element_ty)
+                    gl.store(mass_ptr + columns, mark, mask=inside)
+                    drops = gl.where(keeps, 0.0, 1.0)
+                    dropped += partial_sums(p * drops[:, None], ROWS, BLOCK_N)
+        whole = gl.load(state_ptrs + size) + whole_sum(total, by_token)
+        gain = gl.maximum(gl.log2(whole), 0.0)
+        shrink = exp2_of(-gain)
+        next_ref = gl.load(state_ptrs) + gain
+        gl.store(state_ptrs, next_ref)
+        gl.store(state_ptrs + size, whole * shrink)
+        if HAS_SCORE:
+            whole = gl.load(state_ptrs + 2 * size) + whole_sum(dropped, by_token)
+            gl.store(state_ptrs + 2 * size, whole * shrink)
+        if HAS_UNKEPT:
+            whole = gl.load(state_ptrs + 3 * size) + whole_sum(unkept, by_token)
+            gl.store(state_ptrs + 3 * size, whole * shrink)
+        ref_tile.store(next_ref)
+
+
+@gluon.jit(do_not_specialize=["launch"])
+def hopper_forward_kernel(
+    hidden,  # [N, D] packed, a descriptor of BLOCK_N x BLOCK_D
+    weight,  # [V, D], of ROWS x BLOCK_D
+    bias_ptr,  # [V]
+    column_ptr,  # [2, V] fp32: see `forward_kernel`
+    token_ptr,  # [2, N] fp32
+    count_ptr,  # [1] int32: tokens that count
+    shape_ptr,  # [3] int32: blocks, GROUPS x splits, blocks at a time
+    lower_ptr,  # [N]
+    state_ptr,  # [SLOTS, 4, size]: see `forward_kernel`; out
+    mass_ptr,  # [num_blocks, V]: out
+    launch,
+    size,
+    N,
+    V,
+    D,
+    scale,
+    softcap,
+    keep,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,  # columns of a tile in a group
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_SCORE: gl.constexpr,
+    BY_LARGEST: gl.constexpr,
+    IS_SCREENED: gl.constexpr,
+    FINE: gl.constexpr,
+    ACCUMULATOR: gl.constexpr,
+):
+    """Sums a block of tokens over every `splits`-th tile of GROUPS x ROWS columns; a program a
+    block and split.
+
+    The arguments, the order of programs and tiles, and the launches are `forward_kernel`'s.
+    """
+    num_blocks = gl.load(shape_ptr)
+    splits = gl.load(shape_ptr + 1) // GROUPS
+    if gl.program_id(0) >= num_blocks * splits:
+        return
+    at_once = gl.load(shape_ptr + 2)
+    count = gl.load(count_ptr)
+    first_block = gl.program_id(0) // (at_once * splits) * at_once
+    inner = gl.program_id(0) % (at_once * splits)
+    at_once = gl.minimum(at_once, num_blocks - first_block)
+    block = first_block + inner % at_once
+    split = inner // at_once
+    num_turns = turns_before(gl.cdiv(V, GROUPS * ROWS), split, splits)
+    num_turns = gl.where(block * BLOCK_N < count, num_turns, 0)
+    begin = first_turn(launch, num_turns)
+    end = end_turn(launch, num_turns, GROUPS * splits)
+    threshold = keep
+    if not BY_LARGEST:
+        threshold = keep * (gl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
+    mass_ptr += block.to(gl.int64) * V
+
+    e_tiles = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_N, BLOCK_D], hidden.layout)
+    c_tiles = gl.allocate_shared_memory(
+        weight.dtype, [STAGES * GROUPS, ROWS, BLOCK_D], weight.layout
+    )
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    of_token = gl.allocate_shared_memory(gl.float32, [3 * GROUPS, BLOCK_N], plain)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    gl.warp_specialize(
+        [
+            (
+                sum_tiles,
+                (
+                    0, bias_ptr, column_ptr, token_ptr, lower_ptr, state_ptr, mass_ptr,
+                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, begin,
+                    end, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
+                    BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
+                    IS_SCREENED, FINE, ACCUMULATOR,
+                ),
+            ),
+            (
+                sum_tiles,
+                (
+                    1, bias_ptr, column_ptr, token_ptr, lower_ptr, state_ptr, mass_ptr,
+                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, begin,
+                    end, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
+                    BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
+                    IS_SCREENED, FINE, ACCUMULATOR,
+                ),
+            ),
+            (
+                load_tiles,
+                (
+                    hidden, weight, e_tiles, c_tiles, full, empty, block, split, splits, begin, end,
+                    D, BLOCK_N, ROWS, BLOCK_D, STAGES,
+                ),
+            ),
+        ],
+        # Warps and registers of the second group and of the loads; the first group has the rest.
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

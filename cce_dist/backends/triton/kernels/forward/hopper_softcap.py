@@ -1,0 +1,214 @@
+"""Softcapping of a tile of products in Hopper's forward: few tokens at a time.
+
+Of all tokens of a tile at once a thread would hold probabilities and slopes beside the logits, more
+than it has registers. docs/performance.md#a-softcap
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from cce_dist.backends.triton.kernels import numbers
+
+# Of a tile's tokens.
+PARTS = gl.constexpr(8)
+# Rows of a group that no two of lie in one thread.
+APART = gl.constexpr(32)
+
+unit_of = gluon.jit(numbers.unit_of.fn)
+near_tanh = gluon.jit(numbers.near_tanh.fn)
+reciprocal = gluon.jit(numbers.reciprocal.fn)
+
+
+@gluon.jit
+def split_tokens(x, ROWS: gl.constexpr, TOKENS: gl.constexpr, PARTS: gl.constexpr):
+    """[.., TOKENS] of so many ROWS -> a tuple of PARTS, a power of two. No number moves."""
+    if PARTS == 1:
+        return (x,)
+    else:
+        HALF: gl.constexpr = TOKENS // 2
+        first, last = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
+        firsts = split_tokens(first, ROWS, HALF, PARTS // 2)
+        return firsts + split_tokens(last, ROWS, HALF, PARTS // 2)
+
+
+@gluon.jit
+def join_tokens(
+    parts, FIRST: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, PARTS: gl.constexpr
+):
+    """The reverse: PARTS of them, from the FIRST on -> [ROWS, TOKENS]"""
+    if PARTS == 1:
+        return parts[FIRST]
+    else:
+        HALF: gl.constexpr = PARTS // 2
+        first = join_tokens(parts, FIRST, ROWS, TOKENS // 2, HALF)
+        last = join_tokens(parts, FIRST + HALF, ROWS, TOKENS // 2, HALF)
+        return gl.reshape(gl.permute(gl.join(first, last), (0, 2, 1)), (ROWS, TOKENS))
+
+
+@gluon.jit
+def with_rows_of(sums, x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
+    """Adds to sums [APART, TOKENS] the rows of x [ROWS, TOKENS] that a thread of 4 warps holds."""
+    split = gl.reshape(x, (ROWS // 64, 4, 2, 8, TOKENS))
+    row_sums = gl.reshape(gl.sum(gl.sum(split, 2), 0), (APART, TOKENS))
+    # Two names of the same layout.
+    return gl.convert_layout(sums, row_sums.type.layout, assert_trivial=True) + row_sums
+
+
+@gluon.jit
+def joined_sums(parts, like, TOKENS: gl.constexpr):
+    """Joins the sums of all parts -> [4, 8, TOKENS] in the layout of `like`."""
+    whole = gl.reshape(join_tokens(parts, 0, APART, TOKENS, PARTS), (4, 8, TOKENS))
+    return gl.convert_layout(whole, like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def for_each_token(x, LAYOUT: gl.constexpr):
+    """[ROWS] -> [ROWS, 1]"""
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def keep_units(unit, token, of_tokens):
+    """Copies each token's value of `unit`, where it is a pointer, to shared memory."""
+    if unit.dtype.is_ptr():
+        of_tokens.store(numbers.LOG2E * gl.load(unit + token))
+
+
+@gluon.jit
+def unit_across(unit, of_tokens, FIRST: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Returns `numbers.unit_across` of the units that `keep_units` has stored."""
+    if unit.dtype.is_ptr():
+        return of_tokens.slice(FIRST, TOKENS).load(LAYOUT)[None, :]
+    else:
+        return unit
+
+
+@gluon.jit
+def pair_of(x, y):
+    """Both as bf16, in 32 bits. Of numbers that are summed by the thousand, rounded to nearest."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def first_of(pair):
+    return (pair & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def second_of(pair):
+    return (pair << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def tanh_of_8_bits(u, FINE: gl.constexpr):
+    """u = 2 log2(e) x -> tanh x, to 2^-22; if FINE to 2^-19 of itself."""
+    if FINE:
+        return near_tanh(u * (0.5 / numbers.LOG2E))
+    else:
+        return 1.0 - 2.0 * reciprocal(gl.exp2(u) + 1.0)
+
+
+@gluon.jit
+def add_softcapped(
+    x,  # [ROWS, BLOCK_N] products
+    total,  # [4, 8, BLOCK_N] sums over a thread's rows of exp2(z - ref)
+    dropped,  # the same of exp2(z - ref) softcap'(z) over columns that are not kept
+    unkept,  # of exp2(z - ref) over them, if IS_SCREENED
+    of_columns,  # [ROWS] each: the bias; of 8 bits what products are multiplied and shifted by.
+    # Of 8 bits these shifts, and those of tokens, are times 2 log2(e) / softcap
+    of_token,  # in shared memory, from `base`: see `hopper.sum_tiles`
+    base,
+    mass_ptr,
+    columns,  # [ROWS]
+    V,
+    unit,
+    softcap,
+    threshold,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_SCORE: gl.constexpr,
+    BY_LARGEST: gl.constexpr,
+    IS_SCREENED: gl.constexpr,
+    FINE: gl.constexpr,  # see `tanh_of_8_bits`
+):
+    """Adds a tile of `hopper.sum_tiles` to total, dropped and unkept."""
+    TOKENS: gl.constexpr = BLOCK_N // PARTS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 8])
+    across: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    columns = gl.convert_layout(columns, rows, assert_trivial=True)
+    inside = columns < V
+    products = split_tokens(x, ROWS, BLOCK_N, PARTS)
+    before = split_tokens(total, APART, BLOCK_N, PARTS)
+    totals = ()
+    kept = ()
+    mass = None
+    largest = None
+    for i in gl.static_range(PARTS):
+        y = gl.convert_layout(products[i], LAYOUT, assert_trivial=True)
+        if IS_SCREENED:
+            times = of_token.index(base + 1).slice(i * TOKENS, TOKENS).load(across)
+            shift = of_token.index(base + 2).slice(i * TOKENS, TOKENS).load(across)
+            y = y.to(gl.float32) * for_each_token(of_columns[1], rows)
+            y = y * times[None, :] + for_each_token(of_columns[2], rows)
+            y += shift[None, :]
+        if HAS_BIAS:
+            y += for_each_token(of_columns[0], rows)
+        t = tanh_of_8_bits(y, FINE) if IS_SCREENED else near_tanh(y * (1.0 / softcap))
+        ref = of_token.index(base).slice(i * TOKENS, TOKENS).load(across)
+        factor = unit_across(unit, of_token.index(base + 1), i * TOKENS, TOKENS, across)
+        p = gl.exp2(t * (factor * softcap) - ref[None, :])
+        # Not in a branch, for which the parts' registers would go to memory.
+        p = gl.where(inside[:, None], p, 0.0)
+        totals = totals + (with_rows_of(before[i], p, ROWS, TOKENS),)  # noqa: RUF005
+        if HAS_SCORE:
+            q = p * (1.0 - t * t)
+            # But for eight, the tokens that one thread holds.
+            row_mass = gl.sum(gl.reshape(q, (ROWS, TOKENS // 8, 8)), 1)
+            mass = row_mass if i == 0 else mass + row_mass
+            if BY_LARGEST:
+                top = gl.max(p, 1)
+                largest = top if i == 0 else gl.maximum(largest, top)
+            kept = kept + (pair_of(p, q) if IS_SCREENED else q,)  # noqa: RUF005
+    total = joined_sums(totals, total, BLOCK_N)
+    if HAS_SCORE:
+        mass = gl.convert_layout(gl.sum(mass, 1), rows)
+        keeps = (largest if BY_LARGEST else mass) >= threshold
+        mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
+        gl.store(mass_ptr + columns, mark.to(mass_ptr.dtype.element_ty), mask=inside)
+        drops = gl.where(keeps, 0.0, 1.0)[:, None]
+        dropped, unkept = add_dropped(dropped, unkept, kept, drops, ROWS, BLOCK_N, IS_SCREENED)
+    return total, dropped, unkept
+
+
+@gluon.jit
+def add_dropped(
+    dropped,
+    unkept,
+    kept,  # parts of exp2(z - ref) softcap'(z); if IS_SCREENED pairs of exp2(z - ref) and that
+    drops,  # [ROWS, 1] 1 | 0
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    IS_SCREENED: gl.constexpr,
+):
+    """Adds to dropped and unkept."""
+    TOKENS: gl.constexpr = BLOCK_N // PARTS
+    before = split_tokens(dropped, APART, BLOCK_N, PARTS)
+    before_unkept = split_tokens(unkept, APART, BLOCK_N, PARTS)
+    sums = ()
+    unkept_sums = ()
+    for i in gl.static_range(PARTS):
+        q = kept[i]
+        if IS_SCREENED:
+            with_rows = with_rows_of(before_unkept[i], first_of(q) * drops, ROWS, TOKENS)
+            unkept_sums = unkept_sums + (with_rows,)  # noqa: RUF005
+            with_rows = with_rows_of(before[i], second_of(q) * drops, ROWS, TOKENS)
+        else:
+            with_rows = with_rows_of(before[i], q * drops, ROWS, TOKENS)
+        sums = sums + (with_rows,)  # noqa: RUF005
+    if IS_SCREENED:
+        unkept = joined_sums(unkept_sums, unkept, BLOCK_N)
+    return joined_sums(sums, dropped, BLOCK_N), unkept

@@ -1,0 +1,1 @@
+"""Kernels of screened logits: rows in 8 bits, their error, exact columns."""

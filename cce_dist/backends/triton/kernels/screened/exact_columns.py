@@ -1,0 +1,364 @@
+"""After an 8-bit forward: whether it will do, and the exact logits of the columns that matter."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.backward.filtered import arrive, go_on
+from cce_dist.backends.triton.kernels.backward.sdd import (
+    MADE_FURTHEST,
+    MADE_MOST,
+    MADE_SCALE,
+    fresh_logits,
+    segment_of,
+)
+from cce_dist.backends.triton.kernels.filter.lists import list_task
+from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of
+from cce_dist.backends.triton.kernels.tokens.pack import shape_of
+
+
+@triton.jit(do_not_specialize=["N", "grid"])
+def guard_parts_kernel(
+    mass_ptr,  # [num_blocks, V], negative where kept
+    count_ptr,  # [1] int32: tokens that count
+    shape_ptr,  # [3] int32: see `forward_kernel`
+    lse_ptr,  # [N] natural log, of the 8-bit logits
+    unkept_ptr,  # [N] log of the sum over columns not kept
+    variance_ptr,  # [N] of an 8-bit logit's error
+    lower_ptr,  # [N] lower bound of lse over all ranks, log2; in place
+    number_ptr,  # [num_parts] int32: pairs of a column and a block that keeps it: out
+    error_ptr,  # [num_parts] fp32: sum over tokens of their error's variance: out
+    full_shape_ptr,  # [3] int32: of the forward in full precision: out, but for its blocks
+    V,
+    N,
+    num_tiles,  # these four as of `pack_kernel`, for the full forward
+    programs,
+    cached_blocks,
+    grid,
+    BLOCKS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Sums BLOCK_V columns of BLOCKS token blocks, and a program's share of the tokens."""
+    part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    num_parts = tl.num_programs(0) * tl.num_programs(1)
+    count, blocks = tl.load(count_ptr), tl.load(shape_ptr)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = (block < blocks)[:, None] & (column < V)[None, :]
+    at = block.to(tl.int64)[:, None] * V + column[None, :]
+    kept = tl.load(mass_ptr + at, mask=inside, other=0.0) < 0
+    # A thread has its columns of all blocks.
+    tl.store(number_ptr + part, tl.sum(tl.sum(kept.to(tl.int32), 0), 0))
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(part * BLOCK_N, N, num_parts * BLOCK_N):
+        token = start + tl.arange(0, BLOCK_N)
+        counts = token < count
+        lse = tl.load(lse_ptr + token, mask=counts, other=0.0)
+        unkept = tl.load(unkept_ptr + token, mask=counts, other=float("-inf"))
+        variance = tl.load(variance_ptr + token, mask=counts, other=0.0)
+        lower = tl.load(lower_ptr + token, mask=counts, other=0.0)
+        # Of the mass over all ranks: one that holds little of it may well be wrong about that.
+        whole = tl.where(lower > lse * LOG2E, lower, lse * LOG2E)
+        # Of a token with no mass at all here, which lse is of too, nothing can err.
+        tail = tl.where(unkept == float("-inf"), 0.0, tl.exp2(unkept * LOG2E - whole))
+        total += tl.where(counts, tail * tail * variance, 0.0)
+        # Of the full logits too: an 8-bit one is off by a few standard deviations at most.
+        known = (lse - 1.0 - 6.0 * tl.sqrt(variance)) * LOG2E
+        raised = tl.where((tl.abs(known) < 1e30) & (known > lower), known, lower)
+        tl.store(lower_ptr + token, raised, mask=counts)
+    tl.store(error_ptr + part, tl.sum(total, 0))
+    # The last one has tokens only where all have.
+    if part == num_parts - 1:
+        splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)
+        tl.store(full_shape_ptr + 1, splits)
+        tl.store(full_shape_ptr + 2, at_once)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def guard_kernel(
+    number_ptr,  # [num_parts] int32: see `guard_parts_kernel`
+    error_ptr,  # [num_parts] fp32
+    count_ptr,  # [1] int32: tokens that count
+    shape_ptr,  # [3] int32: see `forward_kernel`; that of the sums to merge: out, if full precision
+    # is needed, which may take another number of splits
+    full_ptr,  # [1] int32: 1 where full precision is needed: out
+    full_shape_ptr,  # [3] int32: no blocks if none is needed: out, the first
+    num_parts,
+    V,
+    max_kept,
+    max_error,
+    BLOCK: tl.constexpr,
+):
+    """Decides if screening is refused; a single program.
+    docs/numerics.md#when-screening-is-refused"""
+    blocks = tl.load(shape_ptr)
+    number = tl.zeros((BLOCK,), tl.int32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, num_parts, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        number += tl.load(number_ptr + part, mask=part < num_parts, other=0)
+        total += tl.load(error_ptr + part, mask=part < num_parts, other=0.0)
+    error = tl.sqrt(tl.sum(total, 0) / tl.maximum(tl.load(count_ptr), 1))
+    share = tl.sum(number, 0).to(tl.float32) / (blocks.to(tl.float32) * V)
+    # Not true of NaN either.
+    screened = (error <= max_error) & (share <= max_kept)
+    full = 1 - screened.to(tl.int32)
+    tl.store(full_ptr, full)
+    tl.store(full_shape_ptr, blocks * full)
+    for i in tl.static_range(1, 3):
+        tl.store(shape_ptr + i, tl.load(full_shape_ptr + i), mask=full != 0)
+
+
+@triton.jit
+def exact_task(
+    task,
+    stores,  # True: the logits are the backward's, too
+    first_tile,  # of the chunk
+    last_tile,
+    hidden_ptr,  # [N, D] packed
+    rows_ptr,  # [N] int64
+    weight_ptr,  # [V, D]
+    bias_ptr,
+    target_ptr,  # [N] int32, -1: none here
+    target_logit_ptr,  # [N]
+    lse_ptr,  # [N] natural log, of the 8-bit logits
+    made_ptr,  # [rows, TOKENS] of each entry: see `entries_made`: out
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    base_ptr,  # [num_blocks + 1] int32, of the chunk
+    segment_ptr,  # [num_blocks + 1] int32, of the chunk
+    entries_ptr,  # [rows] int32
+    part_ptr,  # [2, tasks, TOKENS] fp32: largest logit, log2; sum of exp2 relative to it: out
+    part_size,
+    num_tiles,
+    num_blocks,
+    D,
+    stride_hn,
+    stride_wv,
+    scale,
+    softcap,
+    TOKENS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_MADE: tl.constexpr,
+):
+    """Computes SEGMENT entries of a token block's list of columns. Drawn entries are in no sum."""
+    block, place, length, row = segment_of(
+        task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
+        SEGMENT, BLOCKS,
+    )  # fmt: skip
+    listed = place < length
+    entry = tl.load(entries_ptr + row, mask=listed, other=1)
+    column = tl.where(listed, entry >> 1, 0)
+    kept = (entry & 1) == 0
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    part_ptrs = part_ptr + task * TOKENS + tl.arange(0, TOKENS)
+    wanted = tl.max(kept.to(tl.int32), 0) > 0
+    if HAS_MADE:
+        wanted = wanted | stores
+    if wanted:
+        z, _ = fresh_logits(
+            column, block, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, D, stride_hn, stride_wv,
+            scale, softcap, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, False, HAS_BIAS,
+            HAS_SOFTCAP,
+        )  # fmt: skip
+        # nll is a difference of two numbers that share the target's logit.
+        is_target = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
+        z = tl.where(is_target, tl.load(target_logit_ptr + token)[None, :] * LOG2E, z)
+        if HAS_MADE:
+            above = tl.exp2(z - tl.load(lse_ptr + token)[None, :] * LOG2E + MADE_SCALE)
+            # Of a token that doesn't count lse is 0. Not tl.minimum, which would lose a NaN.
+            above = tl.where(above > MADE_MOST, MADE_MOST, above)
+            at = row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+            out = above.to(made_ptr.dtype.element_ty)
+            tl.store(made_ptr + at, out, mask=(listed & stores)[:, None])
+        z = tl.where(kept[:, None], z, float("-inf"))
+        top = tl.max(z, 0)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        tl.store(part_ptrs, top)
+        tl.store(part_ptrs + part_size, tl.sum(tl.exp2(z - base[None, :]), 0))
+    else:
+        tl.store(part_ptrs, tl.full((TOKENS,), float("-inf"), tl.float32))
+        tl.store(part_ptrs + part_size, tl.zeros((TOKENS,), tl.float32))
+
+
+@triton.jit
+def merge_task(
+    block,
+    segment_ptr,  # [num_blocks + 1] int32, of the chunk
+    part_ptr,  # [2, tasks, TOKENS]
+    kept_ptr,  # [2, N] fp32: the same over all entries of the token's block so far; in place
+    part_size,
+    N,
+    TOKENS: tl.constexpr,
+):
+    """Merges the parts of a token block's list in this chunk, in order."""
+    lane = tl.arange(0, TOKENS)
+    kept_ptrs = kept_ptr + block * TOKENS + lane
+    top = tl.load(kept_ptrs)
+    total = tl.load(kept_ptrs + N)
+    for task in range(tl.load(segment_ptr + block), tl.load(segment_ptr + block + 1)):
+        part_ptrs = part_ptr + task * TOKENS + lane
+        other = tl.load(part_ptrs)
+        part = tl.load(part_ptrs + part_size)
+        # Not tl.maximum, which would lose a NaN.
+        higher = tl.where(other < top, top, other)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * exp2_of(top - base) + part * exp2_of(other - base)
+        top = higher
+    tl.store(kept_ptrs, top)
+    tl.store(kept_ptrs + N, total)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "max_chunks", "words"])
+def exact_columns_kernel(
+    hidden_ptr,  # [N, D] packed, N = num_blocks * TOKENS
+    rows_ptr,  # [N] int64: 0 to N - 1
+    weight_ptr,  # [V, D], inner stride 1
+    bias_ptr,  # [V]
+    target_ptr,  # [N] int32, -1: none here
+    target_logit_ptr,  # [N] fp32
+    lse_ptr,  # [N] natural log, of the 8-bit logits
+    made_ptr,  # [max_rows, TOKENS] of the last chunk's entries: see `entries_made`: out
+    full_ptr,  # [1] int32: 1: nothing to do
+    kept_ptr,  # [V, words] int64
+    drawn_ptr,  # [V, words] int64
+    order_ptr,  # [num_tiles * TILE] int32
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
+    first_ptr,  # [max_chunks + 1] int32
+    num_chunks_ptr,  # [1] int32
+    base_ptr,  # [max_chunks, num_blocks + 1] int32
+    segment_ptr,  # [max_chunks, num_blocks + 1] int32
+    entries_ptr,  # [2, max_rows] int32: lists of this chunk and the next
+    part_ptr,  # [2, 2, max_tasks, TOKENS] fp32: of this chunk and the next
+    sum_ptr,  # [2, N] fp32: each token's largest kept logit, log2; sum of exp2 relative to it: out
+    queue_ptr,  # [max_chunks + 3] int32, zeros: the next task of each phase; arrivals
+    num_blocks,
+    V,
+    D,
+    num_tiles,
+    max_chunks,
+    max_rows,
+    part_size,  # max_tasks * TOKENS
+    words,
+    stride_hn,
+    stride_wv,
+    scale,
+    softcap,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DRAWN: tl.constexpr,
+    HAS_MADE: tl.constexpr,
+):
+    """Runs persistent programs by the backward's lists of columns. A phase: lists of a chunk,
+    logits of the chunk before, sums of the chunk before that."""
+    num_chunks = tl.where(tl.load(full_ptr) > 0, 0, tl.load(num_chunks_ptr))
+    N = num_blocks * TOKENS
+    arrived_ptr = queue_ptr + max_chunks + 2
+    for phase in range(num_chunks + 2):
+        stride = num_blocks + 1
+        slot = phase % 2
+        other = 1 - slot
+        num_exact = 0
+        num_merge = 0
+        num_lists = 0
+        first = 0
+        last = 0
+        before = 0
+        if phase < num_chunks:
+            first = tl.load(first_ptr + phase)
+            last = tl.load(first_ptr + phase + 1)
+            num_lists = (last - first) * words
+        if (phase > 0) & (phase <= num_chunks):
+            before = tl.load(first_ptr + phase - 1)
+            last = tl.load(first_ptr + phase)
+            num_exact = tl.load(segment_ptr + (phase - 1) * stride + num_blocks)
+        if phase > 1:
+            num_merge = num_blocks
+        task = tl.atomic_add(queue_ptr + phase, 1)
+        while task < num_exact + num_merge + num_lists:
+            if task < num_exact:
+                at = (phase - 1) * stride
+                exact_task(
+                    task, phase == num_chunks, before, last, hidden_ptr, rows_ptr, weight_ptr,
+                    bias_ptr, target_ptr, target_logit_ptr, lse_ptr, made_ptr, starts_ptr,
+                    base_ptr + at, segment_ptr + at, entries_ptr + other * max_rows,
+                    part_ptr + slot * 2 * part_size, part_size, num_tiles, num_blocks, D, stride_hn,
+                    stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES,
+                    PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_MADE,
+                )  # fmt: skip
+            elif task < num_exact + num_merge:
+                merge_task(
+                    task - num_exact, segment_ptr + (phase - 2) * stride,
+                    part_ptr + other * 2 * part_size, sum_ptr, part_size, N, TOKENS,
+                )  # fmt: skip
+            else:
+                list_task(
+                    task - num_exact - num_merge, first, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
+                    base_ptr + phase * stride, entries_ptr + slot * max_rows, V, num_tiles,
+                    num_blocks, words, TILE, HAS_DRAWN,
+                )  # fmt: skip
+            task = tl.atomic_add(queue_ptr + phase, 1)
+        arrive(arrived_ptr, False, IS_INTERPRETED)
+        arrived = 0
+        while arrived < (phase + 1) * tl.num_programs(0):
+            arrived = tl.atomic_add(arrived_ptr, 0, sem="acquire")
+        go_on(False, IS_INTERPRETED)
+
+
+@triton.jit
+def screened_lse_kernel(
+    count_ptr,  # [1] int32
+    full_ptr,  # [1] int32
+    unkept_ptr,  # [N] natural log
+    dropped_ptr,  # [N] natural log
+    sum_ptr,  # [2, N]
+    lse_ptr,  # [N] natural log, of the 8-bit logits
+    ref_ptr,  # [N] log2: the same: out
+    poor_ptr,  # [N / BLOCK_N] int32: 1 where a block's `entries_made` are not to be used: out
+    order_ptr,  # int64: the caller's place of each token that counts, if HAS_ORDER; else its own
+    # In the caller's order, in place, where logits were screened:
+    placed_lse_ptr,  # natural log
+    placed_dropped_ptr,
+    N,
+    BLOCK_N: tl.constexpr,
+    HAS_MADE: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+):
+    """Computes lse of the exact logits of kept columns and the 8-bit logits of all others."""
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    counts = token < tl.load(count_ptr)
+    top = tl.load(sum_ptr + token)
+    total = tl.load(sum_ptr + N + token)
+    unkept = tl.load(unkept_ptr + token) * LOG2E
+    higher = tl.where(unkept < top, top, unkept)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    total = total * exp2_of(top - base) + exp2_of(unkept - base)
+    lse = tl.div_rn(base + log2_of(total), tl.full((BLOCK_N,), LOG2E, tl.float32))
+    full = tl.load(full_ptr)
+    if HAS_MADE:
+        ref = tl.load(lse_ptr + token) * LOG2E
+        good = tl.abs(lse * LOG2E - ref) <= MADE_FURTHEST
+        tl.store(ref_ptr + token, ref)
+        tl.store(poor_ptr + tl.program_id(0), tl.max((counts & ~good).to(tl.int32), 0) | full)
+    screened = counts & (full == 0)
+    place = token
+    if HAS_ORDER:
+        place = tl.load(order_ptr + token, mask=counts, other=0)
+    tl.store(placed_lse_ptr + place, lse, mask=screened)
+    tl.store(placed_dropped_ptr + place, tl.load(dropped_ptr + token), mask=screened)

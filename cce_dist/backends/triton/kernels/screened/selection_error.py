@@ -1,0 +1,185 @@
+"""The tail's loss from the selection by 8-bit masses: columns that they leave in the tail.
+
+Of columns near the threshold those stay whose errors made them smaller. How much that is, some of
+the columns near it say, by their exact logits. docs/numerics.md#the-bias-of-the-tail
+"""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.forward.forward import dequantized
+from cce_dist.backends.triton.kernels.numbers import LOG2E, softcapped
+
+
+@triton.jit
+def is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS: tl.constexpr):
+    """Returns a mask of columns with a mass within a factor `reach` of the block's threshold."""
+    tokens = tl.minimum(tl.load(count_ptr) - block * TOKENS, TOKENS)
+    threshold = keep * (tokens / TOKENS)
+    at = block.to(tl.int64) * V + column
+    # Negative where the column is kept.
+    mass = tl.abs(tl.load(mass_ptr + at, mask=column < V, other=0.0).to(tl.float32))
+    # Of a block without tokens none.
+    return (mass * reach >= threshold) & (mass < threshold * reach)
+
+
+@triton.jit
+def num_near(near_ptr, block, chunks, CHUNKS: tl.constexpr):
+    """Returns the number of columns of a token block that are near."""
+    other = tl.arange(0, CHUNKS)
+    return tl.sum(tl.load(near_ptr + block * chunks + other, mask=other < chunks, other=0), 0)
+
+
+@triton.jit
+def count_near_kernel(
+    mass_ptr,  # [num_blocks, V] of a block's tokens that a column has, negative where kept
+    count_ptr,  # [1] int32: tokens that count
+    near_ptr,  # [num_blocks, chunks] int32: columns of a chunk near the threshold: out
+    V,
+    keep,
+    reach,
+    TOKENS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Counts a token block's next BLOCK_V columns; a program a block and columns."""
+    block, chunk = tl.program_id(0), tl.program_id(1)
+    column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
+    near = is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS)
+    out = near_ptr + block * tl.num_programs(1) + chunk
+    tl.store(out, tl.sum(near.to(tl.int32), 0))
+
+
+@triton.jit
+def pick_near_kernel(
+    mass_ptr,
+    count_ptr,
+    near_ptr,  # [num_blocks, chunks]: see above
+    picked_ptr,  # [num_blocks, SAMPLES] int32 columns, the first min(SAMPLES, near) of a row: out
+    V,
+    keep,
+    reach,
+    TOKENS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHUNKS: tl.constexpr,  # at least as many as there are
+    SAMPLES: tl.constexpr,
+):
+    """Each so many-th of them, or all if there are no more. One program: BLOCK_V columns."""
+    block, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    other = tl.arange(0, CHUNKS)
+    of_chunks = tl.load(near_ptr + block * chunks + other, mask=other < chunks, other=0)
+    total = tl.sum(of_chunks, 0)
+    before = tl.sum(tl.where(other < chunk, of_chunks, 0), 0)
+    column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
+    near = is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS).to(tl.int32)
+    rank = before + tl.cumsum(near, 0) - near
+    per_rank = tl.minimum(SAMPLES, tl.maximum(total, 1))
+    place = rank * per_rank // tl.maximum(total, 1)
+    # The first of those that share a place; none of a negative rank does.
+    first = (rank == 0) | ((rank - 1) * per_rank // tl.maximum(total, 1) != place)
+    tl.store(picked_ptr + block * SAMPLES + place, column, mask=(near > 0) & first)
+
+
+@triton.jit
+def near_logits_kernel(
+    hidden_ptr,  # [N, D] packed
+    weight_ptr,  # [V, D]
+    bias_ptr,  # [V]
+    hidden_values_ptr,  # [N, D] in 8 bits
+    values_ptr,  # [V, D] in 8 bits
+    column_ptr,  # [2, V] fp32: see `dequantized`
+    token_ptr,  # [2, N] fp32
+    near_ptr,  # [num_blocks, chunks] int32: see above
+    picked_ptr,  # [num_blocks, SAMPLES] int32: see above
+    full_ptr,  # [1] int32: 1: no logits are of 8 bits, nothing to do
+    logit_ptr,  # [2, num_blocks, SAMPLES, TOKENS] fp32 of columns picked, exact and by 8 bits: out
+    chunks,
+    size,  # of either half of it
+    N,
+    V,
+    D,
+    stride_hn,
+    stride_wv,
+    stride_hvn,
+    stride_vv,
+    scale,
+    softcap,
+    TOKENS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Computes the logits of COLUMNS picked columns and a token block."""
+    block = tl.program_id(0)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    listed = place < num_near(near_ptr, block, chunks, CHUNKS)
+    if (tl.load(full_ptr) == 0) & (tl.max(listed.to(tl.int32), 0) > 0):
+        column = tl.load(picked_ptr + block * SAMPLES + place, mask=listed, other=0)
+        x = tl.zeros((COLUMNS, TOKENS), tl.float32)
+        y = tl.zeros((COLUMNS, TOKENS), ACCUMULATOR)
+        of_column, of_token = column.to(tl.int64)[:, None], token.to(tl.int64)[:, None]
+        for start in range(0, D, BLOCK_D):
+            dims = (start + tl.arange(0, BLOCK_D))[None, :]
+            inside = dims < D
+            c = tl.load(weight_ptr + of_column * stride_wv + dims, mask=inside, other=0.0)
+            e = tl.load(hidden_ptr + of_token * stride_hn + dims, mask=inside, other=0.0)
+            x = tl.dot(c, e.T, x, input_precision="ieee")
+            c = tl.load(values_ptr + of_column * stride_vv + dims, mask=inside, other=0.0)
+            e = tl.load(hidden_values_ptr + of_token * stride_hvn + dims, mask=inside, other=0.0)
+            y = tl.dot(c, e.T, y, out_dtype=ACCUMULATOR)
+        y = dequantized(y, column, V, column_ptr, token_ptr + token, N)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + column).to(tl.float32)[:, None]
+            x += bias
+            y += bias
+        if HAS_SOFTCAP:
+            x, _ = softcapped(x, softcap, False)
+            y, _ = softcapped(y, softcap, False)
+        out = logit_ptr + (block * SAMPLES + place)[:, None] * TOKENS
+        out += tl.arange(0, TOKENS)[None, :]
+        tl.store(out, x * scale)
+        tl.store(out + size, y * scale)
+
+
+@triton.jit
+def selection_error_kernel(
+    near_ptr,  # [num_blocks, chunks] int32: see above
+    logit_ptr,  # [2, num_blocks, SAMPLES, TOKENS] fp32: see above
+    lse_ptr,  # [N] natural log, of 8-bit logits
+    count_ptr,  # [1] int32
+    full_ptr,  # [1] int32: 1: nothing to do
+    lost_ptr,  # [N] fp32: out
+    chunks,
+    size,
+    width,  # nats of mass from the first column that is near the threshold to the last
+    TOKENS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SAMPLES: tl.constexpr,
+):
+    """Computes each token's lost tail mass, over exp(lse); a program a token block."""
+    block = tl.program_id(0)
+    lane = tl.arange(0, TOKENS)
+    token = block * TOKENS + lane
+    total = num_near(near_ptr, block, chunks, CHUNKS)
+    lost = tl.zeros((TOKENS,), tl.float32)
+    if (tl.load(full_ptr) == 0) & (total > 0):
+        place = tl.arange(0, SAMPLES)
+        inside = (place < total)[:, None] & (token < tl.load(count_ptr))[None, :]
+        at = logit_ptr + (block * SAMPLES + place)[:, None] * TOKENS + lane[None, :]
+        x = tl.load(at, mask=inside, other=float("-inf"))
+        off = tl.load(at + size, mask=inside, other=float("-inf"))
+        off = tl.where(inside, off - x, 0.0)
+        p = tl.where(inside, tl.exp2((x - tl.load(lse_ptr + token)[None, :]) * LOG2E), 0.0)
+        mass, exact_mass = tl.sum(p, 1), tl.sum(p * tl.exp2(off * LOG2E), 1)
+        # By how much a column's mass was too large, in nats. What is common to all of them, or to
+        # a token's logits, moves the threshold and decides nothing.
+        moved = tl.where(mass > 0, tl.log(exact_mass / mass), 0.0)
+        moved -= tl.sum(mass * moved, 0) / tl.maximum(tl.sum(mass, 0), 1e-30)
+        off -= (tl.sum(p * off, 0) / tl.maximum(tl.sum(p, 0), 1e-30))[None, :]
+        lost = tl.sum(p * off * moved[:, None], 0)
+        lost *= total / tl.minimum(total, SAMPLES) / width
+    tl.store(lost_ptr + token, lost)

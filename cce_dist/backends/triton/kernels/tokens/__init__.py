@@ -1,0 +1,1 @@
+"""Kernels that pick, sort, pack and merge tokens."""

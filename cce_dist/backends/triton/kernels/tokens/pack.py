@@ -1,0 +1,120 @@
+"""The packing before the forward: tokens that count, and facts about their targets."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.numbers import HIGHEST, LOG2E, LOWEST, scale_of, softcapped
+
+
+@triton.jit
+def splits_of(blocks, num_tiles, programs, cached_blocks, grid):
+    """Splits of the vocabulary so that blocks x splits fills whole waves of programs, and no more
+    blocks than fit the cache are in a wave. Few splits: each one's sum is then a tighter bound of
+    lse.
+    """
+    least = tl.where(blocks <= cached_blocks, 1, tl.cdiv(programs, cached_blocks))
+    most = tl.maximum(tl.cdiv(3 * least, 2), 2 * programs // blocks)
+    most = tl.minimum(tl.minimum(most, grid // blocks), num_tiles)
+    least = tl.maximum(tl.minimum(least, most), 1)
+    best = least
+    best_share = 0.0
+    for splits in range(least, most + 1):
+        work = blocks * splits
+        share = work / (tl.cdiv(work, programs) * programs)
+        better = share > best_share + 0.02
+        best = tl.where(better, splits, best)
+        best_share = tl.where(better, share, best_share)
+    return best
+
+
+@triton.jit
+def shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS: tl.constexpr):
+    """Splits of the vocabulary, and blocks at a time."""
+    splits = splits_of(blocks, num_tiles, programs, cached_blocks, grid)
+    return GROUPS * splits, tl.minimum(tl.cdiv(programs, splits), blocks)
+
+
+@triton.jit(do_not_specialize=["N", "grid"])
+def pack_kernel(
+    hidden_ptr,  # [num_rows, D], inner stride 1
+    weight_ptr,  # [V, D], inner stride 1
+    bias_ptr,  # [V]
+    rows_ptr,  # [N] int64: row of each token, those that count first
+    target_ptr,  # [N] int32, -1: none here
+    count_ptr,  # [1] int32
+    packed_ptr,  # [N_padded, stride_pn]: out, 0 for tokens that don't count
+    lower_ptr,  # [N_padded] lower bound of lse, log2: out
+    shape_ptr,  # [3] int32: blocks and splits of the forward, blocks at a time: out
+    N,
+    D,
+    N_padded,
+    num_tiles,
+    programs,  # at a time
+    cached_blocks,
+    grid,
+    stride_hn,
+    stride_wv,
+    stride_pn,
+    scale,  # a number, or [N_padded] one of each token
+    softcap,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EVERY_BLOCK: tl.constexpr,  # as if every token counted
+    GROUPS: tl.constexpr,  # splits that one program of the forward makes side by side
+):
+    """Packs BLOCK_N tokens a program. Two of the logits, the target's and the first column's, bound
+    lse before any tile is made."""
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    counts = tokens < tl.load(count_ptr)
+    rows = tl.load(rows_ptr + tokens, mask=counts, other=0)
+    target = tl.load(target_ptr + tokens, mask=counts, other=-1)
+    here = target >= 0
+    of_target = tl.zeros((BLOCK_N,), tl.float32)
+    of_first = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, stride_pn, BLOCK_D):
+        dims = start + tl.arange(0, BLOCK_D)
+        inside = dims < D
+        e = tl.load(
+            hidden_ptr + rows[:, None] * stride_hn + dims[None, :],
+            mask=counts[:, None] & inside[None, :],
+            other=0.0,
+        )
+        c = tl.load(
+            weight_ptr + target.to(tl.int64)[:, None] * stride_wv + dims[None, :],
+            mask=here[:, None] & inside[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        first = tl.load(weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
+        of_target += tl.sum(e.to(tl.float32) * c, 1)
+        of_first += tl.sum(e.to(tl.float32) * first[None, :], 1)
+        tl.store(
+            packed_ptr + tokens.to(tl.int64)[:, None] * stride_pn + dims[None, :],
+            e,
+            mask=(tokens < N_padded)[:, None] & (dims < stride_pn)[None, :],
+        )
+    if HAS_BIAS:
+        of_target += tl.load(bias_ptr + target, mask=here, other=0.0).to(tl.float32)
+        of_first += tl.load(bias_ptr).to(tl.float32)
+    if HAS_SOFTCAP:
+        of_target, _ = softcapped(of_target, softcap, False)
+        of_first, _ = softcapped(of_first, softcap, False)
+    ref = tl.full((BLOCK_N,), LOWEST, tl.float32)
+    # An infinite logit, or NaN, is no bound.
+    scale = scale_of(scale, tokens)
+    of_first *= scale * LOG2E
+    ref = tl.where(tl.abs(of_first) < 1e30, of_first, ref)
+    of_target *= scale * LOG2E
+    ref = tl.where(here & (tl.abs(of_target) < 1e30), tl.maximum(ref, of_target), ref)
+    ref = tl.where(counts, ref, HIGHEST)
+    blocks = tl.maximum(tl.cdiv(tl.load(count_ptr), TOKENS), 1)
+    if EVERY_BLOCK:
+        blocks = N_padded // TOKENS
+    tl.store(lower_ptr + tokens, ref, mask=tokens < N_padded)
+    if tl.program_id(0) == 0:
+        splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)
+        tl.store(shape_ptr, blocks)
+        tl.store(shape_ptr + 1, splits)
+        tl.store(shape_ptr + 2, at_once)

@@ -1,0 +1,1 @@
+"""How kernels are loaded and started, and the shapes of their tiles."""

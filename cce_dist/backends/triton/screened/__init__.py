@@ -1,0 +1,1 @@
+"""Logits of 8 bits, their error, and exact logits where they count."""

@@ -1,0 +1,166 @@
+"""Forward over this rank's shard in Triton: statistics, and marks for the backward.
+
+No autograd, no groups, and nothing that makes the host wait for the device.
+"""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cce_dist.backends.eight_bits import Rounding
+from cce_dist.backends.protocol import ForwardRequest
+from cce_dist.backends.triton.filter.kept_logits import KeptLogits
+from cce_dist.backends.triton.filter.lists import ListedLogits, Marks, MassFactors, marks_of
+from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
+from cce_dist.backends.triton.forward.operands import Finished, Launch
+from cce_dist.backends.triton.forward.shares import mass_factors
+from cce_dist.backends.triton.forward.state import Forward
+from cce_dist.backends.triton.forward.targets import Placed, add_targets, start_products
+from cce_dist.backends.triton.screened.quantize import quantize_for, start_sums
+from cce_dist.backends.triton.screened.steps import (
+    Screened,
+    add_exact_columns,
+    guard,
+    sum_exact_columns,
+    with_eight_bits,
+)
+from cce_dist.backends.triton.screened.tail_error import correct_tail
+from cce_dist.backends.triton.tokens.order import for_kernels, in_similar_order
+from cce_dist.core.types import Head, Stats, Tokens
+from cce_dist.options import TOKEN_BLOCK
+
+
+def forward(
+    tokens: Tokens, head: Head, request: ForwardRequest, *, order_as: torch.dtype | None = None
+) -> tuple[Stats, Marks | None]:
+    """Computes statistics of every token over this rank's shard. Deterministic.
+
+    The store is KeptLogits without a filter, or ListedLogits with a screen. Bounds are exchanged
+    once for each of `EXCHANGES`.
+
+    Args: order_as: dtype of the marks' order; None: `order_dtype`.
+    Returns:
+        Stats with fields [N] fp32, 0 for tokens that don't count.
+        Marks if there is a filter, else None.
+    Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/performance.md#forward.
+    """
+    rule, screen, bounds, order = request.filter, request.screen, request.bounds, None
+    if screen is not None:
+        head = head.quantized_by(quantize_for, tokens, screen)
+    head = for_kernels(head)
+    wait_for_sums = start_sums(tokens, head, screen)
+    try:
+        if rule is not None and len(tokens) > TOKEN_BLOCK:
+            tokens, order = in_similar_order(tokens)
+        every = request.store if isinstance(request.store, KeptLogits) else None
+        run = Forward.of(tokens, head, request.wanted, rule is not None, every, screen is not None)
+    finally:
+        sums = None if wait_for_sums is None else wait_for_sums()
+    rounding = None
+    if screen is not None:
+        run, rounding = with_eight_bits(run, screen, sums)
+    launches = run.launches(bounds is not None)
+    shard_lower = run.parts["lower"] if bounds is None else run.parts["lower"].clone()
+    for launch in launches:
+        run.launch(rule, launch)
+        if bounds is not None and launch.number in EXCHANGES:
+            raise_lower(
+                bounds, shard_lower, run.parts, run.shape, len(tokens), launch.number, order
+            )
+    last = Launch(launches[-1].number, 0, run.num_tiles, robust=True)
+    finished, screened, factors, placed = _merged(
+        run, last, len(launches), request, rounding, order, order_as
+    )
+    stats = Stats(placed.lse, placed.target_logit, **_others(run, finished, screened, order))
+    if rule is None:
+        return stats, None
+    assert placed.log_dropped is not None and placed.seed is not None and factors is not None
+    marks = marks_of(
+        run.parts["mass"],
+        factors,
+        run.count,
+        placed.log_dropped,
+        placed.seed,
+        run.weight.dtype,
+        threshold=rule.threshold,
+        # Columns are drawn by mass, which a threshold of the largest probability is not.
+        draws=not rule.by_largest,
+        order=placed.order,
+    )
+    if screened is not None and rounding is not None:
+        _compute_kept_columns(run, finished, marks, screened, rounding, request, placed, order)
+    return stats, marks
+
+
+def _compute_kept_columns(
+    run: Forward,
+    finished: Finished,
+    marks: Marks,
+    screened: Screened,
+    rounding: Rounding,
+    request: ForwardRequest,
+    placed: Placed,  # written
+    order: Tensor | None,
+) -> None:
+    """After 8-bit logits: the exact ones of the columns kept, and what the others are off by."""
+    assert request.filter is not None and placed.log_dropped is not None
+    listed = request.store if isinstance(request.store, ListedLogits) else None
+    by_mass = None if request.filter.by_largest else request.filter.threshold
+    wait = correct_tail(run, finished, rounding, screened.full, by_mass)
+    try:
+        exact = sum_exact_columns(run, finished, marks, screened, request.room, listed)
+    finally:
+        wait()
+    add_exact_columns(run, finished, screened, exact, order, placed.lse, placed.log_dropped)
+
+
+def _merged(
+    run: Forward,
+    last: Launch,
+    num_launches: int,
+    request: ForwardRequest,
+    rounding: Rounding | None,
+    order: Tensor | None,
+    order_as: torch.dtype | None,
+) -> tuple[Finished, Screened | None, MassFactors | None, Placed]:
+    """The splits merged, in full precision if 8 bits won't do, and the targets added."""
+    screened = factors = None
+    run.launch(request.filter, last)
+    # Here, where small kernels follow: beside one of the forward's no other program has registers.
+    products = start_products(run)
+    try:
+        finished = run.merge(last)
+        if request.screen is not None:
+            assert rounding is not None
+            full, screened = guard(run, finished, rounding.variance, request.screen)
+            for launch in (full.alone(), full.alone(robust=True)):
+                full.launch(request.filter, launch)
+            finished = run.merge(last)
+        if run.score:
+            full = None if screened is None else screened.full
+            factors = mass_factors(run, finished, num_launches, full)
+    finally:
+        of_targets = products()
+    placed = add_targets(run, finished, of_targets, order, order_as)
+    return finished, screened, factors, placed
+
+
+def _others(
+    run: Forward, finished: Finished, screened: Screened | None, order: Tensor | None
+) -> dict[str, Tensor]:
+    """The statistics that few ask for, by the name of `Stats`' field, in the caller's order."""
+    others = run.extras()
+    if finished.entropy is not None:
+        others["entropy"] = finished.entropy[: len(run.tokens)]
+    if run.wanted.screened:
+        counts = run.counts.to(finished.lse.dtype)
+        others["screened"] = 0 * counts if screened is None else counts * (1 - screened.full)
+    if order is None or not others:
+        return others
+    packed = torch.stack([*others.values()])
+    packed = torch.empty_like(packed).index_copy_(1, order, packed)
+    return dict(zip(others, packed.unbind(0), strict=True))

@@ -1,0 +1,1 @@
+"""Tokens that count: picked, ordered by similarity, merged over ranks."""

@@ -1,0 +1,67 @@
+"""The merge of the ranks' lse and target logits: two kernels, where torch takes some forty."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.backends.triton.kernels.tokens.merge import merge_kernel, pack_stats_kernel
+from cce_dist.backends.triton.launch.start import start
+from cce_dist.core.types import MergeKernels
+from cce_dist.ranks.merge_header import DIGIT, LEAST_SPREAD, LEAST_TOKENS, LOOK_AT, NUM_DIGITS, SAME
+
+BLOCK = 256
+
+
+def pack_lse_and_target(lse: Tensor, target_logit: Tensor, header: Sequence[int]) -> Tensor:
+    """[N], [N], eight numbers below 2^24 -> [8 + 2 N] fp32."""
+    out = lse.new_empty(NUM_DIGITS + 2 * len(lse))
+    start(pack_stats_kernel, (max(triton.cdiv(len(lse), BLOCK), 1),))(
+        lse.contiguous(),
+        target_logit.contiguous(),
+        out,
+        len(lse),
+        *(float(number) for number in header),
+        BLOCK_N=BLOCK,
+    )
+    return out
+
+
+def merge_lse_and_target(
+    parts: Tensor,  # [W, 8 + 2 N] fp32: header, lse, target logit
+    count: Tensor | None,  # [1] int32: tokens that count
+) -> tuple[Tensor, Tensor]:
+    """lse and target logit of all shards [2, N], 0 where no token counts, as
+    `partials.merge_parts`; whether the parts belong together, [1] int32, as
+    `merge_header.is_sound`."""
+    ranks, stride = parts.shape
+    num_tokens = (stride - NUM_DIGITS) // 2
+    out = parts.new_empty(2, num_tokens)
+    sound = torch.empty(1, dtype=torch.int32, device=parts.device)
+    start(merge_kernel, (triton.cdiv(num_tokens, BLOCK) + 1,))(
+        parts,
+        sound if count is None else count,
+        out,
+        sound,
+        ranks,
+        num_tokens,
+        stride,
+        BLOCK_N=BLOCK,
+        BLOCK_RANKS=triton.next_power_of_2(ranks),
+        DIGIT=DIGIT,
+        HAS_COUNT=count is not None,
+        LOOK_AT=LOOK_AT,
+        LEAST_TOKENS=LEAST_TOKENS,
+        SAME=SAME,
+        LEAST_SPREAD=LEAST_SPREAD,
+    )
+    return out, sound
+
+
+KERNELS = MergeKernels(pack_lse_and_target, merge_lse_and_target)

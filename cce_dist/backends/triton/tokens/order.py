@@ -1,0 +1,139 @@
+"""What the kernels read: strides, padding and vectors as they expect them."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cce_dist.backends.triton.kernels.tokens.order import order_kernel
+from cce_dist.backends.triton.kernels.tokens.similar import SEEDS, similar_kernel
+from cce_dist.backends.triton.launch.start import is_rehearsing, start
+from cce_dist.backends.triton.launch.tiles import interpreted
+from cce_dist.core.types import Head, Tokens
+
+# Tokens, of which `order_kernel` takes work that grows with their square; torch sorts more.
+MOST_COUNTED = 2**16
+
+
+def with_unit_inner_stride(matrix: Tensor) -> Tensor:
+    """Returns the matrix itself, or a copy where a row's elements don't lie side by side."""
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
+
+
+def padded_dim(matrix: Tensor) -> int:
+    """Rounds D up to 16 bytes, a descriptor's unit."""
+    unit = 16 // matrix.element_size()
+    return triton.cdiv(matrix.shape[1], unit) * unit
+
+
+def pad_tokens(values: Tensor, size: int, fill: float) -> Tensor:
+    """Pads [..., N] to [..., size]."""
+    short = size - values.shape[-1]
+    return torch.nn.functional.pad(values, (0, short), value=fill) if short else values
+
+
+def for_kernels(head: Head) -> Head:
+    """Returns the head with vectors as the kernels read them: contiguous, class weights in fp32."""
+    bias, class_weight = head.bias, head.class_weight
+    return replace(
+        head,
+        weight=with_unit_inner_stride(head.weight),
+        bias=None if bias is None else bias.contiguous(),
+        class_weight=None if class_weight is None else class_weight.float().contiguous(),
+    )
+
+
+def rows_of(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Returns rows of hidden [N] int64, those that count first, and how many count [1] int32."""
+    device = tokens.local_targets.device
+    rows, count = tokens.rows, tokens.count
+    if rows is None:
+        rows = torch.arange(len(tokens), device=device)
+    if count is None:
+        count = torch.full((1,), len(tokens), dtype=torch.int32, device=device)
+    return rows, count
+
+
+def similar_order(tokens: Tokens) -> Tensor:
+    """Returns an order in which tokens of similar hidden states stand side by side, those that
+    count before those that don't, [N] int64. docs/performance.md#the-order-of-tokens."""
+    return in_similar_order(tokens)[1]
+
+
+def in_similar_order(tokens: Tokens) -> tuple[Tokens, Tensor]:
+    """Returns the tokens in `similar_order`, and that order."""
+    rows, count = rows_of(tokens)
+    key, tally = similar_keys(tokens.hidden, rows, count)
+    num_tokens = len(tokens)
+    if num_tokens > MOST_COUNTED:
+        order = torch.sort(key, stable=True).indices
+        return tokens.reordered(order), order
+    order = torch.empty(num_tokens, dtype=torch.int64, device=rows.device)
+    if is_rehearsing():
+        # torch's own kernels run then, too.
+        torch.arange(num_tokens, out=order)
+    # Where a token's row is its number they are the same, and written twice.
+    made_rows = order if tokens.rows is None else torch.empty_like(rows)
+    targets = tokens.local_targets.contiguous()
+    made_targets = torch.empty_like(targets)
+    # In the interpreter few tallies at a time, so that some tests have more.
+    block, parts = (2 * part_tokens(), 4) if interpreted() else (128, 128)
+    start(order_kernel, (triton.cdiv(num_tokens, block),))(
+        key,
+        tally,
+        rows,
+        targets,
+        order,
+        made_rows,
+        made_targets,
+        num_tokens,
+        PART=part_tokens(),
+        PARTS=parts,
+        BLOCK=block,
+        num_warps=8,
+    )
+    scale = None if tokens.scale is None else tokens.scale.index_select(0, order)
+    return Tokens(tokens.hidden, made_rows, made_targets, tokens.count, scale=scale), order
+
+
+def part_tokens() -> int:
+    """Returns the tokens of one program of `similar_kernel`."""
+    return 512 if interpreted() else 32
+
+
+def similar_keys(hidden: Tensor, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `similar_kernel`: [N] uint8; [parts, SEEDS] int16, how many of each `part_tokens` tokens
+    have each key."""
+    hidden = with_unit_inner_stride(hidden)
+    num_tokens, parts = rows.shape[0], triton.cdiv(rows.shape[0], part_tokens())
+    key = torch.empty(num_tokens, dtype=torch.uint8, device=hidden.device)
+    tally = torch.empty(parts, SEEDS.value, dtype=torch.int16, device=hidden.device)
+    start(similar_kernel, (parts,))(
+        hidden,
+        rows,
+        count,
+        key,
+        tally,
+        num_tokens,
+        hidden.shape[1],
+        hidden.stride(0),
+        BLOCK_N=part_tokens(),
+        BLOCK_D=128,
+        PRECISION="ieee",
+    )
+    return key, tally
+
+
+def tiles_of(matrix: Tensor, rows: int, columns: int, use_tma: bool) -> Any:
+    """Returns a descriptor of such tiles of the matrix, or the matrix for a pointer."""
+    if not use_tma:
+        return matrix
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns])

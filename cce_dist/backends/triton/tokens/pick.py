@@ -1,0 +1,55 @@
+"""Which tokens count, and where their targets are: two kernels, where torch takes some thirty."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.backends.triton.kernels.tokens.pick import count_kernel, place_kernel
+from cce_dist.backends.triton.launch.start import start
+from cce_dist.core.types import Picked
+from cce_dist.vocab_shard import VocabShard
+
+BLOCK = 1024
+
+
+def pick_on_device(ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
+    """ids [N] int64, N > 0 -> those that are not ignored, in front. The host doesn't wait."""
+    ids = ids.contiguous()
+    size, device = ids.shape[0], ids.device
+    grid = (triton.cdiv(size, BLOCK),)
+
+    def new(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    parts = new(2, *grid, dtype=torch.int32)
+    start(count_kernel, grid)(ids, parts, size, ignore_index, shard.vocab_size, BLOCK=BLOCK)
+    counts = new(size, dtype=torch.bool)
+    picked = Picked(
+        targets=new(size, dtype=torch.int64),
+        rows=new(size, dtype=torch.int64),
+        count=new(1, dtype=torch.int32),
+        counts=counts,
+        local_targets=new(size, dtype=torch.int32),
+        in_range=new(1, dtype=torch.int32),
+    )
+    start(place_kernel, grid)(
+        ids,
+        parts,
+        picked.rows,
+        picked.targets,
+        picked.local_targets,
+        counts.view(torch.uint8),
+        picked.count,
+        picked.in_range,
+        size,
+        ignore_index,
+        shard.start,
+        shard.num_classes,
+        BLOCK=BLOCK,
+    )
+    return picked

@@ -1,0 +1,122 @@
+"""The first call of its kind: compile what forward and backward will start, side by side."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.backends.protocol import (
+    BackwardRequest,
+    ExpectedBackward,
+    ForwardRequest,
+    HiddenSum,
+    Room,
+    WeightGrad,
+)
+from cce_dist.backends.triton import grads as triton_grads
+from cce_dist.backends.triton.filter.lists import ListedLogits, blocks_padded, keep, order_dtype
+from cce_dist.backends.triton.launch.start import can_rehearse, rehearsal
+from cce_dist.backends.triton.launch.tiles import interpreted
+from cce_dist.backends.triton.stats import forward
+from cce_dist.core.slower import warn_slower
+from cce_dist.core.types import Head, Tokens, Upstream
+from cce_dist.options import TOKEN_BLOCK
+
+# What distinguishes the kernels that this process has compiled.
+_rehearsed: set[tuple[object, ...]] = set()
+
+
+@dataclass(frozen=True)
+class NoSum:
+    """A sum over ranks that are not asked."""
+
+    is_local: bool
+    part_dtype: torch.dtype
+
+    def start(
+        self, part: Tensor, *, finish: Callable[[], object] = lambda: None
+    ) -> Callable[[], Tensor]:
+        finish()
+        return lambda: part
+
+    def of_tokens(self, part: Tensor, rows: Tensor | None) -> Tensor:
+        return part
+
+
+def warm_up(
+    tokens: Tokens, head: Head, request: ForwardRequest, backward: ExpectedBackward
+) -> None:
+    """Compiles the kernels of a filtered loss and of its gradients, all at once; once.
+
+    They don't depend on the number of tokens, so a few stand for all. Nothing is read or written.
+    Kernels of rarer calls are compiled when they come: for upstream gradients of statistics, for
+    bounds that ranks exchange.
+    """
+    weight, num_blocks = head.weight, triton.cdiv(len(tokens), TOKEN_BLOCK)
+    if interpreted() or torch.cuda.is_current_stream_capturing():
+        return
+    if not can_rehearse():
+        warn_slower(
+            f"triton {triton.__version__} compiles a first call's kernels one after the other, in "
+            "twice the time; 3.6 and later do so side by side"
+        )
+        return
+    hidden = backward.hidden
+    if hidden is not None:
+        hidden = NoSum(hidden.is_local, hidden.part_dtype)
+    assert request.filter is not None
+    # Any will do for a binary that takes them as numbers.
+    rule, room = replace(request.filter, threshold=1.0), Room(1)
+    has = (head.bias is None, head.class_weight is None, head.softcap is None)
+    has += (tokens.scale is None, request.wanted, rule, request.screen, request.store is not None)
+    has += (replace(backward, hidden=None), hidden)
+    layout = (weight.device, weight.dtype, weight.shape, weight.stride(), tokens.hidden.stride())
+    sizes = (num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks))
+    if (has, layout, sizes) in _rehearsed:
+        return
+    _rehearsed.add((has, layout, sizes))
+    store = None
+    if isinstance(request.store, ListedLogits):
+        store = ListedLogits(request.store.draws)
+    request = replace(request, filter=rule, bounds=None, store=store, room=room)
+    with rehearsal(weight.device), torch.no_grad():
+        # No copy of the weight that one call makes for others: there are no numbers to make it of.
+        _go_through(tokens, replace(head, quantize_once=None), request, backward, hidden)
+
+
+def _go_through(
+    tokens: Tokens,
+    head: Head,
+    request: ForwardRequest,
+    expected: ExpectedBackward,
+    hidden: HiddenSum | None,
+) -> None:
+    few = tokens.slice(0, min(len(tokens), 2 * TOKEN_BLOCK))
+    # This and `blocks_padded` are what the kernels do know of the number of tokens.
+    stats, marks = forward(few, head, request, order_as=order_dtype(len(tokens)))
+    assert marks is not None and request.filter is not None
+    marks = replace(marks, blocks_padded=blocks_padded(triton.cdiv(len(tokens), TOKEN_BLOCK)))
+    weight = None
+    if expected.weight is not None:
+        # Of the shape and the alignment, without the memory; whoever writes it gets an error.
+        row = head.weight.new_empty(1, head.weight.shape[1], dtype=expected.weight)
+        weight = WeightGrad(row.expand(head.weight.shape), expected.accumulate)
+    upstream = Upstream(stats.lse, stats.lse if expected.of_lse else None, stats.smooth_logit)
+    later = BackwardRequest(
+        stats=replace(stats, entropy=None),
+        upstream=upstream,
+        kept=keep(few, head, marks, stats.lse, request.filter, request.room),
+        hidden=hidden,
+        weight=weight,
+        bias=expected.bias,
+        store=request.store,
+        room=request.room,
+    )
+    triton_grads.backward(few, head, later)

@@ -1,0 +1,6 @@
+"""The command `cce-dist`, a file a subcommand."""
+
+from cce_dist.core.old_names import attributes_of
+
+# As a module this had `app`.
+__getattr__ = attributes_of("cce_dist.cli", "cce_dist.cli.main")

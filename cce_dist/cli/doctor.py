@@ -1,0 +1,145 @@
+"""`cce-dist doctor`: what is right and wrong with this machine, its software and its ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cce_dist.distributed.launchers import rank_from_environment
+from cce_dist.doctor.check import Check, worst
+from cce_dist.doctor.run import Report, Request, examine
+
+from .output import check_output, write_output
+
+DTYPES = ("bfloat16", "float16", "float32")
+STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red", "skipped": "dim"}
+# Where output goes to a file, as a log of torchrun's.
+WIDTH = 80
+
+
+def doctor(
+    tp: Annotated[
+        int | None, typer.Option(help="Ranks that share the vocabulary; else all that --pp leaves.")
+    ] = None,
+    pp: Annotated[int, typer.Option(help="Ranks of a pipeline.")] = 1,
+    tokens: Annotated[
+        int, typer.Option(help="Of the collectives, in one call of the loss.")
+    ] = 8192,
+    dim: Annotated[int, typer.Option(help="Hidden size of the collectives.")] = 2304,
+    vocab: Annotated[int, typer.Option(help="Classes.")] = 256000,
+    dtype: Annotated[
+        str, typer.Option(help=f"Of hidden states, for the collectives. [{'|'.join(DTYPES)}]")
+    ] = "bfloat16",
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel")] = False,
+    seconds: Annotated[
+        float, typer.Option(help="Of numerics, after which none starts; 0 leaves them out.")
+    ] = 30.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that a rank may keep the others waiting.")
+    ] = 60.0,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s that collectives should reach, of the bus.")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the findings here; - prints them alone.")
+    ] = None,
+) -> None:
+    """Check GPU, versions, numerics and ranks: alone, or on every rank, however started.
+
+    Exits with 0 if nothing failed, 1 if a check did, 2 for bad arguments.
+    """
+    request = Request(
+        tp=tp,
+        pp=pp,
+        tokens=tokens,
+        dim=dim,
+        vocab=vocab,
+        dtype=dtype,
+        sequence_parallel=sequence_parallel,
+        seconds=seconds,
+        timeout=timeout,
+        bandwidth=bandwidth,
+    )
+    try:
+        validate(request)
+        check_output("--json", json_path)
+        report = examine(request)
+    except ValueError as error:
+        if rank_from_environment() == 0:
+            typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if report.rank == 0:
+        _hand_over(report, json_path)
+    elif report.mesh is None:
+        # The ranks are apart: no other rank reports this rank's findings.
+        for check in report.checks:
+            if check.status == "failure":
+                place = f"rank {report.rank} on {report.hosts[0]}"
+                typer.echo(f"error: {place}: {check.name}: {check.observed}", err=True)
+    raise typer.Exit(report.exit_code)
+
+
+def validate(request: Request) -> None:
+    """Raises ValueError: an option names what cannot be."""
+    for name in ("tp", "pp", "tokens", "dim", "vocab"):
+        value = getattr(request, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be >= 1, got {value}")
+    if request.dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {list(DTYPES)}, got {request.dtype!r}")
+    if not 0 <= request.seconds < float("inf"):
+        raise ValueError(f"--seconds must be >= 0 and finite, got {request.seconds}")
+    for name in ("timeout", "bandwidth"):
+        value = getattr(request, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"--{name} must be > 0 and finite, got {value}")
+
+
+def _hand_over(report: Report, path: Path | None) -> None:
+    text = json.dumps(report.as_json(), indent=1)
+    if path is not None and str(path) == "-":
+        typer.echo(text)
+        return
+    show(report)
+    if path is not None:
+        try:
+            write_output("--json", path, text + "\n")
+        except ValueError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+def show(report: Report) -> None:
+    """Shows a table of all rows, each with its remedy where there is one."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    table = Table(show_lines=False)
+    table.add_column("check", max_width=24)
+    table.add_column("status")
+    table.add_column("found", ratio=1)
+    for check in report.checks:
+        status = Text(check.status, style=STYLES[check.status])
+        table.add_row(Text(check.name), status, Text(lines_of(check)))
+    console.print(table)
+    counts = {status: sum(check.status == status for check in report.checks) for status in STYLES}
+    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    console.print(Text(f"{worst(report.checks)}: {said}"))
+
+
+def lines_of(check: Check) -> str:
+    """Writes a check's finding; for a bad finding also the expectation and the remedy."""
+    lines = [check.observed]
+    measured = "expected_seconds" in check.numbers
+    if check.expected and (measured or check.status in ("warning", "failure")):
+        lines.append(f"expected: {check.expected}")
+    if check.remedy:
+        lines.append(f"do: {check.remedy}")
+    return "\n".join(lines)

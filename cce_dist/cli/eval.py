@@ -1,0 +1,144 @@
+"""`cce-dist eval`: the perplexity of texts by a checkpoint of `cce-dist train`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cce_dist.needs.extras import need_modules
+
+from .output import check_output, write_output
+
+if TYPE_CHECKING:
+    from cce_dist.train.evaluate.scores import Findings, Score, TextScore
+
+# Where output goes to a file, as a log of torchrun's.
+WIDTH = 80
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, as runs/quickstart.")],
+    texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="Files in UTF-8.")],
+    checkpoint: Annotated[
+        int | None, typer.Option(help="Of this step; else the run's newest.")
+    ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(help="Ranks that share the vocabulary, else all; the rest share the windows."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Windows at a time on a rank, else as in training.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens of a window, else as in training.")
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Tokens from window to window, else as many as a window has."),
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Where the run's tokenizer is, if its data.cache has moved.")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the findings here; - prints them alone.")
+    ] = None,
+) -> None:
+    """Perplexity of texts by a checkpoint of `cce-dist train`, on any number of ranks.
+
+    Exits with 0, with 2 for bad arguments, with 1 where a rank fails.
+    """
+    from cce_dist.train.evaluate.perplexity import Request, run_evaluation
+
+    need_modules("tokenizers")
+    request = Request(
+        run=run,
+        texts=tuple(texts),
+        checkpoint=checkpoint,
+        tp=tp,
+        batch=batch,
+        sequence_length=sequence_length,
+        stride=stride,
+        cache=cache,
+    )
+    try:
+        check_output("--json", json_path)
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(run_evaluation(request, lambda findings: _hand_over(findings, json_path)))
+
+
+def _hand_over(findings: Findings, path: Path | None) -> None:
+    text = json.dumps(findings.as_json(), indent=1)
+    if path is not None and str(path) == "-":
+        typer.echo(text)
+        return
+    show(findings)
+    if path is not None:
+        from cce_dist.train.errors import JobError
+
+        try:
+            write_output("--json", path, text + "\n")
+        except ValueError as error:
+            raise JobError(str(error)) from None
+
+
+def show(findings: Findings) -> None:
+    """Shows a table of the texts, and a table of the tenths of all of them by frequency."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    config, tokens = findings.config, findings.whole.score.tokens
+    length = config.data.sequence_length
+    lines = [
+        f"{findings.checkpoint.folder}, {config.dtype}",
+        f"windows of {length} tokens, {findings.stride} apart",
+        f"{findings.device}, dp {findings.dp}, tp {config.parallel.tp}: "
+        f"{tokens / findings.seconds:,.0f} tokens/s",
+    ]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    rows = [[str(path), *_cells(score)] for path, score in findings.texts]
+    if len(rows) > 1:
+        rows.append(["all", *_cells(findings.whole)])
+    columns = ("text", "tokens", "nats/token", "perplexity", "bits/byte")
+    console.print(_table(columns, rows))
+    rows = [
+        [str(group.tenth), f"{group.num_ids:,}", _range(group.times), *_figures(group.score)]
+        for group in findings.groups
+    ]
+    columns = ("tenth", "ids", "times each", "tokens", "nats/token", "perplexity")
+    console.print(_table(columns, rows, "by how often the texts have the token"))
+
+
+def _table(columns: tuple[str, ...], rows: list[list[str]], caption: str | None = None) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(caption=caption)
+    for index, column in enumerate(columns):
+        first = index == 0
+        table.add_column(column, justify="left" if first else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _cells(score: TextScore) -> list[str]:
+    return [*_figures(score.score), f"{score.bits_per_byte:.4f}"]
+
+
+def _figures(score: Score) -> list[str]:
+    perplexity = "> 1e307" if score.perplexity is None else f"{score.perplexity:,.2f}"
+    return [f"{score.tokens:,}", f"{score.nats_per_token:.6f}", perplexity]
+
+
+def _range(times: tuple[int, int]) -> str:
+    least, most = times
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"

@@ -1,0 +1,288 @@
+"""`cce-dist plan model` and `cce-dist plan times`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cce_dist.planner.cost.hardware import HARDWARE, Hardware, find_hardware, require_units
+from cce_dist.planner.cost.job import ATTENTIONS, LOSSES, OVER, SOFTWARE, Job, Software
+from cce_dist.planner.models.huggingface import read_config
+from cce_dist.planner.models.model import Model
+from cce_dist.planner.models.presets import find_model, model_names
+from cce_dist.planner.names import nearest_name
+from cce_dist.planner.orders.measured import predict_file
+from cce_dist.planner.orders.schedules import NAMES
+from cce_dist.planner.plan import Plan, make_plan
+from cce_dist.planner.report import describe
+from cce_dist.planner.search import (
+    best_plan,
+    largest_microbatch,
+    largest_of_layouts,
+    nearest_that_fits,
+    vocab_pays,
+)
+
+from .plan_plot import plot_plan, plot_timeline, require_file, require_picture
+from .plan_tables import show_plan, show_prediction
+
+
+def one_of(*words: str, help: str = "") -> Any:
+    """Makes an option whose words `Job` knows; typer's own choices want classes."""
+    # Not in brackets, which rich takes for markup and leaves out.
+    return typer.Option(help=f"{help} One of: {', '.join(words)}.".strip(), show_default=True)
+
+
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the plan here; - prints it.")]
+PlotPath = Annotated[
+    Path | None, typer.Option("--plot", help="Draw memory and timeline: PNG, PDF or SVG.")
+]
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turns the planner's refusals, and files that cannot be written, into a line on stderr and
+    exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def model_command(
+    name: Annotated[str, typer.Argument(help="A preset, or a Hugging Face config.json.")],
+    hardware: Annotated[
+        str, typer.Option(help=f"{', '.join(HARDWARE)}, or a JSON file of its numbers.")
+    ] = "h200",
+    number: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--number",
+            help="KEY=VALUE of hardware or software, in bytes, FLOP/s, seconds: memory=8e10. "
+            "May be repeated; a key that is not known names them all.",
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Take so many of the model's.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Layers of each stage, 7,7,7,5; else the best found.")
+    ] = None,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    microbatch: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 1,
+    microbatches: Annotated[int, typer.Option(help="Of a step, on a data-parallel rank.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
+    chunks: Annotated[
+        int, typer.Option("--virtual", "--chunks", help="Stages of a pipeline rank.")
+    ] = 1,
+    cp: Annotated[int, typer.Option(help="Context-parallel ranks.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks, of the dp * cp.")] = 1,
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option("--sequence-parallel", help="Tokens between layers over tp ranks."),
+    ] = False,
+    distributed_optimizer: Annotated[
+        bool,
+        typer.Option("--distributed-optimizer", help="Its states over the dp * cp ranks."),
+    ] = False,
+    overlap_data: Annotated[
+        bool,
+        typer.Option("--overlap-data", help="Sums over data-parallel ranks, beside the passes."),
+    ] = False,
+    overlap_tensor: Annotated[
+        bool,
+        typer.Option("--overlap-tensor", help="What tensor-parallel ranks send, beside products."),
+    ] = False,
+    gradients: Annotated[str, one_of("fp32", "bf16", help="As they are added up.")] = "fp32",
+    precision: Annotated[
+        str,
+        one_of("mixed", "bf16", "fp32", help="mixed: fp32 weights and moments beside bf16 ones."),
+    ] = "mixed",
+    recompute: Annotated[
+        str, one_of("none", "selective", "full", help="Selective: attention's scores.")
+    ] = "none",
+    attention: Annotated[
+        str, one_of(*ATTENTIONS, help="auto: cudnn with --software megatron, else flash.")
+    ] = "auto",
+    dropout: Annotated[bool, typer.Option("--dropout", help="As GPT-3 has it.")] = False,
+    loss: Annotated[str, one_of(*LOSSES, help="exact and filtered are ours.")] = "native",
+    vocab_over: Annotated[
+        str, one_of(*OVER, help="Who has the vocabulary: the last stage, or all pp ranks (ours).")
+    ] = "last",
+    schedule: Annotated[
+        str,
+        one_of(
+            "auto", *NAMES, help="auto: 1f1b, interleaved with chunks, vocab with --vocab-over."
+        ),
+    ] = "auto",
+    software: Annotated[str, one_of(*SOFTWARE, help="Whose kernels.")] = "megatron",
+    kept_columns: Annotated[
+        int, typer.Option(help="Columns that filtered computes again, a block of 128 tokens.")
+    ] = 6000,
+    json_path: JsonPath = None,
+    plot_path: PlotPath = None,
+) -> None:
+    """Time and memory of a training step, stage by stage, and a layout of its layers."""
+    with refusals():
+        require_file("json", json_path)
+        require_picture(plot_path)
+        model, notes = _model(name, layers)
+        numbers, kernels = _numbers(hardware, software, number or [])
+        job = Job(
+            sequence=sequence,
+            microbatch=microbatch,
+            microbatches=microbatches,
+            tp=tp,
+            pp=pp,
+            chunks=chunks,
+            cp=cp,
+            dp=dp,
+            ep=ep,
+            sequence_parallel=sequence_parallel,
+            distributed_optimizer=distributed_optimizer,
+            overlap_data=overlap_data,
+            overlap_tensor=overlap_tensor,
+            gradients=gradients,
+            precision=precision,
+            recompute=recompute,
+            attention=attention,
+            dropout=dropout,
+            loss=loss,
+            vocab_over=vocab_over,
+            schedule=schedule,
+            kept_columns=kept_columns,
+            software=kernels,
+        )
+        best = best_plan(model, job, numbers) if layout is None else None
+        plan = best or make_plan(model, job, numbers, _layout(layout or ""))
+        pays = vocab_pays(model, job, numbers, best=best)
+        mine = largest_microbatch(plan)
+        largest = max(mine, largest_of_layouts(model, job, numbers))
+        report = describe(plan, pays, largest=largest, largest_of_layout=mine, notes=notes)
+        advice = "" if plan.fits else _advice(plan, is_asked=layout is not None)
+        _hand_over(plan, report, json_path, plot_path)
+    if not plan.fits:
+        typer.echo(f"error: does not fit: {plan.binds}; {advice}", err=True)
+        raise typer.Exit(1)
+
+
+def _advice(plan: Plan, *, is_asked: bool) -> str:
+    """With what a plan that does not fit would."""
+    layout = plan.layout if is_asked else None
+    near = nearest_that_fits(plan.model, plan.job, plan.hardware, layout)
+    if near.fits is not None:
+        return f"fits with {near.fits}"
+    return f"nothing tried fits, up to {near.tried}: more ranks, or a smaller model"
+
+
+def _hand_over(
+    plan: Plan,
+    report: dict[str, Any],
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    if json_path is not None and str(json_path) == "-":
+        typer.echo(json.dumps(report, indent=1))
+    else:
+        show_plan(plan, report)
+        if json_path is not None:
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if plot_path is not None:
+        plot_plan(plan, plot_path)
+
+
+def _model(name: str, layers: int | None) -> tuple[Model, tuple[str, ...]]:
+    notes: tuple[str, ...] = ()
+    if Path(name).exists():
+        model, notes = read_config(name)
+    else:
+        model = find_model(name)
+    return (model if layers is None else replace(model, layers=layers)), notes
+
+
+def _numbers(hardware: str, software: str, pairs: list[str]) -> tuple[Hardware, Software]:
+    """Raises ValueError: a key that neither has, or no number."""
+    if software not in SOFTWARE:
+        raise ValueError(f"software must be one of {list(SOFTWARE)}, got {software!r}")
+    chosen = SOFTWARE[software]
+    ours = [key for key, value in vars(chosen).items() if isinstance(value, bool | int | float)]
+    keys = list(Hardware.__dataclass_fields__)
+    values = _hardware(hardware)
+    changes: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key not in keys + ours:
+            near = nearest_name(key, keys + ours)
+            raise ValueError(f"number must be one of {keys + ours}, got {key!r}{near}")
+        (changes if key in ours else values)[key] = _number(key, value)
+    require_units(values)
+    for key, value in changes.items():
+        if isinstance(vars(chosen)[key], bool):
+            if value not in (0, 1):
+                raise ValueError(f"{key} must be 0 or 1, got {value!r}")
+            changes[key] = bool(value)
+    return Hardware(**values), replace(chosen, **changes)
+
+
+def _number(key: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} must be a number, got {value!r}") from None
+
+
+def _hardware(name: str) -> dict[str, Any]:
+    """Reads a preset's numbers, or a file's."""
+    if not Path(name).is_file():
+        return dict(vars(find_hardware(name)))
+    try:
+        values = json.loads(Path(name).read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"hardware must be a readable JSON file, got {name}: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"hardware must be an object, got {type(values).__name__}")
+    missing = [key for key in ("flops", "memory", "hbm", "nvlink") if key not in values]
+    if missing:
+        raise ValueError(f"hardware must have {missing}, got {sorted(values)}")
+    known = Hardware.__dataclass_fields__
+    for key in values:
+        if key not in known:
+            near = nearest_name(key, known)
+            raise ValueError(f"keys of {name} must be among {list(known)}, got {key!r}{near}")
+    return {key: _number(key, value) for key, value in values.items()}
+
+
+def _layout(text: str) -> list[int]:
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise ValueError(f"layout must be numbers of layers, 7,7,7,5, got {text!r}") from None
+
+
+def models_command() -> None:
+    """Names of the presets, and how many parameters they have."""
+    for name in model_names():
+        typer.echo(f"{name:16} {find_model(name).parameters:>16,}")
+
+
+def times_command(
+    path: Annotated[Path, typer.Argument(help="JSON: forward, backward, microbatches, ...")],
+    schedule: Annotated[str | None, one_of(*NAMES, help="Instead of the file's.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Instead of the file's.")] = None,
+    plot_path: PlotPath = None,
+) -> None:
+    """A step's time from measured times of its stages; in the unit that they have."""
+    with refusals():
+        require_picture(plot_path)
+        prediction = predict_file(path, schedule=schedule, microbatches=microbatches)
+        show_prediction(prediction)
+        if plot_path is not None:
+            plot_timeline(prediction, plot_path)

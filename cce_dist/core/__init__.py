@@ -1,0 +1,1 @@
+"""Records that the layers hand over, and how a call uses memory, streams and tracers."""

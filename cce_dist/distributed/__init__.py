@@ -1,0 +1,50 @@
+"""Joining the ranks of a job, whoever started them: device, process groups, device mesh.
+
+    ranks = init(tp=2)
+    loss = linear_cross_entropy(hidden, weight, targets, group=ranks.tp_group)
+    ...
+    leave(ranks)
+
+docs/ranks.md says which launchers it knows. Everything here but `rank_from_environment` is called
+by all ranks alike.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cce_dist.distributed.joining import (
+        JoinError,
+        LaunchError,
+        Ranks,
+        World,
+        init,
+        join,
+        leave,
+        own_group,
+        rank_from_environment,
+        read_launch,
+        split_ranks,
+    )
+
+__all__ = [
+    "JoinError",
+    "LaunchError",
+    "Ranks",
+    "World",
+    "init",
+    "join",
+    "leave",
+    "own_group",
+    "rank_from_environment",
+    "read_launch",
+    "split_ranks",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Late: `launchers` beside it serves commands that start where torch does not.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from cce_dist.distributed import joining
+
+    return getattr(joining, name)

@@ -1,0 +1,338 @@
+"""Joining the ranks of a job, whoever started them: device, process groups, device mesh.
+
+    ranks = init(tp=2)
+    loss = linear_cross_entropy(hidden, weight, targets, group=ranks.tp_group)
+    ...
+    leave(ranks)
+
+docs/ranks.md says which launchers it knows. Everything here but `rank_from_environment` is called
+by all ranks alike.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cce_dist.distributed.launchers import Launch, LaunchError, rank_from_environment, read_launch
+from cce_dist.distributed.rendezvous import OWN_GPU, JoinError, locate, meet, open_store, part
+
+__all__ = [
+    "JoinError",
+    "LaunchError",
+    "Ranks",
+    "World",
+    "init",
+    "join",
+    "leave",
+    "own_group",
+    "rank_from_environment",
+    "read_launch",
+    "split_ranks",
+]
+
+DeviceChoice = Literal["auto", "cuda", "cpu"]
+# Of a collective. torch's own defaults are half an hour, and ten minutes with NCCL.
+TIMEOUT_S = 120.0
+# A cold file system may keep some ranks importing for minutes.
+JOIN_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks, as torch's default group, and how they were started.
+
+    Args:
+        store: keys of this attempt alone; hosted as launch.agent_store says.
+        timeout: of every group.
+    """
+
+    launch: Launch
+    device: torch.device
+    store: dist.Store
+    timeout: timedelta
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.launch.world_size
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """World = dp x pp x tp; the tp ranks of a stage are neighbours, then those of a pipeline.
+
+    Args:
+        store: of the rendezvous. With launch.agent_store a launcher's agent hosts it, so that it
+            outlives any worker; otherwise it ends with rank 0.
+        dp_group: ranks with the same parameters and other sequences.
+        tp_group: ranks that share the vocabulary and see the same sequences; with a pipeline those
+            of a stage.
+        pp_group: the pipeline; None: there is none.
+        stage_group: ranks with the same layers, dp x tp.
+        vocab_group: all ranks of a data-parallel one, pp x tp.
+        mesh: axes "tp" and "dp" over the same groups, for FSDP and checkpoints. In this order
+            nested Shard(0) says who holds which rows: tp splits them first, FSDP each part.
+        vocab_mesh: "vocab" and "dp", where rows are over vocab_group.
+        timeout: of every group.
+        launch: who started the ranks, and which one this is on its host.
+    """
+
+    rank: int
+    world_size: int
+    dp: int
+    pp: int
+    tp: int
+    device: torch.device
+    store: dist.Store
+    dp_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup | None
+    stage_group: dist.ProcessGroup
+    vocab_group: dist.ProcessGroup
+    mesh: DeviceMesh
+    vocab_mesh: DeviceMesh
+    timeout: timedelta
+    launch: Launch
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // (self.pp * self.tp)
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // self.tp % self.pp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    def largest_of_pp(self, values: list[int]) -> list[int]:
+        """Returns the largest of the ranks' values at each place of the pipelines."""
+        width = self.pp * self.tp
+        return [
+            max(x for rank, x in enumerate(values) if rank % width // self.tp == place)
+            for place in range(self.pp)
+        ]
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def init(
+    *,
+    tp: int | Literal["all"] = 1,
+    pp: int = 1,
+    dp: int | None = None,
+    device: DeviceChoice = "auto",
+    timeout: float = TIMEOUT_S,
+    join_timeout: float = JOIN_TIMEOUT_S,
+) -> Ranks:
+    """Joins the ranks that torchrun, srun or mpirun started, or stands alone; makes groups and
+    meshes.
+
+    Args:
+        tp: ranks that share the vocabulary; "all": as many as pp leaves of them.
+        pp: ranks of a pipeline.
+        dp: checked, if given: otherwise it is what is left.
+        device, timeout, join_timeout: see `join`.
+    Raises:
+        ValueError: tp, pp and dp do not make up the number of ranks.
+        LaunchError, JoinError: see `join`.
+    Collectives: those of making groups.
+    """
+    world_size = read_launch(os.environ).world_size
+    dp, tp = split_ranks(world_size, tp=tp, pp=pp, dp=dp)
+    world = join(device=device, timeout=timeout, join_timeout=join_timeout, sizes=(dp, pp, tp))
+    return _make_ranks(world, dp, pp, tp)
+
+
+def join(
+    *,
+    device: DeviceChoice = "auto",
+    timeout: float = TIMEOUT_S,
+    join_timeout: float = JOIN_TIMEOUT_S,
+    sizes: tuple[int, int, int] | None = None,
+) -> World:
+    """Makes torch's default group of all ranks of the job, and nothing else.
+
+    NCCL with a GPU for each rank, and gloo beside it; gloo alone on the CPU, whose cores the ranks
+    of a host share: torch's number of threads is set.
+
+    Args:
+        device: "auto": GPUs where torch finds any.
+        timeout: seconds, of every group made here.
+        join_timeout: seconds that ranks may come apart.
+        sizes: dp, pp and tp; ranks that disagree on them are refused.
+    Raises:
+        LaunchError: a ValueError. The environment's variables are incomplete or contradict one
+            another or another rank's, GPUs are too few, or mpi4py is needed and not there.
+        JoinError: ranks have not come within join_timeout, or rank 0 cannot be reached.
+    """
+    patience = timedelta(seconds=join_timeout)
+    limit = timedelta(seconds=timeout)
+    launch, store = locate(read_launch(os.environ), patience)
+    chosen = choose_device(launch, device)
+    if launch.world_size == 1:
+        store = dist.PrefixStore("attempt", dist.HashStore())
+    else:
+        facts: dict[str, object] = {"WORLD_SIZE": launch.world_size, "device": chosen.type}
+        if sizes is not None:
+            facts |= zip(("dp", "pp", "tp"), sizes, strict=True)
+        if chosen.type == "cuda":
+            facts[OWN_GPU] = f"GPU {torch.cuda.get_device_properties(chosen).uuid}"
+        store = store or open_store(launch, patience)
+        store = meet(store, launch.rank, launch.world_size, facts, patience)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit
+    )
+    return World(launch, chosen, store, limit)
+
+
+def leave(ranks: Ranks | World) -> None:
+    """Ends the process groups. Rank 0 stays a moment if it hosts the store that others still
+    use."""
+    dist.destroy_process_group()
+    part(ranks.store, ranks.rank, ranks.world_size, host=not ranks.launch.agent_store)
+
+
+def split_ranks(
+    world_size: int,
+    *,
+    tp: int | Literal["all"],
+    pp: int = 1,
+    dp: int | None = None,
+    prefix: str = "",
+) -> tuple[int, int]:
+    """Splits that many ranks into dp and tp; `prefix` stands before their names in messages.
+
+    Raises:
+        ValueError: they do not make up the number of ranks.
+    """
+    size = pp if tp == "all" else pp * tp
+    if size < 1 or world_size % size:
+        rule, got = f"{prefix}tp must", f"tp={tp}"
+        if pp != 1:
+            rule, got = f"{prefix}pp x {prefix}tp must", f"pp={pp} and {got}"
+        raise ValueError(
+            f"{rule} divide the number of ranks, got {got} on {world_size} "
+            f"ranks: start with torchrun --nproc-per-node {max(size, 1)}, or a multiple"
+        )
+    if tp == "all":
+        tp = world_size // pp
+    left = world_size // (pp * tp)
+    if dp is not None and dp != left:
+        raise ValueError(
+            f"{prefix}dp must be {left}, which pp={pp} and tp={tp} leave of {world_size} ranks, "
+            f"got {dp}"
+        )
+    return left, tp
+
+
+def _make_ranks(world: World, dp: int, pp: int, tp: int) -> Ranks:
+    rank = world.rank
+    grid = torch.arange(world.world_size).view(dp, pp, tp)
+
+    def mine(members: torch.Tensor) -> dist.ProcessGroup:
+        group = own_group(rank, members.flatten(0, -2).tolist(), world.timeout)
+        assert group is not None
+        return group
+
+    def mesh(group: dist.ProcessGroup, members: torch.Tensor, name: str) -> DeviceMesh:
+        groups = [group, dp_group]
+        return DeviceMesh.from_group(
+            groups, world.device.type, mesh=members, mesh_dim_names=(name, "dp")
+        )
+
+    dp_group, tp_group = mine(grid.permute(1, 2, 0)), mine(grid)
+    my_stage = rank // tp % pp
+    stage_mesh = mesh(tp_group, grid[:, my_stage].T, "tp")
+    pp_group, stage_group, vocab_group, vocab_mesh = None, dist.group.WORLD, tp_group, stage_mesh
+    if pp > 1:
+        pp_group = mine(grid.permute(0, 2, 1))
+        stage_group = mine(grid.transpose(0, 1).flatten(1))
+        vocab_group = mine(grid.flatten(1))
+        vocab_mesh = mesh(vocab_group, grid.flatten(1).T, "vocab")
+    assert stage_group is not None
+    return Ranks(
+        rank=rank,
+        world_size=world.world_size,
+        dp=dp,
+        pp=pp,
+        tp=tp,
+        device=world.device,
+        store=world.store,
+        dp_group=dp_group,
+        tp_group=tp_group,
+        pp_group=pp_group,
+        stage_group=stage_group,
+        vocab_group=vocab_group,
+        mesh=stage_mesh,
+        vocab_mesh=vocab_mesh,
+        timeout=world.timeout,
+        launch=world.launch,
+    )
+
+
+def own_group(rank: int, members: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """Makes the groups; returns the group that this rank is in, if any."""
+    # Every rank must take part in making every group, also those of others.
+    rank_group = None
+    for ranks in members:
+        group = dist.new_group(ranks, timeout=timeout)
+        if rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            rank_group = group
+    return rank_group
+
+
+def choose_device(launch: Launch, device: DeviceChoice = "auto") -> torch.device:
+    """Chooses this rank's device and makes it current.
+
+    A rank on the CPU takes its share of the cores, unless OMP_NUM_THREADS says how many.
+
+    Raises:
+        ValueError: device is none of the choices, or "cuda" without a GPU.
+        LaunchError: more ranks on this host than GPUs.
+    """
+    if device not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"device must be auto, cuda or cpu, got {device!r}")
+    local_rank, local_world_size = launch.local_rank, launch.local_world_size
+    assert local_rank is not None and local_world_size is not None
+    num_gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if num_gpus == 0:
+        if device == "cuda":
+            raise ValueError("device must be auto or cpu where torch finds no GPU, got cuda")
+        # torchrun says 1 to several ranks where nobody says anything.
+        said = os.environ.get("OMP_NUM_THREADS")
+        if not said or (said == "1" and launch.launcher == "torchrun" and local_world_size > 1):
+            torch.set_num_threads(max(1, _num_cores() // local_world_size))
+        return torch.device("cpu")
+    if 1 < num_gpus < local_world_size:
+        name = launch.variables.local_world_size
+        raise LaunchError(
+            f"each rank needs a GPU of its own, got {local_world_size} ranks on this host ({name}) "
+            f"and {num_gpus} GPUs: start fewer ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES= "
+            "to use the CPU"
+        )
+    # A launcher may show every rank no GPU but its own; if all see the same one, `meet` says so.
+    index = 0 if num_gpus == 1 else local_rank
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

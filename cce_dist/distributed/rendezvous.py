@@ -1,0 +1,243 @@
+"""Meeting of ranks: rank 0's address, a store, and keys in it that are theirs alone."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from cce_dist.distributed.launchers import MPI_LAUNCHERS, Launch, LaunchError
+
+# Rank 0 looks this often for ranks that have come.
+POLL_S = 0.01
+# Rank 0 lets others read so long why there will be no job, and read the store at the end.
+LET_HEAR_S = 2.0
+# Of facts that ranks tell one another: no two may say the same, where it is not None.
+OWN_GPU = "gpu"
+
+
+class JoinError(RuntimeError):
+    """Ranks did not come, or rank 0 cannot be reached; the text names them."""
+
+
+def locate(launch: Launch, timeout: timedelta) -> tuple[Launch, dist.Store | None]:
+    """Fills in facts that only MPI can tell: places on the host, rank 0's address, a free port.
+
+    Returns:
+        launch: nothing of it is None any more, if there are several ranks.
+        server: the store, on rank 0 if it had to choose the port. Nobody can take it any more.
+    Raises:
+        LaunchError: mpi4py is needed and not there, or sees other ranks than mpirun has started.
+    Collectives: over MPI a split and, without MASTER_PORT, a broadcast; none if all is known.
+    """
+    known = (launch.local_rank, launch.address, launch.port)
+    if launch.launcher not in MPI_LAUNCHERS or None not in known:
+        return launch, None
+    if launch.world_size == 1:
+        return replace(launch, local_rank=0, local_world_size=1), None
+    comm, node = _mpi_communicators(launch)
+    launch = replace(launch, local_rank=node.Get_rank(), local_world_size=node.Get_size())
+    server, endpoint = None, None
+    if launch.rank == 0 and launch.port is None:
+        # A name, since many hosts know themselves by 127.0.1.1.
+        alone = launch.local_world_size == launch.world_size
+        address = launch.address or ("127.0.0.1" if alone else socket.gethostname())
+        server = _host_store(address, 0, timeout)
+        endpoint = (address, server.port)
+    elif launch.rank == 0:
+        endpoint = (launch.address or socket.gethostname(), launch.port)
+    address, port = comm.bcast(endpoint, root=0)
+    return replace(launch, address=address, port=port), server
+
+
+def _mpi_communicators(launch: Launch) -> tuple[Any, Any]:
+    """Returns communicators of all ranks, and of this host's ranks."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"MASTER_ADDR and MASTER_PORT must be set under mpirun if mpi4py cannot be imported "
+            f"({error}): pip install mpi4py, with which ranks agree on them, or pass the host of "
+            "rank 0 and a free port on it to every rank"
+        ) from None
+    comm = MPI.COMM_WORLD
+    if (comm.Get_rank(), comm.Get_size()) != (launch.rank, launch.world_size):
+        library = MPI.Get_library_version().split("\n")[0].strip("\0 ,")
+        raise LaunchError(
+            f"{launch.variables.world_size} must be the size of mpi4py's COMM_WORLD, "
+            f"{comm.Get_size()}, got {launch.world_size}: mpi4py has loaded {library}, and mpirun "
+            "is another MPI's; take both from the same environment"
+        )
+    return comm, comm.Split_type(MPI.COMM_TYPE_SHARED, key=launch.rank)
+
+
+def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
+    """Opens the store at launch.address, hosted by the launcher or else by rank 0.
+
+    Raises:
+        JoinError: it cannot be hosted or reached.
+    """
+    assert launch.address is not None and launch.port is not None
+    try:
+        if launch.rank == 0 and not launch.agent_store:
+            return _host_store(launch.address, launch.port, timeout)
+        return dist.TCPStore(
+            launch.address, launch.port, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+    except dist.DistError as error:
+        what = "host" if launch.rank == 0 and not launch.agent_store else "reach"
+        raise JoinError(
+            f"rank {launch.rank} cannot {what} the ranks' store at MASTER_ADDR="
+            f"{launch.address} MASTER_PORT={launch.port}: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _host_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    return dist.TCPStore(
+        address, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
+
+
+def meet(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    facts: Mapping[str, Any],
+    timeout: timedelta,
+) -> dist.Store:
+    """Waits until all ranks are here, and gives them keys that nobody has ever used.
+
+    torchrun keeps its store when it restarts the ranks, and what earlier ones have left there must
+    not be mistaken for these ones': gloo would connect to the addresses of the dead. Its restart
+    count does not tell the attempts apart. It does not count changes of membership, and an agent
+    that comes later begins at 0. So each process says hello with a number of its own, and rank 0
+    answers that very number with the name of this attempt.
+
+    Args:
+        facts: plain values that must be the same on all ranks, by the names that messages give
+            them; but OWN_GPU must differ wherever it is not None.
+    Returns:
+        A view of `store` with a prefix of this attempt.
+    Raises:
+        LaunchError: on every rank, if facts contradict one another.
+        JoinError: ranks have not come in time, whom rank 0 names.
+    """
+    common = dist.PrefixStore("cce_dist/join", store)
+    if rank == 0:
+        attempt = uuid.uuid4().hex
+        facts_by_rank = _gather(common, attempt, world_size, facts, timeout)
+        missing = [str(other) for other in range(world_size) if other not in facts_by_rank]
+        error = _contradiction(facts_by_rank)
+        if missing:
+            error = (
+                f"of {world_size} ranks these have not come within "
+                f"{timeout.total_seconds():g} s: {', '.join(missing)}"
+            )
+        all_here = not missing
+        common.set(f"{attempt}/verdict", json.dumps([error, all_here]))
+        if error is not None:
+            # The store may end with this process.
+            _wait_until(
+                lambda: common.add(f"{attempt}/heard", 0) == len(facts_by_rank) - 1, LET_HEAR_S
+            )
+    else:
+        attempt, error, all_here = _ask(common, rank, world_size, facts, timeout)
+    if error is not None:
+        raise LaunchError(error) if all_here else JoinError(error)
+    return dist.PrefixStore(f"attempt_{attempt}", store)
+
+
+def _gather(
+    store: dist.Store, attempt: str, world_size: int, facts: Mapping[str, Any], timeout: timedelta
+) -> dict[int, Mapping[str, Any]]:
+    """Facts by rank, of those who have come in time, on rank 0."""
+    facts_by_rank: dict[int, Mapping[str, Any]] = {0: facts}
+    # The last hello of each rank that was answered; an earlier attempt's will stay alone.
+    answered: dict[int, str] = {}
+    deadline = time.monotonic() + timeout.total_seconds()
+    while len(facts_by_rank) < world_size:
+        for rank in range(1, world_size):
+            if rank in facts_by_rank or not store.check([f"hello/{rank}"]):
+                continue
+            hello = json.loads(store.get(f"hello/{rank}"))
+            if answered.get(rank) != hello["number"]:
+                answered[rank] = hello["number"]
+                store.set(f"answer/{hello['number']}", attempt)
+            elif store.check([f"{attempt}/here/{hello['number']}"]):
+                facts_by_rank[rank] = hello["facts"]
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    return facts_by_rank
+
+
+def _ask(
+    store: dist.Store, rank: int, world_size: int, facts: Mapping[str, Any], timeout: timedelta
+) -> tuple[str, str | None, bool]:
+    """Asks on the other ranks: the attempt's name, its error, and whether all came."""
+    number = uuid.uuid4().hex
+    store.set(f"hello/{rank}", json.dumps({"number": number, "facts": dict(facts)}))
+    try:
+        store.wait([f"answer/{number}"], timeout)
+        attempt = store.get(f"answer/{number}").decode()
+        store.set(f"{attempt}/here/{number}", "")
+        # Rank 0 says who stays away when its time is over: a little later than this one's.
+        store.wait([f"{attempt}/verdict"], timeout + timedelta(seconds=LET_HEAR_S))
+        error, all_here = json.loads(store.get(f"{attempt}/verdict"))
+        store.add(f"{attempt}/heard", 1)
+    except dist.DistError as lost:
+        raise JoinError(
+            f"rank {rank} of {world_size} has heard nothing of rank 0 within "
+            f"{timeout.total_seconds():g} s ({str(lost).splitlines()[0]}): it has failed, or "
+            "is of another WORLD_SIZE or MASTER_ADDR"
+        ) from None
+    return attempt, error, all_here
+
+
+def part(store: dist.Store, rank: int, world_size: int, *, host: bool) -> None:
+    """Parts at the end of a job: rank 0, if it hosts the store, stays until no other rank needs
+    it."""
+    if not host:
+        return
+    if rank > 0:
+        store.add("parted", 1)
+    else:
+        _wait_until(lambda: store.add("parted", 0) == world_size - 1, LET_HEAR_S)
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def _contradiction(facts: Mapping[int, Mapping[str, Any]]) -> str | None:
+    for name, expected in facts[0].items():
+        if name == OWN_GPU:
+            continue
+        for rank, told in sorted(facts.items()):
+            if told.get(name) != expected:
+                return (
+                    f"{name} must be the same on every rank, got {expected} on rank 0 and "
+                    f"{told.get(name)} on rank {rank}"
+                )
+    owners: dict[str, int] = {}
+    for rank, told in sorted(facts.items()):
+        gpu = told.get(OWN_GPU)
+        if gpu is None:
+            continue
+        if gpu in owners:
+            return (
+                f"each rank needs a GPU of its own, but ranks {owners[gpu]} and {rank} have both "
+                f"{gpu}: let the launcher show every rank its own GPU, or all of them, or hide "
+                "them with CUDA_VISIBLE_DEVICES= to use the CPU"
+            )
+        owners[gpu] = rank
+    return None

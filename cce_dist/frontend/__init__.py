@@ -1,0 +1,1 @@
+"""From arguments to results: checks, DTensors, reductions, torch.compile."""

@@ -1,0 +1,300 @@
+"""The operators of a compiled loss: `autograd.TwoPass`, forward and backward, collectives included.
+
+The forward leaves tensors for the backward, so that the compiler can keep them or compute them
+again. The compiler's stand-ins for tensors have shapes alone: `_state_like` makes those of the
+forward's state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cce_dist.algorithm.autograd import Call, Left, TwoPass
+from cce_dist.algorithm.plan import Plan
+from cce_dist.algorithm.saved import put_together, take_apart
+from cce_dist.backends.protocol import Scores
+from cce_dist.core.types import accumulate_dtype
+from cce_dist.frontend.prepare import plan_of, wanted_of
+from cce_dist.options import LossOptions
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from cce_dist.ranks.transport import Group
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The arguments of a compiled call that are no tensors. A string names it to the operators."""
+
+    options: LossOptions
+    group: Group | None
+    shard: VocabShard
+
+    def plan(self, hidden: Tensor, num_tokens: int, needs: list[bool]) -> Plan:
+        """Args: needs: which of hidden, weight, bias and scale need a gradient."""
+        options, group, shard = self.options, self.group, self.shard
+        return plan_of(hidden, num_tokens, options, group, shard, entropy=needs[3])
+
+
+BOUND: dict[str, Bound] = {}
+
+
+def has_plain(options: LossOptions) -> tuple[bool, ...]:
+    """Returns which of max_logit, target_is_argmax, mean_logit, m2_logit, screened and tail mass a
+    call computes."""
+    wanted = wanted_of(options)
+    some = wanted.correct or wanted.moments
+    moments = wanted.moments
+    has = (some, wanted.correct, moments, moments, wanted.screened)
+    return (*has, "tail_mass" in options.stats)
+
+
+class _Context:
+    """A stand-in for autograd's context in `TwoPass.forward` and `TwoPass.backward`."""
+
+    def __init__(self, needs: list[bool]) -> None:
+        self.needs_input_grad = tuple(needs)
+        self.saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, _: bool) -> None: ...
+
+    def mark_non_differentiable(self, *_: Tensor) -> None: ...
+
+
+def _call(
+    plan: Plan,
+    class_weight: Tensor | None,
+    rows: Tensor,
+    local_targets: Tensor,
+    count: Tensor,
+    record: bool,
+) -> Call:
+    device_count: Tensor | None = count
+    if not plan.backend.traits.counts_on_device:
+        known = int(count)
+        rows, local_targets, device_count = rows[:known], local_targets[:known], None
+    return Call(
+        plan=plan,
+        rows=rows,
+        local_targets=local_targets,
+        count=device_count,
+        device_type=rows.device.type,
+        class_weight=class_weight,
+        quantized=None,
+        grad_weight_into=None,
+        tail_mass="tail_mass" in plan.options.stats,
+        record=record,
+    )
+
+
+def _of_known(scale: Tensor | None, call: Call) -> Tensor | None:
+    """Cuts the scale to the tokens of the call."""
+    return None if scale is None else scale[: call.local_targets.shape[0]]
+
+
+def _padded(values: Tensor, size: int) -> Tensor:
+    short = size - values.shape[0]
+    return values if short == 0 else torch.cat([values, values.new_zeros(short)])
+
+
+@torch.library.custom_op(
+    "cce_dist::two_pass",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor? scale, Tensor? class_weight, "
+    "Tensor rows, Tensor local_targets, Tensor count, bool[] needs, str key) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor[], Tensor[])",
+)
+def two_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    class_weight: Tensor | None,
+    rows: Tensor,
+    local_targets: Tensor,
+    count: Tensor,
+    needs: list[bool],
+    key: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Runs `TwoPass.forward`. Returns nll, lse, smooth_logit, entropy, others, and the backward's
+    state; each [N] of all tokens, tokens that count first, or empty where it is not computed."""
+    bound, size = BOUND[key], len(rows)
+    plan = bound.plan(hidden, size, needs)
+    call = _call(plan, class_weight, rows, local_targets, count, any(needs))
+    ctx: Any = _Context(needs)
+    scale = _of_known(scale, call)
+    with torch.autocast(hidden.device.type, enabled=False):
+        nll, lse, smooth, entropy, *plain = TwoPass.forward(ctx, hidden, weight, bias, scale, call)
+    nothing = lse.new_empty(0)
+    outputs = [nothing if x is None else _padded(x, size) for x in (nll, lse, smooth, entropy)]
+    others = [_padded(x, size) for x in plain if x is not None]
+    state: list[Tensor] = []
+    if call.record and plan.backend.traits.counts_on_device:
+        _, _, _, _, _, _, target_logit, _, *tensors = ctx.saved_tensors
+        left: Left = put_together(ctx.left, iter(tensors))
+        scores = left.scores if left.kept is None else left.kept.scores
+        state = [target_logit, *take_apart(scores)[1]]
+    apart = _apart([*outputs, *others, *state])
+    end = 4 + len(others)
+    return (*apart[:4], apart[4:end], apart[end:])  # pyright: ignore[reportReturnType]
+
+
+def _apart(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies tensors that share memory with an earlier one: an operator may not return views."""
+    seen: set[int] = set()
+    out = []
+    for tensor in tensors:
+        memory = tensor.untyped_storage().data_ptr()
+        out.append(tensor.clone() if memory in seen else tensor)
+        seen.add(memory)
+    return out
+
+
+@two_pass.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    class_weight: Tensor | None,
+    rows: Tensor,
+    local_targets: Tensor,
+    count: Tensor,
+    needs: list[bool],
+    key: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+    bound, size = BOUND[key], rows.shape[0]
+    dtype, wanted = accumulate_dtype(hidden.dtype), wanted_of(bound.options)
+
+    def vector(is_wanted: bool = True) -> Tensor:
+        return hidden.new_empty(size if is_wanted else 0, dtype=dtype)
+
+    others = [vector() for has in has_plain(bound.options) if has]
+    smooth, entropy = vector(wanted.smooth_logit), vector(wanted.entropy or needs[3])
+    state = _state_like(hidden, weight, size, bound, needs) if any(needs) else []
+    return vector(), vector(), smooth, entropy, others, state
+
+
+def _state_like(
+    hidden: Tensor, weight: Tensor, size: int, bound: Bound, needs: list[bool]
+) -> list[Tensor]:
+    """Returns stand-ins for the forward's state. The torch backend leaves none: its state would
+    have a row for each token that counts, a number that a compiler cannot know. Its backward
+    computes the forward again, on every rank alike."""
+    plan = bound.plan(hidden, size, needs)
+    if not plan.backend.traits.counts_on_device:
+        return []
+    scores = _scores_like(plan, size, weight)
+    return [hidden.new_empty(size, dtype=torch.float32), *take_apart(scores)[1]]
+
+
+def _scores_like(plan: Plan, size: int, weight: Tensor) -> Scores | None:
+    if not plan.filters:
+        return None
+    return plan.backend.scores_like(size, plan.shard.num_classes, weight)
+
+
+@torch.library.custom_op(
+    "cce_dist::two_pass_backward",
+    mutates_args=(),
+    schema="(Tensor? grad_nll, Tensor? grad_lse, Tensor? grad_smooth, Tensor? grad_entropy, "
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? scale, Tensor? class_weight, "
+    "Tensor rows, Tensor local_targets, Tensor count, Tensor lse, Tensor entropy, Tensor[] state, "
+    "bool[] needs, str key) -> Tensor[]",
+)
+def two_pass_backward(
+    grad_nll: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_smooth: Tensor | None,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    class_weight: Tensor | None,
+    rows: Tensor,
+    local_targets: Tensor,
+    count: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    state: list[Tensor],
+    needs: list[bool],
+    key: str,
+) -> list[Tensor]:
+    """Runs `TwoPass.backward`. Returns the gradients that hidden, weight, bias and scale need."""
+    bound = BOUND[key]
+    plan = bound.plan(hidden, len(rows), needs)
+    call = _call(plan, class_weight, rows, local_targets, count, record=True)
+    known = _of_known(scale, call)
+    if state:
+        target_logit, *tensors = state
+        # Of scores only their tensors are at hand.
+        like = _scores_like(plan, len(rows), torch.empty_like(weight, device="meta"))
+        scores, _ = take_apart(like)
+        saved_entropy = entropy if plan.wanted.entropy else None
+        ctx: Any = SimpleNamespace(
+            saved_tensors=(
+                *(hidden, weight, bias, known, class_weight, lse, target_logit, saved_entropy),
+                *tensors,
+            ),
+            needs_input_grad=tuple(needs),
+            left=Left(scores, None),
+            call=call,
+            target=None,
+            store=None,
+        )
+    else:
+        ctx = _Context(needs)
+        with torch.autocast(hidden.device.type, enabled=False):
+            TwoPass.forward(ctx, hidden, weight, bias, known, call)
+    upstream = (grad_nll, grad_lse, grad_smooth, grad_entropy)
+    if not plan.backend.traits.counts_on_device:
+        upstream = tuple(None if x is None else x[: call.local_targets.shape[0]] for x in upstream)
+    *grads, grad_scale, _ = TwoPass.backward(ctx, *upstream)
+    grads.append(None if grad_scale is None else _padded(grad_scale, len(rows)))
+    inputs = (hidden, weight, bias, scale)
+    return [
+        torch.zeros_like(x) if grad is None else grad
+        for x, grad, need in zip(inputs, grads, needs, strict=True)
+        if need and x is not None
+    ]
+
+
+@two_pass_backward.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    inputs, needs = arguments[4:8], arguments[-2]
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x, need in zip(inputs, needs, strict=True)
+        if need
+    ]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    *tensors, needs, key = inputs
+    _, lse, _, entropy, _, state = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, lse, entropy, *state)
+    ctx.needs, ctx.key = needs, key
+
+
+def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    *upstream, _, _ = grads
+    # The eight inputs that are tensors, lse and entropy.
+    tensors, state = ctx.saved_tensors[:10], list(ctx.saved_tensors[10:])
+    grads_in_order = iter(
+        torch.ops.cce_dist.two_pass_backward(*upstream, *tensors, state, ctx.needs, ctx.key)
+    )
+    input_grads = [next(grads_in_order) if need else None for need in ctx.needs]
+    return (*input_grads, *(None for _ in range(6)))
+
+
+two_pass.register_autograd(_backward, setup_context=_setup)

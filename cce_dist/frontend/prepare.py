@@ -1,0 +1,292 @@
+"""From arguments to results: validation, the autograd functions, reductions."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.algorithm.autograd import Call, InForward, TwoPass
+from cce_dist.algorithm.plan import Plan
+from cce_dist.backends.choose import choose_backend
+from cce_dist.core.types import Wanted, accumulate_dtype
+from cce_dist.frontend import agreement, validation
+from cce_dist.frontend.inputs import Inputs
+from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
+from cce_dist.frontend.reduction import PickedTokens, TokenLoss, pick_tokens, scale_of_tokens
+from cce_dist.options import LossOptions
+from cce_dist.ranks.transport import group_rank, group_size, resolve_group
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from cce_dist.ranks.transport import Group
+
+
+class LogitMoments(NamedTuple):
+    """Each token's logits z over the whole vocabulary; not differentiable.
+
+    Fields have targets' (shifted) shape, fp32 (float64 for float64 inputs), 0 at ignored tokens.
+    """
+
+    max: Tensor
+    mean: Tensor
+    variance: Tensor  # population variance: divided by V
+
+
+class LossOutput(NamedTuple):
+    """The loss and the statistics asked for by `stats`; None where not asked for.
+
+    Statistics have targets' (shifted) shape, 0 or False at ignored tokens.
+    """
+
+    loss: Tensor
+    lse: Tensor | None = None  # natural log-sum-exp of the logits; differentiable
+    entropy: Tensor | None = None  # of the softmax, nats; differentiable
+    correct: Tensor | None = None  # bool: the largest logit is the target's
+    tail_mass: Tensor | None = None  # probability mass whose gradient is approximated
+    logit_moments: LogitMoments | None = None
+    # bool: logits were screened; the same at all tokens that count
+    screened: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The reductions that turn the autograd functions' vectors into the loss's results."""
+
+    terms: TokenLoss
+    picked: PickedTokens
+    shape: torch.Size  # of targets
+    options: LossOptions
+    vocab_size: int
+
+    def result(
+        self,
+        nll: Tensor,
+        lse: Tensor,
+        smooth: Tensor | None,
+        entropy: Tensor | None,
+        plain: list[Tensor | None],
+    ) -> Tensor | LossOutput:
+        """Turns the outputs of `TwoPass` into the results of the loss."""
+        loss = self.terms.per_token(nll, lse, smooth, slice(None))
+        loss = self._spread(loss) if self.options.reduction == "none" else loss.sum()
+        return self.with_stats(loss, lse, entropy, plain)
+
+    def with_stats(
+        self, loss: Tensor, lse: Tensor, entropy: Tensor | None, plain: list[Tensor | None]
+    ) -> Tensor | LossOutput:
+        """Returns the loss, with the statistics of `stats` if there are any."""
+        if not self.options.stats:
+            return loss
+        max_logit, is_argmax, mean, m2, screened, tail = plain
+        moments = None
+        if max_logit is not None and mean is not None and m2 is not None:
+            variance = m2 / self.vocab_size
+            moments = LogitMoments(*(self._spread(x) for x in (max_logit, mean, variance)))
+        return LossOutput(
+            loss=loss,
+            lse=self._spread(lse) if "lse" in self.options.stats else None,
+            entropy=None if entropy is None else self._spread(entropy),
+            correct=None if is_argmax is None else self._spread(is_argmax.bool()),
+            tail_mass=None if tail is None else self._spread(tail),
+            logit_moments=moments,
+            screened=None if screened is None else self._spread(screened.bool()),
+        )
+
+    def _spread(self, values: Tensor) -> Tensor:
+        return self.picked.spread(values, self.shape, self.options.shift)
+
+
+def prepare(
+    inputs: Inputs,
+    options: LossOptions,
+    group: Group | DeviceMesh | None,
+    vocab_shard: VocabShard | None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None,
+    *,
+    record: bool,  # a backward may follow
+    backward_is_next: bool = False,  # as in Plan
+) -> tuple[Call, Finish]:
+    """Validates the arguments of a public function; picks the tokens and the backend.
+
+    Raises:
+        ValueError: an argument is not supported; the message says which.
+    """
+    hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into, _ = inputs
+    temperature = inputs.temperature
+    ranks = resolve_group(group)
+    validation.check_group_device(ranks, hidden)
+    # First: a rank that fails a later check alone would leave the others waiting for it.
+    if agreement.is_wanted(options):
+        agreement.check_ranks(ranks, inputs, options)
+    validation.check_hidden_and_weight(hidden, weight)
+    rank, world_size = group_rank(ranks), group_size(ranks)
+    shape = validation.check_targets(targets, hidden, options, world_size)
+    shard = validation.check_shard(vocab_shard, weight, rank, world_size)
+    validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
+    validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
+    validation.check_vector("temperature", temperature, list(shape), "that of targets", hidden)
+    validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
+    if quantized_weight is not None:
+        quantized_weight.check(weight, shard.num_classes, options)
+
+    entropy = differentiates(temperature)
+    plan = plan_of(hidden, targets.numel(), options, ranks, shard, entropy=entropy)
+    picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
+    validation.check_target_range(
+        picked.targets, shard.vocab_size, options.ignore_index, picked.in_range
+    )
+    terms = TokenLoss.of(picked, options, token_weight, class_weight, hidden)
+    if backward_is_next:
+        plan = replace(plan, backward_is_next=True)
+    call = Call(
+        plan=plan,
+        rows=None if picked.rows is None else narrow(picked.rows, targets.numel()),
+        local_targets=narrow(local_targets_of(picked, shard), shard.vocab_size),
+        count=picked.count,
+        device_type=hidden.device.type,
+        class_weight=slice_of(class_weight, shard),
+        quantized=quantized_weight.rows if isinstance(quantized_weight, QuantizedWeight) else None,
+        grad_weight_into=grad_weight_into,
+        tail_mass="tail_mass" in options.stats,
+        record=record,
+        quantize_once=quantized_weight.rows
+        if isinstance(quantized_weight, StepQuantizer)
+        else None,
+    )
+    return call, Finish(terms, picked, shape, options, shard.vocab_size)
+
+
+def plan_of(
+    hidden: Tensor,
+    num_tokens: int,
+    options: LossOptions,
+    group: Group | None,
+    shard: VocabShard,
+    *,
+    entropy: bool = False,
+) -> Plan:
+    """Chooses the backend and the filter's threshold.
+
+    Args:
+        num_tokens: of all ranks, ignored tokens included.
+        entropy: it is wanted, whatever the options say.
+    """
+    backend = choose_backend(options, hidden, num_tokens, shard.num_classes)
+    threshold = options.filter.threshold(
+        str(hidden.dtype).removeprefix("torch."),
+        shard.vocab_size,
+        ordered_tokens=num_tokens if backend.traits.orders_tokens else None,
+    )
+    wanted = wanted_of(options, entropy=entropy)
+    return Plan(options, shard, group, backend, wanted, threshold)
+
+
+def differentiates(tensor: Tensor | None) -> bool:
+    """Returns whether a backward may ask for the tensor's gradient."""
+    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+
+
+def scale_for(
+    temperature: Tensor | None, picked: PickedTokens, options: LossOptions, hidden: Tensor
+) -> Tensor | None:
+    """Returns the factor of each token's logits, [N]; None: 1.
+
+    Raises:
+        ValueError: a temperature is out of range; on a GPU a device-side assertion.
+    """
+    if temperature is None:
+        return None
+    # `token_logprobs` alone passes a temperature, and none of these options.
+    assert options.logits == "full" and options.gradient != "in_forward"
+    assert options.label_smoothing == 0
+    scale = scale_of_tokens(temperature, picked, options.shift, accumulate_dtype(hidden.dtype))
+    validation.check_scale(scale.detach(), options.logit_scale)
+    return scale
+
+
+def compute(
+    inputs: Inputs,
+    options: LossOptions,
+    group: Group | DeviceMesh | None,
+    vocab_shard: VocabShard | None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None,
+) -> Tensor | LossOutput:
+    """Computes the loss of plain tensors eagerly. Arguments are those of `prepare`."""
+    hidden, weight, bias = inputs.hidden, inputs.weight, inputs.bias
+    temperature = inputs.temperature
+    record = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in (hidden, weight, bias, temperature)
+    )
+    call, finish = prepare(
+        inputs,
+        options,
+        group,
+        vocab_shard,
+        quantized_weight,
+        record=record,
+        backward_is_next=True,
+    )
+    scale = scale_for(temperature, finish.picked, options, hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if options.gradient == "in_forward" and record:
+            total = finish.terms.total
+            loss, lse, entropy, *plain = InForward.apply(flat, weight, bias, call, total)
+            return finish.with_stats(loss, lse, entropy, plain)
+        nll, lse, smooth, entropy, *plain = TwoPass.apply(flat, weight, bias, scale, call)
+        return finish.result(nll, lse, smooth, entropy, plain)
+
+
+_CAST = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def cast_by_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Casts hidden and weight to autocast's dtype within its region. Casts the dtypes that autocast
+    casts: float64, integers and others stay."""
+    if not isinstance(hidden, Tensor) or not isinstance(weight, Tensor):
+        return hidden, weight
+    device = hidden.device.type
+    # The meta device has no autocast, and is refused later.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return hidden, weight
+    dtype = torch.get_autocast_dtype(device)
+    hidden, weight = (x.to(dtype) if x.dtype in _CAST else x for x in (hidden, weight))
+    return hidden, weight
+
+
+def wanted_of(options: LossOptions, *, entropy: bool = False) -> Wanted:
+    """Args: entropy: it is wanted, whatever the options say."""
+    return Wanted(
+        smooth_logit=options.label_smoothing > 0,
+        entropy=entropy or "entropy" in options.stats,
+        correct="correct" in options.stats,
+        moments="logit_moments" in options.stats,
+        screened="screened" in options.stats,
+    )
+
+
+def local_targets_of(picked: PickedTokens, shard: VocabShard) -> Tensor:
+    if picked.local_targets is not None:
+        return picked.local_targets
+    # A shard that is the whole vocabulary holds every target: targets are range-checked before.
+    whole = shard.num_classes == shard.vocab_size
+    local = picked.targets if whole else shard.local_targets(picked.targets)
+    counts = picked.counts
+    return local if counts is None else local.masked_fill(~counts, -1)
+
+
+def narrow(indices: Tensor, size: int) -> Tensor:
+    """Casts int64 indices below `size` to int32 where they fit."""
+    return indices.int() if size < 2**31 else indices
+
+
+def slice_of(class_weight: Tensor | None, shard: VocabShard) -> Tensor | None:
+    if class_weight is None:
+        return None
+    return class_weight[shard.start : shard.start + shard.num_classes]

@@ -1,0 +1,254 @@
+"""The 8-bit copy of a weight, kept from step to step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from cce_dist.backends.choose import quantizer_for
+from cce_dist.backends.eight_bits import screen_dtype
+from cce_dist.core.types import QuantizedRows
+from cce_dist.frontend.dtensor import require_plain
+from cce_dist.frontend.validation import (
+    require_rows,
+    require_tensor,
+    require_values,
+    require_vocab_shard,
+)
+from cce_dist.options import Backend, LossOptions, Screen, require_choice
+from cce_dist.vocab_shard import VocabShard
+
+
+@dataclass
+class QuantizedWeight:
+    """A weight's 8-bit copy, by which logits="screened" multiplies hidden.
+
+    Make it with `quantize_weight`, pass it as `quantized_weight`, and call `refresh` after each
+    step of the optimiser. Without it every call quantises the weight. Holds V_local (D' + 8) bytes,
+    D' the next multiple of 16.
+    """
+
+    rows: QuantizedRows  # without padding
+    screen: Screen
+    dtype: torch.dtype  # of the weight
+    backend: Backend  # that quantises; the loss of either backend may read the copy
+    # The weight's. An address alone could be another tensor's, once the weight is freed.
+    storage: weakref.ref[torch.UntypedStorage]
+    address: int
+    version: int  # of the weight's values, as autograd counts them
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self.rows)
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor, hidden: Tensor | None = None) -> None:
+        """Quantises the weight's present values, in place. Collectives: none.
+
+        Args:
+            hidden: [..., D] hidden states, such as the last step's: before the loss quantises its
+                hidden states it subtracts the mean of these, and evens out their channels' scales.
+                None: the mean and scales of before.
+        Raises:
+            ValueError: the weight has another shape, dtype or device than the one at the start.
+        """
+        rows, values = self.rows, self.rows.values
+        shape = [values.shape[0], rows.centre.shape[0]]
+        _require_matrix(weight)
+        got = list(weight.shape)
+        if got[0] < shape[0] or got[1] != shape[1] or weight.dtype != self.dtype:
+            raise ValueError(
+                f"weight must have the shape and dtype it was quantised with, {shape} (without "
+                f"padding) of {self.dtype}, got {got} of {weight.dtype}"
+            )
+        if weight.device != values.device:
+            raise ValueError(f"weight must be on {values.device}, got {weight.device}")
+        quantizer = quantizer_for(self.backend, weight, self.screen)
+        moments = _moments_of(hidden, weight, quantizer)
+        quantizer.quantize_weight(weight[: values.shape[0]].detach(), moments, values.dtype, rows)
+        self.storage, self.address, self.version = _identity(weight)
+
+    def check(self, weight: Tensor, num_classes: int, options: LossOptions) -> None:
+        """Checks that this is the copy of `weight` and of its present values.
+
+        Raises:
+            ValueError: the copy is another weight's, or of earlier values; or the options need
+                none.
+        """
+        _check_screened(options)
+        if options.screen != self.screen:
+            raise ValueError(
+                f"quantized_weight was made for screen={self.screen}, got screen={options.screen}"
+            )
+        if self.rows.values.shape[0] != num_classes or weight.dtype != self.dtype:
+            raise ValueError(
+                f"quantized_weight has {self.rows.values.shape[0]} rows of {self.dtype}, and "
+                f"weight has {num_classes} that are no padding, of {weight.dtype}; make it anew "
+                "with quantize_weight"
+            )
+        if self.storage() is not weight.untyped_storage() or weight.data_ptr() != self.address:
+            raise ValueError(
+                "quantized_weight is of another tensor than weight (autocast makes a new one for "
+                "each call); make it of the tensor that is passed, or leave it out"
+            )
+        if version_of(weight) != self.version:
+            raise ValueError(
+                "quantized_weight is of earlier values of weight, which has been written to since; "
+                "call quantized_weight.refresh(weight) after the optimiser's step"
+            )
+
+
+class StepQuantizer:
+    """A maker of a weight's 8-bit copy, once a step for the losses of all its microbatches.
+
+        quantizer = StepQuantizer()  # one for each weight
+        with quantizer.step():
+            for hidden, targets in microbatches:
+                screened = {"logits": "screened", "quantized_weight": quantizer}
+                linear_cross_entropy(hidden, weight, targets, **screened).backward()
+        optimizer.step()
+
+    The weight must keep its values until the context ends, which frees the copy of V_local (D' + 8)
+    bytes, D' the next multiple of 16. No copy outlives a step: an optimiser that writes a parameter
+    by another tensor of the same memory, as Megatron's do, leaves no trace of the change. Outside
+    of a step every call quantises. The copy suits the hidden states of the first microbatch.
+    Collectives: none.
+    """
+
+    def __init__(self) -> None:
+        self._is_in_step = False
+        self._rows: QuantizedRows | None = None
+        self._key: Any = None  # of the weight whose rows they are
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Begins a step, as `step` does."""
+        self.end()
+        self._is_in_step = True
+
+    def end(self) -> None:
+        """Ends a step, as `step` does; a second call does nothing."""
+        self._is_in_step, self._rows, self._key = False, None, None
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the present copy; 0 without one."""
+        return 0 if self._rows is None else _num_bytes(self._rows)
+
+    def check(self, weight: Tensor, num_classes: int, options: LossOptions) -> None:
+        """Raises:
+        ValueError: the options need no copy.
+        """
+        _check_screened(options)
+
+    def rows(
+        self, weight: Tensor, screen: Screen, make: Callable[[], QuantizedRows]
+    ) -> QuantizedRows | None:
+        """Returns this step's copy, which the step's first call makes; None outside of a step."""
+        if not self._is_in_step:
+            return None
+        place = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device)
+        key = (*place, version_of(weight), screen)
+        if self._rows is None or self._key != key:
+            self._rows = None  # frees its memory for the next
+            self._rows, self._key = make(), key
+        return self._rows
+
+
+def _check_screened(options: LossOptions) -> None:
+    if options.logits != "screened":
+        raise ValueError(
+            'quantized_weight has no effect with logits="full"; use logits="screened", or '
+            "leave quantized_weight out"
+        )
+
+
+def _num_bytes(rows: QuantizedRows) -> int:
+    tensors = [x for x in vars(rows).values() if isinstance(x, Tensor)]
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _require_matrix(weight: Tensor) -> None:
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or 0 in weight.shape:
+        got = list(weight.shape) if isinstance(weight, Tensor) else type(weight)
+        raise ValueError(f"weight must have shape [V_local, D], got {got}")
+    require_plain("weight", weight)
+    require_tensor("weight", weight)
+    require_values("weight", weight)
+
+
+def _moments_of(hidden: Tensor | None, weight: Tensor, quantizer: Any) -> Any:
+    if hidden is None:
+        return None
+    dim = weight.shape[1]
+    require_plain("hidden", hidden)
+    require_tensor("hidden", hidden)
+    is_empty = hidden.dim() == 0 or hidden.numel() == 0
+    if is_empty or hidden.shape[-1] != dim or hidden.device != weight.device:
+        raise ValueError(
+            f"hidden must have shape [..., D] with D={dim} (from weight), at least one token, on "
+            f"{weight.device}, got {list(hidden.shape)} on {hidden.device}"
+        )
+    if not hidden.is_floating_point():
+        raise ValueError(f"hidden must be a floating-point tensor, got {hidden.dtype}")
+    return quantizer.moments_of(hidden.detach().reshape(-1, dim)).for_others()
+
+
+def _identity(weight: Tensor) -> tuple[weakref.ref[torch.UntypedStorage], int, int]:
+    return weakref.ref(weight.untyped_storage()), weight.data_ptr(), version_of(weight)
+
+
+def version_of(weight: Tensor) -> int:
+    """Returns how many writes autograd has seen; 0 for inference tensors, which have no count."""
+    return 0 if weight.is_inference() else weight._version
+
+
+@torch.no_grad()
+def quantize_weight(
+    weight: Tensor,  # [V_local, D] bf16 | fp16
+    hidden: Tensor | None = None,  # [..., D]
+    *,
+    vocab_shard: VocabShard | None = None,
+    screen: Screen = Screen(),  # noqa: B008 - frozen
+    backend: Backend = "auto",
+) -> QuantizedWeight:
+    """Quantises the weight's rows, for `linear_cross_entropy(..., quantized_weight=...)`.
+
+    Args:
+        hidden: some hidden states: before the loss quantises its own it subtracts the mean of
+            these, and evens out their channels' scales. Any will do; those of a similar step leave
+            the smallest rounding error. None: the loss does neither.
+        vocab_shard: as in the loss: rows beyond vocab_size are left out. None: no row is padding.
+        screen: as in the loss.
+        backend: quantises here and in `refresh`; the loss may have another one.
+    Raises:
+        ValueError: the weight is no matrix of a 16-bit dtype, or has other rows than vocab_shard;
+            hidden states don't fit it; or the backend can't run.
+    Collectives: none. Source: docs/numerics.md#screened-logits.
+    """
+    require_choice("backend", backend, get_args(Backend))
+    if not isinstance(screen, Screen):
+        raise ValueError(f"screen must be a cce_dist.Screen, got {screen!r}")
+    _require_matrix(weight)
+    if vocab_shard is not None:
+        require_vocab_shard(vocab_shard)
+        require_rows(vocab_shard, weight)
+    quantizer = quantizer_for(backend, weight, screen)
+    classes = weight.shape[0] if vocab_shard is None else vocab_shard.num_classes
+    dtype = screen_dtype(screen, weight)
+    moments = _moments_of(hidden, weight, quantizer)
+    rows = quantizer.quantize_weight(weight[:classes].detach(), moments, dtype)
+    return QuantizedWeight(rows, screen, weight.dtype, backend, *_identity(weight))

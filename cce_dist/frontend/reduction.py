@@ -1,0 +1,158 @@
+"""From per-token vectors to the loss: the tokens that count, and the weight of each.
+
+Plain torch on [N] vectors. Autograd hands the vectors' gradients to the steps of `sharded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cce_dist.core.types import Picked, accumulate_dtype
+from cce_dist.options import LossOptions
+
+
+@dataclass(frozen=True)
+class PickedTokens:
+    """The tokens that count: not ignored, and with a target left after the shift."""
+
+    targets: Tensor  # [N]
+    rows: Tensor | None  # [N] int64 among all tokens; None: every token
+    # Counted on the device: [1] int32, and only the first `count` of all tokens count; the
+    # others come after them, with target 0.
+    count: Tensor | None = None
+    counts: Tensor | None = None  # [N] bool: which tokens count; None: all
+    local_targets: Tensor | None = None  # as in_range: where a backend has found it, see `Picked`
+    in_range: Tensor | None = None
+
+    def number(self) -> Tensor | float:
+        """Returns the number of tokens that count, at least 1."""
+        if self.count is None:
+            return float(max(self.targets.shape[0], 1))
+        return self.count[0].clamp_min(1)
+
+    def spread(self, values: Tensor, shape: torch.Size, shift: int) -> Tensor:
+        """Scatters [N] to targets' (shifted) shape, 0 elsewhere."""
+        if self.rows is not None:
+            empty = values.new_zeros(shape.numel())
+            values = empty.index_copy(0, self.rows, values)
+        values = values.view(shape)
+        return values[..., : max(shape[-1] - shift, 0)] if shift else values
+
+    def take(self, values: Tensor, shift: int) -> Tensor:
+        """Takes [N] out of targets' shape, unshifted."""
+        values = shifted(values, shift, 0).reshape(-1)
+        return values if self.rows is None else values[self.rows]
+
+
+def shifted(values: Tensor, shift: int, fill: int) -> Tensor:
+    """Moves values by `shift` towards the front of the last dim; `fill` follows them."""
+    if not shift:
+        return values
+    pad = values.new_full((*values.shape[:-1], min(shift, values.shape[-1])), fill)
+    return torch.cat([values[..., shift:], pad], -1)
+
+
+def scale_of_tokens(
+    temperature: Tensor,  # targets' shape, unshifted
+    picked: PickedTokens,
+    shift: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns 1 / temperature of each token that counts, 1 of the others, [N] in `dtype`."""
+    taken = picked.take(temperature.to(dtype), shift)
+    return (taken if picked.counts is None else taken.where(picked.counts, 1)).reciprocal()
+
+
+def pick_tokens(
+    targets: Tensor,
+    options: LossOptions,
+    pick: Callable[[Tensor, int], Picked],  # a backend's, of [N] ids and ignore_index
+) -> PickedTokens:
+    """The tokens that the loss computes; the others cost nothing."""
+    ids = shifted(targets, options.shift, options.ignore_index).reshape(-1)
+    return PickedTokens(*pick(ids, options.ignore_index))
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A token's loss as a function of its nll, lse and mean logit."""
+
+    smoothing: float
+    z_loss: float
+    target_weight: Tensor | None  # [N] class weight of the target
+    mean_class_weight: Tensor | float
+    token_weight: Tensor | None  # [N], divided by the mean's denominator
+    denominator: Tensor | float
+
+    @classmethod
+    def of(
+        cls,
+        picked: PickedTokens,
+        options: LossOptions,
+        token_weight: Tensor | None,
+        class_weight: Tensor | None,
+        hidden: Tensor,
+    ) -> TokenLoss:
+        dtype = accumulate_dtype(hidden.dtype)
+        target_weight, mean_class_weight, denominator = None, 1.0, 1.0
+        counts = picked.counts
+        if class_weight is not None:
+            target_weight = class_weight.to(dtype)[picked.targets]
+            if counts is not None:
+                target_weight = target_weight.where(counts, 0)
+            mean_class_weight = class_weight.to(dtype).mean()
+        if options.reduction == "mean":
+            denominator = picked.number()
+            if target_weight is not None:
+                total = target_weight.sum()
+                denominator = torch.where(total == 0, 1, total)
+        if token_weight is not None:
+            token_weight = picked.take(token_weight.to(dtype), options.shift)
+            if counts is not None:
+                token_weight = token_weight.where(counts, 0)
+        return cls(
+            options.label_smoothing,
+            options.z_loss,
+            target_weight,
+            mean_class_weight,
+            token_weight,
+            denominator,
+        )
+
+    def per_token(self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice) -> Tensor:
+        """Returns the losses of tokens `at`, divided by the denominator: they sum to the loss."""
+        loss = nll if self.target_weight is None else self.target_weight[at] * nll
+        if smooth is not None:
+            even = self.mean_class_weight * lse - smooth
+            loss = (1 - self.smoothing) * loss + self.smoothing * even
+        if self.z_loss:
+            loss = loss + self.z_loss * lse.square()
+        if self.token_weight is not None:
+            loss = self.token_weight[at] * loss
+        return loss / self.denominator
+
+    def total(self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice) -> Tensor:
+        return self.per_token(nll, lse, smooth, at).sum()
+
+    def derivatives(
+        self, nll: Tensor, lse: Tensor, smooth: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the derivatives of `total` by nll, lse and smooth, [N] each; None is 0. For the
+        pipeline head, which computes outside of autograd."""
+        scale = torch.ones_like(nll) / self.denominator
+        if self.token_weight is not None:
+            scale = scale * self.token_weight
+        by_nll = scale if self.target_weight is None else self.target_weight * scale
+        by_lse = by_smooth = None
+        if smooth is not None:
+            by_nll = (1 - self.smoothing) * by_nll
+            by_lse = self.smoothing * self.mean_class_weight * scale
+            by_smooth = -self.smoothing * scale
+        if self.z_loss:
+            square = 2 * self.z_loss * scale * lse
+            by_lse = square if by_lse is None else by_lse + square
+        return by_nll, by_lse, by_smooth

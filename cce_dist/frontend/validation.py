@@ -1,0 +1,310 @@
+"""Checks of the arguments of `linear_cross_entropy`. Every message names the argument, the rule and
+the value that came.
+
+No layer below checks its arguments again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from cce_dist.core.tracing import is_fake, is_traced
+from cce_dist.core.types import accumulate_dtype
+from cce_dist.options import LARGEST_FACTOR, LEAST_FACTOR, LossOptions
+from cce_dist.ranks.merge import require
+from cce_dist.ranks.transport import adapter_of
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from cce_dist.ranks.transport import Group
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def require_tensor(name: str, value: object) -> Tensor:
+    if isinstance(value, nn.Module):
+        raise ValueError(
+            f"{name} must be a torch.Tensor, got a module, {type(value).__name__}: for a head pass "
+            "weight=head.weight and bias=head.bias; if LoRA (PEFT) wraps it, weight=head.weight + "
+            'head.get_delta_weight("default"), since its weight is the frozen base alone'
+        )
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(value)}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"one of {value.layout}"
+        raise ValueError(f"{name} must be a dense tensor, got {kind}")
+    return value
+
+
+def require_values(name: str, tensor: Tensor) -> None:
+    kind = "a tensor on the meta device" if tensor.device.type == "meta" else None
+    kind = "a fake tensor" if is_fake(tensor) else kind
+    if kind is not None:
+        raise ValueError(f"{name} must hold values, got {kind}, which has none")
+
+
+def require_plain_call(weight: object) -> None:
+    """Checks, before any tensor is read, that no transform is active and weight is in memory."""
+    if torch.compiler.is_compiling():
+        # The compiler refuses transforms itself, and its tensors have no memory.
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError(
+            "linear_cross_entropy must be called outside of torch.func's transforms (grad, vmap, "
+            "jvp, jacrev, ...), which its autograd functions have no rules for: take gradients by "
+            "backward() or torch.autograd.grad, and loop over what vmap would batch"
+        )
+    if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.is_nested:
+        return
+    if is_traced():
+        return
+    if weight.numel() and weight.device.type != "meta" and not weight.untyped_storage().nbytes():
+        raise ValueError(
+            f"weight must be in memory, got one of shape {list(weight.shape)} whose memory was "
+            f"freed, as FSDP does outside of a forward: {_BY_FSDP}"
+        )
+
+
+_BY_FSDP = (
+    "call the loss within the forward of the module that FSDP wraps and that holds the weight. Or "
+    "make it whole before: FullyShardedDataParallel, without gradients, by "
+    "FSDP.summon_full_params(model); fully_shard by unshard() of that module, without reshard() "
+    "until the backward is done"
+)
+
+
+def _require_dtype(name: str, value: Tensor) -> None:
+    if value.dtype in DTYPES:
+        return
+    rule = f"{name} must be bf16, fp16, fp32 or float64, got {value.dtype}"
+    if value.dtype.itemsize == 1 and value.dtype != torch.bool:
+        rule += (
+            f": a quantised {name} is not supported, and autocast casts none; pass it "
+            'dequantised in the other\'s dtype. (logits="screened" makes 8-bit copies of its own)'
+        )
+    raise ValueError(rule)
+
+
+def check_hidden_and_weight(hidden: Tensor, weight: Tensor) -> None:
+    require_tensor("hidden", hidden)
+    require_tensor("weight", weight)
+    _require_dtype("hidden", hidden)
+    _require_dtype("weight", weight)
+    if hidden.dim() < 1:
+        raise ValueError("hidden must have shape [..., D], got a tensor of 0 dims")
+    if hidden.device.type == "meta":
+        raise ValueError("hidden must hold values, got a tensor on the meta device, which has none")
+    dim = hidden.shape[-1]
+    if dim < 1:
+        raise ValueError(f"hidden must have shape [..., D] with D >= 1, got {list(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != dim:
+        rule = f"weight must have shape [V_local, D] with D={dim} (from hidden), got "
+        by_fsdp = f"; if FSDP has left this part of it: {_BY_FSDP}" if weight.dim() == 1 else ""
+        raise ValueError(f"{rule}{list(weight.shape)}{by_fsdp}")
+    if weight.dtype != hidden.dtype:
+        raise ValueError(
+            f"weight must have hidden's dtype {hidden.dtype}, got {weight.dtype}: cast one of "
+            "them, or run under torch.autocast"
+        )
+    require_device("weight", weight, hidden)
+
+
+def require_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
+    if tensor.device != hidden.device:
+        raise ValueError(f"{name} must be on hidden's device {hidden.device}, got {tensor.device}")
+
+
+def check_group_device(group: Group | None, hidden: object) -> None:
+    """Checks hidden's device against the group's, before any collective and before hidden is
+    checked."""
+    adapter = adapter_of(group)
+    if adapter is None or not isinstance(hidden, Tensor):
+        return
+    if hidden.device.type != adapter.device_type:
+        raise ValueError(
+            f"hidden must be on the {adapter.device_type} with group={type(group).__name__}(...), "
+            f"got {hidden.device}: move hidden, weight and targets, or pass a ProcessGroup"
+        )
+
+
+_IDS = (
+    "class probabilities are not supported, class ids are: take argmax(-1) of one-hot rows, and "
+    "label_smoothing= for a share of every class"
+)
+
+
+def check_targets(
+    targets: Tensor, hidden: Tensor, options: LossOptions, world_size: int
+) -> torch.Size:
+    """Returns the shape of the targets, which is that of all ranks' tokens."""
+    require_tensor("targets", targets)
+    if targets.dtype != torch.int64:
+        use = "use targets.long()"
+        apart = targets.dim() > 1 and targets.shape[-1] not in hidden.shape[-2:-1]
+        if targets.is_floating_point() and (targets.dim() == hidden.dim() or apart):
+            use = f"{list(targets.shape)} are class probabilities? {_IDS}"
+        raise ValueError(f"targets must be int64, got {targets.dtype}: {use}")
+    require_device("targets", targets, hidden)
+    wanted = list(hidden.shape[:-1])
+    rule = "hidden's shape without D"
+    if options.sequence_parallel:
+        if not wanted:
+            raise ValueError("hidden must have shape [n, ..., D] with sequence_parallel, got [D]")
+        wanted[0] *= world_size
+        rule += f", dim 0 times {world_size} ranks (sequence_parallel: targets of all ranks)"
+    if list(targets.shape) != wanted:
+        ids = f": {_IDS}" if list(targets.shape[:-1]) == wanted else ""
+        raise ValueError(
+            f"targets must have shape {wanted} ({rule}), got {list(targets.shape)}{ids}"
+        )
+    if options.shift and not wanted:
+        raise ValueError(
+            f"shift={options.shift} goes along the last dim of targets, and targets [] have none: "
+            "pass hidden [..., T, D]"
+        )
+    return targets.shape
+
+
+def check_target_range(
+    targets: Tensor, vocab_size: int, ignore_index: int, in_range: Tensor | None = None
+) -> None:
+    """Checks `targets` [N], of which the ignored are left out. in_range: [1], where it is known: 0
+    if a target is no class."""
+    if targets.numel() == 0:
+        return
+    if in_range is None:
+        low, high = torch.aminmax(targets)
+        in_range = (low >= 0) & (high < vocab_size)
+
+    def message() -> str:
+        low, high = torch.aminmax(targets)
+        return (
+            f"targets must lie in [0, vocab_size={vocab_size}) or equal ignore_index="
+            f"{ignore_index}, got values from {int(low)} to {int(high)}"
+        )
+
+    require(in_range, message, "targets must lie in [0, vocab_size) or equal ignore_index")
+
+
+def check_scale(scale: Tensor, logit_scale: float) -> None:
+    """Checks 1 / temperature [N] of the tokens that count, as the options check a number."""
+    size = scale * abs(logit_scale)
+    # False of NaN, too.
+    good = ((size >= LEAST_FACTOR) & (size <= LARGEST_FACTOR)).all()
+    rule = "temperature must be finite and > 0 at every token that counts"
+
+    def message() -> str:
+        low, high = torch.aminmax(scale.reciprocal())
+        return (
+            f"{rule}, and logit_scale={logit_scale!r} / temperature lie between {LEAST_FACTOR:.0e} "
+            f"and {LARGEST_FACTOR:.0e} in size, got temperatures from {float(low)} to {float(high)}"
+        )
+
+    require(good, message, rule)
+
+
+def require_vocab_shard(shard: object) -> None:
+    if not isinstance(shard, VocabShard):
+        raise ValueError(f"vocab_shard must be a cce_dist.VocabShard or None, got {type(shard)}")
+
+
+def require_rows(shard: VocabShard, weight: Tensor) -> None:
+    if shard.num_rows != weight.shape[0]:
+        raise ValueError(
+            f"weight must have vocab_shard's {shard.num_rows} rows [{shard.start}, {shard.stop}), "
+            f"got {weight.shape[0]}"
+        )
+
+
+def check_shard(shard: VocabShard | None, weight: Tensor, rank: int, world_size: int) -> VocabShard:
+    if shard is None:
+        if weight.shape[0] < 1:
+            raise ValueError(
+                f"weight must have at least one row, got {list(weight.shape)}; a rank that holds "
+                "none of the vocabulary says so by vocab_shard"
+            )
+        return VocabShard.even(weight.shape[0], rank, world_size)
+    require_vocab_shard(shard)
+    require_rows(shard, weight)
+    if world_size == 1 and (shard.start != 0 or shard.stop < shard.vocab_size):
+        raise ValueError(
+            f"vocab_shard of a single rank must cover [0, vocab_size={shard.vocab_size}), got "
+            f"[{shard.start}, {shard.stop}): pass the group of the ranks that hold the rest"
+        )
+    return shard
+
+
+def check_vector(
+    name: str, value: Tensor | None, shape: list[int], meaning: str, hidden: Tensor
+) -> None:
+    if value is None:
+        return
+    require_tensor(name, value)
+    if list(value.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape} ({meaning}), got {list(value.shape)}")
+    if not value.is_floating_point():
+        raise ValueError(f"{name} must be a floating-point tensor, got {value.dtype}")
+    require_device(name, value, hidden)
+
+
+def check_weights(
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+    shape: torch.Size,
+    shard: VocabShard,
+    hidden: Tensor,
+    options: LossOptions,
+) -> None:
+    check_vector("token_weight", token_weight, list(shape), "that of targets", hidden)
+    check_vector(
+        "class_weight",
+        class_weight,
+        [shard.vocab_size],
+        "vocab_size: the weights of all classes, on every rank",
+        hidden,
+    )
+    if class_weight is not None and class_weight.requires_grad:
+        raise ValueError(
+            "class_weight must not require grad: its gradient is not computed; pass "
+            "class_weight.detach()"
+        )
+    if token_weight is not None and token_weight.requires_grad and options.gradient == "in_forward":
+        raise ValueError(
+            'token_weight must not require grad with gradient="in_forward", which makes the '
+            "gradients of hidden and weight only; pass token_weight.detach(), or use "
+            'gradient="filtered" or "exact"'
+        )
+
+
+def check_grad_weight_into(buffer: Tensor | None, weight: Tensor, needs_grad: bool) -> None:
+    if buffer is None:
+        return
+    require_tensor("grad_weight_into", buffer)
+    if buffer.shape != weight.shape:
+        raise ValueError(
+            f"grad_weight_into must have weight's shape {list(weight.shape)}, got "
+            f"{list(buffer.shape)}"
+        )
+    wanted = accumulate_dtype(weight.dtype)
+    if buffer.dtype != wanted:
+        raise ValueError(
+            f"grad_weight_into must be {wanted} for a {weight.dtype} weight, got {buffer.dtype}"
+        )
+    require_device("grad_weight_into", buffer, weight)
+    if buffer.requires_grad:
+        raise ValueError("grad_weight_into must not require grad: it is written in the backward")
+    if 0 in buffer.stride() and buffer.numel() > 1:
+        raise ValueError(
+            "grad_weight_into must have memory for each of its elements, got an expanded tensor "
+            f"of strides {list(buffer.stride())}"
+        )
+    if buffer.numel() and not is_fake(buffer) and buffer.data_ptr() == weight.data_ptr():
+        raise ValueError("grad_weight_into must have memory of its own, got that of weight")
+    if not needs_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "grad_weight_into must be None where weight does not require grad: nothing would be "
+            "added to it"
+        )

@@ -1,0 +1,106 @@
+"""Commands of a checkout: the experiments and the report, which no installed package has."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+import cce_dist
+from cce_dist.distributed.launchers import rank_from_environment
+
+PANEL = "Commands of a checkout"
+# The name of each command in the checkout's benchmarks/cli/app.py, and the first sentences of its
+# help, which --help shows without a checkout too.
+EXPERIMENTS = {
+    "filter": "What each filter threshold keeps, the error of its gradients, and its time.",
+    "tiles": "Tiles of the Triton kernels: candidates beside what the table holds, by time.",
+    "first-call": "Seconds of a process's first loss and gradients, with and without compiled "
+    "kernels.",
+    "screen": "Error of each token's log-sum-exp by 8-bit logits, and by dense ones; also its mean "
+    "by deciles of the tokens' entropy.",
+    "quantize": "Time of the weight's 8-bit copy beside a copy in its own dtype: how near to "
+    "memory's rate.",
+    "fidelity": "Gradients of every method over its thresholds against float64, by token "
+    "frequency.",
+    "probabilities": "Figure 3 of Cut Cross-Entropy (arXiv:2411.09009), the mean probability of "
+    "the i-th most likely token, and how sparse the softmax is.",
+    "converge": "Train small models with the dense loss, ours and Apple's, and record what they "
+    "predict.",
+    "megatron": "Whole steps of a Megatron job on GPUs, with Megatron's losses and ours; all ranks "
+    "are tensor-parallel.",
+    "pipeline": "Steps of a pipeline of one stage a rank: the head dense or fused on the last "
+    "stage, with layers moved away from it, and the vocabulary over all ranks.",
+    "paper": "The tables of Cut Cross-Entropy (arXiv:2411.09009), a file for each shape and "
+    "inputs.",
+    "capture": "Train on one rank and save what the loss sees (hidden, weight, targets) at some "
+    "steps.",
+}
+REPORT = {
+    "report": "Make docs/evidence.md, with its figures, of the records in docs/evidence.",
+}
+
+
+def find_checkout() -> Path | None:
+    """The folder of the checkout that this package is imported from; None: it is installed."""
+    root = Path(str(cce_dist.__file__)).parent.parent
+    project = root / "pyproject.toml"
+    if not project.is_file() or 'name = "cce-dist"' not in project.read_text(encoding="utf-8"):
+        return None
+    return root
+
+
+def import_benchmarks(name: str, command: str) -> ModuleType:
+    """Imports the module benchmarks.NAME of the checkout, which `command` needs.
+
+    Raises:
+        typer.Exit: there is no checkout; stderr says where `command` works.
+    """
+    root = find_checkout()
+    if root is None:
+        if rank_from_environment() == 0:
+            _, *words = command.split()
+            typer.echo(
+                f"error: `{command}` is in the repository and in its source archive alone: start "
+                f"`{' '.join(['python -m cce_dist', *words])}` in the folder of one of them",
+                err=True,
+            )
+        raise typer.Exit(2)
+    # Before a folder of that name in the current directory, say.
+    if sys.path[0] != str(root):
+        sys.path.insert(0, str(root))
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+class CheckoutCommand(TyperCommand):
+    """A command's name and help; a CheckoutGroup finds the command itself when it is called."""
+
+
+class CheckoutGroup(TyperGroup):
+    """A group of commands, CheckoutCommands among them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        # A shell that completes a command line must see no error.
+        completes = ctx.resilient_parsing and find_checkout() is None
+        if isinstance(command, CheckoutCommand) and not completes:
+            module = import_benchmarks("cli.app", f"{ctx.command_path} {name}")
+            group: Any = typer.main.get_command(module.app)
+            command = group.commands[name]
+        return name, command, rest
+
+
+def add_checkout_commands(app: typer.Typer, helps: Mapping[str, str]) -> None:
+    """Adds a CheckoutCommand for each name of `helps` to `app`, whose `cls` is CheckoutGroup."""
+    for name, text in helps.items():
+        app.command(name, cls=CheckoutCommand, help=text, rich_help_panel=PANEL)(_do_nothing)
+
+
+def _do_nothing() -> None:
+    """Stands in for a command's function: nobody calls it."""

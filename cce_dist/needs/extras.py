@@ -1,0 +1,66 @@
+"""Packages that a command needs beside torch, and the way to install them where they are
+missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+CORE = ""
+# Of each module that commands import: the extra of pyproject.toml that brings it.
+EXTRAS = {
+    "matplotlib": "train",
+    "megatron": "megatron",
+    "mpi4py": "mpi",
+    "numpy": CORE,
+    "pydantic": "train",
+    "pydantic_core": "train",
+    "rich": CORE,
+    "tokenizers": "train",
+    "torch": CORE,
+    "typer": CORE,
+    "yaml": "train",
+}
+
+
+def need_modules(*names: str) -> None:
+    """Asks before the work for modules that its end imports.
+
+    Raises:
+        ModuleNotFoundError: of the first that is missing.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def explain_missing(error: ModuleNotFoundError, arguments: list[str]) -> str | None:
+    """Returns a line for the user; None where no extra would help.
+
+    Args: arguments: of the command line, as in sys.argv[1:].
+    """
+    name = (error.name or "").partition(".")[0]
+    if name not in EXTRAS or importlib.util.find_spec(name) is not None:
+        return None
+    extra = EXTRAS[name]
+    if extra == "train" and arguments[:1] == ["bench"]:
+        extra = "bench"
+    named = " ".join(["cce-dist", *_subcommand(arguments)])
+    return f"`{named}` needs {name}, which is not installed: pip install {requirement(extra)}"
+
+
+def requirement(extra: str) -> str:
+    """Returns pip's requirement, quoted for a shell: an installed package by its name, a checkout
+    by its folder."""
+    try:
+        importlib.metadata.distribution("cce-dist")
+        place = "cce-dist"
+    except importlib.metadata.PackageNotFoundError:
+        place = str(Path(__file__).parents[2])
+    return f"'{place}[{extra}]'" if extra else f"'{place}'"
+
+
+def _subcommand(arguments: list[str]) -> list[str]:
+    words = arguments[: 2 if arguments[:1] in (["bench"], ["plan"]) else 1]
+    return [word for word in words if not word.startswith("-")]

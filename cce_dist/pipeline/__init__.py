@@ -1,0 +1,1 @@
+"""The loss over the ranks of a pipeline, in phases."""

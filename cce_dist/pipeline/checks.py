@@ -1,0 +1,222 @@
+"""Checks of the arguments of the vocabulary over pipeline ranks, of its stages and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cce_dist.frontend.validation import require_values
+from cce_dist.options import LossOptions
+from cce_dist.ranks.transport import group_size
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def check_scalar(options: LossOptions) -> None:
+    """Refuses losses that are no scalar: a schedule begins its backward at a microbatch's loss."""
+    if options.reduction == "none":
+        raise ValueError(
+            "options.reduction must be 'mean' or 'sum' under a schedule that is handed a "
+            "microbatch's loss, got 'none'"
+        )
+
+
+def check_weight(
+    group: ProcessGroup | None, weight: Tensor, shape: tuple[int, ...], options: LossOptions
+) -> None:
+    if group is None:
+        raise ValueError("group must be the pipeline's ranks, got None")
+    ranks = dist.get_process_group_ranks(group)
+    if ranks != sorted(ranks):
+        raise ValueError(f"group must have its ranks in ascending order, got {ranks}")
+    require_values("weight", weight)
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be [V_local, D], got {list(weight.shape)}")
+    if len(shape) < 2 or shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden_shape must be [..., D] with D = {weight.shape[1]} of weight, got {shape}"
+        )
+    refused = {
+        "gradient": options.gradient == "in_forward",
+        "stats": bool(options.stats),
+        "sequence_parallel": options.sequence_parallel,
+        "keep_logits": options.keep_logits,
+        "check_ranks": options.check_ranks,
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            got = getattr(options, name)
+            raise ValueError(f"options.{name} is not supported over pipeline ranks, got {got!r}")
+    for name in ("_post_accumulate_grad_hooks", "_backward_hooks"):
+        if getattr(weight, name, None):
+            raise ValueError(
+                "weight must have no gradient hooks, as DDP and FSDP put on parameters: none would "
+                "run; keep the head out of what they wrap"
+            )
+
+
+def check_product(
+    group: ProcessGroup,
+    whole: ProcessGroup,
+    tensor: ProcessGroup | None,
+    scatters: bool,
+) -> None:
+    """Checks that `whole`, which shares the vocabulary, is the product of the other two groups."""
+    size, of_vocab, of_tensor = group_size(group), group_size(whole), group_size(tensor)
+    if of_vocab != size * of_tensor:
+        raise ValueError(
+            f"vocab_group must have the ranks of group times those of tensor_group, {size} x "
+            f"{of_tensor}, got {of_vocab}"
+        )
+    if scatters and tensor is None:
+        raise ValueError("sequence_parallel=True needs tensor_group, got None")
+
+
+def check_microbatch(
+    hidden: Tensor,
+    targets: Tensor,
+    hidden_shape: tuple[int, ...],
+    targets_shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    """Compares the last stage's tensors with the shapes and dtypes that all ranks expect."""
+    if hidden.shape != hidden_shape or hidden.dtype != dtype:
+        advice = "pad microbatches to one shape"
+        if hidden.dtype != dtype:
+            advice = "the last stage's output, also under autocast, must have weight's dtype"
+        raise ValueError(
+            f"hidden of every microbatch must be {list(hidden_shape)} {dtype}, which the other "
+            f"ranks expect, got {list(hidden.shape)} {hidden.dtype}; {advice}"
+        )
+    _check_targets(targets, targets_shape)
+
+
+def _check_targets(targets: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(targets, Tensor) or targets.shape != shape or targets.dtype != torch.int64:
+        got: Any = type(targets).__name__
+        if isinstance(targets, Tensor):
+            got = f"{list(targets.shape)} {targets.dtype}"
+        raise ValueError(
+            f"targets of every microbatch must be {list(shape)} torch.int64, hidden's "
+            f"shape without D, got {got}"
+        )
+
+
+def check_step(
+    stages: Sequence[Any],
+    microbatches: Sequence[Any],
+    *,
+    targets_shape: tuple[int, ...],
+    embeds: bool,
+) -> None:
+    """Checks the arguments of a rank's schedule, before its first pass.
+
+    Args:
+        microbatches: as `_step_microbatches` of the schedule takes them: positional arguments,
+            keywords and targets of each.
+        embeds: the first stage's tokens go to a `TiedEmbedding`.
+    """
+    args, keywords, targets = microbatches
+    if any(stage.is_last for stage in stages):
+        if targets is None:
+            raise ValueError(
+                "target must be given to the schedule on the rank of the last stage, got None"
+            )
+        for each in targets:
+            _check_targets(each, targets_shape)
+    for stage in stages:
+        if stage.is_first:
+            _check_inputs(stage, args or (), embeds, by_keyword=any(keywords or ()))
+
+
+def _check_inputs(
+    stage: Any, args: Sequence[tuple[Any, ...]], embeds: bool, *, by_keyword: bool
+) -> None:
+    if embeds and not (args and all(args)):
+        raise ValueError(
+            "tokens must be the first positional argument that the schedule is given on the rank "
+            "of the first stage, where the embedding is tied, got none"
+        )
+    every = [_shapes(each) for each in args]
+    # Where some inputs come by keyword the stage's input_args need not list the others. Shapes that
+    # input_args do not give are right if the stage's output is: `check_output`.
+    static = None if by_keyword else _static_inputs(stage)
+    wanted = [_shapes(static)] * bool(static) + every
+    for index, shapes in enumerate(every):
+        if shapes != wanted[0]:
+            raise ValueError(
+                f"inputs of every microbatch must have one shape, {wanted[0]}, which the other "
+                f"ranks expect, got {shapes} in microbatch {index}; pad microbatches to one shape"
+            )
+
+
+def _static_inputs(stage: Any) -> Sequence[Any] | None:
+    """Reads a stage's input_args, by the names of torch 2.13 and of releases before it."""
+    meta = getattr(stage, "_user_meta", None)
+    return getattr(stage, "inputs_meta", None) if meta is None else meta.inputs
+
+
+def _shapes(tensors: Sequence[Any] | None) -> list[list[int]]:
+    return [list(x.shape) for x in tensors or () if hasattr(x, "shape")]
+
+
+def check_output(stage: Any, output: Any) -> None:
+    """Compares a stage's output with the next stage's input, before it is sent. A larger output
+    would end the next stage's process in gloo, without a word of the cause; a smaller one would
+    leave the end of the receiving tensor as it was. (torch compares them too, but only under
+    TORCH_DISTRIBUTED_DEBUG=DETAIL.)"""
+    wanted = _known_outputs(stage)
+    tensors = output if isinstance(output, tuple | list) else (output,)
+    # Each rank sends its part of a DTensor.
+    if wanted is None or stage.is_last or any(isinstance(x, DTensor) for x in tensors):
+        return
+    sent, expected = ([(x.shape, x.dtype) for x in each] for each in (tensors, wanted))
+    if sent != expected:
+        advice = "pad microbatches to one shape"
+        if [dtype for _, dtype in sent] != [dtype for _, dtype in expected]:
+            advice = "give the stages output_args and input_args of the dtypes that autocast makes"
+        raise ValueError(
+            f"what stage {stage.stage_index} makes of every microbatch must be {_named(expected)}, "
+            f"which the next stage expects, got {_named(sent)}; {advice}"
+        )
+
+
+def _known_outputs(stage: Any) -> Sequence[Any] | None:
+    """Reads a stage's output_args, or the outputs that it has sent before, by the names of torch
+    2.13 and of releases before it."""
+    meta = getattr(stage, "_stage_meta", None)
+    return getattr(stage, "_outputs_meta", None) if meta is None else meta.outputs
+
+
+def _named(tensors: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in tensors)
+
+
+def check_same(group: ProcessGroup, **values: object) -> None:
+    """Compares values over all ranks of the group.
+
+    Raises:
+        ValueError: on every rank, where a value differs.
+    Collectives: one gather of objects over the group.
+    """
+    everyone: list[Mapping[str, object]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, values, group=group)
+    for name in values:
+        by_rank = [each.get(name) for each in everyone]
+        if any(x != by_rank[0] for x in by_rank):
+            raise ValueError(f"{name} must be the same on every rank, got by rank: {by_rank}")
+
+
+def refuse_loss_kwargs(loss_kwargs: Mapping[str, object]) -> None:
+    """Refuses the loss_kwargs of a schedule's `step`, which hands them to loss_fn."""
+    if loss_kwargs:
+        raise ValueError(
+            f"loss_kwargs must be empty, got {sorted(loss_kwargs)}: give PipelineHead its bias, "
+            "class_weight and options (softcap, z_loss, ...), which every rank needs to know"
+        )

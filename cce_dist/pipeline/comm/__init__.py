@@ -1,0 +1,1 @@
+"""Groups of a pipeline's ranks, and what they send one another."""

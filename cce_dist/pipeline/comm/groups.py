@@ -1,0 +1,159 @@
+"""Groups of pipeline ranks, and their collectives besides those of the loss."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from cce_dist.pipeline.comm.courier import Courier, Wait
+
+
+def own_groups(
+    ranks: Sequence[int], count: int, timeout: datetime.timedelta, device: torch.device
+) -> list[ProcessGroup]:
+    """Makes groups of these ranks in this order, with new communicators and this timeout.
+
+    The caller destroys them. Their communicators exist when the function returns: else NCCL makes
+    them at the first use, in a thread that may keep other threads from the store that all of them
+    need.
+    Collectives: every rank of the job calls it at the same time, with the ranks of its groups, no
+    rank in two lists; one all-gather of the ranks of all groups, their creation, and three of one
+    number. (The members alone could make a group, but torch then names it by the number of groups
+    that a rank is in.)
+    """
+    groups = _groups(ranks, count, timeout, device.type)
+    for group in groups:
+        _connect(group, device)
+    return groups
+
+
+def own_couriers(
+    ranks: Sequence[int],
+    count: int,
+    timeout: datetime.timedelta,
+    device: torch.device,
+    *,
+    paced: bool,
+) -> list[Courier]:
+    """Makes couriers of new groups, as `own_groups` does; `paced`: ranks meet before each
+    collective."""
+    groups = own_groups(ranks, count, timeout, device)
+    meetings: list[Any] = [None] * count
+    if paced:
+        meetings = _groups(ranks, count, timeout, "cpu")
+    return [Courier(x, device, met) for x, met in zip(groups, meetings, strict=True)]
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> datetime.timedelta:
+    """Returns how long a collective of the group waits for its ranks on tensors of this device."""
+    # torch hands over none but by a backend's options.
+    return group._get_backend(device).options._timeout
+
+
+def _groups(
+    ranks: Sequence[int], count: int, timeout: datetime.timedelta, device: str
+) -> list[ProcessGroup]:
+    ranks = list(ranks)
+    everywhere: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, ranks)
+    groups: list[ProcessGroup] = []
+    for members in sorted({tuple(each) for each in everywhere}):
+        for _ in range(count):
+            if device == "cuda":
+                options = _options(timeout)
+                group = dist.new_group(list(members), timeout=timeout, pg_options=options)
+            else:
+                group = dist.new_group(list(members), timeout=timeout, backend="gloo")
+            if list(members) == ranks:
+                assert isinstance(group, ProcessGroup)
+                groups.append(group)
+    return groups
+
+
+def _options(timeout: datetime.timedelta) -> Any:
+    """Makes the options of an NCCL communicator.
+
+    High priority: torch gives other communicators one of 32 streams, in turns; two on one stream
+    wait for each other, and so do the ranks. A collective's kernel stays on the device until all
+    ranks have come, and each of its programs takes a multiprocessor from the stages: by default up
+    to 32. With 4 a microbatch could be sent many times in the time that it takes to compute.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options.config.max_ctas = 4
+    options._timeout = timeout
+    return options
+
+
+def _connect(group: ProcessGroup, device: torch.device) -> None:
+    """Runs each kind of collective that the head uses, once."""
+    number = torch.zeros(1, device=device)
+    parts = [torch.zeros_like(number) for _ in range(dist.get_world_size(group))]
+    dist.broadcast(number, group=group, group_src=0)
+    dist.reduce(number, group=group, group_dst=0)
+    dist.all_gather(parts, number, group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def connect_neighbours(
+    group: ProcessGroup, neighbours: Collection[int], device: torch.device, *, alone: bool = True
+) -> None:
+    """Makes communicators between stages on these ranks of the group, both ways.
+
+    Else NCCL makes them at the first use, and may wait for all work on the device: also for a
+    collective of the head, whose other ranks wait for the very tensor that is to be sent. torch
+    uses a communicator of two ranks for a send alone, and the group's for sends with receives.
+    Collectives: a number each way between this rank and each neighbour, twice. All ranks of the
+    group call it at the same time; a neighbour of this rank has this rank as a neighbour.
+    """
+    rank = dist.get_rank(group)
+    mine, theirs = torch.zeros(2, 1, device=device)
+    both: list[dist.P2POp] = []
+    for peer in sorted(set(neighbours) - {rank}):
+        other = dist.get_global_rank(group, peer)
+        first, second = (dist.send, dist.recv) if rank < peer else (dist.recv, dist.send)
+        for move in (first, second) if alone else ():
+            move(mine if move is dist.send else theirs, other, group=group)
+        both += [
+            dist.P2POp(dist.isend, mine, other, group),
+            dist.P2POp(dist.irecv, theirs, other, group),
+        ]
+    if both:
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _All:
+    """A work that waits for several."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def start_broadcast(root: int, courier: Courier, *tensors: Tensor) -> Wait:
+    """Begins to copy rank `root`'s tensors into every rank's. Returns: a function that waits."""
+
+    def broadcast(tensor: Tensor) -> Any:
+        return dist.broadcast(tensor, group=courier.group, group_src=root, async_op=True)
+
+    return courier.begin(lambda: _All([broadcast(tensor) for tensor in tensors]))
+
+
+def start_reduce(root: int, courier: Courier, tensor: Tensor) -> Wait:
+    """Begins to sum every rank's tensor into rank `root`'s; the other ranks' become undefined.
+    Returns: a function that waits."""
+    group = courier.group
+    return courier.begin(lambda: dist.reduce(tensor, group=group, group_dst=root, async_op=True))

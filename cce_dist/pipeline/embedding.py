@@ -1,0 +1,243 @@
+"""The input embedding over pipeline ranks, tied to the LM head's weight: tying costs no collective,
+since each rank has the same rows of both."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cce_dist.core.phases import in_phase
+from cce_dist.pipeline.comm.groups import own_couriers, own_groups, start_broadcast, start_reduce
+from cce_dist.pipeline.head import TIMEOUT, PipelineHead
+from cce_dist.pipeline.warm_up import rehearse_embedding
+from cce_dist.ranks.merge import gather_tokens, reduce_grad_hidden, require
+
+_ONCE = (
+    "the first stage must call the embedding once a microbatch, on the tokens that the schedule "
+    "was given"
+)
+
+
+@dataclass
+class _Microbatch:
+    tokens: Tensor  # [...] int64
+    wait: Callable[[], object]  # for what is under way
+    rows: Tensor | None = None  # [N, D] this rank's part, then the sum; then the gradient
+
+
+class TiedEmbedding(nn.Module):
+    """The first stage's embedding of tokens, looked up and trained on all pipeline ranks.
+
+    Every rank makes it; the first stage's module calls it on its tokens. It has no parameter;
+    gradients go to the head's weight. A microbatch goes through these phases, `forward` and
+    its backward on the first stage, which waits for the sum and keeps the gradient, the others on
+    every rank:
+
+        ask        tokens go from the rank of the first stage to all
+        look_up    the sum of each rank's rows of them begins, to the first stage
+        give       the gradient goes from there to all
+        add        each rank adds it to its own rows
+
+    Ranks must not wait for each other in different phases: ask for all microbatches first, and
+    `add` a microbatch after giving the next.
+
+    Args:
+        head: of the same ranks; its hidden_shape is that of the embedding, too.
+        root: the rank in the head's group that has the first stage.
+        timeout: of the groups that it makes.
+    Collectives: four groups at most are made, as those of the head. A microbatch costs a broadcast
+        of its tokens and a sum of [N, D] in hidden's dtype to the first stage, one of whose addends
+        is not 0; and a broadcast of [N, D] back. With tensor-parallel ranks an all-reduce on the
+        first stage, or a reduce-scatter and an all-gather under sequence_parallel.
+    Determinism: bitwise equal from run to run.
+    """
+
+    def __init__(
+        self, head: PipelineHead, *, root: int = 0, timeout: datetime.timedelta = TIMEOUT
+    ) -> None:
+        super().__init__()
+        self.head, self.root = head, root
+        device, tensor = head.weight.device, head.tensor_group
+        self._asking, self._summing, self._giving = own_couriers(
+            head.ranks, 3, timeout, device, paced=head.paced
+        )
+        self._tensor = None
+        if tensor is not None:
+            (self._tensor,) = own_groups(dist.get_process_group_ranks(tensor), 1, timeout, device)
+        self._microbatches: dict[int, _Microbatch] = {}
+        self._called = 0
+        self.infers = False  # a schedule asks for shapes
+        rehearse_embedding(self, head)
+
+    @property
+    def is_first(self) -> bool:
+        return self.head.rank == self.root
+
+    def ask(self, index: int, tokens: Tensor | None = None) -> None:
+        """Begins to send a microbatch's tokens to all ranks, without waiting.
+
+        Args: tokens: [...] of the microbatch, on the rank of the first stage.
+        Raises:
+            ValueError: there, if their shape or dtype is not what all ranks expect.
+        """
+        head = self.head
+        if self.is_first:
+            tokens = self._checked(tokens)
+        else:
+            tokens = torch.empty(head.targets_shape, dtype=torch.int64, device=head.weight.device)
+        wait = start_broadcast(self.root, self._asking, tokens)
+        self._microbatches[index] = _Microbatch(tokens, wait)
+
+    @torch.no_grad()
+    def look_up(self, index: int) -> None:
+        """Waits for the tokens, not for their rows."""
+        batch, head = self._microbatches[index], self.head
+        batch.wait()
+        mine, rows = self._own(batch.tokens)
+        vectors = rows.new_zeros(len(rows), head.hidden_shape[-1], dtype=head.hidden_dtype)
+        if head.own_shard.num_classes:
+            vectors = head.weight.detach()[rows].to(head.hidden_dtype)
+            vectors = vectors.masked_fill_(~mine[:, None], 0)
+        batch.rows, batch.wait = vectors, start_reduce(self.root, self._summing, vectors)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Looks up tokens [...]: [..., D], this rank's slice of dim 0 under sequence_parallel."""
+        head = self.head
+        if self.infers or not self._microbatches:
+            if not self.infers:
+                raise RuntimeError(
+                    "the embedding was called outside of a schedule's step, where the other ranks "
+                    "do not answer"
+                )
+            return tokens.new_zeros(head.hidden_shape, dtype=head.hidden_dtype).requires_grad_()
+        index, self._called = self._called, self._called + 1
+        batch, rule = self._microbatches.get(index), _ONCE
+        if batch is None or batch.tokens.shape != tokens.shape:
+            raise ValueError(f"{rule}, got {list(tokens.shape)} in call {index}")
+        require((batch.tokens == tokens).all(), lambda: f"{rule}, got others", rule)
+        return _Rows.apply(self._anchor(), self, index)
+
+    def rows(self, index: int) -> Tensor:
+        """Returns the rows that `forward` returns, without autograd."""
+        batch = self._microbatches[index]
+        assert batch.rows is not None
+        batch.wait()
+        vectors, batch.rows = batch.rows, None
+        head, dtype = self.head, self.head.hidden_dtype
+        # Rows, not a gradient: only some ranks have the gradient.
+        with in_phase("reduce", begins=False):
+            vectors = reduce_grad_hidden(
+                vectors, self._tensor, scatter=head.slices > 1, dtype=dtype
+            )
+        return vectors.view(head.hidden_shape)
+
+    def keep(self, index: int, grad: Tensor) -> None:
+        """Keeps the gradient of `rows`, for `give`."""
+        if self.head.slices > 1:
+            grad = gather_tokens(grad, self._tensor)
+        self._microbatches[index].rows = grad.reshape(-1, grad.shape[-1]).contiguous()
+
+    @torch.no_grad()
+    def give(self, index: int) -> None:
+        """Begins to send the gradient to all ranks, without waiting."""
+        batch, head = self._microbatches[index], self.head
+        if not self.is_first:
+            # The first stage alone needs the sum; this rank has not waited for it yet.
+            batch.wait()
+            shape = (batch.tokens.numel(), head.hidden_shape[-1])
+            batch.rows = head.weight.new_empty(shape, dtype=head.hidden_dtype)
+        assert batch.rows is not None
+        batch.wait = start_broadcast(self.root, self._giving, batch.rows)
+
+    @torch.no_grad()
+    def add(self, index: int) -> None:
+        """Waits for the gradient, and adds it to this rank's rows. The microbatch is done with."""
+        batch, head = self._microbatches.pop(index), self.head
+        batch.wait()
+        assert batch.rows is not None
+        if head.weight.requires_grad and head.own_shard.num_classes:
+            mine, rows = self._own(batch.tokens)
+            head.grads.add_to_rows(rows, batch.rows.masked_fill(~mine[:, None], 0))
+
+    def drop(self, index: int) -> None:
+        """Forgets a microbatch of an evaluation, in place of `give` and `add`."""
+        batch = self._microbatches.pop(index)
+        if not self.is_first:
+            batch.wait()
+
+    def look_up_all(self, tokens: Sequence[Tensor | None]) -> None:
+        """Calls `ask` and `look_up` for every microbatch of a step."""
+        for index, each in enumerate(tokens):
+            self.ask(index, each)
+        for index in range(len(tokens)):
+            self.look_up(index)
+        if not self.is_first:
+            for batch in self._microbatches.values():
+                batch.wait()
+                batch.rows, batch.wait = None, _nothing
+
+    def finish_all(self, *, backward: bool) -> None:
+        """Calls `give` and `add`, or `drop`, for every microbatch of a step, and `finish_step`."""
+        count = len(self._microbatches)
+        for index in range(count):
+            if not backward:
+                self.drop(index)
+                continue
+            self.give(index)
+            if index > 0:
+                self.add(index - 1)
+        if backward and count:
+            self.add(count - 1)
+        self.finish_step()
+
+    def finish_step(self) -> None:
+        self._called = 0
+
+    def close(self) -> None:
+        """Destroys the groups that the embedding made, and nothing else."""
+        for courier in (self._asking, self._summing, self._giving):
+            courier.close()
+        if self._tensor is not None:
+            dist.destroy_process_group(self._tensor)
+
+    def _own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns [N] bool, tokens whose rows are here; and [N] the rows, 0 for other tokens."""
+        rows = self.head.own_shard.local_targets(tokens.reshape(-1))
+        mine = rows >= 0
+        return mine, rows.clamp_min(0)
+
+    def _checked(self, tokens: Tensor | None) -> Tensor:
+        shape = self.head.targets_shape
+        if tokens is None or tokens.shape != shape or tokens.dtype != torch.int64:
+            got = None if tokens is None else f"{list(tokens.shape)} {tokens.dtype}"
+            raise ValueError(
+                f"tokens of every microbatch must be {list(shape)} torch.int64, got {got}"
+            )
+        return tokens.contiguous()
+
+    def _anchor(self) -> Tensor:
+        # Autograd must ask for a gradient, and the weight's node must not run.
+        return torch.empty(0, device=self.head.weight.device, requires_grad=True)
+
+
+def _nothing() -> None:
+    """A microbatch under way."""
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, embedding: TiedEmbedding, index: int):
+        ctx.embedding, ctx.index = embedding, index
+        return embedding.rows(index)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        ctx.embedding.keep(ctx.index, grad)
+        return None, None, None

@@ -1,0 +1,386 @@
+"""The vocabulary over pipeline ranks: the loss in phases that a schedule places between its own.
+
+A microbatch goes through four of them, each of which begins a collective that the next waits for:
+
+    post         its hidden states and targets, from the rank of the last stage to all
+    statistics   log-sum-exp and target logit of this rank's columns; begins the merge
+    gradients    the loss; gradients by the merged lse; begins the sum of the hidden gradient
+    take         on the rank of the last stage: the hidden gradient, which its backward needs
+
+With reduction "none", where that rank alone knows what becomes of each token's loss, `weigh` comes
+before `gradients`: the gradient of the losses, which `losses` gave it, to all.
+
+The weight's gradient never travels. Each kind of collective has a group of its own, so that only
+the order of microbatches has to be the same on all ranks, not that of phases.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist.algorithm import sharded
+from cce_dist.core.phases import in_phase
+from cce_dist.core.types import Stats, Upstream, accumulate_dtype
+from cce_dist.frontend.inputs import Inputs
+from cce_dist.frontend.prepare import prepare
+from cce_dist.frontend.quantized import StepQuantizer
+from cce_dist.options import LossOptions
+from cce_dist.pipeline.checks import check_microbatch, check_product, check_same, check_weight
+from cce_dist.pipeline.comm.groups import own_couriers, own_groups, start_broadcast, start_reduce
+from cce_dist.pipeline.comm.neighbours import Neighbours
+from cce_dist.pipeline.frequent_rows import FrequentRows
+from cce_dist.pipeline.grads import RowGradients
+from cce_dist.pipeline.microbatch import Microbatch, plainly, start_forward
+from cce_dist.pipeline.warm_up import rehearse_head
+from cce_dist.ranks.merge import gather_tokens, reduce_grad_hidden
+from cce_dist.ranks.transport import group_size, process_group
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+class PipelineHead:
+    """An LM head whose rows are spread over the ranks of a pipeline, and its cross-entropy.
+
+    Args:
+        weight: [V_local, D] this rank's rows, bf16 | fp16 | fp32 | float64. What the phases add up
+            is added to weight.grad by `finish_step`; no hook of the parameter runs.
+        group: the ranks of the pipeline.
+        vocab_group: those that share the vocabulary, in its order: the pipelines of all tensor-
+            parallel ranks; None: group.
+        tensor_group: with vocab_group, the tensor-parallel ranks of this stage.
+        sequence_parallel: a stage's hidden states are this tensor-parallel rank's slice of dim 0.
+        hidden_shape: of a microbatch's hidden states on a rank, [..., D]; the same for all of them,
+            dtype weight's. Targets have it without D, and are of all tokens under
+            sequence_parallel.
+        vocab_shard: as of `linear_cross_entropy`.
+        bias: [V_local], this rank's; its gradient as weight's.
+        class_weight: [V], the same on every rank.
+        options: of the loss; reduction "mean" or "sum" of a microbatch, or "none".
+        loss_scale: of the gradients of all microbatches, such as 1 / their number. As options it
+            must be the same on all ranks of vocab_group.
+        timeout: of the groups that it makes.
+        quantize_once: with logits="screened" a step's first microbatch quantises the weight for all
+            of them: V_local (D + 8) bytes until `finish_step`. False: each of them does.
+        paced: ranks meet on the host before each of its collectives begins, rather than wait for
+            each other in kernels, which slow down the stages'; None: on GPUs.
+    Raises:
+        ValueError: an argument is not supported; the message says which.
+    Collectives: three groups are made, four with tensor_group, with `paced` twice as many, for
+        which every rank of the job makes a head at the same time, those of other pipelines too. A
+        microbatch costs a broadcast of its hidden states and targets over `group`, an all-gather of
+        8 N + 32 bytes a rank over vocab_group, and a sum of [N, D] in fp32 over `group` to the rank
+        of the last stage; there one all-reduce more over tensor_group, or a reduce-scatter under
+        sequence_parallel, which gathers hidden over tensor_group first. With reduction "none" one
+        more group, and a broadcast of 4 N bytes over it. With gradient="filtered" and the Triton
+        backend a step begins with one all-gather over vocab_group, `FrequentRows`'s; with logits=
+        "screened" one without gradients, too. On GPUs three microbatches of zeros go through it.
+    Determinism: as the loss's own.
+    Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,  # [V_local, D]
+        *,
+        group: ProcessGroup | DeviceMesh,
+        hidden_shape: tuple[int, ...],
+        vocab_group: ProcessGroup | DeviceMesh | None = None,
+        tensor_group: ProcessGroup | DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+        vocab_shard: VocabShard | None = None,
+        bias: Tensor | None = None,  # [V_local]
+        class_weight: Tensor | None = None,  # [V]
+        options: LossOptions = LossOptions(),  # noqa: B008 - frozen
+        loss_scale: float = 1.0,
+        timeout: datetime.timedelta = TIMEOUT,
+        quantize_once: bool = True,
+        paced: bool | None = None,
+    ) -> None:
+        stages, tensor = (process_group(x, "of a pipeline") for x in (group, tensor_group))
+        whole = stages if vocab_group is None else process_group(vocab_group, "of a pipeline")
+        check_weight(stages, weight, hidden_shape, options)
+        assert stages is not None and whole is not None
+        check_product(stages, whole, tensor, sequence_parallel)
+        check_same(whole, loss_scale=loss_scale, options=options)
+        self.weight, self.bias, self.class_weight = weight, bias, class_weight
+        self.shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
+        self.hidden_shape = tuple(hidden_shape)
+        self.hidden_dtype = weight.dtype
+        self.group = stages
+        self.rank, self.size = dist.get_rank(stages), dist.get_world_size(stages)
+        num_rows, place = weight.shape[0], (dist.get_rank(whole), dist.get_world_size(whole))
+        self.own_shard = vocab_shard or VocabShard.even(num_rows, *place)
+        self.ranks = dist.get_process_group_ranks(stages)
+        self.paced = weight.device.type == "cuda" if paced is None else paced
+        make = functools.partial(
+            own_couriers, timeout=timeout, device=weight.device, paced=self.paced
+        )
+        self._posting, self._summing = make(self.ranks, 2)
+        self._weighing = make(self.ranks, 1)[0] if options.reduction == "none" else None
+        (self._merging,) = make(dist.get_process_group_ranks(whole), 1)
+        self.vocab_group = self._merging.group  # its own
+        self._tensor = None
+        if tensor is not None:
+            # A stage's ranks are side by side: they need not meet.
+            ranks = dist.get_process_group_ranks(tensor)
+            (self._tensor,) = own_groups(ranks, 1, timeout, weight.device)
+        self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
+        self._microbatches: dict[int, Microbatch] = {}
+        self.grads = RowGradients(weight, bias, self.own_shard.num_classes)
+        # By whoever runs its steps: one that failed leaves ranks apart.
+        self.is_broken = False
+        self._neighbours: Neighbours | None = None
+        self._timeout = timeout
+        self.screens = options.logits == "screened"
+        self._quantizer = StepQuantizer() if self.screens and quantize_once else None
+        self._frequent = None
+        kernels = weight.device.type == "cuda" or options.backend == "triton"
+        if options.filters and kernels and group_size(whole) > 1:
+            self._frequent = FrequentRows(weight, bias, self.own_shard, self._merging)
+        rehearse_head(self)
+
+    def start_step(self, *, record: bool = True) -> None:
+        """Begins a step: sends all ranks the rows that tell most of a token's lse, which the filter
+        of the Triton backend needs. Without waiting; on every rank, before the first microbatch.
+        A step without it has the same loss, and a filter that keeps more. Until `finish_step`,
+        which also ends one without gradients, the weight keeps its values.
+
+        Args: record: the step has gradients.
+        """
+        if self._frequent is not None and (record or self.screens):
+            self._frequent.exchange()
+        if self._quantizer is not None:
+            self._quantizer.begin()
+
+    def neighbours(self) -> Neighbours:
+        """Returns the connections by which a schedule of ours sends between stages. The first call
+        makes them, at the same time on every rank of the job."""
+        if self._neighbours is None:
+            device, timeout = self.weight.device, self._timeout
+            self._neighbours = Neighbours(self.ranks, device, timeout, paced=self.paced)
+        return self._neighbours
+
+    @property
+    def weighs(self) -> bool:
+        """`gradients` wants `weigh` first."""
+        return self._weighing is not None
+
+    def reshape(self, hidden_shape: tuple[int, ...]) -> None:
+        """Sets the shape of microbatches to come: between steps, on every rank of the job."""
+        if hidden_shape != self.hidden_shape:
+            self.hidden_shape = hidden_shape
+            rehearse_head(self)
+
+    @property
+    def targets_shape(self) -> tuple[int, ...]:
+        first, *others = self.hidden_shape[:-1]
+        return (first * self.slices, *others)
+
+    def post(
+        self, index: int, root: int, hidden: Tensor | None = None, targets: Tensor | None = None
+    ) -> None:
+        """Sends a microbatch to all ranks. Without waiting.
+
+        Args:
+            root: the rank in the group that has the last stage.
+            hidden, targets: there, and None elsewhere.
+        Raises:
+            ValueError: on the root, their shapes or dtypes are not those that all ranks expect.
+        """
+        if index in self._microbatches:
+            raise ValueError(f"index must be of a microbatch that is not under way, got {index}")
+        device = self.weight.device
+        if self.rank == root:
+            hidden, targets = self.checked(hidden, targets)
+        else:
+            hidden = torch.empty(self.hidden_shape, dtype=self.hidden_dtype, device=device)
+            targets = torch.empty(self.targets_shape, dtype=torch.int64, device=device)
+        arrive = start_broadcast(root, self._posting, hidden, targets)
+        self._microbatches[index] = Microbatch((hidden, targets, arrive))
+
+    def expect(self, index: int, root: int, count: int) -> None:
+        """Calls `post` where another rank has the last stage, for this microbatch and the next of
+        `count`: the next then arrives whatever this rank computes meanwhile."""
+        for each in range(index, min(index + 2, count)):
+            if each not in self._microbatches:
+                self.post(each, root)
+
+    @plainly
+    def statistics(self, index: int, *, record: bool = True) -> None:
+        """Waits for what was posted; begins the merge.
+
+        Args:
+            record: `gradients` follows, not `value`.
+        Raises:
+            ValueError: targets beyond the vocabulary, on every rank.
+        """
+        batch = self._begun(index)
+        if batch.posted is None:
+            raise RuntimeError(f"statistics must be asked for once a microbatch, got {index} again")
+        (hidden, targets, arrive), batch.posted = batch.posted, None
+        arrive()
+        if self.slices > 1:
+            hidden = gather_tokens(hidden, self._tensor)
+        inputs = Inputs(
+            hidden, self.weight, targets, bias=self.bias, class_weight=self.class_weight
+        )
+        group, quantizer = self._merging.group, self._quantizer
+        call, finish = prepare(inputs, self.options, group, self.shard, quantizer, record=record)
+        # Ranks are at different microbatches.
+        call = replace(call, plan=replace(call.plan, shares_device=True))
+        tokens = call.tokens(hidden.reshape(-1, self.hidden_shape[-1]))
+        head = call.head(self.weight.detach(), self.bias)
+        batch.step = call, finish, tokens, head
+        elsewhere = None
+        if self._frequent is not None and (record or self.screens):
+            elsewhere = self._frequent.elsewhere(head)
+        if self._frequent is not None and record:
+            self._frequent.count(tokens.local_targets)
+        begin = self._merging.begin
+        batch.merge, batch.scores = start_forward(
+            tokens, head, call.plan, score=record, elsewhere=elsewhere, begin=begin
+        )
+
+    @plainly
+    def value(self, index: int) -> Tensor:
+        """Waits for the merge. Returns: the loss [], or with reduction "none" as targets, fp32 or
+        float64, on every rank. The microbatch is done with."""
+        return self._merged(self._begun(index, pop=True))[0]
+
+    @plainly
+    def losses(self, index: int) -> Tensor:
+        """Returns `value` of a microbatch that goes on, with reduction "none"."""
+        return self._merged(self._begun(index))[0]
+
+    def weigh(self, index: int, root: int, grad_losses: Tensor | None = None) -> None:
+        """Sends the gradient of `losses` to all ranks, with reduction "none". Without waiting.
+
+        Args: grad_losses: as targets, fp32 or float64, on the rank of the last stage.
+        """
+        batch, dtype = self._begun(index), accumulate_dtype(self.hidden_dtype)
+        assert self._weighing is not None
+        if grad_losses is None:
+            shape = self.targets_shape
+            grad_losses = torch.empty(shape, dtype=dtype, device=self.weight.device)
+        batch.grad_losses = grad_losses.to(dtype).contiguous()
+        batch.weighed = start_broadcast(root, self._weighing, batch.grad_losses)
+
+    @plainly
+    def gradients(self, index: int, root: int) -> Tensor:
+        """Waits for the merge, adds this microbatch's part to the gradients of weight and bias, and
+        begins the sum of the hidden gradient. Returns: the loss [], on every rank."""
+        batch = self._begun(index)
+        if self._weighing is not None and batch.weighed is None:
+            raise RuntimeError('reduction="none" needs weigh before gradients')
+        if batch.weighed is not None and self.rank != root:
+            batch.weighed()
+        loss, stats, upstream = self._merged(batch)
+        assert batch.step is not None
+        call, _, tokens, head = batch.step
+        out = sharded.backward(
+            tokens,
+            head,
+            # The sum is begun here.
+            replace(call.plan, group=None),
+            stats,
+            upstream,
+            kept=sharded.choose_columns(tokens, head, call.plan, batch.scores, stats),
+            hidden=True,
+            weight=self.grads.place(),
+            bias=self.bias is not None and self.bias.requires_grad,
+            in_fp32=True,
+        )
+        assert out.hidden is not None
+        if out.bias is not None:
+            self.grads.add_bias(out.bias)
+        # Nothing but the sum is left of it.
+        batch.step = batch.scores = batch.merge = batch.merged = None
+        batch.grad, batch.is_taken = out.hidden, self.rank == root
+        with in_phase("reduce"):
+            batch.summed = start_reduce(root, self._summing, batch.grad)
+        return loss
+
+    @in_phase("reduce", begins=False)
+    def take(self, index: int) -> Tensor:
+        """Waits for the sum. Returns: the hidden gradient [..., D] as hidden, on the ranks of the
+        last stage; elsewhere nothing of use. The microbatch is done with."""
+        batch = self._begun(index, pop=True)
+        assert batch.summed is not None and batch.grad is not None
+        batch.summed()
+        if batch.weighed is not None:
+            batch.weighed()
+        grad = batch.grad
+        if not batch.is_taken:
+            return grad
+        scatter, dtype = self.slices > 1, self.hidden_dtype
+        grad = reduce_grad_hidden(grad, self._tensor, scatter=scatter, dtype=dtype)
+        return grad.to(dtype).view(self.hidden_shape)
+
+    def finish_step(self, divide_by: int = 1) -> None:
+        """Adds what the microbatches left to the gradients of weight and bias, and forgets what
+        `start_step` has begun; also of a step without gradients.
+
+        Args: divide_by: as a schedule's `scale_grads` divides those of its stages.
+        Raises:
+            RuntimeError: a microbatch is still under way.
+        """
+        if self._microbatches:
+            left = sorted(self._microbatches)
+            raise RuntimeError(f"microbatches {left} were begun and not finished in this step")
+        self.grads.finish(divide_by)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops the gradients of a step, and the copies of the weight's present rows."""
+        self.grads.forget()
+        if self._frequent is not None:
+            self._frequent.forget()
+        if self._quantizer is not None:
+            self._quantizer.end()
+
+    def close(self) -> None:
+        """Destroys the groups that the head made, and nothing else."""
+        for courier in (self._posting, self._summing, self._merging, self._weighing):
+            if courier is not None:
+                courier.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
+        if self._tensor is not None:
+            dist.destroy_process_group(self._tensor)
+
+    def _begun(self, index: int, *, pop: bool = False) -> Microbatch:
+        if index not in self._microbatches:
+            raise ValueError(f"index must be of a microbatch that is under way, got {index}")
+        return self._microbatches.pop(index) if pop else self._microbatches[index]
+
+    def _merged(self, batch: Microbatch) -> tuple[Tensor, Stats, Upstream]:
+        assert batch.step is not None and batch.merge is not None
+        if batch.merged is None:
+            with in_phase("merge", begins=False):
+                batch.merged = batch.merge()
+        stats, finish, scale = batch.merged, batch.step[1], self.loss_scale
+        vectors = (stats.lse - stats.target_logit, stats.lse, stats.smooth_logit)
+        loss = finish.result(*vectors, None, [])
+        assert isinstance(loss, Tensor)
+        if batch.grad_losses is not None:
+            scale = scale * finish.picked.take(batch.grad_losses, finish.options.shift)
+        return loss, stats, Upstream(*finish.terms.derivatives(*vectors)).scaled(scale)
+
+    def checked(self, hidden: Tensor | None, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+        if hidden is None or targets is None:
+            raise ValueError("hidden and targets must be given on the rank of the last stage")
+        shapes = self.hidden_shape, self.targets_shape
+        check_microbatch(hidden, targets, *shapes, self.hidden_dtype)
+        return hidden.detach().contiguous(), targets.contiguous()

@@ -1,0 +1,87 @@
+"""The state of a microbatch of `PipelineHead` between its phases, on one rank."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from cce_dist.algorithm.autograd import Call
+from cce_dist.algorithm.plan import Plan
+from cce_dist.backends.protocol import ForwardRequest, Room, Scores
+from cce_dist.core.types import Head, Stats, Tokens, Wanted
+from cce_dist.frontend.prepare import Finish
+from cce_dist.ranks.merge import Begin, start_merge_stats
+
+
+@dataclass
+class Microbatch:
+    """The state of a microbatch from `post` to `take`."""
+
+    # hidden [..., D], targets [...] int64, and what waits for both; until `statistics`
+    posted: tuple[Tensor, Tensor, Callable[[], object]] | None
+    step: tuple[Call, Finish, Tokens, Head] | None = None
+    scores: Scores | None = None
+    merge: Callable[[], Stats] | None = None
+    merged: Stats | None = None
+    grad_losses: Tensor | None = None  # as targets
+    weighed: Callable[[], object] | None = None
+    grad: Tensor | None = None  # [N, D] this rank's part, then the sum
+    is_taken: bool = False  # here is the last stage
+    summed: Callable[[], object] | None = None
+
+
+def start_forward(
+    tokens: Tokens,
+    head: Head,
+    plan: Plan,
+    *,
+    score: bool,
+    elsewhere: Head | None,  # some of the other ranks' rows; None: they are not known
+    begin: Begin,  # of the merge's collective
+) -> tuple[Callable[[], Stats], Scores | None]:
+    """`sharded.forward`, whose merge is under way. Returns: a function that waits for the merge;
+    this rank's scores of its columns."""
+    request = plan.forward_request(tokens, head, score=score)
+    if request.bounds is not None:
+        # Ranks are at different microbatches, and cannot exchange bounds of the same tokens.
+        bounds = None
+        if elsewhere is not None:
+            nobody = torch.full_like(tokens.local_targets, -1)
+            room = Room(plan.options.workspace_for(len(tokens)))
+            of_others = ForwardRequest(Wanted(), None, None, None, None, room)
+            known, _ = plan.backend.forward(
+                replace(tokens, local_targets=nobody), elsewhere, of_others
+            )
+            bound = known.lse / math.log(2)
+            bounds = functools.partial(_beside, bound)
+        request = replace(request, bounds=bounds)
+    local, scores = plan.backend.forward(tokens, head, request)
+    kernels = plan.backend.merge_kernels
+    merge = start_merge_stats(local, plan.shard, plan.group, tokens.count, kernels, begin=begin)
+    return merge, scores
+
+
+def _beside(known: Tensor, own: Tensor) -> Tensor:
+    return torch.stack([own, known])
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def plainly(phase: Callable[P, R]) -> Callable[P, R]:
+    """Runs a phase without autograd and outside of autocast, which would cast fp32 products."""
+
+    @functools.wraps(phase)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        device: torch.device = args[0].weight.device  # pyright: ignore
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            return phase(*args, **kwargs)
+
+    return run

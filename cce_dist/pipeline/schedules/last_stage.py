@@ -1,0 +1,90 @@
+"""The loss on the last stage of a pipeline, under torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from cce_dist.loss import linear_cross_entropy
+from cce_dist.pipeline.schedules.torch_schedules import stages_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class LastStageLoss:
+    """`loss_fn` of a schedule whose last stage ends before the LM head.
+
+    Args:
+        weight: [V_local, D], of the ranks of the last stage. Where a schedule splits its backward
+            (zero bubble, ZBV, DualPipeV) a parameter of the last stage's module, since torch then
+            makes gradients of no others; so is `bias`.
+        group: those of them that share the vocabulary, the tensor-parallel ranks; None: one rank.
+        options: keywords of `linear_cross_entropy`, `bias` too, of reduction "mean" or "sum".
+    Raises:
+        ValueError: an option that a schedule has no use for, or that would count twice; when it is
+            called, a weight whose gradient the schedule would lose.
+    A schedule with scale_grads=True divides the gradients of its stages by the number of
+    microbatches, and not weight's, unless weight is a parameter of the last stage.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        group: ProcessGroup | DeviceMesh | None = None,
+        **options: Any,
+    ) -> None:
+        if options.get("reduction") == "none" or options.get("stats"):
+            raise ValueError(
+                "reduction must be 'mean' or 'sum' and stats empty: a schedule calls backward on "
+                f"what loss_fn returns, got {options}"
+            )
+        if options.get("grad_weight_into") is not None:
+            raise ValueError(
+                "grad_weight_into must be None: a schedule without static input_args and "
+                "output_args calls loss_fn and its backward once more than there are microbatches"
+            )
+        self.weight, self.group, self.options = weight, group, options
+        self._knows_schedule = False
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        if not self._knows_schedule:
+            self._check_schedule(_calling_schedule())
+            self._knows_schedule = True
+        loss = linear_cross_entropy(output, self.weight, target, group=self.group, **self.options)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def _check_schedule(self, schedule: Any) -> None:
+        if schedule is None or not _splits_backward(schedule):
+            return
+        last = [stage for stage in stages_of(schedule) if stage.is_last]
+        known = {id(x) for stage in last for x in stage.submod.parameters()}
+        for name, tensor in {"weight": self.weight, "bias": self.options.get("bias")}.items():
+            if tensor is None or not tensor.requires_grad or id(tensor) in known:
+                continue
+            raise ValueError(
+                f"{name} must be a parameter of the last stage's module under "
+                f"{type(schedule).__name__}, which splits its backward and makes gradients of the "
+                f"stages' parameters alone: the {name}'s would be lost"
+            )
+
+
+def _calling_schedule() -> Any:
+    """Finds the schedule that calls a loss_fn, in the frames of the call; None: another caller."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "_n_microbatches") and hasattr(caller, "_loss_fn"):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def _splits_backward(schedule: Any) -> bool:
+    actions = (x for order in getattr(schedule, "pipeline_order", {}).values() for x in order)
+    return any(x is not None and x.computation_type.name == "BACKWARD_INPUT" for x in actions)

@@ -1,0 +1,304 @@
+"""The vocabulary over the ranks of a pipeline, under unchanged schedules of
+torch.distributed.pipelining.
+
+A schedule calls its loss on the last stage alone. So on every rank a thread, which knows no
+schedule, serves the microbatches in turn.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import ScheduleZBVZeroBubble
+
+from cce_dist.pipeline.checks import (
+    check_output,
+    check_same,
+    check_scalar,
+    check_step,
+    refuse_loss_kwargs,
+)
+from cce_dist.pipeline.comm.groups import connect_neighbours
+from cce_dist.pipeline.embedding import TiedEmbedding
+from cce_dist.pipeline.head import PipelineHead
+from cce_dist.pipeline.schedules.server import Server
+
+# Actions of torch's schedules; in torch 2.15 another action waits for each send.
+_OF_FORWARDS = ("FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F")
+
+
+class VocabOverPipeline:
+    """`PipelineHead` under an unmodified schedule: GPipe, 1F1B, interleaved, zero bubble, ZBV.
+
+        head = PipelineHead(weight, group=pipeline, hidden_shape=(2, 512, 2304), loss_scale=1 / 8)
+        loss = VocabOverPipeline(head)
+        schedule = Schedule1F1B(stage, 8, loss_fn=loss, scale_grads=False)
+        with loss.serving(schedule):  # on every rank
+            schedule.step(tokens, losses=losses)  # or .step(target=...), .eval(...)
+
+    After the context the losses are there, and weight.grad has what the step added.
+
+    Args: embedding: called by the first stage's module; every rank makes one. All microbatches are
+        looked up before the first stage begins, and their gradients are sent when the last has
+        ended: the first stage's rank holds N D numbers of each.
+    """
+
+    def __init__(self, head: PipelineHead, *, embedding: TiedEmbedding | None = None) -> None:
+        check_scalar(head.options)
+        self.head, self.embedding = head, embedding
+        self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
+        self._server: Server | None = None
+        self._connected: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._agreed: weakref.WeakSet[Any] = weakref.WeakSet()
+        device = head.weight.device
+        # One stream for all steps: memory allocated on a stream is used again on that stream alone.
+        # High priority: torch hands out 32 streams of each priority in turns, and NCCL's
+        # communicators get those of low priority.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def __call__(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
+        """Stands for the loss in the last stage's schedule; the value follows after the context."""
+        refuse_loss_kwargs(loss_kwargs)
+        if self._server is None:
+            raise RuntimeError(
+                "the loss was called outside of `with loss.serving(schedule):`, where the other "
+                "ranks do not answer"
+            )
+        return self._server.accept(output, target)
+
+    @contextmanager
+    def serving(self, schedule: Any, *, backward: bool = True) -> Iterator[None]:
+        """Serves one `schedule.step`, or with backward=False one `schedule.eval`: on every rank.
+
+        Raises:
+            ValueError: a schedule whose stages are not on the head's ranks, or whose number of
+                microbatches is not the same on all, tensor-parallel ones included; microbatches of
+                several shapes, or without targets.
+            RuntimeError: an earlier step failed; microbatches are missing; `eval` without
+                backward=False, or a step with it; no step, or two.
+            Any error of the head, on the rank that raised it.
+        Collectives: the head's; the first time with this schedule a gather of an object over the
+            ranks that share the vocabulary.
+        """
+        if self.head.is_broken:
+            raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
+        stages, count = stages_of(schedule), schedule._n_microbatches
+        root = _rank_of_last_stage(stages[0], self.head.size)
+        if schedule not in self._agreed:
+            check_same(self.head.vocab_group, n_microbatches=count)
+            self._agreed.add(schedule)
+        server = self._server = Server(self.head, stages, root, count, backward, self._stream)
+        self.head.is_broken, self.losses = True, []
+        embedding = self.embedding
+        answers: list[Infers] = [server]
+        if embedding is not None:
+            answers.append(embedding)
+        try:
+            connect_stages(stages, self._connected)
+            prepare_mode(schedule, backward=backward)
+            with (
+                without_dry_run(stages, answers),
+                told_of_forwards(stages, server.forwarded, server.before_pass),
+                _told_of_step(schedule, stages, server, embedding),
+                nullcontext() if backward else forwards_alone(schedule),
+            ):
+                server.start()
+                yield
+            server.finish()
+            if embedding is not None:
+                embedding.finish_all(backward=backward)
+        except BaseException as error:
+            # An error of the schedule may follow from the thread's, not the other way round.
+            first = server.error
+            server.stop()
+            if first is not None and first is not error:
+                raise first from error
+            raise
+        finally:
+            self._server = None
+        self.head.finish_step(count if schedule.scale_grads else 1)
+        self.losses, self.head.is_broken = server.losses, False
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    if stages[0] is None or not hasattr(schedule, "_n_microbatches"):
+        raise ValueError(
+            f"schedule must be one of torch.distributed.pipelining, got {type(schedule)}"
+        )
+    return stages
+
+
+def _rank_of_last_stage(stage: Any, size: int) -> int:
+    """Returns the rank in the pipeline's group that holds the last stage: ZBV has it on rank 0."""
+    if stage.group_size != size:
+        raise ValueError(
+            f"the head's group must be the stages' group, of {stage.group_size} ranks, got one of "
+            f"{size}"
+        )
+    return stage.stage_index_to_group_rank[stage.num_stages - 1]
+
+
+@contextmanager
+def told_of_forwards(
+    stages: list[Any], forwarded: Callable[[], None], before: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Calls `before` ahead of each pass, checks the output of each forward, and calls `forwarded`
+    after each forward of the last of `stages`."""
+    last = max(stages, key=lambda stage: stage.stage_index)
+    names = ("forward_one_chunk", "backward_one_chunk")
+
+    def told(stage: Any, name: str) -> Callable[..., Any]:
+        run_pass = getattr(stage, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before()
+            result = run_pass(*args, **kwargs)
+            if name == names[0]:
+                check_output(stage, result)
+                if stage is last:
+                    forwarded()
+            return result
+
+        return run
+
+    with _replaced(stages, names, told):
+        yield
+
+
+@contextmanager
+def _replaced(
+    stages: list[Any], names: tuple[str, ...], make: Callable[[Any, str], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replaces the methods that `stages` have by make(stage, name), within the context."""
+    patched = [(stage, name) for stage in stages for name in names if hasattr(stage, name)]
+    # Attributes of the instance, which another library may have set, rather than of the class.
+    before = [vars(stage).get(name) for stage, name in patched]
+    for stage, name in patched:
+        setattr(stage, name, make(stage, name))
+    try:
+        yield
+    finally:
+        for (stage, name), attribute in zip(patched, before, strict=True):
+            if attribute is None:
+                delattr(stage, name)
+            else:
+                setattr(stage, name, attribute)
+
+
+@contextmanager
+def _told_of_step(
+    schedule: Any, stages: list[Any], server: Server, embedding: TiedEmbedding | None
+) -> Iterator[None]:
+    """Checks the arguments of a step before its first pass, and looks up its tokens."""
+
+    def told(schedule: Any, name: str) -> Callable[..., Any]:
+        run_microbatches = getattr(schedule, name)
+
+        def run(
+            arg_mbs: Any = None,
+            kwarg_mbs: Any = None,
+            target_mbs: Any = None,
+            *others: Any,
+            **keywords: Any,
+        ) -> Any:
+            server.begun()
+            microbatches = arg_mbs, kwarg_mbs, target_mbs
+            shape = server.head.targets_shape
+            check_step(stages, microbatches, targets_shape=shape, embeds=embedding is not None)
+            if embedding is not None:
+                count = schedule._n_microbatches
+                tokens = [x[0] for x in arg_mbs] if embedding.is_first else [None] * count
+                embedding.look_up_all(tokens)
+            return run_microbatches(*microbatches, *others, **keywords)
+
+        return run
+
+    with _replaced([schedule], ("_step_microbatches",), told):
+        yield
+
+
+def connect_stages(stages: list[Any], done: weakref.WeakSet[Any]) -> None:
+    """Makes the communicators between the stages of all ranks, once, on GPUs. Collectives: those of
+    `connect_neighbours`."""
+    first = stages[0]
+    if first.device.type != "cuda" or first in done:
+        return
+    done.add(first)
+    places = first.stage_index_to_group_rank
+    near = {places.get(x.stage_index + step) for x in stages for step in (-1, 1)}
+    # torch before 2.13 sends batches alone.
+    alone = hasattr(first, "_warmup_forward_vote")
+    connect_neighbours(first.group, {x for x in near if x is not None}, first.device, alone=alone)
+
+
+@contextmanager
+def forwards_alone(schedule: Any) -> Iterator[None]:
+    """Keeps the stages' gradients as they are around an `eval`: with scale_grads=True torch's
+    schedules would divide them again. Runs the forwards of ZBV's order alone: torch 2.13 fails
+    where a rank would hand a gradient to itself.
+    """
+
+    def nothing(stage: Any, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+    with _replaced(stages_of(schedule), ("scale_grads",), nothing):
+        if not isinstance(schedule, ScheduleZBVZeroBubble):
+            yield
+            return
+        orders = schedule.pipeline_order_with_comms
+        schedule.pipeline_order_with_comms = {
+            rank: [x for x in order if x.computation_type.name in _OF_FORWARDS]
+            for rank, order in orders.items()
+        }
+        try:
+            yield
+        finally:
+            schedule.pipeline_order_with_comms = orders
+
+
+def prepare_mode(schedule: Any, *, backward: bool) -> None:
+    """Makes torch before 2.13 allocate the stages' receive buffers anew. It allocates them at a
+    schedule's first call, without gradients if that was `eval`, and a later `step` then fails."""
+    if hasattr(schedule, "_initialize_pp_stages"):
+        return
+    had = getattr(schedule, "cce_dist_had_backward", backward)
+    schedule.cce_dist_had_backward = backward
+    if had != backward:
+        for kind in ("stage", "stages"):
+            for way in ("forward", "backward"):
+                if hasattr(schedule, f"_{kind}_{way}_initialized"):
+                    setattr(schedule, f"_{kind}_{way}_initialized", False)
+
+
+class Infers(Protocol):
+    infers: bool
+
+
+@contextmanager
+def without_dry_run(stages: list[Any], answers: Sequence[Infers]) -> Iterator[None]:
+    """Tells `answers` while a stage runs to learn shapes alone. torch 2.13's stages without static
+    metadata run once more for that, the loss included, and must not call the other ranks."""
+
+    def dry(stage: Any, name: str) -> Callable[..., Any]:
+        infer = getattr(stage, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for each in answers:
+                each.infers = True
+            try:
+                return infer(*args, **kwargs)
+            finally:
+                for each in answers:
+                    each.infers = False
+
+        return run
+
+    with _replaced(stages, ("_forward_metadata_inference", "_backward_metadata_inference"), dry):
+        yield

@@ -1,0 +1,312 @@
+"""A schedule of torch.distributed.pipelining with the head's phases in it: no thread, and no rank
+waits for the head while it has something else to do."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    FORWARD,
+    FULL_BACKWARD,
+    OVERLAP_F_B,
+    RECV_B,
+    RECV_F,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+    _Action,
+    _PipelineScheduleRuntime,
+)
+
+from cce_dist.pipeline.checks import check_same, check_scalar, check_step, refuse_loss_kwargs
+from cce_dist.pipeline.comm.courier import Wait, mark
+from cce_dist.pipeline.embedding import TiedEmbedding
+from cce_dist.pipeline.head import PipelineHead
+from cce_dist.pipeline.schedules.server import Waiting, check_calls
+from cce_dist.pipeline.schedules.torch_schedules import (
+    connect_stages,
+    forwards_alone,
+    prepare_mode,
+    told_of_forwards,
+    without_dry_run,
+)
+from cce_dist.planner.orders.circles import require_no_circle
+from cce_dist.planner.orders.vocab_1f1b import Kind, Pass, Times, plan_slow_start, plan_vocab_order
+
+# torch has no action of a user's own. This one is of DualPipeV's schedules alone, and what it holds
+# tells ours apart.
+_KIND: dict[Any, Kind] = {FORWARD: "S", FULL_BACKWARD: "T", UNSHARD: "E", RESHARD: "G"}
+# Of torch's own, what goes between stages.
+_SENDS, _RECEIVES = (SEND_F, SEND_B), (RECV_F, RECV_B)
+# Torch 2.15 waits for each send by an action.
+_WAITS = ("WAIT_SEND_F", "WAIT_SEND_B")
+# How many sums of hidden gradients a rank leaves unawaited that needs none of them.
+_UNAWAITED = 2
+
+
+@dataclass(frozen=True)
+class _Received:
+    """A received tensor, with the method by which torch's runtime waits for it."""
+
+    wait: Wait
+
+
+class ScheduleVocab1F1B(_PipelineScheduleRuntime):
+    """1F1B with the vocabulary over all ranks: forward, backward, log-sum-exp, gradients in turns.
+
+        head = PipelineHead(weight, group=pipeline, hidden_shape=(2, 512, 2304), loss_scale=1 / 8)
+        schedule = ScheduleVocab1F1B(stage, 8, head, scale_grads=False)
+        schedule.step(tokens, losses=losses)  # or .step(target=...), .eval(...); on every rank
+
+    Args:
+        stage: this rank's; one a rank.
+        n_microbatches: a rank holds at most ranks + 2 of them between forward and backward where
+            the head takes no longer than two stages and `times` have no latency (else see
+            planner/orders.py); 1F1B's first rank holds as many as there are ranks. It begins with
+            so many forwards.
+        head: over the stage's group. After a step weight.grad has what the step added.
+        embedding: that the first stage's module calls; every rank makes one.
+        times: of a microbatch's passes on a rank, in any unit; the order follows from them, the
+            result does not.
+        slow_start: the first step, and the first evaluation, let two microbatches through one after
+            the other before the rest: kernels of the stages come to a GPU at first use, which may
+            wait for all that it has begun. None: on GPUs. The gradient of a tied embedding is
+            then a sum in another order.
+        scale_grads, chunking: as of torch's schedules; scale_grads applies to the head, too.
+    Raises:
+        ValueError: a head over other ranks; times by which ranks would wait for one another.
+        RuntimeError: an earlier step failed.
+    Collectives: the head's and the stages', each kind in the order of microbatches on all ranks.
+        With a head that is paced groups are made, the head's `neighbours`, for which every rank of
+        the job makes a schedule at the same time.
+    Source: docs/pipelines.md; arXiv:2411.05288.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        head: PipelineHead,
+        *,
+        embedding: TiedEmbedding | None = None,
+        times: Times = Times(),  # noqa: B008 - frozen
+        slow_start: bool | None = None,
+        scale_grads: bool = True,
+        **chunking: Any,
+    ) -> None:
+        check_scalar(head.options)
+        if stage.group_size != head.size or stage.num_stages != head.size:
+            raise ValueError(
+                f"head must be over the stages' group and each rank have one stage, got a head of "
+                f"{head.size} ranks, a group of {stage.group_size} and {stage.num_stages} stages"
+            )
+        super().__init__(
+            [stage], n_microbatches, loss_fn=self._post, scale_grads=scale_grads, **chunking
+        )
+        self.head, self.root, self.embedding = head, stage.num_stages - 1, embedding
+        self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
+        self.infers = False
+        self._agreed = False
+        self._connected: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._called = self._forwards = 0
+        self._shown: dict[int, Tensor] = {}
+        self._unawaited: list[int] = []
+        self._sent: list[Wait] = []
+        self._begun: Any = None  # behind the step before
+        embeds = embedding is not None
+        self._orders = [
+            plan(head.size, n_microbatches, times, embeds=embeds)
+            for plan in (plan_slow_start, plan_vocab_order)
+        ]
+        for orders in self._orders:
+            require_no_circle(orders)
+        if slow_start is None:
+            slow_start = head.weight.device.type == "cuda"
+        # Of steps, and of evaluations, the first is in the order that starts slowly.
+        self._run_before: set[bool] = set() if slow_start else {False, True}
+        self._lowered: list[list[Pass]] | None = None
+        if head.paced:
+            head.neighbours()
+        self._lower(self._orders[1])
+        self.register_custom_function(OVERLAP_F_B, self._run_phase)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.head.is_broken:
+            raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
+        if not self._agreed:
+            check_same(self.head.vocab_group, n_microbatches=self._n_microbatches)
+            self._agreed = True
+        self.head.is_broken, self.losses = True, []
+        self._called = self._forwards = 0
+        answers = [self] if self.embedding is None else [self, self.embedding]
+        self._lower(self._orders[self._has_backward in self._run_before])
+        self._begun = mark(self.head.weight.device)
+        if not self.head.paced:
+            connect_stages(self._stages, self._connected)
+        prepare_mode(self, backward=self._has_backward)
+        self.head.start_step(record=self._has_backward)
+        with (
+            without_dry_run(self._stages, answers),
+            told_of_forwards(self._stages, self._forwarded),
+            nullcontext() if self._has_backward else forwards_alone(self),
+        ):
+            result = super().step(*args, **kwargs)
+        while self._sent:
+            self._sent.pop()()
+        self._await_sums(0)
+        if self.embedding is not None:
+            if self._has_backward:
+                self.embedding.add(self._n_microbatches - 1)
+            self.embedding.finish_step()
+        self.head.finish_step(self._n_microbatches if self.scale_grads else 1)
+        self._run_before.add(self._has_backward)
+        self.head.is_broken = False
+        return result
+
+    def grad(self, index: int) -> Tensor:
+        """Returns the hidden gradient, for which the last stage's backward waits."""
+        return self.head.take(index)
+
+    def _lower(self, orders: list[list[Pass]]) -> None:
+        """Lowers the stage's passes as torch does, with sends and receives; adds the head's."""
+        if orders is self._lowered:
+            return
+        self._lowered = orders
+        kinds = {"F": FORWARD, "B": FULL_BACKWARD}
+        compute: dict[int, list[_Action | None]] = {
+            rank: [_Action(rank, kinds[x.kind], x.microbatch) for x in order if x.kind in kinds]
+            for rank, order in enumerate(orders)
+        }
+        self.pipeline_order = compute
+        self._prepare_schedule_with_comms(self.pipeline_order)
+        phases: dict[Pass | None, list[Pass]] = {}
+        last = None
+        for each in orders[self.rank]:
+            if each.kind in kinds:
+                last = each
+            else:
+                phases.setdefault(last, []).append(each)
+        lowered, waiting = [self._action(phase) for phase in phases.get(None, ())], []
+        for action in self.pipeline_order_with_comms[self.rank]:
+            waits = action.computation_type.name in _WAITS
+            if waits and self.head.paced:
+                # What the courier sends, it waits for.
+                continue
+            # What a pass sends goes first: others wait for it, and phases wait for them.
+            if not waits and action.computation_type not in _SENDS:
+                lowered += waiting
+                waiting = []
+            if self.head.paced and action.computation_type in (*_SENDS, *_RECEIVES):
+                index = action.microbatch_index
+                lowered.append(_Action(self.rank, OVERLAP_F_B, index, (action,)))
+                continue
+            lowered.append(action)
+            for kind, computation in kinds.items():
+                if action.computation_type == computation:
+                    done = Pass(kind, action.microbatch_index)  # pyright: ignore
+                    waiting = [self._action(phase) for phase in phases.get(done, ())]
+        self.pipeline_order_with_comms[self.rank] = lowered + waiting
+
+    def _action(self, phase: Pass) -> _Action:
+        (what,) = (held for held, kind in _KIND.items() if kind == phase.kind)
+        held = _Action(self.rank, what, phase.microbatch)
+        return _Action(self.rank, OVERLAP_F_B, phase.microbatch, (held,))
+
+    def _forwarded(self) -> None:
+        self._forwards += 1
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        *others: Any,
+        **keywords: Any,
+    ) -> Any:
+        microbatches, shape = (arg_mbs, kwarg_mbs, target_mbs), self.head.targets_shape
+        embeds = self.embedding is not None
+        check_step(self._stages, microbatches, targets_shape=shape, embeds=embeds)
+        return super()._step_microbatches(*microbatches, *others, **keywords)
+
+    def _post(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
+        """Stands for loss_fn on the last stage."""
+        refuse_loss_kwargs(loss_kwargs)
+        if self.infers:
+            return output.float().sum()
+        index, self._called = self._called, self._called + 1
+        check_calls(self._called, self._forwards, self._n_microbatches)
+        loss = Waiting.apply(output, self, index)
+        self.head.post(index, self.root, *self.head.checked(output, target))
+        self._shown[index] = loss.detach()
+        return loss
+
+    def _run_phase(self, action: _Action, ctx: Any) -> None:
+        assert action.sub_actions is not None and action.microbatch_index is not None
+        index, head, embedding = action.microbatch_index, self.head, self.embedding
+        what = action.sub_actions[0].computation_type
+        if what in (*_SENDS, *_RECEIVES):
+            self._carry(what, index)
+            return
+        kind = _KIND[what]
+        if kind == "S":
+            if head.rank != self.root:
+                head.expect(index, self.root, self._n_microbatches)
+            head.statistics(index, record=self._has_backward)
+        elif kind == "T":
+            self._finish(index)
+        elif embedding is not None:
+            self._run_embedding(embedding, kind, index, ctx)
+
+    def _carry(self, what: Any, index: int) -> None:
+        """Sends or receives in place of torch, whose kernels would wait for the other stage."""
+        (stage,), neighbours = self._stages, self.head.neighbours()
+        forward = what in (SEND_F, RECV_F)
+        way = "fwd" if forward else "bwd"
+        if what in _SENDS:
+            for op in getattr(stage, f"get_{way}_send_ops")(index):
+                self._sent.append(neighbours.send(op.tensor, forward=forward))
+            return
+        ops = getattr(stage, f"get_{way}_recv_ops")(index)
+        # Each microbatch is received into a tensor of its own.
+        begun = self._begun
+        waits = [neighbours.receive(op.tensor, forward=forward, after=begun) for op in ops]
+        received = self.fwd_recv_ops if forward else self.bwd_recv_ops
+        received[stage.stage_index, index] = [_Received(wait) for wait in waits]  # pyright: ignore
+
+    def _run_embedding(self, embedding: TiedEmbedding, kind: Kind, index: int, ctx: Any) -> None:
+        if kind == "E":
+            if index == 0:
+                # All of them, so that no rank waits for another to ask.
+                for each in range(self._n_microbatches):
+                    embedding.ask(each, ctx.arg_mbs[each][0] if embedding.is_first else None)
+            embedding.look_up(index)
+        elif self._has_backward:
+            embedding.give(index)
+            if index > 0:
+                embedding.add(index - 1)
+        else:
+            embedding.drop(index)
+
+    def _finish(self, index: int) -> None:
+        head = self.head
+        if self._has_backward:
+            loss = head.gradients(index, self.root)
+            if head.rank != self.root:
+                self._unawaited.append(index)
+                self._await_sums(_UNAWAITED)
+        else:
+            loss = head.value(index)
+        self.losses.append(loss)
+        if index in self._shown:
+            # What loss_fn returned, before anything was known of it.
+            self._shown.pop(index).copy_(loss)
+
+    def _await_sums(self, but: int) -> None:
+        while len(self._unawaited) > but:
+            self.head.take(self._unawaited.pop(0))

@@ -1,0 +1,54 @@
+"""A run of every phase before the first step, which loads the phases' kernels.
+
+A kernel is loaded at its first launch, which may wait for all work on the device. Within a step
+that work may wait for other ranks, and they for this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cce_dist.pipeline.phases import EmbeddingPhases, HeadPhases
+
+ROOT = 0
+
+
+def rehearse_head(head: HeadPhases) -> None:
+    """On GPUs, three microbatches of zeros; nothing is left of them. On every rank of the head."""
+    device = head.weight.device
+    if device.type != "cuda":
+        return
+    hidden = torch.zeros(head.hidden_shape, dtype=head.hidden_dtype, device=device)
+    targets = torch.zeros(head.targets_shape, dtype=torch.int64, device=device)
+    is_root = head.rank == ROOT
+    microbatch = (hidden, targets) if is_root else (None, None)
+    head.start_step()
+    # The second adds to what the first has made.
+    for index in (-1, -2):
+        head.post(index, ROOT, *microbatch)
+        head.statistics(index)
+        if head.weighs:
+            head.weigh(index, ROOT, head.losses(index) if is_root else None)
+        head.gradients(index, ROOT)
+        head.take(index)
+    head.post(-3, ROOT, *microbatch)
+    head.statistics(-3, record=False)
+    head.value(-3)
+    head.forget()
+    torch.cuda.synchronize(device)
+
+
+def rehearse_embedding(embedding: EmbeddingPhases, head: HeadPhases) -> None:
+    """As `rehearse_head`. Args: head: of the same ranks."""
+    device = head.weight.device
+    if device.type != "cuda":
+        return
+    tokens = torch.zeros(head.targets_shape, dtype=torch.int64, device=device)
+    embedding.ask(-1, tokens if embedding.is_first else None)
+    embedding.look_up(-1)
+    if embedding.is_first:
+        embedding.keep(-1, embedding.rows(-1))
+    embedding.give(-1)
+    embedding.add(-1)
+    head.grads.forget()
+    torch.cuda.synchronize(device)

@@ -1,0 +1,381 @@
+"""The training job: the inputs of a plan beside the model and the hardware."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import gcd, lcm
+from typing import Literal
+
+from cce_dist.planner.models.model import Model
+from cce_dist.planner.orders.schedules import NAMES
+
+LOSSES = ("dense", "native", "chunked", "exact", "filtered", "none")
+OURS = ("exact", "filtered")
+OVER = ("last", "pp", "pp-tp")
+ATTENTIONS = ("auto", "flash", "cudnn", "unfused")
+# Megatron's default of --make-vocab-size-divisible-by.
+MEGATRON_ROWS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """A framework's memory and traffic, in bytes; docs/planner.md derives the numbers.
+
+    Args:
+        framework: whose order "interleaved" has.
+        gated_kept, gated_traffic: a token's and MLP dim's of a gated MLP: between forward and
+            backward, and through HBM in the forward. plain_*: of an MLP of two matrices.
+        joint_qkv: queries, keys and values are one tensor, which lives as long as its values.
+        rope_traffic: a token's and dim's of queries and keys.
+        accumulate: a parameter's, of adding a microbatch's gradient to the others, beside reading
+            and writing those.
+        step: a parameter's, of clipping and of the optimizer with fp32 states; half with 16-bit
+            ones.
+        dense_traffic, dense_peak: a logit's, of the unfused loss: through HBM forward and backward
+            beside the products; at its peak.
+        transient_gradient: a weight's gradient is computed in 16 bits before it is added.
+        hidden: share of a tensor-parallel collective that goes unnoticed where the framework begins
+            it beside a product of the backward.
+        receives_apart: whether every microbatch has memory of its own for what comes from the
+            stages before and after, from the first step on.
+        attention: whose kernels, where a job does not say: "cudnn", which TransformerEngine takes,
+            or "flash".
+    """
+
+    framework: Literal["torch", "megatron"] = "megatron"
+    gated_kept: float = 6
+    plain_kept: float = 4
+    gated_traffic: float = 6
+    plain_traffic: float = 4
+    joint_qkv: bool = True
+    rope_traffic: float = 4
+    accumulate: float = 0
+    step: float = 42
+    dense_traffic: tuple[float, float] = (38, 14)
+    dense_peak: float = 6
+    transient_gradient: bool = False
+    hidden: float = 0.5
+    receives_apart: bool = False
+    attention: Literal["cudnn", "flash"] = "cudnn"
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            for number in value if isinstance(value, tuple) else (value,):
+                if not isinstance(number, str) and not 0 <= number < math.inf:
+                    raise ValueError(f"{name} must be >= 0 and finite, got {number!r}")
+        if self.hidden > 1:
+            raise ValueError(f"hidden must be a share, <= 1, got {self.hidden!r}")
+
+
+SOFTWARE = {
+    # Megatron with its fused kernels, gradient accumulation fusion and a fused Adam.
+    "megatron": Software(),
+    # Megatron-core alone: no TransformerEngine, no apex, fusions off, torch's Adam.
+    "megatron-local": Software(
+        gated_kept=10,
+        gated_traffic=14,
+        rope_traffic=24,
+        accumulate=4,
+        step=100,
+        transient_gradient=True,
+        attention="flash",
+    ),
+    # Modules in eager torch, queries, keys and values apart, F.cross_entropy of fp32 logits, its
+    # fused AdamW.
+    "torch": Software(
+        framework="torch",
+        gated_kept=8,
+        gated_traffic=10,
+        joint_qkv=False,
+        rope_traffic=20,
+        accumulate=2,
+        step=40,
+        dense_traffic=(18, 24),
+        dense_peak=12,
+        transient_gradient=True,
+        hidden=0,
+        receives_apart=True,
+        attention="flash",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training job.
+
+    Args:
+        sequence: tokens of one.
+        microbatch: sequences of one, on each data-parallel rank.
+        microbatches: of a step, on each data-parallel rank.
+        tp, pp, cp, dp: tensor-, pipeline-, context-, data-parallel ranks.
+        chunks: virtual stages of a pipeline rank.
+        ep: ranks among the dp * cp ones which share the experts.
+        distributed_optimizer: its states lie over the dp * cp ranks.
+        overlap_data: gradients are summed beside the last backward, and the distributed optimizer's
+            weights gathered beside the first forward.
+        overlap_tensor: tensor-parallel communication goes beside the products.
+        gradients: "fp32" or "bf16", as they are added up.
+        precision: "mixed", bf16 weights beside fp32 ones and moments; "bf16", 16 bits for all;
+            "fp32", fp32 for all, and products in bf16 under autocast.
+        recompute: "none"; "selective", attention's scores; "full", every layer by itself.
+        attention: "flash", FlashAttention 2; "cudnn"; "unfused", which makes scores and keeps their
+            softmax; "auto", what the software takes.
+        dropout: of scores and of what attention and the MLP give; masks are kept.
+        loss: "dense" (unfused), "native" (fused after the logits), "chunked", "exact", "filtered"
+            (ours), or "none".
+        vocab_over: who has the vocabulary beside the tensor-parallel ranks: "last", the last stage;
+            "pp", the pipeline's ranks in place of tensor-parallel ones; "pp-tp", both.
+        schedule: of planner/schedules.py, or "auto".
+        kept_columns: of a block of 128 tokens that `filtered` computes again.
+    Raises:
+        ValueError: a number out of range, a word that is not known, options that exclude each
+            other; with the nearest number that works, where there is one.
+    """
+
+    sequence: int = 4096
+    microbatch: int = 1
+    microbatches: int = 1
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    overlap_data: bool = False
+    overlap_tensor: bool = False
+    gradients: str = "fp32"
+    precision: str = "mixed"
+    recompute: str = "none"
+    attention: str = "auto"
+    dropout: bool = False
+    loss: str = "dense"
+    vocab_over: str = "last"
+    schedule: str = "auto"
+    kept_columns: int = 6000
+    software: Software = field(default_factory=Software)
+
+    def __post_init__(self) -> None:
+        numbers = ("sequence", "microbatch", "microbatches", "kept_columns")
+        for name in (*numbers, "tp", "pp", "chunks", "cp", "dp", "ep"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        for name, allowed in (
+            ("gradients", ("fp32", "bf16")),
+            ("precision", ("mixed", "bf16", "fp32")),
+            ("recompute", ("none", "selective", "full")),
+            ("attention", ATTENTIONS),
+            ("loss", LOSSES),
+            ("vocab_over", OVER),
+            ("schedule", ("auto", *NAMES)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if self.sequence % (2 * self.cp) and self.cp > 1:
+            raise ValueError(
+                f"sequence must be a multiple of 2 cp, {2 * self.cp}, got {self.sequence}; the "
+                f"nearest is {_nearest(self.sequence, 2 * self.cp)}"
+            )
+        if (self.dp * self.cp) % self.ep:
+            raise ValueError(
+                f"ep must divide dp * cp, {self.dp * self.cp}, got {self.ep}; the nearest is "
+                f"{_nearest_of(_divisors(self.dp * self.cp), self.ep)}"
+            )
+        if self.is_over_ranks and self.loss not in OURS:
+            raise ValueError(
+                f"loss must be one of {OURS} with the vocabulary over {self.vocab_over}, got "
+                f"{self.loss!r}"
+            )
+        if self.overlap_tensor and self.tp > 1 and not self.sequence_parallel:
+            raise ValueError("sequence_parallel must be true with overlap_tensor, got false")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        name = self.schedule_name
+        if name == "vocab" and not self.is_over_ranks:
+            raise ValueError(
+                "schedule 'vocab' is that of the vocabulary over pipeline ranks: vocab_over must "
+                f"be 'pp' or 'pp-tp', got {self.vocab_over!r}"
+            )
+        wanted = {"zbv": (2, 2), "interleaved": (2, None)}.get(name, (1, 1))
+        if self.chunks < wanted[0] or (wanted[1] is not None and self.chunks > wanted[1]):
+            others = "; 'interleaved' has 2 or more, 'zbv' has 2" if wanted == (1, 1) else ""
+            raise ValueError(
+                f"chunks must be {wanted[0]}{'' if wanted[1] else ' or more'} under {name!r}, got "
+                f"{self.chunks}{others}"
+            )
+
+    @property
+    def is_over_ranks(self) -> bool:
+        return self.vocab_over != "last"
+
+    @property
+    def is_served(self) -> bool:
+        """The vocabulary is over pipeline ranks under a schedule that knows nothing of it."""
+        return self.is_over_ranks and self.schedule_name != "vocab"
+
+    @property
+    def is_patched(self) -> bool:
+        """The planned order is megatron_patch's, rather than `ScheduleVocab1F1B`."""
+        return self.schedule_name == "vocab" and self.software.framework == "megatron"
+
+    @property
+    def attention_kernels(self) -> str:
+        """ "flash", "cudnn" or "unfused"."""
+        return self.software.attention if self.attention == "auto" else self.attention
+
+    @property
+    def schedule_name(self) -> str:
+        if self.schedule != "auto":
+            return self.schedule
+        if self.is_over_ranks:
+            return "vocab"
+        return "interleaved" if self.chunks > 1 else "1f1b"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on a rank."""
+        return self.sequence * self.microbatch // self.cp
+
+    @property
+    def head_ranks(self) -> int:
+        """Ranks that the vocabulary lies over."""
+        return {"last": self.tp, "pp": self.pp, "pp-tp": self.pp * self.tp}[self.vocab_over]
+
+    def rows_divisible_by(self, rows: int) -> int:
+        """Returns Megatron's --make-vocab-size-divisible-by for a vocabulary of as many rows: its
+        default, or the least with which the ranks of a pipeline have as many rows each."""
+        step = MEGATRON_ROWS * self.tp
+        if self.is_over_ranks and -(-rows // step) * step % self.head_ranks:
+            return lcm(MEGATRON_ROWS, self.pp)
+        return MEGATRON_ROWS
+
+    def padded_rows(self, rows: int) -> int:
+        """Returns the rows of the embedding and the head with padding. Megatron pads to a multiple
+        of its own times tp. Others pad to a multiple of the ranks that share the rows, where the
+        last may have fewer."""
+        step = self.head_ranks
+        if self.software.framework == "megatron":
+            step = self.rows_divisible_by(rows) * self.tp
+        return -(-rows // step) * step
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.chunks
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of a parameter's gradient."""
+        if self.precision == "mixed":
+            return 4.0 if self.gradients == "fp32" else 2.0
+        return 2.0 if self.precision == "bf16" else 4.0
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a parameter, with the 16-bit copy that autocast makes."""
+        return 6.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes of a number of the hidden states that layers hand on."""
+        return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of a parameter's optimizer state: two moments, and an fp32 weight beside a bf16
+        weight."""
+        return {"mixed": 12.0, "bf16": 4.0, "fp32": 8.0}[self.precision]
+
+    @property
+    def step_traffic(self) -> float:
+        """Bytes of a parameter's step."""
+        return self.software.step * (0.5 if self.precision == "bf16" else 1.0)
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    def check_model(self, model: Model) -> None:
+        """Raises ValueError: the model cannot be cut like this; with the nearest that works."""
+        for what, is_cut in (
+            (f"divide the model's {model.heads} heads", model.heads % self.tp == 0),
+            (f"divide the model's mlp_dim, {model.mlp_dim}", model.mlp_dim % self.tp == 0),
+            (
+                f"divide the model's {model.kv_heads} heads of keys and values or be a multiple "
+                "of them",
+                _is_shared(model.kv_heads, self.tp),
+            ),
+        ):
+            if not is_cut:
+                # One that none of these rules refuses.
+                divisors = _divisors(gcd(model.heads, model.mlp_dim))
+                works = [tp for tp in divisors if _is_shared(model.kv_heads, tp)]
+                raise ValueError(
+                    f"tp must {what}, got {self.tp}; the nearest is {_nearest_of(works, self.tp)}"
+                )
+        self._check_linear(model)
+        if self.ep > 1 and (not model.experts or model.experts % self.ep):
+            shared = gcd(model.experts, self.dp * self.cp)
+            near = _nearest_of(_divisors(shared), self.ep) if model.experts else 1
+            raise ValueError(
+                f"ep must divide the model's {model.experts} experts, got {self.ep}; the nearest "
+                f"is {near}"
+            )
+        if 0 < model.positions < self.sequence:
+            raise ValueError(
+                f"sequence must be <= the model's {model.positions} learned positions, got "
+                f"{self.sequence}"
+            )
+        # The embedding and the head may have a stage each.
+        most = model.layers + 2
+        if self.stages > most:
+            largest = f"the largest pp with these chunks is {most // self.chunks}"
+            if self.chunks > most:
+                largest = f"even pp 1 can have no more than {most} chunks"
+            raise ValueError(
+                f"pp * chunks must be <= the model's {model.layers} layers and two more, for the "
+                f"embedding and the head alone, got {self.pp} * {self.chunks} = {self.stages}; "
+                f"{largest}"
+            )
+        if self.sequence_parallel and self.tokens % self.tp:
+            raise ValueError(
+                f"tokens of a microbatch must be a multiple of tp, {self.tp}, under sequence "
+                f"parallelism, got {self.tokens}; the nearest is {_nearest(self.tokens, self.tp)}"
+            )
+
+    def _check_linear(self, model: Model) -> None:
+        if not model.linear:
+            return
+        heads = gcd(model.linear.key_heads, model.linear.value_heads)
+        if heads % self.tp:
+            raise ValueError(
+                f"tp must divide the {heads} heads of keys of the model's linear attention, got "
+                f"{self.tp}; the nearest is {_nearest_of(_divisors(heads), self.tp)}"
+            )
+        if self.cp > 1:
+            raise ValueError(
+                "cp must be 1 with linear attention, whose state between ranks is not modelled, "
+                f"got {self.cp}"
+            )
+
+
+def _nearest(value: int, step: int) -> int:
+    return max(1, round(value / step)) * step
+
+
+def _is_shared(heads: int, tp: int) -> bool:
+    """Each rank has as many, or as many ranks have the same one."""
+    return heads % tp == 0 or tp % heads == 0
+
+
+def _divisors(of: int) -> list[int]:
+    return [each for each in range(1, of + 1) if of % each == 0]
+
+
+def _nearest_of(numbers: Iterable[int], value: int) -> int:
+    return min(numbers, key=lambda each: (abs(each - value), each))

@@ -1,0 +1,301 @@
+"""The cost of a layer, and of the work around the layers: FLOPs, seconds and bytes of a microbatch.
+
+Every time is products at their rate, plus attention at its own, plus bytes through HBM, plus what
+tensor-parallel ranks tell each other. Of these nothing overlaps, but for the ring of context
+parallelism, a part of what Megatron begins beside a backward's products, and what a job asks for.
+docs/planner.md has the formulas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cce_dist.planner.models.linear_attention import LinearAttention
+from cce_dist.planner.models.model import Model
+
+from .hardware import Hardware
+from .job import Job
+
+# A backward reads and writes twice as much as the forward.
+BACKWARD = 2.0
+# Of attention, which makes its scores again: five products where the forward has two.
+ATTENTION_BACKWARD = 2.5
+# Of a product whose input or result is sent beside it: num_splits of NeMo's recipes.
+PIECES = 4
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The cost of a microbatch in a layer, on a rank.
+
+    Args:
+        flops: of the forward, causal attention counted by half.
+        kept: bytes from forward to backward.
+        working: bytes beside them while the backward runs.
+    """
+
+    flops: float
+    forward: float
+    backward: float
+    kept: float
+    working: float
+
+
+def collective(hardware: Hardware, ranks: int, size: float, *, rounds: float = 1.0) -> float:
+    """Returns seconds of a ring of as many ranks: `size` bytes of the whole tensor, one round for a
+    gather or a reduce-scatter, two for an all-reduce."""
+    if ranks == 1:
+        return 0.0
+    moved = rounds * (ranks - 1) / ranks * size
+    return hardware.latency + moved / hardware.ring(ranks)
+
+
+def visible_tokens(model: Model, job: Job, index: int) -> float:
+    """Returns the average number of tokens that a token looks back at: half of the sequence, or the
+    window."""
+    window = model.window if model.attention_of(index) == "window" else 0
+    if not window or window >= job.sequence:
+        return job.sequence / 2
+    return window - window * window / (2 * job.sequence)
+
+
+def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerCost:
+    """Returns the cost of the model's `index`-th layer."""
+    if model.attention_of(index) == "image":
+        return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0)
+    tokens, tp, soft = job.tokens, job.tp, job.software
+    split = tp if job.sequence_parallel else 1
+    is_dense = index < model.dense_layers or not model.experts
+    shapes = _shapes(model, job, is_dense, index)
+    flops = sum(2.0 * rows * columns * inner for rows, columns, inner in shapes)
+    products, gradients = _products(model, job, hardware, shapes)
+    width = active_mlp_dim(model, is_dense, index)
+    attention = _attention(model, job, hardware, index)
+
+    traffic = soft.gated_traffic if model.gated else soft.plain_traffic
+    mlp_kept = soft.gated_kept if model.gated else soft.plain_kept
+    moved = tokens * (
+        job.hidden_bytes * model.dim * (2 * model.norms + 3 * min(2, model.norms)) / split
+        + (_attention_traffic(model, job, index) + traffic * width) / tp
+        + 4.0 * model.dim * _copies(model, is_dense)
+    )
+    # A mask of attention's output, and a mask of the MLP's.
+    masks = 2.0 * tokens * model.dim / split if job.dropout else 0.0
+    elementwise = (moved + masks) / hardware.bytes_per_second
+    told, told_again = _told(model, job, hardware, products, gradients)
+    told, told_again = (each + _sent(model, job, hardware, is_dense) for each in (told, told_again))
+    ring = _ring(model, job, hardware)
+    forward = products + max(attention.forward, ring) + elementwise + told
+    backward = gradients + max(attention.backward, 2 * ring) + BACKWARD * elementwise + told_again
+    kept = tokens * _kept(model, job, mlp_kept * width, index) + masks
+    working = tokens * (4.0 * width / tp + 4.0 * model.dim / split)
+    if job.recompute != "selective":
+        kept += attention.scores
+    else:
+        backward += attention.forward
+        working += attention.scores
+    if job.recompute == "full":
+        backward, working = backward + forward, working + kept
+        kept = job.hidden_bytes * tokens * model.dim / split
+    return LayerCost(flops + attention.flops, forward, backward, kept, working)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Between its products with weights.
+
+    Args:
+        flops: of the forward, causal scores counted by half.
+        scores: bytes of what is kept of them.
+    """
+
+    flops: float
+    forward: float
+    backward: float
+    scores: float
+
+
+def _attention(model: Model, job: Job, hardware: Hardware, index: int) -> _Attention:
+    linear = _linear_of(model, index)
+    if linear:
+        flops = job.tokens * linear.flops / job.tp
+        forward = flops / (hardware.flops * hardware.attention_forward)
+        backward = flops / (hardware.flops * hardware.attention_backward)
+        return _Attention(flops, forward, ATTENTION_BACKWARD * backward, 0.0)
+    per_score = 2.0 * model.heads * (model.key_dim + model.head_value_dim)
+    flops = job.tokens * visible_tokens(model, job, index) * per_score / job.tp
+    if job.attention_kernels != "unfused":
+        shares = hardware.attention_forward, hardware.attention_backward
+        if job.attention_kernels == "cudnn":
+            shares = hardware.cudnn_forward, hardware.cudnn_backward
+        forward, backward = (flops / (hardware.flops * share) for share in shares)
+        return _Attention(flops, forward, ATTENTION_BACKWARD * backward, 0.0)
+    # Products of all scores, which are in 16 bits: written and read, and so is their softmax.
+    number = float(job.tokens) * job.sequence * model.heads / job.tp
+    products = number * per_score / model.heads / (hardware.flops * hardware.gemm)
+    traffic, scores = 8.0 * number, 2.0 * number
+    if job.dropout:
+        # A softmax read and written once more, and a mask of a byte, which are kept as well.
+        traffic, scores = traffic + 5.0 * number, scores + 3.0 * number
+    seconds = traffic / hardware.bytes_per_second
+    return _Attention(flops, products + seconds, 2 * products + BACKWARD * seconds, scores)
+
+
+def _linear_of(model: Model, index: int) -> LinearAttention | None:
+    return model.linear if model.attention_of(index) == "linear" else None
+
+
+def _attention_traffic(model: Model, job: Job, index: int) -> float:
+    """Returns bytes of a token between its products with weights and attention, through memory."""
+    linear = _linear_of(model, index)
+    if linear:
+        return linear.traffic
+    # A gate is read, and values are read and written again.
+    gate = 6.0 * model.heads * model.head_value_dim * model.query_gate
+    rope = (model.heads + model.kv_heads) * model.key_dim
+    return job.software.rope_traffic * rope * (model.positions == 0) + gate
+
+
+def active_mlp_dim(model: Model, is_dense: bool, index: int) -> float:
+    """Returns the summed size of all MLPs that a token goes through."""
+    if index < model.dense_layers:
+        return model.dense_mlp_dim
+    if is_dense:
+        return model.mlp_dim
+    routed = model.mlp_dim * (model.experts_per_token or model.experts)
+    return routed + model.shared_experts * model.size_of_shared
+
+
+def _shapes(model: Model, job: Job, is_dense: bool, index: int) -> list[tuple[float, float, float]]:
+    """Returns the forward's products on a rank: rows (tokens), columns, inner dims."""
+    dim, tp, tokens = model.dim, job.tp, float(job.tokens)
+    shapes = _attention_shapes(model, job, index)
+    wide = 2 if model.gated else 1
+    if is_dense:
+        width = active_mlp_dim(model, True, index) / tp
+        return [*shapes, (tokens, wide * width, dim), (tokens, dim, width)]
+    routed = model.experts_per_token or model.experts
+    for each, mlp_dim in (
+        (routed, model.mlp_dim),
+        (model.shared_experts, model.size_of_shared),
+    ):
+        if each:
+            width = mlp_dim / tp
+            shapes += [(each * tokens, wide * width, dim), (each * tokens, dim, width)]
+    if model.shared_gate:
+        shapes.append((tokens, 1, dim))
+    return [*shapes, (tokens, model.experts, dim)]
+
+
+def _attention_shapes(model: Model, job: Job, index: int) -> list[tuple[float, float, float]]:
+    dim, tp, tokens = model.dim, job.tp, float(job.tokens)
+    linear = _linear_of(model, index)
+    if linear:
+        return [(tokens, linear.columns / tp, dim), (tokens, dim, linear.values / tp)]
+    queries, values = model.heads * model.key_dim, model.heads * model.head_value_dim
+    if model.kv_rank:
+        inner = float(model.query_rank or dim)
+        decompressed = model.heads * (model.size_of_head + model.head_value_dim)
+        shapes: list[tuple[float, float, float]] = [
+            (tokens, queries / tp, inner),
+            (tokens, model.kv_rank + model.rope_dim, dim),
+            (tokens, decompressed / tp, model.kv_rank),
+        ]
+        if model.query_rank:
+            shapes.append((tokens, model.query_rank, dim))
+    else:
+        keys = model.kv_heads * (model.key_dim + model.head_value_dim)
+        shapes = [(tokens, (queries * (1 + model.query_gate) + keys) / tp, dim)]
+    return [*shapes, (tokens, dim, values / tp)]
+
+
+def _copies(model: Model, is_dense: bool) -> float:
+    """Counts the copies of a token's hidden state, to its experts and back."""
+    return 0.0 if is_dense else 2.0 * (model.experts_per_token or model.experts)
+
+
+def _kept(model: Model, job: Job, mlp: float, index: int) -> float:
+    """Returns bytes kept of a token, without attention's scores: inputs and outputs of the norms
+    and of attention, and the MLP's."""
+    split = job.tp if job.sequence_parallel else 1
+    norms = model.dim * (job.hidden_bytes * model.norms + 2 * min(2, model.norms)) / split
+    is_dense = index < model.dense_layers or not model.experts
+    inputs = 2 * model.dim * _copies(model, is_dense) / 2
+    return norms + (_attention_kept(model, job, index) + mlp) / job.tp + inputs
+
+
+def _attention_kept(model: Model, job: Job, index: int) -> float:
+    linear = _linear_of(model, index)
+    if linear:
+        return linear.kept
+    queries, keys = model.heads * model.key_dim, model.kv_heads * model.key_dim
+    values, out = model.kv_heads * model.head_value_dim, model.heads * model.head_value_dim
+    # A gate is kept, and so is attention's output before and after it.
+    attention = 2 * (queries + keys + values + out * (1 + 2 * model.query_gate))
+    if job.software.joint_qkv and not model.positions:
+        attention += 2 * (queries + keys)
+    return attention + 4 * (model.kv_rank + model.query_rank)
+
+
+def _products(
+    model: Model, job: Job, hardware: Hardware, shapes: list[tuple[float, float, float]]
+) -> tuple[float, float]:
+    """Returns seconds of the forward's products and of both gradients' products."""
+    pieces = _pieces(job)
+    forward = backward = 0.0
+    for rows, columns, inner in shapes:
+        forward += pieces * hardware.product(rows / pieces, columns, inner)
+        # What a rank has the sum of in the forward, it gathers the gradient of.
+        cut = pieces if columns == model.dim else 1
+        backward += cut * hardware.product(rows / cut, inner, columns)
+        backward += hardware.product(columns, inner, rows)
+    return forward, backward
+
+
+def _pieces(job: Job) -> int:
+    """Returns the number of pieces of a product: a piece is sent while the next is computed."""
+    return min(job.tp, PIECES) if job.overlap_tensor else 1
+
+
+def _told(
+    model: Model, job: Job, hardware: Hardware, products: float, gradients: float
+) -> tuple[float, float]:
+    """Returns seconds of a layer's tensor-parallel communication, forward and backward, that
+    nothing hides."""
+    size = 2.0 * job.tokens * model.dim
+    if job.sequence_parallel:
+        seconds, again = 4 * collective(hardware, job.tp, size), 1.5
+    else:
+        seconds, again = 2 * collective(hardware, job.tp, size, rounds=2), 1.0
+    # As many in the backward, or half more where inputs are gathered again.
+    if not job.overlap_tensor:
+        return seconds, (again - job.software.hidden) * seconds
+    piece = seconds / _pieces(job)
+    return max(piece, seconds - products), max(piece, again * seconds - gradients)
+
+
+def _sent(model: Model, job: Job, hardware: Hardware, is_dense: bool) -> float:
+    """Returns seconds of tokens to experts of other ranks, and back."""
+    if job.ep == 1 or is_dense:
+        return 0.0
+    ranks = job.ep * job.tp
+    size = 2.0 * job.tokens * model.dim * (model.experts_per_token or model.experts) / job.tp
+    return 2 * (hardware.latency + (ranks - 1) / ranks * size / hardware.link(ranks))
+
+
+def _ring(model: Model, job: Job, hardware: Hardware) -> float:
+    """Returns seconds that keys and values take to every context-parallel rank."""
+    if job.cp == 1:
+        return 0.0
+    each = 2.0 * job.tokens * model.kv_heads * (model.key_dim + model.head_value_dim) / job.tp
+    return (job.cp - 1) * (hardware.latency + each / hardware.link(job.cp * job.tp))
+
+
+def layer_parameters_per_rank(model: Model, job: Job, index: int) -> float:
+    """Returns a layer's parameters on a tensor-parallel (and expert-parallel) rank."""
+    parameters = float(model.parameters_of_layer(index))
+    norms = model.norms * model.norm_parameters
+    if not model.experts or index < model.dense_layers:
+        return (parameters - norms) / job.tp + norms
+    experts = float(model.experts * model.mlp_of(model.mlp_dim))
+    return (parameters - norms - experts) / job.tp + norms + experts / (job.tp * job.ep)

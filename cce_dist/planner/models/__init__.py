@@ -1,0 +1,1 @@
+"""Models as numbers: by name, or from a config.json of Hugging Face."""

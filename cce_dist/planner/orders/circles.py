@@ -1,0 +1,133 @@
+"""Finds ranks that would wait for one another in an order, where a collective waits for all
+ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from .vocab_1f1b import Pass
+
+
+def asked_at(index: int, count: int, ahead: int | None) -> range:
+    """Returns the microbatches, of `count`, whose tokens are asked for at E of microbatch
+    `index`."""
+    ahead = count if ahead is None else ahead
+    return range(0 if index == 0 else min(index + ahead, count), min(index + ahead + 1, count))
+
+
+class _Step(NamedTuple):
+    """A step of a rank's stream for a pass: begin a collective, or wait for it."""
+
+    what: Literal["begin", "wait"]
+    name: str
+    microbatch: int
+
+
+def require_no_circle(
+    orders: Sequence[Sequence[Pass]], *, ahead: int | None = None, unawaited: int | None = None
+) -> None:
+    """Checks that an order can run where no collective ends before all of its ranks have begun it,
+    as NCCL's may not, and each kind of collective follows the order of microbatches.
+
+    Args:
+        ahead: E of a microbatch asks for the tokens of the one so many later; None: the first E
+            for all of them.
+        unawaited: the most sends to a neighbour that a rank has under way; None: any number.
+    Raises:
+        ValueError: it cannot.
+    """
+    ranks = len(orders)
+    count = 1 + max(each.microbatch for each in orders[0])
+    rules = _Rules(
+        last=ranks - 1,
+        embeds=any(each.kind == "E" for order in orders for each in order),
+        weighs=any(each.kind == "U" for each in orders[-1]),
+        asks=[asked_at(index, count, ahead) for index in range(count)],
+        unawaited=count if unawaited is None else unawaited,
+    )
+    steps = [
+        [step for each in order for step in _steps(each, rank, rules)]
+        for rank, order in enumerate(orders)
+    ]
+    begun: dict[tuple[str, int], int] = {}
+    at, moved = [0] * ranks, True
+    while moved:
+        moved = False
+        for rank, todo in enumerate(steps):
+            while at[rank] < len(todo):
+                what, name, index = todo[at[rank]]
+                if what == "begin":
+                    begun[name, index] = begun.get((name, index), 0) + 1
+                elif begun.get((name, index), 0) < (2 if ":" in name else ranks):
+                    break
+                at[rank] += 1
+                moved = True
+    stuck = {rank: todo[at[rank]][1:] for rank, todo in enumerate(steps) if at[rank] < len(todo)}
+    if stuck:
+        raise ValueError(
+            f"times must give an order in which no ranks wait for one another, got ranks that wait "
+            f"for {stuck}"
+        )
+
+
+class _Rules(NamedTuple):
+    last: int
+    embeds: bool
+    weighs: bool
+    asks: list[range]
+    unawaited: int
+
+
+def _steps(each: Pass, rank: int, rules: _Rules) -> list[_Step]:
+    """Lists a pass's steps. Between two ranks ("a:b") the receiver begins when it waits, and the
+    sender does not wait."""
+    kind, index, last = each.kind, each.microbatch, rules.last
+
+    def receive(name: str) -> list[_Step]:
+        return [_Step("begin", name, index), _Step("wait", name, index)]
+
+    def send(name: str) -> list[_Step]:
+        before = index - rules.unawaited
+        return [
+            *([_Step("wait", name, before)] if before >= 0 else []),
+            _Step("begin", name, index),
+        ]
+
+    steps: list[_Step] = []
+    if kind == "F":
+        if rank:
+            steps += receive(f"F{rank - 1}:{rank}")
+        elif rules.embeds:
+            steps.append(_Step("wait", "rows", index))
+        if rank < last:
+            steps += send(f"F{rank}:{rank + 1}")
+        else:
+            steps.append(_Step("begin", "post", index))
+    elif kind == "S":
+        if rank < last:
+            steps.append(_Step("begin", "post", index))
+        steps += [_Step("wait", "post", index), _Step("begin", "merge", index)]
+        if rules.weighs and rank < last:
+            steps.append(_Step("begin", "upstream", index))
+    elif kind == "U":
+        steps += [_Step("wait", "merge", index), _Step("begin", "upstream", index)]
+    elif kind == "T":
+        steps.append(_Step("wait", "merge", index))
+        if rules.weighs and rank < last:
+            steps.append(_Step("wait", "upstream", index))
+        steps.append(_Step("begin", "sum", index))
+        if rank < last and index >= 2:
+            steps.append(_Step("wait", "sum", index - 2))
+    elif kind == "B":
+        steps += [_Step("wait", "sum", index)] if rank == last else receive(f"B{rank + 1}:{rank}")
+        if rank:
+            steps += send(f"B{rank}:{rank - 1}")
+    elif kind == "E":
+        steps += [_Step("begin", "ask", other) for other in rules.asks[index]]
+        steps += [_Step("wait", "ask", index), _Step("begin", "rows", index)]
+    else:
+        steps += [_Step("wait", "rows", index), _Step("begin", "give", index)]
+        if index:
+            steps.append(_Step("wait", "give", index - 1))
+    return steps

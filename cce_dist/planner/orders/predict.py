@@ -1,0 +1,271 @@
+"""A step's time from each stage's times: measured ones, or those of the cost model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .schedules import Schedule, make_schedule, peak_of_held
+from .served import Served, run_served
+from .timeline import Timeline, Work, run_orders
+from .vocab_1f1b import Times
+
+# Of a cycle: what three runs on two H200s spent between its passes, of which nobody knows on what;
+# in the planned order, and with a thread beside 1F1B. docs/planner.md#validation
+STALLED, STALLED_SERVED = 0.1, 0.2
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds (or any unit) of one microbatch, in the order of the model's stages.
+
+    Args:
+        forward, backward: of each stage; the head's are part of the last stage's, unless it is
+            over all ranks.
+        statistics, gradients: of the head's two phases, where it is over all ranks; one time a
+            rank.
+        embedding: of each rank's rows, forward and again backward; over all ranks as well.
+        latency: until the next stage has what a stage sends.
+        head_latency: of a collective of the head.
+        stalled: each rank's in every cycle of the head over all ranks, between its passes.
+        weight_share: of a backward that is split, the part which makes the weights' gradients.
+        chunks: stages of a rank.
+    Raises:
+        ValueError: lists of other lengths, or a time that is negative or not finite.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    statistics: tuple[float, ...] = ()
+    gradients: tuple[float, ...] = ()
+    embedding: tuple[float, ...] = ()
+    latency: float = 0.0
+    head_latency: float = 0.0
+    stalled: float = 0.0
+    weight_share: float = 0.5
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.chunks < 1:
+            raise ValueError(f"chunks must be >= 1, got {self.chunks}")
+        if not self.forward or len(self.forward) != len(self.backward):
+            raise ValueError(
+                "forward and backward must have a time for each stage, got "
+                f"{len(self.forward)} and {len(self.backward)}"
+            )
+        for name in ("statistics", "gradients", "embedding"):
+            count = len(getattr(self, name))
+            if count * self.chunks not in (0, len(self.forward)):
+                raise ValueError(
+                    f"{name} must have a time for each of {len(self.forward) // self.chunks} "
+                    f"ranks, or none, got {count}"
+                )
+        for name in ("forward", "backward", "statistics", "gradients", "embedding"):
+            for value in getattr(self, name):
+                if not 0 <= value < math.inf:
+                    raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
+        if not any((*self.forward, *self.backward)):
+            raise ValueError("forward and backward must have a time > 0, got zeros alone")
+        if not 0 <= self.weight_share <= 1:
+            raise ValueError(f"weight_share must be within 0 and 1, got {self.weight_share!r}")
+        for name in ("latency", "head_latency", "stalled"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)!r}")
+
+    @property
+    def is_over_ranks(self) -> bool:
+        return bool(self.statistics or self.gradients)
+
+    def with_stalls(self, *, served: bool = False) -> StageTimes:
+        """Returns the same times with `stalled`, as this library was measured.
+
+        Args:
+            served: under a schedule that knows nothing of the head over all ranks, instead of the
+                planned order.
+        """
+        share = STALLED_SERVED if served else STALLED
+        each = replace(self, stalled=0.0).slowest()
+        stages = self.chunks * (each.forward + each.backward)
+        return replace(self, stalled=share * (stages + each.statistics + each.gradients))
+
+    def slowest(self) -> Times:
+        """Returns a cycle for all ranks, for planner/orders.py; without latency, as in the plans of
+        train, bench and megatron_patch."""
+        return Times(
+            forward=max(self.forward),
+            backward=max(self.backward),
+            # It is anywhere between two passes.
+            statistics=max(self.statistics) + self.stalled,
+            gradients=max(self.gradients),
+            embedding=max(self.embedding, default=0.0),
+        )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction of a step, without the optimizer.
+
+    Args:
+        seconds: until the last rank is done.
+        closed_form: the same by formula, None where there is none.
+        busy: each rank's own work.
+        most_held: microbatches that each rank holds at once, in chunks of its own.
+    """
+
+    seconds: float
+    closed_form: float | None
+    busy: tuple[float, ...]
+    most_held: tuple[float, ...]
+    schedule: Schedule
+    timeline: Timeline
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait."""
+        # StageTimes are not all 0; sums of the same numbers may differ in their last bit.
+        return max(0.0, 1 - sum(self.busy) / (len(self.busy) * self.seconds))
+
+
+def predict(
+    times: StageTimes,
+    microbatches: int,
+    *,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    framework: Literal["torch", "megatron"] = "megatron",
+    weighs: bool = False,
+) -> Prediction:
+    """Predicts a step of `microbatches` by simulating the schedule's own order.
+
+    Args:
+        weighs: of "vocab", that the last rank alone knows the gradient of each token's loss, as in
+            Megatron.
+    Raises:
+        ValueError: the schedule does not fit the number of stages or microbatches, or needs the
+            head's times, or has no use for them.
+    """
+    stages = len(times.forward)
+    if stages % chunks:
+        raise ValueError(f"chunks must divide the number of stages, {stages}, got {chunks}")
+    ranks = stages // chunks
+    if schedule == "vocab" and not times.is_over_ranks:
+        raise ValueError(
+            "statistics and gradients must be given for the schedule 'vocab', got none"
+        )
+    if times.is_over_ranks and not (times.statistics and times.gradients):
+        raise ValueError("statistics and gradients must both be given, got one of them")
+    if times.is_over_ranks and times.chunks != chunks:
+        raise ValueError(f"chunks must be those of the times, {times.chunks}, got {chunks}")
+    if times.embedding and not times.is_over_ranks:
+        raise ValueError("embedding must be given with statistics and gradients, got it alone")
+    schedule_order = make_schedule(
+        schedule,
+        ranks,
+        microbatches,
+        chunks=chunks,
+        framework=framework,
+        times=times.slowest() if schedule == "vocab" else None,
+        embeds=bool(times.embedding),
+        weighs=weighs,
+    )
+    return simulate_schedule(schedule_order, times)
+
+
+def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
+    def work(rank: int, kind: str, chunk: int) -> Work:
+        if kind in "STUEG":
+            return _work_of_head(schedule, times, rank, kind)
+        return _work_of_stage(schedule, times, rank, kind, chunk)
+
+    if times.is_over_ranks and schedule.name != "vocab":
+        timeline = run_served(schedule.orders, work, _served(schedule, times))
+    else:
+        timeline = run_orders(schedule.orders, work, dict.fromkeys("STEG", schedule.ranks))
+    return Prediction(
+        seconds=timeline.makespan,
+        closed_form=closed_form(schedule, times),
+        busy=timeline.busy,
+        most_held=tuple(peak_of_held(held, [1.0] * schedule.chunks) for held in schedule.held),
+        schedule=schedule,
+        timeline=timeline,
+    )
+
+
+def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, kind: str, chunk: int) -> Work:
+    stage, last = schedule.stage(rank, chunk), schedule.stages - 1
+
+    def near(other: int) -> float:
+        """Returns True if two stages are on the same rank: they send each other nothing."""
+        return 0.0 if schedule.rank(other) == rank else times.latency
+
+    if kind == "F":
+        taken, opens = times.forward[stage], ("F", stage)
+        if stage:
+            return Work(taken, ("F", stage - 1), near(stage - 1), opens)
+        if times.embedding and schedule.name == "vocab":
+            return Work(taken, "E", times.head_latency, opens)
+        return Work(taken, opens=opens)
+    backward = times.backward[stage]
+    if kind == "W":
+        return Work(backward * times.weight_share)
+    taken = backward * (1 - times.weight_share) if kind == "I" else backward
+    if stage < last:
+        return Work(taken, ("B", stage + 1), near(stage + 1), ("B", stage))
+    if schedule.name == "vocab":
+        return Work(taken, "T", times.head_latency, ("B", stage))
+    if times.is_over_ranks:
+        # Open when the sum has arrived.
+        return Work(taken, "T", 0.0, ("B", stage))
+    return Work(taken, ("F", stage), 0.0, ("B", stage))
+
+
+def _work_of_head(schedule: Schedule, times: StageTimes, rank: int, kind: str) -> Work:
+    last = schedule.stages - 1
+    waits: dict[str, Hashable] = {"S": ("F", last), "U": "S", "T": "S", "G": ("B", 0)}
+    if schedule.weighs:
+        waits["T"] = "U"
+    if kind == "U":
+        # A few numbers a token.
+        return Work(0.0, waits[kind], times.head_latency, kind)
+    lists = {"S": times.statistics, "T": times.gradients}
+    taken = lists.get(kind, times.embedding)[rank] + (times.stalled if kind == "S" else 0.0)
+    return Work(taken, waits.get(kind), times.head_latency, kind)
+
+
+def _served(schedule: Schedule, times: StageTimes) -> Served:
+    return Served(
+        statistics=[seconds + times.stalled for seconds in times.statistics],
+        gradients=times.gradients,
+        embedding=times.embedding,
+        latency=times.head_latency,
+        last=schedule.stages - 1,
+    )
+
+
+def closed_form(schedule: Schedule, times: StageTimes) -> float | None:
+    """Returns a step's time by formula, p2p latencies left out; of uneven stages, where a formula
+    is known.
+
+    gpipe: exact. 1f1b: (m - 1) max(F + B) + sum(F + B), exact where the last stage is the slowest
+    in both, or all are alike. interleaved: even stages alone. vocab: m cycles of the slowest, and
+    one microbatch on its way through the other stages.
+    """
+    count, ranks = schedule.microbatches, schedule.ranks
+    forward, backward = times.forward, times.backward
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    if times.is_over_ranks and schedule.name != "vocab":
+        return None
+    if schedule.name == "gpipe":
+        return sum(both) + (count - 1) * (max(forward) + max(backward))
+    if schedule.name == "1f1b":
+        return (count - 1) * max(both) + sum(both)
+    if schedule.name == "vocab":
+        each = times.slowest()
+        way = (ranks - 1) * (each.forward + each.backward)
+        return count * (each.cycle + 2 * each.embedding) + way
+    even = max(both) <= min(both) * (1 + 1e-9)
+    if schedule.name == "interleaved" and even and count % ranks == 0:
+        return (count * schedule.chunks + ranks - 1) * both[0]
+    return None

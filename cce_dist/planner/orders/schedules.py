@@ -1,0 +1,300 @@
+"""Schedules of torch and Megatron, and ours: each rank's tasks in order.
+
+A pipeline of p ranks has p * chunks stages. Stage s is chunk s // p of rank s % p ("loop"); under
+ZBV a rank has the stages r and 2 p - 1 - r ("v"), so that the first rank has the last stage, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import ge, mul
+from typing import Any, Literal, NamedTuple
+
+from .timeline import Task
+from .vocab_1f1b import Times, plan_vocab_order
+
+Name = Literal["gpipe", "1f1b", "interleaved", "zbv", "vocab"]
+MakeTask = Callable[..., Task]
+NAMES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zbv", "vocab")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Args:
+    orders: each rank's tasks.
+    chunks: stages of a rank.
+    """
+
+    name: Name
+    orders: tuple[tuple[Task, ...], ...]
+    chunks: int = 1
+    microbatches: int = 1
+
+    @cached_property
+    def held(self) -> tuple[tuple[Held, ...], ...]:
+        """The peaks of each rank's order."""
+        return tuple(held_of(order, self.chunks) for order in self.orders)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        if self.name == "zbv" and chunk:
+            return self.stages - 1 - rank
+        return chunk * self.ranks + rank
+
+    def rank(self, stage: int) -> int:
+        """The rank of a stage."""
+        if self.name == "zbv" and stage >= self.ranks:
+            return self.stages - 1 - stage
+        return stage % self.ranks
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.name == "zbv"
+
+    @cached_property
+    def weighs(self) -> bool:
+        """The last rank has a pass U, without which no rank has a T."""
+        return any(kind == "U" for kind, _, _ in self.orders[-1])
+
+
+def make_schedule(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    chunks: int = 1,
+    framework: Literal["torch", "megatron"] = "megatron",
+    times: Times | None = None,
+    embeds: bool = False,
+    weighs: bool = False,
+) -> Schedule:
+    """Makes the orders of a schedule.
+
+    Args:
+        chunks: stages of a rank; >= 2 for "interleaved", 2 for "zbv", else 1.
+        framework: whose "interleaved", and whose rules for the number of microbatches.
+        times, embeds, weighs: of "vocab", as planner/orders.py has them.
+    Raises:
+        ValueError: an unknown name, or numbers that the schedule cannot have.
+    """
+    for key, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+        if value < 1:
+            raise ValueError(f"{key} must be >= 1, got {value}")
+    if name not in NAMES:
+        raise ValueError(f"schedule must be one of {list(NAMES)}, got {name!r}")
+    if framework not in ("torch", "megatron"):
+        raise ValueError(f"framework must be 'torch' or 'megatron', got {framework!r}")
+    least, most = {"interleaved": (2, None), "zbv": (2, 2)}.get(name, (1, 1))
+    if chunks < least or (most is not None and chunks > most):
+        asked = f"{least}" if most == least else f">= {least}"
+        raise ValueError(f"chunks (stages a rank) must be {asked} for {name!r}, got {chunks}")
+    every = range(ranks)
+    # One for all ranks that have it.
+    task = lru_cache(maxsize=None)(Task)
+    if name == "gpipe":
+        orders = [_gpipe(microbatches)] * ranks
+    elif name == "1f1b":
+        if framework == "torch" and microbatches < ranks:
+            raise ValueError(
+                f"microbatches must be >= the number of stages under torch's 1F1B, {ranks}, got "
+                f"{microbatches}"
+            )
+        orders = [_one_f_one_b(rank, ranks, microbatches, task) for rank in every]
+    elif name == "interleaved":
+        group = _round(ranks, microbatches, framework)
+        orders = [_interleaved(rank, ranks, microbatches, chunks, group, task) for rank in every]
+    elif name == "zbv":
+        orders = [_zbv(rank, ranks, microbatches, task) for rank in every]
+    else:
+        planned = plan_vocab_order(
+            ranks, microbatches, times or Times(), embeds=embeds, weighs=weighs
+        )
+        orders = [[task(*each) for each in order] for order in planned]
+    return Schedule(name, tuple(map(tuple, orders)), chunks, microbatches)  # pyright: ignore
+
+
+def _gpipe(microbatches: int) -> list[Task]:
+    return [Task(kind, index) for kind in "FB" for index in range(microbatches)]
+
+
+def _one_f_one_b(rank: int, ranks: int, microbatches: int, task: MakeTask) -> list[Task]:
+    warm = min(microbatches, ranks - rank - 1)
+    tasks = [task("F", index) for index in range(warm)]
+    for index in range(microbatches - warm):
+        tasks += [task("F", warm + index), task("B", index)]
+    return tasks + [task("B", index) for index in range(microbatches - warm, microbatches)]
+
+
+def _round(ranks: int, microbatches: int, framework: str) -> int:
+    """Microbatches that go through a chunk before the next chunk's turn."""
+    if framework == "torch":
+        rounds = max(1, microbatches // ranks)
+        if microbatches % rounds:
+            near = microbatches // rounds * rounds
+            raise ValueError(
+                f"microbatches must be a multiple of {rounds}, the number of rounds under torch's "
+                f"interleaved 1F1B of {ranks} ranks, got {microbatches}; the nearest is {near}"
+            )
+        return microbatches // rounds
+    if microbatches % ranks:
+        near = max(1, round(microbatches / ranks)) * ranks
+        raise ValueError(
+            f"microbatches must be a multiple of the pipeline's ranks, {ranks}, under Megatron's "
+            f"interleaved 1F1B, got {microbatches}; the nearest is {near}"
+        )
+    return ranks
+
+
+def _interleaved(
+    rank: int, ranks: int, microbatches: int, chunks: int, group: int, task: MakeTask
+) -> list[Task]:
+    """Orders a rank's interleaved 1F1B; Megatron's and torch's differ only in the size of a
+    round."""
+    total = chunks * microbatches
+    warm = min(total, (chunks - 1) * group + 2 * (ranks - 1 - rank))
+    turn = chunks * group
+
+    def forward(step: int) -> Task:
+        return task("F", step // turn * group + step % group, step % turn // group)
+
+    def backward(step: int) -> Task:
+        done = forward(step)
+        return task("B", done.microbatch, chunks - 1 - done.chunk)
+
+    tasks = [forward(step) for step in range(warm)]
+    for step in range(warm, total):
+        tasks += [forward(step), backward(step - warm)]
+    return tasks + [backward(step) for step in range(total - warm, total)]
+
+
+def _zbv(rank: int, ranks: int, microbatches: int, task: MakeTask) -> list[Task]:
+    """Orders a rank's tasks as torch's ScheduleZBVZeroBubble, which plans at least 2 p - 1
+    microbatches and leaves out those that do not exist."""
+    planned = max(2 * ranks - 1, microbatches)
+    done = {("F", 0): 0, ("F", 1): 0, ("I", 0): 0, ("I", 1): 0, ("W", 0): 0, ("W", 1): 0}
+    tasks: list[Task] = []
+
+    def add(kinds: str, chunk: int) -> None:
+        for kind in kinds:
+            tasks.append(task(kind, done[kind, chunk], chunk))
+            done[kind, chunk] += 1
+
+    for _ in range(2 * (ranks - rank) - 1):
+        add("F", 0)
+    for _ in range(rank):
+        add("F", 1)
+        add("F", 0)
+    for _ in range(ranks - rank):
+        add("FIW", 1)
+    while done["F", 1] < done["F", 0] or done["F", 0] < planned:
+        if done["F", 0] < planned:
+            add("F", 0)
+        add("IW", 0)
+        add("FIW", 1)
+    for _ in range(rank):
+        add("I", 0)
+        add("I", 1)
+    for _ in range(ranks - rank):
+        add("IW", 0)
+    for chunk in (1, 0):
+        while done["W", chunk] < done["I", chunk]:
+            add("W", chunk)
+    return [each for each in tasks if each.microbatch < microbatches]
+
+
+class Held(NamedTuple):
+    """Microbatches that a rank holds of each chunk while it does a task of one kind."""
+
+    kind: Literal["F", "B", "head"]
+    chunk: int
+    counts: tuple[int, ...]
+
+
+def held_of(order: Sequence[Task], chunks: int) -> tuple[Held, ...]:
+    """Returns an order's peaks. A peak is left out if another needs at least as much of every
+    chunk: a few remain, however many microbatches there are."""
+    frees = "W" if "W" in {kind for kind, _, _ in order} else "B"
+    if chunks == 1:
+        return _held_of_one(order, frees)
+    now, peaks = [0] * chunks, set()
+    for kind, _, chunk in order:
+        if kind == "F":
+            now[chunk] += 1
+            peaks.add(("F", 0, tuple(now)))
+        elif kind in "BIW":
+            peaks.add(("B", chunk, tuple(now)))
+            if kind == frees:
+                now[chunk] -= 1
+        else:
+            peaks.add(("head", 0, tuple(now)))
+    return tuple(_largest(peaks))
+
+
+def _largest(peaks: set[tuple[Any, int, tuple[int, ...]]]) -> Iterator[Held]:
+    """Yields the peaks that no other of their kind reaches or exceeds in every chunk."""
+    same: tuple[Any, ...] = ()
+    kept: list[tuple[int, ...]] = []
+    for kind, chunk, counts in sorted(peaks, reverse=True):
+        if (kind, chunk) != same:
+            same, kept = (kind, chunk), []
+        if not any(all(map(ge, other, counts)) for other in kept):
+            kept.append(counts)
+            yield Held(kind, chunk, counts)
+
+
+def _held_of_one(order: Sequence[Task], frees: str) -> tuple[Held, ...]:
+    now, most = 0, dict.fromkeys(("B", "F", "head"), -1)
+    for kind, _, _ in order:
+        what = "head"
+        if kind == "F":
+            now, what = now + 1, "F"
+        elif kind in "BIW":
+            what = "B"
+        if now > most[what]:
+            most[what] = now
+        if kind == frees:
+            now -= 1
+    return tuple(Held(kind, 0, (count,)) for kind, count in most.items() if count >= 0)  # pyright: ignore
+
+
+def peak_held(
+    order: Sequence[Task],
+    held: Sequence[float],
+    working: Sequence[float] | None = None,
+    *,
+    phases: float = 0.0,
+) -> float:
+    """Returns the most that a rank holds at once in the order of its tasks, in the unit of `held`.
+
+    Args:
+        held: of a microbatch in each chunk, from its forward to its backward (or to W).
+        working: while a backward of each chunk runs, beside what is held; None: nothing.
+        phases: while a task of the head over all ranks runs.
+    """
+    return peak_of_held(held_of(order, len(held)), held, working, phases=phases)
+
+
+def peak_of_held(
+    every: Sequence[Held],
+    held: Sequence[float],
+    working: Sequence[float] | None = None,
+    *,
+    phases: float = 0.0,
+) -> float:
+    """Returns `peak_held` of an order that was counted before."""
+    most = 0.0
+    for kind, chunk, counts in every:
+        beside = phases if kind == "head" else 0.0
+        if kind == "B" and working:
+            beside = working[chunk]
+        most = max(most, sum(map(mul, counts, held)) + beside)
+    return most

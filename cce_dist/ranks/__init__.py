@@ -1,0 +1,1 @@
+"""All that ranks say to each other, over torch.distributed or MPI."""

@@ -1,0 +1,173 @@
+"""How the ranks of a group talk: by torch.distributed, or by what an adapter brings instead.
+
+The one place that knows which of them it is; `collectives` says what they tell each other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Group: TypeAlias = "ProcessGroup | RankGroup"
+
+
+@runtime_checkable
+class RankGroup(Protocol):
+    """Ranks that talk without torch.distributed, as `adapters.mpi.MPIGroup`.
+
+    Every rank calls the same methods in the same order, with tensors of the same shape and dtype,
+    which are contiguous and on `device_type`. A sum has the same bits on every rank.
+    """
+
+    device_type: str
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> None:
+        """out [W n, ...]: every rank's tensor [n, ...], in rank order."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """The sum of fp32 or float64, in place."""
+        ...
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor) -> None:
+        """out [n, ...]: this rank's part of the sum of tensor [W n, ...], fp32 or float64."""
+        ...
+
+    def all_reduce_logaddexp(
+        self,
+        records: Tensor,  # [N, K >= 2] fp32 | float64
+        numbers: Sequence[int],
+    ) -> list[list[int]]:
+        """Merges in place: of a record (base, sum, others...), which stands for base + log sum, the
+        first two by log-add-exp, the others by adding.
+
+        Returns:
+            the at most eleven `numbers` of every rank, in rank order.
+        """
+        ...
+
+
+def adapter_of(group: Group | None) -> RankGroup | None:
+    """What is not torch's. (To ask whether it is a RankGroup takes 16 us, since methods are.)"""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return None
+    return group  # pyright: ignore[reportReturnType]
+
+
+def is_over_mpi(group: object) -> bool:
+    """Of a group that torch.compile traces: before 2.13 it answers no question after methods."""
+    # Who has made one has imported it.
+    adapter = sys.modules.get("cce_dist.ranks.mpi")
+    return adapter is not None and isinstance(group, adapter.MPIGroup)
+
+
+def resolve_group(group: Group | DeviceMesh | None) -> Group | None:
+    """The process group of a ProcessGroup, a 1-D DeviceMesh; what talks without torch.distributed
+    itself (`RankGroup`); or None (one rank).
+
+    Raises:
+        ValueError: another type, a mesh of several dims, or this process is not in the group.
+    """
+    if group is None:
+        return None
+    is_torch = dist.is_available() and isinstance(group, dist.ProcessGroup)
+    if not is_torch and isinstance(group, RankGroup):
+        return group
+    if type(group).__module__.partition(".")[0] == "mpi4py":
+        raise ValueError(
+            f"group must be cce_dist.ranks.mpi.MPIGroup(comm) to run over MPI, got {type(group)}"
+        )
+    if not dist.is_available():
+        raise ValueError("group must be None: this build of torch has no torch.distributed")
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group must contain the calling rank, got GroupMember.NON_GROUP_MEMBER")
+    if not isinstance(group, dist.ProcessGroup):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if not isinstance(group, DeviceMesh):
+            raise ValueError(
+                "group must be a ProcessGroup, a 1-D DeviceMesh, an MPIGroup or None, got "
+                f"{type(group)}"
+            )
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be one dim of a DeviceMesh, got a mesh of {group.ndim} dims "
+                f'{group.mesh_dim_names}: slice it, as in mesh["tp"]'
+            )
+        group = group.get_group()
+    if dist.get_rank(group) < 0:
+        raise ValueError("group must contain the calling rank, got a group of other ranks")
+    return group
+
+
+def process_group(group: Group | DeviceMesh | None, for_what: str) -> ProcessGroup | None:
+    """`resolve_group`, where nothing but torch.distributed will do.
+
+    Raises:
+        ValueError: as there, or group is no process group; names `for_what`.
+    """
+    found = resolve_group(group)
+    if adapter_of(found) is not None:
+        raise ValueError(f"group must be a ProcessGroup {for_what}, got {type(group)}")
+    return found  # pyright: ignore[reportReturnType]
+
+
+def group_size(group: Group | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: Group | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def _single(name: str, until_2_12: str) -> Callable[..., Any]:
+    """torch 2.13 renamed the collectives on one tensor and warns of the old names."""
+    return getattr(dist, name, None) or getattr(dist, until_2_12)
+
+
+def all_gather_into(out: Tensor, tensor: Tensor, group: Group, *, later: bool = False) -> Any:
+    """Returns: with `later` what waits for it, if anything has to."""
+    adapter = adapter_of(group)
+    if adapter is not None:
+        return adapter.all_gather(out, tensor)
+    gather = _single("all_gather_single", "all_gather_into_tensor")
+    return gather(out, tensor, group=group, async_op=later)
+
+
+def all_reduce(tensor: Tensor, group: Group) -> None:
+    adapter = adapter_of(group)
+    if adapter is not None:
+        adapter.all_reduce(tensor)
+    else:
+        dist.all_reduce(tensor, group=group)
+
+
+def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> None:
+    adapter = adapter_of(group)
+    if adapter is not None:
+        adapter.reduce_scatter(out, tensor)
+    else:
+        _single("reduce_scatter_single", "reduce_scatter_tensor")(out, tensor, group=group)
+
+
+def device_of_numbers(group: Group | None) -> str:
+    """Where every rank can send from, whatever tensors it was called with."""
+    adapter = adapter_of(group)
+    if adapter is not None:
+        return adapter.device_type
+    on_cpu = group is None or "gloo" in dist.get_backend(group)  # pyright: ignore[reportArgumentType]
+    return "cpu" if on_cpu else "cuda"

@@ -1,0 +1,1 @@
+"""Text, its vocabulary, and batches of tokens."""

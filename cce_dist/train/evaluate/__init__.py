@@ -1,0 +1,1 @@
+"""The perplexity of texts by a checkpoint: `cce-dist eval`."""

@@ -1,0 +1,240 @@
+"""`cce-dist eval` from its arguments to what it found: perplexity of texts by a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cce_dist.core.phases import in_phase
+from cce_dist.distributed import split_ranks
+from cce_dist.train.checkpoint import Checkpoint, find_checkpoint, load_weights
+from cce_dist.train.collectives import sum_over_world
+from cce_dist.train.config.load import make_config
+from cce_dist.train.config.schema import TrainConfig
+from cce_dist.train.data.text import read_text
+from cce_dist.train.data.tokens import TokenCache, encode_texts, is_cached, open_tokens
+from cce_dist.train.errors import ConfigError, JobError
+from cce_dist.train.loop import forward_body
+from cce_dist.train.model.decoder import Decoder
+from cce_dist.train.model.fsdp import place
+from cce_dist.train.model.head import head_layout, make_token_nll
+from cce_dist.train.ranks import Ranks, num_ranks
+from cce_dist.train.stop import StopRequest
+from cce_dist.train.watch.heartbeat import Heartbeat
+from cce_dist.train.watch.watch import run_watched, wait_for_main
+
+from .scores import (
+    NUM_GROUPS,
+    Findings,
+    Score,
+    TextScore,
+    count_ids,
+    frequency_groups,
+    score_groups,
+    score_texts,
+)
+from .windows import Windows, cut_windows
+
+
+@dataclass(frozen=True)
+class Request:
+    """
+    Args:
+        run: its folder, with `checkpoints` in it.
+        checkpoint: a step; None: the newest.
+        tp: ranks that share the vocabulary; None: all.
+        batch, sequence_length, cache: None: as in training.
+        stride: None: sequence_length, windows without overlap.
+    """
+
+    run: Path
+    texts: tuple[Path, ...]
+    checkpoint: int | None = None
+    tp: int | None = None
+    batch: int | None = None
+    sequence_length: int | None = None
+    stride: int | None = None
+    cache: Path | None = None
+
+
+def run_evaluation(request: Request, hand_over: Callable[[Findings], None]) -> int:
+    """Evaluates, gives the main rank's findings to `hand_over`, and returns the exit code."""
+
+    def load() -> TrainConfig:
+        return load_request(request, num_ranks())
+
+    def work(config: TrainConfig, ranks: Ranks, heartbeat: Heartbeat, stop: StopRequest) -> None:
+        findings = evaluate_texts(request, config, ranks, heartbeat)
+        if ranks.is_main:
+            hand_over(findings)
+
+    # Data-parallel ranks need not have equally many batches.
+    return run_watched(load, work, lambda config, ranks: ranks.dp_rank)
+
+
+def load_request(request: Request, num_ranks: int) -> TrainConfig:
+    """Returns the configuration of the checkpoint's training, as the request changes it.
+
+    Raises:
+        ConfigError: an option is out of its bounds, or there is no such checkpoint.
+    """
+    for name, least in (("tp", 1), ("batch", 1), ("sequence_length", 2), ("stride", 1)):
+        value = getattr(request, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
+    try:
+        _, tp = split_ranks(num_ranks, tp=request.tp or "all", prefix="--")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    checkpoint = find_checkpoint(request.run / "checkpoints", request.checkpoint)
+    values = copy.deepcopy(checkpoint.info["config"])
+    values["parallel"] = {"tp": tp, "timeout_s": values["parallel"]["timeout_s"]}
+    if request.batch is not None:
+        values["batch"] = request.batch
+    if request.sequence_length is not None:
+        values["data"]["sequence_length"] = request.sequence_length
+    if request.cache is not None:
+        values["data"]["cache"] = str(request.cache)
+    config = make_config(values, str(checkpoint.folder))
+    length = config.data.sequence_length
+    if request.stride is not None and request.stride > length:
+        raise ConfigError(
+            f"--stride must be at most the {length} tokens of a window, beyond which tokens would "
+            f"be left out, got {request.stride}"
+        )
+    return config
+
+
+def evaluate_texts(
+    request: Request, config: TrainConfig, ranks: Ranks, heartbeat: Heartbeat
+) -> Findings:
+    """
+    Raises:
+        ConfigError: a text or the tokenizer cannot be used, or the checkpoint is of another model.
+        JobError: the model's losses are not finite.
+    Collectives: a broadcast of the token ids, those of loading, and one sum at the end.
+    """
+    heartbeat.phase = "preparing the text"
+    stride = request.stride or config.data.sequence_length
+    step, num_bytes, texts = _share_texts(request, config, ranks)
+    windows = cut_windows(texts, request.texts, config.data.sequence_length, stride)
+    heartbeat.phase = "loading a checkpoint"
+    checkpoint = find_checkpoint(request.run / "checkpoints", step)
+    model = Decoder(config, ranks)
+    place(model, config, ranks)
+    load_weights(checkpoint, model, ranks)
+    heartbeat.phase = "evaluating"
+    counts = count_ids(texts, config.data.vocab_size)
+    groups = frequency_groups(counts)
+    began = time.perf_counter()
+    nats = sum_nll(model, windows, groups, config, ranks, heartbeat).reshape(len(texts), NUM_GROUPS)
+    seconds = time.perf_counter() - began
+    if not np.isfinite(nats).all():
+        raise JobError(f"{checkpoint.folder} must give finite losses, got {nats.sum()} nats")
+    num_tokens = [len(ids) - 1 for ids in texts]
+    return Findings(
+        checkpoint=checkpoint,
+        config=config,
+        stride=stride,
+        dp=ranks.dp,
+        device=ranks.device.type,
+        texts=score_texts(request.texts, num_tokens, num_bytes, nats.sum(1)),
+        whole=TextScore(Score(sum(num_tokens), float(nats.sum())), sum(num_bytes)),
+        groups=score_groups(counts, groups, nats.sum(0)),
+        seconds=seconds,
+    )
+
+
+@torch.no_grad()
+def sum_nll(
+    model: Decoder,
+    windows: Windows,
+    groups: np.ndarray,  # [V] int64
+    config: TrainConfig,
+    ranks: Ranks,
+    heartbeat: Heartbeat,
+) -> np.ndarray:
+    """Sums the nats of each text's tokens by the group of their ids: [texts x NUM_GROUPS] float64.
+
+    Data-parallel ranks take the windows in turn. Collectives: one sum at the end, and in each
+    batch those of the embedding and of the loss over tp.
+    """
+    token_nll = make_token_nll(config, head_layout(config, ranks))
+    group_of = torch.from_numpy(groups).to(ranks.device)
+    num_texts = int(windows.text[-1]) + 1
+    sums = torch.zeros(num_texts * NUM_GROUPS, dtype=torch.float64, device=ranks.device)
+    mine = np.arange(ranks.dp_rank, len(windows), ranks.dp)
+    for number, first in enumerate(range(0, len(mine), config.batch), 1):
+        heartbeat.step = number
+        batch = windows.batch(mine[first : first + config.batch])
+        ids, targets, text = (x.to(ranks.device) for x in batch)
+        with in_phase("forward"):
+            hidden = forward_body(model, ids, config)
+            nll = token_nll(hidden, model.head_weight, targets.flatten())
+        # A target that does not count has 0 nats.
+        where = text[:, None] * NUM_GROUPS + group_of[targets.clamp_min(0)]
+        sums.index_add_(0, where.flatten(), nll.double())
+    # The ranks of tp have all found the same.
+    return np.array(sum_over_world([sums / ranks.tp], ranks.device))
+
+
+def read_texts(request: Request, config: TrainConfig) -> tuple[int, list[int], list[np.ndarray]]:
+    """Returns the checkpoint's step, and of each text its bytes and its ids behind END_OF_TEXT.
+
+    Raises:
+        ConfigError: a text or the tokenizer cannot be used.
+    """
+    checkpoint = find_checkpoint(request.run / "checkpoints", request.checkpoint)
+    texts = [read_text(path, "TEXT") for path in request.texts]
+    tokens = encode_texts(_open_tokenizer(request, checkpoint, config), texts)
+    return checkpoint.step, [len(text.encode()) for text in texts], tokens
+
+
+def _share_texts(
+    request: Request, config: TrainConfig, ranks: Ranks
+) -> tuple[int, list[int], list[np.ndarray]]:
+    """Shares the main rank's texts: two ranks that look for the newest checkpoint may find two."""
+    box: list[Any] = [None]
+    if ranks.is_main:
+        box = [read_texts(request, config)]
+        ranks.store.set("texts", "")
+    else:
+        wait_for_main(ranks, "texts")
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def _open_tokenizer(request: Request, checkpoint: Checkpoint, config: TrainConfig) -> TokenCache:
+    caches, key = _caches(request, checkpoint, config), checkpoint.info["data_key"]
+    cache_dir = next((cache for cache in caches if is_cached(cache, key)), None)
+    if cache_dir is None:
+        raise ConfigError(
+            f"the tokenizer of {checkpoint.folder} must be in the run's data.cache, found no {key} "
+            f"in {caches[0]}, nor where the run was trained or is now: name the folder by --cache"
+        )
+    tokens = open_tokens(cache_dir, key)
+    if tokens.num_merged > config.data.vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {tokens.folder} must have at most the {config.data.vocab_size} ids "
+            f"of {checkpoint.folder}, got {tokens.num_merged}"
+        )
+    return tokens
+
+
+def _caches(request: Request, checkpoint: Checkpoint, config: TrainConfig) -> list[Path]:
+    """Lists the places where the run's data.cache may be. The key names the tokenizer."""
+    cache = config.data.cache
+    if request.cache is not None:
+        return [cache]
+    # Relative to this folder, as training found it, and beside a run that was moved with its cache.
+    places = [cache, Path(checkpoint.info.get("cache", cache))]
+    places += [above / cache for above in request.run.absolute().parents]
+    return list(dict.fromkeys(places))

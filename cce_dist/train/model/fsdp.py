@@ -1,0 +1,73 @@
+"""FSDP2: parameters, gradients and optimizer state, each split over the data-parallel ranks.
+
+One group per decoder layer; embedding, norms and head in the root group, whole from the forward's
+start to the backward's end. docs/training.md#fsdp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from cce_dist.train.config.schema import TrainConfig
+from cce_dist.train.ranks import Ranks
+
+from .decoder import Block, Decoder
+
+
+def place(model: Decoder, config: TrainConfig, ranks: Ranks) -> None:
+    """Moves the model to the rank's device, split over dp where parallel.fsdp asks for it.
+
+    fully_shard moves one group at a time, so that the whole model is never on a GPU.
+    """
+    if not config.parallel.fsdp or ranks.dp == 1:
+        model.to(ranks.device)
+        return
+    data = ranks.mesh["dp"]
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        fully_shard(block.linears(), mesh=data, mp_policy=_linears_policy(config))
+    fully_shard(model, mesh=data)
+
+
+def _linears_policy(config: TrainConfig) -> MixedPrecisionPolicy:
+    """Returns the casts that autocast makes without FSDP, and the sum over ranks still in fp32.
+
+    Autocast's own copies would live until the backward: whole weights of every layer. What it
+    leaves in fp32, norms and the embedding, is in the root group, which casts nothing.
+    """
+    if config.dtype == "float32":
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+@contextmanager
+def whole_head(model: Decoder) -> Iterator[Tensor]:
+    """Returns this tp rank's whole head weight; after a forward of the model, before a backward.
+
+    Collectives: with FSDP one all-gather over dp, where that forward has not left it whole.
+    """
+    if not isinstance(model, FSDPModule):
+        yield model.head_weight
+        return
+    model.unshard()
+    try:
+        yield model.head_weight
+    finally:
+        model.reshard()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor; they share memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

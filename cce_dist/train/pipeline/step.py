@@ -1,0 +1,328 @@
+"""The training step over a pipeline: torch's schedules, or the one that has the vocabulary over all
+pipeline ranks. docs/training.md#pipelines.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    schedules,
+)
+
+from cce_dist import VocabShard
+from cce_dist.pipeline.embedding import TiedEmbedding
+from cce_dist.pipeline.head import PipelineHead
+from cce_dist.pipeline.schedules.torch_schedules import (
+    VocabOverPipeline,
+    forwards_alone,
+    prepare_mode,
+)
+from cce_dist.pipeline.schedules.vocab_1f1b import ScheduleVocab1F1B
+from cce_dist.planner.orders.vocab_1f1b import Times
+from cce_dist.train.collectives import sum_gradients
+from cce_dist.train.config.pipeline import SPLIT_BACKWARD, Layout, ScheduleName
+from cce_dist.train.config.schema import TrainConfig
+from cce_dist.train.errors import ConfigError
+from cce_dist.train.model.decoder import count_parameters
+from cce_dist.train.model.head import head_layout, loss_options, make_head_loss
+from cce_dist.train.ranks import Ranks, own_group
+
+from .stages import RowsEmbedding, Stage, StagedDecoder
+
+SCHEDULES: dict[ScheduleName, type] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "looped": ScheduleLoopedBFS,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+def check_split_backward(config: TrainConfig) -> None:
+    """
+    Raises:
+        ConfigError: the schedule makes the weights' gradients apart, which torch before 2.13 cannot
+            for an autograd.Function (its issue 166577).
+    """
+    parallel = config.parallel
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    splits = parallel.schedule in SPLIT_BACKWARD and not parallel.vocab_over_pipeline
+    if splits and version < (2, 13):
+        raise ConfigError(
+            f"parallel.schedule={parallel.schedule} with the head on the last stage needs torch "
+            f"2.13, got {torch.__version__}, which cannot make the weights' gradients of an "
+            "autograd.Function by themselves: use parallel.vocab_over_pipeline=true, or another "
+            "schedule"
+        )
+
+
+class Pipeline:
+    """A rank's stages and its part of the head, under the schedule of the configuration.
+
+    Args:
+        model: on the rank's device.
+        head: "cce", or "dense", which is on the last stage.
+    Collectives: every rank of the job makes one at the same time, and calls each method at the
+        same time; groups of the head's are made.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, model: StagedDecoder, head: str) -> None:
+        assert ranks.pp_group is not None
+        if head == "cce":
+            check_split_backward(config)
+        self.config, self.ranks, self.model = config, ranks, model
+        self.layout, self.group = model.layout, ranks.pp_group
+        self.head: PipelineHead | None = None
+        self.head_weight: nn.Parameter | None = None
+        self._embedding: TiedEmbedding | None = None
+        self._copies = _group_of_copies(ranks, model)
+        # Where a pass fails torch writes out the passes of all ranks: nobody would find the error.
+        logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
+        _connect([ranks.tp_group, ranks.pp_group, self._copies], ranks.device)
+        if self.layout.over_pipeline:
+            self.head_weight = _in_dtype(model.head_weight, getattr(torch, config.dtype))
+            self.head = make_pipeline_head(config, ranks, self.layout, self.head_weight)
+            if model.tied:
+                self._embedding = TiedEmbedding(self.head, timeout=ranks.timeout)
+        self._loss: VocabOverPipeline | None = None
+        self.schedule = self._make_schedule(self._make_stages(), head)
+
+    def step(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Runs forward and backward of all microbatches, [batch, sequence] int64 each.
+
+        Returns: [] on the ranks of the last stage, and 0 elsewhere, so that the sum over the
+            data-parallel rank is tp times its loss.
+        """
+        losses: list[Tensor] = []
+        self._copy_head()
+        arguments, keywords = self._arguments(ids, targets)
+        prepare_mode(self.schedule, backward=True)
+        with self._serve(backward=True):
+            self.schedule.step(*arguments, losses=losses, return_outputs=False, **keywords)
+        self._take_head_gradient()
+        if self._copies is not None:
+            grad = self.model.head_weight.grad
+            assert grad is not None
+            sum_gradients([grad], self._copies, 1.0)
+        return self._mean(losses)
+
+    @torch.no_grad()
+    def evaluate(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Evaluates on every rank of the pipeline, without gradients:
+
+        Returns:
+            loss: [], mean over the batch.
+            hidden: [batch, sequence, dim], what the head got.
+        """
+        losses: list[Tensor] = []
+        self._copy_head()
+        arguments, keywords = self._arguments(ids, targets)
+        prepare_mode(self.schedule, backward=False)
+        with self._serve(backward=False), forwards_alone(self.schedule):
+            hidden = self.schedule.eval(*arguments, losses=losses, **keywords)
+        loss = self._mean(losses).float()
+        if not self.model.has_last:
+            shape = (ids.shape[0] // self._slices, ids.shape[1], self.config.model.dim)
+            hidden = ids.new_empty(shape, dtype=getattr(torch, self.config.dtype))
+        hidden = hidden.contiguous()
+        for tensor in (loss, hidden):
+            dist.broadcast(tensor, group=self.group, group_src=self.layout.last_rank)
+        return loss, self._whole(hidden)
+
+    def close(self) -> None:
+        """Destroys the groups that it made."""
+        if self._embedding is not None:
+            self._embedding.close()
+        if self.head is not None:
+            self.head.close()
+        if self._copies is not None:
+            dist.destroy_process_group(self._copies)
+
+    @property
+    def _slices(self) -> int:
+        return self.ranks.tp if self.config.parallel.sequence_parallel else 1
+
+    def _make_stages(self) -> list[PipelineStage]:
+        layout, device = self.layout, self.ranks.device
+        return [
+            PipelineStage(
+                self._make_module(index).to(device),
+                index,
+                layout.num_stages,
+                device,
+                group=self.group,
+                **self._shapes(index),
+            )
+            for index in self.model.held
+        ]
+
+    def _make_module(self, index: int) -> Stage:
+        model, slices = self.model, self._slices > 1
+        is_last = index == self.layout.num_stages - 1
+        embedding: nn.Module | None = None
+        if index == 0:
+            embedding = self._embedding or RowsEmbedding(
+                model.get_parameter("embedding"),
+                model.shards["embedding"],
+                self.ranks.tp_group,
+                slices,
+            )
+        return Stage(
+            self.config,
+            model.stage_blocks(index),
+            embedding=embedding,
+            final_norm=model.final_norm if is_last else None,
+            head=model.head_weight if is_last and self.head is None else None,
+        )
+
+    def _shapes(self, index: int) -> dict[str, Any]:
+        """Returns example tensors of a microbatch: without them torch runs each stage once more."""
+        config, device = self.config, self.ranks.device
+        sequences = config.batch // self.layout.microbatches
+        length = config.data.sequence_length
+        hidden = torch.zeros(sequences // self._slices, length, config.model.dim, device=device)
+        input, output = hidden.clone().requires_grad_(), hidden
+        if index == 0:
+            input = torch.zeros(sequences, length, dtype=torch.int64, device=device)
+        if index == self.layout.num_stages - 1:
+            output = hidden.to(getattr(torch, config.dtype))
+        return {"input_args": input, "output_args": output.clone().requires_grad_()}
+
+    def _make_schedule(self, stages: list[PipelineStage], head: str) -> Any:
+        name, count = self.layout.schedule, self.layout.microbatches
+        if self.head is not None and name == "vocab_1f1b":
+            times = planned_times(self.config, self.layout)
+            return ScheduleVocab1F1B(
+                stages[0],
+                count,
+                self.head,
+                embedding=self._embedding,
+                times=times,
+                scale_grads=False,
+            )
+        loss: Any = self._loss_of_last_stage(head)
+        if self.head is not None:
+            loss = self._loss = VocabOverPipeline(self.head, embedding=self._embedding)
+        stage_or_stages = stages if len(stages) > 1 or name not in ("gpipe", "1f1b") else stages[0]
+        return SCHEDULES[name](stage_or_stages, count, loss_fn=loss, scale_grads=False)
+
+    def _serve(self, *, backward: bool) -> AbstractContextManager[None]:
+        """Returns the context in which the schedule of torch finds the head's ranks serving."""
+        if self._loss is None:
+            return nullcontext()
+        return self._loss.serving(self.schedule, backward=backward)
+
+    def _loss_of_last_stage(self, head: str) -> Callable[[Tensor, Tensor], Tensor]:
+        head_loss = make_head_loss(self.config, head_layout(self.config, self.ranks), head)
+
+        def loss(hidden: Tensor, targets: Tensor) -> Tensor:
+            weight = self.model.head_weight
+            out = head_loss(hidden.flatten(0, 1), weight, targets.flatten(), ())
+            return out.loss / self.layout.microbatches
+
+        return loss
+
+    def _arguments(
+        self, ids: Tensor, targets: Tensor
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Returns the schedule's arguments on this rank."""
+        model = self.model
+        return (ids,) if model.has_first else (), {"target": targets} if model.has_last else {}
+
+    def _mean(self, losses: list[Tensor]) -> Tensor:
+        if not self.model.has_last:
+            return torch.zeros((), device=self.ranks.device)
+        total = torch.stack(losses).detach().sum()
+        return total if self.head is None else total / self.layout.microbatches
+
+    @torch.no_grad()
+    def _copy_head(self) -> None:
+        """Copies the master weight to the head: in 16 bits the head has a weight of its own."""
+        if self.head_weight is not None and self.head_weight is not self.model.head_weight:
+            self.head_weight.copy_(self.model.head_weight)
+
+    def _take_head_gradient(self) -> None:
+        copy = self.head_weight
+        if copy is not None and copy is not self.model.head_weight and copy.grad is not None:
+            self.model.head_weight.grad = copy.grad.to(self.model.head_weight.dtype)
+            copy.grad = None
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """Gathers the sequences of all tp ranks, which have slices of every microbatch."""
+        if self._slices == 1:
+            return hidden
+        parts = [torch.empty_like(hidden) for _ in range(self._slices)]
+        dist.all_gather(parts, hidden, group=self.ranks.tp_group)
+        split = [part.unflatten(0, (self.layout.microbatches, -1)) for part in parts]
+        return torch.cat(split, 1).flatten(0, 1)
+
+
+def make_pipeline_head(
+    config: TrainConfig, ranks: Ranks, layout: Layout, weight: Tensor
+) -> PipelineHead:
+    """Makes a head with rows over pp x tp ranks; its loss is the mean of a microbatch."""
+    assert ranks.pp_group is not None
+    slices = ranks.tp if config.parallel.sequence_parallel else 1
+    sequences = config.batch // (layout.microbatches * slices)
+    place = ranks.pp_rank * ranks.tp + ranks.tp_rank
+    return PipelineHead(
+        weight,
+        group=ranks.pp_group,
+        vocab_group=ranks.vocab_group,
+        tensor_group=ranks.tp_group if ranks.tp > 1 else None,
+        sequence_parallel=slices > 1,
+        hidden_shape=(sequences, config.data.sequence_length, config.model.dim),
+        vocab_shard=VocabShard.chunked(config.data.vocab_size, place, ranks.pp * ranks.tp),
+        options=loss_options(config.loss),
+        loss_scale=1 / layout.microbatches,
+        timeout=ranks.timeout,
+    )
+
+
+def planned_times(config: TrainConfig, layout: Layout) -> Times:
+    """Returns times of a token's passes on a rank, in multiplications of the forward."""
+    size, dim = count_parameters(config), config.model.dim
+    layers = config.model.layers
+    # Keys and values of half a sequence on average.
+    body = size.total - size.vocabulary + layers * config.data.sequence_length * dim
+    parallel = config.parallel
+    forward = body / layout.num_stages / (parallel.tp if parallel.sequence_parallel else 1)
+    statistics = config.data.vocab_size * dim / (layout.pp * parallel.tp)
+    return Times(forward, 2 * forward, statistics, 3 * statistics)
+
+
+def _in_dtype(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    return weight if weight.dtype == dtype else nn.Parameter(weight.detach().to(dtype))
+
+
+def _connect(groups: list[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Makes NCCL's communicators now, not at their first use: in a step, with a second thread at
+    work."""
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _group_of_copies(ranks: Ranks, model: StagedDecoder) -> dist.ProcessGroup | None:
+    """Returns the group of the first and the last stage's ranks, on those, where both hold a tied
+    weight."""
+    if not model.is_copied:
+        return None
+    grid = torch.arange(ranks.world_size).view(ranks.dp, ranks.pp, ranks.tp)
+    ends = grid[:, [0, model.layout.last_rank]].transpose(1, 2).flatten(0, 1)
+    return own_group(ranks.rank, ends.tolist(), ranks.timeout)

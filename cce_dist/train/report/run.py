@@ -1,0 +1,229 @@
+"""The evaluation of a finished run: its loss beside the dense loss, its memory beside dense
+logits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cce_dist.core.allocations import track_allocations
+from cce_dist.train.config.schema import TrainConfig
+from cce_dist.train.disk import writing
+from cce_dist.train.loop import Job, Run, forward_body
+from cce_dist.train.metrics import read_metrics
+from cce_dist.train.model.fsdp import whole_head
+from cce_dist.train.model.head import HeadLoss, golden_loss, head_layout, make_head_loss
+from cce_dist.train.progress import format_bytes
+
+# Dense logits are really made, to measure them, up to this size of one fp32 copy.
+MEASURE_DENSE_BYTES = 2**29
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of tensors made by one forward and backward of the head, on this rank.
+
+    largest_numel is None on a GPU, where only the allocator's peak is known.
+    """
+
+    peak_bytes: int
+    largest_numel: int | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A rank's findings about a trained model; all ranks agree on everything but memory."""
+
+    loss: float
+    dense_loss: float
+    memory: Memory
+    dense_memory: Memory | None
+    num_tokens: int
+    tokens_here: int
+
+
+def evaluate(job: Job, run: Run) -> Evaluation:
+    """Runs the held-out batch through this run's head and through dense float64 logits.
+
+    Every rank must call it; of a run without a pipeline.
+    """
+    job.heartbeat.phase = "evaluating"
+    config, ranks = job.config, job.ranks
+    ids, targets = job.batches.held_out_batch()
+    ids, targets = ids.to(ranks.device), targets.to(ranks.device).flatten()
+    with torch.no_grad():
+        hidden = forward_body(run.whole_model, ids, config)
+    dense_bytes = hidden.shape[0] * config.data.vocab_size * 4
+    dense_memory = None
+    layout = head_layout(config, ranks)
+    with whole_head(run.whole_model) as weight:
+        loss, memory = measure_head(run.head_loss, hidden, weight, targets)
+        if run.head == "cce" and dense_bytes <= MEASURE_DENSE_BYTES:
+            dense_head = make_head_loss(config, layout, "dense")
+            dense_memory = measure_head(dense_head, hidden, weight, targets)[1]
+        dense_loss = golden_loss(hidden, weight.detach(), targets, config, layout)
+    return Evaluation(
+        loss=loss,
+        dense_loss=dense_loss,
+        memory=memory,
+        dense_memory=dense_memory,
+        num_tokens=targets.numel(),
+        tokens_here=hidden.shape[0],
+    )
+
+
+def measure_head(
+    head_loss: HeadLoss, hidden: Tensor, weight: Tensor, targets: Tensor
+) -> tuple[float, Memory]:
+    hidden = hidden.detach().requires_grad_()
+    weight = weight.detach().requires_grad_()
+
+    def forward_and_backward() -> Tensor:
+        loss = head_loss(hidden, weight, targets, ()).loss
+        loss.backward()
+        return loss
+
+    return measure(forward_and_backward, hidden.device)
+
+
+def measure(run: Callable[[], Tensor], device: torch.device) -> tuple[float, Memory]:
+    """Returns the loss of `run`, its time and its memory."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        loss = run()
+        peak = torch.cuda.max_memory_allocated(device) - before
+        return loss.item(), Memory(peak, None)
+    with track_allocations() as allocations:
+        loss = run()
+    return loss.item(), Memory(allocations.peak_bytes, allocations.largest_numel)
+
+
+def write_report(job: Job, folder: Path, evaluation: Evaluation, dense: Path | None) -> str:
+    """Writes report.md and loss.png in the run's folder; returns the report's text.
+
+    Args:
+        dense: the folder of the run it is compared with.
+    """
+    records = read_metrics(folder)
+    dense_records = read_metrics(dense) if dense is not None else []
+    lines = [f"# {job.config.run.name}", ""]
+    lines += _table(_rows(job, records, evaluation))
+    if dense_records:
+        lines += ["", "## Beside the same run with dense logits", ""]
+        lines += _table(_comparison_rows(records, dense_records))
+    lines += ["", f"Curve: loss.png. Every step: metrics.jsonl ({len(records)} lines).", ""]
+    text = "\n".join(lines)
+    with writing("the report", folder):
+        plot_losses(folder / "loss.png", job.config.run.name, records, dense_records)
+        (folder / "report.md").write_text(text)
+    return text
+
+
+def _rows(job: Job, records: list[dict[str, Any]], evaluation: Evaluation) -> list[tuple[str, str]]:
+    config, ranks = job.config, job.ranks
+    first, last = records[0]["loss"], records[-1]["loss"]
+    rows = [
+        ("ranks", f"{ranks.world_size} x {ranks.device.type}, {describe_ranks(job)}"),
+        *([("pipeline", config.layout().describe())] if ranks.pp > 1 else []),
+        ("first loss", f"{first:.4f} nats"),
+        (f"final loss (step {len(records)})", f"{last:.4f} nats, {first - last:.2f} lower"),
+        ("held-out loss", f"{evaluation.loss:.6f} nats over {evaluation.num_tokens} tokens"),
+        ("dense loss of the same batch", f"{evaluation.dense_loss:.6f} nats (float64 logits)"),
+        ("difference", f"{evaluation.loss - evaluation.dense_loss:+.2e} nats"),
+        *_speed_and_memory(records),
+        ("memory of the head, forward and backward", _describe_memory(evaluation.memory)),
+        ("the same with dense logits", _describe_dense_memory(evaluation, config)),
+    ]
+    tail_masses = [record["tail_mass"] for record in records if "tail_mass" in record]
+    if tail_masses:
+        rows.append(("tail mass, last logged", f"{tail_masses[-1]:.2e}"))
+    screened = [record["screened"] for record in records if "screened" in record]
+    if screened:
+        rows.append(("steps whose logits were screened, of those logged", _share(screened)))
+    return rows
+
+
+def _share(flags: Sequence[bool]) -> str:
+    return f"{sum(flags)} of {len(flags)}"
+
+
+def _describe_memory(memory: Memory) -> str:
+    text = f"{format_bytes(memory.peak_bytes)} a rank, measured"
+    if memory.largest_numel is not None:
+        text += f"; largest tensor {memory.largest_numel:,} numbers"
+    return text
+
+
+def _describe_dense_memory(evaluation: Evaluation, config: TrainConfig) -> str:
+    vocab_size = config.data.vocab_size
+    shape = f"[{evaluation.tokens_here}, {vocab_size}]"
+    if evaluation.dense_memory is not None:
+        return _describe_memory(evaluation.dense_memory) + f" with logits {shape}"
+    # A dense head needs at least fp32 logits and their gradient.
+    num_bytes = 2 * 4 * evaluation.tokens_here * vocab_size
+    return f"{format_bytes(num_bytes)} a rank, computed: fp32 logits {shape} and their gradient"
+
+
+def _comparison_rows(
+    records: list[dict[str, Any]], dense_records: list[dict[str, Any]]
+) -> list[tuple[str, str]]:
+    pairs = list(zip(records, dense_records, strict=False))
+    worst = max(pairs, key=lambda pair: abs(pair[0]["loss"] - pair[1]["loss"]))
+    difference = abs(worst[0]["loss"] - worst[1]["loss"])
+    return [
+        ("dense final loss", f"{dense_records[-1]['loss']:.4f} nats"),
+        ("largest difference of the curves", f"{difference:.2e} nats in step {worst[0]['step']}"),
+        *((f"dense {name}", value) for name, value in _speed_and_memory(dense_records)),
+    ]
+
+
+def _speed_and_memory(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    # The median, since the first steps also pay for warming up.
+    rates = sorted(record["tokens_per_s"] for record in records)
+    peak = max(record["peak_memory"] for record in records)
+    rows = [
+        ("tokens/s, median step", f"{rates[len(rates) // 2]:,.0f}"),
+        ("peak memory of training", f"{format_bytes(peak)} on the rank with the most"),
+    ]
+    places = [record["peak_memory_of_pp"] for record in records if "peak_memory_of_pp" in record]
+    if places:
+        largest = [format_bytes(max(values)) for values in zip(*places, strict=True)]
+        rows.append(("peak memory by pipeline rank", ", ".join(largest)))
+    return rows
+
+
+def describe_ranks(job: Job) -> str:
+    ranks = job.ranks
+    pipeline = f", pp {ranks.pp}" if ranks.pp > 1 else ""
+    return f"dp {ranks.dp}{' (fsdp)' if job.config.parallel.fsdp else ''}{pipeline}, tp {ranks.tp}"
+
+
+def _table(rows: list[tuple[str, str]]) -> list[str]:
+    return ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def plot_losses(
+    path: Path, name: str, records: list[dict[str, Any]], dense_records: list[dict[str, Any]]
+) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for label, curve, style in (("cce_dist", records, "-"), ("dense", dense_records, "--")):
+        if curve:
+            steps = [record["step"] for record in curve]
+            axes.plot(steps, [record["loss"] for record in curve], style, label=label)
+    axes.set(xlabel="step", ylabel="loss, nats per token", title=name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

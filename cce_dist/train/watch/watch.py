@@ -1,0 +1,106 @@
+"""Work on ranks that watch one another: what goes wrong is one message and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from cce_dist.core.phases import watched_by
+from cce_dist.train.collectives import wait_for_all
+from cce_dist.train.config.schema import TrainConfig
+from cce_dist.train.errors import JobError, say_error, say_traceback
+from cce_dist.train.ranks import Ranks, connect, leave, rank_from_environment
+from cce_dist.train.stop import StopRequest, end_at_once
+
+from .heartbeat import Heartbeat
+
+# How long the other ranks let one of them explain an error that all of them found: a launcher
+# ends every rank as soon as one has left.
+LET_SPEAK_S = 5.0
+
+Work = Callable[[TrainConfig, Ranks, Heartbeat, StopRequest], None]
+
+
+def run_watched(
+    load: Callable[[], TrainConfig], work: Work, kin: Callable[[TrainConfig, Ranks], int]
+) -> int:
+    """Loads, joins the ranks, works, leaves; returns the exit code. Does not return where ranks are
+    left.
+
+    Args:
+        load: before the ranks are joined; it raises on all of them or on none.
+        work: JobError, of one rank or of all, is one message, and so is the loss of a peer.
+        kin: of Heartbeat.
+    """
+    end_at_once()
+    stop = StopRequest()
+    heartbeat = None
+    try:
+        config = load()
+        ranks = connect(config.parallel)
+        heartbeat = Heartbeat(
+            ranks,
+            config.parallel.timeout_s,
+            lambda: bool(stop),
+            kin=kin(config, ranks),
+            in_order=ranks.pp == 1,
+        )
+        heartbeat.start()
+        with watched_by(heartbeat.place):
+            work(config, ranks, heartbeat, stop)
+        heartbeat.phase = "leaving"
+        wait_for_all(ranks.device)
+    except JobError as error:
+        if heartbeat is not None:
+            return _refuse(error, heartbeat.refuse(error))
+        # Before the ranks have met, all of them find the same.
+        return _refuse(error, str(error) if rank_from_environment() == 0 else None)
+    except BaseException as error:
+        # Libraries raise some that are no Exception: torch's checkpoints, Rust's panics.
+        if heartbeat is None:
+            raise
+        _leave_failed(heartbeat, error)
+    heartbeat.close()
+    leave(ranks)
+    return 0
+
+
+def wait_for_main(ranks: Ranks, key: str) -> None:
+    """Waits until the main rank has set `key`, for as long as it lives."""
+    # A collective, or a waiting store, would time out while a large vocabulary is trained.
+    while not ranks.store.check([key]):
+        time.sleep(0.1)
+
+
+def _refuse(error: JobError, message: str | None) -> int:
+    """Reports the error, or lets another rank report it; does not return where ranks have to be
+    left."""
+    if message is not None:
+        say_error(message)
+    else:
+        time.sleep(LET_SPEAK_S)
+    _exit(error.exit_code)
+    return error.exit_code
+
+
+def _leave_failed(heartbeat: Heartbeat, error: BaseException) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if not heartbeat.is_lost_peer(error):
+        say_traceback(error)
+    message = heartbeat.explain(error)
+    if message is not None:
+        say_error(message)
+    _exit(1)
+
+
+def _exit(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # It may go to a file on a full disk.
+        with contextlib.suppress(OSError):
+            stream.flush()
+    # Destructors of process groups wait for peers that will never come.
+    os._exit(code)

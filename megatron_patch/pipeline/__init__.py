@@ -1,0 +1,1 @@
+"""The vocabulary over the stages of Megatron's pipeline."""

@@ -1,0 +1,116 @@
+"""The vocabulary over the pipeline on and off: models that are built, and Megatron's schedule."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from megatron_patch.errors import PatchError
+from megatron_patch.options import PatchOptions
+from megatron_patch.pipeline.refusals import why_not_over_pipeline
+from megatron_patch.pipeline.rows import Rows, spread
+from megatron_patch.pipeline.schedule import forward_backward, model_loss
+from megatron_patch.pipeline.step import Arguments
+from megatron_patch.pipeline.tied import SpreadEmbedding
+from megatron_patch.seams import SCHEDULE, PipelineSeams, Seams, parallel_state
+
+
+class _State:
+    """The state of this process."""
+
+    seams: PipelineSeams | None = None
+    schedule: Any = None  # what stands in Megatron's module
+    init: Any = None  # and in its class, where models that are built are spread
+    models: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+
+def replace_schedule(seams: PipelineSeams) -> None:
+    """Replaces Megatron's schedule for models whose vocabulary is over the pipeline."""
+    if _State.schedule is not None:
+        return
+    original = getattr(seams.schedules, SCHEDULE)
+
+    @functools.wraps(original)
+    def schedule(**arguments: Any) -> Any:
+        models = (
+            arguments["model"] if isinstance(arguments["model"], list) else [arguments["model"]]
+        )
+        rows = [x for model in models for x in model.modules() if isinstance(x, Rows)]
+        if not rows:
+            return original(**arguments)
+        return forward_backward(seams, rows[0], Arguments(**arguments))
+
+    setattr(seams.schedules, SCHEDULE, schedule)
+    _State.seams, _State.schedule = seams, schedule
+
+
+def spread_models_to_be_built(
+    options: PatchOptions, language_model: Seams, seams: PipelineSeams
+) -> None:
+    original = seams.gpt_model.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if _State.init is init:
+            spread_model(self, options, language_model, seams)
+
+    seams.gpt_model.__init__ = init
+    _State.init = init
+
+
+def spread_model(
+    model: Any, options: PatchOptions, language_model: Seams, seams: PipelineSeams
+) -> None:
+    """Puts a model's vocabulary over the pipeline.
+
+    Raises:
+        PatchError: on all ranks of the pipeline, where one of them cannot.
+    Collectives: one gather of reasons over the pipeline, and that of `spread`.
+    """
+    rows = [x for x in model.modules() if isinstance(x, Rows)]
+    if rows:
+        if rows[0].options != options:
+            raise PatchError(f"this {type(model).__name__} is patched with {rows[0].options}")
+        return
+    reason = why_not_over_pipeline(model, options, language_model, seams)
+    trains = model.output_layer.weight.requires_grad if reason is None and model.post_process else 0
+    group = parallel_state().get_pipeline_model_parallel_group()
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (reason, bool(trains)), group=group)
+    reasons = [x for x, _ in everyone if x is not None]
+    if reasons:
+        raise PatchError(
+            f"{type(model).__name__} cannot have its vocabulary over the pipeline: {reasons[0]}"
+        )
+    rows = spread(model, options, requires_grad=everyone[-1][1])
+    if rows.is_tied:
+        if model.pre_process:
+            scatters = model.embedding.reduce_scatter_embeddings
+            model.embedding.word_embeddings = SpreadEmbedding(rows, reduce_scatters=scatters)
+        # The two are one: there is nothing to sum over stages, nor to look for on them.
+        model.share_embeddings_and_output_weights = False
+    if model.post_process:
+        model.compute_language_model_loss = types.MethodType(model_loss, model)
+    _State.models.add(model)
+
+
+def restore() -> None:
+    """Megatron's class and its schedule. Models keep their rows."""
+    seams = _State.seams
+    if seams is not None:
+        # Where someone has wrapped ours since, it stays under theirs, and spreads nothing.
+        if _State.init is not None and seams.gpt_model.__init__ is _State.init:
+            seams.gpt_model.__init__ = _State.init.__wrapped__
+        if getattr(seams.schedules, SCHEDULE) is _State.schedule:
+            setattr(seams.schedules, SCHEDULE, _State.schedule.__wrapped__)
+    _State.seams = _State.schedule = _State.init = None
+    _State.models.clear()
+
+
+def names_of_models() -> tuple[str, ...]:
+    return tuple(sorted(type(model).__name__ for model in _State.models))

@@ -1,0 +1,114 @@
+"""An input embedding that is tied to the output layer, where its rows are over the pipeline.
+
+All stages look up their rows of a microbatch's tokens before the first stage needs them, so that
+stage's data is read ahead: forward_step_func is called for a later microbatch with what stands for
+the model, and the model is called with what it was given when its turn comes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import Tensor, nn
+
+from cce_dist.pipeline.embedding import TiedEmbedding
+from cce_dist.planner.orders.circles import asked_at
+from megatron_patch.errors import PatchError
+from megatron_patch.pipeline.rows import Rows
+
+# Microbatches whose tokens are on their way when another's are looked up.
+AHEAD = 1
+
+
+class SpreadEmbedding(nn.Module):
+    """The first stage's word_embeddings, looked up in the rows of `Rows`."""
+
+    def __init__(self, rows: Rows, *, reduce_scatters: bool) -> None:
+        super().__init__()
+        self._rows = (rows,)  # no module of this one
+        self.reduce_scatters = reduce_scatters
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] -> [b, s, h]; with Megatron's reduce_scatter_embeddings this rank's [s / tp, b, h]
+        under sequence parallelism."""
+        (rows,) = self._rows
+        if rows.step is None:
+            raise PatchError(
+                "the model is called outside of get_forward_backward_func's function, where the "
+                "other stages do not answer: with vocab_over_pipeline it has no embedding there"
+            )
+        embedding: TiedEmbedding = rows.pipeline.embedding
+        vectors = embedding(tokens.transpose(0, 1).contiguous())
+        if self.reduce_scatters:
+            return vectors
+        if embedding.head.slices > 1:
+            # Megatron takes its slice later, after the positions are added.
+            mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+            gather = mappings.gather_from_sequence_parallel_region
+            vectors = gather(vectors, tensor_parallel_output_grad=False)
+        return vectors.transpose(0, 1).contiguous()
+
+
+class Recorder:
+    """Stands for the model while forward_step_func reads a microbatch ahead of its turn."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append((args, kwargs))
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class TiedStep:
+    """E and G of one call of the schedule, and the first stage's data."""
+
+    def __init__(self, embedding: TiedEmbedding, rows: Rows, arguments: Any) -> None:
+        self.embedding, self.rows, self.arguments = embedding, rows, arguments
+        self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def look_up(self, index: int) -> None:
+        for each in asked_at(index, self.arguments.num_microbatches, AHEAD):
+            tokens = self._read(each) if self.embedding.is_first else None
+            self.embedding.ask(each, tokens)
+        # By its __call__: hooks that gather parameters run before it.
+        self.rows()
+        self.embedding.look_up(index)
+
+    def forward_step(self, index: int, model: Any) -> tuple[Any, None]:
+        """Replaces forward_step_func, on the first stage."""
+        args, kwargs = self._calls.pop(index)
+        return model(*args, **kwargs), None
+
+    def give(self, index: int) -> None:
+        if self.arguments.forward_only:
+            self.embedding.drop(index)
+            return
+        self.embedding.give(index)
+        if index > 0:
+            self.embedding.add(index - 1)
+
+    def finish(self) -> None:
+        if not self.arguments.forward_only:
+            self.embedding.add(self.arguments.num_microbatches - 1)
+        self.embedding.finish_step()
+
+    def _read(self, index: int) -> Tensor:
+        recorder = Recorder(self.arguments.model)
+        self.arguments.forward_step_func(self.arguments.data_iterator, recorder)
+        if len(recorder.calls) != 1:
+            raise PatchError(
+                "forward_step_func must call the model that it is given, once, got "
+                f"{len(recorder.calls)} calls: with a tied embedding the first stage's data is "
+                "read before the model is run"
+            )
+        self._calls[index] = args, kwargs = recorder.calls[0]
+        tokens = args[0] if args else kwargs.get("input_ids")
+        if not isinstance(tokens, Tensor):
+            raise PatchError(f"the model must be called with input_ids, got {type(tokens)}")
+        return tokens.transpose(0, 1).contiguous()

@@ -1,0 +1,1 @@
+"""Tests, in folders as the package has them; here those of the whole repository."""

@@ -1,0 +1,1 @@
+"""Tests of the four steps on several ranks."""

@@ -1,0 +1,1 @@
+"""Tests of kernels alone: that they compile, and their arithmetic."""

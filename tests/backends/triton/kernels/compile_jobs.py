@@ -1,0 +1,268 @@
+"""A script that compiles the kernels of losses and of their gradients for a GPU that need not be
+there: `python compile_jobs.py 86 bf16,exact` prints a record of each binary.
+
+Tensors lie on the CPU and Triton's driver is a stand-in, so that nothing is launched. A process of
+its own, for torch and Triton are told lies. It stops before LLVM optimises, which with ptxas takes
+three quarters of the time: what memory a kernel takes is known by then, and what Triton cannot
+compile has failed. With "whole" as a third argument it goes through all stages.
+"""
+
+# What takes the place of torch's and Triton's own has not their types.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import JITFunction
+
+from cce_dist.backends.protocol import (
+    BackwardRequest,
+    ColumnFilter,
+    ForwardRequest,
+    Room,
+    WeightGrad,
+)
+from cce_dist.backends.triton.filter.kept_logits import KeptLogits
+from cce_dist.backends.triton.filter.lists import ListedLogits, keep
+from cce_dist.backends.triton.forward.largest import largest
+from cce_dist.backends.triton.grads import backward
+from cce_dist.backends.triton.launch import start as launch_start
+from cce_dist.backends.triton.stats import forward
+from cce_dist.backends.triton.tokens.merge import merge_lse_and_target, pack_lse_and_target
+from cce_dist.backends.triton.tokens.pick import pick_on_device
+from cce_dist.backends.triton.warm_up import NoSum
+from cce_dist.core.types import Head, Tokens, Upstream, Wanted
+from cce_dist.options import Screen
+from cce_dist.vocab_shard import VocabShard
+
+# Multiprocessors; of what size the rest is decides of no kernel.
+PROGRAMS = 132
+TOKENS, COLUMNS = 256, 4096
+WORKSPACE_BYTES = 2**26
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What of a call decides which kernels are compiled for it."""
+
+    dtype: torch.dtype = torch.bfloat16
+    dim: int = 256
+    exact: bool = False  # the gradients of every column
+    screen: str | None = None
+    softcap: float | None = None
+    everything: bool = False  # a bias, class weights, smoothing, all statistics and their gradients
+    ranks: bool = False  # exchange bounds, and sum the hidden gradient while the rest is made
+    keeps: bool = True  # logits, for the backward
+    temperature: bool = False  # of each token
+
+
+CALLS = {
+    "bf16": Call(),
+    "everything": Call(everything=True, ranks=True),
+    "exact": Call(exact=True),
+    "exact-everything": Call(exact=True, everything=True, softcap=30.0, ranks=True, keeps=False),
+    "fp16": Call(torch.float16),
+    "fp32": Call(torch.float32),
+    "fp32-everything": Call(torch.float32, everything=True, ranks=True),
+    "fp32-exact": Call(torch.float32, exact=True),
+    "int8": Call(dim=4096, screen="int8"),
+    "int8-softcap": Call(screen="int8", softcap=30.0, ranks=True),
+    # Dims that are not whole steps, of which filtered_kernel takes more memory.
+    "e4m3": Call(dim=200, screen="e4m3"),
+    "e4m3-softcap": Call(screen="e4m3", softcap=30.0, keeps=False),
+    "temperature": Call(temperature=True),
+    "temperature-softcap": Call(temperature=True, softcap=30.0),
+    "temperature-fp32": Call(torch.float32, temperature=True, softcap=30.0),
+    "temperature-exact": Call(exact=True, everything=True, temperature=True, keeps=False),
+    # Rows that no descriptor has.
+    "odd": Call(dim=17),
+    "odd-int8": Call(dim=17, screen="int8"),
+    "odd-exact": Call(dim=17, exact=True),
+}
+
+
+class StandIn:
+    """Triton's driver, of a GPU of that compute capability."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def stand_in(capability: int) -> None:
+    """From here on torch and Triton believe in the GPU."""
+    triton.runtime.driver.set_active(StandIn(capability))
+    properties = SimpleNamespace(multi_processor_count=PROGRAMS, L2_cache_size=50 * 2**20)
+    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+    torch.cuda.get_device_properties = lambda device=None: properties
+    # What no kernel has filled must not be taken for indices, but for `Call.exact`, which nobody
+    # rehearses.
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        setattr(owner, name, of_garbage(getattr(owner, name.replace("empty", "zeros"))))
+
+
+# Not empty: memory is full of it.
+_garbage: list[Call] = []
+
+
+def of_garbage(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, of numbers that index nothing, where `_garbage` says so."""
+
+    def made(*given: Any, **named: Any) -> Tensor:
+        tensor = make(*given, **named)
+        if not _garbage:
+            return tensor
+        if tensor.is_floating_point():
+            return tensor.fill_(float("nan"))
+        return tensor if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+    return made
+
+
+def skip_late_stages() -> None:
+    """LLVM's own work on the kernels, and ptxas."""
+
+    def make_ptx(self: CUDABackend, source: str, metadata: dict[str, Any], *given: Any) -> str:
+        metadata["name"] = "none"
+        return ""
+
+    compiler.llvm.optimize_module = lambda *given, **named: None
+    CUDABackend.make_ptx = make_ptx
+    CUDABackend.make_cubin = lambda *given: b""
+
+
+def record_warmups(records: list[dict[str, Any]]) -> None:
+    """`start` compiles, and a record is kept of each binary, or of why there is none."""
+    warmup, seen = JITFunction.warmup, set()
+
+    def recorded(self: JITFunction, *args: Any, grid: tuple[int, ...], **named: Any) -> Any:
+        record = {"kernel": f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}"}
+        residents = grid[0] // PROGRAMS if named.get("launch_cooperative_grid") else 1
+        try:
+            made = warmup(self, *args, grid=grid, **named)
+        except Exception as error:
+            records.append({**record, "error": f"{type(error).__name__}: {error}"})
+            return None
+        assert made is not None
+        if (made.hash, residents) not in seen:
+            seen.add((made.hash, residents))
+            data = made.metadata
+            taken = {"shared": data.shared, "tensor": getattr(data, "tmem_size", 0) or 0}
+            records.append({**record, **taken, "residents": residents})
+        return made
+
+    JITFunction.warmup = recorded
+    launch_start._compiled.set([])
+
+
+def compile_call(call: Call) -> None:
+    """Forward and backward of one shard, as autograd has them."""
+    _garbage[:] = [] if call.exact else [call]
+    hidden = torch.zeros(TOKENS, call.dim, dtype=call.dtype)
+    head = head_of(call)
+    scale = torch.ones(TOKENS) if call.temperature else None
+    tokens = Tokens(hidden, None, torch.zeros(TOKENS, dtype=torch.int32), scale=scale)
+    wanted = Wanted()
+    if call.everything:
+        wanted = Wanted(smooth_logit=True, entropy=True, correct=True, moments=True)
+    if call.screen is not None:
+        wanted = dataclasses.replace(wanted, screened=True)
+    room = Room(WORKSPACE_BYTES)
+    store = None
+    if call.keeps and call.screen is not None:
+        store = ListedLogits(draws=True)
+    elif call.keeps and call.exact:
+        # Of fewer columns than there are: the others take a product.
+        store = KeptLogits.make(head.weight, TOKENS, 2**19, None)
+    rule = ColumnFilter(1.0, by_largest=call.everything, tail=True, draws=not call.everything)
+    request = ForwardRequest(
+        wanted=wanted,
+        filter=None if call.exact else rule,
+        screen=None if call.screen is None else Screen(dtype=call.screen),
+        bounds=(lambda bound: torch.stack([bound, bound])) if call.ranks else None,
+        store=store,
+        room=room,
+    )
+    stats, marks = forward(tokens, head, request)
+    kept = None if marks is None else keep(tokens, head, marks, stats.lse, rule, room)
+    extra = stats.lse if call.everything else None
+    later = BackwardRequest(
+        stats=stats,
+        upstream=Upstream(stats.lse, extra, None if extra is None else stats.smooth_logit, extra),
+        kept=kept,
+        hidden=NoSum(is_local=not call.ranks, part_dtype=call.dtype),
+        weight=WeightGrad(torch.zeros_like(head.weight), accumulate=False),
+        bias=head.bias is not None,
+        store=store,
+        room=room,
+    )
+    backward(tokens, head, later)
+
+
+def head_of(call: Call) -> Head:
+    bias, class_weight = None, None
+    if call.everything:
+        bias, class_weight = torch.zeros(COLUMNS, dtype=call.dtype), torch.ones(COLUMNS)
+    weight = torch.zeros(COLUMNS, call.dim, dtype=call.dtype)
+    return Head(weight, bias, class_weight, COLUMNS, call.softcap, 1.0)
+
+
+def compile_largest() -> None:
+    call = Call()
+    hidden = torch.zeros(TOKENS, call.dim, dtype=call.dtype)
+    tokens = Tokens(hidden, None, torch.zeros(TOKENS, dtype=torch.int32))
+    largest(tokens, head_of(call), Room(WORKSPACE_BYTES))
+
+
+def compile_small() -> None:
+    """What picks tokens and merges ranks."""
+    shard = VocabShard(0, COLUMNS, COLUMNS)
+    pick_on_device(torch.zeros(TOKENS, dtype=torch.int64), -100, shard)
+    part = pack_lse_and_target(torch.zeros(TOKENS), torch.zeros(TOKENS), (0,) * 8)
+    count = torch.ones(1, dtype=torch.int32)
+    merge_lse_and_target(torch.stack([part, part]), count)
+
+
+OTHERS = {"largest": compile_largest, "small": compile_small}
+
+
+def main(capability: int, names: str, *, whole: bool) -> None:
+    records: list[dict[str, Any]] = []
+    stand_in(capability)
+    if not whole:
+        skip_late_stages()
+    record_warmups(records)
+    with torch.no_grad():
+        for name in names.split(","):
+            before = len(records)
+            if name in OTHERS:
+                OTHERS[name]()
+            else:
+                compile_call(CALLS[name])
+            for record in records[before:]:
+                record["call"] = name
+    json.dump(records, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], whole="whole" in sys.argv[3:])

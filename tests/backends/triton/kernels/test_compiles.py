@@ -1,0 +1,194 @@
+"""Kernels compile for GPUs that nobody ran them on, and fit what memory these have.
+
+Without a GPU, so nothing here says that they are right there, or fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cce_dist.backends.eight_bits import screen_dtype
+from cce_dist.backends.triton.launch.tiles import TABLE, key_of, takes_tma
+from cce_dist.options import Screen
+
+pytest.importorskip("triton")
+
+from cce_dist.backends.triton.forward.hopper import why_no_gluon
+
+JOBS = Path(__file__).parent / "compile_jobs.py"
+KERNELS = Path(__file__).parents[4] / "cce_dist/backends/triton/kernels"
+# Bytes of shared memory of a block, and of a multiprocessor, of which each block takes RESERVED.
+# https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
+MEMORY = {
+    80: (166912, 167936),
+    86: (101376, 102400),
+    89: (101376, 102400),
+    90: (232448, 233472),
+    100: (232448, 233472),
+    120: (101376, 102400),
+}
+RESERVED = 1024
+# Columns of tensor memory of a multiprocessor.
+TENSOR = 512
+# By compute capability: A100; A10 and A6000; L4 and L40S; H100; B200; RTX 50. Few calls where
+# another has the same tiles.
+CALLS = {
+    80: "everything,temperature-exact",
+    86: "bf16,everything,int8",
+    89: "e4m3",
+    90: "bf16,temperature,temperature-softcap",
+    100: "bf16,everything,exact,e4m3,small",
+    120: "bf16,exact,fp32-exact",
+}
+# Where the calls reach every kernel, but for Hopper's own.
+WHOLE = 100
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Of the compute capability that a test gives it."""
+    found = SimpleNamespace(capability=None)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.capability)
+    return found
+
+
+def compiled(capability: int, calls: str, folder: Path) -> list[dict[str, Any]]:
+    # Of the binaries' cache nobody else may have anything: no stage after LLVM's was run.
+    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, str(JOBS), str(capability), calls],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def why_not(record: dict[str, Any], capability: int) -> str | None:
+    """Why that kernel cannot start there."""
+    if "error" in record:
+        return record["error"]
+    of_block, of_all = MEMORY[capability]
+    residents = record["residents"]
+    if record["shared"] > of_block:
+        return f"{record['shared']} bytes of shared memory, and a block has {of_block}"
+    # Programs that wait for each other must all be there.
+    needed = residents * (record["shared"] + RESERVED)
+    if needed > of_all:
+        return f"{residents} at a time take {needed} bytes of shared memory, of {of_all}"
+    if residents * record["tensor"] > TENSOR:
+        return f"{residents} at a time of {record['tensor']} columns of tensor memory, of {TENSOR}"
+    return None
+
+
+def kernels() -> set[str]:
+    found = set()
+    for path in KERNELS.rglob("*.py"):
+        names = re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+        found |= {f"{path.stem}.{name}" for name in names}
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("capability", [100, 120, 86, 90, 89, 80], ids=str)
+def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
+    records = compiled(capability, CALLS[capability], tmp_path)
+    reasons = [(record, why_not(record, capability)) for record in records]
+    failed = [f"{one['kernel']} of {one['call']}: {why}" for one, why in reasons if why is not None]
+    assert not failed, "\n".join(failed)
+    seen = {record["kernel"] for record in records}
+    if capability == WHOLE:
+        assert seen == kernels() - {"hopper.hopper_forward_kernel"}
+    if capability == 90 and why_no_gluon() is None:
+        assert "hopper.hopper_forward_kernel" in seen
+    # Blackwell's tensor cores are in use.
+    assert (max(record["tensor"] for record in records) > 0) == (capability == 100)
+
+
+FITS = {"kernel": "some_kernel", "shared": 115712, "tensor": 256, "residents": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"shared": 115713}, "2 at a time take 233474 bytes of shared memory, of 233472"),
+        ({"shared": 232449, "residents": 1}, "232449 bytes of shared memory, and a block has"),
+        ({"tensor": 257}, "2 at a time of 257 columns of tensor memory, of 512"),
+        ({"error": "CompilationError"}, "CompilationError"),
+    ],
+    ids=["fits", "residents", "block", "tensor", "error"],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], reason: str | None) -> None:
+    found = why_not(FITS | change, 100)
+    assert found == reason or (found is not None and reason is not None and reason in found)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        ((8, 0), "sm80"),
+        ((8, 6), "sm86"),
+        ((8, 7), "sm80"),
+        ((8, 9), "sm86"),
+        ((9, 0), "sm90"),
+        ((10, 3), "sm100"),
+        ((11, 0), "sm100"),
+        ((12, 1), "sm86"),
+        ((13, 0), "sm86"),
+    ],
+    ids=str,
+)
+def test_key_of(capability: tuple[int, int], name: str, device: SimpleNamespace) -> None:
+    device.capability = capability
+    for dtype in (torch.bfloat16, torch.float32, torch.int8):
+        key = key_of(torch.empty(1, dtype=dtype))
+        assert key == (name, dtype.itemsize)
+        assert key in TABLE
+
+
+@pytest.mark.parametrize(
+    ("major", "bits"),
+    [
+        (8, torch.int8),
+        (9, torch.int8),
+        (10, torch.float8_e4m3fn),
+        (11, torch.float8_e4m3fn),
+        (12, torch.int8),
+    ],
+    ids=str,
+)
+def test_screen_dtype(major: int, bits: torch.dtype, device: SimpleNamespace) -> None:
+    device.capability = (major, 0)
+    weight: Any = SimpleNamespace(is_cuda=True, device="cuda")
+    assert screen_dtype(Screen(), weight) == bits
+    assert screen_dtype(Screen(dtype="e4m3"), weight) == torch.float8_e4m3fn
+    assert screen_dtype(Screen(dtype="int8"), weight) == torch.int8
+    assert screen_dtype(Screen(), torch.empty(1)) == torch.int8
+
+
+@pytest.mark.parametrize(
+    ("capability", "takes"),
+    [((8, 9), (False, False)), ((9, 0), (True, True)), ((12, 0), (True, False))],
+    ids=str,
+)
+def test_takes_tma(
+    capability: tuple[int, int], takes: tuple[bool, bool], device: SimpleNamespace
+) -> None:
+    device.capability = capability
+    matrices = (torch.zeros(4, 16, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert tuple(map(takes_tma, matrices)) == takes
+    assert not takes_tma(torch.zeros(4, 17, dtype=torch.bfloat16))

@@ -1,0 +1,138 @@
+"""The first call compiles its kernels side by side, and other numbers of tokens take the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cce_dist.backends.triton.launch.start import can_rehearse, rehearsal, start
+
+CPU = torch.device("cpu")
+
+
+class Recorded:
+    """What `start` needs of a kernel."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any, tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **_: self.calls.append(("launch", grid, args))
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **_: Any) -> None:
+        self.calls.append(("warmup", grid, args))
+
+
+def test_nothing_is_started_in_a_rehearsal() -> None:
+    if not can_rehearse():
+        pytest.skip("this Triton compiles in the launch alone")
+    kernel = Recorded()
+    with rehearsal(CPU):
+        start(kernel, (3,))(1, 2)
+    start(kernel, (4,))(5)
+    assert kernel.calls == [("warmup", (3,), (1, 2)), ("launch", (4,), (5,))]
+
+
+def test_an_error_ends_a_rehearsal() -> None:
+    if not can_rehearse():
+        pytest.skip("this Triton compiles in the launch alone")
+    kernel = Recorded()
+    with pytest.raises(RuntimeError, match="out of memory"), rehearsal(CPU):
+        raise RuntimeError("out of memory")
+    with rehearsal(CPU):
+        start(kernel, (1,))()
+    start(kernel, (1,))()
+    assert [call[0] for call in kernel.calls] == ["warmup", "launch"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("cce_dist compiles")]
+
+
+# A process of its own, as the first call of a process is what it is about.
+FIRST_CALLS = """
+import json, sys, threading
+import torch
+from triton import knobs
+from cce_dist import linear_cross_entropy
+
+compiled = []
+
+def heard(src, metadata, metadata_group, times, cache_hit):
+    if not cache_hit:
+        in_launch = threading.current_thread() is threading.main_thread()
+        compiled.append((metadata["name"], metadata["hash"], in_launch))
+
+knobs.compilation.listener = heard
+options = json.loads(sys.argv[1])
+dtype = getattr(torch, options.pop("dtype"))
+plain = {name: value for name, value in options.items() if name != "logits"}
+made = torch.Generator().manual_seed(0)
+weight = torch.randn(5000, 96, generator=made).to("cuda", dtype).requires_grad_()
+report = []
+for tokens in (700, 700, 8192, 257, 8191, 144, 1, 128, 100):
+    compiled.clear()
+    hidden = torch.randn(tokens, 96, generator=made).to("cuda", dtype).requires_grad_()
+    targets = torch.randint(0, 5000, (tokens,), generator=made).cuda()
+    # What the memory held before must not show.
+    junk = torch.full((1 << 22,), -1, dtype=torch.int64, device="cuda")
+    del junk
+    loss = linear_cross_entropy(hidden, weight, targets, backend="triton", **options)
+    loss.backward()
+    exact = linear_cross_entropy(
+        hidden.double(), weight.double(), targets, backend="torch", **plain
+    )
+    assert (loss.double() - exact).abs() <= 1e-4 * exact, (tokens, loss, exact)
+    report.append((tokens, list(compiled)))
+torch.cuda.synchronize()
+print(json.dumps(report))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "float16", "softcap": 20.0},
+        {"dtype": "float32"},
+        {"dtype": "bfloat16", "gradient": "in_forward"},
+        {"dtype": "bfloat16", "label_smoothing": 0.1},
+        {"dtype": "bfloat16", "logits": "screened"},
+    ],
+    ids=["bf16", "fp16-softcap", "fp32", "in_forward", "smoothing", "screened"],
+)
+def test_first_calls_compile_side_by_side(options: dict[str, Any], tmp_path: Path) -> None:
+    if not can_rehearse():
+        pytest.skip("this Triton compiles in the launch alone")
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALLS, json.dumps(options)],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *others = json.loads(done.stdout)
+    # Nothing was left for the launches but which tokens count, which comes before, and nothing was
+    # compiled twice.
+    assert first[1], first
+    late = [name for name, _, in_launch in first[1] if in_launch]
+    assert late == ["count_kernel", "place_kernel"], first
+    assert "filtered_kernel" in [name for name, _, _ in first[1]]
+    hashes = [made for _, made, _ in first[1]]
+    assert len(set(hashes)) == len(hashes)
+    # One block's tokens keep their order, which takes a few kernels more, once.
+    seen_one_block = False
+    for tokens, compiled in others:
+        one_block = tokens <= 128
+        if not one_block or seen_one_block:
+            assert not compiled, (tokens, compiled)
+        seen_one_block |= one_block

@@ -1,0 +1,143 @@
+"""Numbers of the Triton backend: what is bitwise the same, accumulation, overflow, NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cce_dist import Filter
+from cce_dist.testing import (
+    DTYPES,
+    TRITON_PLACES,
+    Case,
+    Place,
+    gaussian_inputs,
+    golden_outputs,
+    grid,
+    run_case,
+    zipf_inputs,
+)
+from tests.backends.triton.triton_cases import WAYS
+from tests.support.loss_cases import generator
+
+
+def bitwise_case(place: Place, dtype: str, way: dict[str, Any]) -> Case:
+    inputs = zipf_inputs(300, 600, 24, generator=generator(), dtype=DTYPES[dtype])
+    inputs = inputs.with_options(generator(), "bias").ignoring(generator(), 0.3)
+    return Case(inputs, {**way, "stats": ("lse",)}).at(place)
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))
+def test_triton_frozen_inputs_change_no_bit(place: Place, way: dict[str, Any], dtype: str) -> None:
+    every = bitwise_case(place, dtype, way)
+    full = run_case(None, every)
+    for trainable in (("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ()):
+        some = run_case(None, replace(every, trainable=trainable))
+        expected = {"loss", "lse", *(f"grad_{name}" for name in trainable)}
+        assert set(some) == expected
+        for name in some:
+            assert torch.equal(some[name], full[name]), (trainable, name)
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))
+def test_triton_memory_that_was_used_before(place: Place, way: dict[str, Any], dtype: str) -> None:
+    # Buffers come from memory that an earlier call left; none of it may show.
+    case = bitwise_case(place, dtype, way)
+    other = replace(case, inputs=replace(case.inputs, targets=case.inputs.targets.roll(7)))
+    first = run_case(None, case)
+    run_case(None, other)
+    second = run_case(None, case)
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))
+def test_triton_main_grad_accumulates_in_fp32(
+    place: Place, way: dict[str, Any], dtype: str
+) -> None:
+    # Two microbatches, the second 2**-12 as heavy: 16 bits would lose it.
+    if way == WAYS["filtered"]:
+        way = {"filter": Filter(keep=1e-7)}
+    case = bitwise_case(place, dtype, way)
+    heavy = replace(case, main_grad=True)
+    light = replace(heavy, upstream={"loss": 2.0**-12})
+    one, two = (run_case(None, each)["grad_weight"].double() for each in (heavy, light))
+    assert one.abs().max() > 0
+    torch.testing.assert_close(two * 2**12, one, rtol=1e-5, atol=1e-7)
+
+    from cce_dist import linear_cross_entropy
+
+    inputs = case.inputs
+    hidden, weight = inputs.hidden.to(place.device), inputs.weight.to(place.device, copy=True)
+    targets, bias = inputs.targets.to(place.device), inputs.bias.to(place.device)
+    weight.requires_grad_()
+    # A row of padding each: not contiguous, as a slice of a larger buffer.
+    buffer = torch.zeros(weight.shape[0], weight.shape[1] + 8, device=place.device)[:, :-8]
+    for upstream in (1.0, 2.0**-12):
+        loss = linear_cross_entropy(
+            hidden, weight, targets, bias=bias, grad_weight_into=buffer, **place.options, **way
+        )
+        loss.backward(torch.tensor(upstream, device=place.device))
+    assert weight.grad is None
+    torch.testing.assert_close(buffer.cpu().double(), one + two, rtol=1e-5, atol=1e-7)
+
+
+TINY_THEN_HUGE = {"rising": 1e4, "falling": -1e4}
+
+
+@pytest.mark.parametrize(
+    **grid(places=TRITON_PLACES, last=TINY_THEN_HUGE, way=tuple(WAYS), with_stats=(False, True))
+)
+def test_triton_sums_that_overflow_start_again(
+    place: Place, last: float, way: str, with_stats: bool
+) -> None:
+    # Some tokens' logits are tiny in the first tile and huge later; the others' are ordinary.
+    inputs = gaussian_inputs(200, 700, 16, generator=generator())
+    hidden, weight = inputs.hidden.clone(), inputs.weight.clone()
+    weight[:, 0] = 0
+    weight[400:, 0] = 1
+    hidden[:, 0] = 0
+    hidden[5:9, 0] = last
+    hidden[150, 0] = last
+    options = {"filtered": {"filter": Filter(keep=1e-7)}}.get(way, {"gradient": way})
+    stats = ("lse", "entropy", "correct", "logit_moments") if with_stats else ("lse",)
+    inputs = replace(inputs, hidden=hidden, weight=weight)
+    case = Case(inputs, {**options, "reduction": "sum", "stats": stats}).at(place)
+    outputs, golden = run_case(None, case), golden_outputs(case)
+    for name in ("lse", "loss"):
+        torch.testing.assert_close(outputs[name].double(), golden[name], rtol=1e-6, atol=1e-5)
+    rows = torch.ones(200, dtype=torch.bool)
+    rows[5:9], rows[150] = False, False
+    found = outputs["grad_hidden"].double()
+    # Logits of 1e4 are rounded to 1e-3: so are the probabilities.
+    torch.testing.assert_close(found[rows], golden["grad_hidden"][rows], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[~rows], golden["grad_hidden"][~rows], rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp16", "fp32")))
+def test_triton_an_upstream_of_nan_stays_with_its_token(
+    place: Place, way: dict[str, Any], dtype: str
+) -> None:
+    from cce_dist import linear_cross_entropy
+
+    if way.get("gradient") == "in_forward":
+        pytest.skip("one scalar for all tokens")
+    inputs = bitwise_case(place, dtype, way).inputs
+    found = {}
+    for bad in (1.0, float("nan")):
+        hidden = inputs.hidden.to(place.device, copy=True).requires_grad_()
+        weight, targets = inputs.weight.to(place.device), inputs.targets.to(place.device)
+        loss = linear_cross_entropy(
+            hidden, weight, targets, reduction="none", **place.options, **way
+        )
+        upstream = torch.ones_like(loss)
+        upstream.view(-1)[7] = bad
+        loss.backward(upstream)
+        assert hidden.grad is not None
+        found[bad == bad] = hidden.grad.reshape(-1, hidden.shape[-1]).cpu()
+    others = torch.arange(len(found[True])) != 7
+    assert bool(found[False][7].isnan().all())
+    torch.testing.assert_close(found[False][others], found[True][others])

@@ -1,0 +1,39 @@
+"""Shapes and calls that the benchmarks' tests share."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from cce_dist.bench.report import Row
+from cce_dist.cli.main import app
+
+TINY = ["--shape", "64x500x16", "--repeats", "3"]
+
+
+OURS = ["filtered", "exact", "in_forward"]
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refuse(*arguments: str) -> str:
+    """The error's text, without the box that it is drawn in."""
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf8") as file:
+        return list(csv.DictReader(file))
+
+
+def named(rows: Sequence[Row]) -> dict[str, Row]:
+    return {row.method: row for row in rows}

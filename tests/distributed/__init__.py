@@ -1,0 +1,1 @@
+"""Tests of ranks that find one another."""

@@ -1,0 +1,116 @@
+"""`cce-dist train` and the example under srun and mpirun: the losses that torchrun gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cce_dist.testing.forks import fork_context
+from tests.distributed.distributed_places import free_port, slurm_place
+from tests.support.torchrun import Place, read_losses, run_forked_training, run_placed_training
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of two ranks and four steps."""
+    folder = tmp_path_factory.mktemp("launched")
+    (folder / "text.txt").write_text(Path(json.__file__).read_text())
+    values = {
+        "run": {"name": "run", "out": str(folder)},
+        "data": {
+            "paths": [str(folder / "text.txt")],
+            "vocab_size": 301,
+            "sequence_length": 16,
+            "cache": str(folder / "cache"),
+        },
+        "model": {"dim": 16, "layers": 1, "heads": 2},
+        "parallel": {"tp": "all", "timeout_s": 20},
+        "checkpoint": {"every": 0},
+        "steps": 4,
+        "batch": 4,
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(config: Path) -> list[float]:
+    code, output = run_forked_training(2, config, "--run.name", "torchrun")
+    assert code == 0, output
+    return read_losses(config.parent / "torchrun")
+
+
+def test_train_under_srun(config: Path, by_torchrun: list[float]) -> None:
+    port = free_port()
+    places = [slurm_place(rank, 2, port) for rank in range(2)]
+    code, output = run_placed_training(places, config, "--run.name", "slurm")
+    assert code == 0, output
+    assert read_losses(config.parent / "slurm") == by_torchrun
+
+
+def test_train_says_what_contradicts_in_the_environment(config: Path) -> None:
+    place = {**slurm_place(1, 2, 1), "WORLD_SIZE": 4}
+    code, output = run_placed_training([place], config)
+    assert code == 2
+    assert output.startswith("error: WORLD_SIZE must be what SLURM_STEP_NUM_TASKS says, 2, got 4")
+    assert "Traceback" not in output
+
+
+@pytest.mark.timeout(120)
+def test_train_under_mpirun(config: Path, by_torchrun: list[float]) -> None:
+    pytest.importorskip("mpi4py")
+    # A wheel's, beside the interpreter; another MPI's may come first on the PATH.
+    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    if mpirun is None:
+        pytest.skip("needs mpirun in the environment of mpi4py: pip install mpich")
+    train = ["-m", "mpi4py", "-m", "cce_dist", "train", str(config), "--run.name", "mpi"]
+    done = subprocess.run(
+        [mpirun, "-n", "2", sys.executable, *train],
+        cwd=ROOT,
+        env=dict(os.environ, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout
+    assert read_losses(config.parent / "mpi") == by_torchrun
+
+
+def run_example(place: Place, source: str, output: Path) -> None:
+    os.environ.update({name: str(value) for name, value in place.items()}, CUDA_VISIBLE_DEVICES="")
+    with output.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        exec(compile(source, "docs/ranks.md", "exec"), {"__name__": "__main__"})
+        sys.stdout.flush()
+
+
+def test_the_example_gives_one_loss(tmp_path: Path) -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ranks.md").read_text(), re.S)
+    said = []
+    for size in (1, 3):
+        output = tmp_path / str(size)
+        port = free_port()
+        places: list[Place] = [slurm_place(rank, size, port) for rank in range(size)]
+        processes = [
+            fork_context().Process(target=run_example, args=(place, source, output))
+            for place in places
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(30)
+        assert [process.exitcode for process in processes] == [0] * size
+        said.append(output.read_text())
+    assert said[0].startswith("1 ranks by slurm: ")
+    assert said[1] == said[0].replace("1 ranks", "3 ranks")

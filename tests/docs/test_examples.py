@@ -1,0 +1,177 @@
+"""The scripts of docs/examples: each runs, and computes what dense logits would."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.evidence.records import read_record
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+# Of instance_classes.
+LOSSES = ("filtered", "dense")
+
+
+def load(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, leaves))
+
+
+def check(ours: list[Tensor], dense: list[Tensor]) -> None:
+    for each, expected in zip(ours, dense, strict=True):
+        error = torch.linalg.vector_norm(each - expected) / torch.linalg.vector_norm(expected)
+        assert error < 1e-5
+
+
+def test_every_example_is_tested() -> None:
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} <= tested
+
+
+def test_frozen_head(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("frozen_head")
+    model = example["LanguageModel"]()
+    model.head.requires_grad_(False)
+    body = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    ids = example["make_text"](torch.Generator().manual_seed(1))
+    logits = model.head(model(ids)[:, :-1])
+    dense = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    loss = example["compute_loss"](model, ids)
+    assert loss.item() == pytest.approx(dense.item(), rel=1e-6)
+    check(gradients(loss, body), gradients(dense, body))
+    found = example["main"]()
+    assert found["losses"][-1] < found["losses"][0] - 2
+    assert found["unchanged"]
+    saved = found["memory"]["trained head"] - found["memory"]["frozen head"]
+    weight_bytes = model.head.weight.nbytes
+    # Less what the loss holds when a frozen head's peak is.
+    assert 0.8 * weight_bytes < saved <= weight_bytes
+    assert "head unchanged, without a gradient: True" in capsys.readouterr().out
+
+
+def test_lora_head(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("lora_head")
+    num_classes, dim, rank, scale = 300, 16, 4, 2.0
+    weight, hidden = torch.randn(num_classes, dim), torch.randn(50, dim, requires_grad=True)
+    targets = torch.randint(num_classes, (50,))
+    head = example["LoraHead"](weight, rank, scale)
+    with torch.no_grad():
+        head.b.normal_()
+    a, b = (each.detach().clone().requires_grad_() for each in (head.a, head.b))
+    dense = F.cross_entropy(hidden @ (weight + scale * b @ a).T, targets)
+    expected = gradients(dense, [hidden, a, b])
+    merged = example["merged_loss"](hidden, weight, a, b, targets, scale)
+    check(gradients(merged, [hidden, a, b]), expected)
+    loss = head(hidden, targets)
+    assert loss.item() == pytest.approx(dense.item(), rel=1e-6)
+    loss.backward()
+    check([hidden.grad, head.a.grad, head.b.grad], expected)
+    assert head.wide.grad is None
+    # Gradients of another batch add up, as a parameter's do.
+    head(hidden, targets).backward()
+    check([head.b.grad], [2 * expected[2]])
+    found = example["main"]()
+    assert found["losses"][-1] < found["losses"][0] - 2
+    assert found["frozen"]
+    assert found["memory"]["columns beside"] < found["memory"]["merged"]
+    assert "W unchanged: True" in capsys.readouterr().out
+
+
+def test_grpo_logprobs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("grpo_logprobs")
+    policy, other = example["Policy"](), example["Policy"]()
+    reference = example["Policy"]()
+    ids = torch.randint(example["VOCAB"], (6, 10))
+    is_response = torch.arange(10) >= torch.randint(1, 9, (6, 1))
+    advantages = torch.randn(6)
+
+    def dense_logprobs(policy: Any) -> Tensor:
+        logits = policy.head(policy(ids[:, :-1])) / example["TEMPERATURE"]
+        return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+    counts = is_response[:, 1:]
+    leaves = list(policy.parameters())
+    now, before, of_reference = (
+        example["logprobs"](each, ids, is_response) for each in (policy, other, reference)
+    )
+    expected = dense_logprobs(policy)
+    torch.testing.assert_close(now[counts], expected[counts])
+    assert not now[~counts].any()
+    arguments = (before.detach(), of_reference.detach(), advantages, counts)
+    loss, kl = example["grpo_loss"](now, *arguments)
+    ratio = (expected - dense_logprobs(other).detach()).exp()
+    gap = dense_logprobs(reference).detach() - expected
+    divergence = (gap.exp() - gap - 1).detach()
+    each = torch.zeros(())
+    for row in range(6):
+        a, r = advantages[row], ratio[row]
+        gain = torch.minimum(r * a, r.clamp(0.8, 1.2) * a)
+        penalty = 0.04 * (gap[row].exp() - gap[row] - 1)
+        each = each + (penalty - gain)[counts[row]].mean() / 6
+    assert loss.item() == pytest.approx(each.item(), rel=1e-5)
+    assert kl.item() == pytest.approx(divergence[counts].mean().item(), rel=1e-4)
+    check(gradients(loss, leaves), gradients(each, leaves))
+    found = example["main"]()
+    assert found["rewards"][-1] > found["rewards"][0] + 0.2
+    assert found["kl"][-1] > 0
+    assert "mean reward" in capsys.readouterr().out
+
+
+def test_gemma(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("gemma")
+    model, cap = example["TiedModel"](), example["SOFTCAP"]
+    leaves = list(model.parameters())
+    ids = torch.randint(example["VOCAB"], (4, 20))
+    with torch.no_grad():
+        # Logits that the cap bends.
+        model.norm.weight.mul_(5)
+    logits = cap * torch.tanh(model(ids)[:, :-1] @ model.embedding.weight.T / cap)
+    assert logits.abs().max() > 0.9 * cap
+    lse = logits.logsumexp(-1)
+    dense = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    dense = dense + 1e-2 * lse.square().mean()
+    out = example["compute_loss"](model, ids, 1e-2)
+    assert out.loss.item() == pytest.approx(dense.item(), rel=1e-6)
+    torch.testing.assert_close(out.lse, lse)
+    check(gradients(out.loss, leaves), gradients(dense, leaves))
+    found = example["main"]()
+    assert all(figures["largest logit"] <= cap for figures in found.values())
+    sizes = [abs(figures["log-sum-exp"]) for figures in found.values()]
+    assert sizes[-1] < sizes[0]
+    assert f"of at most {cap:g}" in capsys.readouterr().out
+
+
+def test_instance_classes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    example = load("instance_classes")
+    hidden = F.normalize(torch.randn(150, 16), dim=-1).requires_grad_()
+    weight = torch.randn(400, 16).mul_(0.1).requires_grad_()
+    targets = torch.randint(400, (150,))
+    # Of so few classes each has more mass than the filter asks for.
+    ours, dense = (example["LOSSES"][name](hidden, weight, targets) for name in LOSSES)
+    assert ours.item() == pytest.approx(dense.item(), rel=1e-6)
+    check(gradients(ours, [hidden, weight]), gradients(dense, [hidden, weight]))
+    views = example["draw_views"](torch.zeros(3, 1, 6, 6), torch.Generator())
+    assert views.shape == (3, 1, 16, 16)
+    # Of 6 x 6 is nothing left but 0.
+    assert views.eq(0).sum((1, 2, 3)).tolist() == [36, 36, 36]
+    found = example["main"](num_classes=300, steps=24, batch=64)
+    for name in LOSSES:
+        rows = [row for row in found["training"] if row["method"] == name]
+        assert [row["step"] for row in rows] == list(range(0, 25, 3))
+        assert rows[-1]["loss"] < rows[1]["loss"]
+        assert rows[-1]["top1"] > rows[0]["top1"]
+    rows = {row["method"]: row for row in found["loss"]}
+    assert rows["filtered"]["loss"] == pytest.approx(rows["dense"]["loss"], rel=1e-5)
+    assert rows["filtered"]["grad_weight_error"] < 1e-2
+    assert "logits of one batch: 0.1 MiB" in capsys.readouterr().out
+    example["record"](tmp_path / "classes-tiny.json", found)
+    assert len(read_record(tmp_path / "classes-tiny.json").rows) == 20

@@ -1,0 +1,295 @@
+"""Within torch.compile(fullgraph=True): one graph, the numbers of an eager call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import trace_rules
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from cce_dist import (
+    Filter,
+    LinearCrossEntropy,
+    LossOutput,
+    Screen,
+    VocabShard,
+    linear_cross_entropy,
+    token_logprobs,
+)
+from cce_dist.ranks.mpi import MPIGroup
+from cce_dist.testing import CPU_PLACES, DTYPES, PLACES, Place, grid
+from tests.frontend.compile.compile_cases import BATCH, CLASSES, DIM, LENGTH, SOME, WARNING, made
+from tests.support.reachable import reachable_tensors
+
+pytestmark = [
+    # What torch 2.11's compiler imports.
+    pytest.mark.filterwarnings(f"ignore:{WARNING}:DeprecationWarning"),
+    # The default compiler starts with torch's headers: a minute of C++ on a loaded machine.
+    pytest.mark.timeout(200),
+]
+EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "filtered": {"filter": SOME},
+    "none": {"gradient": "exact", "reduction": "none", "shift": 2, "label_smoothing": 0.1},
+    "stats": {"filter": SOME, "stats": EVERY_STAT, "z_loss": 0.1},
+    "tail_mass": {"filter": SOME, "stats": ("tail_mass",)},
+    "in_forward": {"gradient": "in_forward", "label_smoothing": 0.1, "softcap": 5.0},
+}
+LEAVES = ("hidden", "weight", "bias", "token_weight")
+
+
+@pytest.fixture(autouse=True)
+def poison() -> None:
+    """None in this file: the compiler knows torch.empty by its identity. What it has learnt of it
+    in other tests is forgotten too."""
+    trace_rules.clear_lru_cache()
+    torch._dynamo.reset()
+
+
+def scalar_of(result: Tensor | LossOutput) -> Tensor:
+    """A number that depends on whatever can be differentiated."""
+    if isinstance(result, Tensor):
+        return result.sum()
+    total = result.loss.sum()
+    if result.lse is not None:
+        total = total + 0.01 * result.lse.square().sum()
+    return total if result.entropy is None else total + result.entropy.sum()
+
+
+def step(run: Callable[..., Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Results and gradients."""
+    for tensor in tensors.values():
+        tensor.grad = None
+    result = run(**tensors)
+    scalar_of(result).backward()
+    found: dict[str, Any] = {"loss": result}
+    if not isinstance(result, Tensor):
+        found = result._asdict()
+        moments = found.pop("logit_moments")
+        found |= {} if moments is None else moments._asdict()
+    found |= {f"grad_{name}": x.grad for name, x in tensors.items() if x.requires_grad}
+    return {name: x.detach().clone() for name, x in found.items() if x is not None}
+
+
+@pytest.mark.parametrize(**grid(places=PLACES, option=OPTIONS, dtype=("fp32", "bf16")))
+def test_compiled_as_eager(place: Place, option: dict[str, Any], dtype: str) -> None:
+    tensors = made(DTYPES[dtype], place.device)
+    if option.get("gradient") == "in_forward":
+        # It makes the gradients of hidden, weight and bias alone.
+        tensors["token_weight"] = tensors["token_weight"].detach()
+
+    def run(hidden: Tensor, **more: Tensor) -> Any:
+        return linear_cross_entropy(2 * hidden, **more, backend=place.backend, **option)  # pyright: ignore
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    eager, found = step(run, tensors), step(compiled, tensors)
+    assert found.keys() == eager.keys()
+    for name, expected in eager.items():
+        # What a graph adds up may be in another order.
+        torch.testing.assert_close(found[name], expected, msg=name)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("shape", "shift"),
+    [
+        pytest.param((4, 1), 1, id="one_token"),
+        pytest.param((2, 3), 5, id="shift_beyond"),
+        pytest.param((0, 5), 1, id="no_sequence"),
+        pytest.param((2, 0), 0, id="no_token"),
+    ],
+)
+def test_compiled_of_a_batch_without_targets(
+    shape: tuple[int, ...], shift: int, reduction: str
+) -> None:
+    tensors = {
+        "hidden": torch.randn(*shape, DIM, requires_grad=True),
+        "weight": torch.randn(CLASSES, DIM, requires_grad=True),
+        "targets": torch.zeros(shape, dtype=torch.int64),
+    }
+
+    def run(**tensors: Tensor) -> Any:
+        return linear_cross_entropy(**tensors, shift=shift, reduction=reduction)  # pyright: ignore
+
+    found = step(torch.compile(run, fullgraph=True, backend="aot_eager"), tensors)
+    left = (*shape[:-1], max(shape[-1] - shift, 0)) if reduction == "none" else ()
+    assert found["loss"].shape == left
+    assert found["grad_hidden"].shape == (*shape, DIM)
+    assert not any(bool(x.any()) for x in found.values())
+
+
+def test_compiled_with_options_of_another_kind() -> None:
+    """The module's are Python's since it was made; a call says what to do."""
+    hidden, weight, targets = torch.randn(9, DIM), torch.randn(CLASSES, DIM), torch.arange(9)
+    cap = np.float32(30)
+    loss = LinearCrossEntropy(softcap=cap, z_loss=torch.tensor(0.5))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, weight, targets), loss(hidden, weight, targets))
+
+    def run(hidden: Tensor) -> Any:
+        return linear_cross_entropy(hidden, weight, targets, softcap=cap)  # pyright: ignore
+
+    with pytest.raises(Exception, match=r"softcap must be a Python number within torch.compile"):
+        torch.compile(run, fullgraph=True, backend="aot_eager")(hidden)
+
+
+@pytest.mark.parametrize(**grid(places=PLACES, learned=(False, True), dtype=("fp32", "bf16")))
+def test_compiled_with_a_temperature_of_each_token(place: Place, learned: bool, dtype: str) -> None:
+    tensors = made(DTYPES[dtype], place.device)
+    # Any of its size will do.
+    weight = tensors.pop("token_weight").detach()
+    tensors["temperature"] = (weight + 0.5).requires_grad_(learned)
+
+    def run(hidden: Tensor, **more: Tensor) -> Any:
+        how: dict[str, Any] = {"filter": SOME, "shift": 1, "softcap": 8.0, "backend": place.backend}
+        return token_logprobs(2 * hidden, **more, entropy=not learned, **how)  # pyright: ignore
+
+    def gradients(run: Callable[..., Any]) -> list[Tensor]:
+        needing = [x for x in tensors.values() if x.requires_grad]
+        found = run(**tensors)
+        total = found.logprobs.square().sum() if learned else sum(x.sum() for x in found)
+        return [found.logprobs.detach(), *torch.autograd.grad(total, needing)]
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(gradients(compiled), gradients(run), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_compiled_with_screened_logits() -> None:
+    tensors = made(torch.bfloat16)
+    how: dict[str, Any] = {"logits": "screened", "screen": Screen(max_kept=1.0)}
+    how |= {"filter": Filter(keep=0.2), "stats": ("lse", "screened")}
+
+    def run(**tensors: Tensor) -> Any:
+        return linear_cross_entropy(**tensors, **how)  # pyright: ignore
+
+    eager = step(run, tensors)
+    found = step(torch.compile(run, fullgraph=True, backend="aot_eager"), tensors)
+    assert bool(eager["screened"].any())
+    torch.testing.assert_close(found, eager)
+
+
+def test_compiled_with_dataclasses_made_in_the_graph() -> None:
+    tensors = {name: made(torch.float32)[name] for name in ("hidden", "weight", "targets")}
+
+    def run(**tensors: Tensor) -> Any:
+        shard = VocabShard(0, CLASSES, CLASSES)
+        return linear_cross_entropy(**tensors, filter=Filter(keep=0.02), vocab_shard=shard)  # pyright: ignore
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(step(compiled, tensors), step(run, tensors))
+
+
+def test_compiled_without_gradients() -> None:
+    tensors = made(torch.float32)
+    module = LinearCrossEntropy(stats=("lse", "correct"))
+
+    def run() -> Any:
+        return module(tensors["hidden"], tensors["weight"], tensors["targets"])
+
+    with torch.no_grad():
+        eager, found = run(), torch.compile(run, fullgraph=True, backend="aot_eager")()
+    assert torch.equal(found.lse, eager.lse) and torch.equal(found.correct, eager.correct)
+    assert not found.lse.requires_grad
+
+
+@pytest.mark.parametrize("trainable", ["hidden", "weight"])
+def test_compiled_with_frozen_inputs(trainable: str) -> None:
+    tensors = {n: made(torch.float32)[n].detach() for n in ("hidden", "weight", "targets")}
+    tensors[trainable].requires_grad_()
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    eager, found = step(linear_cross_entropy, tensors), step(compiled, tensors)
+    torch.testing.assert_close(found, eager)
+
+
+def test_other_numbers_of_tokens_take_one_more_graph() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    how: dict[str, Any] = {"filter": SOME}
+
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
+        return linear_cross_entropy(hidden, weight, targets, **how)
+
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(CLASSES, DIM, generator=generator))
+    for tokens in (200, 333, 512, 190):
+        hidden = torch.randn(tokens, DIM, generator=generator).requires_grad_()
+        targets = torch.randint(CLASSES, (tokens,), generator=generator)
+        loss = compiled(hidden, weight, targets)
+        loss.backward()
+        torch.testing.assert_close(loss, run(hidden, weight, targets))
+    # One for the first number, one for all others.
+    assert counter.frame_count == 2
+
+
+def test_heads_of_several_sizes() -> None:
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
+        return linear_cross_entropy(hidden, weight, targets, **{"filter": SOME})
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    generator = torch.Generator().manual_seed(0)
+    for classes, dim in ((500, 16), (600, 16), (700, 24), (800, 24)):
+        hidden = torch.randn(50, dim, generator=generator).requires_grad_()
+        weight = nn.Parameter(torch.randn(classes, dim, generator=generator))
+        targets = torch.randint(classes, (50,), generator=generator)
+        got = []
+        for function in (compiled, run):
+            loss = function(hidden, weight, targets)
+            got.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+        torch.testing.assert_close(*got)
+
+
+class OverMpi(MPIGroup):
+    """As much of one as is looked at."""
+
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient": "exact", "keep_logits": True}, "keep_logits must be False within torch"),
+        ({"check_ranks": True}, "check_ranks must be False within torch.compile"),
+        ({"grad_weight_into": torch.zeros(CLASSES, DIM)}, "grad_weight_into must be None within"),
+        ({"group": OverMpi()}, "group must be a ProcessGroup within torch.compile"),
+        ({"label_smoothing": 2.0}, r"label_smoothing must lie in \[0, 1\], got 2.0"),
+    ],
+)
+def test_compiled_refusals(options: dict[str, Any], message: str) -> None:
+    tensors = made(torch.float32)
+    inputs = [tensors[name] for name in ("hidden", "weight", "targets")]
+
+    def run() -> Any:
+        return linear_cross_entropy(*inputs, **options)
+
+    with pytest.raises(Exception, match=message):
+        torch.compile(run, fullgraph=True, backend="aot_eager")()
+
+
+@pytest.mark.parametrize(**grid(places=CPU_PLACES, option=OPTIONS))
+def test_a_kept_compiled_loss_keeps_vectors_of_tokens(place: Place, option: dict[str, Any]) -> None:
+    tensors = made(torch.float32, ignored=0.0)
+    if option.get("gradient") == "in_forward":
+        tensors["token_weight"] = tensors["token_weight"].detach()
+    # So many that the weight's marks are more than the tokens' vectors.
+    tensors["weight"] = torch.randn(2304, DIM).requires_grad_()
+    tensors["bias"] = torch.randn(2304).requires_grad_()
+
+    def run(**tensors: Tensor) -> Tensor:
+        return scalar_of(linear_cross_entropy(**tensors, **place.options, **option))  # pyright: ignore
+
+    loss = torch.compile(run, fullgraph=True, backend="aot_eager")(**tensors)
+
+    def largest() -> int:
+        return max((x.untyped_storage().nbytes() for x in reachable_tensors(loss)), default=0)
+
+    assert largest() >= 4 * 2304 * DIM
+    loss.backward()
+    assert largest() <= 64 * BATCH * LENGTH

@@ -1,0 +1,1 @@
+"""Tests of a head that is a DTensor."""

@@ -1,0 +1,1 @@
+"""Tests of `linear_cross_entropy` on one rank."""

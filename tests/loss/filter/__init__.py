@@ -1,0 +1,1 @@
+"""Tests of the filter: which columns stay, and how the others are stood for."""

@@ -1,0 +1,210 @@
+"""What ranks of a pipeline do in test_pipelining, beside the same model in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cce_dist.pipeline.embedding import TiedEmbedding
+from cce_dist.pipeline.schedules.last_stage import LastStageLoss
+from tests.pipeline.pipeline_promises import Promise
+from tests.pipeline.pipeline_setup import (
+    MICROBATCH,
+    Model,
+    Setup,
+    arguments,
+    grid_of,
+    make_head,
+    make_schedule,
+    make_served,
+    make_stages,
+    require_close,
+    shards,
+    slice_of,
+    stage_indices,
+)
+
+
+def train(group: Any, setup: Setup, rel: float | None, steps: int = 2) -> dict[str, Any]:
+    """Steps over pipeline ranks: each one's losses and gradients are those of one process.
+
+    Args: rel: how near; None: as the project promises of 16 bits.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    pipeline, tensor = grid_of(group, setup)
+    stage, depth = dist.get_rank(pipeline), dist.get_world_size(pipeline)
+    model = Model.make(setup, depth * setup.stages_of_a_rank)
+    right, divisor = model.whole(setup), setup.microbatches if setup.scale_grads else 1
+    promise = Promise(model, setup, divisor) if rel is None else None
+    model.x = slice_of(setup, model.x, tensor)
+    head = make_head(setup, model, group, pipeline, tensor)
+    embedding = TiedEmbedding(head) if setup.tied else None
+    stages = make_stages(setup, model, pipeline, embedding)
+    schedule, loss, serving = make_served(setup, stages, head, embedding)
+    args, kwargs = arguments(stages, model, tied=setup.tied)
+    scaled = {key: value / divisor for key, value in right.items()} | {"losses": right["losses"]}
+    of_schedule: list[Tensor] = []
+    for _ in range(steps):
+        for parameter in [p for block in model.blocks for p in block.parameters()]:
+            parameter.grad = None
+        head.weight.grad = None
+        if head.bias is not None:
+            head.bias.grad = None
+        of_schedule.clear()
+        with serving():
+            schedule.step(*args, losses=of_schedule, **kwargs)
+        found: dict[str, Tensor | None] = {"losses": torch.stack(loss.losses)}
+        if of_schedule:
+            assert torch.equal(torch.stack(of_schedule).detach(), found["losses"])  # pyright: ignore
+        for index in stage_indices(setup, stage, depth):
+            for name, parameter in model.blocks[index].named_parameters():
+                if setup.sequence_parallel:
+                    dist.all_reduce(parameter.grad, group=tensor)
+                found[f"{index}.{name}"] = parameter.grad
+        if rel is not None:
+            require_close(found, scaled, rel)
+        if promise is not None:
+            promise.require("losses", found["losses"])  # pyright: ignore
+            for index in stage_indices(setup, stage, depth):
+                promise.require_block(index, found)
+        shard = shards(setup.vocab_size, size)[rank]
+        rows = slice(shard.start, shard.stop)
+        owned = shard.stop - shard.start
+        for name, parameter in (("weight", head.weight), ("bias", head.bias)):
+            if parameter is not None:
+                assert parameter.grad is not None
+                assert not parameter.grad[owned:].any()
+                grad = parameter.grad[:owned]
+                if promise is not None:
+                    promise.require(name, grad, rows)
+                if rel is not None:
+                    # Some ranks' rows may have next to no gradient: relative to the whole one's.
+                    off = (grad - scaled[name][rows]).norm()
+                    assert float(off) <= rel * float(scaled[name].norm()), (name, float(off))
+    head.close()
+    if embedding is not None:
+        embedding.close()
+    return {"losses": torch.stack(loss.losses), "weight_grad": head.weight.grad}
+
+
+def evaluate(group: Any, setup: Setup, rel: float = 1e-12) -> None:
+    """`schedule.eval` makes no gradient, a step then does."""
+    pipeline, tensor = grid_of(group, setup)
+    model = Model.make(setup, dist.get_world_size(pipeline) * setup.stages_of_a_rank)
+    right = model.whole(setup)
+    model.x = slice_of(setup, model.x, tensor)
+    head = make_head(setup, model, group, pipeline, tensor)
+    embedding = TiedEmbedding(head) if setup.tied else None
+    stages = make_stages(setup, model, pipeline, embedding)
+    schedule, loss, serving = make_served(setup, stages, head, embedding)
+    args, kwargs = arguments(stages, model, tied=setup.tied)
+    for context in (torch.no_grad(), contextlib.nullcontext()):
+        with serving(backward=False), context:
+            schedule.eval(*args, **kwargs)
+    require_close({"losses": torch.stack(loss.losses)}, right, rel)
+    assert head.weight.grad is None
+    with serving():
+        schedule.step(*args, **kwargs)
+    assert head.weight.grad is not None
+    require_close({"losses": torch.stack(loss.losses)}, right, rel)
+    head.close()
+    if embedding is not None:
+        embedding.close()
+
+
+def on_last_stage(group: Any, setup: Setup, rel: float) -> None:
+    """The head on the last stage's ranks, which share its rows."""
+    pipeline, tensor = grid_of(group, setup)
+    rank, size = dist.get_rank(pipeline), dist.get_world_size(pipeline)
+    model = Model.make(setup, size * setup.stages_of_a_rank)
+    right = model.whole(setup)
+    stages = make_stages(setup, model, pipeline)
+    every = shards(setup.vocab_size, setup.tensor)
+    shard = every[0 if tensor is None else dist.get_rank(tensor)]
+    rows = slice(shard.start, shard.stop)
+    weight = nn.Parameter(model.weight[rows].clone())
+    loss = LastStageLoss(weight, group=tensor, vocab_shard=shard, reduction=setup.options.reduction)
+    schedule = make_schedule(setup, stages, loss)
+    args, kwargs = arguments(stages, model)
+    if setup.schedule in ("zero_bubble", "zbv"):
+        last = [stage for stage in stages if stage.is_last]
+        if last:
+            lost = "weight must be a parameter of the last stage's module under Schedule"
+            with pytest.raises(ValueError, match=lost):
+                schedule._compute_loss(model.x[:MICROBATCH], model.targets[:MICROBATCH])
+            last[0].submod.register_parameter("head", weight)
+            bias = nn.Parameter(torch.zeros(shard.num_rows))
+            own, schedule._loss_fn = schedule._loss_fn, LastStageLoss(weight, bias=bias)
+            with pytest.raises(ValueError, match=lost.replace("weight", "bias")):
+                schedule._compute_loss(model.x[:MICROBATCH], model.targets[:MICROBATCH])
+            schedule._loss_fn = own
+    losses: list[Tensor] = []
+    schedule.step(*args, losses=losses, **kwargs)
+    found: dict[str, Tensor | None] = {}
+    for index in stage_indices(setup, rank, size):
+        for name, parameter in model.blocks[index].named_parameters():
+            if parameter is not weight:
+                found[f"{index}.{name}"] = parameter.grad
+    if losses:
+        found |= {"losses": torch.stack(losses).detach(), "weight": weight.grad}
+    require_close(found, {**right, "weight": right["weight"][rows]}, rel)
+
+
+def many_steps(group: Any, setup: Setup, steps: int) -> None:
+    """Losses and gradients of every step are the first one's: no rank is ever behind or ahead."""
+    model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
+    head = make_head(setup, model, group)
+    embedding = TiedEmbedding(head) if setup.tied else None
+    stages = make_stages(setup, model, group, embedding)
+    schedule, loss, serving = make_served(setup, stages, head, embedding)
+    args, kwargs = arguments(stages, model, tied=setup.tied)
+    first: list[Tensor] = []
+    for number in range(steps):
+        head.weight.grad = None
+        with serving():
+            schedule.step(*args, **kwargs)
+        assert head.weight.grad is not None
+        found = [torch.stack(loss.losses), head.weight.grad]
+        if number == 0 and setup.device == "cuda":
+            continue  # it starts slowly
+        first = first or found
+        for a, b in zip(first, found, strict=True):
+            assert torch.equal(a, b)
+    head.close()
+    if embedding is not None:
+        embedding.close()
+
+
+def evaluate_between(group: Any, setup: Setup) -> None:
+    """Two steps and an evaluation between them: the same bits, and every gradient stays what it was
+    in the latter."""
+    model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
+    head = make_head(setup, model, group)
+    embedding = TiedEmbedding(head) if setup.tied else None
+    stages = make_stages(setup, model, group, embedding)
+    schedule, loss, serving = make_served(setup, stages, head, embedding)
+    args, kwargs = arguments(stages, model, tied=setup.tied)
+    found: list[tuple[Tensor, ...]] = []
+    mine = [p for stage in stages for p in stage.submod.parameters()]
+    for _ in range(2):
+        for parameter in (head.weight, *mine):
+            parameter.grad = None
+        with serving():
+            schedule.step(*args, **kwargs)
+        grads = [p.grad for p in (head.weight, *mine) if p.grad is not None]
+        assert len(grads) == 1 + len(mine)
+        found.append((torch.stack(loss.losses), *(x.clone() for x in grads)))
+        with serving(backward=False), torch.no_grad():
+            schedule.eval(*args, **kwargs)
+        for one, other in zip((torch.stack(loss.losses), *grads), found[-1], strict=True):
+            assert torch.equal(one, other)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    head.close()
+    if embedding is not None:
+        embedding.close()

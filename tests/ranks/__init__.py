@@ -1,0 +1,1 @@
+"""Tests of the merge over ranks, and of MPI."""

@@ -1,0 +1,1 @@
+"""Tests of `cce-dist train` and `eval`."""

@@ -1,0 +1,319 @@
+"""The configuration file: what it accepts, and that every refusal says key, rule and value."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cce_dist.cli.main import app
+from cce_dist.train.config.load import describe_keys, load_config, parse_arguments
+from cce_dist.train.config.schema import TrainConfig
+from cce_dist.train.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
+
+
+def load(tmp_path: Path, text: str, *arguments: str) -> TrainConfig:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return load_config(*parse_arguments([str(path), *arguments]))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_load_config_accepts_our_files(path: Path) -> None:
+    assert load_config(path).run.name == path.stem
+
+
+def test_load_config_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path, "")
+    assert config.loss.gradient == "filtered"
+    assert config.parallel.tp == 1
+
+
+def test_load_config_reads_exponents_without_a_point(tmp_path: Path) -> None:
+    # YAML 1.1 would make the string "3e-4" of it.
+    config = load(tmp_path, "optimizer: {lr: 3e-4}", "--optimizer.weight-decay=1E-2")
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (3e-4, 1e-2)
+
+
+def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "loss: {gradient: exact}\nsteps: 3",
+        *("--loss.gradient", "filtered", "--loss.filter.keep", "0.25"),
+        *("--steps=7", "--data.paths", "[a, b]", "--optimizer.clip", "null"),
+    )
+    assert config.loss.gradient == "filtered"
+    assert config.loss.filter.keep == 0.25
+    assert config.steps == 7
+    assert config.data.paths == (Path("a"), Path("b"))
+    assert config.optimizer.clip is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(
+            "model: {dims: 8}", "unknown key model.dims; did you mean model.dim?", id="typo"
+        ),
+        pytest.param("lr: 1", "unknown key lr; did you mean optimizer.lr?", id="section missing"),
+        pytest.param("qwertz: 1", "unknown key qwertz", id="unknown"),
+        pytest.param("optimizer: {lr: -1}", "optimizer.lr must be > 0, got -1", id="bound"),
+        pytest.param("optimizer: {lr: x}", "optimizer.lr must be a number, got 'x'", id="number"),
+        pytest.param("optimizer: {lr: .nan}", "optimizer.lr must be finite, got nan", id="nan"),
+        pytest.param("steps: 1.5", "steps must be an integer, got 1.5", id="integer"),
+        pytest.param("steps: true", "steps must be an integer, got True", id="no bool as int"),
+        pytest.param("model: 3", "model must be a section with keys of its own, got 3", id="flat"),
+        pytest.param(
+            "model: {tied: 1}", "model.tied must be true or false, got 1", id="no int as bool"
+        ),
+        pytest.param(
+            "loss: {gradient: fast}",
+            "loss.gradient must be 'filtered', 'exact' or 'in_forward', got 'fast'",
+            id="choice",
+        ),
+        pytest.param(
+            "loss: {filter: {keep: many}}",
+            "loss.filter.keep must be 'auto' or be a number, got 'many'",
+            id="choice or number",
+        ),
+        pytest.param(
+            "optimizer: {betas: [0.9]}", "optimizer.betas.1 must be given", id="short list"
+        ),
+        pytest.param("data: {vocab_size: 100}", "data.vocab_size must be >= 257", id="bytes"),
+        pytest.param("run: {name: ../x}", "run.name must match", id="name"),
+        pytest.param(
+            'run: {out: "\\ud83d"}', "run.out must be a name that a file can have, got", id="half"
+        ),
+        pytest.param(
+            'data: {paths: [a, "\\0"]}',
+            "data.paths.1 must be a name that a file can have",
+            id="nul",
+        ),
+        pytest.param("model: {dim: 9, heads: 2}", "got dim=9 and heads=2", id="heads"),
+        pytest.param(
+            "batch: 3\nparallel: {tp: 2, sequence_parallel: true}",
+            "got batch=3 and tp=2",
+            id="sequences over ranks",
+        ),
+        pytest.param(
+            "loss: {gradient: exact, filter: {keep: 0.1}}",
+            "loss.filter has no effect with loss.gradient=exact",
+            id="filter without filtering",
+        ),
+        pytest.param(
+            "loss: {filter: {keep: 0.1, eps: 0.1}}", "exclude each other", id="two criteria"
+        ),
+        pytest.param(
+            "loss: {softcap: 30.0, label_smoothing: 0.1}",
+            "use loss.gradient=exact or in_forward",
+            id="no filter for it",
+        ),
+        pytest.param(
+            "parallel: {schedule: 1f2b}",
+            "parallel.schedule must be 'gpipe', '1f1b', 'looped', 'interleaved', 'zero_bubble', "
+            "'zbv' or 'vocab_1f1b', got '1f2b'",
+            id="schedule",
+        ),
+        pytest.param(
+            "parallel: {pp: 2, fsdp: true}",
+            "parallel.fsdp is not supported with a pipeline, got fsdp=true and pp=2",
+            id="fsdp and pipeline",
+        ),
+        pytest.param(
+            "parallel: {pp: 2, schedule: vocab_1f1b}",
+            "got parallel.vocab_over_pipeline=false: set it to true, or use schedule=1f1b",
+            id="planned without its vocabulary",
+        ),
+        pytest.param(
+            "parallel: {pp: 2, virtual_stages: 2}",
+            "parallel.virtual_stages must be 1 with parallel.schedule=1f1b, got 2",
+            id="virtual stages",
+        ),
+        pytest.param(
+            "parallel: {pp: 2, schedule: zbv, virtual_stages: 1}",
+            "parallel.virtual_stages must be 2 with parallel.schedule=zbv, got 1",
+            id="a V of one stage",
+        ),
+        pytest.param(
+            "batch: 9\nparallel: {pp: 2, microbatches: 2}",
+            "batch must be a multiple of parallel.microbatches, got batch=9 and microbatches=2",
+            id="microbatches",
+        ),
+        pytest.param(
+            "batch: 4\nparallel: {pp: 2, tp: 2, microbatches: 4, sequence_parallel: true}",
+            "batch must be a multiple of parallel.microbatches x parallel.tp with "
+            "parallel.sequence_parallel, got batch=4 and microbatches=4 and tp=2",
+            id="sequences of a microbatch over ranks",
+        ),
+        pytest.param(
+            "batch: 3\nparallel: {pp: 4}",
+            "must be at least parallel.pp with parallel.schedule=1f1b, got microbatches=3 and pp=4",
+            id="too few microbatches",
+        ),
+        pytest.param(
+            "batch: 11\nparallel: {pp: 4, schedule: interleaved}",
+            "parallel.microbatches must be a multiple of 2, the whole number of times that "
+            "parallel.pp=4 goes into it, with parallel.schedule=interleaved, got 11: 8 is one",
+            id="rounds",
+        ),
+        pytest.param(
+            "model: {layers: 3}\nparallel: {pp: 4}",
+            "model.layers must be at least one for each of the pipeline's 4 stages, got 3",
+            id="too few layers",
+        ),
+        pytest.param(
+            "parallel: {pp: 2, layers_per_stage: [1, 2, 1]}",
+            "parallel.layers_per_stage must have an entry for each of the pipeline's 2 stages",
+            id="stages",
+        ),
+        pytest.param(
+            "parallel: {pp: 2, layers_per_stage: [1, 2]}",
+            "parallel.layers_per_stage must add up to model.layers=4, got [1, 2]",
+            id="layers",
+        ),
+        pytest.param(
+            "parallel: {pp: 3, layers_per_stage: [2, 0, 2]}",
+            "but for the first stage, which embeds, and the last, which norms, got [2, 0, 2]",
+            id="an empty stage",
+        ),
+        pytest.param(
+            "loss: {gradient: in_forward}\nparallel: {pp: 2, vocab_over_pipeline: true}",
+            "loss.gradient=in_forward is not supported with parallel.vocab_over_pipeline=true",
+            id="in_forward over a pipeline",
+        ),
+        pytest.param(
+            "loss: {logits: screened, gradient: exact}",
+            "use loss.gradient=filtered, got loss.gradient=exact",
+            id="screened exactly",
+        ),
+        pytest.param(
+            "loss: {logits: screened}",
+            "use dtype=bfloat16, or loss.logits=full, got dtype=float32",
+            id="screened in fp32",
+        ),
+        pytest.param(
+            "dtype: bfloat16\nloss: {logits: screened, filter: {eps: 0}}",
+            "with loss.filter.keep=auto, loss.filter.eps=0",
+            id="screened without a filter",
+        ),
+        pytest.param(
+            "dtype: bfloat16\nloss: {logits: screened, gradient: in_forward, softcap: 30, "
+            "label_smoothing: 0.1}",
+            "gives every column a gradient of its own, which no filter can keep",
+            id="screened where every column counts",
+        ),
+        pytest.param(
+            "loss: {screen: {max_kept: 0.5}}",
+            "loss.screen has no effect with loss.logits=full",
+            id="screen of full logits",
+        ),
+        pytest.param("[1, 2]", "must hold a mapping of keys, got [1, 2]", id="list"),
+        pytest.param("a: [1", "is not valid YAML", id="not YAML"),
+    ],
+)
+def test_load_config_refuses(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert expected in str(caught.value)
+    assert "config.yaml" in str(caught.value)
+
+
+def test_load_config_reports_everything_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "steps: 0\nbatch: 0\nmodel: {heads: 0}")
+    lines = str(caught.value).splitlines()[1:]
+    assert lines == [
+        "  model.heads must be >= 1, got 0",
+        "  steps must be >= 1, got 0",
+        "  batch must be >= 1, got 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param(
+            ["exact"], "unexpected argument 'exact' after the config file", id="no option"
+        ),
+        pytest.param(["-s", "1"], "unexpected argument '-s': overrides are", id="short"),
+        pytest.param(["--steps"], "--steps must be followed by a value", id="no value"),
+        pytest.param(["--steps.x", "1"], "steps is a value, not a section", id="no section"),
+        pytest.param(["--steps", "["], "--steps is not valid YAML", id="not YAML"),
+    ],
+)
+def test_parse_arguments_refuses(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "steps: 3", *arguments)
+    assert expected in str(caught.value)
+
+
+def test_parse_arguments_finds_the_file_anywhere() -> None:
+    found = Path("a.yaml"), [("steps", "300"), ("batch", "2")]
+    for arguments in ("a.yaml --steps 300 --batch=2", "--steps 300 --batch=2 a.yaml"):
+        assert parse_arguments(arguments.split()) == found
+    with pytest.raises(ConfigError, match=r"^CONFIG must be given, got only --steps 300: it is a"):
+        parse_arguments(["--steps", "300"])
+
+
+@pytest.mark.parametrize("command", [["train"], ["bench", "train"]], ids=" ".join)
+def test_commands_ask_for_the_file(command: list[str]) -> None:
+    done = CliRunner().invoke(app, [*command, "--steps", "300"])
+    assert done.exit_code == 2
+    assert "CONFIG must be given, got only --steps 300" in done.output
+
+
+def leaves(values: dict[str, Any]) -> list[str]:
+    found = []
+    for key, value in values.items():
+        found += [f"{key}.{x}" for x in leaves(value)] if isinstance(value, dict) else [key]
+    return found
+
+
+def test_train_help_lists_the_keys() -> None:
+    said = CliRunner().invoke(app, ["train", "--help"]).output
+    for row in (
+        "--run.name [run] text",
+        "--parallel.tp [1] integer",
+        "--loss.gradient [filtered] filtered, exact, in_forward",
+        "--loss.filter.keep [auto] auto or number",
+        "--loss.z_loss [0.0] number",
+        "--optimizer.betas [[0.9, 0.95]] list",
+        "--model.tied [false] flag",
+    ):
+        assert row in " ".join(said.split())
+    keys = dict(describe_keys())
+    assert keys.keys() == {f"--{key}" for key in leaves(TrainConfig().model_dump())}
+    # Of the docs as well, whose table says what they mean: its rows may share a prefix.
+    table = (CONFIGS.parent.parent / "docs" / "training.md").read_text()
+    for key in keys:
+        *_, last = key.removeprefix("--").split(".")
+        assert f"{last}`" in table, key
+
+
+def test_train_help_without_the_train_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cce_dist.train.config.load", None)
+    done = CliRunner().invoke(app, ["train", "--help"])
+    assert done.exit_code == 0 and "Keys: docs/training.md; here too once " in done.output
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["main rank speaks", "others do not"])
+def test_train_command_exits_with_2(tmp_path: Path, rank: int) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {dims: 8}")
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "cce_dist", "train", str(path)],
+        cwd=CONFIGS.parent.parent,
+        env=place | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert ("model.dims" in done.stderr) == (rank == 0)
+    assert "Traceback" not in done.stderr
