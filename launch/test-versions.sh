@@ -30,7 +30,7 @@ for release in "$@"; do
     echo "test-versions: triton $release" >&2
     PYTHONPATH=$folder .venv/bin/python -m pytest --numprocesses 2 \
         tests/backends/triton/kernels/test_compiles.py tests/backends/triton/kernels/test_hopper.py tests/testing/test_interpreter.py \
-        tests/backends/triton/test_stats.py tests/backends/triton/test_stats_numbers.py tests/backends/triton/test_rehearsal.py \
+        tests/backends/triton/test_stats.py tests/backends/triton/test_stats_numbers.py tests/backends/triton/test_warm_up.py \
         tests/core/test_slower.py \
         || failed+=("$release")
 done

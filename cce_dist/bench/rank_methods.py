@@ -262,7 +262,7 @@ def kept_share(function: LossFunction, inputs: BenchInputs, *, exchanges: bool) 
     """Of the pairs of this rank's columns and blocks of 128 tokens, those that `function` keeps;
     None: it has no filter of the Triton backend. All ranks of its group call this.
 
-    Not the first call of its kind, which is rehearsed.
+    Not the first call of its kind, which compiles kernels.
     Args: exchanges: False: as if no rank told the others what it knows of each token's lse.
     """
     variant = variant_of(function, inputs, "forward")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cce_dist.core.phases import in_phase
 from cce_dist.pipeline.comm.groups import own_couriers, own_groups, start_broadcast, start_reduce
 from cce_dist.pipeline.head import TIMEOUT, PipelineHead
-from cce_dist.pipeline.warm_up import rehearse_embedding
+from cce_dist.pipeline.warm_up import warm_up_embedding
 from cce_dist.ranks.merge import gather_tokens, reduce_grad_hidden, require
 
 _ONCE = (
@@ -73,7 +73,7 @@ class TiedEmbedding(nn.Module):
         self._microbatches: dict[int, _Microbatch] = {}
         self._called = 0
         self.infers = False  # a schedule asks for shapes
-        rehearse_embedding(self, head)
+        warm_up_embedding(self, head)
 
     @property
     def is_first(self) -> bool:

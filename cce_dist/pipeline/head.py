@@ -38,7 +38,7 @@ from cce_dist.pipeline.comm.neighbours import Neighbours
 from cce_dist.pipeline.frequent_rows import FrequentRows
 from cce_dist.pipeline.grads import RowGradients
 from cce_dist.pipeline.microbatch import Microbatch, plainly, start_forward
-from cce_dist.pipeline.warm_up import rehearse_head
+from cce_dist.pipeline.warm_up import warm_up_head
 from cce_dist.ranks.merge import gather_tokens, reduce_grad_hidden
 from cce_dist.ranks.transport import group_size, process_group
 from cce_dist.vocab_shard import VocabShard
@@ -149,7 +149,7 @@ class PipelineHead:
         kernels = weight.device.type == "cuda" or options.backend == "triton"
         if options.filters and kernels and group_size(whole) > 1:
             self._frequent = FrequentRows(weight, bias, self.own_shard, self._merging)
-        rehearse_head(self)
+        warm_up_head(self)
 
     def start_step(self, *, record: bool = True) -> None:
         """Begins a step: sends all ranks the rows that tell most of a token's lse, which the filter
@@ -181,7 +181,7 @@ class PipelineHead:
         """Sets the shape of microbatches to come: between steps, on every rank of the job."""
         if hidden_shape != self.hidden_shape:
             self.hidden_shape = hidden_shape
-            rehearse_head(self)
+            warm_up_head(self)
 
     @property
     def targets_shape(self) -> tuple[int, ...]:

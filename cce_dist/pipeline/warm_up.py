@@ -13,7 +13,7 @@ from cce_dist.pipeline.phases import EmbeddingPhases, HeadPhases
 ROOT = 0
 
 
-def rehearse_head(head: HeadPhases) -> None:
+def warm_up_head(head: HeadPhases) -> None:
     """On GPUs, three microbatches of zeros; nothing is left of them. On every rank of the head."""
     device = head.weight.device
     if device.type != "cuda":
@@ -38,8 +38,8 @@ def rehearse_head(head: HeadPhases) -> None:
     torch.cuda.synchronize(device)
 
 
-def rehearse_embedding(embedding: EmbeddingPhases, head: HeadPhases) -> None:
-    """As `rehearse_head`. Args: head: of the same ranks."""
+def warm_up_embedding(embedding: EmbeddingPhases, head: HeadPhases) -> None:
+    """As `warm_up_head`. Args: head: of the same ranks."""
     device = head.weight.device
     if device.type != "cuda":
         return

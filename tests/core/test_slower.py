@@ -148,7 +148,7 @@ def test_warm_up_says_that_kernels_are_compiled_one_by_one(
     from cce_dist.backends.triton import warm_up as triton_warm_up
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(triton_warm_up, "can_rehearse", lambda: False)
+    monkeypatch.setattr(triton_warm_up, "can_compile_only", lambda: False)
     hidden = torch.zeros(8, 16)
     tokens = Tokens(hidden, None, torch.zeros(8, dtype=torch.int32))
     head = Head(torch.zeros(4, 16), None, None, 4, None, 1.0)

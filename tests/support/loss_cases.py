@@ -52,10 +52,11 @@ def on_cpu(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def leaves_of(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden and weight on the case's device, as leaves of their own."""
-    return tuple(
+    hidden, weight = (
         tensor.to(case.device, copy=True).requires_grad_()
         for tensor in (case.inputs.hidden, case.inputs.weight)
     )
+    return hidden, weight
 
 
 def targets_of(case: Case) -> torch.Tensor:

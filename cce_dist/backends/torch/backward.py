@@ -49,9 +49,9 @@ def gradients(
     upstream, lse, kept, store = request.upstream, request.stats.lse, request.kept, request.store
     assert kept is None or isinstance(kept, ColumnMask)
     assert store is None or isinstance(store, Tensor)
-    pull = _Pull.of(upstream, lse, head)
+    factors = _Factors.of(upstream, lse, head)
     sums = _Sums.of(tokens, head, request)
-    task = _Task(tokens, head, lse, request.stats.entropy, pull, sums)
+    task = _Task(tokens, head, lse, request.stats.entropy, factors, sums)
     size = TileSize.choose(head.weight, request.room.workspace_bytes)
     tail = None
     if kept is not None and kept.share is not None:
@@ -87,7 +87,7 @@ def gradients(
 
 
 @dataclass
-class _Pull:
+class _Factors:
     """The upstream gradients as d_logits needs them, [N]; `unit` scales 16-bit operands."""
 
     probability: Tensor  # g_nll + g_lse, the factor of p
@@ -97,13 +97,13 @@ class _Pull:
     unit: Tensor  # power of two: d_logits over it are at most near `largest_operand`
 
     @classmethod
-    def of(cls, upstream: Upstream, lse: Tensor, head: Head) -> _Pull:
+    def of(cls, upstream: Upstream, lse: Tensor, head: Head) -> _Factors:
         parts = [g for g in (upstream.nll, upstream.lse) if g is not None]
         probability = sum(parts[1:], parts[0]) if parts else torch.zeros_like(lse)
-        pulls = (probability, upstream.nll, upstream.smooth_logit, upstream.entropy)
+        gradients = (probability, upstream.nll, upstream.smooth_logit, upstream.entropy)
         unit = torch.ones((), dtype=lse.dtype, device=lse.device)
         if lse.shape[0]:
-            largest = torch.stack([g.abs().amax() for g in pulls if g is not None]).amax()
+            largest = torch.stack([g.abs().amax() for g in gradients if g is not None]).amax()
             largest *= abs(head.logit_scale) / largest_operand(head.weight.dtype)
             exponent = largest.clamp_min(torch.finfo(lse.dtype).tiny).log2().floor()
             unit = exponent.exp2()
@@ -159,7 +159,7 @@ class _Task:
     head: Head
     lse: Tensor
     entropy: Tensor | None
-    pull: _Pull
+    factors: _Factors
     sums: _Sums
 
     @property
@@ -231,18 +231,18 @@ class _Task:
         self, z: Tensor, slope: Tensor | None, i0: int, i1: int, columns: slice | Tensor
     ) -> Tensor:
         """Turns z [n, columns] into the gradient of the loss by E . C + bias, in place."""
-        pull, lse = self.pull, self.lse[i0:i1, None]
-        factor = pull.probability[i0:i1, None]
-        if pull.entropy is not None:
+        factors, lse = self.factors, self.lse[i0:i1, None]
+        factor = factors.probability[i0:i1, None]
+        if factors.entropy is not None:
             assert self.entropy is not None
             log_p = (z - lse).clamp_min_(torch.finfo(z.dtype).min)
-            factor = factor - pull.entropy[i0:i1, None] * (log_p + self.entropy[i0:i1, None])
+            factor = factor - factors.entropy[i0:i1, None] * (log_p + self.entropy[i0:i1, None])
         grad = z.sub_(lse).exp_().mul_(factor)
-        if pull.target is not None:
+        if factors.target is not None:
             rows, at = find_targets(self.tokens.local_targets[i0:i1], columns)
-            grad[rows, at] -= pull.target[i0:i1][rows]
-        if pull.smooth is not None and self.head.softcap is not None:
-            share = pull.smooth[i0:i1, None] / self.head.vocab_size
+            grad[rows, at] -= factors.target[i0:i1][rows]
+        if factors.smooth is not None and self.head.softcap is not None:
+            share = factors.smooth[i0:i1, None] / self.head.vocab_size
             weights = self.head.class_weight
             grad += share if weights is None else share * weights[columns].to(grad.dtype)
         if slope is not None:
@@ -253,7 +253,7 @@ class _Task:
         # A mean over tokens puts d_logits below fp16's smallest number: scale, undo at the sum.
         if grad.dtype == self.operands:
             return grad, None
-        return (grad / self.pull.unit).to(self.operands), self.pull.unit
+        return (grad / self.factors.unit).to(self.operands), self.factors.unit
 
 
 def _slope_of(z: Tensor, head: Head) -> Tensor | None:
@@ -276,7 +276,7 @@ class _Tail:
 
     @classmethod
     def of(cls, task: _Task, share: Tensor, dropped_mass: Tensor, size: TileSize) -> _Tail:
-        mass = task.pull.probability * dropped_mass * task.head.logit_scale
+        mass = task.factors.probability * dropped_mass * task.head.logit_scale
         dtype, dim = mass.dtype, task.head.weight.shape[1]
         block_hidden = mass.new_zeros(share.shape[0], dim)
         for i0, i1 in spans(len(task.tokens), size.tokens):
@@ -306,30 +306,30 @@ class _Tail:
 class _MeanLogit:
     """Label smoothing's mean logit without softcap is linear: a rank-one term of the gradient."""
 
-    pull: Tensor  # [N] upstream times logit_scale / V
+    factors: Tensor  # [N] upstream times logit_scale / V
     column_sum: Tensor  # [D] sum_v class_weight_v C_v
     class_weight: Tensor | None
-    hidden_sum: Tensor  # [D] sum_i pull_i E_i
-    pull_sum: Tensor  # []
+    hidden_sum: Tensor  # [D] sum_i factor_i E_i
+    factor_sum: Tensor  # []
 
     @classmethod
     def of(cls, task: _Task, smooth: Tensor, size: TileSize) -> _MeanLogit:
-        pull = smooth * (task.head.logit_scale / task.head.vocab_size)
-        hidden_sum = pull.new_zeros(task.head.weight.shape[1])
+        factors = smooth * (task.head.logit_scale / task.head.vocab_size)
+        hidden_sum = factors.new_zeros(task.head.weight.shape[1])
         for i0, i1 in spans(len(task.tokens), size.tokens):
-            hidden_sum += pull[i0:i1] @ task.tokens.take(i0, i1).to(pull.dtype)
+            hidden_sum += factors[i0:i1] @ task.tokens.take(i0, i1).to(factors.dtype)
         column_sum, _ = weighted_column_sum(task.head, size)
-        return cls(pull, column_sum, task.head.class_weight, hidden_sum, pull.sum())
+        return cls(factors, column_sum, task.head.class_weight, hidden_sum, factors.sum())
 
     def add_columns(self, sums: _Sums, columns: Tensor) -> None:
         v0, v1 = sums.start, sums.stop
-        weights = self.pull.new_ones(v1 - v0)
+        weights = self.factors.new_ones(v1 - v0)
         if self.class_weight is not None:
             weights = self.class_weight[v0:v1].to(weights.dtype)
         if sums.columns is not None:
             sums.columns.addr_(weights, self.hidden_sum)
         if sums.bias is not None:
-            sums.bias[v0:v1] += weights * self.pull_sum
+            sums.bias[v0:v1] += weights * self.factor_sum
 
     def add_hidden(self, grad_hidden: Tensor) -> None:
-        grad_hidden.addr_(self.pull, self.column_sum)
+        grad_hidden.addr_(self.factors, self.column_sum)

@@ -22,7 +22,7 @@ from cce_dist.backends.protocol import (
 )
 from cce_dist.backends.triton import grads as triton_grads
 from cce_dist.backends.triton.filter.lists import ListedLogits, blocks_padded, keep, order_dtype
-from cce_dist.backends.triton.launch.start import can_rehearse, rehearsal
+from cce_dist.backends.triton.launch.start import can_compile_only, compile_only
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.backends.triton.stats import forward
 from cce_dist.core.slower import warn_slower
@@ -30,7 +30,7 @@ from cce_dist.core.types import Head, Tokens, Upstream
 from cce_dist.options import TOKEN_BLOCK
 
 # What distinguishes the kernels that this process has compiled.
-_rehearsed: set[tuple[object, ...]] = set()
+_warmed_up: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def warm_up(
     weight, num_blocks = head.weight, triton.cdiv(len(tokens), TOKEN_BLOCK)
     if interpreted() or torch.cuda.is_current_stream_capturing():
         return
-    if not can_rehearse():
+    if not can_compile_only():
         warn_slower(
             f"triton {triton.__version__} compiles a first call's kernels one after the other, in "
             "twice the time; 3.6 and later do so side by side"
@@ -79,14 +79,14 @@ def warm_up(
     has += (replace(backward, hidden=None), hidden)
     layout = (weight.device, weight.dtype, weight.shape, weight.stride(), tokens.hidden.stride())
     sizes = (num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks))
-    if (has, layout, sizes) in _rehearsed:
+    if (has, layout, sizes) in _warmed_up:
         return
-    _rehearsed.add((has, layout, sizes))
+    _warmed_up.add((has, layout, sizes))
     store = None
     if isinstance(request.store, ListedLogits):
         store = ListedLogits(request.store.draws)
     request = replace(request, filter=rule, bounds=None, store=store, room=room)
-    with rehearsal(weight.device), torch.no_grad():
+    with compile_only(weight.device), torch.no_grad():
         # No copy of the weight that one call makes for others: there are no numbers to make it of.
         _go_through(tokens, replace(head, quantize_once=None), request, backward, hidden)
 

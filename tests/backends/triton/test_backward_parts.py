@@ -129,7 +129,7 @@ def test_workspace_is_gone_before_the_hidden_gradient_is_stored(
     monkeypatch.setattr(Backward, "finish_hidden", look)
     inputs = zipf_inputs(130, 700, 16, generator=torch.Generator().manual_seed(0))
     run_case(None, Case(inputs, WAYS["filtered"]).at(place))
-    # On a GPU the first call of its kind is rehearsed.
+    # On a GPU the first call of its kind compiles first.
     assert len(made) in ((1, 2) if place.compiles else (1,))
 
 

@@ -220,7 +220,7 @@ def test_screened_keeps_logits(place: Place, options: dict[str, Any], rooms: lis
     kept = run_case(None, case)
     again = run_case(None, replace(case, options={**case.options, "keep_logits": False}))
     assert [room is not None for room in rooms] == [True, False]
-    assert not bool(rooms[0].poor.any())
+    assert not bool(rooms[0].bad_ref.any())
     assert (int(rooms[0].lists.num_chunks) == 1) == ("workspace_bytes" not in options)
     assert_close(kept, again, case.inputs.hidden.dtype)
 
@@ -255,7 +255,7 @@ def test_screened_backward_begins_with_what_was_kept(rooms: list[Any]) -> None:
     assert all(float((changed[i] - plain[i]).norm()) > 0.1 * plain[i].norm() for i in plain)
     made = loss(**case.options)
     rooms[-1].workspace.zero_()
-    rooms[-1].poor.fill_(1)
+    rooms[-1].bad_ref.fill_(1)
     unchanged = grads(made)
     assert all(torch.equal(unchanged[name], second[name]) for name in plain)
 
@@ -278,7 +278,7 @@ def test_screened_keeps_no_poor_logits(
     case = replace(case, inputs=replace(case.inputs, hidden=hidden))
     kept = run_case(None, case)
     again = run_case(None, replace(case, options={**case.options, "keep_logits": False}))
-    assert bool(rooms[0].poor.any())
+    assert bool(rooms[0].bad_ref.any())
     assert_close(kept, again, hidden.dtype)
 
 

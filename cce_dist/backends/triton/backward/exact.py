@@ -97,14 +97,14 @@ def products_of_every_column(run: Backward, grads: GradBuffers) -> Callable[[int
 FURTHEST = 16.0
 
 
-def _poor_blocks(run: Backward, ref: Tensor) -> Tensor:
-    """Returns [num_blocks + 1] int32: 1 for blocks with a token whose reference was a poor bound of
-    lse (a sum had overflowed, or nothing was seen yet), then whether there is any."""
-    lse = run.of_tokens.pull[5]
+def _blocks_of_bad_ref(run: Backward, ref: Tensor) -> Tensor:
+    """Returns [num_blocks + 1] int32: 1 for blocks with a token whose reference was a poor bound
+    of lse (a sum had overflowed, or nothing was seen yet), then whether there is any."""
+    lse = run.of_tokens.factors[5]
     counts = torch.arange(len(lse), device=lse.device) < run.count
-    poor = counts & ~((lse - ref).abs() <= FURTHEST)
-    poor = poor.view(-1, TOKEN_BLOCK).any(1)
-    return torch.cat([poor, poor.any(0, keepdim=True)]).int()
+    bad_ref = counts & ~((lse - ref).abs() <= FURTHEST)
+    bad_ref = bad_ref.view(-1, TOKEN_BLOCK).any(1)
+    return torch.cat([bad_ref, bad_ref.any(0, keepdim=True)]).int()
 
 
 def _arguments(run: Backward, region: Region) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _arguments(run: Backward, region: Region) -> dict[str, Any]:
     return {
         "workspace_ptr": region.memory,
         "class_weight_ptr": run.or_dummy(head.class_weight),
-        "pull_ptr": of_tokens.pull,
+        "upstream_ptr": of_tokens.factors,
         "first_column": region.first_column,
         "num_columns": region.num_columns,
         "N": region.memory.shape[1],
@@ -129,10 +129,10 @@ def _arguments(run: Backward, region: Region) -> dict[str, Any]:
 
 
 def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
-    poor = None if region.ref is None else _poor_blocks(run, region.ref)
-    if poor is not None:
-        _launch_logits(run, hidden, region, poor, has_logits=True)
-    _launch_logits(run, hidden, region, poor)
+    bad_ref = None if region.ref is None else _blocks_of_bad_ref(run, region.ref)
+    if bad_ref is not None:
+        _launch_logits(run, hidden, region, bad_ref, has_logits=True)
+    _launch_logits(run, hidden, region, bad_ref)
     start(exact_targets_kernel, (run.num_blocks,))(
         **_arguments(run, region), target_ptr=run.of_tokens.targets
     )
@@ -142,7 +142,7 @@ def _launch_logits(
     run: Backward,
     hidden: Tensor,
     region: Region,
-    poor: Tensor | None,
+    bad_ref: Tensor | None,
     *,
     has_logits: bool = False,
 ) -> None:
@@ -155,8 +155,8 @@ def _launch_logits(
         weight=tiles_of(weight, columns, table.dims, use_tma),
         workspace=tiles_of(region.memory, columns, TOKEN_BLOCK, use_tma),
         **_arguments(run, region),
-        poor_ptr=run.or_dummy(poor),
-        ONLY_POOR=poor is not None and not has_logits,
+        bad_ref_ptr=run.or_dummy(bad_ref),
+        ONLY_BAD_REF=bad_ref is not None and not has_logits,
         logit_ptr=region.as_logits(),
         ref_ptr=run.or_dummy(region.ref),
         bias_ptr=run.or_dummy(head.bias),

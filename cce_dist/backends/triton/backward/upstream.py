@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cce_dist.backends.triton.kernels.backward.upstream import pull_kernel, unit_kernel
-from cce_dist.backends.triton.launch.start import is_rehearsing, start
+from cce_dist.backends.triton.kernels.backward.upstream import unit_kernel, upstream_kernel
+from cce_dist.backends.triton.launch.start import is_compiling_only, start
 from cce_dist.backends.triton.tokens.order import pad_tokens, rows_of
 from cce_dist.core.types import Head, Stats, Tokens, Upstream, largest_operand
 from cce_dist.options import TOKEN_BLOCK
@@ -21,9 +21,9 @@ from cce_dist.options import TOKEN_BLOCK
 class Pull:
     """The upstream gradients of each token of the blocks; P = num_blocks * 128."""
 
-    pull: Tensor  # [7, P] fp32: see `exact_logits_kernel`
+    factors: Tensor  # [7, P] fp32: see `exact_logits_kernel`
     count: Tensor  # [1] int32: tokens that count
-    unit: Tensor  # [1] power of two that the upstream gradients in `pull` were divided by
+    unit: Tensor  # [1] power of two that the upstream gradients in `factors` were divided by
     rows: Tensor  # [P] int64: a permutation of the first N
     read_rows: Tensor  # [P] int64: the same, of a token that counts for those that don't
     targets: Tensor  # [P] int32, -1: none here
@@ -56,8 +56,8 @@ class Pull:
             return torch.empty(*shape, dtype=dtype, device=lse.device)
 
         fp32, int64 = torch.float32, torch.int64
-        pull = cls(
-            pull=new(7, size, dtype=fp32),
+        of_tokens = cls(
+            factors=new(7, size, dtype=fp32),
             count=count,
             unit=unit,
             rows=new(size, dtype=int64),
@@ -70,16 +70,16 @@ class Pull:
         vectors = (lse, stats.target_logit, *grads, stats.entropy, dropped_mass)
         contiguous = (None if x is None else x.contiguous() for x in vectors)
         inputs = (order, count, *contiguous, unit)
-        start(pull_kernel, (num_blocks,))(
+        start(upstream_kernel, (num_blocks,))(
             rows,
             tokens.local_targets,
             *(count if x is None else x for x in inputs),
-            pull.pull,
-            pull.rows,
-            pull.read_rows,
-            pull.targets,
-            count if pull.tail_mass is None else pull.tail_mass,
-            count if pull.mean is None else pull.mean,
+            of_tokens.factors,
+            of_tokens.rows,
+            of_tokens.read_rows,
+            of_tokens.targets,
+            count if of_tokens.tail_mass is None else of_tokens.tail_mass,
+            count if of_tokens.mean is None else of_tokens.mean,
             len(tokens),
             head.logit_scale,
             head.logit_scale / head.vocab_size,
@@ -90,14 +90,14 @@ class Pull:
             HAS_MEAN=linear,
             HAS_TAIL=dropped_mass is not None,
         )
-        return pull
+        return of_tokens
 
 
 def _scale_of(tokens: Tokens, head: Head, order: Tensor | None, size: int) -> float | Tensor:
     if tokens.scale is None:
         return head.logit_scale
     scale = tokens.scale
-    if order is not None and not is_rehearsing():
+    if order is not None and not is_compiling_only():
         scale = scale.index_select(0, order.long())
     return pad_tokens(scale * head.logit_scale, size, 1.0)
 

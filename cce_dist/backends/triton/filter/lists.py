@@ -299,16 +299,16 @@ class ListedLogits:
     lists: Lists | None = None  # its lists
     workspace: Tensor | None = None  # see `entries_made`
     ref: Tensor | None = None  # [N_padded] fp32, log2
-    poor: Tensor | None = None  # [num_blocks] int32: 1 where it is not to be used
+    bad_ref: Tensor | None = None  # [num_blocks] int32: 1 where it is not to be used
 
     def make_room(self, lists: Lists, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Makes the workspace, `ref` and `poor`, and returns them, the first as fp16:
+        """Makes the workspace, `ref` and `bad_ref`, and returns them, the first as fp16:
         uninitialised."""
         num_blocks = lists.blocks.shape[1]
         self.lists, self.workspace = lists, lists.new_workspace(weight)
         self.ref = weight.new_empty(num_blocks * TOKEN_BLOCK, dtype=torch.float32)
-        self.poor = weight.new_empty(num_blocks, dtype=torch.int32)
-        return self.workspace.view(torch.float16), self.ref, self.poor
+        self.bad_ref = weight.new_empty(num_blocks, dtype=torch.int32)
+        return self.workspace.view(torch.float16), self.ref, self.bad_ref
 
     def take_workspace(self) -> Tensor | None:
         """Gives the workspace away, so that it is free once the products are done."""

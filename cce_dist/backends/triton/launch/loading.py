@@ -1,6 +1,6 @@
 """Kernels that several threads start: each is loaded once, and no two at a time.
 
-Threads that load are a rehearsal's, autograd's beside the caller's, a pipeline's server beside the
+Threads that load are warm-up's, autograd's beside the caller's, a pipeline's server beside the
 main one, and torch.compile's. Triton guards nothing of it:
 
 - Up to 3.6 it makes a C extension for each kernel's launcher, all of one module name. To load one

@@ -1,9 +1,9 @@
 """How every kernel is started; and the first call, which compiles them all side by side.
 
 A kernel's launch waits for its compilation, and the next kernel's compilation for the launch: some
-twenty, one after the other. So the first call of its kind rehearses: it goes through forward and
-backward of a few tokens, starts nothing, and compiles and loads what would have been started on all
-of the host's cores.
+twenty, one after the other. So the first call of its kind begins with `compile_only`: it goes
+through forward and backward of a few tokens, starts no kernel, and compiles and loads each of them
+on all of the host's cores.
 """
 
 # Triton types a kernel's arguments as its compiler sees them.
@@ -25,12 +25,12 @@ import triton
 
 from cce_dist.backends.triton.launch.loading import load_one_at_a_time
 
-# What a rehearsal compiles.
+# Kernels that `compile_only` compiles.
 _compiled: ContextVar[list[Any] | None] = ContextVar("cce_dist_compiled", default=None)
 
 
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """Returns `kernel[grid]`; in a rehearsal a function that compiles the kernel and no more."""
+    """Returns `kernel[grid]`; within `compile_only` a function that only compiles it."""
     load_one_at_a_time()
     compiled, options = _compiled.get(), _options()
     if compiled is None:
@@ -48,20 +48,20 @@ def _options() -> dict[str, bool]:
     return {"enable_fp_fusion": True} if hasattr(language, "fp_fusion_enabled") else {}
 
 
-def is_rehearsing() -> bool:
+def is_compiling_only() -> bool:
     """Tells whether kernels write nothing, so that there are no numbers to take for indices."""
     return _compiled.get() is not None
 
 
 @functools.cache
-def can_rehearse() -> bool:
+def can_compile_only() -> bool:
     """Triton 3.4 compiles in the launch alone; 3.5 also apart, but an error would never end it."""
     mode = getattr(triton, "AsyncCompileMode", None)
     return mode is not None and "ignore_errors" in inspect.signature(mode).parameters
 
 
 @contextlib.contextmanager
-def rehearsal(device: torch.device) -> Iterator[None]:
+def compile_only(device: torch.device) -> Iterator[None]:
     """Keeps `start` from starting anything within it. It ends when every kernel is compiled, and
     loaded.
 

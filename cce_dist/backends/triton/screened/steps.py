@@ -114,7 +114,7 @@ class ExactSums:
 
     sums: Tensor  # [2, N_padded] fp32: base 2; the sum of exponentials, over 2 to that
     ref: Tensor | None  # of `ListedLogits`, filled with the sums
-    poor: Tensor | None
+    bad_ref: Tensor | None
 
 
 def sum_exact_columns(
@@ -135,9 +135,9 @@ def sum_exact_columns(
     num_bytes = marks.room(room.workspace_bytes, run.num_blocks)
     draws = logits is not None and logits.draws
     lists = Lists.of(marks, run.weight, run.num_blocks, num_bytes, draws=draws)
-    workspace, ref, poor = run.count, None, None
+    workspace, ref, bad_ref = run.count, None, None
     if logits is not None:
-        workspace, ref, poor = logits.make_room(lists, run.weight)
+        workspace, ref, bad_ref = logits.make_room(lists, run.weight)
     programs, together = num_programs(run.weight), {}
     if not interpreted():
         # Programs wait for each other: all of them must be there before the first begins.
@@ -155,7 +155,7 @@ def sum_exact_columns(
         HAS_MADE=logits is not None,
         **together,
     )
-    return ExactSums(sums, ref, poor)
+    return ExactSums(sums, ref, bad_ref)
 
 
 def add_exact_columns(
@@ -179,7 +179,7 @@ def add_exact_columns(
         exact.sums,
         finished.lse,
         exact.ref if has_made else run.count,
-        exact.poor if has_made else run.count,
+        exact.bad_ref if has_made else run.count,
         run.count if order is None else order,
         lse,
         log_dropped,

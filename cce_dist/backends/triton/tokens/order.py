@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist.backends.triton.kernels.tokens.order import order_kernel
 from cce_dist.backends.triton.kernels.tokens.similar import SEEDS, similar_kernel
-from cce_dist.backends.triton.launch.start import is_rehearsing, start
+from cce_dist.backends.triton.launch.start import is_compiling_only, start
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.types import Head, Tokens
 
@@ -77,7 +77,7 @@ def in_similar_order(tokens: Tokens) -> tuple[Tokens, Tensor]:
         order = torch.sort(key, stable=True).indices
         return tokens.reordered(order), order
     order = torch.empty(num_tokens, dtype=torch.int64, device=rows.device)
-    if is_rehearsing():
+    if is_compiling_only():
         # torch's own kernels run then, too.
         torch.arange(num_tokens, out=order)
     # Where a token's row is its number they are the same, and written twice.

@@ -116,7 +116,7 @@ def stand_in(capability: int) -> None:
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
     torch.cuda.get_device_properties = lambda device=None: properties
     # What no kernel has filled must not be taken for indices, but for `Call.exact`, which nobody
-    # rehearses.
+    # compiles only.
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         setattr(owner, name, of_garbage(getattr(owner, name.replace("empty", "zeros"))))
 

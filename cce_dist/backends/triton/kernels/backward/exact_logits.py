@@ -54,7 +54,7 @@ def logits_task(
     ref_ptr,
     bias_ptr,
     class_weight_ptr,
-    pull_ptr,
+    upstream_ptr,
     first_column,
     N,
     V,
@@ -81,7 +81,7 @@ def logits_task(
     column = first_column + local
     token = block * BLOCK_N + tl.arange(0, BLOCK_N)
     place = local.to(tl.int64)[:, None] * N + token[None, :]
-    pull_ptrs = pull_ptr + token
+    upstream_ptrs = upstream_ptr + token
     slope = 1.0
     if HAS_LOGITS:
         x = tl.load(logit_ptr + place).to(tl.float32) + tl.load(ref_ptr + token)[None, :]
@@ -115,13 +115,13 @@ def logits_task(
     entropy = 0.0
     of_mean = 0.0
     if HAS_ENTROPY:
-        of_entropy = tl.load(pull_ptrs + 2 * N)[None, :]
-        entropy = tl.load(pull_ptrs + 3 * N)[None, :]
+        of_entropy = tl.load(upstream_ptrs + 2 * N)[None, :]
+        entropy = tl.load(upstream_ptrs + 3 * N)[None, :]
     if HAS_SMOOTH:
-        of_mean = tl.load(pull_ptrs + 4 * N)[None, :]
+        of_mean = tl.load(upstream_ptrs + 4 * N)[None, :]
     grad = d_logits(
-        x - tl.load(pull_ptrs + 5 * N)[None, :], slope, tl.load(pull_ptrs)[None, :], of_entropy,
-        entropy, of_mean, of_class, WIDE, HAS_ENTROPY, HAS_SMOOTH,
+        x - tl.load(upstream_ptrs + 5 * N)[None, :], slope, tl.load(upstream_ptrs)[None, :],
+        of_entropy, entropy, of_mean, of_class, WIDE, HAS_ENTROPY, HAS_SMOOTH,
     )  # fmt: skip
     if first_column + tile * BLOCK_V + BLOCK_V > V:
         grad = tl.where((column < V)[:, None], grad, 0.0)
@@ -141,11 +141,11 @@ def exact_logits_kernel(
     workspace_ptr,
     logit_ptr,  # [columns, N] the same memory: logits over `ref_ptr`, log2, if HAS_LOGITS
     ref_ptr,  # [N]
-    poor_ptr,  # [N / BLOCK_N + 1] int32: 1 where a block's kept logits are not to be used; any
+    bad_ref_ptr,  # [N / BLOCK_N + 1] int32: 1 where a block's kept logits are not to be used; any
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
     count_ptr,  # [1] int32
-    pull_ptr,  # [7, N]: probability, target, entropy; entropy; mean; lse and target's z in log2
+    upstream_ptr,  # [7, N]: probability, target, entropy; entropy; mean; lse and target's z in log2
     first_column,
     num_columns,
     cached_blocks,
@@ -163,7 +163,7 @@ def exact_logits_kernel(
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,  # fp32 inputs
     HAS_LOGITS: tl.constexpr,  # the forward has left them in the workspace
-    ONLY_POOR: tl.constexpr,  # of that workspace, the blocks that HAS_LOGITS leaves out
+    ONLY_BAD_REF: tl.constexpr,  # of that workspace, the blocks that HAS_LOGITS leaves out
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
@@ -173,8 +173,8 @@ def exact_logits_kernel(
     """Computes SDD: d_logits of a chunk but for the targets', all token blocks that count. Programs
     that run at a time share a few tiles of the weight, and no more token blocks than the cache
     holds."""
-    if ONLY_POOR:  # noqa: SIM102
-        if tl.load(poor_ptr + N // BLOCK_N) == 0:
+    if ONLY_BAD_REF:  # noqa: SIM102
+        if tl.load(bad_ref_ptr + N // BLOCK_N) == 0:
             return
     num_blocks = tl.cdiv(tl.load(count_ptr), BLOCK_N)
     num_tiles = tl.cdiv(num_columns, BLOCK_V)
@@ -185,18 +185,18 @@ def exact_logits_kernel(
         here = tl.minimum(num_blocks - first_block, at_once)
         block = first_block + task % per_group % here
         tile = task % per_group // here
-        if HAS_LOGITS or ONLY_POOR:
-            if (tl.load(poor_ptr + block) != 0) == ONLY_POOR:
+        if HAS_LOGITS or ONLY_BAD_REF:
+            if (tl.load(bad_ref_ptr + block) != 0) == ONLY_BAD_REF:
                 logits_task(
                     block, tile, hidden, weight, workspace, workspace_ptr, logit_ptr, ref_ptr,
-                    bias_ptr, class_weight_ptr, pull_ptr, first_column, N, V, D, stride_hn,
+                    bias_ptr, class_weight_ptr, upstream_ptr, first_column, N, V, D, stride_hn,
                     stride_wv, scale, softcap, BLOCK_N, BLOCK_V, BLOCK_D, USE_TMA, PRECISION, WIDE,
                     HAS_LOGITS, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
                 )  # fmt: skip
         else:
             logits_task(
                 block, tile, hidden, weight, workspace, workspace_ptr, logit_ptr, ref_ptr, bias_ptr,
-                class_weight_ptr, pull_ptr, first_column, N, V, D, stride_hn, stride_wv, scale,
+                class_weight_ptr, upstream_ptr, first_column, N, V, D, stride_hn, stride_wv, scale,
                 softcap, BLOCK_N, BLOCK_V, BLOCK_D, USE_TMA, PRECISION, WIDE, HAS_LOGITS, HAS_BIAS,
                 HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
             )  # fmt: skip
@@ -207,7 +207,7 @@ def exact_targets_kernel(
     workspace_ptr,  # [columns, N]: out
     class_weight_ptr,  # [V]
     target_ptr,  # [N] int32, -1: none here
-    pull_ptr,  # [7, N]: see `exact_logits_kernel`
+    upstream_ptr,  # [7, N]: see `exact_logits_kernel`
     first_column,
     num_columns,
     N,
@@ -225,8 +225,8 @@ def exact_targets_kernel(
     target = tl.load(target_ptr + token)
     local = target - first_column
     here = (target >= 0) & (local >= 0) & (local < num_columns)
-    pull_ptrs = pull_ptr + token
-    z = tl.load(pull_ptrs + 6 * N)
+    upstream_ptrs = upstream_ptr + token
+    z = tl.load(upstream_ptrs + 6 * N)
     slope = 1.0
     if HAS_SOFTCAP:
         slope = slope_at(z, scale_of(scale, token), softcap)
@@ -234,10 +234,10 @@ def exact_targets_kernel(
     if HAS_CLASS_WEIGHT:
         of_class = tl.load(class_weight_ptr + target, mask=here, other=0.0)
     grad = d_logits(
-        z - tl.load(pull_ptrs + 5 * N), slope, tl.load(pull_ptrs), tl.load(pull_ptrs + 2 * N),
-        tl.load(pull_ptrs + 3 * N), tl.load(pull_ptrs + 4 * N), of_class, WIDE, HAS_ENTROPY,
-        HAS_SMOOTH,
+        z - tl.load(upstream_ptrs + 5 * N), slope, tl.load(upstream_ptrs),
+        tl.load(upstream_ptrs + 2 * N), tl.load(upstream_ptrs + 3 * N),
+        tl.load(upstream_ptrs + 4 * N), of_class, WIDE, HAS_ENTROPY, HAS_SMOOTH,
     )  # fmt: skip
-    grad -= tl.load(pull_ptrs + N) * slope
+    grad -= tl.load(upstream_ptrs + N) * slope
     place = workspace_ptr + local.to(tl.int64) * N + token
     tl.store(place, grad.to(workspace_ptr.dtype.element_ty), mask=here)

@@ -49,8 +49,8 @@ def filtered_kernel(
     class_weight_ptr,  # [V]
     target_ptr,  # [num_blocks * TOKENS] int32, -1: none here
     count_ptr,  # [1] int32
-    pull_ptr,  # [7, num_blocks * TOKENS]: see `exact_logits_kernel`
-    unit_ptr,  # [1] fp32: power of two by which `pull_ptr` was divided
+    upstream_ptr,  # [7, num_blocks * TOKENS]: see `exact_logits_kernel`
+    unit_ptr,  # [1] fp32: power of two by which `upstream_ptr` was divided
     seed_ptr,  # [1] int32
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
@@ -73,7 +73,7 @@ def filtered_kernel(
     workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
     made_ptr,  # the same: of the last chunk's entries, if HAS_MADE: see `entries_made`
     ref_ptr,  # [num_blocks * TOKENS] log2
-    poor_ptr,  # [num_blocks] int32: 1 where they are not to be used
+    bad_ref_ptr,  # [num_blocks] int32: 1 where they are not to be used
     drawn_sum_ptr,  # [max_tasks, TOKENS] fp32
     grad_hidden_ptr,  # [pieces, num_rows, D] fp32: their sum is the hidden gradient
     drawn_total_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out
@@ -215,11 +215,11 @@ def filtered_kernel(
                 if task < num_sdd:
                     sdd_kept_task(
                         task, turn == 0, seed, first, middle, hidden_ptr, rows_ptr, weight_ptr,
-                        bias_ptr, target_ptr, pull_ptr, starts_ptr, base_ptr + at, segment_ptr + at,
-                        entries_ptr + other, workspace_ptr, made_ptr, ref_ptr, poor_ptr,
-                        drawn_sum_ptr, num_tiles, num_blocks, D, stride_hn, stride_wv, scale,
-                        softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE,
-                        HAS_MADE, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
+                        bias_ptr, target_ptr, upstream_ptr, starts_ptr, base_ptr + at,
+                        segment_ptr + at, entries_ptr + other, workspace_ptr, made_ptr, ref_ptr,
+                        bad_ref_ptr, drawn_sum_ptr, num_tiles, num_blocks, D, stride_hn, stride_wv,
+                        scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION,
+                        WIDE, HAS_MADE, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
                     )  # fmt: skip
                 else:
                     pair_task(

@@ -133,7 +133,7 @@ def entries_made(
 @triton.jit
 def sdd_kept_task(
     task,
-    may_be_made,  # not 0: logits of blocks that are not poor are the forward's
+    may_be_made,  # not 0: logits of blocks that are not bad_ref are the forward's
     seed,
     first_tile,  # of the chunk
     last_tile,
@@ -142,7 +142,7 @@ def sdd_kept_task(
     weight_ptr,  # [V, D]
     bias_ptr,
     target_ptr,  # [N] int32, -1: none here
-    pull_ptr,  # [7, N]: see `exact_logits_kernel`
+    upstream_ptr,  # [7, N]: see `exact_logits_kernel`
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     segment_ptr,  # [num_blocks + 1] int32, of the chunk
@@ -150,7 +150,7 @@ def sdd_kept_task(
     workspace_ptr,  # [rows, TOKENS] d_logits of each entry: out
     made_ptr,  # the same memory
     ref_ptr,  # [N] log2
-    poor_ptr,  # [num_blocks] int32
+    bad_ref_ptr,  # [num_blocks] int32
     drawn_sum_ptr,  # [tasks, TOKENS] fp32 sum of those of drawn entries: out
     num_tiles,
     num_blocks,
@@ -186,7 +186,7 @@ def sdd_kept_task(
     token = block * TOKENS + tl.arange(0, TOKENS)
     slope = 1.0
     if HAS_MADE:
-        if may_be_made & (tl.load(poor_ptr + block) == 0):
+        if may_be_made & (tl.load(bad_ref_ptr + block) == 0):
             of_entry = entries_made(at, listed, token, made_ptr, ref_ptr)
         else:
             of_entry, _ = fresh_logits(
@@ -203,19 +203,19 @@ def sdd_kept_task(
             scale, softcap, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_BIAS,
             HAS_SOFTCAP,
         )  # fmt: skip
-    pull_ptrs = pull_ptr + token
+    upstream_ptrs = upstream_ptr + token
     # The target's element is the forward's own logit; it is kept, wherever it is.
     is_target = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
-    z = tl.load(pull_ptrs + 6 * N)[None, :]
+    z = tl.load(upstream_ptrs + 6 * N)[None, :]
     if HAS_SOFTCAP:
         slope = tl.where(is_target, slope_at(z, scale_across(scale, token), softcap), slope)
-    log_p = tl.where(is_target, z, of_entry) - tl.load(pull_ptrs + 5 * N)[None, :]
+    log_p = tl.where(is_target, z, of_entry) - tl.load(upstream_ptrs + 5 * N)[None, :]
     if HAS_DRAWN:
         # A drawn column stands for 2^level of its kind.
         log_p += tl.where(drawn, level_of(column, seed), 0).to(tl.float32)[:, None]
     p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
-    grad = p * tl.load(pull_ptrs)[None, :]
-    grad -= tl.where(is_target, tl.load(pull_ptrs + N)[None, :], 0.0)
+    grad = p * tl.load(upstream_ptrs)[None, :]
+    grad -= tl.where(is_target, tl.load(upstream_ptrs + N)[None, :], 0.0)
     grad = tl.where(listed[:, None], grad * slope, 0.0)
     # The products read whole steps of the list.
     written = (place < tl.cdiv(length, BLOCK_K) * BLOCK_K)[:, None]

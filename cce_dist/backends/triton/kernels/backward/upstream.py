@@ -61,7 +61,7 @@ def unit_kernel(
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=VECTORS)
-def pull_kernel(
+def upstream_kernel(
     rows_ptr,  # [N] int64: row of each token in hidden
     local_target_ptr,  # [N] int32 or int64, -1: none here
     order_ptr,  # [N]: the blocks' i-th token is the order[i]-th of those above and below
@@ -75,7 +75,7 @@ def pull_kernel(
     entropy_ptr,  # [N] nats
     dropped_ptr,  # [N] mass
     unit_ptr,  # [1]
-    pull_ptr,  # [7, N_padded]: see `exact_logits_kernel`: out
+    upstream_ptr,  # [7, N_padded]: see `exact_logits_kernel`: out
     row_ptr,  # [N_padded] int64: row of each token: out
     read_row_ptr,  # [N_padded] int64: as above, but never an ignored token's row: out
     target_ptr,  # [N_padded] int32: out
@@ -126,7 +126,7 @@ def pull_kernel(
     logit = tl.load(target_logit_ptr + place, mask=counts, other=0.0)
     # Exact by a power of two, which the hardware's reciprocal does not promise.
     factor = tl.div_rn(zero + scale, zero + unit)
-    out = pull_ptr + token
+    out = upstream_ptr + token
     tl.store(out, probability * factor)
     tl.store(out + size, of_target * factor)
     tl.store(out + 2 * size, of_entropy * factor)

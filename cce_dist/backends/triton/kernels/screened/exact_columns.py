@@ -330,7 +330,7 @@ def screened_lse_kernel(
     sum_ptr,  # [2, N]
     lse_ptr,  # [N] natural log, of the 8-bit logits
     ref_ptr,  # [N] log2: the same: out
-    poor_ptr,  # [N / BLOCK_N] int32: 1 where a block's `entries_made` are not to be used: out
+    bad_ref_ptr,  # [N / BLOCK_N] int32: 1 where a block's `entries_made` are not to be used: out
     order_ptr,  # int64: the caller's place of each token that counts, if HAS_ORDER; else its own
     # In the caller's order, in place, where logits were screened:
     placed_lse_ptr,  # natural log
@@ -355,7 +355,7 @@ def screened_lse_kernel(
         ref = tl.load(lse_ptr + token) * LOG2E
         good = tl.abs(lse * LOG2E - ref) <= MADE_FURTHEST
         tl.store(ref_ptr + token, ref)
-        tl.store(poor_ptr + tl.program_id(0), tl.max((counts & ~good).to(tl.int32), 0) | full)
+        tl.store(bad_ref_ptr + tl.program_id(0), tl.max((counts & ~good).to(tl.int32), 0) | full)
     screened = counts & (full == 0)
     place = token
     if HAS_ORDER:

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from cce_dist.backends.triton.launch.start import can_rehearse, rehearsal, start
+from cce_dist.backends.triton.launch.start import can_compile_only, compile_only, start
 
 CPU = torch.device("cpu")
 
@@ -33,23 +33,23 @@ class Recorded:
         self.calls.append(("warmup", grid, args))
 
 
-def test_nothing_is_started_in_a_rehearsal() -> None:
-    if not can_rehearse():
+def test_nothing_is_started_while_kernels_compile_only() -> None:
+    if not can_compile_only():
         pytest.skip("this Triton compiles in the launch alone")
     kernel = Recorded()
-    with rehearsal(CPU):
+    with compile_only(CPU):
         start(kernel, (3,))(1, 2)
     start(kernel, (4,))(5)
     assert kernel.calls == [("warmup", (3,), (1, 2)), ("launch", (4,), (5,))]
 
 
-def test_an_error_ends_a_rehearsal() -> None:
-    if not can_rehearse():
+def test_an_error_ends_compiling_only() -> None:
+    if not can_compile_only():
         pytest.skip("this Triton compiles in the launch alone")
     kernel = Recorded()
-    with pytest.raises(RuntimeError, match="out of memory"), rehearsal(CPU):
+    with pytest.raises(RuntimeError, match="out of memory"), compile_only(CPU):
         raise RuntimeError("out of memory")
-    with rehearsal(CPU):
+    with compile_only(CPU):
         start(kernel, (1,))()
     start(kernel, (1,))()
     assert [call[0] for call in kernel.calls] == ["warmup", "launch"]
@@ -110,7 +110,7 @@ print(json.dumps(report))
     ids=["bf16", "fp16-softcap", "fp32", "in_forward", "smoothing", "screened"],
 )
 def test_first_calls_compile_side_by_side(options: dict[str, Any], tmp_path: Path) -> None:
-    if not can_rehearse():
+    if not can_compile_only():
         pytest.skip("this Triton compiles in the launch alone")
     done = subprocess.run(
         [sys.executable, "-c", FIRST_CALLS, json.dumps(options)],
