@@ -35,7 +35,7 @@ CHOICES = (CORE, "train", "bench", "mpi", "megatron")
 # Extras that bring what another brings.
 BRINGS = {"bench": "train"}
 # Without Triton, which torch's CUDA build brings, and without what extras bring.
-OPTIONAL = r"cce_dist\.(backends\.triton|train|bench|testing)\b.*"
+OPTIONAL = r"cce_dist\.(backends\.(triton|empty_shard)|train|bench|testing)\b.*"
 # Subcommands that train, or read what training has written.
 TRAINING = ("train", "eval", "bench train")
 # Those that no installed package has.
