@@ -20,7 +20,8 @@ from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
 from cce_dist.algorithm.saved import put_together, take_apart
 from cce_dist.backends.protocol import ExpectedBackward, Kept, LogitStore, Scores, WeightGrad
-from cce_dist.core.types import Head, QuantizedRows, Stats, Tokens, Upstream, accumulate_dtype
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Head, QuantizedRows, Tokens, Upstream, accumulate_dtype
 
 # nll, lse, smooth_logit [N] -> this chunk's part of the scalar loss; the slice says which tokens.
 Objective = Callable[[Tensor, Tensor, Tensor | None, slice], Tensor]

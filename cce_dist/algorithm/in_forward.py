@@ -10,7 +10,8 @@ from torch import Tensor
 from cce_dist.algorithm import sharded
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.protocol import BackwardRequest, WeightGrad
-from cce_dist.core.types import Head, LocalGrads, Stats, Tokens, Upstream, accumulate_dtype
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Head, LocalGrads, Tokens, Upstream, accumulate_dtype
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.ranks.hidden_sum import SumOverRanks
 from cce_dist.ranks.transport import group_size

@@ -21,13 +21,13 @@ from cce_dist.backends.protocol import (
 )
 from cce_dist.core.types import Head, Tokens, Wanted
 from cce_dist.options import SCREENED_BYTES_PER_TOKEN, LossOptions, Screen
-from cce_dist.ranks.hidden_sum import SumOverRanks
-from cce_dist.ranks.merge import (
+from cce_dist.ranks.gather import (
     gather_bounds,
     gather_tokens_later,
     require_same_sizes,
     sum_over_ranks,
 )
+from cce_dist.ranks.hidden_sum import SumOverRanks
 from cce_dist.ranks.transport import group_size
 from cce_dist.vocab_shard import VocabShard
 
@@ -175,7 +175,7 @@ class Plan:
     def require_same_sizes(self, hidden: Tensor, num_tokens: int) -> None:
         """Checks, before ranks say anything else, that they are about to send as much.
 
-        Collectives: those of `collectives.require_same_sizes`.
+        Collectives: those of `gather.require_same_sizes`.
 
         Args: num_tokens: that are computed.
         """

@@ -4,14 +4,14 @@ Every rank holds some rows of the LM head. A loss and its gradients take four st
 second and the last talk to the other ranks, once each:
 
     1  local statistics  log-sum-exp and target logit of this rank's columns    a backend's forward
-    2  merge             log-add-exp over the ranks: all of them get one lse    collectives.py
+    2  merge             log-add-exp over the ranks: all of them get one lse    ranks/merge.py
     3  local gradients   d_logits of the columns that matter, times hidden      a backend's backward
                          and weight
-    4  sum               every rank's part of the hidden gradient               hidden_sum.py
+    4  sum               every rank's part of the hidden gradient               ranks/hidden_sum.py
 
 `forward` is steps 1 and 2, `backward` is 3 and 4; `choose_columns` says between them which columns
-matter, where the gradient is filtered. What a step asks of the backend stands in loss_plan.py;
-what a backend is, in protocol.py; which one computes, in local.py.
+matter, where the gradient is filtered. What a step asks of the backend stands in plan.py; what a
+backend is, in backends/protocol.py; which one computes, in backends/choose.py.
 
 The group may be tensor-parallel ranks, pipeline ranks, or their product.
 """
@@ -24,7 +24,8 @@ import torch
 
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.protocol import BackwardRequest, Kept, LogitStore, Scores, WeightGrad
-from cce_dist.core.types import Head, LocalGrads, Stats, Tokens, Upstream
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Head, LocalGrads, Tokens, Upstream
 from cce_dist.ranks.merge import merge_stats
 
 

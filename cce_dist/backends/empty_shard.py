@@ -23,7 +23,8 @@ from cce_dist.backends.torch.forward import largest, statistics
 from cce_dist.backends.torch.pick import pick_on_device
 from cce_dist.backends.triton.forward.bounds import EXCHANGES
 from cce_dist.backends.triton.tokens.merge import KERNELS
-from cce_dist.core.types import Head, LocalGrads, Picked, Stats, Tokens
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Head, LocalGrads, Picked, Tokens
 from cce_dist.vocab_shard import VocabShard
 
 

@@ -13,16 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cce_dist.core.types import (
-    Head,
-    LocalGrads,
-    MergeKernels,
-    Picked,
-    Stats,
-    Tokens,
-    Upstream,
-    Wanted,
-)
+from cce_dist.core.stats import MergeKernels, Stats
+from cce_dist.core.types import Head, LocalGrads, Picked, Tokens, Upstream, Wanted
 from cce_dist.options import Screen
 from cce_dist.vocab_shard import VocabShard
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from cce_dist import LinearCrossEntropy, VocabShard
 from cce_dist.options import TOKEN_BLOCK, Backend, GradientMode, LogitsMode
-from cce_dist.ranks.merge import gather_tokens, reduce_grad_hidden
+from cce_dist.ranks.gather import gather_tokens
+from cce_dist.ranks.hidden_sum import reduce_grad_hidden
 
 from .golden import LossFunction
 from .inputs import IGNORE_INDEX, BenchInputs

@@ -20,7 +20,8 @@ from cce_dist.distributed import own_group
 from cce_dist.doctor.check import Check
 from cce_dist.doctor.links import TOO_SLOW, Link, link_of
 from cce_dist.doctor.ranks import Ranks
-from cce_dist.ranks.merge import reduce_grad_hidden, start_all_gather
+from cce_dist.ranks.gather import start_all_gather
+from cce_dist.ranks.hidden_sum import reduce_grad_hidden
 from cce_dist.ranks.transport import group_rank, group_size
 
 WARM_UP = 3

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cce_dist.frontend.inputs import Inputs
 from cce_dist.options import LossOptions
-from cce_dist.ranks.merge import gather_numbers
+from cce_dist.ranks.gather import gather_numbers
 from cce_dist.ranks.transport import group_rank, group_size
 
 if TYPE_CHECKING:

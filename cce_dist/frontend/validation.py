@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cce_dist.core.tracing import is_fake, is_traced
 from cce_dist.core.types import accumulate_dtype
 from cce_dist.options import LARGEST_FACTOR, LEAST_FACTOR, LossOptions
-from cce_dist.ranks.merge import require
+from cce_dist.ranks.gather import require
 from cce_dist.ranks.transport import adapter_of
 from cce_dist.vocab_shard import VocabShard
 

@@ -16,7 +16,8 @@ from cce_dist.core.phases import in_phase
 from cce_dist.pipeline.comm.groups import own_couriers, own_groups, start_broadcast, start_reduce
 from cce_dist.pipeline.head import TIMEOUT, PipelineHead
 from cce_dist.pipeline.warm_up import warm_up_embedding
-from cce_dist.ranks.merge import gather_tokens, reduce_grad_hidden, require
+from cce_dist.ranks.gather import gather_tokens, require
+from cce_dist.ranks.hidden_sum import reduce_grad_hidden
 
 _ONCE = (
     "the first stage must call the embedding once a microbatch, on the tokens that the schedule "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cce_dist.core.types import Head
 from cce_dist.pipeline.comm.courier import Courier
-from cce_dist.ranks.merge import start_all_gather
+from cce_dist.ranks.gather import start_all_gather
 from cce_dist.vocab_shard import VocabShard
 
 # Of each rank. Over 4 ranks of 64,000 rows the others' 1,536 are 2.4 % of the forward.

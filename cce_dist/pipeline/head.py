@@ -27,7 +27,8 @@ from torch import Tensor
 
 from cce_dist.algorithm import sharded
 from cce_dist.core.phases import in_phase
-from cce_dist.core.types import Stats, Upstream, accumulate_dtype
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Upstream, accumulate_dtype
 from cce_dist.frontend.inputs import Inputs
 from cce_dist.frontend.prepare import prepare
 from cce_dist.frontend.quantized import StepQuantizer
@@ -39,7 +40,8 @@ from cce_dist.pipeline.frequent_rows import FrequentRows
 from cce_dist.pipeline.grads import RowGradients
 from cce_dist.pipeline.microbatch import Microbatch, plainly, start_forward
 from cce_dist.pipeline.warm_up import warm_up_head
-from cce_dist.ranks.merge import gather_tokens, reduce_grad_hidden
+from cce_dist.ranks.gather import gather_tokens
+from cce_dist.ranks.hidden_sum import reduce_grad_hidden
 from cce_dist.ranks.transport import group_size, process_group
 from cce_dist.vocab_shard import VocabShard
 

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cce_dist.ranks.merge import reduce_grad_hidden, start_reduce_grad_hidden
-from cce_dist.ranks.transport import group_size
+from cce_dist.core.phases import in_phase
+from cce_dist.core.streams import start_aside
+from cce_dist.ranks.transport import (
+    all_gather_into,
+    all_reduce,
+    group_size,
+    reduce_scatter_into,
+)
 
 if TYPE_CHECKING:
     from cce_dist.ranks.transport import Group
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
 class SumOverRanks:
     """The sum of every rank's part of the hidden gradient.
 
-    Collectives: those of `collectives.reduce_grad_hidden`, once; none for one rank.
+    Collectives: those of `reduce_grad_hidden`, once; none for one rank.
     """
 
     group: Group | None
@@ -59,3 +65,90 @@ class SumOverRanks:
         if rows is None:
             return part
         return part.new_zeros(self.num_rows, part.shape[1]).index_copy_(0, rows, part)
+
+
+@in_phase("reduce")
+def reduce_grad_hidden(
+    grad_hidden: Tensor,  # [N, D] this rank's part, in the accumulation dtype
+    group: Group | None,
+    *,
+    scatter: bool,
+    dtype: torch.dtype,  # of the sum
+) -> Tensor:
+    """Sums the hidden gradients of all ranks; grad_hidden is overwritten.
+
+    Returns:
+        [N, D], or with `scatter` (sequence parallel) this rank's rows [N / W, D]; in `dtype`, if
+        ranks had anything to sum.
+    Collectives: one reduce-scatter of grad_hidden over `group`; without `scatter` an all-gather of
+        the sum in `dtype` as well, or one all-reduce where that is no narrower, or N no multiple
+        of W.
+    """
+    if group is None:
+        return grad_hidden
+    run, result = _reduction(grad_hidden, group, scatter, dtype)
+    run()
+    return result
+
+
+@in_phase("reduce")
+def start_reduce_grad_hidden(
+    grad_hidden: Tensor,
+    group: Group,
+    *,
+    scatter: bool,
+    dtype: torch.dtype,
+    finish: Callable[[], object],  # completes grad_hidden, on the stream that sums it
+) -> Callable[[], Tensor]:
+    """Starts `reduce_grad_hidden`, on a GPU beside what the current stream is given next.
+
+    Returns: a function that makes the stream wait, and returns the sum. Until then the memory of
+    grad_hidden, and of all that the stream has been given, has to stay.
+    """
+    run, result = _reduction(grad_hidden, group, scatter, dtype)
+
+    def finish_and_sum() -> None:
+        finish()
+        run()
+
+    wait_for_it = start_aside(grad_hidden.device, finish_and_sum)
+
+    def wait() -> Tensor:
+        wait_for_it()
+        return result
+
+    return wait
+
+
+def _reduction(
+    grad: Tensor, group: Group, scatter: bool, dtype: torch.dtype
+) -> tuple[Callable[[], None], Tensor]:
+    """Returns a function that calls the collectives of `reduce_grad_hidden`, and the sum, which
+    they will write. All memory is the caller's stream's, whichever stream they run on."""
+    size, num_tokens = group.size(), grad.shape[0]
+    narrows = dtype.itemsize < grad.element_size()
+    if not scatter and not (num_tokens % size == 0 and narrows):
+        total = torch.empty_like(grad, dtype=dtype) if dtype != grad.dtype else grad
+
+        def sum_up() -> None:
+            all_reduce(grad, group)
+            if total is not grad:
+                total.copy_(grad)
+
+        return sum_up, total
+    part = grad.view(size, num_tokens // size, *grad.shape[1:])[group.rank()]
+    # NCCL's sum may take the place of what it was made of, where it does not stay there.
+    if not grad.is_cuda or dtype == grad.dtype:
+        part = torch.empty_like(part)
+    stored = torch.empty_like(part, dtype=dtype) if dtype != grad.dtype else part
+    whole = stored if scatter else torch.empty_like(grad, dtype=dtype)
+
+    def sum_up_rows() -> None:
+        reduce_scatter_into(part, grad, group)
+        if stored is not part:
+            stored.copy_(part)
+        # An all-reduce is this and a gathering of sums, which would be rounded afterwards.
+        if whole is not stored:
+            all_gather_into(whole, stored, group)
+
+    return sum_up_rows, whole

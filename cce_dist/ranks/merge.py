@@ -1,22 +1,26 @@
-"""Everything that ranks say to each other within a loss: no other file of it calls a collective.
+"""Step 2: log-add-exp over the ranks, and the same operator for whoever wants it alone.
 
-What carries it is in `transport`. A group of one rank has no second code path: its collectives
-return their input.
+Of a loss this file, gather.py and hidden_sum.py call collectives, and no other. A group of one rank
+has no second code path: its collectives return their input.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cce_dist.core.phases import in_phase
-from cce_dist.core.streams import start_aside
-from cce_dist.core.tracing import is_fake, is_traced
-from cce_dist.core.types import MergeKernels, Stats, logaddexp_parts, merge_parts, zero_beyond
+from cce_dist.core.stats import MergeKernels, Stats, logaddexp_parts, merge_parts, zero_beyond
+from cce_dist.ranks.gather import (
+    Begin,
+    all_gather,
+    require,
+    require_same_sizes,
+    start_all_gather,
+)
 from cce_dist.ranks.merge_header import (
     NUM_DIGITS,
     RULE,
@@ -31,49 +35,14 @@ from cce_dist.ranks.merge_header import (
 from cce_dist.ranks.transport import (
     RankGroup,
     adapter_of,
-    all_gather_into,
-    all_reduce,
-    device_of_numbers,
-    group_size,
-    reduce_scatter_into,
     resolve_group,
 )
 from cce_dist.vocab_shard import VocabShard
-
-# Takes a function that issues a collective, and returns one that waits for it.
-Begin = Callable[[Callable[[], object]], Callable[[], object]]
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from cce_dist.ranks.transport import Group
-
-
-def _all_gather(tensor: Tensor, group: Group | None) -> Tensor:
-    """Gathers a tensor [...] of every rank: [W, ...] in rank order."""
-    return start_all_gather(tensor, group, later=False)()
-
-
-def start_all_gather(
-    tensor: Tensor, group: Group | None, *, later: bool, begin: Begin | None = None
-) -> Callable[[], Tensor]:
-    """Returns a function that returns the result of `_all_gather`; with `later` that one waits."""
-    if group is None:
-        return lambda: tensor[None]
-    size, tensor = group.size(), tensor.contiguous()
-    out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-    if begin is not None:
-        wait = begin(lambda: all_gather_into(out, tensor, group, later=True))
-    else:
-        work = all_gather_into(out, tensor, group, later=later)
-        wait = None if work is None else work.wait
-
-    def finish() -> Tensor:
-        if wait is not None:
-            wait()
-        return out.view(size, *tensor.shape)
-
-    return finish
 
 
 def all_reduce_logaddexp(
@@ -106,7 +75,7 @@ def all_reduce_logaddexp(
     sizes = {"elements": tensor.numel(), "bytes an element": tensor.element_size()}
     require_same_sizes(sizes, tensor.device, ranks)
     if adapter is None:
-        merged = logaddexp_parts(_widened(_all_gather(tensor.reshape(-1), ranks)))
+        merged = logaddexp_parts(_widened(all_gather(tensor.reshape(-1), ranks)))
     else:
         records = Stats.record_of(_widened(tensor.reshape(-1)))
         adapter.all_reduce_logaddexp(records, ())
@@ -116,11 +85,6 @@ def all_reduce_logaddexp(
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def gather_bounds(bound: Tensor, group: Group | None) -> Tensor:
-    """Gathers [N] of every rank: [W, N] in rank order. Collectives: one all-gather of `bound`."""
-    return _all_gather(bound, group)
 
 
 @in_phase("merge")
@@ -208,155 +172,3 @@ def _fields(parts: Tensor, local: Stats, packed: Tensor) -> Stats:
 
 def _require_sound(sound: Tensor, headers: Tensor, stats: Stats, count: Tensor | None) -> None:
     require(sound, lambda: flaw(headers, stats, count), RULE)
-
-
-def require(condition: Tensor, message: Callable[[], str], async_message: str) -> None:
-    """Raises ValueError unless `condition` [] holds; on a GPU asserts without stopping the stream.
-    A fake tensor holds nothing, nor fails to."""
-    if condition.device.type == "cpu" and not is_traced() and not is_fake(condition):
-        if not bool(condition):
-            raise ValueError(message())
-    else:
-        torch._assert_async(condition, async_message)
-
-
-def gather_numbers(numbers: list[int], group: Group | None) -> list[list[int]]:
-    """Gathers [W] lists in rank order; the host waits. Collectives: one all-gather of int64."""
-    device = device_of_numbers(group)
-    return _all_gather(torch.tensor(numbers, device=device), group).tolist()
-
-
-@in_phase("merge", begins=False)
-def require_same_sizes(sizes: Mapping[str, int], device: torch.device, group: Group | None) -> None:
-    """Checks that all ranks are about to send as much, where the process would end if they did not:
-    gloo aborts when more arrives than fits. Over MPI ranks say so before each collective.
-
-    Args: sizes: the same names on every rank.
-    Raises:
-        ValueError: on every rank; names what differs, and every rank's.
-    Collectives: on the CPU over torch.distributed one all-gather of the sizes, int64.
-    """
-    if device.type != "cpu" or group_size(group) == 1 or adapter_of(group) is not None:
-        return
-    columns = zip(*gather_numbers(list(sizes.values()), group), strict=True)
-    by_name = dict(zip(sizes, columns, strict=True))
-    differ = {name: list(row) for name, row in by_name.items() if len(set(row)) > 1}
-    if differ:
-        raise ValueError(
-            "every rank of the group must be called with tensors of the same sizes, got by rank "
-            + "; ".join(f"{name} {row}" for name, row in differ.items())
-        )
-
-
-def sum_over_ranks(tensor: Tensor, group: Group | None) -> Tensor:
-    """Sums in rank order, the same bits on every rank. Collectives: one all-gather of `tensor`."""
-    return _all_gather(tensor, group).sum(0)
-
-
-def gather_tokens(hidden: Tensor, group: Group | None) -> Tensor:
-    """Gathers [n, ...] of every rank: [W n, ...] in rank order. Collectives: one all-gather."""
-    whole, fill = gather_tokens_later(hidden, group)
-    fill()
-    return whole
-
-
-def gather_tokens_later(hidden: Tensor, group: Group | None) -> tuple[Tensor, Callable[[], None]]:
-    """Returns the memory of `gather_tokens`, and a function that fills it on the stream that it is
-    called on; called again it does nothing. Collectives: one all-gather, then."""
-    if group is None:
-        return hidden, lambda: None
-    hidden = hidden.contiguous()
-    whole = hidden.new_empty(group.size() * hidden.shape[0], *hidden.shape[1:])
-
-    @functools.cache
-    def fill() -> None:
-        all_gather_into(whole, hidden, group)
-
-    return whole, fill
-
-
-@in_phase("reduce")
-def reduce_grad_hidden(
-    grad_hidden: Tensor,  # [N, D] this rank's part, in the accumulation dtype
-    group: Group | None,
-    *,
-    scatter: bool,
-    dtype: torch.dtype,  # of the sum
-) -> Tensor:
-    """Sums the hidden gradients of all ranks; grad_hidden is overwritten.
-
-    Returns:
-        [N, D], or with `scatter` (sequence parallel) this rank's rows [N / W, D]; in `dtype`, if
-        ranks had anything to sum.
-    Collectives: one reduce-scatter of grad_hidden over `group`; without `scatter` an all-gather of
-        the sum in `dtype` as well, or one all-reduce where that is no narrower, or N no multiple
-        of W.
-    """
-    if group is None:
-        return grad_hidden
-    run, result = _reduction(grad_hidden, group, scatter, dtype)
-    run()
-    return result
-
-
-@in_phase("reduce")
-def start_reduce_grad_hidden(
-    grad_hidden: Tensor,
-    group: Group,
-    *,
-    scatter: bool,
-    dtype: torch.dtype,
-    finish: Callable[[], object],  # completes grad_hidden, on the stream that sums it
-) -> Callable[[], Tensor]:
-    """Starts `reduce_grad_hidden`, on a GPU beside what the current stream is given next.
-
-    Returns: a function that makes the stream wait, and returns the sum. Until then the memory of
-    grad_hidden, and of all that the stream has been given, has to stay.
-    """
-    run, result = _reduction(grad_hidden, group, scatter, dtype)
-
-    def finish_and_sum() -> None:
-        finish()
-        run()
-
-    wait_for_it = start_aside(grad_hidden.device, finish_and_sum)
-
-    def wait() -> Tensor:
-        wait_for_it()
-        return result
-
-    return wait
-
-
-def _reduction(
-    grad: Tensor, group: Group, scatter: bool, dtype: torch.dtype
-) -> tuple[Callable[[], None], Tensor]:
-    """Returns a function that calls the collectives of `reduce_grad_hidden`, and the sum, which
-    they will write. All memory is the caller's stream's, whichever stream they run on."""
-    size, num_tokens = group.size(), grad.shape[0]
-    narrows = dtype.itemsize < grad.element_size()
-    if not scatter and not (num_tokens % size == 0 and narrows):
-        total = torch.empty_like(grad, dtype=dtype) if dtype != grad.dtype else grad
-
-        def sum_up() -> None:
-            all_reduce(grad, group)
-            if total is not grad:
-                total.copy_(grad)
-
-        return sum_up, total
-    part = grad.view(size, num_tokens // size, *grad.shape[1:])[group.rank()]
-    # NCCL's sum may take the place of what it was made of, where it does not stay there.
-    if not grad.is_cuda or dtype == grad.dtype:
-        part = torch.empty_like(part)
-    stored = torch.empty_like(part, dtype=dtype) if dtype != grad.dtype else part
-    whole = stored if scatter else torch.empty_like(grad, dtype=dtype)
-
-    def sum_up_rows() -> None:
-        reduce_scatter_into(part, grad, group)
-        if stored is not part:
-            stored.copy_(part)
-        # An all-reduce is this and a gathering of sums, which would be rounded afterwards.
-        if whole is not stored:
-            all_gather_into(whole, stored, group)
-
-    return sum_up_rows, whole

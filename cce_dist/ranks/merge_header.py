@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cce_dist.core.types import Stats
+from cce_dist.core.stats import Stats
 from cce_dist.vocab_shard import VocabShard
 
 # Integers travel as two numbers below 2^20 each: fp32 holds integers exactly up to 2^24.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import linear_cross_entropy
-from cce_dist.ranks import merge as collectives
+from cce_dist.ranks import gather, hidden_sum
 from cce_dist.testing import fork_context
 
 TIMEOUT = 2.0
@@ -67,23 +67,24 @@ FAULTS: dict[str, Callable[[], None]] = {"dies": die, "stops": stop, "skips": sk
 @contextlib.contextmanager
 def fault_at(phase: str, fault: Callable[[], None]) -> Iterator[None]:
     """Just before this rank's part of a collective."""
-    name = {"forward": "start_all_gather", "backward": "_reduction"}.get(phase)
+    places = {"forward": (gather, "start_all_gather"), "backward": (hidden_sum, "_reduction")}
     if phase == "before":
         fault()
-    if name is None:
+    if phase not in places:
         yield
         return
-    original = getattr(collectives, name)
+    module, name = places[phase]
+    original = getattr(module, name)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         fault()
         return original(*args, **kwargs)
 
-    setattr(collectives, name, failing)
+    setattr(module, name, failing)
     try:
         yield
     finally:
-        setattr(collectives, name, original)
+        setattr(module, name, original)
 
 
 def serve(rank: int, store: str, groups: list[Members], connection: Connection) -> None:

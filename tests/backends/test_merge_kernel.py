@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cce_dist.core.types import Stats, merge_parts
+from cce_dist.core.stats import Stats, merge_parts
 from cce_dist.ranks.merge_header import NUM_DIGITS, flaw, is_sound
 from cce_dist.testing import TRITON_PLACES, Place, grid
 

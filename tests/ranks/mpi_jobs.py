@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cce_dist import LinearCrossEntropy, VocabShard, linear_cross_entropy, token_logprobs
 from cce_dist.pipeline.head import PipelineHead
-from cce_dist.ranks.merge import gather_numbers
+from cce_dist.ranks.gather import gather_numbers
 from cce_dist.ranks.mpi import MPIGroup, abort_on_exception
 from cce_dist.testing import Case, gaussian_inputs, run_case, zipf_inputs
 from tests.ranks.mpi_operator import VALUES, bits_of_every_size, by_mpi_alone, made, merged, reduced

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import VocabShard, all_reduce_logaddexp
-from cce_dist.core.types import Stats
+from cce_dist.core.stats import Stats
 from cce_dist.ranks.merge import merge_stats
 from cce_dist.ranks.mpi import logaddexp_op, record_type
 

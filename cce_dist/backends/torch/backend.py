@@ -20,7 +20,8 @@ from cce_dist.backends.torch.backward import gradients
 from cce_dist.backends.torch.filter import ColumnMask, ColumnMasses, keep_columns
 from cce_dist.backends.torch.pick import pick
 from cce_dist.backends.torch.screened import screened_statistics
-from cce_dist.core.types import Head, LocalGrads, Picked, Stats, Tokens
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Head, LocalGrads, Picked, Tokens
 from cce_dist.vocab_shard import VocabShard
 
 

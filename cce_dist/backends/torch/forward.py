@@ -22,7 +22,8 @@ from cce_dist.backends.torch.tiles import (
     sum_over_blocks,
     tiles_of,
 )
-from cce_dist.core.types import Head, Stats, Tokens, Wanted, accumulate_dtype
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Head, Tokens, Wanted, accumulate_dtype
 from cce_dist.options import TOKEN_BLOCK
 
 

@@ -33,7 +33,8 @@ from cce_dist.backends.torch.filter import (
 from cce_dist.backends.torch.forward import statistics
 from cce_dist.backends.torch.quantize import moments_of, quantize, quantize_for, quantize_weight
 from cce_dist.backends.torch.tiles import TileSize, find_targets, operand_dtype, spans, squash
-from cce_dist.core.types import Head, QuantizedRows, Stats, Tokens, logaddexp_parts
+from cce_dist.core.stats import Stats, logaddexp_parts
+from cce_dist.core.types import Head, QuantizedRows, Tokens
 from cce_dist.options import TOKEN_BLOCK, Screen
 
 

@@ -1,16 +1,16 @@
-"""The backend in Triton: where each of its methods stands."""
+"""The backend in Triton: where each method of it stands."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from cce_dist.backends.protocol import ExpectedBackward, ForwardRequest, Traits
-from cce_dist.backends.triton import grads as triton_grads
-from cce_dist.backends.triton import stats as triton_stats
-from cce_dist.backends.triton.filter import lists as filter_lists
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
-from cce_dist.backends.triton.filter.lists import ListedLogits, Marks
+from cce_dist.backends.triton.filter.lists import ListedLogits
+from cce_dist.backends.triton.filter.marks import Marks, keep
 from cce_dist.backends.triton.forward.largest import largest
+from cce_dist.backends.triton.grads import backward
+from cce_dist.backends.triton.stats import forward
 from cce_dist.backends.triton.tokens.merge import KERNELS
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import warm_up
@@ -29,9 +29,9 @@ class TritonBackend:
     merge_kernels = KERNELS
 
     pick = staticmethod(pick_on_device)
-    forward = staticmethod(triton_stats.forward)
-    keep = staticmethod(filter_lists.keep)
-    backward = staticmethod(triton_grads.backward)
+    forward = staticmethod(forward)
+    keep = staticmethod(keep)
+    backward = staticmethod(backward)
     largest = staticmethod(largest)
     scores_like = staticmethod(Marks.like)
     warm_up = staticmethod(warm_up)

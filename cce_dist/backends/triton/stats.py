@@ -14,7 +14,8 @@ from torch import Tensor
 from cce_dist.backends.eight_bits import Rounding
 from cce_dist.backends.protocol import ForwardRequest
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
-from cce_dist.backends.triton.filter.lists import ListedLogits, Marks, MassFactors, marks_of
+from cce_dist.backends.triton.filter.lists import ListedLogits
+from cce_dist.backends.triton.filter.marks import Marks, MassFactors, marks_of
 from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
 from cce_dist.backends.triton.forward.operands import Finished, Launch
 from cce_dist.backends.triton.forward.shares import mass_factors
@@ -30,7 +31,8 @@ from cce_dist.backends.triton.screened.steps import (
 )
 from cce_dist.backends.triton.screened.tail_error import correct_tail
 from cce_dist.backends.triton.tokens.order import for_kernels, in_similar_order
-from cce_dist.core.types import Head, Stats, Tokens
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Head, Tokens
 from cce_dist.options import TOKEN_BLOCK
 
 

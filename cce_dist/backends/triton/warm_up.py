@@ -21,7 +21,8 @@ from cce_dist.backends.protocol import (
     WeightGrad,
 )
 from cce_dist.backends.triton import grads as triton_grads
-from cce_dist.backends.triton.filter.lists import ListedLogits, blocks_padded, keep, order_dtype
+from cce_dist.backends.triton.filter.lists import ListedLogits
+from cce_dist.backends.triton.filter.marks import blocks_padded, keep, order_dtype
 from cce_dist.backends.triton.launch.start import can_compile_only, compile_only
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.backends.triton.stats import forward

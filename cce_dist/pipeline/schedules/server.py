@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.pipeline.phases import HeadPhases
-from cce_dist.ranks.merge import require
+from cce_dist.ranks.gather import require
 
 POLL_SECONDS = 0.05
 JOIN_SECONDS = 5.0

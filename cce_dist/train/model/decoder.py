@@ -125,7 +125,7 @@ def embed(
 ) -> Tensor:
     """Returns [N, dim], or [N / ranks, dim] with sequence parallelism.
 
-    Collectives: one all-reduce, or one reduce-scatter; see collectives.py for the backward.
+    Collectives: one all-reduce, or one reduce-scatter; see train/collectives.py for the backward.
     """
     local_ids = shard.local_targets(ids)
     mine = (local_ids >= 0).nonzero().squeeze(1)

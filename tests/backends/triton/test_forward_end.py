@@ -20,7 +20,7 @@ from tests.backends.triton.test_shares import launches_of
 pytest.importorskip("triton")
 
 from cce_dist.backends.triton import stats as triton_stats
-from cce_dist.backends.triton.filter.lists import Marks, MassFactors, marks_of
+from cce_dist.backends.triton.filter.marks import Marks, MassFactors, marks_of
 from cce_dist.backends.triton.forward import targets as forward_targets
 from cce_dist.backends.triton.forward.operands import Finished, Launch
 from cce_dist.backends.triton.forward.state import Forward

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from cce_dist import Screen
 from cce_dist.backends.protocol import ColumnFilter, ForwardRequest, Room
-from cce_dist.core.types import Head, Stats, Tokens, Wanted
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Head, Tokens, Wanted
 from cce_dist.testing import TRITON_PLACES, Place, grid
 
 pytest.importorskip("triton")
 
 from cce_dist.backends.triton import stats as triton_stats
-from cce_dist.backends.triton.filter.lists import Marks, MassFactors
+from cce_dist.backends.triton.filter.marks import Marks, MassFactors
 from cce_dist.backends.triton.forward import state as forward_state
 
 BLOCK, DIM = 128, 32

@@ -300,7 +300,7 @@ def test_levels_of_two_seeds_are_independent() -> None:
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, seed=SEEDS))
 def test_marks_of_draws_the_levels_of_torch(place: Place, seed: int) -> None:
-    from cce_dist.backends.triton.filter.lists import MassFactors, marks_of
+    from cce_dist.backends.triton.filter.marks import MassFactors, marks_of
 
     # Block n has masses of level n + 1 alone; a mass of the last one is a column's that is kept.
     num_levels, num_columns, threshold = 20, 3000, 1.0

@@ -20,7 +20,8 @@ from torch import Tensor
 from cce_dist.backends.protocol import BackwardRequest
 from cce_dist.backends.triton.backward.upstream import Pull
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
-from cce_dist.backends.triton.filter.lists import TILE, KeptColumns, ListedLogits, Lists
+from cce_dist.backends.triton.filter.lists import TILE, ListedLogits, Lists
+from cce_dist.backends.triton.filter.marks import KeptColumns
 from cce_dist.backends.triton.filter.tail import centroids, padded_groups
 from cce_dist.backends.triton.kernels.backward.spread import spread_kernel
 from cce_dist.backends.triton.kernels.filter.tail import group_sums_kernel, token_sums_kernel

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from cce_dist.backends.triton.filter.tail import mean_column
-from cce_dist.core.types import Head, Stats, Wanted, merge_moments
+from cce_dist.core.stats import Stats, merge_moments
+from cce_dist.core.types import Head, Wanted
 
 NUM_EXTRAS = 7
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cce_dist.backends.triton.filter.lists import MassFactors
+from cce_dist.backends.triton.filter.marks import MassFactors
 from cce_dist.backends.triton.forward.operands import Finished
 from cce_dist.backends.triton.forward.state import Forward
 from cce_dist.backends.triton.kernels.forward.forward import FIRST, LAST

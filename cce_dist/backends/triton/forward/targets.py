@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cce_dist.backends.triton.filter.lists import order_dtype
+from cce_dist.backends.triton.filter.marks import order_dtype
 from cce_dist.backends.triton.forward.operands import Finished
 from cce_dist.backends.triton.forward.state import Forward
 from cce_dist.backends.triton.kernels.forward.targets import target_products_kernel, targets_kernel

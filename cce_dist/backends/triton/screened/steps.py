@@ -18,7 +18,8 @@ from torch import Tensor
 
 from cce_dist.backends.eight_bits import Rounding
 from cce_dist.backends.protocol import Room
-from cce_dist.backends.triton.filter.lists import TILE, ListedLogits, Lists, Marks, int32_zeros
+from cce_dist.backends.triton.filter.lists import TILE, ListedLogits, Lists, int32_zeros
+from cce_dist.backends.triton.filter.marks import Marks
 from cce_dist.backends.triton.forward.operands import EightBit, Finished
 from cce_dist.backends.triton.forward.state import Forward
 from cce_dist.backends.triton.kernels.screened.exact_columns import (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cce_dist.backends.triton.kernels.tokens.merge import merge_kernel, pack_stats_kernel
 from cce_dist.backends.triton.launch.start import start
-from cce_dist.core.types import MergeKernels
+from cce_dist.core.stats import MergeKernels
 from cce_dist.ranks.merge_header import DIGIT, LEAST_SPREAD, LEAST_TOKENS, LOOK_AT, NUM_DIGITS, SAME
 
 BLOCK = 256
@@ -38,7 +38,7 @@ def merge_lse_and_target(
     count: Tensor | None,  # [1] int32: tokens that count
 ) -> tuple[Tensor, Tensor]:
     """lse and target logit of all shards [2, N], 0 where no token counts, as
-    `partials.merge_parts`; whether the parts belong together, [1] int32, as
+    `stats.merge_parts`; whether the parts belong together, [1] int32, as
     `merge_header.is_sound`."""
     ranks, stride = parts.shape
     num_tokens = (stride - NUM_DIGITS) // 2

@@ -35,7 +35,8 @@ from cce_dist.backends.protocol import (
     WeightGrad,
 )
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
-from cce_dist.backends.triton.filter.lists import ListedLogits, keep
+from cce_dist.backends.triton.filter.lists import ListedLogits
+from cce_dist.backends.triton.filter.marks import keep
 from cce_dist.backends.triton.forward.largest import largest
 from cce_dist.backends.triton.grads import backward
 from cce_dist.backends.triton.launch import start as launch_start

@@ -1,0 +1,177 @@
+"""Marks: the columns that each block of tokens keeps, and the shares of the others."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.backends.protocol import ColumnFilter, Room, Scores
+from cce_dist.backends.triton.filter.tail import TAIL_GROUPS
+from cce_dist.backends.triton.kernels.filter.lists import (
+    marks_kernel,
+)
+from cce_dist.backends.triton.launch.start import start
+from cce_dist.backends.triton.launch.tiles import interpreted
+from cce_dist.core.types import Head, Tokens
+from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
+
+# `marks_kernel`'s columns a program, blocks whose masses it waits for at once, and warps: threads
+# of two columns each, and enough of them that their loads fill the memory's latency.
+MARKS = (256, 16, 4)
+
+
+@dataclass(frozen=True)
+class MassFactors:
+    """Factors of the masses of each token block, one for each of the forward's launches."""
+
+    of_blocks: Tensor  # [num_blocks, launches] fp32
+    shape: Tensor  # [3] int32, of the forward
+    width: int  # columns of a tile
+    groups: int  # splits that a program makes side by side
+
+    @property
+    def launches(self) -> int:
+        return self.of_blocks.shape[1]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Marks of the forward for the backward: 32 bytes a column at 8,192 tokens."""
+
+    kept: Tensor  # [V_local, ceil(num_blocks / 64)] int64: bit n: block n keeps the column
+    drawn: Tensor  # the same: the column stands for others in block n's hidden gradient
+    share: Tensor  # [groups, V_local] mass of the column where it is not kept
+    # [N], in the caller's order: log of the sum over columns not kept of exp(z) softcap'(z).
+    log_dropped: Tensor
+    # [N] int16 or int32: the blocks' i-th token is the caller's order[i]-th; None: the i-th.
+    order: Tensor | None
+    seed: Tensor  # [1] int32, of the data: the same for the same inputs, not for the next step's
+    blocks_per_group: int
+    blocks_padded: int  # a power of two above num_blocks
+
+    def room(self, workspace_bytes: int, num_blocks: int) -> int:
+        """Returns the bytes of the workspace for chunks: without these, vectors of tokens, nor the
+        tail's sums."""
+        return workspace_bytes - 160 * num_blocks * TOKEN_BLOCK - self.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.kept, self.drawn, self.share, self.log_dropped, self.order)
+        return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+    @classmethod
+    def like(cls, num_tokens: int, num_columns: int, weight: Tensor) -> Marks:
+        """Makes marks of the shapes that a forward's have, uninitialised, on the weight's
+        device."""
+        num_blocks = triton.cdiv(num_tokens, TOKEN_BLOCK)
+        per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
+        bits = (num_columns, triton.cdiv(num_blocks, 64))
+        share = (triton.cdiv(num_blocks, per_group), num_columns)
+        share_dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
+        order = None
+        if num_tokens > TOKEN_BLOCK:
+            order = weight.new_empty(num_tokens, dtype=order_dtype(num_tokens))
+        return cls(
+            weight.new_empty(bits, dtype=torch.int64),
+            weight.new_empty(bits, dtype=torch.int64),
+            weight.new_empty(share, dtype=share_dtype),
+            weight.new_empty(num_tokens, dtype=torch.float32),
+            order,
+            weight.new_empty(1, dtype=torch.int32),
+            per_group,
+            blocks_padded(num_blocks),
+        )
+
+
+def marks_of(
+    mass: Tensor,  # [num_blocks, V_local], negative where kept
+    factors: MassFactors,
+    count: Tensor,
+    log_dropped: Tensor,
+    seed: Tensor,  # [1] int32
+    dtype: torch.dtype,
+    *,
+    threshold: float,
+    draws: bool,
+    order: Tensor | None = None,  # [N] of `order_dtype`
+) -> Marks:
+    """Turns column masses into marks of the blocks that keep them; the masses are not needed
+    afterwards."""
+    num_blocks, num_columns = mass.shape
+    words = triton.cdiv(num_blocks, 64)
+    blocks_per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
+    groups = triton.cdiv(num_blocks, blocks_per_group)
+    share_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    kept = torch.empty(num_columns, words, dtype=torch.int64, device=mass.device)
+    # The kernel writes them where columns are drawn.
+    drawn = torch.empty_like(kept) if draws else torch.zeros_like(kept)
+    share = torch.empty(groups, num_columns, dtype=share_dtype, device=mass.device)
+    block, at_once, warps = (4096, 4, 4) if interpreted() else MARKS
+    start(marks_kernel, (triton.cdiv(num_columns, block),))(
+        mass,
+        factors.of_blocks,
+        factors.shape,
+        count,
+        seed,
+        kept,
+        drawn,
+        share,
+        num_columns,
+        num_blocks,
+        words,
+        blocks_per_group,
+        threshold * DRAW_FACTOR,
+        TOKENS=TOKEN_BLOCK,
+        BLOCK_V=block,
+        AT_ONCE=at_once,
+        HAS_DRAWN=draws,
+        WIDTH=factors.width,
+        LAUNCHES=factors.launches,
+        GROUPS=factors.groups,
+        num_warps=warps,
+    )
+    padded = blocks_padded(num_blocks)
+    return Marks(kept, drawn, share, log_dropped, order, seed, blocks_per_group, padded)
+
+
+def order_dtype(num_tokens: int) -> torch.dtype:
+    return torch.int16 if num_tokens <= 2**15 else torch.int32
+
+
+def blocks_padded(num_blocks: int) -> int:
+    """Returns a power of two above it, the same for up to 32,512 tokens: kernels are compiled for
+    it."""
+    return max(256, triton.next_power_of_2(num_blocks + 1))
+
+
+@dataclass(frozen=True)
+class KeptColumns:
+    """Marks, and the mass that they drop by the lse of all ranks."""
+
+    marks: Marks
+    dropped_mass: Tensor  # [N]
+    tail: bool
+    draws: bool
+
+    @property
+    def scores(self) -> Marks:
+        return self.marks
+
+
+def keep(
+    tokens: Tokens,
+    head: Head,
+    scores: Scores,
+    lse: Tensor,  # [N] over all ranks
+    rule: ColumnFilter,
+    room: Room,
+) -> KeptColumns:
+    """Returns the marks of the forward, which were made by the same threshold."""
+    assert isinstance(scores, Marks)
+    return KeptColumns(scores, (scores.log_dropped - lse).exp(), rule.tail, rule.draws)

@@ -1,0 +1,154 @@
+"""Statistics of each token over some columns, and how two such results merge.
+
+The (max, sum) pair of a log-sum-exp is kept as its logarithm; tiles, tensor-parallel ranks and
+pipeline ranks all merge by log-add-exp. Derivations: docs/numerics.md#online-merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Per-token statistics over some of the vocabulary: of a shard, or merged over all.
+
+    Each field is [N], fp32 (float64 for float64 inputs); None where not wanted.
+    """
+
+    lse: Tensor  # natural log; -inf over no columns
+    target_logit: Tensor  # 0 where the target isn't among the columns
+    smooth_logit: Tensor | None = None  # sum_v class_weight_v z_v / V: label smoothing's mean
+    entropy: Tensor | None = None  # of the softmax over these columns alone
+    max_logit: Tensor | None = None
+    target_is_argmax: Tensor | None = None  # 1 where the first largest column is the target
+    # Means near 1000 would lose the digits of the spread: they are kept relative to a logit.
+    origin_logit: Tensor | None = None
+    mean_logit: Tensor | None = None  # minus origin_logit
+    m2_logit: Tensor | None = None  # sum of squared deviations from the mean (Welford)
+    screened: Tensor | None = None  # 1 where logits were of 8 bits, but for those that matter
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but lse and target logit."""
+        return all(getattr(self, field.name) is None for field in fields(self)[2:])
+
+    def pack(self) -> Tensor:
+        """Stacks the fields that are present, [K, N], in declaration order."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return torch.stack([value for value in values if value is not None])
+
+    def unpack(self, packed: Tensor) -> Stats:
+        """Reverses `pack` on [K, ...] rows: fields of `packed` where self has them."""
+        rows = iter(packed.unbind(0))
+        present = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        return Stats(**{name: next(rows) for name in present})
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether there is nothing but lse and fields that merge by adding."""
+        others = (field.name for field in fields(self)[3:])
+        return all(getattr(self, name) is None for name in others)
+
+    def to_records(self) -> Tensor:
+        """Returns [N, K] where `adds_up`: base and sum, which stand for lse = base + log sum, and
+        the fields that are added. Any base will do: lse itself, with a sum of 1, or 0 over no
+        columns."""
+        added = [self.target_logit]
+        if self.smooth_logit is not None:
+            added.append(self.smooth_logit)
+        return Stats.record_of(self.lse, *added)
+
+    def from_records(self, records: Tensor) -> Stats:
+        """Returns the statistics that merged records stand for, with the fields that self has."""
+        _, _, *added = records.unbind(1)
+        return Stats(Stats.lse_of(records), *added)
+
+    @staticmethod
+    def record_of(lse: Tensor, *added: Tensor) -> Tensor:
+        return torch.stack([lse, (lse != -torch.inf).to(lse.dtype), *added], 1)
+
+    @staticmethod
+    def lse_of(records: Tensor) -> Tensor:
+        return records[:, 0] + records[:, 1].log()
+
+
+class MergeKernels(NamedTuple):
+    """Kernels that merge lse and target logit of ranks, in place of `merge_parts`."""
+
+    # lse [N], target logit [N], the header's eight numbers -> what a rank sends, [8 + 2 N]
+    pack: Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+    # What all ranks sent [W, 8 + 2 N], how many tokens count -> lse and target logit [2, N],
+    # whether it belongs together, [1], as `merge_header.is_sound`
+    merge: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
+def zero_beyond(stats: Stats, count: Tensor) -> Stats:
+    """Returns the statistics with 0 at tokens that don't count, where the ranks' zeros have
+    merged."""
+    packed = stats.pack()
+    counts = torch.arange(packed.shape[1], device=packed.device) < count
+    return stats.unpack(packed.where(counts, 0))
+
+
+def logaddexp_parts(parts: Tensor) -> Tensor:
+    """Returns log sum_r exp(parts[r]) over dim 0, in the order of r: [W, ...] -> [...].
+
+    -inf parts (an empty shard) add nothing; all of them -inf give -inf.
+    """
+    top = parts.amax(0)
+    base = top.masked_fill(top == -torch.inf, 0)
+    return base + (parts - base).exp().sum(0).log()
+
+
+def merge_parts(
+    parts: Stats,  # fields [W, N]: one row a shard
+    num_classes: Tensor,  # [W] columns of each shard, in the fields' dtype
+    first_class: Tensor,  # [W] first token id of each shard
+) -> Stats:
+    """Merges the statistics of the shards: fields [N]. Pure arithmetic, deterministic.
+
+    Source: log-add-exp arXiv:1805.02867; mean and m2 by Chan, Golub and LeVeque (1983).
+    """
+    lse = logaddexp_parts(parts.lse)
+    merged: dict[str, Tensor] = {"lse": lse, "target_logit": parts.target_logit.sum(0)}
+    if parts.smooth_logit is not None:
+        merged["smooth_logit"] = parts.smooth_logit.sum(0)
+    if parts.entropy is not None:
+        # Chain rule of entropy: H = sum_r share_r (H_r - log share_r); 0 log 0 = 0.
+        log_share = parts.lse - lse
+        surprise = parts.entropy - log_share.masked_fill(parts.lse == -torch.inf, 0)
+        merged["entropy"] = (log_share.exp() * surprise).sum(0)
+    if parts.max_logit is not None and parts.target_is_argmax is not None:
+        top = parts.max_logit.amax(0)
+        # Equal logits: the lowest token id wins, as in torch.argmax over dense logits on CPU.
+        order = torch.where(parts.max_logit == top, first_class[:, None], torch.inf)
+        order = order.masked_fill((num_classes == 0)[:, None], torch.inf)
+        winner = order.argmin(0, keepdim=True)
+        merged["max_logit"] = top
+        merged["target_is_argmax"] = parts.target_is_argmax.gather(0, winner)[0]
+    elif parts.max_logit is not None:
+        merged["max_logit"] = parts.max_logit.amax(0)
+    if parts.mean_logit is not None:
+        merged |= merge_moments(parts, num_classes)
+    if parts.screened is not None:
+        merged["screened"] = parts.screened.amin(0)
+    return Stats(**merged)
+
+
+def merge_moments(parts: Stats, num_classes: Tensor) -> dict[str, Tensor]:
+    """Merges mean and squared deviations of [W, N] parts over num_classes [W] columns each."""
+    assert parts.origin_logit is not None
+    assert parts.mean_logit is not None and parts.m2_logit is not None
+    share = num_classes[:, None] / num_classes.sum()
+    origin = parts.origin_logit.index_select(0, num_classes.argmax(0, keepdim=True))[0]
+    part_mean = (parts.origin_logit - origin) + parts.mean_logit
+    mean = (share * part_mean).sum(0)
+    between = num_classes[:, None] * (part_mean - mean) ** 2
+    m2 = (parts.m2_logit + between).sum(0)
+    return {"origin_logit": origin, "mean_logit": mean, "m2_logit": m2}

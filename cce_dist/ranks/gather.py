@@ -1,0 +1,125 @@
+"""All-gathers of a loss: bounds, tokens, numbers, and checks that ranks agree on sizes.
+
+A group of one rank has no second code path: its collectives return their input.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cce_dist.core.phases import in_phase
+from cce_dist.core.tracing import is_fake, is_traced
+from cce_dist.ranks.transport import (
+    adapter_of,
+    all_gather_into,
+    device_of_numbers,
+    group_size,
+)
+
+if TYPE_CHECKING:
+    from cce_dist.ranks.transport import Group
+
+# Takes a function that issues a collective, and returns one that waits for it.
+Begin = Callable[[Callable[[], object]], Callable[[], object]]
+
+
+def all_gather(tensor: Tensor, group: Group | None) -> Tensor:
+    """Gathers a tensor [...] of every rank: [W, ...] in rank order."""
+    return start_all_gather(tensor, group, later=False)()
+
+
+def start_all_gather(
+    tensor: Tensor, group: Group | None, *, later: bool, begin: Begin | None = None
+) -> Callable[[], Tensor]:
+    """Returns a function that returns the result of `all_gather`; with `later` that one waits."""
+    if group is None:
+        return lambda: tensor[None]
+    size, tensor = group.size(), tensor.contiguous()
+    out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
+    if begin is not None:
+        wait = begin(lambda: all_gather_into(out, tensor, group, later=True))
+    else:
+        work = all_gather_into(out, tensor, group, later=later)
+        wait = None if work is None else work.wait
+
+    def finish() -> Tensor:
+        if wait is not None:
+            wait()
+        return out.view(size, *tensor.shape)
+
+    return finish
+
+
+def gather_bounds(bound: Tensor, group: Group | None) -> Tensor:
+    """Gathers [N] of every rank: [W, N] in rank order. Collectives: one all-gather of `bound`."""
+    return all_gather(bound, group)
+
+
+def require(condition: Tensor, message: Callable[[], str], async_message: str) -> None:
+    """Raises ValueError unless `condition` [] holds; on a GPU asserts without stopping the stream.
+    A fake tensor holds nothing, nor fails to."""
+    if condition.device.type == "cpu" and not is_traced() and not is_fake(condition):
+        if not bool(condition):
+            raise ValueError(message())
+    else:
+        torch._assert_async(condition, async_message)
+
+
+def gather_numbers(numbers: list[int], group: Group | None) -> list[list[int]]:
+    """Gathers [W] lists in rank order; the host waits. Collectives: one all-gather of int64."""
+    device = device_of_numbers(group)
+    return all_gather(torch.tensor(numbers, device=device), group).tolist()
+
+
+@in_phase("merge", begins=False)
+def require_same_sizes(sizes: Mapping[str, int], device: torch.device, group: Group | None) -> None:
+    """Checks that all ranks are about to send as much, where the process would end if they did not:
+    gloo aborts when more arrives than fits. Over MPI ranks say so before each collective.
+
+    Args: sizes: the same names on every rank.
+    Raises:
+        ValueError: on every rank; names what differs, and every rank's.
+    Collectives: on the CPU over torch.distributed one all-gather of the sizes, int64.
+    """
+    if device.type != "cpu" or group_size(group) == 1 or adapter_of(group) is not None:
+        return
+    columns = zip(*gather_numbers(list(sizes.values()), group), strict=True)
+    by_name = dict(zip(sizes, columns, strict=True))
+    differ = {name: list(row) for name, row in by_name.items() if len(set(row)) > 1}
+    if differ:
+        raise ValueError(
+            "every rank of the group must be called with tensors of the same sizes, got by rank "
+            + "; ".join(f"{name} {row}" for name, row in differ.items())
+        )
+
+
+def sum_over_ranks(tensor: Tensor, group: Group | None) -> Tensor:
+    """Sums in rank order, the same bits on every rank. Collectives: one all-gather of `tensor`."""
+    return all_gather(tensor, group).sum(0)
+
+
+def gather_tokens(hidden: Tensor, group: Group | None) -> Tensor:
+    """Gathers [n, ...] of every rank: [W n, ...] in rank order. Collectives: one all-gather."""
+    whole, fill = gather_tokens_later(hidden, group)
+    fill()
+    return whole
+
+
+def gather_tokens_later(hidden: Tensor, group: Group | None) -> tuple[Tensor, Callable[[], None]]:
+    """Returns the memory of `gather_tokens`, and a function that fills it on the stream that it is
+    called on; called again it does nothing. Collectives: one all-gather, then."""
+    if group is None:
+        return hidden, lambda: None
+    hidden = hidden.contiguous()
+    whole = hidden.new_empty(group.size() * hidden.shape[0], *hidden.shape[1:])
+
+    @functools.cache
+    def fill() -> None:
+        all_gather_into(whole, hidden, group)
+
+    return whole, fill
