@@ -14,7 +14,7 @@ _install_old_names()
 
 _why: Exception | None = None
 try:
-    from cce_dist.frontend.prepare import LogitMoments, LossOutput
+    from cce_dist.frontend.outputs import LogitMoments, LossOutput
     from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer, quantize_weight
     from cce_dist.largest import LargestLogits, largest_logits
     from cce_dist.logprobs import TokenLogprobs, token_logprobs

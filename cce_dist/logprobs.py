@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cce_dist.frontend.dtensor import is_dtensor
 from cce_dist.frontend.inputs import Inputs
-from cce_dist.frontend.prepare import LossOutput
+from cce_dist.frontend.outputs import LossOutput
 from cce_dist.frontend.validation import require_tensor
 from cce_dist.loss import compute_loss
 from cce_dist.options import (

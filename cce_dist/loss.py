@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.frontend.dtensor import arrived, is_dtensor, local_parts
 from cce_dist.frontend.inputs import Inputs
-from cce_dist.frontend.prepare import LossOutput, cast_by_autocast, compute
+from cce_dist.frontend.outputs import LossOutput
+from cce_dist.frontend.prepare import cast_by_autocast, compute
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.frontend.validation import require_plain_call, require_vocab_shard
 from cce_dist.options import (

@@ -15,9 +15,8 @@ from cce_dist.core.tracing import is_traced
 from cce_dist.frontend import validation
 from cce_dist.frontend.compiled_operators import BOUND, Bound, has_plain
 from cce_dist.frontend.inputs import Inputs
+from cce_dist.frontend.outputs import Finish, LossOutput
 from cce_dist.frontend.prepare import (
-    Finish,
-    LossOutput,
     differentiates,
     local_targets_of,
     narrow,

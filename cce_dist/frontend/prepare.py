@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from cce_dist.backends.choose import choose_backend
 from cce_dist.core.types import Wanted, accumulate_dtype
 from cce_dist.frontend import agreement, validation
 from cce_dist.frontend.inputs import Inputs
+from cce_dist.frontend.outputs import Finish, LossOutput
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss, pick_tokens, scale_of_tokens
 from cce_dist.options import LossOptions
@@ -25,81 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from cce_dist.ranks.transport import Group
-
-
-class LogitMoments(NamedTuple):
-    """Each token's logits z over the whole vocabulary; not differentiable.
-
-    Fields have targets' (shifted) shape, fp32 (float64 for float64 inputs), 0 at ignored tokens.
-    """
-
-    max: Tensor
-    mean: Tensor
-    variance: Tensor  # population variance: divided by V
-
-
-class LossOutput(NamedTuple):
-    """The loss and the statistics asked for by `stats`; None where not asked for.
-
-    Statistics have targets' (shifted) shape, 0 or False at ignored tokens.
-    """
-
-    loss: Tensor
-    lse: Tensor | None = None  # natural log-sum-exp of the logits; differentiable
-    entropy: Tensor | None = None  # of the softmax, nats; differentiable
-    correct: Tensor | None = None  # bool: the largest logit is the target's
-    tail_mass: Tensor | None = None  # probability mass whose gradient is approximated
-    logit_moments: LogitMoments | None = None
-    # bool: logits were screened; the same at all tokens that count
-    screened: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The reductions that turn the autograd functions' vectors into the loss's results."""
-
-    terms: TokenLoss
-    picked: PickedTokens
-    shape: torch.Size  # of targets
-    options: LossOptions
-    vocab_size: int
-
-    def result(
-        self,
-        nll: Tensor,
-        lse: Tensor,
-        smooth: Tensor | None,
-        entropy: Tensor | None,
-        plain: list[Tensor | None],
-    ) -> Tensor | LossOutput:
-        """Turns the outputs of `TwoPass` into the results of the loss."""
-        loss = self.terms.per_token(nll, lse, smooth, slice(None))
-        loss = self._spread(loss) if self.options.reduction == "none" else loss.sum()
-        return self.with_stats(loss, lse, entropy, plain)
-
-    def with_stats(
-        self, loss: Tensor, lse: Tensor, entropy: Tensor | None, plain: list[Tensor | None]
-    ) -> Tensor | LossOutput:
-        """Returns the loss, with the statistics of `stats` if there are any."""
-        if not self.options.stats:
-            return loss
-        max_logit, is_argmax, mean, m2, screened, tail = plain
-        moments = None
-        if max_logit is not None and mean is not None and m2 is not None:
-            variance = m2 / self.vocab_size
-            moments = LogitMoments(*(self._spread(x) for x in (max_logit, mean, variance)))
-        return LossOutput(
-            loss=loss,
-            lse=self._spread(lse) if "lse" in self.options.stats else None,
-            entropy=None if entropy is None else self._spread(entropy),
-            correct=None if is_argmax is None else self._spread(is_argmax.bool()),
-            tail_mass=None if tail is None else self._spread(tail),
-            logit_moments=moments,
-            screened=None if screened is None else self._spread(screened.bool()),
-        )
-
-    def _spread(self, values: Tensor) -> Tensor:
-        return self.picked.spread(values, self.shape, self.options.shift)
 
 
 def prepare(

@@ -21,6 +21,7 @@ from cce_dist.backends.triton.forward.operands import Finished, Launch
 from cce_dist.backends.triton.forward.shares import mass_factors
 from cce_dist.backends.triton.forward.state import Forward
 from cce_dist.backends.triton.forward.targets import Placed, add_targets, start_products
+from cce_dist.backends.triton.launch.arguments import for_kernels
 from cce_dist.backends.triton.screened.quantize import quantize_for, start_sums
 from cce_dist.backends.triton.screened.steps import (
     Screened,
@@ -30,7 +31,7 @@ from cce_dist.backends.triton.screened.steps import (
     with_eight_bits,
 )
 from cce_dist.backends.triton.screened.tail_error import correct_tail
-from cce_dist.backends.triton.tokens.order import for_kernels, in_similar_order
+from cce_dist.backends.triton.tokens.order import in_similar_order
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens
 from cce_dist.options import TOKEN_BLOCK

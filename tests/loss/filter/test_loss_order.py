@@ -123,7 +123,8 @@ def tokens_of(place: Place, size: int, hidden: str, share: float, rows: bool, id
 def test_in_similar_order_sorts_by_key(
     place: Place, size: int, hidden: str, share: float, rows: bool, ids: str
 ) -> None:
-    from cce_dist.backends.triton.tokens.order import in_similar_order, rows_of, similar_keys
+    from cce_dist.backends.triton.launch.arguments import rows_of
+    from cce_dist.backends.triton.tokens.order import in_similar_order, similar_keys
 
     tokens = tokens_of(place, size, hidden, share, rows, ids)
     key, _ = similar_keys(tokens.hidden, *rows_of(tokens))

@@ -23,6 +23,7 @@ from cce_dist.backends.triton.kernels.backward.exact_logits import (
     exact_targets_kernel,
 )
 from cce_dist.backends.triton.kernels.backward.exact_products import exact_products_kernel
+from cce_dist.backends.triton.launch.arguments import padded_dim, tiles_of
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import (
     REST,
@@ -32,7 +33,6 @@ from cce_dist.backends.triton.launch.tiles import (
     rounds_exp2,
     takes_tma,
 )
-from cce_dist.backends.triton.tokens.order import padded_dim, tiles_of
 from cce_dist.options import TOKEN_BLOCK
 
 # Multiprocessors that the last DDS leaves to NCCL's kernels, which start after it.

@@ -20,6 +20,7 @@ from cce_dist.backends.triton.backward.state import Backward, GradBuffers
 from cce_dist.backends.triton.filter.lists import TILE, Lists
 from cce_dist.backends.triton.kernels.backward.filtered import filtered_kernel
 from cce_dist.backends.triton.kernels.backward.rest import rest_kernel
+from cce_dist.backends.triton.launch.arguments import tiles_of
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import (
     LEFT_TO_OTHERS,
@@ -29,7 +30,6 @@ from cce_dist.backends.triton.launch.tiles import (
     takes_branches,
     takes_tma,
 )
-from cce_dist.backends.triton.tokens.order import tiles_of
 from cce_dist.options import TOKEN_BLOCK
 
 # Programs of what is left for each that the device has room for: most are one task, of some 30 us.

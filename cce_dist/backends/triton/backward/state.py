@@ -25,9 +25,9 @@ from cce_dist.backends.triton.filter.marks import KeptColumns
 from cce_dist.backends.triton.filter.tail import centroids, padded_groups
 from cce_dist.backends.triton.kernels.backward.spread import spread_kernel
 from cce_dist.backends.triton.kernels.filter.tail import group_sums_kernel, token_sums_kernel
+from cce_dist.backends.triton.launch.arguments import for_kernels, with_unit_inner_stride
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import Tiles, num_programs, rounds_exp2, tiles_for
-from cce_dist.backends.triton.tokens.order import for_kernels, with_unit_inner_stride
 from cce_dist.core.streams import start_aside
 from cce_dist.core.types import Head, Tokens
 from cce_dist.options import TOKEN_BLOCK

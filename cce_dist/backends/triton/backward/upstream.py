@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cce_dist.backends.triton.kernels.backward.upstream import unit_kernel, upstream_kernel
+from cce_dist.backends.triton.launch.arguments import pad_tokens, rows_of
 from cce_dist.backends.triton.launch.start import is_compiling_only, start
-from cce_dist.backends.triton.tokens.order import pad_tokens, rows_of
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Upstream, largest_operand
 from cce_dist.options import TOKEN_BLOCK

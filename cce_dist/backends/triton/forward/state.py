@@ -36,6 +36,14 @@ from cce_dist.backends.triton.kernels.forward.forward import (
     forward_kernel,
 )
 from cce_dist.backends.triton.kernels.tokens.pack import pack_kernel
+from cce_dist.backends.triton.launch.arguments import (
+    for_kernels,
+    pad_tokens,
+    padded_dim,
+    rows_of,
+    tiles_of,
+    with_unit_inner_stride,
+)
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import (
     Tiles,
@@ -46,14 +54,6 @@ from cce_dist.backends.triton.launch.tiles import (
     takes_tma,
     tiles_for,
     warn_of_layout,
-)
-from cce_dist.backends.triton.tokens.order import (
-    for_kernels,
-    pad_tokens,
-    padded_dim,
-    rows_of,
-    tiles_of,
-    with_unit_inner_stride,
 )
 from cce_dist.core.types import Head, Tokens, Wanted
 from cce_dist.options import TOKEN_BLOCK

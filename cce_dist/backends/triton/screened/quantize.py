@@ -30,9 +30,9 @@ from cce_dist.backends.triton.kernels.screened.rounding import (
     sizes_kernel,
     vectors_kernel,
 )
+from cce_dist.backends.triton.launch.arguments import rows_of, with_unit_inner_stride
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import interpreted, num_programs
-from cce_dist.backends.triton.tokens.order import rows_of, with_unit_inner_stride
 from cce_dist.core.streams import start_aside
 from cce_dist.core.types import Head, QuantizedRows, Tokens
 from cce_dist.options import Screen

@@ -1,65 +1,23 @@
-"""What the kernels read: strides, padding and vectors as they expect them."""
+"""An order of the tokens in which similar ones stand side by side."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce_dist.backends.triton.kernels.tokens.order import order_kernel
 from cce_dist.backends.triton.kernels.tokens.similar import SEEDS, similar_kernel
+from cce_dist.backends.triton.launch.arguments import rows_of, with_unit_inner_stride
 from cce_dist.backends.triton.launch.start import is_compiling_only, start
 from cce_dist.backends.triton.launch.tiles import interpreted
-from cce_dist.core.types import Head, Tokens
+from cce_dist.core.types import Tokens
 
 # Tokens, of which `order_kernel` takes work that grows with their square; torch sorts more.
 MOST_COUNTED = 2**16
-
-
-def with_unit_inner_stride(matrix: Tensor) -> Tensor:
-    """Returns the matrix itself, or a copy where a row's elements don't lie side by side."""
-    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
-
-
-def padded_dim(matrix: Tensor) -> int:
-    """Rounds D up to 16 bytes, a descriptor's unit."""
-    unit = 16 // matrix.element_size()
-    return triton.cdiv(matrix.shape[1], unit) * unit
-
-
-def pad_tokens(values: Tensor, size: int, fill: float) -> Tensor:
-    """Pads [..., N] to [..., size]."""
-    short = size - values.shape[-1]
-    return torch.nn.functional.pad(values, (0, short), value=fill) if short else values
-
-
-def for_kernels(head: Head) -> Head:
-    """Returns the head with vectors as the kernels read them: contiguous, class weights in fp32."""
-    bias, class_weight = head.bias, head.class_weight
-    return replace(
-        head,
-        weight=with_unit_inner_stride(head.weight),
-        bias=None if bias is None else bias.contiguous(),
-        class_weight=None if class_weight is None else class_weight.float().contiguous(),
-    )
-
-
-def rows_of(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Returns rows of hidden [N] int64, those that count first, and how many count [1] int32."""
-    device = tokens.local_targets.device
-    rows, count = tokens.rows, tokens.count
-    if rows is None:
-        rows = torch.arange(len(tokens), device=device)
-    if count is None:
-        count = torch.full((1,), len(tokens), dtype=torch.int32, device=device)
-    return rows, count
 
 
 def similar_order(tokens: Tokens) -> Tensor:
@@ -130,10 +88,3 @@ def similar_keys(hidden: Tensor, rows: Tensor, count: Tensor) -> tuple[Tensor, T
         PRECISION="ieee",
     )
     return key, tally
-
-
-def tiles_of(matrix: Tensor, rows: int, columns: int, use_tma: bool) -> Any:
-    """Returns a descriptor of such tiles of the matrix, or the matrix for a pointer."""
-    if not use_tma:
-        return matrix
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns])
