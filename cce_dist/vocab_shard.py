@@ -1,4 +1,4 @@
-"""Who owns which token ids."""
+"""Ownership of token ids."""
 
 from __future__ import annotations
 

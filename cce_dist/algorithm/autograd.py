@@ -85,7 +85,7 @@ class Call:
 
 @dataclass(frozen=True)
 class GradWeight:
-    """Where the weight's gradient goes: a new tensor, or the caller's buffer."""
+    """The memory of the weight's gradient: a new tensor, or the caller's buffer."""
 
     returned: Tensor | None  # [V_local, D] as weight
     into: WeightGrad | None  # without the padded rows; None: not needed

@@ -50,8 +50,8 @@ class Plan:
 
     @functools.cached_property
     def by_chunks(self) -> bool:
-        """Whether gradient="in_forward" goes over chunks of tokens. With a chunk's logits at hand,
-        leaving columns out would save nothing."""
+        """Tells whether gradient="in_forward" goes over chunks of tokens. With a chunk's logits at
+        hand, leaving columns out would save nothing."""
         options = self.options
         is_full = options.gradient == "in_forward" and options.logits == "full"
         return is_full and self.backend.traits.in_forward_by_chunks
@@ -62,13 +62,13 @@ class Plan:
 
     @functools.cached_property
     def screen(self) -> Screen | None:
-        """How logits are screened; None: they are not, nor where every column is kept."""
+        """Returns how logits are screened; None: they are not, nor where every column is kept."""
         return None if self.options.logits == "full" or not self.filters else self.options.screen
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether the forward keeps logits for the backward, where the backend can; of a screened
-        one the exact logits of the columns with which the backward begins."""
+        """Tells whether the forward keeps logits for the backward, if the backend can. A screened
+        forward keeps the exact logits of the columns with which the backward begins."""
         keeps = self.options.keep_logits
         if keeps is None:
             return self.backward_is_next and self.screen is not None

@@ -1,4 +1,4 @@
-"""Which backend computes this rank's shard: one decision, in one function."""
+"""The choice of the backend for this rank's shard: one decision, in one function."""
 
 from __future__ import annotations
 

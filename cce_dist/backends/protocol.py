@@ -23,7 +23,7 @@ Bounds = Callable[[Tensor], Tensor]
 
 
 class Scores(Protocol):
-    """What a forward records of each column for `keep`: a dataclass of tensors, opaque."""
+    """A forward's record of each column for `keep`: a dataclass of tensors, opaque."""
 
 
 class Kept(Protocol):
@@ -87,7 +87,7 @@ class ColumnFilter:
 
 @dataclass(frozen=True)
 class Room:
-    """How much of the device a call may take."""
+    """The share of the device that a call may take."""
 
     workspace_bytes: int
     shares_device: bool = False  # kernels that wait for other ranks run beside it (pipelines)
@@ -107,7 +107,7 @@ class ForwardRequest:
 
 @dataclass(frozen=True)
 class WeightGrad:
-    """Where the weight's gradient goes."""
+    """The memory of the weight's gradient."""
 
     rows: Tensor  # [V_local, D], written
     accumulate: bool  # added to what is there, in the accumulation dtype
@@ -115,7 +115,7 @@ class WeightGrad:
 
 @dataclass(frozen=True)
 class ExpectedBackward:
-    """What is known of a backward before its forward."""
+    """Facts about a backward that are known before its forward."""
 
     hidden: HiddenSum | None  # None: that gradient is not needed
     weight: torch.dtype | None  # of its gradient; None: not needed

@@ -1,4 +1,4 @@
-"""How much memory a piece of code allocates in tensors, on any device."""
+"""The memory that a piece of code allocates in tensors, on any device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which phase of a step this process is in, told to those who watch over ranks.
+"""The phase of a step that this process is in, for those who watch over ranks.
 
 The loss tells of `merge` and `reduce`, where it talks to other ranks; a training job adds phases
 of its own. Nothing travels, and no device waits. Watchers are the process's, not a thread's:

@@ -35,7 +35,7 @@ class Stats:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but lse and target logit."""
+        """Tells whether there is nothing but lse and target logit."""
         return all(getattr(self, field.name) is None for field in fields(self)[2:])
 
     def pack(self) -> Tensor:
@@ -51,7 +51,7 @@ class Stats:
 
     @property
     def adds_up(self) -> bool:
-        """Whether there is nothing but lse and fields that merge by adding."""
+        """Tells whether there is nothing but lse and fields that merge by adding."""
         others = (field.name for field in fields(self)[3:])
         return all(getattr(self, name) is None for name in others)
 

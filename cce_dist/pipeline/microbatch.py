@@ -69,8 +69,8 @@ def start_forward(
     return merge, scores
 
 
-def _beside(known: Tensor, own: Tensor) -> Tensor:
-    return torch.stack([own, known])
+def _beside(known: Tensor, local: Tensor) -> Tensor:
+    return torch.stack([local, known])
 
 
 P = ParamSpec("P")

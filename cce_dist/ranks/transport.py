@@ -1,4 +1,4 @@
-"""How the ranks of a group talk: by torch.distributed, or by what an adapter brings instead.
+"""The transport of a group's ranks: torch.distributed, or an adapter in its place.
 
 The one place that knows which of them it is; `collectives` says what they tell each other.
 """
@@ -62,15 +62,17 @@ class RankGroup(Protocol):
 
 
 def adapter_of(group: Group | None) -> RankGroup | None:
-    """What is not torch's. (To ask whether it is a RankGroup takes 16 us, since methods are.)"""
+    """Returns a group that is not torch's; None: it is. (`isinstance(group, RankGroup)` takes
+    16 us: it looks for each method.)"""
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return None
     return group  # pyright: ignore[reportReturnType]
 
 
 def is_over_mpi(group: object) -> bool:
-    """Of a group that torch.compile traces: before 2.13 it answers no question after methods."""
-    # Who has made one has imported it.
+    """Tells whether the group is an MPIGroup, also while torch.compile traces, which before 2.13
+    cannot ask for methods."""
+    # A caller that has made such a group has imported the module.
     adapter = sys.modules.get("cce_dist.ranks.mpi")
     return adapter is not None and isinstance(group, adapter.MPIGroup)
 
@@ -165,7 +167,7 @@ def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> None:
 
 
 def device_of_numbers(group: Group | None) -> str:
-    """Where every rank can send from, whatever tensors it was called with."""
+    """Returns the device from which every rank can send, whatever tensors it was called with."""
     adapter = adapter_of(group)
     if adapter is not None:
         return adapter.device_type

@@ -112,7 +112,7 @@ class _Factors:
 
 @dataclass
 class _Sums:
-    """Where the gradients accumulate; `columns` is the vocabulary tile that is open."""
+    """The memory where gradients accumulate; `columns` is the vocabulary tile that is open."""
 
     hidden: Tensor | None
     bias: Tensor | None

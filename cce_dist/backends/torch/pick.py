@@ -1,4 +1,4 @@
-"""Which targets count, in torch."""
+"""The targets that count, in torch."""
 
 from __future__ import annotations
 

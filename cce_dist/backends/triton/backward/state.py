@@ -224,8 +224,8 @@ class Backward:
         }
 
     def _tail_sums(self, draws: bool) -> Callable[[], None] | None:
-        """What the dropped columns, and the mean logit, add to either gradient, by group: room for
-        it, and what launches the kernels that fill it; None: they add nothing."""
+        """Returns memory for the part of either gradient that dropped columns and the mean logit
+        add, by group, and a function that launches the kernels; None: they add nothing."""
         if self.share is None and self.mean is None:
             return None
         with_mean = self.mean is not None

@@ -135,8 +135,10 @@ class Lists:
 
 @dataclass
 class ListedLogits:
-    """What a screened forward has made exactly of the last chunk, with which the backward begins:
-    in the workspace, where d_logits then replace it. Filled once, used up once."""
+    """Exact logits of the last chunk, which a screened forward leaves to the backward.
+
+    They lie in the workspace, where d_logits then replace them. Filled once, used up once.
+    """
 
     draws: bool  # the backward draws columns
     lists: Lists | None = None  # its lists

@@ -1,4 +1,4 @@
-"""What the ranks tell each other while the forward goes on: a lower bound of each token's lse.
+"""A lower bound of each token's lse, which ranks tell each other while the forward goes on.
 
 A rank that holds little of a token's mass would else take its few columns for all there is, and
 keep them. docs/numerics.md#column-masses.
@@ -31,7 +31,8 @@ def raise_lower(
     after: int,
     order: Tensor | None,
 ) -> None:
-    """Where the next launch begins: parts["lower"] [N_padded], in place, as all ranks know it.
+    """Raises parts["lower"] [N_padded], in place, to the bound that all ranks know: the next launch
+    begins there.
 
     Args:
         shard_lower: [N_padded] its values before the first exchange, of this shard's columns alone:

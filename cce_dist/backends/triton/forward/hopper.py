@@ -1,4 +1,4 @@
-"""Whether the forward runs as groups of warps with tasks of their own (Hopper), and its launch."""
+"""The forward as groups of warps with tasks of their own (Hopper): where it runs, its launch."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false

@@ -151,7 +151,7 @@ class Forward:
 
     @property
     def columns(self) -> int:
-        """How many there are in one tile of one split."""
+        """The number of columns in one tile of one split."""
         return self.tiles.columns // self.groups
 
     @property
@@ -165,7 +165,7 @@ class Forward:
 
     @property
     def has_unkept(self) -> bool:
-        """Whether what is dropped is summed twice: weighted by softcap', and not."""
+        """Tells whether dropped columns are summed twice: weighted by softcap', and not."""
         return self.eight is not None and self.head.softcap is not None
 
     def alone(self, robust: bool = False) -> Launch:

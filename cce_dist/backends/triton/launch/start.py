@@ -1,4 +1,4 @@
-"""How every kernel is started; and the first call, which compiles them all side by side.
+"""The start of every kernel; and the first call, which compiles them all side by side.
 
 A kernel's launch waits for its compilation, and the next kernel's compilation for the launch: some
 twenty, one after the other. So the first call of its kind begins with `compile_only`: it goes

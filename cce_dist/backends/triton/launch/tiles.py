@@ -85,12 +85,12 @@ TABLE |= {
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets its kernels, in NumPy on the CPU."""
+    """Tells whether Triton interprets its kernels, in NumPy on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def key_of(tensor: Tensor) -> tuple[str, int]:
-    """Of `TABLE`, for the tensor's device and dtype."""
+    """Returns the key of `TABLE` for the tensor's device and dtype."""
     capability = (9, 0) if interpreted() else torch.cuda.get_device_capability(tensor.device)
     if capability[0] in (10, 11):
         name = "sm100"
@@ -120,7 +120,7 @@ WHOLE, UNTIL_HIDDEN, REST = 0, 1, 2
 
 
 def rounds_exp2(tensor: Tensor) -> bool:
-    """Whether exponentials need more digits than the hardware's have; NumPy's have them."""
+    """Tells whether exponentials need more digits than the hardware's have; NumPy's have them."""
     return tensor.dtype == torch.float32 and not interpreted()
 
 
@@ -135,8 +135,8 @@ def cached_blocks(weight: Tensor, element_size: int) -> int:
 
 
 def takes_tma(matrix: Tensor) -> bool:
-    """Whether the matrix, of inner stride 1, can be read through a tensor descriptor, and tiles of
-    its dtype be stored through one."""
+    """Tells whether a tensor descriptor can read the matrix, of inner stride 1, and store tiles of
+    its dtype."""
     if not interpreted():
         capability = torch.cuda.get_device_capability(matrix.device)
         # 99 KB of shared memory have no room for a tile of fp32 logits, twice.
@@ -146,7 +146,7 @@ def takes_tma(matrix: Tensor) -> bool:
 
 
 def is_aligned(matrix: Tensor) -> bool:
-    """Whether each row begins at a multiple of 16 bytes, as descriptors and wide loads need it."""
+    """Tells whether each row begins at a multiple of 16 bytes: descriptors need it."""
     row_bytes = matrix.stride(0) * matrix.element_size()
     return row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
@@ -169,8 +169,8 @@ def warn_of_layout(weight: Tensor) -> None:
 
 
 def takes_branches(tensor: Tensor) -> bool:
-    """Whether what a product is used for may stand in a branch: for Blackwell's tensor memory
-    Triton 3.6 does not compile that. https://github.com/triton-lang/triton/pull/9212"""
+    """Tells whether a product's use may stand in a branch: for Blackwell's tensor memory Triton 3.6
+    does not compile that. https://github.com/triton-lang/triton/pull/9212"""
     return interpreted() or torch.cuda.get_device_capability(tensor.device) < (10, 0)
 
 

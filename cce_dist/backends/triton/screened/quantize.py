@@ -90,8 +90,8 @@ def moments_of(matrix: Tensor, *, every: int = 1) -> Moments:
 def _sums_of(
     matrix: Tensor, every: int = 1, rows: Tensor | None = None, count: Tensor | None = None
 ) -> tuple[int, Tensor, Callable[[], None]]:
-    """How many rows are taken at most; room for [2, D], the sum of them and of their squares; and
-    what launches the kernels that fill it.
+    """Returns the largest number of rows taken, memory of [2, D] for the sums of rows and of their
+    squares, and a function that launches the kernels that fill it.
 
     Args: rows: [N] int64: these alone, the first `count` of them; None: each `every`-th.
     """

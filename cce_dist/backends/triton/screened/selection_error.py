@@ -1,4 +1,4 @@
-"""What the tail of an 8-bit forward has lost because 8-bit masses decide what is left in it."""
+"""The mass that an 8-bit forward's tail loses, as 8-bit masses decide which columns stay in it."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
@@ -79,7 +79,8 @@ def selection_error(
 def _logits_of(
     run: Forward, near: Tensor, picked: Tensor, full: Tensor, logits: Tensor, whole: dict[str, int]
 ) -> Callable[[], None]:
-    """What launches the kernel that fills `logits`, [2, num_blocks, NEAR_COLUMNS, TOKENS]."""
+    """Returns a function that launches the kernel which fills `logits`, [2, num_blocks,
+    NEAR_COLUMNS, TOKENS]."""
     eight, head, weight = run.eight, run.head, run.weight
     assert eight is not None
     columns = NEAR_COLUMNS if interpreted() else 64

@@ -68,8 +68,8 @@ def part_tokens() -> int:
 
 
 def similar_keys(hidden: Tensor, rows: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Of `similar_kernel`: [N] uint8; [parts, SEEDS] int16, how many of each `part_tokens` tokens
-    have each key."""
+    """Returns each token's key of `similar_kernel`, [N] uint8, and how many of each `part_tokens`
+    tokens have each key, [parts, SEEDS] int16."""
     hidden = with_unit_inner_stride(hidden)
     num_tokens, parts = rows.shape[0], triton.cdiv(rows.shape[0], part_tokens())
     key = torch.empty(num_tokens, dtype=torch.uint8, device=hidden.device)

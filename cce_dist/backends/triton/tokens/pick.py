@@ -1,4 +1,4 @@
-"""Which tokens count, and where their targets are: two kernels, where torch takes some thirty."""
+"""Tokens that count, and their targets' places: two kernels, where torch takes some thirty."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false
