@@ -184,7 +184,7 @@ class TwoPass(torch.autograd.Function):
             tail = call.plan.tail_mass(kept, stats.lse)
             scores = None
         if call.record:
-            # Autograd frees what it has saved; what else is here lives as long as the loss does.
+            # Autograd frees saved tensors in the backward; other attributes outlive it.
             ctx.left, tensors = take_apart(Left(scores, kept))
             ctx.call = replace(call, class_weight=None, quantized=None, quantize_once=None)
             of_loss = (call.class_weight, stats.lse, stats.target_logit, stats.entropy)
@@ -318,7 +318,7 @@ class InForward(torch.autograd.Function):
             )
             assert nll is not None and lse is not None
             inputs = [x for x in (nll, lse, smooth) if x is not None]
-            # Checkpointing's hooks would run its whole region again for what is saved here.
+            # Checkpointing's hooks would run their region again for tensors that are saved here.
             with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
                 value = ctx.objective(nll, lse, smooth, at)
                 grads = torch.autograd.grad(value, inputs, allow_unused=True)

@@ -46,7 +46,7 @@ class Plan:
     wanted: Wanted
     threshold: float  # of the filter; 0 keeps every column
     shares_device: bool = False  # kernels that wait for other ranks are on the device
-    backward_is_next: bool = False  # as a rule: what the forward keeps for it is not kept for long
+    backward_is_next: bool = False  # the forward's logits are then not kept for long
 
     @functools.cached_property
     def by_chunks(self) -> bool:

@@ -1,1 +1,1 @@
-"""One rank's share of the loss: what a backend is, and which one a call takes."""
+"""One rank's share of the loss: the backends' protocol, and the choice of a backend."""

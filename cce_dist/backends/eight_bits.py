@@ -1,4 +1,4 @@
-"""Rows in 8 bits, where both backends do alike: formats, moments, what a weight's rows share."""
+"""Rows in 8 bits, as both backends make them: formats, moments, a weight's common part."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class HiddenSum(Protocol):
         *,
         finish: Callable[[], object] = lambda: None,
     ) -> Callable[[], Tensor]:
-        """Starts the sum beside what the current stream is given next.
+        """Starts the sum. The current stream's later work runs beside it.
 
         Args: finish: completes `part` in place, on the stream that sums it.
         Returns: a function that makes the stream wait, and returns the sum.
@@ -110,7 +110,7 @@ class WeightGrad:
     """The memory of the weight's gradient."""
 
     rows: Tensor  # [V_local, D], written
-    accumulate: bool  # added to what is there, in the accumulation dtype
+    accumulate: bool  # added to `rows`, in the accumulation dtype
 
 
 @dataclass(frozen=True)

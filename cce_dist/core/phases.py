@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class Watcher(Protocol):
-    """Called on the thread that is in the phase; what it raises is raised there."""
+    """Is called on the thread that is in the phase. An exception is raised there."""
 
     def enter(self, phase: str, begins: bool) -> None:
         """`begins` is False where a phase that was begun before is waited for."""

@@ -11,12 +11,12 @@ import torch
 def start_aside(
     device: torch.device, run: Callable[[], object], *, first: bool = True
 ) -> Callable[[], None]:
-    """Runs `run`, which allocates nothing, beside what the current stream is given next; on a CPU
+    """Runs `run`, which allocates nothing, beside the current stream's later work; on a CPU
     at once.
 
     Args: first: its kernels' programs come before those of the current stream that have not begun.
-    Returns: what makes the current stream wait for it, to be called whatever happens. Until then
-    the memory of what it reads and writes has to stay; what `run` holds does.
+    Returns: a function that makes the current stream wait for `run`. Call it whatever happens.
+    Until then the memory that `run` reads and writes has to stay; the memory that it holds does.
     """
     if device.type != "cuda":
         run()
@@ -32,7 +32,7 @@ def start_aside(
         with torch.cuda.stream(aside):
             run()
     except BaseException:
-        # What it did begin has the memory that its caller is about to give up.
+        # Kernels that `run` has started use memory that the caller is about to give up.
         wait()
         raise
     return wait
@@ -40,5 +40,5 @@ def start_aside(
 
 @functools.cache
 def _aside(device: torch.device, of: int, priority: int) -> torch.cuda.Stream:
-    """One for each stream that calls: what a CUDA graph captures beside one is no other's."""
+    """Returns a side stream for each stream that calls: CUDA graphs capture them apart."""
     return torch.cuda.Stream(device, priority=priority)

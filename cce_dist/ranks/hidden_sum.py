@@ -100,7 +100,7 @@ def start_reduce_grad_hidden(
     dtype: torch.dtype,
     finish: Callable[[], object],  # completes grad_hidden, on the stream that sums it
 ) -> Callable[[], Tensor]:
-    """Starts `reduce_grad_hidden`, on a GPU beside what the current stream is given next.
+    """Starts `reduce_grad_hidden`, on a GPU beside the current stream's later work.
 
     Returns: a function that makes the stream wait, and returns the sum. Until then the memory of
     grad_hidden, and of all that the stream has been given, has to stay.
@@ -137,7 +137,7 @@ def _reduction(
 
         return sum_up, total
     part = grad.view(size, num_tokens // size, *grad.shape[1:])[group.rank()]
-    # NCCL's sum may take the place of what it was made of, where it does not stay there.
+    # NCCL may store its sum over the summands, if the result is to lie elsewhere.
     if not grad.is_cuda or dtype == grad.dtype:
         part = torch.empty_like(part)
     stored = torch.empty_like(part, dtype=dtype) if dtype != grad.dtype else part

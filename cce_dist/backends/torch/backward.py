@@ -297,7 +297,7 @@ class _Tail:
 
     def add_hidden(self, grad_hidden: Tensor) -> None:
         for block, (i0, i1) in enumerate(spans(grad_hidden.shape[0], TOKEN_BLOCK)):
-            # What the drawn columns did not add is added at the centroid: rows still sum to zero.
+            # Mass that drawn columns did not add is added at the centroid: rows still sum to zero.
             rest = self.mass[i0:i1] - self.drawn_mass[i0:i1]
             grad_hidden[i0:i1].addr_(rest, self.centroid[block])
 

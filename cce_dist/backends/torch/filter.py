@@ -35,8 +35,8 @@ class ColumnMasses:
     tile_bound: Tensor  # [num_tiles, N]
     tile_columns: int
     log_slope_sum: Tensor  # [N] log sum_v exp(z_v) softcap'(z_v) over the shard
-    # Where the forward has chosen, because it screens: [num_blocks, V_local] bool, what is kept;
-    # and [N] the log of the same sum over what is not.
+    # Where the forward has chosen, because it screens: [num_blocks, V_local] bool, the columns
+    # kept; and [N] the log of the same sum over the other columns.
     mask: Tensor | None = None
     log_dropped: Tensor | None = None
 

@@ -174,7 +174,7 @@ def largest(tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
             columns = weight[first:last].to(operand_dtype(weight))
             bias = None if head.bias is None else head.bias[first:last]
             top, column = logits_tile(hidden, columns, bias, head)[0].max(1)
-            # What is no number counts as larger than any, and stays so.
+            # A NaN counts as larger than any number, and stays.
             better = (top > value[start:stop]) | top.isnan()
             value[start:stop] = torch.where(better, top, value[start:stop])
             index[start:stop] = torch.where(better, column + first, index[start:stop])

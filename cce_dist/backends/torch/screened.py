@@ -83,7 +83,7 @@ class EightBit:
     tokens: Tokens
     head: Head
     hidden: Tensor  # [N, stride] int8 | e4m3, the first D of a row
-    of_tokens: Tensor  # [2, N] fp32: what a product is multiplied by, and shifted by
+    of_tokens: Tensor  # [2, N] fp32: factor and shift of a product
     rows: QuantizedRows  # of the weight
     variance: Tensor  # [N] of a logit's error
 

@@ -1,4 +1,4 @@
-"""Backward over this rank's shard in Triton: lists of what is kept, the tail, the products.
+"""Backward over this rank's shard in Triton: lists of the kept columns, the tail, the products.
 
 No autograd, no groups, and nothing that makes the host wait for the device.
 """

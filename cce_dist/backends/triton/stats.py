@@ -109,7 +109,7 @@ def _compute_kept_columns(
     placed: Placed,  # written
     order: Tensor | None,
 ) -> None:
-    """After 8-bit logits: the exact ones of the columns kept, and what the others are off by."""
+    """Computes exact logits of the columns kept, and corrects the 8-bit error of the others."""
     assert request.filter is not None and placed.log_dropped is not None
     listed = request.store if isinstance(request.store, ListedLogits) else None
     by_mass = None if request.filter.by_largest else request.filter.threshold

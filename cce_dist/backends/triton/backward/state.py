@@ -32,7 +32,7 @@ from cce_dist.core.streams import start_aside
 from cce_dist.core.types import Head, Tokens
 from cce_dist.options import TOKEN_BLOCK
 
-# Columns: fewer take no longer than what it takes to begin and to add up.
+# Columns. Fewer take as long: a program's start and its sum then take most of the time.
 LEAST_OF_A_PIECE = 1024
 
 
@@ -67,7 +67,7 @@ class GradBuffers:
     hidden: Tensor | None  # [pieces, N, D] fp32
     weight: Tensor | None  # [V_local, D], of inner stride 1
     bias: Tensor | None  # [V_local] fp32
-    accumulate: bool  # the weight's is added to what is there
+    accumulate: bool  # the weight's gradient is added to its memory
 
 
 @dataclass
@@ -92,8 +92,8 @@ class Backward:
     lists: Lists | None
     logits: KeptLogits | None  # None: none; else of the last columns, used up
     listed: ListedLogits | None  # None: none; else of the last chunk of `lists`, used up
-    centroid: Tensor | None = None  # [padded_groups, D] mean column of what a group drops
-    sums: Tensor | None = None  # the same: what a unit of a group's share adds to a column
+    centroid: Tensor | None = None  # [padded_groups, D] mean of the columns that a group drops
+    sums: Tensor | None = None  # the same: a column's gradient for a unit of a group's share
     bias_sums: Tensor | None = None  # [padded_groups]
 
     @classmethod

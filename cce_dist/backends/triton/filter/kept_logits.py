@@ -21,7 +21,7 @@ class Region:
     first_column: int
     num_columns: int
     memory: Tensor  # [rows, N_padded] in the weight's dtype, whole tiles of columns
-    ref: Tensor | None = None  # [N_padded] fp32, log2: what the logits are kept relative to
+    ref: Tensor | None = None  # [N_padded] fp32, log2: reference that is subtracted from the logits
 
     @property
     def last_column(self) -> int:

@@ -1,1 +1,1 @@
-"""Step 1 by kernels: the statistics of each token, and what the filter records."""
+"""Step 1 by kernels: the statistics of each token, and the filter's records."""

@@ -21,7 +21,7 @@ def largest(tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
         run.launch(None, launch)
     stride = run.packed.shape[0]
     value, index = largest_of(run.parts["extras"], stride, run.shape[1], len(tokens))
-    # The kernel's maximum may pass over what is no number; its sum does not. Of infinite logits
+    # The kernel's maximum may pass over a NaN; its sum does not. Of infinite logits
     # that is none either.
     is_number = ~run.merge(last).lse[: len(tokens)].isnan() | (value == torch.inf)
     value = value.where(is_number, torch.nan)

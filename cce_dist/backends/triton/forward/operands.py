@@ -29,7 +29,7 @@ class EightBit:
 
     hidden: Tensor  # [N_padded, stride] int8 | e4m3, the first D of a row
     weight: Tensor  # [V_local, stride]
-    of_columns: Tensor  # [2, V_local] fp32: what a product is multiplied by, and shifted by
+    of_columns: Tensor  # [2, V_local] fp32: factor and shift of a product
     of_tokens: Tensor  # [2, N_padded] fp32
 
     @property

@@ -10,7 +10,7 @@ main one, and torch.compile's. Triton guards nothing of it:
 - A kernel whose launcher is there counts as loaded before its function is.
 """
 
-# Triton's attributes are what the versions from 3.4 to 3.9 have in common.
+# These attributes of Triton are in all versions from 3.4 to 3.9.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations

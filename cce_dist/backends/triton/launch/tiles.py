@@ -97,7 +97,7 @@ def key_of(tensor: Tensor) -> tuple[str, int]:
     elif capability[0] == 9:
         name = "sm90"
     else:
-        # What is not known yet may have as little shared memory as 12.0.
+        # A device that is not known yet may have as little shared memory as 12.0.
         name = "sm80" if capability in ((8, 0), (8, 7)) else "sm86"
     return name, tensor.dtype.itemsize
 
@@ -114,7 +114,7 @@ def num_programs(tensor: Tensor) -> int:
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
-# Parts of the backward's products: all of them; what the hidden gradient waits for; and the rest.
+# Parts of the backward's products: all; those before the hidden gradient; those after it.
 # Apart where ranks sum the hidden gradient beside the rest.
 WHOLE, UNTIL_HIDDEN, REST = 0, 1, 2
 
@@ -152,7 +152,7 @@ def is_aligned(matrix: Tensor) -> bool:
 
 
 def warn_of_layout(weight: Tensor) -> None:
-    """Says what of the weight's layout costs more than a tenth of a call, once."""
+    """Warns once of a layout of the weight that costs more than a tenth of a call."""
     if interpreted():
         return
     if weight.stride(1) != 1 and weight.shape[1] > 1:

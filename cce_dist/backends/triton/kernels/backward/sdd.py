@@ -6,8 +6,8 @@ import triton.language as tl
 from cce_dist.backends.triton.kernels.filter.lists import level_of
 from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, scale_across, softcapped
 
-# What a forward leaves of an entry's logit is its exp2 over a reference, in fp16: that has more
-# digits of a probability than bf16, down to 2^-25. This is added to the difference ...
+# The forward keeps exp2(logit - reference) of an entry, in fp16, which has more digits of a
+# probability than bf16, down to 2^-25. MADE_SCALE is added to the difference ...
 MADE_SCALE = tl.constexpr(11.0)
 # ... which is below this where the reference is within this of lse; all in log2, but for the most.
 MADE_FURTHEST = tl.constexpr(4.0)
