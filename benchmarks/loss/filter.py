@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from cce_dist import Filter, LinearCrossEntropy, VocabShard
+from cce_dist.algorithm.plan import plan_of
 from cce_dist.backends.triton.launch.tiles import why_not
 from cce_dist.bench.golden import LossFunction, dense_loss, errors, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs
@@ -16,7 +17,6 @@ from cce_dist.bench.loss import mean_tail_mass
 from cce_dist.bench.machine import Timer, interleaved_times, variant_of
 from cce_dist.bench.report import Cells
 from cce_dist.core.types import Tokens
-from cce_dist.frontend.prepare import plan_of
 from cce_dist.options import TOKEN_BLOCK, Backend
 
 # Suffixes of the columns' names.

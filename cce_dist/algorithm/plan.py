@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cce_dist.backends.choose import choose_backend
 from cce_dist.backends.protocol import (
     Backend,
     ColumnFilter,
@@ -188,3 +189,39 @@ class Plan:
             "statistics (label_smoothing, stats) as bits": wanted,
         }
         require_same_sizes(sizes, hidden.device, self.group)
+
+
+def plan_of(
+    hidden: Tensor,
+    num_tokens: int,
+    options: LossOptions,
+    group: Group | None,
+    shard: VocabShard,
+    *,
+    entropy: bool = False,
+) -> Plan:
+    """Chooses the backend and the filter's threshold.
+
+    Args:
+        num_tokens: of all ranks, ignored tokens included.
+        entropy: it is wanted, whatever the options say.
+    """
+    backend = choose_backend(options, hidden, num_tokens, shard.num_classes)
+    threshold = options.filter.threshold(
+        str(hidden.dtype).removeprefix("torch."),
+        shard.vocab_size,
+        ordered_tokens=num_tokens if backend.traits.orders_tokens else None,
+    )
+    wanted = wanted_of(options, entropy=entropy)
+    return Plan(options, shard, group, backend, wanted, threshold)
+
+
+def wanted_of(options: LossOptions, *, entropy: bool = False) -> Wanted:
+    """Args: entropy: it is wanted, whatever the options say."""
+    return Wanted(
+        smooth_logit=options.label_smoothing > 0,
+        entropy=entropy or "entropy" in options.stats,
+        correct="correct" in options.stats,
+        moments="logit_moments" in options.stats,
+        screened="screened" in options.stats,
+    )

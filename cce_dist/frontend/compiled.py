@@ -10,20 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cce_dist.algorithm.plan import wanted_of
 from cce_dist.backends.torch.pick import pick_on_device
 from cce_dist.core.tracing import is_traced
 from cce_dist.frontend import validation
 from cce_dist.frontend.compiled_operators import BOUND, Bound, has_plain
 from cce_dist.frontend.inputs import Inputs
 from cce_dist.frontend.outputs import Finish, LossOutput
-from cce_dist.frontend.prepare import (
-    differentiates,
-    local_targets_of,
-    narrow,
-    scale_for,
-    slice_of,
-    wanted_of,
-)
+from cce_dist.frontend.prepare import differentiates, local_targets_of, narrow, scale_for, slice_of
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.frontend.reduction import TokenLoss, pick_tokens
 from cce_dist.options import Filter, LossOptions, Screen

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from cce_dist.algorithm.autograd import Call, Left, TwoPass
-from cce_dist.algorithm.plan import Plan
+from cce_dist.algorithm.plan import Plan, plan_of, wanted_of
 from cce_dist.algorithm.saved import put_together, take_apart
 from cce_dist.backends.protocol import Scores
 from cce_dist.core.types import accumulate_dtype
-from cce_dist.frontend.prepare import plan_of, wanted_of
 from cce_dist.options import LossOptions
 from cce_dist.vocab_shard import VocabShard
 

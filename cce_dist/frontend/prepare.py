@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from cce_dist.algorithm.autograd import Call, InForward, TwoPass
-from cce_dist.algorithm.plan import Plan
-from cce_dist.backends.choose import choose_backend
-from cce_dist.core.types import Wanted, accumulate_dtype
+from cce_dist.algorithm.plan import plan_of
+from cce_dist.core.types import accumulate_dtype
 from cce_dist.frontend import agreement, validation
 from cce_dist.frontend.inputs import Inputs
 from cce_dist.frontend.outputs import Finish, LossOutput
@@ -88,31 +87,6 @@ def prepare(
     return call, Finish(terms, picked, shape, options, shard.vocab_size)
 
 
-def plan_of(
-    hidden: Tensor,
-    num_tokens: int,
-    options: LossOptions,
-    group: Group | None,
-    shard: VocabShard,
-    *,
-    entropy: bool = False,
-) -> Plan:
-    """Chooses the backend and the filter's threshold.
-
-    Args:
-        num_tokens: of all ranks, ignored tokens included.
-        entropy: it is wanted, whatever the options say.
-    """
-    backend = choose_backend(options, hidden, num_tokens, shard.num_classes)
-    threshold = options.filter.threshold(
-        str(hidden.dtype).removeprefix("torch."),
-        shard.vocab_size,
-        ordered_tokens=num_tokens if backend.traits.orders_tokens else None,
-    )
-    wanted = wanted_of(options, entropy=entropy)
-    return Plan(options, shard, group, backend, wanted, threshold)
-
-
 def differentiates(tensor: Tensor | None) -> bool:
     """Returns whether a backward may ask for the tensor's gradient."""
     return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
@@ -184,17 +158,6 @@ def cast_by_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.get_autocast_dtype(device)
     hidden, weight = (x.to(dtype) if x.dtype in _CAST else x for x in (hidden, weight))
     return hidden, weight
-
-
-def wanted_of(options: LossOptions, *, entropy: bool = False) -> Wanted:
-    """Args: entropy: it is wanted, whatever the options say."""
-    return Wanted(
-        smooth_logit=options.label_smoothing > 0,
-        entropy=entropy or "entropy" in options.stats,
-        correct="correct" in options.stats,
-        moments="logit_moments" in options.stats,
-        screened="screened" in options.stats,
-    )
 
 
 def local_targets_of(picked: PickedTokens, shard: VocabShard) -> Tensor:
