@@ -217,7 +217,7 @@ def plan_of(
 
 
 def wanted_of(options: LossOptions, *, entropy: bool = False) -> Wanted:
-    """Args: entropy: it is wanted, whatever the options say."""
+    """Returns the statistics that a call makes. Args: entropy: wanted whatever the options say."""
     return Wanted(
         smooth_logit=options.label_smoothing > 0,
         entropy=entropy or "entropy" in options.stats,
