@@ -62,10 +62,12 @@ class Call:
             quantize_once=self.quantize_once,
         )
 
-    def tokens(self, hidden: Tensor, scale: Tensor | None = None, *, later: bool = False) -> Tokens:
-        """Args: later: the backend's backward gathers hidden, beside its first kernels."""
+    def tokens(
+        self, hidden: Tensor, scale: Tensor | None = None, *, fill_later: bool = False
+    ) -> Tokens:
+        """Args: fill_later: the backend's backward gathers hidden, beside its first kernels."""
         rows = None if self.rows is None else self.rows.long()
-        hidden, fill = self.plan.gather_hidden(hidden, later=later)
+        hidden, fill = self.plan.gather_hidden(hidden, fill_later=fill_later)
         return Tokens(hidden, rows, self.local_targets, self.count, fill, scale)
 
     def expect(
@@ -224,7 +226,7 @@ class TwoPass(torch.autograd.Function):
         grad_scale = _grad_of_scale(scale, stats, upstream) if ctx.needs_input_grad[3] else None
         if not any(ctx.needs_input_grad[:3]):
             return None, None, None, grad_scale, None
-        tokens, head = call.tokens(hidden, scale, later=True), call.head(weight, bias)
+        tokens, head = call.tokens(hidden, scale, fill_later=True), call.head(weight, bias)
         left: Left = put_together(ctx.left, iter(tensors))
         kept = left.kept
         if left.scores is not None and upstream.entropy is None:

@@ -153,15 +153,15 @@ class Plan:
             self.backend.warm_up(tokens, head, request, backward)
 
     def gather_hidden(
-        self, hidden: Tensor, *, later: bool
+        self, hidden: Tensor, *, fill_later: bool
     ) -> tuple[Tensor, Callable[[], None] | None]:
         """Gathers the tokens of all ranks under sequence parallel; else returns hidden itself. With
-        `later` the memory is still to be filled, by the function that is returned too. Collectives:
-        one all-gather of hidden."""
+        `fill_later` the function that is returned too fills the memory. Collectives: one all-gather
+        of hidden."""
         if not self.options.sequence_parallel:
             return hidden, None
         whole, fill = gather_tokens_later(hidden, self.group)
-        if later:
+        if fill_later:
             return whole, fill
         fill()
         return whole, None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 
-def start_aside(
+def start_on_side_stream(
     device: torch.device, run: Callable[[], object], *, first: bool = True
 ) -> Callable[[], None]:
     """Runs `run`, which allocates nothing, beside the current stream's later work; on a CPU
@@ -22,14 +22,14 @@ def start_aside(
         run()
         return lambda: None
     caller = torch.cuda.current_stream(device)
-    aside = _aside(device, caller.cuda_stream, -1 if first else 0)
+    side = _side_stream(device, caller.cuda_stream, -1 if first else 0)
 
     def wait(_holds: object = run) -> None:
-        caller.wait_stream(aside)
+        caller.wait_stream(side)
 
-    aside.wait_stream(caller)
+    side.wait_stream(caller)
     try:
-        with torch.cuda.stream(aside):
+        with torch.cuda.stream(side):
             run()
     except BaseException:
         # Kernels that `run` has started use memory that the caller is about to give up.
@@ -39,6 +39,6 @@ def start_aside(
 
 
 @functools.cache
-def _aside(device: torch.device, of: int, priority: int) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, of: int, priority: int) -> torch.cuda.Stream:
     """Returns a side stream for each stream that calls: CUDA graphs capture them apart."""
     return torch.cuda.Stream(device, priority=priority)

@@ -146,7 +146,7 @@ def _make(what: str, job: Job, group: dist.ProcessGroup, device: torch.device) -
     mine = torch.full((count,), float(rank), device=device)
 
     def gather() -> Tensor:
-        return start_all_gather(mine, group, later=False)()
+        return start_all_gather(mine, group, async_op=False)()
 
     def is_right() -> bool:
         expected = torch.arange(size, dtype=mine.dtype, device=device)

@@ -30,21 +30,21 @@ Begin = Callable[[Callable[[], object]], Callable[[], object]]
 
 def all_gather(tensor: Tensor, group: Group | None) -> Tensor:
     """Gathers a tensor [...] of every rank: [W, ...] in rank order."""
-    return start_all_gather(tensor, group, later=False)()
+    return start_all_gather(tensor, group, async_op=False)()
 
 
 def start_all_gather(
-    tensor: Tensor, group: Group | None, *, later: bool, begin: Begin | None = None
+    tensor: Tensor, group: Group | None, *, async_op: bool, begin: Begin | None = None
 ) -> Callable[[], Tensor]:
-    """Returns a function that returns the result of `all_gather`; with `later` that one waits."""
+    """Returns a function that returns the result of `all_gather`, and waits with `async_op`."""
     if group is None:
         return lambda: tensor[None]
     size, tensor = group.size(), tensor.contiguous()
     out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
     if begin is not None:
-        wait = begin(lambda: all_gather_into(out, tensor, group, later=True))
+        wait = begin(lambda: all_gather_into(out, tensor, group, async_op=True))
     else:
-        work = all_gather_into(out, tensor, group, later=later)
+        work = all_gather_into(out, tensor, group, async_op=async_op)
         wait = None if work is None else work.wait
 
     def finish() -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.core.phases import in_phase
-from cce_dist.core.streams import start_aside
+from cce_dist.core.streams import start_on_side_stream
 from cce_dist.ranks.transport import (
     all_gather_into,
     all_reduce,
@@ -111,7 +111,7 @@ def start_reduce_grad_hidden(
         finish()
         run()
 
-    wait_for_it = start_aside(grad_hidden.device, finish_and_sum)
+    wait_for_it = start_on_side_stream(grad_hidden.device, finish_and_sum)
 
     def wait() -> Tensor:
         wait_for_it()

@@ -108,7 +108,7 @@ def merge_stats(
             numbers of numbers, or all of them seem to have the same rows (on the CPU; a
             device-side assertion on a GPU, where looking would stop the stream).
     """
-    return start_merge_stats(local, shard, group, count, kernels, later=False)()
+    return start_merge_stats(local, shard, group, count, kernels, async_op=False)()
 
 
 @in_phase("merge")
@@ -119,11 +119,11 @@ def start_merge_stats(
     count: Tensor | None = None,
     kernels: MergeKernels | None = None,
     *,
-    later: bool = True,
+    async_op: bool = True,
     begin: Begin | None = None,
 ) -> Callable[[], Stats]:
     """Starts `merge_stats`. Returns: a function that waits for it, and returns the merged
-    statistics; without `later` it need not wait."""
+    statistics; without `async_op` it need not wait."""
     if group is None:
         return lambda: local
     adapter = adapter_of(group)
@@ -133,7 +133,7 @@ def start_merge_stats(
     if kernels is not None and local.is_plain:
         length = 2 * len(local.lse)
         payload = kernels.pack(local.lse, local.target_logit, digits_of(shard, length))
-        gather = start_all_gather(payload, group, later=later, begin=begin)
+        gather = start_all_gather(payload, group, async_op=async_op, begin=begin)
 
         def merge_by_kernel() -> Stats:
             parts = gather()
@@ -144,7 +144,7 @@ def start_merge_stats(
         return merge_by_kernel
     packed = local.pack()
     payload = torch.cat([encode(shard, packed.numel(), packed), packed.flatten()])
-    gather = start_all_gather(payload, group, later=later, begin=begin)
+    gather = start_all_gather(payload, group, async_op=async_op, begin=begin)
     return lambda: _merged(gather(), local, packed, count)
 
 

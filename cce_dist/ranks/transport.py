@@ -141,13 +141,13 @@ def _single(name: str, until_2_12: str) -> Callable[..., Any]:
     return getattr(dist, name, None) or getattr(dist, until_2_12)
 
 
-def all_gather_into(out: Tensor, tensor: Tensor, group: Group, *, later: bool = False) -> Any:
-    """Returns: with `later` what waits for it, if anything has to."""
+def all_gather_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: bool = False) -> Any:
+    """Returns: with `async_op` what waits for it, if anything has to."""
     adapter = adapter_of(group)
     if adapter is not None:
         return adapter.all_gather(out, tensor)
     gather = _single("all_gather_single", "all_gather_into_tensor")
-    return gather(out, tensor, group=group, async_op=later)
+    return gather(out, tensor, group=group, async_op=async_op)
 
 
 def all_reduce(tensor: Tensor, group: Group) -> None:

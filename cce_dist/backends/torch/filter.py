@@ -149,7 +149,7 @@ def levels_of(num_columns: int, seed: Tensor) -> Tensor:
     Args:
         seed: [1] int32
     Returns:
-        [num_columns] int64, at most 24; those of `level_of` in kernels/filter/lists.py.
+        [num_columns] int64, at most 24; those of `level_of` in kernels/filter/column_lists.py.
     """
     low = 2**32 - 1
     column = torch.arange(num_columns, device=seed.device)

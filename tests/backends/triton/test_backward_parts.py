@@ -141,9 +141,9 @@ def test_what_runs_beside_is_waited_for_after_an_error(
     started: list[torch.device] = []
     waited: list[torch.device] = []
 
-    def start_aside(device: torch.device, run: Callable[[], object]) -> Callable[[], None]:
+    def start_on_side_stream(device: torch.device, run: Callable[[], object]) -> Callable[[], None]:
         started.append(device)
-        wait = streams.start_aside(device, run)
+        wait = streams.start_on_side_stream(device, run)
 
         def note() -> None:
             waited.append(device)
@@ -159,7 +159,7 @@ def test_what_runs_beside_is_waited_for_after_an_error(
             fail()
 
     def start(self: Any, part: Tensor, *, finish: Callable[[], object]) -> Callable[[], Tensor]:
-        wait = start_aside(part.device, finish)
+        wait = start_on_side_stream(part.device, finish)
 
         def total() -> Tensor:
             wait()
@@ -167,7 +167,7 @@ def test_what_runs_beside_is_waited_for_after_an_error(
 
         return total
 
-    monkeypatch.setattr(backward_state, "start_aside", start_aside)
+    monkeypatch.setattr(backward_state, "start_on_side_stream", start_on_side_stream)
     monkeypatch.setattr(SumOverRanks, "is_local", False)
     monkeypatch.setattr(SumOverRanks, "start", start)
     if at == "lists":

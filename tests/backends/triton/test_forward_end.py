@@ -196,9 +196,9 @@ def test_target_products_are_waited_for_and_freed(
     waited: list[bool] = []
     products: list[weakref.ref[Tensor]] = []
 
-    def start_aside(device: torch.device, run: Any) -> Callable[[], None]:
+    def start_on_side_stream(device: torch.device, run: Any) -> Callable[[], None]:
         products.append(weakref.ref(run.args[5]))
-        wait = streams.start_aside(device, run)
+        wait = streams.start_on_side_stream(device, run)
         return lambda: (waited.append(True), wait())[1]
 
     def merge(run: Forward, last: Launch) -> Finished:
@@ -212,7 +212,7 @@ def test_target_products_are_waited_for_and_freed(
         return made(*args, **options)
 
     merged, made = Forward.merge, triton_stats.marks_of
-    monkeypatch.setattr(forward_targets, "start_aside", start_aside)
+    monkeypatch.setattr(forward_targets, "start_on_side_stream", start_on_side_stream)
     monkeypatch.setattr(Forward, "merge", merge)
     monkeypatch.setattr(triton_stats, "marks_of", marks_of)
     tokens, head = problem(place, 140, 300, 140)

@@ -23,7 +23,7 @@ from cce_dist.backends.triton.kernels.backward.exact_logits import (
     exact_targets_kernel,
 )
 from cce_dist.backends.triton.kernels.backward.exact_products import exact_products_kernel
-from cce_dist.backends.triton.launch.arguments import padded_dim, tiles_of
+from cce_dist.backends.triton.launch.arguments import descriptor_of, padded_dim
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import (
     REST,
@@ -59,10 +59,10 @@ def products_of_every_column(run: Backward, grads: GradBuffers) -> Callable[[int
         left = LEFT_TO_COLLECTIVES if part == REST else 0
         start(exact_products_kernel, (max(1, num_programs(weight) - left),))(
             **common,
-            hidden=tiles_of(hidden, block_k, table.columns, use_tma),
-            weight=tiles_of(weight, block_k, table.columns, use_tma),
-            workspace_columns=tiles_of(region.memory, TILE, block_k, use_tma),
-            workspace_tokens=tiles_of(region.memory, block_k, TOKEN_BLOCK, use_tma),
+            hidden=descriptor_of(hidden, block_k, table.columns, use_tma),
+            weight=descriptor_of(weight, block_k, table.columns, use_tma),
+            workspace_columns=descriptor_of(region.memory, TILE, block_k, use_tma),
+            workspace_tokens=descriptor_of(region.memory, block_k, TOKEN_BLOCK, use_tma),
             workspace_ptr=region.memory,
             row_ptr=of_tokens.rows,
             queue_ptr=queue[index + 1 if part == REST else index],
@@ -151,9 +151,9 @@ def _launch_logits(
     columns = table.dims if has_logits else table.columns
     use_tma = takes_tma(weight)
     start(exact_logits_kernel, (num_programs(weight) * (4 if has_logits else 1),))(
-        hidden=tiles_of(hidden, TOKEN_BLOCK, table.dims, use_tma),
-        weight=tiles_of(weight, columns, table.dims, use_tma),
-        workspace=tiles_of(region.memory, columns, TOKEN_BLOCK, use_tma),
+        hidden=descriptor_of(hidden, TOKEN_BLOCK, table.dims, use_tma),
+        weight=descriptor_of(weight, columns, table.dims, use_tma),
+        workspace=descriptor_of(region.memory, columns, TOKEN_BLOCK, use_tma),
         **_arguments(run, region),
         bad_ref_ptr=run.or_dummy(bad_ref),
         ONLY_BAD_REF=bad_ref is not None and not has_logits,

@@ -20,7 +20,7 @@ from cce_dist.backends.triton.backward.state import Backward, GradBuffers
 from cce_dist.backends.triton.filter.lists import TILE, Lists
 from cce_dist.backends.triton.kernels.backward.filtered import filtered_kernel
 from cce_dist.backends.triton.kernels.backward.rest import rest_kernel
-from cce_dist.backends.triton.launch.arguments import tiles_of
+from cce_dist.backends.triton.launch.arguments import descriptor_of
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import (
     LEFT_TO_OTHERS,
@@ -138,7 +138,9 @@ def _of_lists(run: Backward, lists: Lists) -> dict[str, Any]:
         "entries_ptr": int32(2, lists.max_rows).zero_(),
         "pair_rows_ptr": int32(lists.max_pairs, TILE),
         "workspace_ptr": workspace,
-        "workspace_rows": tiles_of(workspace, table.backward_dims, TOKEN_BLOCK, takes_tma(weight)),
+        "workspace_rows": descriptor_of(
+            workspace, table.backward_dims, TOKEN_BLOCK, takes_tma(weight)
+        ),
         "made_ptr": workspace if listed is None else workspace.view(torch.float16),
         "ref_ptr": run.or_dummy(None if listed is None else listed.ref),
         "bad_ref_ptr": run.or_dummy(None if listed is None else listed.bad_ref),

@@ -23,12 +23,12 @@ from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import TILE, ListedLogits, Lists
 from cce_dist.backends.triton.filter.marks import KeptColumns
 from cce_dist.backends.triton.filter.tail import centroids, padded_groups
-from cce_dist.backends.triton.kernels.backward.spread import spread_kernel
+from cce_dist.backends.triton.kernels.backward.store_hidden import store_hidden_kernel
 from cce_dist.backends.triton.kernels.filter.tail import group_sums_kernel, token_sums_kernel
 from cce_dist.backends.triton.launch.arguments import for_kernels, with_unit_inner_stride
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import Tiles, num_programs, rounds_exp2, tiles_for
-from cce_dist.core.streams import start_aside
+from cce_dist.core.streams import start_on_side_stream
 from cce_dist.core.types import Head, Tokens
 from cce_dist.options import TOKEN_BLOCK
 
@@ -150,7 +150,7 @@ class Backward:
                 step()
 
         # Which columns are kept has nothing to do with it. Small kernels, either.
-        wait = start_aside(weight.device, fill_and_sum) if steps else None
+        wait = start_on_side_stream(weight.device, fill_and_sum) if steps else None
         try:
             if listed is not None:
                 run.lists = listed.lists
@@ -282,7 +282,7 @@ class Backward:
         if dtype != part.dtype:
             out = torch.empty_like(part, dtype=dtype)
         block_d = 128
-        start(spread_kernel, (self.num_blocks, triton.cdiv(dim, block_d)))(
+        start(store_hidden_kernel, (self.num_blocks, triton.cdiv(dim, block_d)))(
             part,
             self.or_dummy(self.centroid),
             self.of_tokens.rows,

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from cce_dist.backends.triton.filter.marks import Marks
-from cce_dist.backends.triton.kernels.filter.lists import (
+from cce_dist.backends.triton.kernels.filter.column_lists import (
     chunks_kernel,
     key_kernel,
     segments_kernel,

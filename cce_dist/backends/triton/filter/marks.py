@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cce_dist.backends.protocol import ColumnFilter, Room, Scores
 from cce_dist.backends.triton.filter.tail import TAIL_GROUPS
-from cce_dist.backends.triton.kernels.filter.lists import (
+from cce_dist.backends.triton.kernels.filter.column_lists import (
     marks_kernel,
 )
 from cce_dist.backends.triton.launch.start import start

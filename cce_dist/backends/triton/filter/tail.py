@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.backends.triton.kernels.filter.tail import centroid_kernel, merge_kernel
+from cce_dist.backends.triton.kernels.filter.tail import centroid_kernel, merge_centroids_kernel
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import key_of, num_programs, tiles_for
 from cce_dist.core.types import Head
@@ -86,7 +86,7 @@ def centroids(
     centroid = weight.new_empty(padded, dim, dtype=torch.float32)
     inverse = weight.new_empty(padded, dtype=torch.float32)
     merge = functools.partial(
-        start(merge_kernel, (padded, slices)),
+        start(merge_centroids_kernel, (padded, slices)),
         part,
         seen,
         total,

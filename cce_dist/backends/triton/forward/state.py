@@ -37,11 +37,11 @@ from cce_dist.backends.triton.kernels.forward.forward import (
 )
 from cce_dist.backends.triton.kernels.tokens.pack import pack_kernel
 from cce_dist.backends.triton.launch.arguments import (
+    descriptor_of,
     for_kernels,
     pad_tokens,
     padded_dim,
     rows_of,
-    tiles_of,
     with_unit_inner_stride,
 )
 from cce_dist.backends.triton.launch.start import start
@@ -248,8 +248,8 @@ class Forward:
         use_tma, region = takes_tma(weight), launch.region
         logits = self.count if region is None else region.as_logits()
         start(forward_kernel, (self.grid,))(
-            tiles_of(hidden, TOKEN_BLOCK, tiles.dims, use_tma),
-            tiles_of(weight, self.columns, tiles.dims, use_tma),
+            descriptor_of(hidden, TOKEN_BLOCK, tiles.dims, use_tma),
+            descriptor_of(weight, self.columns, tiles.dims, use_tma),
             self._or_dummy(head.bias),
             self._or_dummy(head.class_weight),
             self._or_dummy(None if eight is None else eight.of_columns),
@@ -257,7 +257,7 @@ class Forward:
             self.count,
             self.shape,
             *(self._or_dummy(parts.get(name)) for name in ("lower", "state", "mass", "extras")),
-            tiles_of(logits, self.columns, TOKEN_BLOCK, use_tma and region is not None),
+            descriptor_of(logits, self.columns, TOKEN_BLOCK, use_tma and region is not None),
             logits,
             self._or_dummy(None if region is None else region.ref),
             launch.number,

@@ -19,7 +19,7 @@ from cce_dist.backends.triton.forward.state import Forward
 from cce_dist.backends.triton.kernels.forward.targets import target_products_kernel, targets_kernel
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import rounds_exp2
-from cce_dist.core.streams import start_aside
+from cce_dist.core.streams import start_on_side_stream
 from cce_dist.options import TOKEN_BLOCK
 
 # Target columns of one program: two programs a block, whose loads are most of what they do.
@@ -65,7 +65,7 @@ def start_products(run: Forward) -> Callable[[], Tensor]:
         num_warps=run.tiles.warps * TARGETS // TOKEN_BLOCK,
         num_stages=run.tiles.target_stages or run.tiles.stages,
     )
-    wait = start_aside(weight.device, launch)
+    wait = start_on_side_stream(weight.device, launch)
 
     def finish() -> Tensor:
         wait()

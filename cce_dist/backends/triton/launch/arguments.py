@@ -55,7 +55,7 @@ def rows_of(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return rows, count
 
 
-def tiles_of(matrix: Tensor, rows: int, columns: int, use_tma: bool) -> Any:
+def descriptor_of(matrix: Tensor, rows: int, columns: int, use_tma: bool) -> Any:
     """Returns a descriptor of such tiles of the matrix, or the matrix for a pointer."""
     if not use_tma:
         return matrix

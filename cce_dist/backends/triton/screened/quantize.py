@@ -33,7 +33,7 @@ from cce_dist.backends.triton.kernels.screened.rounding import (
 from cce_dist.backends.triton.launch.arguments import rows_of, with_unit_inner_stride
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import interpreted, num_programs
-from cce_dist.core.streams import start_aside
+from cce_dist.core.streams import start_on_side_stream
 from cce_dist.core.types import Head, QuantizedRows, Tokens
 from cce_dist.options import Screen
 
@@ -71,7 +71,7 @@ def start_sums(tokens: Tokens, head: Head, screen: Screen | None) -> Callable[[]
 
     # What the current stream is given next takes as long, and more of a multiprocessor's memory,
     # which is divided for as long as one program is there.
-    wait = start_aside(weight.device, launch, first=False)
+    wait = start_on_side_stream(weight.device, launch, first=False)
 
     def sums() -> Sums:
         wait()

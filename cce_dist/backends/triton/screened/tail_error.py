@@ -24,7 +24,7 @@ from cce_dist.backends.triton.kernels.screened.tail_error import (
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import interpreted, num_programs
 from cce_dist.backends.triton.screened.selection_error import selection_error
-from cce_dist.core.streams import start_aside
+from cce_dist.core.streams import start_on_side_stream
 from cce_dist.core.types import QuantizedRows
 from cce_dist.options import TOKEN_BLOCK
 
@@ -94,7 +94,7 @@ def correct_tail(
         launch_error()
 
     # The lists are many short kernels, one after the other: they should not wait for the moments.
-    return start_aside(run.weight.device, launch, first=False)
+    return start_on_side_stream(run.weight.device, launch, first=False)
 
 
 def _moments_of(

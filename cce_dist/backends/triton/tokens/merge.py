@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.backends.triton.kernels.tokens.merge import merge_kernel, pack_stats_kernel
+from cce_dist.backends.triton.kernels.tokens.merge import merge_ranks_kernel, pack_stats_kernel
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.core.stats import MergeKernels
 from cce_dist.ranks.merge_header import DIGIT, LEAST_SPREAD, LEAST_TOKENS, LOOK_AT, NUM_DIGITS, SAME
@@ -44,7 +44,7 @@ def merge_lse_and_target(
     num_tokens = (stride - NUM_DIGITS) // 2
     out = parts.new_empty(2, num_tokens)
     sound = torch.empty(1, dtype=torch.int32, device=parts.device)
-    start(merge_kernel, (triton.cdiv(num_tokens, BLOCK) + 1,))(
+    start(merge_ranks_kernel, (triton.cdiv(num_tokens, BLOCK) + 1,))(
         parts,
         sound if count is None else count,
         out,

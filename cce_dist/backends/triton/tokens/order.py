@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.backends.triton.kernels.tokens.order import order_kernel
-from cce_dist.backends.triton.kernels.tokens.similar import SEEDS, similar_kernel
+from cce_dist.backends.triton.kernels.tokens.sort_tokens import order_kernel
+from cce_dist.backends.triton.kernels.tokens.token_keys import SEEDS, similar_kernel
 from cce_dist.backends.triton.launch.arguments import rows_of, with_unit_inner_stride
 from cce_dist.backends.triton.launch.start import is_compiling_only, start
 from cce_dist.backends.triton.launch.tiles import interpreted

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.backends.triton.kernels.tokens.pick import count_kernel, place_kernel
+from cce_dist.backends.triton.kernels.tokens.compact_tokens import count_kernel, place_kernel
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.core.types import Picked
 from cce_dist.vocab_shard import VocabShard

@@ -10,7 +10,7 @@ import triton.language as tl
 from cce_dist.backends.triton.kernels.backward.dds import dds_kept_task, unkept_task
 from cce_dist.backends.triton.kernels.backward.dsd import dsd_kept_task
 from cce_dist.backends.triton.kernels.backward.sdd import sdd_kept_task
-from cce_dist.backends.triton.kernels.filter.lists import list_task, pair_task
+from cce_dist.backends.triton.kernels.filter.column_lists import list_task, pair_task
 from cce_dist.backends.triton.kernels.numbers import proxy_fence
 
 

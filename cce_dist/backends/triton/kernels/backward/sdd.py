@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.filter.lists import level_of
+from cce_dist.backends.triton.kernels.filter.column_lists import level_of
 from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, scale_across, softcapped
 
 # The forward keeps exp2(logit - reference) of an entry, in fp16, which has more digits of a

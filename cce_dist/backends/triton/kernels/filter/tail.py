@@ -111,7 +111,7 @@ def centroid_kernel(
 
 
 @triton.jit(do_not_specialize=["groups"])
-def merge_kernel(
+def merge_centroids_kernel(
     part_ptr,  # [splits, GROUPS, D]
     seen_ptr,  # [splits, GROUPS]
     total_ptr,  # [slices * splits, GROUPS]

@@ -11,7 +11,7 @@ from cce_dist.backends.triton.kernels.backward.sdd import (
     fresh_logits,
     segment_of,
 )
-from cce_dist.backends.triton.kernels.filter.lists import list_task
+from cce_dist.backends.triton.kernels.filter.column_lists import list_task
 from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of
 from cce_dist.backends.triton.kernels.tokens.pack import shape_of
 

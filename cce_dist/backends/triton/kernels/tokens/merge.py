@@ -119,7 +119,7 @@ def pack_stats_kernel(
 
 
 @triton.jit(do_not_specialize=["ranks", "N", "stride"])
-def merge_kernel(
+def merge_ranks_kernel(
     parts_ptr,  # [ranks, stride] fp32: header [8], lse [N], target logit [N], of each
     count_ptr,  # [1] int32: tokens that count, if HAS_COUNT
     out_ptr,  # [2, N] lse (natural log) and target logit: out, 0 for tokens that don't count

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["N", "groups", "tokens_per_group"])
-def spread_kernel(
+def store_hidden_kernel(
     made_ptr,  # [num_rows, D] fp32: the products of tokens that count
     centroid_ptr,  # [GROUPS, D]
     rows_ptr,  # [N_padded] int64: a permutation of the first N

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.tokens.similar import SEEDS, UNCOUNTED
+from cce_dist.backends.triton.kernels.tokens.token_keys import SEEDS, UNCOUNTED
 
 
 @triton.jit(do_not_specialize=["N"])
