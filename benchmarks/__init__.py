@@ -1,4 +1,4 @@
-"""What the project measures and publishes: experiments beside `cce_dist.bench`, and the evidence.
+"""Experiments that the project publishes, beside `cce_dist.bench`, and the evidence from them.
 
-No part of the installed package. The commands start with `cce-dist bench` in a checkout.
+This folder is no part of the installed package. In a checkout, `cce-dist bench` has its commands.
 """

@@ -1,1 +1,1 @@
-"""The commands of a checkout, by the module that holds their work."""
+"""Commands of a checkout, in files named after the modules that do the work."""

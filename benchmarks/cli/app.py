@@ -1,4 +1,4 @@
-"""All commands of the checkout, by the names that cce_dist/needs/checkout.py lists."""
+"""All commands of the checkout, under the names that cce_dist/needs/checkout.py lists."""
 
 from __future__ import annotations
 

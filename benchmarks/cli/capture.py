@@ -1,4 +1,4 @@
-"""`cce-dist bench capture`: what the loss of a training run sees."""
+"""`cce-dist bench capture`: saves the inputs that the loss gets in a training run."""
 
 from __future__ import annotations
 

@@ -154,10 +154,10 @@ def converge_command(
 
 
 def _run(work: Work, budget_seconds: float, *, retry: bool, prepare_only: bool) -> int:
-    """The exit code: 1 where the device was lost.
+    """Trains the runs that the record lacks; returns the exit code, 1 if the device was lost.
 
     Raises:
-        ValueError: the text cannot be used, or the record's file is another's.
+        ValueError: the text cannot be used, or the record's file belongs to another measurement.
     """
     import torch
 
@@ -174,7 +174,7 @@ def _run(work: Work, budget_seconds: float, *, retry: bool, prepare_only: bool) 
                 typer.echo(f"V={vocab_size}: {work.cache / found.key}")
             return 0
         ranks = connect(ParallelConfig())
-        # Joining takes every core there is.
+        # Joining the job takes every core: give back those that were not asked for.
         torch.set_num_threads(int(work.record.machine["threads"]))
         left = converge(work, ranks, typer.echo, budget_seconds=budget_seconds, retry=retry)
     except ConfigError as error:

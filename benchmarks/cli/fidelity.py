@@ -1,4 +1,4 @@
-"""`cce-dist bench fidelity` and `probabilities`: captured inputs, and a record of what is found."""
+"""`cce-dist bench fidelity` and `probabilities`: measure captured inputs and write a record."""
 
 from __future__ import annotations
 
@@ -148,10 +148,10 @@ def _without_part(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_power(name: str, text: str) -> float:
-    """ "2^-9.5", or a number as Python reads it.
+    """Returns the number that `text` is: a power such as "2^-9.5", or a number as Python reads it.
 
     Raises:
-        ValueError: neither, or not a finite number above 0.
+        ValueError: `text` is neither, or not a finite number above 0.
     """
     power = re.fullmatch(r"2\^([+-]?\d+(?:\.\d+)?)", text)
     try:

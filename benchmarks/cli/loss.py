@@ -1,4 +1,4 @@
-"""`cce-dist bench filter`, `tiles`, `first-call`, and `paper` with its tables."""
+"""`cce-dist bench filter`, `tiles`, `first-call` and `paper`."""
 
 from __future__ import annotations
 

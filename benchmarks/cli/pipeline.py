@@ -66,7 +66,7 @@ def pipeline_command(
             raise ValueError(f"model must be among {list(MODELS)}, got {model!r}")
         sizes = MODELS[model]
         if dim is not None:
-            # Of the same proportions.
+            # A smaller model keeps the proportions.
             sizes = replace(
                 sizes,
                 dim=dim,

@@ -1,4 +1,4 @@
-"""`cce-dist report`: the evidence of docs/evidence as a page."""
+"""`cce-dist report`: makes a page of the records in docs/evidence."""
 
 from __future__ import annotations
 

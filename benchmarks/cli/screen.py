@@ -1,4 +1,4 @@
-"""`cce-dist bench screen` and `quantize`: 8-bit logits, how exact, and what they cost."""
+"""`cce-dist bench screen` and `quantize`: error and cost of 8-bit logits."""
 
 from __future__ import annotations
 

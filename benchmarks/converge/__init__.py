@@ -1,1 +1,1 @@
-"""Small models trained with every method, and what they predict."""
+"""Small models trained with every method, and their loss on held-out text."""

@@ -1,4 +1,4 @@
-"""Training the same models with one loss after another: what differs at the end is the loss's.
+"""Trains the same models with one loss after another, so that only the loss can differ.
 
 Every run of a group has the same first weights and the same batches in the same order.
 """
@@ -32,11 +32,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Work:
-    """
+    """Everything that one command trains, and the files that it reads and writes.
+
     Args:
-        record: without rows: what a finished run's rows are appended to, in `folder`.
+        record: a record without rows; its file in `folder` gets the rows of each finished run.
         cache: folder of token ids and checkpoints, which are made once.
-        paths: text; empty: that of the Python installation.
+        paths: text; empty: the text of the Python installation.
         fine_tune_paths: text to continue on; empty: the last third of the documents.
     """
 
@@ -58,7 +59,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Args: key: names text and vocabulary; texts: by start."""
+    """The texts in one vocabulary's token ids.
+
+    Args:
+        key: names the text and the vocabulary.
+        texts: the text of each start.
+    """
 
     size: int
     key: str
@@ -66,15 +72,16 @@ class Vocabulary:
 
 
 def converge(work: Work, ranks: Ranks, say: Say, *, budget_seconds: float, retry: bool) -> int:
-    """Train what the record lacks, a run after the other; how many runs are left.
+    """Trains the runs that the record lacks, one by one; returns how many are left.
 
     Args:
-        budget_seconds: no run begins that would end later, by the time of the longest; 0: any.
-        retry: runs that failed as well.
+        budget_seconds: no run begins if, taking as long as the longest so far, it would end later;
+            0: no bound.
+        retry: also trains the runs that failed before.
     Raises:
         ConfigError, ValueError: there is no text, it is too short, or a size is out of bounds.
-        RecordError: the record's file is of another machine, commit or settings.
-        DeviceLostError: a method broke the device, and is recorded as failed: call again.
+        RecordError: the record's file has another machine, commit or settings.
+        DeviceLostError: a method broke the device and is recorded as failed; call again.
     """
     began, longest, left = time.perf_counter(), 0.0, 0
     work.append([])
@@ -104,10 +111,10 @@ def converge(work: Work, ranks: Ranks, say: Say, *, budget_seconds: float, retry
 
 
 def prepare(work: Work, vocab_size: int, say: Say) -> Vocabulary:
-    """The texts in a vocabulary's token ids: from the cache, or into it.
+    """Returns the texts in a vocabulary's token ids, reading them from the cache or writing them.
 
     Raises:
-        ConfigError, ValueError: as `converge`.
+        ConfigError, ValueError: as for `converge`.
     """
     sizes = work.sizes
     data = sizes.config(vocab_size, 0, "random", work.cache).data
@@ -152,19 +159,19 @@ def _trainer(work: Work, group: Group, vocabulary: Vocabulary, ranks: Ranks, say
 def _checkpoint(
     work: Work, vocabulary: Vocabulary, ranks: Ranks, say: Say
 ) -> dict[str, torch.Tensor]:
-    """The weights to continue from; trained with the dense loss where there are none yet.
+    """Returns the weights to continue from; trains them with the dense loss if there are none yet.
 
     Raises:
-        JobError: that run fails.
+        JobError: the dense run fails.
     """
     sizes = dataclasses.replace(work.sizes, steps=work.sizes.checkpoint_steps)
     what = {**dataclasses.asdict(sizes), "vocab": vocabulary.size, "key": vocabulary.key}
-    # Of other methods than the dense one.
+    # The dense run has no filter and no screen.
     del what["keep"], what["max_kept"]
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
     path = work.cache / f"checkpoint-{key}.pt"
     about: dict[str, Cell] = {"part": "checkpoint", "vocab": vocabulary.size}
-    # Of several processes one makes it, and the others wait.
+    # One process makes the checkpoint; the others wait for it.
     with locked(work.cache):
         if not path.exists():
             say(f"V={vocabulary.size}: training the checkpoint, {sizes.steps} steps")

@@ -1,4 +1,4 @@
-"""What `cce-dist bench converge` trains: sizes, starts, methods, seeds, and in which order."""
+"""Plan of `cce-dist bench converge`: sizes, starts, methods, seeds, and the order of the runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cce_dist.train.config.schema import TrainConfig
 
 Start = Literal["random", "checkpoint"]
 STARTS = get_args(Start)
-# Ours and what they are compared with; the peers need a GPU.
+# Our methods. The peers that they are compared with need a GPU.
 OURS = ("exact", "in_forward", "filtered", "no-tail", "screened")
 PEER_METHODS = ("cce", "cce-kahan-full-c")
 METHODS = ("dense", *OURS, *PEER_METHODS)
-# What a peer's filter drops, from both gradients and from either: to look into, when asked for.
+# Apple's filter in dense torch, on both gradients or on one of them; runs only when asked for.
 TILE_FILTERS = ("tile-filter", "tile-filter-hidden", "tile-filter-weight")
 HEAD_DIM = 64
 CHECKPOINT_SEED = 1000
@@ -32,16 +32,17 @@ CHECKPOINT_SEED = 1000
 
 @dataclass(frozen=True)
 class Sizes:
-    """What all runs of a record share.
+    """Sizes and settings that all runs of a record share.
 
     Args:
-        lr, fine_tune_lr: at most, from random weights and from the checkpoint.
-        checkpoint_steps: of the run that makes it, at lr.
-        evaluations: in equal distances, the last after the last step; one more before the first.
-        held_out_tokens: at the end of either text, at most.
-        megabytes: of text, million characters.
-        keep: of the `Filter` of those that have one, "auto" or a mass.
-        max_kept: of the `Screen` of screened logits.
+        lr, fine_tune_lr: highest learning rate from random weights, and from the checkpoint.
+        checkpoint_steps: steps of the run that makes the checkpoint, at lr.
+        evaluations: number of evaluations, evenly spaced, the last one after the last step; one
+            more comes before the first step.
+        held_out_tokens: largest number of held-out tokens at the end of either text.
+        megabytes: size of the text in million characters.
+        keep: threshold of `Filter`, for methods that have one: "auto" or a mass.
+        max_kept: `Screen.max_kept` of screened logits.
     """
 
     dim: int = 512
@@ -69,17 +70,18 @@ class Sizes:
                 f"held_out_tokens must be at least sequence_length={self.sequence_length}, got "
                 f"{self.held_out_tokens}"
             )
-        # They refuse what is out of bounds.
+        # Filter and Screen refuse values that are out of bounds.
         Filter(keep=self.keep)
         Screen(max_kept=self.max_kept)
 
     @property
     def marks(self) -> tuple[int, ...]:
-        """The steps after which held-out text is evaluated."""
+        """Returns the steps after which held-out text is evaluated."""
         return (0, *(self.steps * n // self.evaluations for n in range(1, self.evaluations + 1)))
 
     def config(self, vocab_size: int, seed: int, start: Start, cache: Path) -> TrainConfig:
-        """
+        """Returns the config of one run.
+
         Raises:
             pydantic.ValidationError, a ValueError: a size is out of bounds.
         """
@@ -104,7 +106,7 @@ class Sizes:
             "steps": self.steps,
             "batch": self.batch,
             "dtype": self.dtype,
-            # A step that is logged asks for statistics.
+            # Never log: a logged step asks the loss for statistics.
             "log_every": 10**6,
         }
         return TrainConfig.model_validate(values)
@@ -121,7 +123,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """
+    """The groups of runs that one process trains.
+
     Args:
         part: (k, n): every n-th group, from the k-th on, for n processes that share the work.
     Raises:
@@ -147,7 +150,10 @@ class Plan:
             raise ValueError(f"slice must be K/N with 0 <= K < N, got {index}/{count}")
 
     def groups(self) -> Iterator[Group]:
-        """By vocabulary, then start, then seed: what is compared comes one after the other."""
+        """Yields this part's groups by vocabulary, then start, then seed.
+
+        Groups that are compared with each other thus follow one another.
+        """
         every = (
             Group(vocab_size, start, seed)
             for vocab_size in self.vocab_sizes
@@ -159,10 +165,10 @@ class Plan:
 
 
 def parse_slice(text: str) -> tuple[int, int]:
-    """ "1/4": the second of four.
+    """Returns (k, n) of a text K/N; "1/4" is the second of four parts.
 
     Raises:
-        ValueError: it is not K/N.
+        ValueError: the text is not K/N.
     """
     first, slash, second = text.partition("/")
     if not (slash and first.isdecimal() and second.isdecimal()):
@@ -175,9 +181,10 @@ def default_methods(on_gpu: bool) -> tuple[str, ...]:
 
 
 def as_start(text: str) -> Start:
-    """
+    """Returns `text` as a start.
+
     Raises:
-        ValueError: it is no start.
+        ValueError: there is no start of this name.
     """
     for known in STARTS:
         if text == known:
@@ -186,11 +193,11 @@ def as_start(text: str) -> Start:
 
 
 def builders(backend: Backend, on_gpu: bool, sizes: Sizes) -> dict[str, Callable[[], LossFunction]]:
-    """Each method's loss, made once; what making one raises is why it does not run here."""
+    """Returns a builder of each method's loss; if a builder raises, the method can't run here."""
     ours = functools.partial(LinearCrossEntropy, backend=backend)
     filtered = functools.partial(ours, gradient="filtered", filter=Filter(keep=sizes.keep))
     screen = Screen(max_kept=sizes.max_kept)
-    # Eager, the fp32 copies of the logits would be three quarters of a step.
+    # In eager mode, fp32 copies of the logits would take three quarters of a step.
     dense = (lambda: torch.compile(dense_loss, dynamic=False)) if on_gpu else (lambda: dense_loss)
     made: dict[str, Callable[[], LossFunction]] = {
         "dense": dense,
@@ -198,7 +205,7 @@ def builders(backend: Backend, on_gpu: bool, sizes: Sizes) -> dict[str, Callable
         "in_forward": lambda: ours(gradient="in_forward"),
         "filtered": filtered,
         "no-tail": lambda: filtered(filter=Filter(keep=sizes.keep, tail=False)),
-        # Whether they were is counted: a call that 8 bits are not enough for is computed in full.
+        # Ask which steps were screened: if 8 bits are not enough, a call computes full logits.
         "screened": lambda: filtered(logits="screened", screen=screen, stats=("screened",)),
         **{name: PEERS[name] for name in PEER_METHODS},
         "tile-filter": tile_filter_loss,
@@ -211,7 +218,7 @@ def builders(backend: Backend, on_gpu: bool, sizes: Sizes) -> dict[str, Callable
 def settings_of(
     sizes: Sizes, paths: Sequence[Path], fine_tune_paths: Sequence[Path]
 ) -> dict[str, str | int | float]:
-    """Of the record."""
+    """Returns the record's settings."""
     names = ", ".join(path.name for path in paths)
     fine_tune_names = ", ".join(path.name for path in fine_tune_paths)
     return {

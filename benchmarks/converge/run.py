@@ -1,4 +1,4 @@
-"""One model, trained with any loss from the same first weights on the same batches."""
+"""Trains one model with any loss, from the same first weights on the same batches."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ Cells = dict[str, Cell]
 
 
 class Trainer:
-    """
+    """The runs of one group, which differ in the loss alone.
+
     Args:
-        marks: steps after which held-out text is evaluated, the last one among them.
-        about: cells of every row.
+        marks: steps after which held-out text is evaluated, the last step among them.
+        about: cells that every row begins with.
         data_key: names the text.
     """
 
@@ -52,7 +53,7 @@ class Trainer:
         self.config, self.marks, self.text, self.about = config, marks, text, about
         self.ranks = ranks
         stop = StopRequest()
-        # It is never started: one rank has nobody to wait for.
+        # The heartbeat is never started: a single rank waits for nobody.
         heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
         batches = text.batches(config)
         self.job = Job(config, ranks, batches, data_key, Display(False), heartbeat, stop)
@@ -60,19 +61,19 @@ class Trainer:
         self.begin_with(self.run_of_model.model.state_dict())
 
     def begin_with(self, weights: Mapping[str, Tensor]) -> None:
-        """Of every run from now on."""
+        """Makes `weights` the first weights of every later run."""
         self.initial = {name: value.clone() for name, value in weights.items()}
 
     def run(self, method: str, build: Callable[[], LossFunction]) -> list[Cells]:
-        """A row of part "curve" for each evaluation; the last row's part is "run". Its
-        `screened_share` is that of the steps whose logits were screened, where they may be.
+        """Trains one run; returns a row of part "curve" for each evaluation, and one of part "run".
 
-        A failure is a finding as well: then that row is alone, and its `failed` says why.
+        With screened logits the last row has `screened_share`: the share of the steps whose logits
+        were screened. A failed run has one row of part "run", whose `failed` says why.
         """
         about = {**self.about, "method": method}
         try:
             return self._train(about, head_loss_of(build(), getattr(torch, self.config.dtype)))
-        # Other people's code, options that this version refuses, a loss that diverges.
+        # A peer may raise anything, this version may refuse an option, and a loss may diverge.
         except Exception as error:
             return [{**about, "part": "run", "failed": describe_failure(error)}]
 
@@ -95,7 +96,7 @@ class Trainer:
             run = dataclasses.replace(
                 self.run_of_model,
                 folder=Path(folder),
-                # Not "cce", which is asked for statistics.
+                # The name "cce" would ask the loss for statistics.
                 head=str(about["method"]),
                 head_loss=counting_loss,
                 optimizer=make_optimizer(model, config.optimizer, device),
@@ -111,7 +112,7 @@ class Trainer:
             "tokens": config.steps * config.batch * config.data.sequence_length,
             "seconds": sum(seconds),
             "median_step_ms": 1e3 * statistics.median(seconds),
-            # On a CPU it is that of the process, ever.
+            # On a CPU the peak would be the whole process's since its start.
             "peak_gib": peak_memory_bytes(device) / GIB if device.type == "cuda" else None,
         }
         if screened:
@@ -119,8 +120,10 @@ class Trainer:
         return [*rows, {**about, "part": "run", **timing}]
 
     def _timed_step(self, run: Run, step: int) -> float:
-        """Seconds; a step waits for the device before it updates the weights. On a CPU of the
-        process's threads together, for others may be at work beside it."""
+        """Runs one step and returns its seconds; the step waits for the device before its update.
+
+        On a CPU the seconds are CPU time of all threads: other processes may run beside this one.
+        """
         clock = time.perf_counter if self.ranks.device.type == "cuda" else time.process_time
         began = clock()
         train_step(self.job, run, step)

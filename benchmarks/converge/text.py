@@ -1,4 +1,4 @@
-"""The two texts of `cce-dist bench converge`, and how well a model predicts what is held out."""
+"""The two texts of `cce-dist bench converge`, and a model's loss on their held-out tokens."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from cce_dist.train.model.decoder import Decoder
 from cce_dist.train.model.head import head_layout, make_token_nll
 from cce_dist.train.ranks import Ranks
 
-# Of the text, where no other text is given to continue on.
+# Share of the documents in the first text, where no second text is named.
 FIRST_SHARE = 2 / 3
 
 
 @dataclass(frozen=True)
 class Text:
-    """
+    """A text, split into training and held-out tokens.
+
     Args:
         train, held_out: token ids.
-        tenths: [V] int64 of each id its tenth of `train`.
+        tenths: [V] int64, the tenth of `train` that each id belongs to.
     """
 
     train: np.ndarray
@@ -47,7 +48,7 @@ class Text:
         )
 
     def rows(self, about: dict[str, Cell]) -> list[dict[str, Cell]]:
-        """How many tokens and ids each group of tokens has."""
+        """Returns a row for each group of tokens: how many tokens and ids it has."""
         ids = np.bincount(self.tenths, minlength=UNSEEN + 1)
         trained = np.bincount(self.tenths[self.train], minlength=UNSEEN + 1)
         held_out = np.bincount(self.tenths[self.held_out[1:]], minlength=UNSEEN + 1)
@@ -73,10 +74,10 @@ def texts_of(
     sequence_length: int,
     starts: Sequence[Start],
 ) -> dict[Start, Text]:
-    """What is trained on from random weights (and for the checkpoint), and from the checkpoint, if
-    `starts` have that.
+    """Returns the text of each start; runs from random weights and the checkpoint's run share one.
 
-    Without `fine_tune_paths` the last third of the documents is the second text.
+    Without `fine_tune_paths`, the text of the start "checkpoint" is the last third of the
+    documents.
 
     Raises:
         ConfigError: `fine_tune_paths` hold no text.
@@ -87,7 +88,7 @@ def texts_of(
         documents = collect_documents(fine_tune_paths, megabytes)
         first, second = tokens, np.concatenate(encode_texts(cache, documents))
     else:
-        # The last token ends the last document, and so every one.
+        # Every document ends with the same token as the last one.
         ends = np.flatnonzero(tokens == tokens[-1])
         cut = int(ends[np.searchsorted(ends, FIRST_SHARE * len(tokens))]) + 1
         first, second = tokens[:cut], tokens[cut:]
@@ -114,7 +115,10 @@ def _split(tokens: np.ndarray, vocab_size: int, held_out_tokens: int, sequence_l
 
 @torch.no_grad()
 def evaluate(model: Decoder, text: Text, config: TrainConfig, ranks: Ranks) -> dict[str, Cell]:
-    """Nats per held-out token: of "all", and of each group that has any; of every loss alike."""
+    """Returns nats per held-out token, for "all" and for each group that has held-out tokens.
+
+    The same function computes them, whichever loss the model was trained with.
+    """
     token_nll = make_token_nll(config, head_layout(config, ranks))
     length = config.data.sequence_length
     held_out = torch.from_numpy(text.held_out.astype(np.int64))

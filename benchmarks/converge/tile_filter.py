@@ -1,8 +1,9 @@
-"""What Apple's Cut Cross-Entropy leaves out of its gradients, in dense torch, on any device.
+"""Apple's gradient filter (Cut Cross-Entropy) in dense torch, for any device.
 
-Its kernels skip a tile of softmax less target, 128 tokens by 128 columns in the order of their mean
-logit, where no entry reaches a threshold (arXiv:2411.09009, section 4.3): the rows of neither
-gradient then sum to zero. Here, to see which of the two gradients that matters to.
+Apple's kernels skip a tile of softmax less target if no entry reaches a threshold
+(arXiv:2411.09009, section 4.3). A tile is 128 tokens by 128 columns; the columns are sorted by
+their mean logit. The rows of neither gradient then sum to zero. This module can filter either
+gradient alone, to see which of the two is sensitive to that.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from torch import Tensor
 from cce_dist.bench.golden import LossFunction
 
 TILE = 128
-# Of the uniform probability, what 2^-12, the default in bf16, is at V=262,144.
+# The threshold over the uniform probability 1 / V: Apple's bf16 default 2^-12 at V=262,144.
 TIMES_UNIFORM = 64
 
 
 def tile_filter_loss(*, of_hidden: bool = True, of_weight: bool = True) -> LossFunction:
-    """The mean loss; a gradient that is not filtered is the dense one.
+    """Returns a mean loss with filtered gradients; an unfiltered gradient is the dense one.
 
-    (hidden [N, D], weight [V, D], targets [N], none of them ignored) -> [] fp32.
+    The loss takes hidden [N, D], weight [V, D] and targets [N], none of them ignored, and returns
+    a scalar in fp32.
     """
     return functools.partial(_loss, of_hidden=of_hidden, of_weight=of_weight)
 
@@ -63,9 +65,12 @@ class _TileFilter(torch.autograd.Function):
 
 
 def kept_entries(d_logits: Tensor, order: Tensor) -> Tensor:
-    """[N, V] softmax less target -> [N, V] bool, whether it is in a tile that is not skipped.
+    """Tells which entries of softmax less target [N, V] lie in a tile that is not skipped.
 
-    Args: order: [V] of the columns, of which TILE after another share a tile.
+    Args:
+        order: [V], the columns in the order in which TILE neighbours share a tile.
+    Returns:
+        [N, V] bool.
     """
     tokens, columns = d_logits.shape
     blocks = F.pad(d_logits.abs(), (0, 0, 0, -tokens % TILE)).unflatten(0, (-1, TILE)).amax(1)

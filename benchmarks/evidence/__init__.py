@@ -1,1 +1,1 @@
-"""What was measured, as records in docs/evidence/, and the report that is made of them."""
+"""Records of measurements in docs/evidence/, and the report that is made from them."""

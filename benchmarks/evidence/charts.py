@@ -1,6 +1,6 @@
-"""Line charts as SVG: text, so that the same numbers give the same bytes with any library.
+"""Line charts as SVG text, so that the same numbers always give the same bytes.
 
-They read the reader's colour scheme, and are drawn for the width of a phone.
+Charts follow the reader's colour scheme and fit the width of a phone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Literal
 WIDTH, HEIGHT = 380, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 18, 26, 38
 LEGEND_ROW = 17
-CHARACTER = 6.3  # of the legend's font, on average
+CHARACTER = 6.3  # average width in the legend's font
 MARKERS = ("circle", "square", "triangle", "diamond")
 
-# For light and dark backgrounds; a method has one colour in every figure.
+# Colours on light and on dark backgrounds; a method has the same colour in every figure.
 COLOURS: Mapping[str, tuple[str, str]] = {
     "ink": ("#222222", "#e8e8e8"),
     "blue": ("#0b63a8", "#6db3f2"),
@@ -35,10 +35,11 @@ Scale = Literal["linear", "log", "signed"]
 
 @dataclass(frozen=True)
 class Line:
-    """
+    """A line of a chart.
+
     Args:
-        points: x and y, in the order in which they are joined; without `joined` marks alone.
-        band: x, low and high of an area around it.
+        points: x and y, in the order in which they are joined; without `joined` only marks.
+        band: x, low and high of an area around the line.
     """
 
     name: str
@@ -52,10 +53,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """
+    """An axis of a chart.
+
     Args:
         scale: "signed" is linear up to 1 and logarithmic beyond, on both sides of 0.
-        names: of the places 0, 1, ... in place of numbers.
+        names: labels of the places 0, 1, ... in place of numbers.
     """
 
     label: str
@@ -65,10 +67,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Chart:
-    """
+    """A picture of lines over two axes.
+
     Args:
-        shade: from where to where on y, and what that is.
-        verticals, horizontals: where a thin line stands, and its name.
+        shade: lower and upper end of a shaded band on y, and the band's name.
+        verticals, horizontals: place and name of each thin line.
     """
 
     title: str
@@ -81,7 +84,7 @@ class Chart:
 
 
 def style() -> str:
-    """CSS of every chart."""
+    """Returns the CSS that all charts share."""
     light = "".join(f"--{name}:{pair[0]};" for name, pair in COLOURS.items())
     dark = "".join(f"--{name}:{pair[1]};" for name, pair in COLOURS.items())
     return (
@@ -93,8 +96,10 @@ def style() -> str:
 
 
 def svg(chart: Chart, *, alone: bool) -> str:
-    """
-    Args: alone: with its own style, as a file; otherwise the page has it.
+    """Returns the chart as SVG.
+
+    Args:
+        alone: the SVG is a file with its own style; otherwise its page has the style.
     """
     to_x = _Mapping(chart.x, _values(chart, 0), LEFT, WIDTH - RIGHT)
     to_y = _Mapping(chart.y, _values(chart, 1), HEIGHT - BOTTOM, TOP)
@@ -115,7 +120,7 @@ def svg(chart: Chart, *, alone: bool) -> str:
 
 
 class _Mapping:
-    """From an axis's values to the picture's units."""
+    """A function from an axis's values to the picture's units."""
 
     def __init__(self, axis: Axis, values: Sequence[float], low: float, high: float) -> None:
         self.axis = axis
@@ -135,7 +140,7 @@ class _Mapping:
         return self.low + share * (self.high - self.low)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Where they are, in the picture, and what stands there."""
+        """Returns place (in the picture) and label of each tick."""
         if self.axis.names:
             return [(self(place), name) for place, name in enumerate(self.axis.names)]
         if self.axis.scale == "linear":
@@ -149,7 +154,7 @@ class _Mapping:
             first, last = math.ceil(self.first), math.floor(self.last)
             every = max(1, round((last - first) / 5))
             powers = [10.0**power for power in range(first, last + 1, every)]
-            # Less than two decades show their twos and fives as well.
+            # An axis of less than two decades has ticks at twos and fives too.
             if len(powers) < 3:
                 span = range(math.floor(self.first), math.ceil(self.last) + 1)
                 powers = [factor * 10.0**power for power in span for factor in (1, 2, 5)]
@@ -268,7 +273,7 @@ def _marker(shape: str, x: float, y: float, colour: str) -> str:
 
 
 def _legend(chart: Chart) -> tuple[list[str], int]:
-    """Its parts below the picture, and its height."""
+    """Returns the legend's parts, which stand below the picture, and the legend's height."""
     named = [line for line in chart.lines if line.name and line.points]
     entries = list({line.name: line for line in named}.values())
     parts, x, row = [], 8.0, 0

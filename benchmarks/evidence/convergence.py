@@ -1,6 +1,6 @@
-"""Whether a loss trains as the dense one does: differences in units of the spread between seeds.
+"""Differences in training between a loss and dense, in units of the spread between seeds.
 
-The runs of a seed differ in the loss alone, so that differences are taken seed by seed.
+Runs of one seed differ only in the loss. The difference is taken seed by seed.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ REFERENCE = "dense"
 # All held-out tokens, the tenths from the most frequent ids to the rarest, ids never trained on.
 ALL, RAREST, NEVER = "all", "10", "never"
 GROUPS = (ALL, *(str(tenth) for tenth in range(1, 11)), NEVER)
-# A spread of so few seeds is itself uncertain: that at a step is of all evaluations between
-# 1 / NEIGHBOURS and NEIGHBOURS times the step.
+# The spread of so few seeds is itself uncertain. The spread at a step therefore averages over all
+# evaluations between 1 / NEIGHBOURS and NEIGHBOURS times the step.
 NEIGHBOURS = 2
-# In units of the spread.
+# Largest difference, in units of the spread, that counts as within it.
 WITHIN = 1.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """
+    """The answer to whether a method trains as dense does.
+
     Args:
         within: whether the difference to dense is at most one spread everywhere; None: unknown,
             and `reason` says why.
         worst: the largest difference in units of the spread, with its sign.
-        error: its standard error, in the same units; None: of a single seed.
-        step, group: where that is.
-        at_end, rarest_at_end: the difference of all tokens and of the rarest tenth at the end.
-        share_within: of all evaluations and groups.
+        error: standard error of `worst` in the same units; None: there is a single seed.
+        step, group: place of `worst`.
+        at_end, rarest_at_end: difference after the last step, of all tokens and of the rarest
+            tenth.
+        share_within: share of all evaluations and groups whose difference is within one spread.
     """
 
     within: bool | None
@@ -58,7 +60,7 @@ class Verdict:
 
     @property
     def at_most(self) -> str:
-        """`worst` with its error, for a reader."""
+        """Returns `worst` with its error as text."""
         error = "" if self.error is None else f" ± {self.error:.2f}"
         return f"{self.worst:+.2f}{error}"
 
@@ -68,10 +70,10 @@ class Case:
     """All runs of one vocabulary from one start.
 
     Args:
-        steps: after which held-out text was evaluated.
-        losses: by method and seed, then by step, the row of nats by group.
-        runs: by method and seed the row of part "run", which says why where it has failed.
-        text: by group the row of part "text".
+        steps: steps after which held-out text was evaluated.
+        losses: for each method and seed, then for each step, the row of nats by group.
+        runs: for each method and seed the row of part "run"; a failed run's row says why.
+        text: for each group the row of part "text".
     """
 
     vocab_size: int
@@ -83,18 +85,22 @@ class Case:
 
     @property
     def methods(self) -> list[str]:
-        """In the order in which they were run."""
+        """Returns all methods in the order in which they were run."""
         return list(dict.fromkeys(method for method, _ in self.runs))
 
     @property
     def groups(self) -> list[str]:
-        """Those that held-out tokens are in."""
+        """Returns the groups that have held-out tokens."""
         some = next(iter(self.losses.values()), {})
         first = next(iter(some.values()), {})
         return [group for group in GROUPS if group in first]
 
     def is_itself(self, method: str) -> bool:
-        """Not so of screened logits that no step of any run had: those trained with full ones."""
+        """Tells whether the method was what its name says.
+
+        False for screened logits if no step of any run was screened: full logits trained the
+        model then.
+        """
         shares = [
             row.get("screened_share") for (name, _), row in self.runs.items() if name == method
         ]
@@ -105,7 +111,7 @@ class Case:
         return sorted(seed for name, seed in self.losses if name == method)
 
     def loss(self, method: str, seed: int, step: int, group: str = ALL) -> float:
-        """Nats per token."""
+        """Returns a run's nats per held-out token."""
         value = self.losses[method, seed][step][group]
         assert isinstance(value, float | int)
         return float(value)
@@ -114,12 +120,12 @@ class Case:
         return statistics.fmean(self.loss(method, seed, step, group) for seed in self.seeds(method))
 
     def deviation(self, method: str, step: int, group: str = ALL) -> float:
-        """Between seeds; 0 of one alone."""
+        """Returns the standard deviation between a method's seeds; 0 for a single seed."""
         values = [self.loss(method, seed, step, group) for seed in self.seeds(method)]
         return statistics.stdev(values) if len(values) > 1 else 0.0
 
     def spread(self, step: int, group: str = ALL) -> float:
-        """Of dense between seeds, around this step; the root of the mean variance."""
+        """Returns dense's deviation between seeds: the root of the mean variance around a step."""
         if (step, group) not in self._spreads:
             around = [x for x in self.steps if x and step / NEIGHBOURS <= x <= step * NEIGHBOURS]
             variances = [self.deviation(REFERENCE, x, group) ** 2 for x in around]
@@ -128,15 +134,15 @@ class Case:
 
     @functools.cached_property
     def _spreads(self) -> dict[tuple[int, str], float]:
-        """Those asked for so far: a page asks for each a hundred times."""
+        """Spreads computed so far: a page asks for each of them a hundred times."""
         return {}
 
     def difference(self, method: str, step: int, group: str = ALL) -> float:
-        """To dense, the mean over the seeds that both have; positive is worse."""
+        """Returns the mean difference to dense over the seeds that both have; positive is worse."""
         return statistics.fmean(self._differences(method, step, group))
 
     def standard_error(self, method: str, step: int, group: str = ALL) -> float | None:
-        """Of that mean, by how much the seeds' own differences differ; None: of a single one."""
+        """Returns the standard error of `difference`, from the seeds' own; None: a single seed."""
         found = self._differences(method, step, group)
         return statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
 
@@ -155,7 +161,7 @@ class Case:
         return error / spread if error is not None and spread else None
 
     def failure(self, method: str) -> str:
-        """Why a run of it has failed; "" where none has."""
+        """Returns why a run of the method failed; "" if none failed."""
         return next(
             (
                 str(run["failed"])
@@ -190,7 +196,12 @@ def verdict_of(
     in_spreads: Difference,
     error_in_spreads: Callable[[int, str], float | None],
 ) -> Verdict:
-    """Of a method's differences to dense at a step, in a group; step 0 is before any."""
+    """Returns the verdict on a method from its differences to dense.
+
+    Args:
+        steps: steps of the evaluations; step 0 comes before training and does not count.
+        in_spreads, error_in_spreads: difference and standard error at a step, in a group.
+    """
     places = [(step, group) for step in steps if step for group in groups]
     found = {place: in_spreads(*place) for place in places}
     step, group = max(found, key=lambda place: abs(found[place]))
@@ -208,16 +219,16 @@ def verdict_of(
 
 
 def over(difference: float, spread: float) -> float:
-    """`difference` in units of `spread`; where that is none, none or infinite."""
+    """Returns `difference` in units of `spread`; a spread of 0 gives 0 or infinity."""
     if difference == 0:
         return 0.0
     return difference / spread if spread else math.copysign(math.inf, difference)
 
 
 def cases_of(record: Record) -> list[Case]:
-    """In the order of the vocabularies, then random weights before the checkpoint.
+    """Returns a record's cases by vocabulary; random weights come before the checkpoint.
 
-    Of two rows of one run the later counts: a failed run may have been tried again.
+    If a run has two rows, the later one counts: a failed run may have been tried again.
     """
     keys = {(int(row["vocab"]), str(row["start"])) for row in _of(record.rows, "run")}
     return [
@@ -248,7 +259,7 @@ def _of(rows: Sequence[Row], part: str) -> list[dict]:
 
 
 def describe_group(group: str) -> str:
-    """For a reader."""
+    """Returns a group's name for a reader."""
     named = {
         ALL: "all tokens",
         "1": "tenth 1, the most frequent",

@@ -1,4 +1,4 @@
-"""How a comparison of our methods stands in a table's cell."""
+"""Text of a table's cell that compares our methods with others."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable
 
 
 def marked(text: str, worse: bool) -> str:
-    """Args: worse: ours is, by the numbers alone."""
+    """Returns `text`, in bold if `worse`: our method's number is worse than the other's."""
     return f"**{text}**" if worse and text else text
 
 
 def span(values: Iterable[float], digits: str = ".3g") -> str:
-    """From the least to the largest, as far as they can be told apart."""
+    """Returns the least and the largest value as text; one of them if both print the same."""
     found = sorted(values)
     low, high = f"{found[0]:{digits}}", f"{found[-1]:{digits}}"
     return low if low == high else f"{low} to {high}"
 
 
 def is_tie(ratio: float, digits: str = ".3g") -> bool:
-    """As it would be printed."""
+    """Tells whether `ratio` prints as 1."""
     return float(f"{ratio:{digits}}") == 1

@@ -1,4 +1,4 @@
-"""How often each token occurs in a text: rare tokens are what a filter of gradients hurts first."""
+"""Tokens grouped by their frequency in a text: a gradient filter hurts rare tokens first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from cce_dist.train.evaluate.scores import NUM_GROUPS, frequency_groups
 
-# Of ids that the text does not have: behind the rarest.
+# Group of the ids that the text does not have; it comes after the rarest.
 UNSEEN = NUM_GROUPS + 1
 
 
@@ -14,10 +14,10 @@ def frequency_tenths(
     tokens: np.ndarray,  # [num_tokens] any integers in [0, vocab_size)
     vocab_size: int,
 ) -> np.ndarray:
-    """[V] int64: of each id 1, of the most frequent, to 10, of the rarest; UNSEEN if it has none.
+    """Returns the tenth of each id, [V] int64: 1 has the most frequent ids, 10 the rarest.
 
-    Each tenth has about a tenth of `tokens`, as `cce-dist eval` has them: tenths of the ids would
-    put nearly all of a text into the first.
+    An id that `tokens` does not have gets UNSEEN. Each tenth has about a tenth of `tokens`, as in
+    `cce-dist eval`: tenths of the ids would put nearly all of a text into the first tenth.
     """
     counts = np.bincount(tokens, minlength=vocab_size)
     tenths = frequency_groups(counts) + 1
@@ -26,5 +26,5 @@ def frequency_tenths(
 
 
 def name_of(tenth: int) -> str:
-    """The `group` of a row: "1" to "10", or "never"."""
+    """Returns a tenth's name, which is the `group` of a row: "1" to "10", or "never"."""
     return "never" if tenth == UNSEEN else str(tenth)

@@ -1,4 +1,4 @@
-"""How each kind of evidence is made: the report's last section."""
+"""The report's last section: the commands that make each kind of evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a method looks in every figure, and which are ours."""
+"""Names of the methods, their looks in every figure, and the list of ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Look(NamedTuple):
 
 
 OURS = ("exact", "in_forward", "filtered", "screened")
-# Ours with a part switched off, to see what it is for: neither a win nor a loss.
+# Our methods with a part switched off, to see what the part is for: neither a win nor a loss.
 ABLATIONS = ("no-tail",)
 
 _LOOKS = {
@@ -36,7 +36,7 @@ def look_of(method: str) -> Look:
 
 
 def title_of(method: str) -> str:
-    """For a reader: whose a peer is."""
+    """Returns a method's name for a reader; a peer's name says whose it is."""
     return {
         "no-tail": "filtered without tail",
         "screened": "filtered, screened logits",

@@ -1,4 +1,4 @@
-"""A report's blocks, and what they become in Markdown and in HTML."""
+"""Blocks of a report, and their form in Markdown and in HTML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.evidence.records import Record
 
 @dataclass(frozen=True)
 class Words:
-    """A paragraph in Markdown: `code`, **bold** and [links](of/files.md) alone."""
+    """A paragraph in Markdown; only `code`, **bold** and [links](of/files.md) are understood."""
 
     text: str
 
@@ -30,7 +30,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells in Markdown, the first column to the left."""
+    """A table; its cells are Markdown, its first column is aligned to the left."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -38,7 +38,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figures:
-    """Charts side by side where there is room. Args: name: of their files, with a number."""
+    """Charts, side by side if there is room; `name` and a number name each chart's file."""
 
     name: str
     charts: Sequence[Chart]
@@ -60,7 +60,7 @@ class Page:
 
 
 def provenance(record: Record) -> Words:
-    """Where a record's numbers come from; every section of one begins with it."""
+    """Returns the paragraph that each record's part begins with: the origin of its numbers."""
     machine = ", ".join(
         text if key == "device" else f"{key} {text}" for key, text in record.machine.items()
     )
@@ -82,7 +82,7 @@ def _setting(value: object) -> str:
 
 
 def number(value: object, digits: int = 3) -> str:
-    """For a table's cell; nothing where there is no value."""
+    """Returns a table's cell for `value`; an empty one for None."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, float | int):
@@ -93,7 +93,10 @@ def number(value: object, digits: int = 3) -> str:
 
 
 def markdown(page: Page, head: str) -> tuple[str, dict[str, str]]:
-    """The text, and the figures that it shows: by file name, in a folder `evidence/figures`."""
+    """Returns the page's text, and by file name the figures that it shows.
+
+    The text expects the figures in a folder `evidence/figures`.
+    """
     files: dict[str, str] = {}
     parts = [head, f"# {page.title}"]
     for section in page.sections:
@@ -132,7 +135,7 @@ def _in_cell(text: str) -> str:
 
 
 def html(page: Page) -> str:
-    """One file that asks nothing of the network; links to files beside it are words alone."""
+    """Returns the page as one HTML file that needs no network; links to files become plain text."""
     parts, contents = [], []
     for place, section in enumerate(page.sections, 1):
         parts.append(f'<section><h2 id="{place}">{escape(section.title)}</h2>')
@@ -162,7 +165,7 @@ def _html_link(target: str, text: str, under: str = "") -> str:
 
 
 def _html_block(block: Block, target: str) -> str:
-    """Args: target: what the list of contents calls a heading."""
+    """Returns a block in HTML; `target` is the id by which the contents link to a heading."""
     if isinstance(block, Figures):
         charts = "".join(f"<figure>{svg(chart, alone=False)}</figure>" for chart in block.charts)
         return f'<div class="figures">{charts}</div>'
@@ -184,7 +187,7 @@ def _html_block(block: Block, target: str) -> str:
 
 
 def _inline(text: str) -> str:
-    # Code stands as it is, so it is taken out before the rest is read.
+    # Take code out first: its text must stay as it is.
     pieces = re.split(r"`([^`]*)`", escape(text, quote=False))
     for place, piece in enumerate(pieces):
         if place % 2:

@@ -1,4 +1,4 @@
-"""Runs that differ in their vocabulary alone, taken together: more seeds for one question."""
+"""Pools of runs that differ only in their vocabulary: more seeds for one question."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from benchmarks.evidence.records import Record
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """
+    """Cases of several vocabularies with the same device, settings and start.
+
     Args:
-        device: that all were made on.
-        settings: of all, as text.
-        start: of all.
-        cases: of a vocabulary each, the smallest first.
-        methods: those that are taken from these cases, which all can compare them with dense.
+        settings: the records' settings as text.
+        cases: one case for each vocabulary, the smallest vocabulary first.
+        methods: methods that are taken from these cases; each case can compare them with dense.
     """
 
     device: str
@@ -48,20 +47,20 @@ class Pool:
 
     @property
     def groups(self) -> list[str]:
-        """Those that all have."""
+        """Returns the groups that all cases have."""
         first, *rest = (case.groups for case in self.cases)
         return [group for group in first if all(group in other for other in rest)]
 
     def num_seeds(self, method: str) -> int:
-        """That it shares with dense, of all vocabularies."""
+        """Returns how many seeds the method shares with dense, over all vocabularies."""
         return sum(num_shared(case, method) for case in self.cases)
 
     def difference(self, method: str, step: int, group: str = ALL) -> float:
-        """To dense, nats: the mean over the vocabularies of their seeds' mean."""
+        """Returns the difference to dense in nats: the mean of the vocabularies' differences."""
         return statistics.fmean(case.difference(method, step, group) for case in self.cases)
 
     def standard_error(self, method: str, step: int, group: str = ALL) -> float | None:
-        """Of that mean, from each vocabulary's own; None: of one there is a single seed."""
+        """Returns the standard error of `difference`; None if a vocabulary has a single seed."""
         squares = []
         for case in self.cases:
             error = case.standard_error(method, step, group)
@@ -71,7 +70,7 @@ class Pool:
         return math.sqrt(sum(squares)) / len(squares)
 
     def spread(self, step: int, group: str = ALL) -> float:
-        """Of dense between seeds: the root of the vocabularies' mean variance."""
+        """Returns dense's deviation between seeds: the root of the vocabularies' mean variance."""
         return math.sqrt(statistics.fmean(case.spread(step, group) ** 2 for case in self.cases))
 
     def in_spreads(self, method: str, step: int, group: str = ALL) -> float:
@@ -91,9 +90,11 @@ class Pool:
 
 
 def pools_of(records: Sequence[Record]) -> list[Pool]:
-    """From each start, of the records of one device and the same settings: methods that at least
-    two vocabularies have. A method is taken of each vocabulary from the case that has most seeds
-    of it; methods that thereby are of the same cases stand together."""
+    """Returns pools of cases with the same device, settings and start.
+
+    A method is in a pool if at least two vocabularies have it. For each vocabulary, the case with
+    the most seeds of the method is taken. Methods that come from the same cases share a pool.
+    """
     found: dict[tuple[str, str, str], dict[int, list[Case]]] = {}
     for record in records:
         device, settings = record.machine.get("device", ""), json.dumps(dict(record.settings))
@@ -108,7 +109,11 @@ def pools_of(records: Sequence[Record]) -> list[Pool]:
 
 
 def _by_cases(alternatives: Sequence[Sequence[Case]]) -> list[tuple[tuple[Case, ...], list[str]]]:
-    """Methods that two vocabularies have a comparable case of, by the cases they are taken from."""
+    """Returns sets of cases, each with the methods that are taken from exactly these cases.
+
+    Args:
+        alternatives: the cases of each vocabulary.
+    """
     every = dict.fromkeys(
         method for cases in alternatives for case in cases for method in case.methods
     )
@@ -136,5 +141,5 @@ def _can_compare(case: Case, method: str) -> bool:
 
 
 def num_shared(case: Case, method: str) -> int:
-    """Seeds of a method that dense has too."""
+    """Returns how many seeds of the method dense has too."""
     return len(set(case.seeds(method)) & set(case.seeds(REFERENCE)))

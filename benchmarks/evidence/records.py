@@ -1,6 +1,6 @@
-"""The form in which evidence is kept: one JSON file a record, with all that it takes to rerun it.
+"""Records of evidence: JSON files, each with everything that it takes to measure it again.
 
-The numbers that a reader is shown come from these files alone.
+All numbers that a reader sees come from these files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 # Raise it when a reader of the old form would misread the new one.
 SCHEMA_VERSION = 1
-# Of each number: what is read off a figure or compared with a spread needs no more.
+# Digits of each number: reading a figure or comparing with a spread needs no more.
 DIGITS = 6
 FOLDER = Path("docs/evidence")
 
@@ -28,12 +28,12 @@ Cell = str | int | float | bool | None
 Row = Mapping[str, Cell]
 
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-# What cce_dist.bench.arguments.machine_of gives beside the machine.
+# Fields that cce_dist.bench.arguments.machine_of gives beside the machine.
 _OWN_FIELDS = ("command", "date", "commit")
 
 
 class RecordError(ValueError):
-    """A file that is no record, or no longer one; its text names the file and what is wrong."""
+    """A file is not a valid record; the message names the file and the fault."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Record:
     """Rows that one command measured on one machine, at one commit.
 
     Args:
-        kind: what was asked; each has a section of the report.
-        name: of the file, such as "convergence-cpu-small": lower case, digits and hyphens.
-        title: one line for the reader, what was run where.
-        command, date, commit: how, when (ISO) and of what.
-        machine: as `cce_dist.bench.machine.describe_machine` gives it, less those.
-        seeds: of all rows; empty where nothing is drawn.
-        settings: what all rows share: sizes, dtype, thresholds.
-        rows: flat; a row leaves out what it has no value for.
+        kind: the question that the record answers; each kind has a section of the report.
+        name: the file's name, such as "convergence-cpu-small": lower case, digits and hyphens.
+        title: one line that tells the reader what was run, and where.
+        command, date, commit: the command, its date (ISO), and the code's commit.
+        machine: as `cce_dist.bench.machine.describe_machine` gives it, without date and commit.
+        seeds: all seeds of the rows; empty if nothing is drawn at random.
+        settings: sizes, dtype and thresholds that all rows share.
+        rows: flat mappings; a row leaves out a field that it has no value for.
     Raises:
-        RecordError: a field is not as said, or a number is not finite.
+        RecordError: a field breaks one of these rules, or a number is not finite.
     """
 
     kind: Kind
@@ -96,10 +96,12 @@ def make_record(
     settings: Mapping[str, Cell] | None = None,
     rows: Sequence[Row] = (),
 ) -> Record:
-    """
-    Args: machine: as `cce_dist.bench.arguments.machine_of` gives it, with command, date and commit.
+    """Returns a record whose command, date and commit are taken out of `machine`.
+
+    Args:
+        machine: as `cce_dist.bench.arguments.machine_of` gives it.
     Raises:
-        RecordError: as `Record`.
+        RecordError: as for `Record`.
     """
     rest = {key: value for key, value in machine.items() if key not in _OWN_FIELDS}
     own = {key: machine.get(key, "") for key in _OWN_FIELDS}
@@ -116,9 +118,9 @@ def make_record(
 
 
 def write_record(record: Record, folder: Path = FOLDER) -> Path:
-    """folder/<name>.json, a line for each row, numbers of DIGITS digits; whole or not at all.
+    """Writes folder/<name>.json, with a line for each row and DIGITS digits for each number.
 
-    What a row has None for is left out.
+    The file is written whole or not at all. Fields with the value None are left out of a row.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record.name}.json"
@@ -129,9 +131,11 @@ def write_record(record: Record, folder: Path = FOLDER) -> Path:
 
 
 def read_record(path: Path) -> Record:
-    """
+    """Returns the record in a file.
+
     Raises:
-        RecordError: it cannot be read, is of another version, or lacks or has a field too many.
+        RecordError: the file cannot be read, has another version, lacks a field or has an unknown
+            one.
     """
     try:
         fields = json.loads(path.read_text(encoding="utf8"), parse_constant=_refuse_constant)
@@ -159,19 +163,20 @@ def read_record(path: Path) -> Record:
 
 
 def read_records(folder: Path = FOLDER, kind: Kind | None = None) -> list[Record]:
-    """All of a folder, or those of a kind, by name; none where there is no such folder.
+    """Returns a folder's records by name, all or those of one kind; none if there is no folder.
 
     Raises:
-        RecordError: as `read_record`, of the first that is broken.
+        RecordError: as for `read_record`, for the first broken file.
     """
     records = [read_record(path) for path in sorted(folder.glob("*.json"))]
     return [record for record in records if kind in (None, record.kind)]
 
 
 def append_rows(record: Record, folder: Path = FOLDER) -> Record:
-    """Add `record`'s rows to the file of its name, or begin it; what the file then holds.
+    """Adds `record`'s rows to the file of its name, or makes the file; returns the whole record.
 
-    Processes may do so side by side. The command and date of the first stay.
+    Several processes may append at the same time. The file keeps the command and date of its
+    first rows.
 
     Raises:
         RecordError: the file is broken, or its rows come from another machine, commit, or settings.
@@ -189,14 +194,15 @@ def append_rows(record: Record, folder: Path = FOLDER) -> Record:
     return record
 
 
-def check_same(found: Record, record: Record) -> None:
-    """
+def check_same(existing: Record, record: Record) -> None:
+    """Checks that the rows of both records may stand in one file.
+
     Raises:
-        RecordError: rows of the two must not stand in one file; names each field that differs.
+        RecordError: they may not; the message names each field that differs.
     """
     differing = []
     for field in ("kind", "title", "commit", "machine", "settings"):
-        before, now = (_rounded(getattr(one, field)) for one in (found, record))
+        before, now = (_rounded(getattr(one, field)) for one in (existing, record))
         if before != now:
             differing.append(f"  {field} was {before!r}, got {now!r}")
     if differing:
@@ -245,7 +251,7 @@ def _numbered(rows: Sequence[Row]) -> Iterator[tuple[str, Row]]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process at a time, of those on this host."""
+    """Holds a lock on `folder` that one process of this host can hold at a time."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""All records as one page: docs/evidence.md with its figures, or one HTML file.
+"""The page of all records: docs/evidence.md with its figures, or one HTML file.
 
 The same records give the same bytes.
 """
@@ -41,7 +41,7 @@ HEAD = "<!-- Written by `cce-dist report` from docs/evidence/*.json: change thos
 class Shown(NamedTuple):
     question: str
     blocks: Callable[[Record], list[Block]]
-    # Of all records of the kind: where ours is better, and where it is worse.
+    # Takes all records of the kind; shows where our methods are better, and where worse.
     summary: Callable[[Sequence[Record]], list[Block]]
 
 
@@ -111,9 +111,9 @@ def _summary(records: Sequence[Record]) -> Section:
 
 
 def write_report(folder: Path = FOLDER, html_path: Path | None = None) -> list[Path]:
-    """folder.md, with figures in folder/figures, and the HTML page; the paths of both.
+    """Writes folder.md, its figures in folder/figures, and the HTML page; returns the pages' paths.
 
-    Figures that no record has any more are removed.
+    Figures that no record needs any more are removed.
 
     Raises:
         RecordError: a record is broken.

@@ -1,1 +1,1 @@
-"""The gradients of every method against float64, on the inputs that a training run sees."""
+"""Gradients of every method against float64, on the inputs of a training run's loss."""

@@ -1,4 +1,4 @@
-"""Methods over thresholds: what `cce-dist bench fidelity` compares with float64."""
+"""Methods and thresholds that `cce-dist bench fidelity` compares with float64."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from cce_dist.bench.inputs import IGNORE_INDEX, BenchInputs
 from cce_dist.options import Backend
 
 DENSE = "dense"
-# Ours that have no threshold, by `gradient`: every column, or that of the default.
+# Values of `gradient` that are run without a list of thresholds.
 WITHOUT_THRESHOLD = ("exact", "in_forward")
 SCREENED, NO_TAIL = "screened", "no-tail"
-# Ours over masses of a column in a block, `Filter.keep`.
+# Our methods whose threshold is a column's mass in a block, `Filter.keep`.
 OVER_MASS = ("filtered", NO_TAIL, SCREENED)
-# Apple's over probabilities, its filter_eps; the second as its preset cce_kahan_full_c.
+# Apple's methods, whose threshold filter_eps is a probability; the second is the preset
+# cce_kahan_full_c.
 OVER_PROBABILITY: dict[str, dict[str, Any]] = {
     "cce": {},
     "cce-kahan-full-c": {"accum_e_fp32": True, "accum_c_fp32": True, "filter_c_grad": False},
 }
 METHODS = (DENSE, *WITHOUT_THRESHOLD, *OVER_MASS, *OVER_PROBABILITY)
-# What may be missing or refuse: recorded, not raised.
+# Methods that may be missing or refuse: their failure is recorded, not raised.
 MAY_FAIL = (SCREENED, *OVER_PROBABILITY)
 
 # 2^-13 to 2^-5 and, around Apple's default in bf16, 2^-18 to 2^-6.
@@ -41,9 +42,9 @@ class Candidate:
     """A method at one threshold.
 
     Args:
-        by: what the threshold is compared with: a column's mass in a block of 128 tokens, or a
-            single probability; None: there is none.
-        default: the threshold is what the method takes by itself.
+        by: the number that is compared with the threshold: a column's mass in a block of 128
+            tokens, or a single probability; None: there is no threshold.
+        default: the method takes this threshold by itself.
     """
 
     method: str
@@ -54,10 +55,10 @@ class Candidate:
 
 
 def choose_names(names: Sequence[str], with_apple: bool) -> list[str]:
-    """In the order of METHODS; `names` empty: all, Apple's `with_apple` alone.
+    """Returns the names in the order of METHODS; without `names` all, Apple's if `with_apple`.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: a name is unknown.
     """
     unknown = sorted(set(names) - set(METHODS))
     if unknown:
@@ -73,7 +74,10 @@ def candidates_of(
     epsilons: Sequence[float],
     backend: Backend,
 ) -> list[Candidate]:
-    """Of every name; where it has a threshold its default, then the listed ones, ascending."""
+    """Returns each method's candidates: its default threshold first, then the listed ones, rising.
+
+    A method without a threshold is a single candidate.
+    """
     found = []
     for name in names:
         if name == DENSE:

@@ -1,4 +1,4 @@
-"""What a loss sees in a training run: hidden states, head and targets of held-out text."""
+"""Inputs of the loss in a training run: hidden states, head and targets of held-out text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCAB_SIZE, DIM, LAYERS, HEAD_DIM = 256000, 2304, 6, 128
 
 
 def load_capture_config(path: Path, steps: int) -> TrainConfig:
-    """A config of `cce-dist train`, for one rank and `steps` steps."""
+    """Returns a config of `cce-dist train`, changed to one rank and `steps` steps."""
     overrides = {"parallel.tp": "1", "parallel.sequence_parallel": "false", "steps": str(steps)}
     return load_config(path, list(overrides.items()))
 
@@ -44,12 +44,12 @@ def make_capture_config(
     batch: int = 16,
     sequence_length: int = 1024,
 ) -> TrainConfig:
-    """A decoder with tied embedding, in bf16 where there is a GPU, at a constant learning rate.
+    """Returns the config of a decoder with tied embedding, in bf16 if there is a GPU.
 
-    Constant, since a run that is bounded in seconds does not know its last step.
+    The learning rate is constant: a run that is bounded in seconds does not know its last step.
 
     Raises:
-        ValueError: dim is no multiple of 2, or of 256 from there on.
+        ValueError: dim is no multiple of 2, or from 256 on no multiple of 256.
     """
     heads = max(1, dim // HEAD_DIM)
     if dim % (2 * heads):
@@ -78,11 +78,12 @@ def capture_inputs(
     *,
     seconds: float | None = None,
 ) -> list[Path]:
-    """Train on one rank; write folder/step-<n>.pt after each of `steps`, in the training dtype.
+    """Trains on one rank; writes folder/step-<n>.pt after each of `steps`, in the training dtype.
 
-    Training ends after the last of them; with `seconds`, at the first step that ends later, which
-    is written as well. Its loss is the dense recipe, so that what is captured does not depend on
-    what is measured with it. Random inputs say nothing of a loss that skips negligible gradients.
+    Training ends after the last of `steps`. With `seconds`, it ends at the first step that ends
+    after so many seconds; that step is written too. The model trains with the dense recipe, so
+    that the captured inputs do not depend on the losses that they measure. Random inputs would say
+    nothing about a loss that skips negligible gradients.
     """
     ranks = connect(config.parallel)
     display, stop = Display(ranks.is_main), StopRequest()
@@ -110,7 +111,7 @@ def capture_inputs(
 
 
 def _head_loss(config: TrainConfig) -> HeadLoss:
-    # Eager, the fp32 copies of the logits alone would be three quarters of the time.
+    # In eager mode the fp32 copies of the logits alone would take three quarters of the time.
     function = torch.compile(dense_loss) if torch.cuda.is_available() else dense_loss
     return head_loss_of(function, getattr(torch, config.dtype))
 

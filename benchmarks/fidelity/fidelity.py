@@ -25,15 +25,15 @@ GOLDEN = "float64"
 
 @dataclass(frozen=True)
 class FidelityRow:
-    """A method at one threshold, of one group of tokens (`Group`'s name).
+    """Numbers of one method at one threshold, for one group of tokens (`Group`'s name).
 
-    Errors are relative Frobenius errors against float64, of the weight's update by
-    `tenths.update_error`, cosine distances 1 - cosine, norm ratios over float64's. `kept` is the
-    share of pairs of column and block of 128 tokens whose true mass reaches the threshold; of
-    Apple's methods that of the tiles it computes. `screened` is False where 8 bits were not enough
-    and the call was computed in full. Rows of "float64" say
-    what each group is, and its share of the squared norm of the whole gradient. None: nothing to
-    say.
+    Errors are relative Frobenius errors against float64; the error of the weight's update is
+    `tenths.update_error`. A cosine distance is 1 - cosine, a norm ratio is over float64's norm.
+    `kept` is the share of pairs of a column and a block of 128 tokens whose true mass reaches the
+    threshold; for Apple's methods it is the share of tiles that they compute. `screened` is False
+    if 8 bits were not enough and the call was computed in full. Rows of "float64" describe each
+    group, and give its share of the squared norm of the whole gradient. A field without a value is
+    None.
     """
 
     method: str
@@ -67,7 +67,7 @@ class FidelityRow:
 
 @dataclass
 class Trial:
-    """What is known of a candidate so far; `whole` has the fields of group "all" alone."""
+    """Results of one candidate so far; `whole` has the fields that only group "all" has."""
 
     candidate: Candidate
     function: LossFunction | None = None
@@ -80,7 +80,7 @@ class Trial:
 class Truth:
     golden: Gradients
     groups: list[Group]
-    peaks: Peaks | None  # where a candidate is Apple's
+    peaks: Peaks | None  # None: no candidate is Apple's
 
 
 def bench_fidelity(
@@ -93,20 +93,22 @@ def bench_fidelity(
     failed: Mapping[str, str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[FidelityRow]:
-    """Rows of float64, then of each candidate, a group of tokens each; ignored tokens removed.
+    """Returns a row for each group of tokens: first those of float64, then each candidate's.
+
+    Ignored tokens are removed first.
 
     Args:
-        tenths: by the frequency of tokens as well; the inputs must have `token_counts`.
-        timeout_seconds: for what may fail to import, compile and run; 0: no bound.
+        tenths: also measures groups by the frequency of tokens; needs `inputs.token_counts`.
+        timeout_seconds: time to import, compile and run a method that may fail; 0: no bound.
         failed: methods that are not to be run, each with the reason to report.
     Raises:
-        ValueError: `tenths` without counts.
+        ValueError: `tenths` is set and the inputs have no counts.
         DeviceLostError: a peer broke the CUDA context.
     """
     inputs = inputs.without_ignored()
     groups = groups_of(inputs, tenths)
     torch._dynamo.reset()
-    # Apple's helpers are compiled, once for each threshold at worst.
+    # Apple's helpers may be compiled once for each threshold.
     with torch._dynamo.config.patch(recompile_limit=64):
         trials, rows = _run(inputs, candidates, groups, timeout_seconds, failed or {}, say)
         _time_in_turns(trials, inputs, repeats, Timer(inputs.hidden.device))
@@ -121,11 +123,14 @@ def _run(
     failed: Mapping[str, str],
     say: Callable[[str], None],
 ) -> tuple[list[Trial], list[FidelityRow]]:
-    """All but the times; and float64's rows. What float64 takes is free again afterwards."""
+    """Returns all results except times, and float64's rows.
+
+    On return the memory of the float64 gradients is free again.
+    """
     by_tiles = any(candidate.by == "probability" for candidate in candidates)
     truth = Truth(golden_gradients(inputs), groups, find_peaks(inputs) if by_tiles else None)
     rows = _golden_rows(truth)
-    # One threshold's failure is that of all others.
+    # A method that failed at one threshold is not tried at the others.
     reasons = dict(failed)
     trials: list[Trial] = []
     for candidate in candidates:
@@ -174,7 +179,7 @@ def _compare(trial: Trial, inputs: BenchInputs, truth: Truth) -> None:
 
 
 def _add_shares(trials: Sequence[Trial], inputs: BenchInputs) -> None:
-    """One pass over the logits for all thresholds of mass."""
+    """Adds the kept shares of all mass thresholds, in one pass over the logits."""
     ours = [trial for trial in trials if trial.candidate.by == "mass" and trial.function]
     thresholds = [trial.candidate.threshold or 0.0 for trial in ours]
     for trial, share in zip(ours, shares_kept(inputs, thresholds), strict=True):

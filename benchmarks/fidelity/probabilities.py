@@ -1,7 +1,8 @@
 """Figure 3 of Cut Cross-Entropy (arXiv:2411.09009) and its claims of sparsity, on captured inputs.
 
-The average probability of the i-th most likely token over i, and what lies above the filter's
-threshold: entries of the softmax, the ranks of the average, columns of 128 tokens, tiles.
+The figure shows the mean probability of the i-th most likely token over i. The claims are the
+shares above the filter's threshold: of softmax entries, of ranks of that mean, of columns in blocks
+of 128 tokens, and of tiles.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import torch
 from benchmarks.fidelity.sparsity import find_peaks, share_of_columns, share_of_tiles
 from cce_dist.bench.inputs import BenchInputs
 
-# Of what is drawn on a logarithmic axis.
+# Ranks that are drawn, on a logarithmic axis.
 RANKS_PER_DECADE = 16
 # Probabilities that are sorted at once.
 CHUNK_ELEMENTS = 2**26
 
 
 def bench_probabilities(inputs: BenchInputs, thresholds: Sequence[float]) -> list[dict[str, Any]]:
-    """Rows of part "curve", one a rank, then of part "sparsity", one a threshold.
+    """Returns rows of part "curve", one a rank, then of part "sparsity", one a threshold.
 
-    Softmax in fp32 of fp32 logits of the inputs as they are rounded; every token that counts.
+    Logits and softmax are in fp32, of the inputs in their own dtype. Ignored tokens are left out.
     """
     inputs = inputs.without_ignored()
     mean, counts, mass = _sorted_mean(inputs, thresholds)
@@ -56,7 +57,7 @@ def bench_probabilities(inputs: BenchInputs, thresholds: Sequence[float]) -> lis
 
 
 def ranks_to_draw(num_classes: int) -> list[int]:
-    """From 1 to num_classes, both among them, evenly on a logarithmic axis."""
+    """Returns ranks from 1 to num_classes, both included, evenly spaced on a logarithmic axis."""
     ranks, power = {num_classes}, 0
     while (rank := round(10 ** (power / RANKS_PER_DECADE))) < num_classes:
         ranks.add(rank)
@@ -68,8 +69,13 @@ def ranks_to_draw(num_classes: int) -> list[int]:
 def _sorted_mean(
     inputs: BenchInputs, thresholds: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[V] float64 mean of the sorted softmax; for each threshold [N] entries that reach it, and
-    their mean mass."""
+    """Returns the mean sorted softmax, and counts and mass of the entries above each threshold.
+
+    Returns:
+        mean: [V] float64, largest first.
+        counts: [thresholds, N], each token's number of entries that reach the threshold.
+        mass: [thresholds] float64, the mean over tokens of these entries' mass.
+    """
     weight = inputs.weight.float()
     total = weight.new_zeros(len(weight), dtype=torch.float64)
     mass = weight.new_zeros(len(thresholds), dtype=torch.float64)

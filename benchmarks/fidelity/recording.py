@@ -1,4 +1,4 @@
-"""Rows on the captures of one training run, as a record of evidence."""
+"""Record of evidence with the rows of all captures of one training run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cce_dist.bench.inputs import BenchInputs
 
 
 class Recording:
-    """Written anew after every capture, so that nothing measured is lost.
+    """A record that is written anew after every capture, so that no measurement is lost.
 
     Args:
         path: folder/<name>.json; None: nothing is written.
-        settings: of the command, beside what the captures share.
+        settings: the command's settings, beside those that the captures share.
     Raises:
-        ValueError: path is no name of a record.
+        ValueError: the file's name is no name of a record.
     """
 
     def __init__(
@@ -36,13 +36,14 @@ class Recording:
         self.rows: list[Row] = []
         self.shared: dict[str, Cell] | None = None
         if path is not None:
-            # A name that is refused is refused before anything is measured.
+            # Refuse a bad name now, before anything is measured.
             make_record(kind, path.stem, title or kind, machine)
 
     def add(self, inputs: BenchInputs, rows: Sequence[Row]) -> None:
-        """
+        """Adds the rows of one capture and writes the record.
+
         Raises:
-            ValueError: other sizes, or another training run, than those of the captures before.
+            ValueError: the capture has other sizes, or another training run, than those before.
         """
         shared = shared_of(inputs)
         if self.shared is not None and shared != self.shared:
@@ -74,6 +75,6 @@ class Recording:
 
 
 def shared_of(inputs: BenchInputs) -> dict[str, Cell]:
-    """What the captures of one training run have in common."""
+    """Returns the settings that all captures of one training run have in common."""
     cells: dict[str, Cell] = {**inputs.description, **inputs.training}
     return {key: value for key, value in cells.items() if key not in ("inputs", "step", "seed")}

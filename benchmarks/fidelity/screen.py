@@ -1,4 +1,4 @@
-"""Screened logits: how far each token's log-sum-exp and loss are from float64."""
+"""Errors of screened logits: each token's log-sum-exp and loss against float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECILES = 10
 
 
 class Losses(NamedTuple):
-    """Of each token, [N] float64, nats."""
+    """Log-sum-exp and loss of each token, [N] float64, in nats."""
 
     lse: Tensor
     nll: Tensor
@@ -39,14 +39,14 @@ def bench_screen(
     max_error: float,
     backend: Backend = "triton",
 ) -> list[Cells]:
-    """A row for logits rounded to 16 bits, for ours in full, and for each 8-bit dtype.
+    """Returns a row for logits rounded to 16 bits, for our full logits, and for each 8-bit dtype.
 
-    `kept` is the share of the pairs of a column and a block of 128 tokens; of kernels what they
-    keep, else those whose true mass reaches the threshold.
+    `kept` is a share of the pairs of a column and a block of 128 tokens: the pairs that a kernel
+    keeps, or without kernels the pairs whose true mass reaches the threshold.
 
     Args:
         keep: the filter's threshold; None: the default.
-        max_kept, max_error: of `Screen`.
+        max_kept, max_error: fields of `Screen`.
     """
     valid = inputs.without_ignored()
     golden, entropy = golden_losses(valid)
@@ -91,7 +91,7 @@ def bench_screen(
 
 def _ours(filter_: Filter, screen: Screen | None, backend: Backend) -> Method:
     def run(inputs: BenchInputs) -> Losses:
-        # As for a backward: the columns that matter are found by what it would keep.
+        # hidden requires grad: the forward marks the columns that a backward would keep.
         found: Any = linear_cross_entropy(
             inputs.hidden.detach().requires_grad_(),
             inputs.weight,
@@ -111,7 +111,7 @@ def _ours(filter_: Filter, screen: Screen | None, backend: Backend) -> Method:
 
 @torch.no_grad()
 def dense_losses(inputs: BenchInputs, *, dtype: torch.dtype) -> Losses:
-    """Of logits rounded to that dtype, as dense training has them."""
+    """Returns the losses of logits rounded to `dtype`, as dense training has them."""
     weight = inputs.weight.float()
     parts = [_losses_of((e.float() @ weight.T).to(dtype), t) for e, t in _chunks(inputs)]
     return _together(parts)
@@ -119,7 +119,7 @@ def dense_losses(inputs: BenchInputs, *, dtype: torch.dtype) -> Losses:
 
 @torch.no_grad()
 def golden_losses(inputs: BenchInputs) -> tuple[Losses, Tensor]:
-    """Of logits in float64; and entropies [N]."""
+    """Returns the losses of float64 logits, and the tokens' entropies [N]."""
     weight = inputs.weight.double()
     parts, entropy = [], []
     for hidden, targets in _chunks(inputs):
@@ -141,6 +141,6 @@ def _losses_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(inputs: BenchInputs) -> Iterator[tuple[Tensor, Tensor]]:
-    """Hidden states and targets of some tokens."""
+    """Yields hidden states and targets, some tokens at a time."""
     size = max(64, min(2048, CHUNK_ELEMENTS // len(inputs.weight)))
     return zip(inputs.hidden.split(size), inputs.targets.split(size), strict=True)

@@ -1,4 +1,4 @@
-"""How sparse a softmax is: which entries, columns and tiles reach a threshold."""
+"""Sparsity of a softmax: the shares of columns and tiles that reach a threshold."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.options import TOKEN_BLOCK
 
-# Columns of a tile of Apple's backward; it has as many tokens as a block of ours.
+# Columns of a tile of Apple's backward. The tile has as many tokens as our blocks.
 TILE_COLUMNS = 128
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of each block of 128 tokens, in their own order, and each column.
+    """Largest entries of each column in each block of 128 tokens; tokens keep their order.
 
     Args:
         probability: [blocks, V] fp32, the largest softmax entry.
         gradient: [blocks, V] fp32, the largest |softmax - onehot|, which Apple's filter looks at.
-        by_mean_logit: [V] int64, the columns by their mean logit over all tokens, the largest
-            first: the order that Apple's backward takes them in.
+        by_mean_logit: [V] int64, the columns by their mean logit over all tokens, largest first;
+            Apple's backward takes the columns in this order.
     """
 
     probability: Tensor
@@ -33,7 +33,7 @@ class Peaks:
 
 @torch.no_grad()
 def find_peaks(inputs: BenchInputs) -> Peaks:
-    """Args: inputs: without ignored tokens."""
+    """Returns the peaks of inputs that have no ignored tokens."""
     weight = inputs.weight.float()
     total = weight.new_zeros(len(weight), dtype=torch.float64)
     probability, gradient = [], []
@@ -50,14 +50,15 @@ def find_peaks(inputs: BenchInputs) -> Peaks:
 
 
 def share_of_columns(peaks: Tensor, threshold: float) -> float:
-    """Of the pairs of column and block those whose peak reaches `threshold`."""
+    """Returns the share of pairs of a column and a block whose peak reaches `threshold`."""
     return float((peaks >= threshold).double().mean())
 
 
 def share_of_tiles(peaks: Tensor, threshold: float, order: Tensor | None = None) -> float:
-    """Of the tiles of 128 columns and a block those with a peak of at least `threshold`.
+    """Returns the share of tiles, 128 columns by a block, with a peak of at least `threshold`.
 
-    Args: order: [V] int64, in which the columns are put into tiles; None: as they are.
+    Args:
+        order: [V] int64, the columns in the order in which they fill the tiles; None: by id.
     """
     if order is not None:
         peaks = peaks[:, order]

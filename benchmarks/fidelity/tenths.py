@@ -1,4 +1,4 @@
-"""Gradients by how frequent a token is: rows of float64's and of a method's, a tenth at a time."""
+"""Errors of gradients by frequency of tokens: the rows of one tenth at a time."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from cce_dist.train.evaluate.scores import frequency_groups
 
 ALL = "all"
 NUM_ID_GROUPS = 10
-# Numbers of a gradient in a float64 temporary: 128 MiB.
+# Numbers in a float64 temporary: 128 MiB.
 CHUNK_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some of a gradient's rows.
+    """Some rows of the gradients.
 
     Args:
-        name: "all"; or a tenth of the training text, "1" of the most frequent ids to "10" of the
-            rarest; or "never", the ids that it doesn't have; or "ids 1" to "ids 10", a tenth of
-            the ids each, the most frequent first.
-        ids, tokens: bool, [V] rows of the weight's gradient, and [N] of hidden's: tokens whose
-            target is among the ids.
-        times: how often the training text has the rarest and the most frequent of the ids.
+        name: "all"; a tenth of the training text, from "1" (its most frequent ids) to "10" (its
+            rarest); "never", the ids that the text does not have; or a tenth of the ids, from
+            "ids 1" (the most frequent) to "ids 10".
+        ids: [V] bool, the rows of the weight's gradient.
+        tokens: [N] bool, the rows of hidden's gradient: tokens whose target is among the ids.
+        times: number of times that the training text has the rarest and the most frequent id.
     """
 
     name: str
     ids: Tensor
     tokens: Tensor
-    times: tuple[int, int] | None = None  # of every id: None
+    times: tuple[int, int] | None = None  # None for group "all"
 
 
 def groups_of(inputs: BenchInputs, tenths: bool) -> list[Group]:
-    """All rows, then with `tenths` those of each tenth of the training text, and of the ids.
+    """Returns the group of all rows; with `tenths` also tenths of the training text and of the ids.
 
-    Tenths of the text are those of `cce-dist eval`: ids in the order of their counts, each group of
-    them a tenth of the text, so that each counts about as much in the loss. Tenths of the ids count
-    each row of the weight alike, as an optimizer does that divides a row's update by the row's own
-    size: most ids are rare. Counts are the training text's, which say how often a row of the weight
-    was trained; of the captured tokens' ids few come twice.
+    Tenths of the text are those of `cce-dist eval`: ids are sorted by count, and each group has a
+    tenth of the text, so that all groups weigh about the same in the loss. Tenths of the ids weigh
+    each row of the weight the same, as an optimizer does that divides a row's update by the row's
+    own size; most ids are rare. Counts are taken from the training text, since they say how often a
+    row of the weight was trained; few ids of the captured tokens come twice.
 
-    Args: inputs: without ignored tokens.
+    Args:
+        inputs: inputs without ignored tokens.
     Raises:
         ValueError: the inputs have no counts, or not one for each id.
     """
@@ -84,7 +85,11 @@ def groups_of(inputs: BenchInputs, tenths: bool) -> list[Group]:
 
 
 def products_by_row(ours: Tensor, golden: Tensor) -> Tensor:
-    """[rows, 4] float64: ours . golden, |ours|^2, |golden|^2, |ours - golden|^2."""
+    """Returns ours . golden, |ours|^2, |golden|^2 and |ours - golden|^2 of each row.
+
+    Returns:
+        [rows, 4] float64.
+    """
     parts = []
     step = max(1, CHUNK_ELEMENTS // max(golden.shape[-1], 1))
     for some, right in zip(ours.split(step), golden.double().split(step), strict=True):
@@ -95,12 +100,15 @@ def products_by_row(ours: Tensor, golden: Tensor) -> Tensor:
 
 
 def compare(sums: Tensor) -> dict[str, float | None]:
-    """From [4], the sum of some of `products_by_row`: how far those rows are from the golden ones.
+    """Computes how far some rows are from the golden rows.
 
+    Args:
+        sums: [4], the sum of these rows of `products_by_row`.
     Returns:
-        error: norm of the difference over that of the golden rows.
-        cosine_distance: 1 - cosine of the angle between the two; None: one of them is 0.
-        norm_ratio: norm over that of the golden rows. All None where the golden rows are 0.
+        error: norm of the difference over the norm of the golden rows.
+        cosine_distance: 1 - cosine of the angle between the two; None if one of them is 0.
+        norm_ratio: norm of our rows over the norm of the golden rows.
+        All three are None if the golden rows are 0.
     """
     dot, ours, right, difference = sums.tolist()
     if right == 0:
@@ -114,8 +122,13 @@ def compare(sums: Tensor) -> dict[str, float | None]:
 
 
 def update_error(products: Tensor) -> float | None:
-    """Of [rows, 4], as `products_by_row`: root mean square over the rows of a row's error over the
-    row's own norm, which is about what Adam makes of it; None: no row is other than 0."""
+    """Computes the root mean square of each row's error relative to the row's own norm.
+
+    Adam's update weighs errors about like this. Golden rows that are 0 are left out; None: all are.
+
+    Args:
+        products: [rows, 4], as `products_by_row` returns it.
+    """
     right = products[:, 2]
     errors = products[right > 0, 3] / right[right > 0]
     return float(errors.mean().sqrt()) if len(errors) else None
@@ -124,8 +137,10 @@ def update_error(products: Tensor) -> float | None:
 def compare_groups(
     ours: Gradients, golden: Gradients, groups: list[Group]
 ) -> dict[str, dict[str, float | None]]:
-    """By group: `compare` of hidden's and the weight's gradient, as grad_hidden_error and so on;
-    and the weight's `update_error`."""
+    """Returns `compare` of both gradients and the weight's `update_error`, for each group's name.
+
+    The keys of a group are grad_hidden_error and so on.
+    """
     hidden = products_by_row(ours.hidden, golden.hidden)
     weight = products_by_row(ours.weight, golden.weight)
     compared = {}

@@ -1,4 +1,4 @@
-"""The filter: what each threshold keeps, and how far its gradients are from float64."""
+"""Benchmark of the filter: kept share, gradient errors and time at each threshold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAYS = {"": {}, ", not drawn": {"draw": False}, ", no tail": {"tail": False}}
 
 
 def default_keep(inputs: BenchInputs, backend: Backend) -> float:
-    """Resolve `Filter()` for these inputs."""
+    """Returns the threshold that `Filter()` has for these inputs."""
     shard = VocabShard(0, len(inputs.weight), len(inputs.weight))
     options = LinearCrossEntropy(backend=backend).options
     return plan_of(inputs.hidden, len(inputs.targets), options, None, shard).threshold
@@ -37,9 +37,10 @@ def bench_filter(
     repeats: int = 3,
     backend: Backend = "auto",
 ) -> list[Cells]:
-    """A row for the dense recipe, then one a threshold; `shares` are of the uniform mass 128 / V.
+    """Returns a row for the dense recipe, then one for each threshold.
 
-    Gradient errors are relative Frobenius errors against float64 on the same rounded inputs.
+    `shares` are thresholds over the uniform mass 128 / V. Gradient errors are relative Frobenius
+    errors against float64 on the same rounded inputs.
     """
     keeps = [min(share * TOKEN_BLOCK / len(inputs.weight), TOKEN_BLOCK) for share in shares]
     functions: dict[tuple[int, str], LossFunction] = {(-1, ""): dense_loss}
@@ -83,10 +84,11 @@ def bench_filter(
 
 @torch.no_grad()
 def shares_kept(inputs: BenchInputs, keeps: Sequence[float]) -> list[float]:
-    """For each of `keeps`: the share of all blocks' columns whose true mass reaches it.
+    """Returns for each threshold the share of all blocks' columns whose true mass reaches it.
 
-    Targets' columns count as kept. The filter keeps a few more: its forward knows an upper bound
-    of the mass. Blocks are those of backend "triton" where it runs, else of the tokens as they are.
+    Targets' columns count as kept. The filter keeps a few more, since its forward knows only an
+    upper bound of the mass. If backend "triton" runs here, blocks follow its order of the tokens;
+    else tokens keep their own order.
     """
     valid = inputs.without_ignored()
     if why_not(valid.hidden) is None and len(valid.targets) > TOKEN_BLOCK:

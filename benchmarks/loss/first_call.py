@@ -1,4 +1,4 @@
-"""The first loss and gradients of a process, kernels not yet compiled: what a user waits for."""
+"""Benchmark of a process's first loss and gradients, which compile the kernels."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from cce_dist.options import GradientMode
 def bench_first_calls(
     shape: Shape, *, dtype: str, device: str, gradients: Sequence[str]
 ) -> list[Cells]:
-    """Seconds of the first call, each in a process of its own: twice for each way of the
-    gradient, with an empty cache of kernels and with what that call left there.
+    """Returns rows with the seconds of a first call, each measured in a process of its own.
+
+    Each gradient mode is measured twice: with an empty kernel cache, and with the cache that the
+    first of these calls filled.
 
     Raises:
-        ValueError: dtype or a gradient is none.
+        ValueError: there is no dtype or gradient mode of this name.
         RuntimeError: a process failed.
     """
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
@@ -47,7 +49,7 @@ def bench_first_calls(
 def _in_a_process(asked: dict[str, Any], cache: str) -> dict[str, float]:
     done = subprocess.run(
         [sys.executable, "-m", __spec__.name, json.dumps(asked)],
-        # Where this module is found.
+        # The folder from which Python finds this module.
         cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_CACHE_DIR": cache},
         capture_output=True,
@@ -60,7 +62,7 @@ def _in_a_process(asked: dict[str, Any], cache: str) -> dict[str, float]:
 
 
 def first_call(asked: dict[str, Any]) -> dict[str, float]:
-    """Seconds from the call to the gradients, and of them to the loss; not of imports."""
+    """Returns the seconds from the call to the gradients, and to the loss; imports do not count."""
     from cce_dist import linear_cross_entropy
 
     shape = Shape(asked["num_tokens"], asked["vocab_size"], asked["dim"])

@@ -1,4 +1,4 @@
-"""Tables 1, A1 and A2 of Cut Cross-Entropy, arXiv:2411.09009, measured anew."""
+"""New measurements of tables 1, A1 and A2 of Cut Cross-Entropy, arXiv:2411.09009."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ PARTS: tuple[Part, ...] = ("loss", "gradient", "loss+grad")
 
 @dataclass(frozen=True)
 class PaperTable:
-    """
+    """A table of the paper.
+
     Args:
-        ignored_fraction: of the targets. The paper's text has about 0.64: its dense time falls
-            from 208 to 75 ms where ignored tokens are removed first.
+        ignored_fraction: ignored share of the targets. The paper's text has about 0.64: its dense
+            time falls from 208 to 75 ms if ignored tokens are removed first.
     """
 
     shapes: tuple[str, ...]
@@ -38,7 +39,7 @@ TABLES = {
 @dataclass(frozen=True)
 class PaperCase:
     table: str
-    name: str  # of the files
+    name: str  # the files' name, without suffix
     make: Callable[[], BenchInputs]
 
 
@@ -51,7 +52,7 @@ def bench_paper(
     *,
     failed: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Write folder/<name>.csv, .json and .md for each case; the paths of the .md."""
+    """Writes folder/<name>.csv, .json and .md for each case; returns the paths of the .md files."""
     written = []
     for case in cases:
         table = TABLES[case.table]
@@ -68,7 +69,10 @@ def bench_paper(
 
 
 def markdown(rows: Sequence[Cells], machine: Mapping[str, str]) -> str:
-    """The paper's columns (memory and time of loss, gradient and both), and errors beside them."""
+    """Returns a table with the paper's columns, and beside them the errors.
+
+    The paper's columns are memory and time of the loss, of the gradient, and of both.
+    """
     first = rows[0]
     lines = [
         f"Table {first['table']}: {first['inputs']}, N={first['N']} ({first['ignored']} ignored), "

@@ -1,4 +1,4 @@
-"""The weight in 8 bits: time and rate beside a bare copy's, and what rounding left."""
+"""Benchmark of the weight's 8-bit copy: time and rate beside a plain copy's, rounding error."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from cce_dist.bench.report import Cells, percentiles_ms
 from cce_dist.options import Backend, EightBitDtype
 
 COPY = "copy"
-# Rows that are widened to float64 at a time.
+# Number of rows that are widened to float64 at a time.
 ROWS = 4096
 
 
 def bench_quantize(
     inputs: BenchInputs, *, repeats: int = 10, backend: Backend = "triton"
 ) -> list[Cells]:
-    """A row for a copy of the weight in its own dtype and for each 8-bit dtype, for which the
-    weight is read and written anew; with hidden, its moments and their part in it as well.
+    """Returns a row for a plain copy of the weight, and rows for each 8-bit dtype.
 
-    `gb_per_s` counts the weight once and what is written once, `of_copy` is that over the copy's.
-    `error` is the rounding's, relative, in the Frobenius norm, of the weight less its mean row.
+    An 8-bit dtype is timed twice: the weight is quantised without hidden, and with the moments of
+    hidden. `gb_per_s` counts the bytes of the weight, read once, and of the copy, written once.
+    `of_copy` is this rate over the plain copy's. `error` is the `rounding_error`.
 
     Raises:
         ValueError: the weight's dtype can't be quantised, or the backend can't run.
@@ -47,7 +47,7 @@ def bench_quantize(
             kept = quantize_weight(weight, inputs.hidden, screen=screen, backend=backend)
         except ValueError:
             raise
-        # As e4m3's kernel on a device that has none.
+        # For example, a device may have no e4m3 kernel.
         except Exception as error:
             failed[dtype] = describe_failure(error)
             continue
@@ -93,7 +93,7 @@ def _rows(
 
 
 def rounding_error(kept: QuantizedWeight, weight: Tensor) -> float:
-    """Relative, in the Frobenius norm, of the weight less the mean row that is subtracted."""
+    """Returns the relative rounding error (Frobenius) of the weight less its mean row."""
     rows = kept.rows
     off = total = torch.zeros((), dtype=torch.float64, device=weight.device)
     for start in range(0, weight.shape[0], ROWS):

@@ -1,4 +1,4 @@
-"""The Triton kernels' tiles: each candidate's errors first, then its time beside the table's."""
+"""Benchmark of the Triton kernels' tiles: each candidate's errors, then its time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cce_dist.bench.machine import Part, Timer, Variant, interleaved_times, vari
 from cce_dist.bench.methods import describe_failure
 from cce_dist.bench.report import Cells
 
-# By the size of an element: fields of `Tiles` that are tried in place of the table's. A candidate
-# that a device has no room for is listed as such.
+# Candidates by element size: fields of `Tiles` that are tried in place of the table's. If a device
+# has no room for a candidate, its row says so.
 FORWARD: dict[int, Sequence[Mapping[str, int]]] = {
     2: (
         {"columns": 256, "dims": 64, "stages": 4},
@@ -52,7 +52,8 @@ FILTERED: dict[int, Sequence[Mapping[str, int]]] = {
         {**_SMALL, "backward_dims": 16, "backward_stages": 3, "backward_warps": 8, "residents": 1},
     ),
 }
-# What decides of the tiles: those of the forward and of `exact`, and the filtered backward's.
+# Method and part by which tiles are chosen: the loss and `exact` for the forward's tiles, and the
+# filtered gradient for its own.
 TIMED: dict[str, tuple[str, Part]] = {
     "loss": ("filtered", "loss"),
     "exact": ("exact", "gradient"),
@@ -61,7 +62,7 @@ TIMED: dict[str, tuple[str, Part]] = {
 
 
 def bench_tiles(inputs: BenchInputs, *, repeats: int = 10) -> list[Cells]:
-    """A row for every candidate and what is timed of it; "table" marks what TABLE holds.
+    """Returns a row for each candidate and timed part; "table" marks the tiles that TABLE holds.
 
     Raises:
         ValueError: the Triton kernels do not run on these inputs.
@@ -109,7 +110,7 @@ def bench_tiles(inputs: BenchInputs, *, repeats: int = 10) -> list[Cells]:
 
 @contextmanager
 def tiles_of(tensor: Tensor, tiles: Tiles) -> Iterator[None]:
-    """The table holds `tiles` for the tensor's device and dtype."""
+    """Puts `tiles` into TABLE for the tensor's device and dtype, until the context ends."""
     key = key_of(tensor)
     before = TABLE[key]
     TABLE[key] = tiles
@@ -120,7 +121,7 @@ def tiles_of(tensor: Tensor, tiles: Tiles) -> Iterator[None]:
 
 
 def _with_tiles(tiles: Tiles, function: LossFunction, inputs: BenchInputs, part: Part) -> Variant:
-    """What comes before what is timed, a forward, runs with the table's own tiles."""
+    """Returns a variant whose timed part uses `tiles`; a forward before it uses the table's."""
     made = variant_of(function, inputs, part)
 
     def run(prepared: Any) -> object:
@@ -133,6 +134,6 @@ def _with_tiles(tiles: Tiles, function: LossFunction, inputs: BenchInputs, part:
 
 def _require_near(ours: Mapping[str, float], dense: Mapping[str, float]) -> None:
     for key in ("grad_hidden_error", "grad_weight_error"):
-        # fp32's dense gradients may be exact to a digit more by luck.
+        # Dense fp32 gradients may by luck be exact to one more digit: allow for 1e-6.
         if not ours[key] <= WORST_ERROR_RATIO * dense[key] + 1e-6:
             raise RuntimeError(f"{key} is {ours[key]:.2e}, that of dense {dense[key]:.2e}")

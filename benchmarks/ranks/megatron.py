@@ -1,4 +1,4 @@
-"""Whole steps of a Megatron job: its own losses, and ours by `megatron_patch`.
+"""Benchmark of whole steps of a Megatron job, with its own losses and with `megatron_patch`.
 
 Every rank of the job runs this; all ranks are tensor-parallel.
 """
@@ -36,23 +36,24 @@ from cce_dist.bench.ranks import Job
 from cce_dist.bench.report import Cells, percentiles_ms
 from cce_dist.bench.training import GIB, USABLE
 
-# Options of megatron_patch.
+# Options of megatron_patch for each of our losses.
 OURS: dict[str, dict[str, Any]] = {
     "exact": {"gradient": "exact", "keep_logits": False},
-    # What "exact" is by default.
+    # "exact" with its default options.
     "exact-kept": {"gradient": "exact"},
     "filtered": {"gradient": "filtered"},
     "screened": {"logits": "screened"},
 }
-# Megatron's, ours, and a step without head and loss: what the others add to it is theirs.
+# Megatron's losses, ours, and a step without head and loss. The time that a step takes beyond this
+# last one is the time of its head and loss.
 LOSSES = ("unfused", "native", *OURS, "no head")
-# Of the mean loss: Megatron's has logits rounded to 16 bits.
+# Relative tolerance of the mean loss: Megatron rounds its logits to 16 bits.
 LOSS_TOLERANCE = 2e-3
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: microbatches of `batch` sequences, `microbatches` a step."""
+    """Settings of the steps: `microbatches` microbatches a step, each of `batch` sequences."""
 
     losses: Sequence[str]
     sequence: int
@@ -60,7 +61,7 @@ class Plan:
     microbatches: int
     repeats: int
     sequence_parallel: bool
-    largest: Sequence[str]  # losses of which about the largest microbatch is run too
+    largest: Sequence[str]  # losses that also run about their largest microbatch
 
 
 def bench_megatron(
@@ -70,16 +71,16 @@ def bench_megatron(
     plan: Plan,
     save: Callable[[list[Cells]], None] = lambda rows: None,
 ) -> list[Cells]:
-    """A row for each loss and size of a microbatch; Megatron's groups exist.
+    """Returns a row for each loss and size of a microbatch. Needs Megatron's groups.
 
     Args:
-        inputs: of plan.sequence * plan.batch tokens and the whole vocabulary, the same on every
-            rank. hidden stands in for the last norm's output in every microbatch: the softmax of a
+        inputs: plan.sequence * plan.batch tokens and the whole vocabulary, the same on every rank.
+            In every microbatch `inputs.hidden` replaces the last norm's output: the softmax of a
             model that has just been initialised would be flat.
         save: called with all rows so far.
     Raises:
         ValueError: a loss is not one of LOSSES.
-        RuntimeError: a loss is further from Megatron's than LOSS_TOLERANCE of it.
+        RuntimeError: a loss differs from Megatron's by more than LOSS_TOLERANCE, relatively.
     """
     for name, given, allowed in (
         ("loss", plan.losses, LOSSES),
@@ -88,7 +89,7 @@ def bench_megatron(
         unknown = sorted(set(given) - set(allowed))
         if unknown:
             raise ValueError(f"{name} must be among {list(allowed)}, got {unknown}")
-    # The model before, which holds itself.
+    # Free the previous model, which is in a reference cycle.
     gc.collect()
     meter = Meter(job, sizes, inputs, plan)
     rows: list[Cells] = meter.compare()
@@ -102,7 +103,7 @@ def bench_megatron(
 
 @contextmanager
 def using(loss: str, model: Any) -> Iterator[None]:
-    """`model`, a GPTModel, with this loss."""
+    """Makes `model`, a GPTModel, use this loss until the context ends."""
     if loss in OURS:
         with megatron_patch.patched(model, **OURS[loss]):
             yield
@@ -125,7 +126,7 @@ def using(loss: str, model: Any) -> Iterator[None]:
 
 
 class Meter:
-    """One model, whose loss and microbatch vary."""
+    """Measurements of one model with varying loss and microbatch."""
 
     def __init__(self, job: Job, sizes: Sizes, inputs: BenchInputs, plan: Plan) -> None:
         self.job, self.inputs, self.plan = job, inputs, plan
@@ -140,7 +141,7 @@ class Meter:
         )
 
     def _fill(self, batch: int) -> None:
-        """Inputs of a microbatch of `batch` sequences: the given tokens, again and again."""
+        """Sets the inputs of a microbatch of `batch` sequences, repeating the plan's sequences."""
         sequence, size = self.plan.sequence, self.job.size
         dim = self.inputs.hidden.shape[1]
         chosen = torch.arange(batch, device=self.job.device) % self.plan.batch
@@ -152,7 +153,7 @@ class Meter:
         self.hidden = hidden[:, chosen]
 
     def _step(self, microbatches: int) -> tuple[float, list[float], float, float]:
-        # Else a rank stops to collect garbage now and then, and all others with it.
+        # A rank that collects garbage in a step would make all others wait.
         gc.collect()
         gc.disable()
         try:
@@ -161,7 +162,14 @@ class Meter:
             gc.enable()
 
     def _timed_step(self, microbatches: int) -> tuple[float, list[float], float, float]:
-        """One step: seconds, each microbatch's head, the peak before the optimizer, the loss."""
+        """Runs one step.
+
+        Returns:
+            seconds: time of the step.
+            heads: seconds of each microbatch's head.
+            peak: largest memory before the optimizer, GiB.
+            loss: mean loss.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         device, on_gpu = self.job.device, self.job.device.type == "cuda"
@@ -198,13 +206,13 @@ class Meter:
 
         def mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             loss = losses.float().mean()
-            # Megatron divides the first in place.
+            # Megatron divides the loss in place, so report a copy.
             return loss, {"loss": loss.detach().clone()}
 
         return output, mean
 
     def _heads(self) -> list[float]:
-        """Seconds of each microbatch's head, forward and backward: LM head and loss."""
+        """Returns the seconds that each microbatch spends in LM head and loss, both passes."""
         parts = [[x for key, x in self.marks.taken if key == name] for name in MARKED]
 
         def between(begin: Any, end: Any) -> float:
@@ -213,12 +221,15 @@ class Meter:
         return [between(*x[:2]) + between(*x[2:]) for x in zip(*parts, strict=True)]
 
     def compare(self) -> list[Cells]:
-        """Whole steps of all losses in turns; the first turn compiles, the second warms up."""
+        """Measures whole steps of all losses in turns; returns a row for each loss.
+
+        The first turn compiles, the second warms up.
+        """
         plan = self.plan
         self._fill(plan.batch)
         taken: dict[str, list[Any]] = {loss: [] for loss in plan.losses}
         for turn in range(plan.repeats + 2):
-            # No loss always after the same one.
+            # Alternate the order, so that no loss always follows the same one.
             for loss in sorted(plan.losses, reverse=bool(turn % 2)):
                 with using(loss, self.model):
                     taken[loss].append(self._step(plan.microbatches))
@@ -235,14 +246,14 @@ class Meter:
         means = {row["loss"]: row["mean_loss"] for row in rows if row["loss"] != "no head"}
         right = means.get("unfused", means.get("native"))
         for loss, mean in means.items():
-            # Not `>`: a NaN must not pass.
+            # `>` would let a NaN pass.
             if right is not None and not abs(mean - right) <= LOSS_TOLERANCE * abs(right):
                 raise RuntimeError(f"{loss}: the loss is {mean}, Megatron's {right}")
 
     def _row(
         self, loss: str, batch: int, microbatches: int, ranks: list[list[Any]], recompute: str = ""
     ) -> Cells:
-        """Of all ranks: times of the slowest, the largest peak."""
+        """Returns the row of all ranks: times of the slowest rank, and the largest peak."""
         steps = [max(x[0] for x in step) for step in zip(*ranks, strict=True)]
         heads = [
             max(times)
@@ -267,8 +278,11 @@ class Meter:
         }
 
     def largest(self, loss: str) -> Cells:
-        """A step of about the largest microbatch, with full recompute: what a line through the
-        peaks of two smaller ones gives for USABLE of the memory."""
+        """Runs a step of about the largest microbatch, with full recompute; returns its row.
+
+        A line through the peaks of two smaller microbatches gives the size whose peak is USABLE of
+        the memory.
+        """
         before = {name: getattr(self.config, name) for name in RECOMPUTE}
         vars(self.config).update(RECOMPUTE)
         try:
@@ -284,8 +298,11 @@ class Meter:
             self._fill(self.plan.batch)
 
     def _second_batch(self) -> int:
-        """Of more than 2^31 logits on a rank: for those torch.compile makes Megatron's fused loss
-        anew, and tries kernels on copies of the logits in the host's memory if the GPU is full."""
+        """Returns a batch with more than 2^31 logits on a rank.
+
+        From there on torch.compile compiles Megatron's fused loss anew. If the GPU were full by
+        then, it would try kernels on copies of the logits in the host's memory.
+        """
         logits = len(self.inputs.weight) // self.job.size * self.plan.sequence
         return max(2 * self.plan.batch, 2**31 // logits + 1)
 
@@ -303,6 +320,6 @@ class Meter:
         everywhere: list[Any] = [None] * self.job.size
         dist.all_gather_object(everywhere, [self._step(1)])
         row = self._row(loss, batch, 1, everywhere, "full")
-        # One step, whose allocations are the first of their size, is no measure of speed.
+        # A single step, with the first allocations of its size, says nothing about speed.
         timed = ("median_ms", "p10_ms", "p90_ms", "tokens_per_s", "head_ms")
         return {**row, **dict.fromkeys(timed)}

@@ -1,4 +1,4 @@
-"""A GPT of megatron-core's own modules, its head's input that of a trained model."""
+"""A GPT of megatron-core's own modules, whose head gets the input of a trained model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cce_dist.bench.inputs import BenchInputs
 
-# Full recompute, switched on in a config that a model already has.
+# Options of full recompute, which can be set in the config of an existing model.
 RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -33,12 +33,12 @@ class Sizes:
     heads: int
     query_groups: int
     head_dim: int
-    tied: bool  # embedding and head share their weight
+    tied: bool  # whether embedding and head share their weight
 
 
 MODELS = {
     "gemma2-2b": Sizes(256000, 2304, 9216, 26, 8, 4, 256, tied=True),
-    # As many of the 32 layers as one GPU of 141 GB holds, with its optimizer's states.
+    # 16 of the 32 layers: a GPU of 141 GB holds no more, with the optimizer's states.
     "llama3-8b": Sizes(128256, 4096, 14336, 16, 32, 8, 128, tied=False),
 }
 
@@ -48,8 +48,10 @@ MARKED = ("forward begin", "forward end", "backward begin", "backward end")
 
 @dataclass
 class Marks:
-    """When, on the device's own time, each microbatch's head was where MARKED says: events, or
-    seconds on a CPU."""
+    """Times at which each microbatch's head reached the places in MARKED.
+
+    The times are events on the device; on a CPU they are seconds.
+    """
 
     taken: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -63,15 +65,17 @@ class Marks:
 
 
 class HeadInput(torch.autograd.Function):
-    """`given` in place of the last norm's output, which gets its gradient."""
+    """Replacement of the last norm's output by `hidden`; its gradient goes to the norm's output."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, given: Tensor, marks: Marks) -> Tensor:
-        if output.shape != given.shape:
-            raise ValueError(f"given must have shape {list(output.shape)}, got {list(given.shape)}")
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, marks: Marks) -> Tensor:
+        if output.shape != hidden.shape:
+            raise ValueError(
+                f"hidden must have shape {list(output.shape)}, got {list(hidden.shape)}"
+            )
         ctx.marks = marks
         marks.take("forward begin", output.device)
-        return given.view_as(given)
+        return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -80,7 +84,7 @@ class HeadInput(torch.autograd.Function):
 
 
 class HeadOutput(torch.autograd.Function):
-    """The loss, unchanged."""
+    """The loss, unchanged; both passes take a mark here."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, marks: Marks) -> Tensor:
@@ -95,7 +99,7 @@ class HeadOutput(torch.autograd.Function):
 
 
 class Norm(nn.RMSNorm):
-    """Megatron's own one knows no sequence parallelism without its extensions."""
+    """RMSNorm under sequence parallelism, which Megatron's own has only with its extensions."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -104,7 +108,7 @@ class Norm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """torch's fused attention, where Megatron's own one keeps the scores."""
+    """Attention by torch's fused kernel; Megatron's own module would keep the scores."""
 
     def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
@@ -118,7 +122,7 @@ class Attention(nn.Module):
 
 @contextmanager
 def megatron_groups() -> Iterator[None]:
-    """Megatron's groups: all ranks of this job are tensor-parallel."""
+    """Makes Megatron's groups, with all ranks of this job tensor-parallel, and removes them."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -162,7 +166,7 @@ def make_config(sizes: Sizes, ranks: int, sequence_parallel: bool, on_gpu: bool)
 
 
 def build(sizes: Sizes, config: Any, sequence: int, inputs: BenchInputs, device: Any) -> Any:
-    """This rank's GPTModel, its head's weight that of `inputs`."""
+    """Returns this rank's GPTModel, whose head has the weight of `inputs`."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -190,8 +194,10 @@ def build(sizes: Sizes, config: Any, sequence: int, inputs: BenchInputs, device:
 
 
 def wrap(config: Any, model: Any) -> tuple[Any, Any]:
-    """The model in Float16Module and DDP, and an optimizer whose steps change nothing: each one
-    has the same inputs."""
+    """Returns the model in Float16Module and DDP, and an optimizer.
+
+    The optimizer's steps change nothing, so that all steps have the same inputs.
+    """
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,

@@ -1,7 +1,7 @@
-"""Steps of a pipeline: the head on the last stage, with layers moved away from it or not, and the
-vocabulary over all ranks.
+"""Benchmark of a pipeline's steps: the head on the last stage, or the vocabulary over all ranks.
 
-Every rank of the job runs this; each has one stage.
+With the head on the last stage, layers may be moved away from it. Every rank of the job runs this;
+each has one stage.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ from cce_dist.pipeline.schedules.torch_schedules import VocabOverPipeline
 from cce_dist.pipeline.schedules.vocab_1f1b import ScheduleVocab1F1B
 from cce_dist.planner.orders.vocab_1f1b import Times
 
-# Where the head is; "moved": with fewer layers on its stage.
+# Places of the head; "moved" means that the head's stage has fewer layers.
 HEADS = ("dense", "dense-moved", "fused", "fused-moved", "vocab-1f1b", "vocab-thread")
 OVER_RANKS = HEADS[4:]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: steps of `microbatches`, each of `batch` sequences."""
+    """Settings of the steps: `microbatches` microbatches a step, each of `batch` sequences."""
 
     heads: Sequence[str]
     sequence: int
     batch: int
     microbatches: int
     repeats: int
-    gradient: str  # of our losses
-    logits: str = "full"  # of our losses
+    gradient: str  # option of our losses
+    logits: str = "full"  # option of our losses
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank's."""
+    """Measurements of one rank."""
 
     layers: int
     seconds: list[float]
     spans: list[Span]  # of the last step
     peak_gib: float
-    losses: list[float]  # of the last step's microbatches, where they are known
+    losses: list[float]  # of the last step's microbatches; empty where this rank has none
 
     def each(self, kind: str) -> float:
-        """Median seconds of a pass; 0 where there is none."""
+        """Returns the median seconds of the passes of one kind; 0 if there are none."""
         found = [span.end - span.begin for span in self.spans if span.kind == kind]
         return statistics.median(found) if found else 0.0
 
@@ -83,16 +83,17 @@ def bench_pipeline(
     plan: Plan,
     save: Callable[[list[Cells]], None] = lambda rows: None,
 ) -> tuple[list[Cells], dict[str, list[list[Span]]]]:
-    """A row for each place of the head and stage, and the spans of each stage's passes.
+    """Returns a row for each place of the head and stage, and the spans of each stage's passes.
 
     Args:
-        inputs: of plan.sequence * plan.batch tokens and the whole vocabulary, the same on every
-            rank. hidden stands in for the last norm's output in every microbatch: the softmax of a
+        inputs: plan.sequence * plan.batch tokens and the whole vocabulary, the same on every rank.
+            In every microbatch `inputs.hidden` replaces the last norm's output: the softmax of a
             model that has just been initialised would be flat.
         save: called with all rows so far.
     Raises:
-        ValueError: a head is not one of HEADS; fewer than two ranks, or layers than ranks.
-        RuntimeError: a loss is further from the dense one's than LOSS_TOLERANCE of it.
+        ValueError: a head is not one of HEADS, there are fewer than two ranks, or fewer layers
+            than ranks.
+        RuntimeError: a loss differs from the first head's by more than LOSS_TOLERANCE, relatively.
     """
     unknown = sorted(set(plan.heads) - set(HEADS))
     if unknown:
@@ -120,7 +121,7 @@ def bench_pipeline(
 def _prepare(
     head: str, layers: int, stages: int, measured: dict[str, list[Measured]]
 ) -> tuple[list[int], Times]:
-    """Layers of each stage, and passes' times, from what was measured before."""
+    """Returns each stage's layers and the passes' times, planned from earlier measurements."""
     layout, times = even_layout(layers, stages), Times()
     name = head.removesuffix("-moved") if head.endswith("-moved") else "fused"
     if name not in measured:
@@ -134,13 +135,13 @@ def _prepare(
     if head.endswith("-moved"):
         return relayout(layers, stages, forward + backward, of_head), times
     most = max(layout)
-    # Of a filtered loss three fifths are the forward.
+    # The forward takes about three fifths of a filtered loss.
     statistics_, gradients = 0.6 * of_head / stages, 0.4 * of_head / stages
     return layout, Times(most * forward, most * backward, statistics_, gradients)
 
 
 class _Runner:
-    """This rank's stage, under the schedule of one place of the head."""
+    """A runner of this rank's stage under the schedule of one place of the head."""
 
     def __init__(
         self,
@@ -192,8 +193,10 @@ class _Runner:
             dist.destroy_process_group(self.ties)
 
     def _make_weight(self, name: str) -> nn.Parameter | None:
-        """Of embedding and head, which are tied: a part of it on all ranks, or the whole of it on
-        the first and the last."""
+        """Returns this rank's part of the weight that embedding and head share.
+
+        Either every rank has a part, or the first and the last rank have all of it.
+        """
         job, plan, whole = self.job, self.plan, self.inputs.weight
         if name not in OVER_RANKS:
             self.ties = dist.new_group([0, job.size - 1])
@@ -225,7 +228,7 @@ class _Runner:
         given, shape = None, (self.plan.batch, self.plan.sequence, -1)
         if self.is_last:
             given = self.inputs.hidden.view(shape)
-        module = StageModule(sizes, layers, self.plan.sequence, embedding=embedding, given=given)
+        module = StageModule(sizes, layers, self.plan.sequence, embedding=embedding, final=given)
         module.to(self.job.device, self.inputs.hidden.dtype)
         initialize(module)
         return module
@@ -305,7 +308,7 @@ def _measure(
     layout: Sequence[int],
     times: Times,
 ) -> Measured:
-    """Steps of this rank; the first two compile and warm up."""
+    """Measures steps on this rank; the first two compile and warm up."""
     runner = _Runner(job, sizes, inputs, plan, head, layout, times)
     seconds, peak = [], 0.0
     with recording(runner.recorder, runner.stage, over_ranks=head in OVER_RANKS):
@@ -361,7 +364,7 @@ def _rows(head: str, plan: Plan, ranks: Sequence[Measured]) -> list[Cells]:
 def _require_alike(rows: Sequence[Cells]) -> None:
     right = rows[0]["mean_loss"]
     for row in rows:
-        # Not `>`: a NaN must not pass.
+        # `>` would let a NaN pass.
         if not abs(row["mean_loss"] - right) <= LOSS_TOLERANCE * abs(right):
             raise RuntimeError(
                 f"{row['head']}: the loss is {row['mean_loss']}, that of {rows[0]['head']} {right}"

@@ -1,4 +1,4 @@
-"""Stages of a decoder whose head's input is that of a trained model."""
+"""Stages of a decoder whose head gets the input of a trained model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from cce_dist.train.model.decoder import INIT_STD, rotary_table, rotate
 
 
 class Layer(nn.Module):
-    """RMSNorm, rotary positions, grouped queries, torch's fused attention, gated MLP, no bias."""
+    """A decoder layer: RMSNorm, rotary positions, grouped queries, gated MLP, no bias.
+
+    Its attention is torch's fused one.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -37,11 +40,11 @@ class Layer(nn.Module):
 
 
 class Given(torch.autograd.Function):
-    """`given` in place of `x`, which gets its gradient."""
+    """Replacement of `x` by `final`, whose gradient goes to `x`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, given: Tensor) -> Tensor:
-        return given.view_as(x)
+    def forward(ctx: Any, x: Tensor, final: Tensor) -> Tensor:
+        return final.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -49,8 +52,10 @@ class Given(torch.autograd.Function):
 
 
 class StageModule(nn.Module):
-    """Layers, after the embedding on the first stage; on the last one `given` stands in for the
-    last norm's output, [batch, sequence, dim]."""
+    """A stage's layers; the first stage has the embedding before them, the last a norm after them.
+
+    On the last stage, `final` [batch, sequence, dim] replaces the norm's output.
+    """
 
     def __init__(
         self,
@@ -59,13 +64,13 @@ class StageModule(nn.Module):
         sequence: int,
         *,
         embedding: nn.Module | None,
-        given: Tensor | None,
+        final: Tensor | None,
     ) -> None:
         super().__init__()
         self.embedding = embedding
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(layers))
-        self.norm = None if given is None else nn.RMSNorm(sizes.dim)
-        self.given = given
+        self.norm = None if final is None else nn.RMSNorm(sizes.dim)
+        self.final = final
         cos, sin = rotary_table(sequence, sizes.head_dim)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -76,8 +81,8 @@ class StageModule(nn.Module):
         for layer in self.layers:
             x = layer(x, (self.cos, self.sin))
         if self.norm is not None:
-            assert self.given is not None
-            x = Given.apply(self.norm(x), self.given)  # pyright: ignore[reportAssignmentType]
+            assert self.final is not None
+            x = Given.apply(self.norm(x), self.final)  # pyright: ignore[reportAssignmentType]
         return x
 
 
@@ -89,15 +94,18 @@ def initialize(module: StageModule) -> None:
 
 
 def even_layout(layers: int, stages: int) -> list[int]:
-    """Layers of each stage; the first ones have one more where they don't divide."""
+    """Returns the layers of each stage; the first stages take one more if some are left over."""
     each, more = divmod(layers, stages)
     return [each + (stage < more) for stage in range(stages)]
 
 
 def relayout(layers: int, stages: int, layer: float, head: float) -> list[int]:
-    """Fewer layers where the head is: of those with the shortest longest stage, the most even.
+    """Returns each stage's layers, with fewer on the last stage, which has the head.
 
-    Args: layer, head: times of one layer and of the head, in any unit.
+    The layout minimises the longest stage; of several such layouts it is the most even.
+
+    Args:
+        layer, head: times of one layer and of the head, in any unit.
     """
 
     def longest(last: int) -> tuple[float, int]:

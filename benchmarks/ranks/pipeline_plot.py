@@ -1,4 +1,4 @@
-"""Timelines of pipelines: a panel for each place of the head, a lane a stage."""
+"""Plots of pipelines' timelines: a panel for each place of the head, a lane for each stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ NAMES = {
 
 
 def draw(lanes: Mapping[str, Sequence[Sequence[Span]]], path: Path) -> None:
-    """Writes a PNG. Args: lanes: for each place of the head the spans of each stage."""
+    """Draws the timelines into a PNG.
+
+    Args:
+        lanes: for each place of the head the spans of each stage.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

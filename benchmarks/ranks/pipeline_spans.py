@@ -1,4 +1,4 @@
-"""When a rank's passes begin and end, on the device's own time."""
+"""Recorder of the begin and end of a rank's passes, on the device's own time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cce_dist.pipeline.embedding import TiedEmbedding
 from cce_dist.pipeline.schedules.server import Server
 from cce_dist.pipeline.schedules.vocab_1f1b import ScheduleVocab1F1B
 
-# Forward and backward of a stage; loss on the last stage; log-sum-exp and gradients of a rank's
-# part of the vocabulary.
+# Kinds of passes: "F" and "B" are a stage's forward and backward, "loss" is on the last stage, "S"
+# and "T" are log-sum-exp and gradients of a rank's part of the vocabulary.
 STAGE_KINDS = ("F", "B")
 KINDS = (*STAGE_KINDS, "loss", "S", "T")
 
@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Passes of one step."""
+    """A recorder of one step's passes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -53,12 +53,12 @@ class Recorder:
         self._marks.append(mark)
 
     def restart(self) -> None:
-        """The stage's pass has waited for other ranks so far."""
+        """Begins the stage's current pass anew: so far it has waited for other ranks."""
         if self._open is not None:
             self._open[1] = self._mark()
 
     def spans(self) -> list[Span]:
-        """After the device has been waited for."""
+        """Returns the spans of the step; synchronize the device first."""
         return [
             Span(kind, self._seconds(begin), self._seconds(end))
             for kind, begin, end in sorted(self._marks, key=lambda mark: self._seconds(mark[1]))
@@ -79,8 +79,11 @@ class Recorder:
 
 @contextmanager
 def recording(recorder: Recorder, stage: Any, *, over_ranks: bool) -> Iterator[None]:
-    """Every pass of `stage`, and with the vocabulary over ranks those of the head's part, without
-    what they wait for."""
+    """Records the passes of `stage` until the context ends; waits for other ranks do not count.
+
+    Args:
+        over_ranks: also records the passes of the head's part, where ranks share the vocabulary.
+    """
 
     def timed(run: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def timed_run(*args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Measuring: correctness first, then time, memory and error beside dense torch."""
+"""Benchmarks: correctness first, then time, memory and error beside dense torch."""

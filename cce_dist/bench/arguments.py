@@ -1,4 +1,4 @@
-"""Arguments that several of the benchmark's commands take, and the inputs that they ask for."""
+"""Arguments that several benchmark commands take, and the inputs that these arguments name."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ WorstRatio = Annotated[
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """A ValueError about an argument becomes the command line's own kind of error."""
+    """Turns a ValueError about an argument into the command line's own kind of error."""
     try:
         yield
     except ValueError as error:
@@ -100,7 +100,7 @@ def shapes_of(kind: str, texts: Names, tokens: int | None, vocab: int, dim: int)
     from .inputs import KINDS, Shape, parse_shape
 
     if kind not in KINDS:
-        # A file has its own vocabulary and hidden size; without a number, all of its tokens.
+        # A file has its own vocabulary and hidden size; without `tokens`, all its tokens are used.
         return [Shape(tokens or sys.maxsize, 0, 0)]
     if texts:
         return [parse_shape(text, tokens) for text in texts]
@@ -133,7 +133,7 @@ def case_of(
     ignored_fraction: float = 0.0,
     softcap: float | None = None,
 ) -> Callable[[], BenchInputs]:
-    """What makes the inputs; the arguments are checked now."""
+    """Returns a function that makes the inputs; the arguments are checked now."""
     import torch
 
     from .inputs import KINDS, check_softcap, make_inputs
@@ -163,8 +163,10 @@ def case_of(
 def machine_of(
     device: str, threads: int, ranks: int = 1, peers: Iterable[str] = ()
 ) -> dict[str, str]:
-    """
-    Args: peers: methods that may be other packages', whose versions are given then.
+    """Returns machine, command, date and commit, for the head of a table or record.
+
+    Args:
+        peers: methods; if other packages implement some of them, their versions are included.
     """
     import torch
 
@@ -175,7 +177,7 @@ def machine_of(
     launcher = ["cce-dist"]
     if ranks > 1:
         launcher = ["torchrun", "--nproc-per-node", str(ranks), "-m", "cce_dist"]
-    # What decides how many tokens fit.
+    # The allocator's settings decide how many tokens fit.
     allocator = os.environ.get("PYTORCH_ALLOC_CONF")
     given = [] if allocator is None else [f"PYTORCH_ALLOC_CONF={allocator}"]
     command = shlex.join([*given, *launcher, *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""`cce-dist bench ...`: the commands that users run on their own GPUs; others are in a checkout."""
+"""`cce-dist bench ...`: commands that users run on their own GPUs; a checkout has more."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def train_command(
         except ConfigError as error:
             raise ValueError(str(error)) from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # "cce" alone is ours here.
+    # The name "cce" means our loss here; Apple's is "apple-cce".
     peers = [name.removeprefix("apple-") for name in loss or () if name != "cce"]
     report = Report(machine_of(device, 0, size, peers), csv_path, json_path, None)
     model = chosen.model

@@ -1,4 +1,4 @@
-"""What is right: float64 losses and gradients, and how far a method is from them."""
+"""Golden losses and gradients in float64, and the errors of a method against them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .inputs import IGNORE_INDEX, BenchInputs
 # hidden [N, D], weight [V, D], targets [N] -> mean loss over the tokens that are not ignored
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# Of a mean over tokens: their gradients then lie well above fp16's smallest number.
+# Loss scale in fp16: gradients of a mean over tokens then lie well above fp16's smallest number.
 FP16_SCALE = 2.0**12
-# float64 numbers in a temporary: 1 GiB.
+# Numbers in a float64 temporary: 1 GiB.
 CHUNK_ELEMENTS = 2**27
 
 
@@ -30,8 +30,10 @@ class Gradients:
 def dense_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, softcap: float | None = None
 ) -> Tensor:
-    """The dense recipe: logits in the inputs' dtype, softcap and softmax in fp32 (float64 for
-    float64)."""
+    """Computes the mean loss by the dense recipe.
+
+    Logits are in the inputs' dtype, softcap and softmax in fp32 (in float64 for float64).
+    """
     logits = hidden @ weight.T
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
@@ -40,7 +42,11 @@ def dense_loss(
 
 
 def gradients(method: LossFunction, inputs: BenchInputs) -> Gradients:
-    """fp16: of FP16_SCALE times the loss, as a loss scaler has it, then divided in fp32."""
+    """Computes a method's loss and gradients.
+
+    In fp16 the loss is multiplied by FP16_SCALE, as a loss scaler does; the gradients are divided
+    by it in fp32.
+    """
     hidden = inputs.hidden.detach().requires_grad_()
     weight = inputs.weight.detach().requires_grad_()
     loss = method(hidden, weight, inputs.targets)
@@ -55,7 +61,10 @@ def gradients(method: LossFunction, inputs: BenchInputs) -> Gradients:
 
 
 def golden_gradients(inputs: BenchInputs, chunk: int | None = None) -> Gradients:
-    """float64, dense, `chunk` tokens at a time: the logits of all would not fit."""
+    """Computes loss and gradients in float64 by dense code.
+
+    It takes `chunk` tokens at a time, since the logits of all tokens would not fit.
+    """
     weight = inputs.weight.double()
     chunk = chunk or max(64, min(2048, CHUNK_ELEMENTS // len(weight)))
     loss = weight.new_zeros(())
@@ -80,7 +89,10 @@ def golden_gradients(inputs: BenchInputs, chunk: int | None = None) -> Gradients
 
 
 def relative_error(ours: Tensor, golden: Tensor) -> float:
-    """Frobenius norm of the difference over that of the golden, without large temporaries."""
+    """Returns the Frobenius norm of the difference over that of `golden`.
+
+    It needs no large temporaries.
+    """
     step = max(1, 2**24 // max(golden.shape[-1], 1))
     difference = golden.new_zeros(())
     total = golden.new_zeros(())
@@ -91,7 +103,7 @@ def relative_error(ours: Tensor, golden: Tensor) -> float:
 
 
 def errors(ours: Gradients, golden: Gradients) -> dict[str, float]:
-    """Relative errors: of the loss, and of the gradients in the Frobenius norm."""
+    """Returns the relative errors of the loss, and of both gradients in the Frobenius norm."""
     right = float(golden.loss)
     return {
         "loss_error": abs(float(ours.loss) - right) / abs(right),

@@ -1,4 +1,4 @@
-"""Inputs of a benchmark: random, skewed as a trained model's, or captured from a training run."""
+"""Inputs of a benchmark: random, skewed like a trained model's, or captured in a training run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # Vocabulary and hidden size of the heads in Cut Cross-Entropy, arXiv:2411.09009, tables 1 and A2,
-# and of one more that is common.
+# and of another common one.
 MODELS = {
     "gemma2-2b": (256000, 2304),
     "gemma2-9b": (256000, 3584),
@@ -22,30 +22,30 @@ MODELS = {
     "phi3.5-mini": (32064, 3072),
     "qwen2.5-7b": (151936, 3584),
 }
-# The paper's number of tokens.
+# Number of tokens in the paper.
 MODEL_TOKENS = 8192
 
 KINDS = ("gaussian", "zipf", "zipf-shuffled", "zipf-interleaved")
-# Ranks among which the last of these deals out the vocabulary.
+# Number of ranks that "zipf-interleaved" deals the vocabulary out to.
 DEALT_TO = 4
 IGNORE_INDEX = -100
-# Channels that stick out by so much, and so many of them.
+# Kinds of outlier channels; their size over other channels, and their share of all channels.
 OUTLIERS = ("alike", "varying")
 OUTLIER_SIZE, OUTLIER_SHARE = 30, 1 / 24
 
-# Of `zipf_tensors`, which stand in for a trained model's softmax.
+# Constants of `zipf_tensors`, whose softmax stands in for a trained model's.
 ROWS_PER_CONTEXT = 16
 CONTEXTS_PER_DOCUMENT = 16
 NUM_TOPICS = 32
-# The first channel of every hidden state; the first of weight holds a token's average logit.
+# The first channel of every hidden state. The weight's first channel holds a token's mean logit.
 COMMON_CHANNEL = 8.0
-# Average logit: minus this times the log of the frequency rank.
+# A token's mean logit is minus this slope times the log of its frequency rank.
 FREQUENCY_SLOPE = 0.6
-# Of the spread of a context's candidates over the rows that share it, in nats of log-rank.
+# Spread of a candidate's rank over the rows that share its context, in nats of log-rank.
 ROW_SPREAD = 0.7
-# Of frequency over token ids: low ids are frequent on average, as those of a BPE.
+# Spread of frequency over token ids: low ids are frequent only on average, as a BPE's are.
 ID_SPREAD = 1.5
-# Columns whose logits exist at once while candidates or targets are drawn.
+# Largest number of logits that exist at once while candidates or targets are drawn.
 MAX_ELEMENTS = 2**26
 
 
@@ -57,10 +57,12 @@ class Shape:
 
 
 def parse_shape(text: str, num_tokens: int | None = None) -> Shape:
-    """`text` is a model's name, with `num_tokens` or 8192 tokens, or TOKENSxVOCABxDIM.
+    """Returns the shape of a model's name, or of a text TOKENSxVOCABxDIM.
 
+    Args:
+        num_tokens: number of tokens for a model's name; None: 8192.
     Raises:
-        ValueError: neither, or a number is 0.
+        ValueError: `text` is neither, or a number is 0.
     """
     if text in MODELS:
         return Shape(num_tokens or MODEL_TOKENS, *MODELS[text])
@@ -76,12 +78,13 @@ def parse_shape(text: str, num_tokens: int | None = None) -> Shape:
 
 @dataclass(frozen=True)
 class BenchInputs:
-    """hidden [N, D], weight [V, D], targets [N] int64; `kind` names where they come from.
+    """Inputs of a loss: hidden [N, D], weight [V, D], targets [N] int64.
 
     Args:
+        kind: names the origin of the inputs.
         token_counts: [V] int64, how often the training text has each id; None: not known.
-        training: of a captured file: its step, and how the model was trained.
-        softcap: of the logits; None: they have none.
+        training: the step of a captured file, and how its model was trained.
+        softcap: softcap of the logits; None: no softcap.
     """
 
     kind: str
@@ -94,7 +97,7 @@ class BenchInputs:
 
     @property
     def description(self) -> dict[str, str | int]:
-        """What identifies these inputs in a row of results."""
+        """Returns the cells that identify these inputs in a row of results."""
         return {
             "inputs": self.kind + ("" if self.softcap is None else f" softcap {self.softcap:g}"),
             "N": len(self.hidden),
@@ -109,12 +112,12 @@ class BenchInputs:
         return int((self.targets != IGNORE_INDEX).sum())
 
     def without_ignored(self) -> BenchInputs:
-        """The same loss from fewer tokens: those whose target counts."""
+        """Returns the inputs without ignored tokens; their loss is the same."""
         valid = self.targets != IGNORE_INDEX
         return replace(self, hidden=self.hidden[valid], targets=self.targets[valid])
 
     def ignoring(self, fraction: float) -> BenchInputs:
-        """A seeded random `fraction` of the targets becomes IGNORE_INDEX.
+        """Returns the inputs with a seeded random `fraction` of the targets set to IGNORE_INDEX.
 
         Raises:
             ValueError: fraction is not in [0, 1).
@@ -132,11 +135,14 @@ class BenchInputs:
         return replace(self, targets=targets)
 
     def with_outliers(self, kind: str) -> BenchInputs:
-        """Some of hidden's channels far larger than others, and the weight's as much smaller, as
-        trained models have them: "alike", at all tokens by the same, or "varying".
+        """Returns inputs with outlier channels, as trained models have them.
 
+        Some channels of hidden become far larger, and the weight's channels as much smaller.
+
+        Args:
+            kind: "alike" adds the same value at all tokens; "varying" multiplies the channel.
         Raises:
-            ValueError: neither of those.
+            ValueError: `kind` is neither.
         """
         if kind not in OUTLIERS:
             raise ValueError(f"outliers must be one of {list(OUTLIERS)}, got {kind!r}")
@@ -151,16 +157,17 @@ class BenchInputs:
         return replace(self, kind=f"{self.kind}, outliers {kind}", hidden=hidden, weight=weight)
 
     def times(self, factor: float) -> BenchInputs:
-        """Hidden states, and so logits, that many times as large."""
+        """Returns inputs whose hidden states, and so logits, are `factor` times as large."""
         if factor == 1:
             return self
         return replace(self, kind=f"{self.kind} x {factor:g}", hidden=self.hidden * factor)
 
 
 def check_softcap(softcap: float | None) -> None:
-    """
+    """Checks a softcap of logits; None is allowed.
+
     Raises:
-        ValueError: it is not positive and finite.
+        ValueError: the softcap is not positive and finite.
     """
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be positive and finite, got {softcap}")
@@ -174,15 +181,17 @@ def make_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> BenchInputs:
-    """`kind` is "gaussian", "zipf", "zipf-shuffled" (frequent tokens anywhere in the vocabulary,
-    rather than first), "zipf-interleaved" (each of four ranks has every fourth token, and its
-    frequent ones first), or a file that `cce-dist bench capture` wrote.
+    """Makes random inputs, or reads those that `cce-dist bench capture` wrote to a file.
 
-    Of a file the first shape.num_tokens tokens are taken, or as many as it has; vocabulary and
-    hidden size are its own.
+    From a file the first shape.num_tokens tokens are taken, or all if it has fewer; vocabulary and
+    hidden size are the file's.
 
+    Args:
+        kind: "gaussian"; "zipf" (frequent tokens come first); "zipf-shuffled" (frequent tokens are
+            anywhere in the vocabulary); "zipf-interleaved" (each of four ranks has every fourth
+            token, its frequent ones first); or a file's path.
     Raises:
-        ValueError: neither a known kind nor such a file.
+        ValueError: `kind` is neither a known kind nor such a file.
     """
     device = torch.device(device)
     if kind not in KINDS:
@@ -193,9 +202,10 @@ def make_inputs(
             raise ValueError(f"inputs must be a file of `cce-dist bench capture`, got {kind!r}")
         hidden, targets = (stored[name][: shape.num_tokens] for name in ("hidden", "targets"))
         weight = stored["weight"].to(dtype)
-        # They were saved as a view that starts one token into its storage: QuACK wants 32 bytes.
+        # Clone: the saved targets are a view that starts one token into its storage, and QuACK
+        # wants an alignment of 32 bytes.
         tensors = (hidden.to(dtype), weight, targets.clone())
-        # Of a file of an older version: neither.
+        # A file of an older version has neither.
         about = (stored.get("token_counts"), stored.get("training", {}))
         return BenchInputs(Path(kind).stem, *tensors, *about)
     generator = torch.Generator(device).manual_seed(seed)
@@ -216,7 +226,7 @@ def make_inputs(
 
 
 def _renamed(inputs: BenchInputs, order: Tensor) -> BenchInputs:
-    """The same tokens under other ids: the order[i]-th is the i-th."""
+    """Returns the same tokens under other ids: id order[i] becomes id i."""
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     return replace(inputs, weight=inputs.weight[order], targets=place[inputs.targets])
@@ -230,12 +240,15 @@ def zipf_tensors(
     generator: torch.Generator,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [N, D], weight [V, D] and targets [N], on the generator's device.
+    """Makes inputs whose softmax resembles a trained model's, on the generator's device.
 
     16 rows share a context, which has up to 96 candidate tokens drawn from a Zipf unigram. A row's
-    logits on them fall by 2 nats an e-fold of their rank, exactly, over a background of the
-    unigram, so that the softmax falls like 1 / rank^2: at rank 50 it is about 2^-12, as that of
-    figure 3 of arXiv:2411.09009. Targets are drawn from the softmax.
+    logits on the candidates fall by exactly 2 nats for each e-fold of rank, over a background of
+    the unigram. The softmax thus falls like 1 / rank^2: at rank 50 it is about 2^-12, as in figure
+    3 of arXiv:2411.09009. Targets are drawn from the softmax.
+
+    Returns:
+        hidden [N, D], weight [V, D], targets [N].
     """
     weight, frequency_rank = _weight(vocab_size, dim, generator, dtype)
     num_contexts = -(-num_tokens // ROWS_PER_CONTEXT)
@@ -262,7 +275,7 @@ def zipf_tensors(
 def _weight(
     vocab_size: int, dim: int, generator: torch.Generator, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """weight [V, D] and each id's frequency rank [V], 0 for the most frequent."""
+    """Returns weight [V, D] and each id's frequency rank [V], 0 for the most frequent."""
     device = generator.device
     ids = torch.arange(vocab_size, device=device)
     key = (ids + 1.0).log()
@@ -283,13 +296,17 @@ def _weight(
 def _draw_candidates(
     frequency_rank: Tensor, num_contexts: int, num_candidates: int, generator: torch.Generator
 ) -> Tensor:
-    """[contexts, candidates] distinct ids, in the order drawn from 1 / (frequency rank + 1)."""
+    """Draws distinct ids for each context, with weights 1 / (frequency rank + 1).
+
+    Returns:
+        [contexts, candidates], in the order drawn.
+    """
     log_unigram = -(frequency_rank + 1.0).log()
     step = max(1, MAX_ELEMENTS // len(log_unigram))
     drawn = []
     for first in range(0, num_contexts, step):
         count = min(step, num_contexts - first)
-        # The largest of log p + Gumbel noise are draws without replacement.
+        # The ids with the largest log p + Gumbel noise are draws without replacement.
         noise = torch.empty(count, len(log_unigram), device=log_unigram.device)
         noise.exponential_(generator=generator)
         drawn.append((log_unigram - noise.log_()).topk(num_candidates).indices)
@@ -302,7 +319,10 @@ def _hidden_of(
     by_rank: Tensor,  # [candidates]
     generator: torch.Generator,
 ) -> Tensor:
-    """[contexts * 16, D] fp32: each row's logits on its candidates are `by_rank`, reordered."""
+    """Returns hidden states [contexts * 16, D] in fp32.
+
+    Each row's logits on its candidates are `by_rank`, reordered.
+    """
     num_contexts, num_candidates = candidates.shape
     rows = weight[candidates].float()  # [contexts, candidates, D]
     along, across = rows[..., 0], rows[..., 1:]

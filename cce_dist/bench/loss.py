@@ -1,4 +1,4 @@
-"""Loss and gradients of every method: errors first, then time and memory, side by side."""
+"""Benchmark of every method's loss and gradients: errors first, then time and memory."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ from .machine import (
 from .methods import Method, describe_failure, recover, time_limit
 from .report import Report, Row, format_cell, percentiles_ms
 
-# What a run must not exceed before it is timed: relative Frobenius error of a gradient, over that
-# of the dense recipe in the same dtype.
+# Our methods are timed only if each gradient's relative Frobenius error is at most this many times
+# that of the dense recipe in the same dtype.
 WORST_ERROR_RATIO = 1.5
-# Rounding units of the accumulation that sums in another order may differ by.
+# Rounding units by which sums in another order may differ.
 SLACK_UNITS = 4
 MIN_REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Settings:
-    """
+    """Settings of a benchmark of losses.
+
     Args:
-        repeats: launches of each method and part; fewer, but at least 3, where they would take
-            more than `budget_seconds` (0: no such bound).
-        timeout_seconds: of a peer's import, compilation and first calls; 0: no bound.
+        repeats: launches of each method and part; fewer, but at least 3, if they would take more
+            than `budget_seconds` (0: no such bound).
+        timeout_seconds: time for a peer's import, compilation and first calls; 0: no bound.
         compact: drop ignored tokens before every method that does not do so itself.
     """
 
@@ -56,7 +57,7 @@ class Settings:
 
 @dataclass
 class Trial:
-    """What is known of one method so far."""
+    """Results of one method so far."""
 
     name: str
     function: LossFunction | None = None
@@ -76,7 +77,7 @@ def bench_loss(
     save: Callable[[list[Row]], None] = lambda rows: None,
     failed: Mapping[str, str] | None = None,
 ) -> list[Row]:
-    """A row for every method and part, after two of bare matrix products.
+    """Returns a row for every method and part, after two rows of bare matrix products.
 
     Args:
         save: called with all rows so far after every method.
@@ -86,8 +87,8 @@ def bench_loss(
             the dense one.
         DeviceLostError: a peer broke the CUDA context.
     """
-    # What was compiled for another shape must not run as a generic kernel here; and methods of one
-    # code object, each with its own shapes and modes, must not fall back to eager.
+    # Reset, or code that was compiled for another shape would run here as a generic kernel. Raise
+    # the limit, or methods that share a code object would fall back to eager mode.
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=64):
         return _bench(inputs, methods, settings, save, failed or {})
@@ -123,14 +124,14 @@ def _bench(
 
 
 def mean_tail_mass(inputs: BenchInputs, options: LossOptions) -> float:
-    """Over the tokens that count: the mass whose gradient the filter approximates."""
+    """Returns the mean mass, over tokens not ignored, whose gradient the filter approximates."""
     tail_mass = _stats(inputs, options, "tail_mass").tail_mass
     assert tail_mass is not None
     return float(tail_mass.sum()) / max(inputs.num_valid, 1)
 
 
 def was_screened(inputs: BenchInputs, options: LossOptions) -> bool:
-    """Whether 8 bits were enough."""
+    """Tells whether 8 bits were enough."""
     screened = _stats(inputs, options, "screened").screened
     assert screened is not None
     return bool(screened.all())
@@ -190,7 +191,10 @@ def _try(
     golden: Gradients,
     timer: Timer,
 ) -> None:
-    """Errors, tail mass, peak memory, and one time of each part, which is better than none."""
+    """Measures errors, tail mass, peak memory, and each part's time once.
+
+    The single time stays if the timing in turns fails.
+    """
     function = method.build()
     if isinstance(function, LinearCrossEntropy) and function.options.filters:
         trial.tail_mass = mean_tail_mass(inputs, function.options)
@@ -201,7 +205,7 @@ def _try(
     trial.errors = errors(gradients(function, inputs), golden)
     for part in settings.parts:
         variant = variant_of(function, inputs, part)
-        # Compiles what this part needs beyond the call above.
+        # The first launch compiles what this part needs beyond the call above.
         timer.seconds(variant)
         trial.peak_bytes[part] = peak_extra_bytes(variant, timer.device)
         trial.seconds[part] = [timer.seconds(variant)]
@@ -243,7 +247,7 @@ def _require_correct(
     slack = SLACK_UNITS * torch.finfo(accumulated_in).eps / 2
     for key in ("grad_hidden_error", "grad_weight_error"):
         got, right = trial.errors[key], dense[key]
-        # Not `got > ...`: a NaN must not pass.
+        # `got > ...` would let a NaN pass.
         if not got <= worst_ratio * right + slack:
             raise RuntimeError(
                 f"{trial.name}: {key} is {got:.2e}, more than {worst_ratio:g} times that of the "
@@ -298,9 +302,12 @@ def measure_all(
     *,
     labels: Mapping[str, str] | None = None,
 ) -> None:
-    """`cases` make their inputs when their turn comes: together they would not fit.
+    """Measures all methods on each case, and shows and writes the rows.
 
-    `labels` are columns more, the same in every row.
+    Args:
+        cases: functions that make the inputs, each called when its turn comes: together the inputs
+            would not fit.
+        labels: further columns, the same in every row.
     """
     for make in cases:
         inputs = make()

@@ -1,4 +1,4 @@
-"""Where a figure was measured, how time and memory are taken, and of which part of a method."""
+"""Description of the machine, and measurement of time and memory of a method's parts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from cce_dist.core.allocations import track_allocations
 from .golden import LossFunction
 from .inputs import IGNORE_INDEX, BenchInputs
 
-# About 5 ms of the device, more than any method's host needs for its first launches.
+# About 5 ms on the device: more than the host needs for the first launches of any method.
 HEAD_START_CYCLES = 8_000_000
 FLUSH_BYTES = 256 * 2**20
 
-# Of a peer's methods, by how their names begin.
+# A peer's package, by the beginning of its methods' names.
 PACKAGES = {
     "cce": "cut-cross-entropy",
     "fla": "flash-linear-attention",
@@ -39,7 +39,7 @@ PACKAGES = {
 }
 
 Part = Literal["loss", "forward", "gradient", "loss+grad"]
-# Matrix products of [N, V, D] that each part needs at least.
+# Number of [N, V, D] matrix products that each part needs at least.
 NUM_PRODUCTS: dict[Part, int] = {"loss": 1, "forward": 1, "gradient": 2, "loss+grad": 3}
 FLOORS: dict[str, Part] = {"one matmul": "loss", "three matmuls": "loss+grad"}
 
@@ -47,7 +47,7 @@ Key = TypeVar("Key")
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """What every published table names: date, device, software, commit."""
+    """Returns date, device, software and commit, which every published table names."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": _device_name(device),
@@ -60,9 +60,9 @@ def describe_machine(device: torch.device) -> dict[str, str]:
 
 
 def describe_peers(methods: Iterable[str]) -> dict[str, str]:
-    """Whose methods these are, with versions; empty where they are no other package's.
+    """Returns the packages of peers' methods with their versions; empty if there are none.
 
-    Of a folder that Python imports from it is the version beside it (*.dist-info).
+    A package in a folder on Python's path has the version of the *.dist-info beside it.
     """
     packages = {
         package
@@ -116,19 +116,19 @@ def _commit() -> str:
 
 @dataclass(frozen=True)
 class Variant:
-    """What is timed is `run`, on what `prepare` returned just before it."""
+    """A call to time: `run` is timed, and gets the result of `prepare`, called just before."""
 
     run: Callable[[Any], object]
     prepare: Callable[[], Any] = lambda: None
-    # Gives back what `run` left.
+    # Frees what `run` left.
     finish: Callable[[], None] = lambda: None
 
 
 class Timer:
-    """Times one launch; a buffer is overwritten before it, so that no cache holds its inputs.
+    """A timer of single launches; before each it overwrites a buffer, so that caches are cold.
 
     Args:
-        align: called just before, on the device's own time: so that ranks begin together.
+        align: called just before each launch, so that the devices of all ranks begin together.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Timer:
             variant.finish()
 
     def start_ahead(self) -> None:
-        """As in a training step, the host is ahead: the device is busy while it launches."""
+        """Keeps the device busy while the host launches: in a training step the host is ahead."""
         torch.cuda._sleep(self.head_start_cycles)
         self.align()
 
@@ -178,11 +178,11 @@ def interleaved_times(
     timer: Timer,
     failed: Callable[[Key, Exception], None],
 ) -> dict[Key, list[float]]:
-    """Seconds of each variant, `repeats` times, taken in turns so that drift hits all alike.
+    """Returns the seconds of each variant, `repeats` times, taken in turns: drift hits all alike.
 
-    Each turn has another order: a device that the variant before has made hot is a fifth slower,
-    and no variant may have the same one before it every time. The first turn warms up and is
-    thrown away. One that raises is handed to `failed` and left out from then on.
+    Each turn has another order. A variant that heats the device makes the next one a fifth slower,
+    so no variant may always follow the same one. The first turn warms up and is thrown away. If a
+    variant raises, `failed` is called with the error, and the variant is left out from then on.
     """
     times: dict[Key, list[float]] = {key: [] for key in variants}
     live = dict(variants)
@@ -200,7 +200,7 @@ def interleaved_times(
 
 
 def peak_extra_bytes(variant: Variant, device: torch.device) -> int:
-    """Memory that `run` needs at its peak over what was there before, its results included."""
+    """Returns the peak memory of `run` beyond the memory in use before; its results count."""
     prepared = variant.prepare()
     try:
         if device.type == "cuda":
@@ -223,7 +223,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def check_parts(names: Sequence[str]) -> tuple[Part, ...]:
-    """
+    """Returns the named parts in their usual order.
+
     Raises:
         ValueError: a name is no part.
     """
@@ -234,7 +235,7 @@ def check_parts(names: Sequence[str]) -> tuple[Part, ...]:
 
 
 def compacting(function: LossFunction) -> LossFunction:
-    """`function` on the tokens that are not ignored."""
+    """Returns a loss that calls `function` on the tokens that are not ignored."""
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         counted = targets != IGNORE_INDEX
@@ -244,8 +245,11 @@ def compacting(function: LossFunction) -> LossFunction:
 
 
 def variant_of(function: LossFunction, inputs: BenchInputs, part: Part) -> Variant:
-    """ "loss" runs without grad, "forward" keeps what a backward needs; "gradient" is the backward
-    alone, after a forward."""
+    """Returns a variant that runs one part of a loss.
+
+    "loss" runs without grad; "forward" keeps what a backward needs; "gradient" is the backward
+    alone, after a forward that is not timed.
+    """
     hidden = inputs.hidden.detach().requires_grad_()
     weight = inputs.weight.detach().requires_grad_()
 
@@ -279,7 +283,10 @@ def variant_of(function: LossFunction, inputs: BenchInputs, part: Part) -> Varia
 
 
 def floor_variants(inputs: BenchInputs) -> dict[tuple[str, Part], Variant]:
-    """One bare hidden @ weight.T of the tokens that count, and all three products."""
+    """Returns variants of bare matrix products of the tokens that are not ignored.
+
+    One variant is hidden @ weight.T alone, the other all three products of loss and gradients.
+    """
     rows, weight = inputs.without_ignored().hidden, inputs.weight
     logits = rows.new_empty(len(rows), len(weight))
     grad_hidden, grad_weight = torch.empty_like(rows), torch.empty_like(weight)

@@ -1,4 +1,4 @@
-"""Every method by name: the dense recipe, ours, and the peers; and the failure of a peer."""
+"""All methods by name (the dense recipe, ours, the peers), and the handling of a peer's failure."""
 
 from __future__ import annotations
 
@@ -31,21 +31,24 @@ from .peers import PEERS, build_peer
 
 MAX_REASON_CHARS = 160
 OURS: tuple[GradientMode, ...] = ("filtered", "exact", "in_forward")
-# `exact`, whose logits are kept in about a GiB.
+# `exact` with about a GiB to keep logits in.
 WITH_MEMORY = "exact-kept"
 MEMORY = 900 * 2**20
-# `filtered` with 8-bit logits where they don't matter; the same with the weight's 8-bit copy at
-# hand.
+# `filtered` with 8-bit logits where they don't matter; the same with an existing 8-bit copy of the
+# weight.
 SCREENED, SCREENED_COPY = "screened", "screened-copy"
 # `filtered` within torch.compile(fullgraph=True).
 COMPILED = "filtered-compiled"
-# What a GPU is not needed for, and needs no compiler.
+# Peers that need neither a GPU nor a compiler.
 CPU_PEERS = ("torch-chunked",)
 
 
 @dataclass(frozen=True)
 class Method:
-    """`build` imports and configures it; what it raises is reported, not raised, for a peer."""
+    """A loss by name; `build` imports and configures it.
+
+    If a peer's `build` raises, the error is reported in a row and not raised.
+    """
 
     name: str
     origin: Literal["dense", "ours", "peer"]
@@ -53,9 +56,10 @@ class Method:
 
 
 def parse_backend(text: str) -> Backend:
-    """
+    """Returns the backend of this name.
+
     Raises:
-        ValueError: not the name of a backend.
+        ValueError: there is no backend of this name.
     """
     for known in get_args(Backend):
         if text == known:
@@ -72,16 +76,17 @@ def choose_methods(
     on_gpu: bool = False,
     softcap: float | None = None,
 ) -> list[Method]:
-    """The methods to measure, ours before peers.
+    """Returns the methods to measure, ours before peers.
 
     Args:
-        names: only these, peers included; empty for the dense recipe and ours.
-        peers: "all", "none", or names with commas; None for "all" on a GPU and those that run
-            without one elsewhere, or for "none" beside `names`.
-        extra: "NAME=MODULE:FUNCTION" for one more peer each, FUNCTION as a LossFunction.
-        softcap: of the logits, for all but `extra`; a peer without it is reported as failed.
+        names: only these methods, peers included; empty: the dense recipe and ours.
+        peers: "all", "none", or names with commas. None: "none" if there are `names`; else "all" on
+            a GPU, and elsewhere the peers that run without one.
+        extra: further peers, each "NAME=MODULE:FUNCTION", whose FUNCTION is a LossFunction.
+        softcap: softcap of the logits, for all but `extra`; a peer that takes none is reported as
+            failed.
     Raises:
-        ValueError: an unknown name, one that cannot run here, or `extra` is malformed.
+        ValueError: a name is unknown or cannot run here, or `extra` is malformed.
     """
     recipe = functools.partial(dense_loss, softcap=softcap)
     known = {"dense": Method("dense", "dense", lambda: recipe)}
@@ -110,7 +115,7 @@ def choose_methods(
 
 
 def _ours(backend: Backend, softcap: float | None) -> dict[str, Callable[[], LossFunction]]:
-    """Builds our losses, by the names of methods."""
+    """Returns builders of our losses, by the names of the methods."""
     loss = functools.partial(LinearCrossEntropy, backend=backend, softcap=softcap)
     screened = functools.partial(loss, logits="screened")
     return {
@@ -130,13 +135,13 @@ def _ours(backend: Backend, softcap: float | None) -> dict[str, Callable[[], Los
 
 
 def compiled(backend: Backend, softcap: float | None) -> LossFunction:
-    """The loss as a model that is compiled in one graph calls it."""
+    """Returns the loss, compiled into one graph as in a compiled model."""
     loss = LinearCrossEntropy(gradient="filtered", backend=backend, softcap=softcap)
     return torch.compile(loss, fullgraph=True)
 
 
 def with_copy(backend: Backend, softcap: float | None) -> LossFunction:
-    """Screened logits of a weight that is quantised once, for the first hidden states."""
+    """Returns a loss with screened logits that quantises the weight once, at the first call."""
     quantized: QuantizedWeight | None = None
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -167,7 +172,7 @@ def _parse_extra(text: str) -> Method:
 
 
 class DeviceLostError(RuntimeError):
-    """`name` broke the CUDA context; nothing else can run in this process."""
+    """The method `name` broke the CUDA context; nothing else can run in this process."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
@@ -176,13 +181,13 @@ class DeviceLostError(RuntimeError):
 
 
 def describe_failure(error: BaseException) -> str:
-    """The exception's type and the first line of its message."""
+    """Returns the exception's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:MAX_REASON_CHARS]
 
 
 def recover(name: str, reason: str, device: torch.device) -> None:
-    """Frees what the failed method held.
+    """Frees the memory that a failed method held.
 
     Raises:
         DeviceLostError: the device takes no more work.
@@ -199,7 +204,10 @@ def recover(name: str, reason: str, device: torch.device) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError inside after `seconds`, between two Python instructions; 0: never."""
+    """Raises TimeoutError in the context after `seconds`; with 0 it never does.
+
+    The error comes between two Python instructions.
+    """
 
     def interrupt(signal_number: int, frame: object) -> None:
         raise TimeoutError(f"took longer than {seconds:g} s")
@@ -217,7 +225,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def restart_without(error: DeviceLostError) -> None:
-    """Begins anew in a fresh process: this one's CUDA context is gone."""
+    """Starts the command again in a fresh process, since this one's CUDA context is gone."""
     print(f"the device was lost in {error}; starting again without it", file=sys.stderr)
     again = [*sys.argv[1:], "--failed", f"{error.name}={error.reason}"]
     os.execv(sys.executable, [sys.executable, "-m", "cce_dist", *again])

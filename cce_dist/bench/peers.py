@@ -1,6 +1,6 @@
 """Other implementations, each behind one signature: (hidden, weight, targets) -> mean loss.
 
-A peer is imported when it is built; one that cannot be is a row of the results that says why.
+A peer is imported when it is built. If that fails, a row of the results says why.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def compiled_dense(softcap: float | None = None) -> LossFunction:
 
 
 def compiled_sum() -> LossFunction:
-    """The dense recipe of a chunk, summed, compiled."""
+    """Returns the compiled dense recipe, which sums the loss of a chunk's tokens."""
 
     def loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         logits = (hidden @ weight.T).float()
@@ -44,13 +44,13 @@ def num_counted(targets: Tensor) -> Tensor:
 
 
 def mean_of(nll: Tensor, targets: Tensor) -> Tensor:
-    """Mean of per-token losses over the tokens that are not ignored."""
+    """Returns the mean of per-token losses over the tokens that are not ignored."""
     counted = targets != IGNORE_INDEX
     return torch.where(counted, nll.float(), 0.0).sum() / num_counted(targets)
 
 
 def chunked_by_autograd(num_chunks: int) -> LossFunction:
-    """Chunks of tokens, whose logits autograd keeps for the backward: as torchtune's."""
+    """Returns a loss in chunks of tokens, like torchtune's; autograd keeps the logits."""
     loss_sum = compiled_sum()
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def chunked_by_autograd(num_chunks: int) -> LossFunction:
 
 
 def chunked_in_forward(num_chunks: int) -> LossFunction:
-    """Chunks of tokens, each with its own backward at once: as torchtitan's."""
+    """Returns a loss in chunks of tokens, like torchtitan's; a chunk's backward follows at once."""
     loss_sum = compiled_sum()
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -76,7 +76,10 @@ def chunked_in_forward(num_chunks: int) -> LossFunction:
 
 
 class _ChunkedInForward(torch.autograd.Function):
-    """The hidden states' gradient is kept in fp32, the weight's adds up in its own dtype."""
+    """A loss in chunks whose forward computes both gradients.
+
+    The hidden gradient is kept in fp32; the weight gradient adds up in its own dtype.
+    """
 
     @staticmethod
     def forward(
@@ -115,7 +118,7 @@ class _ChunkedInForward(torch.autograd.Function):
 
 
 def torch_chunked() -> LossFunction:
-    """torch 2.13's F.linear_cross_entropy with its default chunks."""
+    """Returns torch 2.13's F.linear_cross_entropy with its default chunks."""
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if options is None:
         raise ImportError(f"torch {torch.__version__} has no LinearCrossEntropyOptions")
@@ -129,13 +132,16 @@ def torch_chunked() -> LossFunction:
 
 
 def apple(impl: str, softcap: float | None = None) -> LossFunction:
-    """Apple's Cut Cross-Entropy by one of its presets."""
+    """Returns Apple's Cut Cross-Entropy with one of its presets."""
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     return functools.partial(function, ignore_index=IGNORE_INDEX, impl=impl, softcap=softcap)
 
 
 def liger(chunk_factor: int | None, softcap: float | None = None) -> LossFunction:
-    """Liger's Triton kernel: `chunk_factor` times its default chunk of about N D / V tokens."""
+    """Returns Liger's Triton kernel with chunks of `chunk_factor` times its default.
+
+    Its default chunk has about N D / V tokens.
+    """
     module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
     function = module.LigerFusedLinearCrossEntropyFunction
     parameters = list(inspect.signature(function.forward).parameters.values())[1:]
@@ -147,7 +153,7 @@ def liger(chunk_factor: int | None, softcap: float | None = None) -> LossFunctio
     unknown = sorted(set(given) - {parameter.name for parameter in parameters})
     if unknown:
         raise ImportError(f"this version of Liger takes no {unknown}")
-    # An autograd function takes no keywords; its first three are hidden, weight, targets.
+    # An autograd function takes no keywords; its first three arguments are hidden, weight, targets.
     rest = [given.get(parameter.name, parameter.default) for parameter in parameters[3:]]
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -157,7 +163,7 @@ def liger(chunk_factor: int | None, softcap: float | None = None) -> LossFunctio
 
 
 def liger_sm90(keeps_logits: bool) -> LossFunction:
-    """Liger's Hopper kernels: with the 16-bit logits of all tokens, or without logits."""
+    """Returns Liger's Hopper kernels, with the 16-bit logits of all tokens or without logits."""
     folder = "liger_kernel.ops.cutedsl.ops"
     if keeps_logits:
         module = importlib.import_module(f"{folder}.fused_linear_cross_entropy_sm90")
@@ -168,7 +174,7 @@ def liger_sm90(keeps_logits: bool) -> LossFunction:
             return found[0] if isinstance(found, tuple) else found
 
         return with_logits
-    # Its check of the targets waits for the device.
+    # Switch off Liger's check of the targets, which waits for the device.
     os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"
     module = importlib.import_module(f"{folder}.fused_scaled_cross_entropy_sm90")
     scaled = module.LigerFusedScaledCrossEntropySM90Function
@@ -188,7 +194,10 @@ def quack() -> LossFunction:
 
 
 def fla(fp32: bool) -> LossFunction:
-    """flash-linear-attention in 8 chunks; fp32: the weight's gradient adds up in fp32."""
+    """Returns flash-linear-attention's loss in 8 chunks.
+
+    With `fp32` the weight gradient adds up in fp32.
+    """
     module = importlib.import_module("fla.modules.fused_linear_cross_entropy")
     made = module.FusedLinearCrossEntropyLoss(
         ignore_index=IGNORE_INDEX, num_chunks=8, accumulate_grad_in_fp32=fp32
@@ -214,7 +223,10 @@ def unsloth() -> LossFunction:
 
 
 def mgmalek() -> LossFunction:
-    """github.com/mgmalek/efficient_cross_entropy, 8 chunks: its folder's parent is on the path."""
+    """Returns the loss of github.com/mgmalek/efficient_cross_entropy in 8 chunks.
+
+    The folder that contains its checkout must be on Python's path.
+    """
     function = importlib.import_module(
         "efficient_cross_entropy.modules"
     ).FusedCrossEntropyLossFunction
@@ -224,7 +236,10 @@ def mgmalek() -> LossFunction:
 
 
 def verl() -> LossFunction:
-    """verl's Triton kernel; it knows no ignored targets, so they cost it as much as others."""
+    """Returns verl's Triton kernel.
+
+    It knows no ignored targets, so these cost as much as others.
+    """
     function = importlib.import_module(
         "verl.utils.kernel.linear_cross_entropy"
     ).linear_cross_entropy
@@ -237,7 +252,7 @@ def verl() -> LossFunction:
 
 
 def flash_attention() -> LossFunction:
-    """flash-attn's Triton kernel on full logits."""
+    """Returns flash-attn's Triton kernel on full logits."""
     function = importlib.import_module("flash_attn.ops.triton.cross_entropy").cross_entropy_loss
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -249,7 +264,7 @@ def flash_attention() -> LossFunction:
 
 
 def transformer_engine() -> LossFunction:
-    """TransformerEngine's Triton kernel on full logits."""
+    """Returns TransformerEngine's Triton kernel on full logits."""
     module = importlib.import_module("transformer_engine.pytorch.cross_entropy")
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -261,7 +276,7 @@ def transformer_engine() -> LossFunction:
 
 
 def megatron() -> LossFunction:
-    """Megatron-core's fused cross-entropy on full logits, its group of one rank."""
+    """Returns Megatron-core's fused cross-entropy on full logits, with a group of one rank."""
     function = importlib.import_module(
         "megatron.core.fusions.fused_cross_entropy"
     ).fused_vocab_parallel_cross_entropy
@@ -283,7 +298,7 @@ def _one_rank() -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
-# Those that need a compiler of their own come last: they are the likeliest to end a process.
+# Peers with a compiler of their own come last: they are the likeliest to end a process.
 PEERS: dict[str, Callable[[], LossFunction]] = {
     "torch-compile": compiled_dense,
     "cce": lambda: apple("cce"),
@@ -307,7 +322,7 @@ PEERS: dict[str, Callable[[], LossFunction]] = {
     "quack": quack,
 }
 
-# Those of them that take a softcap.
+# Peers that take a softcap.
 SOFTCAPPED: dict[str, Callable[[float], LossFunction]] = {
     "torch-compile": compiled_dense,
     "cce": lambda softcap: apple("cce", softcap),
@@ -319,9 +334,10 @@ SOFTCAPPED: dict[str, Callable[[float], LossFunction]] = {
 
 
 def build_peer(name: str, softcap: float | None) -> LossFunction:
-    """
+    """Builds the loss of a peer.
+
     Raises:
-        NotImplementedError: it takes no softcap.
+        NotImplementedError: the peer takes no softcap.
     """
     if softcap is None:
         return PEERS[name]()

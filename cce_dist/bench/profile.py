@@ -1,4 +1,4 @@
-"""Where a method's time goes: its kernels, on a CPU its operations, by torch's profiler."""
+"""Profile of a method's time by torch's profiler: its kernels, on a CPU its operations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .machine import Part, Timer, Variant, interleaved_times, synchronize, varia
 from .methods import Method, describe_failure
 from .report import Cells, percentiles_ms
 
-# Of all calls under the profiler, whose kernels run with gaps between them.
+# Names of two rows: the sum of all kernels' times, and the kernels that have no row of their own.
 SUM, OTHERS = "all of them", "others"
 WARMUP = 3
-# Templates' names go on for lines.
+# Longest name of a kernel: a template's name may fill several lines.
 LONGEST = 60
 
 
@@ -27,11 +27,14 @@ def bench_profile(
     repeats: int = 10,
     most: int = 30,
 ) -> list[Cells]:
-    """For each method a row for its median call, without a profiler; one for the sum of its kernels
-    a call, which is less where the device waits and more where they run side by side; and one for
-    each of the `most` kernels that take longest, and for the others.
+    """Returns rows that show where each method's time goes.
 
-    `calls` are launches a call, `kernel_ms` what they take together, `of_sum` its share.
+    A method's first row is its median call without the profiler, the second the sum of its kernels'
+    times. The sum is less than the call if the device waits, and more if kernels run side by side.
+    Then each of the `most` longest kernels has a row, and all others together have one.
+
+    `calls` is the number of launches in a call, `kernel_ms` their time together, and `of_sum` its
+    share of the sum.
     """
     rows: list[Cells] = []
     for method in methods:
@@ -58,7 +61,10 @@ def bench_profile(
 def _profiled(
     variant: Variant, device: torch.device, repeats: int
 ) -> tuple[float, list[tuple[str, float, float]]]:
-    """Milliseconds of the median call; name, launches and milliseconds a call of each kernel."""
+    """Returns the median call's milliseconds; and each kernel's name, launches and milliseconds.
+
+    Launches and milliseconds are those of one call.
+    """
     taken = interleaved_times({"": variant}, {"": repeats}, Timer(device), _failed)[""]
     on_gpu = device.type == "cuda"
     for _ in range(WARMUP):

@@ -30,7 +30,7 @@ from .peers import mean_of
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands: in a group that shares the vocabulary, and maybe tokens."""
+    """The place of this rank in a group that shares the vocabulary, and maybe the tokens."""
 
     group: dist.ProcessGroup
     shard: VocabShard
@@ -46,13 +46,15 @@ class Place:
 
     @property
     def rows(self) -> slice:
-        """Of the vocabulary."""
+        """Returns this rank's rows of the vocabulary."""
         return slice(self.shard.start, self.shard.stop)
 
 
 class _Whole(torch.autograd.Function):
-    """The input of a column-parallel product: all tokens; its gradient is summed over the ranks, in
-    its dtype, as Megatron's layer does."""
+    """The input of a column-parallel product, which is the hidden states of all tokens.
+
+    Its gradient is summed over the ranks in its own dtype, as in Megatron's layer.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, place: Place) -> Tensor:
@@ -71,7 +73,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, place: Place) -> Tensor:
-    """This rank's columns of the logits [N, V / W], in the inputs' dtype."""
+    """Returns this rank's columns of the logits [N, V / W], in the inputs' dtype."""
     return _Whole.apply(hidden, place) @ weight.T
 
 
@@ -91,7 +93,9 @@ def compiled_over_ranks(backend: Backend, place: Place) -> LossFunction:
 
 
 class _DenseNll(torch.autograd.Function):
-    """-log p of each target from a rank's columns of the logits; its gradient takes their memory.
+    """-log p of each target from a rank's columns of the logits.
+
+    The gradient overwrites the logits.
 
     Collectives: all-reduces of [N] (maximum) and of [2, N] (sum of exponentials, target logit).
     """
@@ -121,7 +125,7 @@ class _DenseNll(torch.autograd.Function):
 
 
 def dense(place: Place) -> LossFunction:
-    """The dense recipe over ranks: logits in the inputs' dtype, softmax in fp32."""
+    """Returns the dense recipe over ranks: logits in the inputs' dtype, softmax in fp32."""
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         nll = _DenseNll.apply(_logits(hidden, weight, place), targets, place)
@@ -131,7 +135,7 @@ def dense(place: Place) -> LossFunction:
 
 
 def apple(impl: str, place: Place) -> LossFunction:
-    """Apple's Cut Cross-Entropy, vocab-parallel."""
+    """Returns Apple's Cut Cross-Entropy, vocab-parallel."""
     module = importlib.import_module("cut_cross_entropy")
     options = importlib.import_module("cut_cross_entropy.vocab_parallel").VocabParallelOptions
     split = options(place.rows.start, place.rows.stop, place.group)
@@ -144,7 +148,10 @@ def apple(impl: str, place: Place) -> LossFunction:
 
 
 def verl(place: Place) -> LossFunction:
-    """verl's Triton kernel; the sum of the hidden gradient over ranks it leaves to its caller."""
+    """Returns verl's Triton kernel.
+
+    The kernel does not sum the hidden gradient over ranks; this loss does.
+    """
     function = importlib.import_module(
         "verl.utils.kernel.linear_cross_entropy"
     ).linear_cross_entropy
@@ -158,7 +165,7 @@ def verl(place: Place) -> LossFunction:
 
 
 def liger(place: Place) -> LossFunction:
-    """Liger's tensor-parallel loss where its native kernels are not installed."""
+    """Returns Liger's tensor-parallel loss, for an install without its native kernels."""
     module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
     function = module.LigerFusedLinearScaledCrossEntropyTPFunction
 
@@ -169,7 +176,7 @@ def liger(place: Place) -> LossFunction:
 
 
 def liger_logits(place: Place) -> LossFunction:
-    """Liger's vocab-parallel kernel on a rank's logits."""
+    """Returns Liger's vocab-parallel kernel on a rank's logits."""
     module = importlib.import_module("liger_kernel.transformers.vocab_parallel_cross_entropy")
     made = module.LigerVocabParallelCrossEntropy(ignore_index=IGNORE_INDEX, reduction="none")
 
@@ -181,7 +188,7 @@ def liger_logits(place: Place) -> LossFunction:
 
 
 def megatron(fused: bool, place: Place) -> LossFunction:
-    """Megatron-core's native losses on a rank's logits."""
+    """Returns one of Megatron-core's native losses on a rank's logits."""
     if fused:
         module = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
         function = module.fused_vocab_parallel_cross_entropy
@@ -211,7 +218,7 @@ def transformer_engine(place: Place) -> LossFunction:
 
 @dataclass(frozen=True)
 class RankMethod:
-    """`build` makes the loss of one place, and may import a peer."""
+    """A loss over ranks by name; `build` makes the loss of one place, and may import a peer."""
 
     name: str
     is_ours: bool
@@ -233,13 +240,13 @@ PEERS: dict[str, Callable[[Place], LossFunction]] = {
 def choose_rank_methods(
     names: Sequence[str], peers: str, *, backend: Backend = "auto"
 ) -> list[RankMethod]:
-    """The methods to measure, ours first.
+    """Returns the methods to measure, ours first.
 
     Args:
-        names: only these, peers included; empty for the dense recipe and ours.
+        names: only these methods, peers included; empty: the dense recipe and ours.
         peers: "all", "none", or names with commas.
     Raises:
-        ValueError: an unknown name.
+        ValueError: a name is unknown.
     """
     known = {
         mode: RankMethod(mode, True, functools.partial(ours, mode, "full", backend))
@@ -260,11 +267,13 @@ def choose_rank_methods(
 
 
 def kept_share(function: LossFunction, inputs: BenchInputs, *, exchanges: bool) -> float | None:
-    """Of the pairs of this rank's columns and blocks of 128 tokens, those that `function` keeps;
-    None: it has no filter of the Triton backend. All ranks of its group call this.
+    """Returns the share of pairs of this rank's columns and token blocks that `function` keeps.
 
-    Not the first call of its kind, which compiles kernels.
-    Args: exchanges: False: as if no rank told the others what it knows of each token's lse.
+    None: the loss has no filter of the Triton backend. All ranks of the group must call this, after
+    a call of `function` that has compiled its kernels.
+
+    Args:
+        exchanges: False measures as if ranks did not exchange what they know of each token's lse.
     """
     variant = variant_of(function, inputs, "forward")
     with marks_seen() as seen, _without_exchanges(not exchanges):
@@ -277,7 +286,7 @@ def kept_share(function: LossFunction, inputs: BenchInputs, *, exchanges: bool) 
 
 
 def bits_set(words: torch.Tensor) -> int:
-    """Bits of [V, words] int64."""
+    """Returns the number of bits that are set in [V, words] int64."""
     lanes = torch.arange(64, device=words.device)
     return sum(int(((part[..., None] >> lanes) & 1).sum()) for part in words.split(2**15))
 
@@ -286,7 +295,7 @@ def bits_set(words: torch.Tensor) -> int:
 def marks_seen() -> Iterator[list[Any]]:
     seen: list[Any] = []
     if importlib.util.find_spec("triton") is None:
-        # Nor are there kernels that could mark anything.
+        # Without Triton there are no kernels that could mark columns.
         yield seen
         return
     module = importlib.import_module("cce_dist.backends.triton.stats")
@@ -302,7 +311,7 @@ def marks_seen() -> Iterator[list[Any]]:
 
 @contextmanager
 def _without_exchanges(really: bool) -> Iterator[None]:
-    # Where ranks ask, and where one of an empty shard answers.
+    # Ranks with columns read EXCHANGES in one module, ranks with an empty shard in the other.
     asks = importlib.import_module("cce_dist.backends.triton.stats")
     answers = importlib.import_module("cce_dist.backends.empty_shard")
     exchanges = () if really else asks.EXCHANGES

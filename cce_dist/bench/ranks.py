@@ -1,7 +1,7 @@
-"""Loss and gradients where ranks share the vocabulary: time, communication, memory, errors.
+"""Benchmark of losses over ranks that share the vocabulary: time, communication, memory, errors.
 
-Every rank of the job runs this. Groups of fewer ranks than there are stand side by side and do
-the same.
+Every rank of the job runs this. If a group has fewer ranks than the job, several groups do the same
+side by side.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from .methods import describe_failure, recover
 from .rank_methods import Place, RankMethod, kept_share
 from .report import Cells, percentiles_ms
 
-# What a method of ours may be off by, over the dense recipe's error on one rank.
+# Largest error of our methods over the error of the dense recipe on one rank.
 WORST_ERROR_RATIO = 1.5
-# About 13 ms: a quarter of a head takes the device less time than the host, which a training step
-# lets run ahead by the whole model's kernels.
+# About 13 ms. The device computes a quarter of a head faster than the host launches it; in a
+# training step the host is ahead by the whole model's kernels.
 HEAD_START_CYCLES = 24_000_000
 GRADIENTS = ("grad_hidden_error", "grad_weight_error")
-# hidden @ weight.T of a rank's rows, and nothing else.
+# Name of the bare product hidden @ weight.T of a rank's rows.
 FLOOR = "one matmul"
 
 
 @dataclass(frozen=True)
 class Job:
-    """This process among those of the job."""
+    """The place of this process in the job."""
 
     rank: int
     size: int
@@ -58,12 +58,14 @@ class Job:
 
 @contextmanager
 def joined(device: str, timeout_seconds: float) -> Iterator[Job]:
-    """The ranks that a launcher started, NCCL with a GPU each or gloo; one rank without it.
+    """Joins the ranks that a launcher started; without a launcher there is one rank.
+
+    On GPUs each rank has its own and NCCL connects them; on CPUs gloo does.
 
     Raises:
-        ValueError: device is no kind of device, more ranks on this host than GPUs, or a launcher's
-            variables contradict one another.
-        RuntimeError: ranks have not come.
+        ValueError: device is no kind of device, the host has more ranks than GPUs, or the
+            launcher's variables contradict one another.
+        RuntimeError: some ranks did not come.
     """
     kind = torch.device(device).type
     if kind not in ("cpu", "cuda"):
@@ -72,7 +74,7 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Job]:
     try:
         yield Job(world.rank, world.world_size, world.device)
     except BaseException:
-        # NCCL would wait here for ranks that are in a collective, and nobody see what was raised.
+        # With other ranks in a collective, NCCL would wait here and hide the error.
         if world.device.type != "cuda" or world.world_size == 1:
             dist.destroy_process_group()
         raise
@@ -80,8 +82,9 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Job]:
 
 
 def make_places(job: Job, sizes: Sequence[int], vocab_size: int, parallel: bool) -> list[Place]:
-    """Groups of each size, all made; with `parallel` each but the first under sequence parallel
-    too.
+    """Makes groups of each size; returns this rank's places in them.
+
+    With `parallel`, each group of several ranks has a second place under sequence parallelism.
 
     Raises:
         ValueError: a size does not divide the number of ranks, or the vocabulary.
@@ -107,13 +110,13 @@ def make_places(job: Job, sizes: Sequence[int], vocab_size: int, parallel: bool)
 
 @dataclass
 class Trial:
-    """One method, or the bare product, in one place."""
+    """Results of one method, or of the bare product, in one place."""
 
     name: str
     place: Place
     inputs: BenchInputs  # this rank's part
-    method: RankMethod | None = None  # None: the product
-    function: LossFunction | None = None  # None: of the product, or it failed
+    method: RankMethod | None = None  # None: the bare product
+    function: LossFunction | None = None  # None: the bare product, or the method failed
     cells: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
 
@@ -127,14 +130,15 @@ def bench_ranks(
     repeats: int,
     save: Callable[[list[Cells]], None] = lambda rows: None,
 ) -> list[Cells]:
-    """A row for every method and place, after those of the bare product of a rank's rows; the times
-    are those of the slowest rank. `of_matmul` is a time over that product's.
+    """Returns a row for every method and place, after rows of the bare product of a rank's rows.
+
+    Times are those of the slowest rank. `of_matmul` is a time over the bare product's.
 
     Args:
-        inputs: of all tokens and the whole vocabulary, the same on every rank.
+        inputs: all tokens and the whole vocabulary, the same on every rank.
         save: called with all rows so far after every method.
     Raises:
-        RuntimeError: a gradient of ours is further from float64 than WORST_ERROR_RATIO times that
+        RuntimeError: the error of one of our gradients is more than WORST_ERROR_RATIO times that
             of the dense recipe.
     """
     if job.device.type == "cpu":
@@ -187,7 +191,10 @@ def _part_of(inputs: BenchInputs, place: Place) -> BenchInputs:
 
 
 def _try(job: Job, trial: Trial, method: RankMethod, golden: Gradients) -> None:
-    """Errors over all ranks, the largest peak; what fails on one rank counts as failed on all."""
+    """Measures a method's errors over all ranks and the largest peak.
+
+    A method that fails on one rank counts as failed on all.
+    """
     place = trial.place
     tokens = slice(None)
     if place.sequence_parallel:
@@ -239,7 +246,7 @@ def _require_correct(trials: Sequence[Trial]) -> None:
     for trial in _alive(trials):
         for name in GRADIENTS if trial.method is not None and trial.method.is_ours else ():
             got, limit = trial.cells[name], WORST_ERROR_RATIO * right[0].cells[name] + 1e-6
-            # Not `got > limit`: a NaN must not pass.
+            # `got > limit` would let a NaN pass.
             if not got <= limit:
                 raise RuntimeError(
                     f"{trial.name} on {trial.place.size} ranks: {name} is {got:.2e}, more "
@@ -269,15 +276,19 @@ def _time(job: Job, trials: Sequence[Trial], timer: Timer, repeats: int) -> None
 
 
 def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
-    """Of one call, from a profile: what the collectives take a rank that nobody has to wait for,
-    how much of that while no other kernel of it runs, and the least and the most that a rank's own
-    kernels take. Milliseconds."""
+    """Profiles one call; returns milliseconds of its communication.
+
+    Returns:
+        communication_ms: time of the collectives on the ranks that arrive last, which do not wait.
+        exposed_ms: the part of it in which no other kernel of the rank runs.
+        least_busy_ms, most_busy_ms: time of a rank's own kernels, least and most over the ranks.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     variant = _variant(trial)
     collectives: list[tuple[float, float]] = []
     own = 0.0
-    # The first profile starts the profiler.
+    # The first profile only starts the profiler; the second counts.
     for _ in range(2):
         prepared = variant.prepare()
         dist.barrier()
@@ -289,7 +300,7 @@ def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
         events = [x for x in run.events() or [] if x.device_type.name == "CUDA"]
         events.sort(key=lambda x: x.time_range.start)
         kernels = [x for x in events if not x.name.startswith("nccl:")]
-        # The first collective is where ranks began together.
+        # The first collective is the timer's: the ranks began together there.
         aligned = next(i for i, x in enumerate(kernels) if x.name.startswith("ncclDev"))
         kernels = kernels[aligned + 1 :]
         spans = [(x.time_range.start, x.time_range.end) for x in kernels]
@@ -303,7 +314,8 @@ def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
         own = sum(end - start for start, end in others)
     everywhere: list[Any] = [None] * job.size
     dist.all_gather_object(everywhere, (collectives, own))
-    # A collective lasts from its rank's arrival: a group's last one to arrive waits for nobody.
+    # A collective's time begins with its rank's arrival. The last rank to arrive does not wait, so
+    # the shortest time in a group is the collective's own.
     size = trial.place.size
     groups = [everywhere[first : first + size] for first in range(0, job.size, size)]
     last = [[min(ranks) for ranks in zip(*(x[0] for x in group), strict=True)] for group in groups]
@@ -316,7 +328,7 @@ def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
 
 
 def uncovered(start: float, end: float, others: Sequence[tuple[float, float]]) -> float:
-    """How much of [start, end] none of the others, sorted by their starts, covers."""
+    """Returns how much of [start, end] is covered by none of `others`, sorted by their starts."""
     total, at = 0.0, start
     for first, last in others:
         total += max(min(first, end) - at, 0.0)

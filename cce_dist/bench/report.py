@@ -1,4 +1,4 @@
-"""A benchmark's rows: a table on the terminal, a CSV file, a JSON file, plots."""
+"""Report of a benchmark's rows: a table on the terminal, a CSV file, a JSON file, plots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 
 Cells = Mapping[str, Any]
 
-# Of the plots: what a panel is for, and whose methods have their own colour.
+# In plots, rows with the same values of CASE share a panel, and OURS have a colour of their own.
 CASE = ("inputs", "N", "ignored", "V", "D", "dtype")
 OURS = ("filtered", "exact", "in_forward", "exact-kept")
 OURS_COLOUR, PEER_COLOUR = "#c23b22", "#4a6fa5"
@@ -25,11 +25,11 @@ OURS_COLOUR, PEER_COLOUR = "#c23b22", "#4a6fa5"
 
 @dataclass(frozen=True)
 class Row:
-    """One method and part of it; None where nothing was measured.
+    """Results of one part of a method; None: not measured.
 
-    Errors are relative, gradients' in the Frobenius norm. `peak_extra_mib` is over what was
-    there before, `over_gradients_mib` the same less both gradients. `screened`: whether logits
-    were, "yes" or "no", where they were to be.
+    Errors are relative, those of gradients in the Frobenius norm. `peak_extra_mib` is the peak
+    beyond the memory in use before, `over_gradients_mib` the same less both gradients. `screened`
+    is "yes" or "no" for a method that may screen its logits.
     """
 
     method: str
@@ -110,15 +110,15 @@ def format_cell(name: str, value: Any) -> str:
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and the 10th and 90th percentile, in milliseconds."""
-    # One time alone is its own percentile.
+    """Returns the median and the 10th and 90th percentile in milliseconds."""
+    # Repeat a single time: quantiles() needs two.
     values = sorted(1e3 * second for second in seconds) * (2 if len(seconds) == 1 else 1)
     deciles = statistics.quantiles(values, n=10, method="inclusive")
     return {"median_ms": statistics.median(values), "p10_ms": deciles[0], "p90_ms": deciles[-1]}
 
 
 def show(title: str, rows: Sequence[Cells], console: Console) -> None:
-    """Columns that are empty in every row are left out."""
+    """Prints the rows as a table; columns that are empty in every row are left out."""
     names = [name for name in rows[0] if any(format_cell(name, row[name]) != "" for row in rows)]
     table = Table(title=title, title_justify="left")
     for number, name in enumerate(names):
@@ -129,7 +129,7 @@ def show(title: str, rows: Sequence[Cells], console: Console) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Cells], common: Mapping[str, str]) -> None:
-    """One line a row; what all rows share (machine, command) stands in every line."""
+    """Writes the rows as CSV, a line for each; every line repeats `common` (machine, command)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf8") as file:
         writer = csv.DictWriter(file, [*rows[0], *common])
@@ -140,13 +140,13 @@ def write_csv(path: Path, rows: Sequence[Cells], common: Mapping[str, str]) -> N
 
 
 def write_json(path: Path, rows: Sequence[Cells], common: Mapping[str, str]) -> None:
-    """{**common, "rows": [...]}, numbers unrounded."""
+    """Writes {**common, "rows": [...]} as JSON, with numbers unrounded."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**common, "rows": list(rows)}, indent=1) + "\n", encoding="utf8")
 
 
 def plot(rows: Sequence[Cells], folder: Path) -> list[Path]:
-    """Write folder/time-error.png and folder/time-memory.png from rows of loss and gradient."""
+    """Writes folder/time-error.png and folder/time-memory.png from rows of loss and gradients."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = [row for row in rows if row["part"] == "loss+grad" and not row["failed"]]
 
@@ -178,7 +178,7 @@ def _draw(
                 continue
             colour = OURS_COLOUR if row["method"] in OURS else PEER_COLOUR
             axes.scatter(row["median_ms"], height, color=colour, s=24)
-            # Methods of one time and error are common: every other label stands below its point.
+            # Methods often share time and error: shift the labels so that they don't overlap.
             axes.annotate(
                 row["method"],
                 (row["median_ms"], height),
@@ -194,7 +194,7 @@ def _draw(
 
 
 class Report:
-    """Rows of one case (inputs and shape) after another; files always hold all there are."""
+    """Rows of one case (inputs and shape) after another; files always have all rows so far."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class Report:
         return [{**row, **description} for description, rows in cases for row in rows]
 
     def add(self, description: Mapping[str, str | int], rows: Sequence[Cells]) -> None:
-        """Replace the rows of the case that is being measured, and write all files."""
+        """Replaces the rows of the current case, and writes all files."""
         self.current = (description, rows)
         if self.csv_path is not None:
             write_csv(self.csv_path, self.rows, self.machine)
@@ -226,7 +226,7 @@ class Report:
         self.console.print(text, style="dim", highlight=False)
 
     def finish_case(self) -> None:
-        """Show the case that was measured."""
+        """Shows the rows of the current case, and ends it."""
         if self.current is None:
             return
         description, rows = self.current

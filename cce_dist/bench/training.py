@@ -1,4 +1,4 @@
-"""Whole training steps: tokens a second and memory with this library's loss, the dense one, peers.
+"""Benchmark of whole training steps with this library's loss, the dense one and peers.
 
 Every rank of the job runs this.
 """
@@ -34,14 +34,14 @@ from .rank_methods import Place, dense
 from .report import Cells
 
 LOSSES = ("cce", "dense")
-# Keys of a config's `loss` that make it another loss.
+# Keys of a config's `loss` that change the value of the loss.
 OBJECTIVE = ("label_smoothing", "z_loss", "softcap", "logit_scale")
-# Of the device's memory: the rest is for NCCL's buffers, and what the allocator cannot make use of.
+# Usable share of the device's memory; the rest is for NCCL's buffers and the allocator's gaps.
 USABLE = 0.88
-# Times the batch that did not fit: the allocator's pieces need not be where they are wanted.
+# Factor on a batch that did not fit: the allocator's free memory may be in pieces.
 LESS = 0.92
 GIB = 2**30
-# "cce" alone is this library's.
+# The name "cce" means this library's loss here, so Apple's is "apple-cce".
 RIVALS = {"apple-cce" if name == "cce" else name: build for name, build in PEERS.items()}
 COLUMNS = (
     *("loss", "dp", "tp", "fsdp", "sequence_parallel"),
@@ -59,14 +59,17 @@ def bench_training(
     largest: bool,
     save: Callable[[list[Cells], bool], None],
 ) -> None:
-    """A row for each loss and batch: the config's and twice it, and with `largest` about the most
-    that the device holds, by how much more memory the second took; and whether this rank reports.
+    """Measures each loss at the config's batch.
+
+    With `largest` each loss also runs at twice the batch, and at about the largest batch that the
+    device holds, found from the memory that both batches take.
 
     Args:
-        save: called with all rows so far.
+        save: called with all rows so far, and with whether this rank reports.
 
     Raises:
-        ValueError: a loss is none, or knows not what the config asks for, or that is a pipeline.
+        ValueError: a loss is unknown or lacks an option of the config, or the config has a
+            pipeline.
     """
     _check(config, losses)
     ranks = connect(config.parallel)
@@ -75,7 +78,7 @@ def bench_training(
     if ranks.is_main:
         prepare_tokens(config.data, print)
         ranks.store.set("text", "ready")
-    # A waiting store would time out while a large vocabulary is trained.
+    # Poll: `wait` of the store would time out while a large vocabulary is trained.
     while not ranks.store.check(["text"]):
         time.sleep(0.1)
     cache = prepare_tokens(config.data, print)
@@ -103,7 +106,7 @@ def bench_training(
             rows.append(row)
             save(rows, ranks.is_main)
         del run, meter
-        # What FSDP has wrapped holds itself.
+        # Modules that FSDP has wrapped are in reference cycles.
         gc.collect()
         torch.cuda.empty_cache()
     leave(ranks)
@@ -130,22 +133,22 @@ def _check(config: TrainConfig, losses: Sequence[str]) -> None:
 
 
 def _peer_head(config: TrainConfig, name: str) -> HeadLoss | str:
-    """Why it cannot run here, if it cannot."""
+    """Returns the peer's loss, or the reason why it cannot run here."""
     try:
         return head_loss_of(RIVALS[name](), getattr(torch, config.dtype))
-    # Other people's code; it fails alike on all ranks.
+    # A peer may raise anything, and raises the same on all ranks.
     except Exception as error:
         return describe_failure(error)
 
 
 def _dense_head(config: TrainConfig, ranks: Ranks, shard: VocabShard) -> HeadLoss:
-    """The dense recipe over ranks that share the vocabulary, which is how Megatron trains."""
+    """Returns the dense recipe over ranks that share the vocabulary, as in Megatron."""
     place = Place(ranks.tp_group, shard, config.parallel.sequence_parallel)
     return head_loss_of(dense(place), getattr(torch, config.dtype))
 
 
 class Meter:
-    """One model in training, its batch varied."""
+    """Measurements of one model in training with varying batch."""
 
     def __init__(self, job: Job, run: Run, name: str, tokens: np.ndarray) -> None:
         self.job, self.run, self.name, self.tokens = job, run, name, tokens
@@ -158,7 +161,7 @@ class Meter:
         if not largest:
             return
         if dist.get_world_size() > 1:
-            # A rank that is out of memory would leave the others waiting in a collective.
+            # Estimate first: a rank out of memory would leave the others waiting in a collective.
             most = self.most_that_fits(self.measure(self.whole(batch / 2), 1, 1), once)
             if most < 2 * batch:
                 if self.whole(most) > batch:
@@ -168,7 +171,7 @@ class Meter:
         yield twice
         most = self.most_that_fits(once, twice)
         found = None
-        # Twice the config's does fit.
+        # Stop at twice the config's batch, which is known to fit.
         while found is None and most > 2 * batch:
             found = self.measure_if_it_fits(self.whole(most))
             most *= LESS
@@ -176,7 +179,10 @@ class Meter:
             yield found
 
     def most_that_fits(self, small: Cells, large: Cells) -> float:
-        """Sequences, by a line through the peaks of two batches; 0: they say nothing."""
+        """Returns the batch that fits, by a line through the peaks of two batches.
+
+        0: the larger batch took no more memory, so there is no such line.
+        """
         each = (large["peak_gib"] - small["peak_gib"]) / max(large["batch"] - small["batch"], 1)
         if each <= 0:
             return 0.0
@@ -184,7 +190,7 @@ class Meter:
         return small["batch"] + (room - small["peak_gib"]) / each
 
     def whole(self, batch: float) -> int:
-        """Down to what tensor-parallel ranks can share."""
+        """Rounds a batch down to a multiple that tensor-parallel ranks can share."""
         unit = self.job.config.parallel.tp
         return max(int(batch) // unit, 1) * unit
 
@@ -192,15 +198,15 @@ class Meter:
         try:
             return self.measure(batch, 2, 3)
         except torch.OutOfMemoryError:
-            # The other ranks wait in a collective.
+            # The other ranks wait in a collective: only the end of this rank frees them.
             if dist.get_world_size() > 1:
                 raise
-        # What the error's traceback held is free only now.
+        # Only now has the error's traceback released its tensors.
         gc.collect()
         return None
 
     def measure(self, batch: int, warmup: int, steps: int) -> Cells:
-        # A step that is logged asks for statistics.
+        # Never log: a logged step asks the loss for statistics.
         update = {"batch": batch, "steps": 10**6, "log_every": 10**6}
         config = self.job.config.model_copy(update=update)
         batches = split_tokens(self.tokens, config)
@@ -210,7 +216,7 @@ class Meter:
         for _ in range(warmup + steps):
             self.step += 1
             train_step(job, self.run, self.step)
-        # The main rank writes them, for all ranks.
+        # The main rank writes the metrics of all ranks.
         found = [read_metrics(self.run.folder)[-steps:] if job.ranks.is_main else None]
         dist.broadcast_object_list(found)
         records = found[0]
@@ -227,7 +233,7 @@ class Meter:
 
 
 def layout_of(config: TrainConfig, ranks: Ranks, name: str) -> Cells:
-    """What begins every row, where "cce" is Apple's."""
+    """Returns the cells that begin every row; in a row, "cce" means Apple's loss."""
     ours = SCREENED if config.loss.logits == SCREENED else config.loss.gradient
     return {
         "loss": ours if name == "cce" else name.removeprefix("apple-"),

@@ -1,1 +1,1 @@
-"""The sections of the report, one for each kind of record, and its summary."""
+"""Sections of the report, one for each kind of record, and the report's summary."""

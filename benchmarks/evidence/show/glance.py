@@ -1,4 +1,4 @@
-"""All methods in one table: whether they train, how right they are, what they cost."""
+"""The table of all methods: differences in training, errors of gradients, time and memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.evidence.show import show_end_to_end, show_fidelity
 from benchmarks.evidence.show.show_fidelity import ASPECTS
 from benchmarks.evidence.show.wanted import is_on_gpu
 
-# In the order in which one would try them.
+# The order in which one would try the methods.
 FIRST = (REFERENCE, "filtered", "screened", "in_forward", "exact", *ABLATIONS)
 Cells = Mapping[str, str]
 
 
 def glance(records: Sequence[Record]) -> list[Block]:
-    """Of GPUs' records, where there are any; nothing of a kind that has none."""
+    """Returns the table, from GPUs' records if there are any; kinds without records are absent."""
     chosen = [record for record in records if is_on_gpu(record)] or list(records)
     columns: dict[str, Cells] = {}
     sources = []
@@ -95,7 +95,10 @@ def _gradients(record: Record) -> dict[str, Cells]:
 
 
 def _fewest_ranks(records: Sequence[Record]) -> list[tuple[str, list[Row]]]:
-    """At most one set of rows that can be compared, with dense among them."""
+    """Returns the comparable rows, dense among them, of the fewest ranks: one set of rows or none.
+
+    The set comes with its title.
+    """
 
     def ranks(rows: Sequence[Row]) -> int:
         return min(show_end_to_end.ranks_of(row) for row in rows)
@@ -106,7 +109,11 @@ def _fewest_ranks(records: Sequence[Record]) -> list[tuple[str, list[Row]]]:
 
 
 def _steps(rows: Sequence[Row]) -> dict[str, Cells]:
-    """At the largest batch that most have, dense among them."""
+    """Returns the columns of whole steps.
+
+    Tokens per second are those at the batch that most losses have, dense among them; of several
+    such batches the largest.
+    """
     batches = reversed(show_end_to_end.batches_of(rows))
     by_batch = (show_end_to_end.speeds(rows, batch) for batch in batches)
     same = max((each for each in by_batch if REFERENCE in each), key=len, default={})

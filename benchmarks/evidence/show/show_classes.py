@@ -1,4 +1,4 @@
-"""A record of kind "classes" for a reader: a classifier that is no language model."""
+"""Report section of a record of kind "classes": a classifier that is no language model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def blocks(record: Record) -> list[Block]:
 
 
 def summary(records: Sequence[Record]) -> list[Block]:
-    """Of each of our methods: time and memory of dense's."""
+    """Returns a table of our methods' time and memory, relative to dense."""
     found = []
     for record in records:
         rows = {str(row["method"]): row for row in _of(record, "loss") if "failed" not in row}

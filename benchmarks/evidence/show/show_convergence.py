@@ -1,4 +1,4 @@
-"""A record of kind "convergence" for a reader."""
+"""Report section of a record of kind "convergence"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.evidence.methods import OURS, look_of, title_of
 from benchmarks.evidence.page import Block, Figures, Points, Table, Words, number
 from benchmarks.evidence.records import Record
 
-# Its gradients are right to rounding.
+# The method whose gradients are right to rounding.
 CONTROL = "exact"
 STARTS = {"random": "from random weights", "checkpoint": "from a checkpoint, on other text"}
 
@@ -44,9 +44,10 @@ def blocks(record: Record) -> list[Block]:
 
 
 def summary(records: Sequence[Record], pooled: Sequence[Sequence[str]] = ()) -> list[Block]:
-    """Of each of our methods: how far it trains from dense, and how long a step takes.
+    """Returns tables of our methods: difference to dense in training, and time of a step.
 
-    Args: pooled: rows of the first table, of runs taken together.
+    Args:
+        pooled: rows of pooled runs for the first table.
     """
     cases = [(record, case) for record in records for case in cases_of(record)]
     cases.sort(key=lambda each: (each[1].vocab_size, each[1].start != "random"))
@@ -134,7 +135,7 @@ def _case_blocks(record: Record, place: int, case: Case) -> list[Block]:
 
 
 def _screened(case: Case, method: str) -> str:
-    """In how many steps 8 bits were enough; others are computed in full."""
+    """Returns the share of screened steps as text; other steps computed their logits in full."""
     share = _mean_of(case, method, "screened_share")
     return "" if share is None else f"; logits were screened in {share:.1%} of its steps"
 
@@ -163,7 +164,7 @@ def _table(case: Case) -> Table:
     rows = []
     for method in case.methods:
         if case.failure(method):
-            # Why stands in the points below.
+            # The points below the table give the reason.
             rows.append([title_of(method), "none", *[""] * (len(columns) - 2)])
             continue
         end = case.steps[-1]

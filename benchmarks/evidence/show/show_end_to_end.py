@@ -1,4 +1,4 @@
-"""A record of kind "end-to-end": made of the rows of `cce-dist bench train`, and for a reader."""
+"""Records of kind "end-to-end": made from rows of `cce-dist bench train`, and their section."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.evidence.methods import OURS, title_of
 from benchmarks.evidence.page import Block, Table, Words, number
 from benchmarks.evidence.records import Cell, Record, RecordError, Row, make_record, write_record
 
-# What all rows of a record share.
+# Fields that all rows of a record share.
 SETTINGS = ("V", "D", "layers", "dtype")
 
 
@@ -22,13 +22,13 @@ def end_to_end_record(
     *,
     seed: int = 0,
 ) -> Record:
-    """Of the rows of `cce-dist bench train`.
+    """Returns a record of the rows of `cce-dist bench train`.
 
     Args:
         machine: as `cce_dist.bench.arguments.machine_of` gives it.
-        seed: of weights and text.
+        seed: seed of weights and text.
     Raises:
-        RecordError: the rows are of several models.
+        RecordError: the rows come from several models.
     """
     models = list(dict.fromkeys(tuple(row[key] for key in SETTINGS) for row in rows))
     if len(models) != 1:
@@ -51,7 +51,7 @@ def write_end_to_end(
     *,
     seed: int,
 ) -> None:
-    """Writes the record of these rows, `end_to_end_record`, to `path`, folder/<name>.json."""
+    """Writes the rows' `end_to_end_record` to `path`, which is folder/<name>.json."""
     write_record(end_to_end_record(rows, machine, path.stem, title, seed=seed), path.parent)
 
 
@@ -68,8 +68,11 @@ def blocks(record: Record) -> list[Block]:
 
 
 def summary(records: Sequence[Record]) -> list[Block]:
-    """Our losses against the best of the others: tokens a second at the same batch, largest batch,
-    tokens a second at each one's largest."""
+    """Returns a table that compares our losses with the best of the others.
+
+    Columns: tokens a second at the same batch, largest batch, and tokens a second at each loss's
+    own largest batch.
+    """
     columns = (
         "ours over the best other",
         "method",
@@ -92,7 +95,7 @@ def summary(records: Sequence[Record]) -> list[Block]:
 
 
 def _over_best(ours: str, values: Mapping[str, float], where: str = "") -> str:
-    """By how much it is more than the best that is not ours, which is named."""
+    """Returns our value over the best value of another loss, and names that loss."""
     rivals = {name: value for name, value in values.items() if name not in OURS}
     if ours not in values or not rivals:
         return ""
@@ -102,8 +105,10 @@ def _over_best(ours: str, values: Mapping[str, float], where: str = "") -> str:
 
 
 def together(records: Sequence[Record]) -> list[tuple[str, list[Row]]]:
-    """Rows that can be compared, by layout, and where they are from: of one device, commit and
-    model."""
+    """Returns sets of rows that can be compared, each with the titles of its records.
+
+    Rows of a set have the same device, commit, model and layout.
+    """
     found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
     for record in records:
         about = (record.machine.get("device", ""), record.commit, str(dict(record.settings)))
@@ -150,7 +155,10 @@ def speeds(rows: Sequence[Row], batch: float) -> dict[str, float]:
 
 
 def at_largest(rows: Sequence[Row], key: str) -> dict[str, float]:
-    """Of those that were tried at more than one batch and twice that."""
+    """Returns `key` at each loss's largest batch, for losses that ran at more than two batches.
+
+    A loss with fewer batches ran only at the config's batch and at twice that.
+    """
     every = {name: _by_batch(rows, name) for name in _names(rows)}
     return {name: _value(mine[-1], key) for name, mine in every.items() if len(mine) > 2}
 

@@ -1,4 +1,4 @@
-"""A record of kind "fidelity" for a reader."""
+"""Report section of a record of kind "fidelity"."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from benchmarks.evidence.methods import ABLATIONS, OURS, look_of, title_of
 from benchmarks.evidence.page import Block, Figures, Points, Table, Words, number
 from benchmarks.evidence.records import Cell, Record, Row
 
-# What is right; its rows say how many tokens a group has.
+# The reference; its rows say how many tokens a group has.
 GOLDEN = "float64"
 GRADIENTS = {"grad_hidden": "hidden gradient", "grad_weight": "weight gradient"}
 
 
 class Measured(NamedTuple):
-    """Of a method's own threshold; not of 8-bit logits that were refused."""
+    """Time and errors of a method at its own threshold; refused 8-bit logits have none."""
 
     milliseconds: float
     hidden: float  # errors over all tokens
     weight: float
-    rarest: float | None  # the weight's, in the rows of the tenth with the rarest ids
+    rarest: float | None  # error of the weight's rows of the rarest tenth
 
 
 def blocks(record: Record) -> list[Block]:
@@ -61,7 +61,10 @@ def blocks(record: Record) -> list[Block]:
 
 
 def _in_full(rows: Sequence[Row]) -> list[str]:
-    """Where a method of 8-bit logits had none: its rows are then those of full ones."""
+    """Returns a sentence for each method whose 8-bit logits were refused at some thresholds.
+
+    The method's rows at these thresholds show full logits.
+    """
     asked = [row for row in rows if "screened" in row]
     found = []
     for method in dict.fromkeys(str(row["method"]) for row in asked):
@@ -75,7 +78,7 @@ def _in_full(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-# What of a method is compared, and how it is named.
+# The numbers by which methods are compared, and their names.
 ASPECTS: Mapping[str, Callable[[Measured], float | None]] = {
     "time": lambda measured: measured.milliseconds,
     "error of the hidden gradient": lambda measured: measured.hidden,
@@ -85,7 +88,10 @@ ASPECTS: Mapping[str, Callable[[Measured], float | None]] = {
 
 
 def summary(records: Sequence[Record]) -> list[Block]:
-    """Our methods over every other, each at its own threshold: time, and each gradient's error."""
+    """Returns tables of our methods over every other: time, and the error of each gradient.
+
+    Each method has its own threshold.
+    """
     found: list[Block] = []
     for record in records:
         measured = measured_of(record)
@@ -109,7 +115,10 @@ def summary(records: Sequence[Record]) -> list[Block]:
 
 
 def _compared(measured: Mapping[str, Mapping[str, Measured]], ours: str, rival: str) -> list[str]:
-    """A cell for each aspect: ratios where ours is no worse, and where it is, by moment."""
+    """Returns a cell for each aspect: the ratios where ours is no worse, then those where it is.
+
+    If ours is worse only at some moments of training, the cell names them.
+    """
     cells = []
     for value in ASPECTS.values():
         ratios = {
@@ -129,7 +138,7 @@ def _compared(measured: Mapping[str, Mapping[str, Measured]], ours: str, rival: 
 
 
 def _joined(moments: Iterable[str]) -> str:
-    """For a reader: "steps 10, 100"."""
+    """Returns the moments as text, such as "steps 10, 100"."""
     names = list(moments)
     numbers = [name.removeprefix("step ") for name in names]
     if len(names) < 2 or any(name == number for name, number in zip(names, numbers, strict=True)):
@@ -138,7 +147,7 @@ def _joined(moments: Iterable[str]) -> str:
 
 
 def measured_of(record: Record) -> dict[str, dict[str, Measured]]:
-    """By the moment of training, then by method."""
+    """Returns the numbers of each method, by moment of training, then by method."""
     return {name: _measured(_of(record.rows, name)) for name in _moments(record)}
 
 
@@ -162,7 +171,7 @@ def _is_default(row: Row) -> bool:
 
 
 def _moments(record: Record) -> list[str]:
-    """Names of the captured inputs, in the order of their steps."""
+    """Returns the names of the captured inputs in the order of their steps."""
     steps = {_name(row): int(row.get("step") or 0) for row in record.rows}
     return sorted(steps, key=lambda name: (steps[name], name))
 
@@ -229,7 +238,7 @@ def _by_group(rows: Sequence[Row], moment: str) -> list[Chart]:
 
 
 def _points(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
-    """Of a logarithmic chart."""
+    """Returns the points that a logarithmic chart can show."""
     found = [(_number_of(row, x), _number_of(row, y)) for row in rows]
     return [point for point in found if min(point) > 0]
 
@@ -240,7 +249,7 @@ def _number_of(row: Row, key: str) -> float:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    """Each method at its own threshold; the smallest groups of tokens apart."""
+    """Returns a table of each method at its own threshold; its last column is the rarest tenth."""
     columns = {
         "threshold": "threshold",
         "kept": "kept",
@@ -263,7 +272,7 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _in_rarest(rows: Sequence[Row], of: Row) -> Cell:
-    """The weight gradient's error."""
+    """Returns the weight gradient's error in the rows of the rarest tenth."""
     for row in rows:
         same = all(row.get(key) == of.get(key) for key in ("method", "threshold"))
         if same and row.get("group") == "10":
@@ -272,7 +281,7 @@ def _in_rarest(rows: Sequence[Row], of: Row) -> Cell:
 
 
 def _cosines(rows: Sequence[Row]) -> Table | None:
-    """1 - cosine of each method at its own threshold, by tenth of the ids' frequency."""
+    """Returns a table of 1 - cosine by tenth of the ids, for each method at its own threshold."""
     groups = [group for group in GROUPS if any(row.get("group") == group for row in rows)]
     if len(groups) < 2:
         return None

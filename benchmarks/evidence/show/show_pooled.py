@@ -1,4 +1,4 @@
-"""Records of kind "convergence" together, for a reader."""
+"""Report section of all records of kind "convergence" together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Together(NamedTuple):
 
 
 def together(records: Sequence[Record]) -> list[Together]:
-    """A part for each device whose records differ in their vocabulary alone."""
+    """Returns a part for each device that has records which differ only in their vocabulary."""
     found: dict[str, list[Pool]] = {}
     for pool in pools_of(records):
         found.setdefault(pool.device, []).append(pool)
@@ -80,7 +80,7 @@ def _table(pool: Pool) -> Table:
 
 
 def summary_rows(records: Sequence[Record]) -> list[list[str]]:
-    """For show_convergence.summary: a row for each start, of one device and the same settings."""
+    """Returns rows for show_convergence.summary, one for each device, settings and start."""
     found: dict[tuple[str, str, str], list[Pool]] = {}
     for pool in pools_of(records):
         found.setdefault((pool.device, pool.settings, pool.start), []).append(pool)

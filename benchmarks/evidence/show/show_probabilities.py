@@ -1,4 +1,4 @@
-"""A record of kind "probabilities" for a reader: figure 3 of Cut Cross-Entropy."""
+"""Report section of a record of kind "probabilities": figure 3 of Cut Cross-Entropy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.evidence.page import Block, Figures, Table, Words, number
 from benchmarks.evidence.records import Record, Row
 
 COLOURS = ("grey", "blue", "green", "amber", "red", "purple", "pink", "olive")
-# Of the paper: below this share of the softmax's entries reach 2^-12 (arXiv:2411.09009, 4.3).
+# The paper: fewer than this share of the softmax's entries reach 2^-12 (arXiv:2411.09009, 4.3).
 CLAIMED_SHARE = 0.0002
 
 
@@ -24,7 +24,7 @@ def blocks(record: Record) -> list[Block]:
         for place, (name, points) in enumerate(curves.items())
     ]
     thresholds = dict.fromkeys(_value(row, "threshold") for row in sparse)
-    # Of the last step, the farthest trained.
+    # Mark the rank of the last step, whose model is trained the longest.
     ranks = [(_value(row, "rank"), f"rank {row['rank']}") for row in sparse[-1:] if row.get("rank")]
     chart = Chart(
         "Sorted probabilities, means over tokens",

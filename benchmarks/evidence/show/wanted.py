@@ -1,4 +1,4 @@
-"""What evidence there should be, and which of it no record has yet."""
+"""List of the evidence that there should be, and of the part that no record has yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METHODS = (
 )
 NUM_SEEDS = 3
 STEPS = (0, 10, 100, 1000, 5000)
-# Whole training steps.
+# Losses of which whole training steps should be measured.
 TRAINED = ("filtered", "dense", "liger", "cce")
 GPUS = {1: "one GPU", 4: "four GPUs"}
 
@@ -32,7 +32,7 @@ def is_on_gpu(record: Record) -> bool:
 
 
 def missing(records: Sequence[Record]) -> list[str]:
-    """A sentence for each gap: kinds without a record first."""
+    """Returns a sentence for each gap; kinds without a record come first."""
     kinds = {record.kind for record in records}
     found = [f"**{kind}**: no record at all" for kind in get_args(Kind) if kind not in kinds]
     measured = [record for record in records if is_on_gpu(record)]
@@ -74,9 +74,9 @@ def _missing_steps(records: Sequence[Record]) -> list[str]:
 
 
 def _missing_runs(records: Sequence[Record]) -> list[str]:
-    """What is left of V x start x method, at NUM_SEEDS seeds."""
+    """Returns a sentence for each vocabulary and start without NUM_SEEDS seeds of each method."""
     done: dict[tuple[int, str, str], int] = {}
-    # Full logits by another name: 8 bits were let through in no step.
+    # Methods whose 8-bit logits were refused in every step: they trained with full logits.
     refused: set[tuple[int, str, str]] = set()
     for record in records:
         for case in cases_of(record) if record.kind == "convergence" else ():
