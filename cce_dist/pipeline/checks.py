@@ -144,8 +144,8 @@ def _check_inputs(
             "of the first stage, where the embedding is tied, got none"
         )
     every = [_shapes(each) for each in args]
-    # If some inputs come by keyword, input_args need not list the positional ones. `check_output`
-    # then checks the stage's output, whose shape is right if the inputs' shapes are.
+    # If some inputs come by keyword, input_args need not list the positional ones. Then
+    # `check_output` shows that unlisted inputs have the right shape: the stage's output has.
     static = None if by_keyword else _static_inputs(stage)
     wanted = [_shapes(static)] * bool(static) + every
     for index, shapes in enumerate(every):

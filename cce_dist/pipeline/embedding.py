@@ -55,9 +55,9 @@ class TiedEmbedding(nn.Module):
         timeout: the timeout of the groups that it makes.
     Collectives: makes at most four groups, at the same time on every rank, as the head does. A
         microbatch costs a broadcast of its tokens; a sum of [N, D] in hidden's dtype to the first
-        stage, with one addend for each token that is not 0; and a broadcast of [N, D] back. With
-        tensor-parallel ranks there is also an all-reduce on the first stage, or under
-        sequence_parallel a reduce-scatter and an all-gather.
+        stage, where each token's row comes from one rank and the others add 0; and a broadcast of
+        [N, D] back. With tensor-parallel ranks there is also an all-reduce on the first stage, or
+        under sequence_parallel a reduce-scatter and an all-gather.
     Determinism: bitwise equal from run to run.
     """
 

@@ -70,8 +70,8 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         stage: this rank's only stage.
         n_microbatches: a rank begins with at most ranks + 2 forwards, and holds that many
             microbatches between forward and backward, if the head takes no longer than two stages
-            and `times` have no latency (otherwise see planner/orders.py). 1F1B's first rank holds
-            one for each rank.
+            and `times` have no latency (otherwise see planner/orders/vocab_1f1b.py). 1F1B's first
+            rank holds one for each rank.
         head: a head over the stage's group. After a step weight.grad includes its gradient.
         embedding: every rank makes one, and the first stage's module calls it.
         times: durations of a microbatch's passes on a rank, in any unit. They give the order of
