@@ -18,17 +18,17 @@ from cce_dist.options import Backend, LossOptions
 
 
 class LargestLogits(NamedTuple):
-    """Each has hidden's shape without D."""
+    """Largest logits and their rows; each field has hidden's shape without D."""
 
-    # fp32 (float64 for float64 inputs); -inf of a weight without rows, NaN where a logit is NaN
+    # fp32 (float64 for float64 inputs); -inf if the weight has no rows, NaN if a logit is NaN
     value: Tensor
-    index: Tensor  # int64: the row of weight, the first of equal logits; 0 for -inf and NaN
+    index: Tensor  # int64: row of weight, the first of equal logits; 0 for -inf and NaN
 
 
 @torch.no_grad()
 def largest_logits(
     hidden: Tensor,  # [..., D] bf16 | fp16 | fp32 | float64
-    weight: Tensor,  # [V_local, D] as hidden
+    weight: Tensor,  # [V_local, D] hidden's dtype
     *,
     bias: Tensor | None = None,  # [V_local]
     softcap: float | None = None,
@@ -39,10 +39,10 @@ def largest_logits(
     """Returns max and argmax, over this rank's rows, of logit_scale * softcap(hidden @ weight.T +
     bias).
 
-    As `logits.max(dim=-1)` of logits in fp32, which are never stored. Over several ranks the caller
-    takes the largest of the ranks' values. Not differentiable. No collectives.
+    The result is that of `logits.max(dim=-1)` on fp32 logits, which are never stored. Over several
+    ranks the caller takes the largest of the ranks' values. Not differentiable. No collectives.
 
-    Args: those of `linear_cross_entropy`.
+    Args: see `linear_cross_entropy`.
     Raises:
         ValueError: an argument is out of range, or shapes, dtypes or devices don't fit; or a
             DTensor is given.

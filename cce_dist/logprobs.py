@@ -1,4 +1,4 @@
-"""Per-token log-probabilities for reinforcement learning: the loss, read as what a policy says."""
+"""Per-token log-probabilities for reinforcement learning, computed by the loss."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ if TYPE_CHECKING:
     from cce_dist.ranks.transport import Group
 
 IGNORED = -100
-# Not LossOptions' own, which torch.compile does not trace.
+# torch.compile does not trace the defaults of LossOptions itself.
 UNSCREENED = Screen()
 GradientOfEach = Literal["filtered", "exact"]
 
 
 class TokenLogprobs(NamedTuple):
-    """Each has targets' (shifted) shape, fp32 (float64 for float64 inputs), differentiable."""
+    """Log-probabilities and entropy of each token.
+
+    Fields have targets' (shifted) shape, fp32 (float64 for float64 inputs), and are differentiable.
+    """
 
     logprobs: Tensor  # natural log of the target's probability; 0 where a token is left out
-    # Of the softmax, in nats; 0 where a token is left out; None: not asked for.
+    # The softmax's entropy, in nats; 0 where a token is left out; None: not asked for.
     entropy: Tensor | None
 
 
@@ -65,23 +68,24 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Returns log softmax(z / temperature)[target] of every token; logits [N, V] are never stored.
 
-    z is that of `linear_cross_entropy`, and so is every argument that is not listed here. What PPO,
-    GRPO and the like make of the result (ratios, clipping, advantages, a KL term) is ordinary
-    autograd on [N]: each token's upstream gradient may be anything, negative or 0.
+    z is defined in `linear_cross_entropy`, as is every argument that is not listed here. PPO, GRPO
+    and the like compute further terms (ratios, clipping, advantages, a KL term) by ordinary
+    autograd on [N]: each token's upstream gradient may be any number, also negative or 0.
 
     Args:
-        mask: the tokens to compute, the response's; the others cost nothing, and their hidden
-            states are not read. It goes with targets: with `shift` it is shifted as they are.
-            None: every token. Tokens of target -100 are left out either way.
-        temperature: that of the sampling; > 0. A tensor has one of each token, goes with targets as
-            mask does, and may require grad, but for `entropy`: its own is then a token's
-            -(logprob + entropy) / temperature. What it holds where no token counts is not read.
-        entropy: compute it. Where a loss depends on it, the backward computes every column;
-            as a metric it costs little more than nothing.
+        mask: True for tokens to compute, such as a response's. Other tokens cost nothing, and
+            their hidden states are not read. It is aligned with targets: `shift` shifts both. None:
+            every token. Tokens with target -100 are left out in any case.
+        temperature: the sampling temperature, > 0. A tensor has a temperature for each token, and
+            is aligned with targets as mask is. It may require grad, except with `entropy`; its
+            gradient is -(logprob + entropy) / temperature of each token, times the upstream one.
+            Values at tokens that do not count are not read.
+        entropy: compute the entropy. If a loss depends on it, the backward computes every column;
+            as a metric it costs next to nothing.
         gradient: "filtered" or "exact".
     Raises:
         ValueError: an argument is not supported; the message says which.
-    Collectives, determinism: as `linear_cross_entropy` with reduction "none".
+    Collectives, determinism: the same as `linear_cross_entropy` with reduction "none".
     """
     require_bool("entropy", entropy)
     require_choice("gradient", gradient, get_args(GradientOfEach))
@@ -141,7 +145,7 @@ def _mask_targets(targets: Tensor, mask: Tensor) -> Tensor:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask)
         raise ValueError(f"mask must be a bool tensor, got {got}")
     if not isinstance(targets, Tensor):
-        return targets  # which the loss refuses by its name
+        return targets  # the loss refuses it, and names it
     require_tensor("mask", mask)
     require_tensor("targets", targets)
     if is_dtensor(mask) != is_dtensor(targets):

@@ -1,4 +1,4 @@
-"""The public function and its module; the work is in `compute`, or `compiled` for tracers."""
+"""The public function and its module; `prepare`, or `compiled` under a tracer, does the work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def linear_cross_entropy(
     hidden: Tensor,  # [..., D] bf16 | fp16 | fp32 | float64
-    weight: Tensor,  # [V_local, D] as hidden
+    weight: Tensor,  # [V_local, D] hidden's dtype
     targets: Tensor,  # [...] int64, ids of the whole vocabulary
     *,
     group: Group | DeviceMesh | None = None,
@@ -48,7 +48,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    token_weight: Tensor | None = None,  # as targets
+    token_weight: Tensor | None = None,  # targets' shape
     class_weight: Tensor | None = None,  # [V], the same on every rank
     gradient: GradientMode = "filtered",
     filter: Filter = Filter(),  # noqa: B008 - frozen
@@ -70,71 +70,72 @@ def linear_cross_entropy(
         token_weight * ((1 - s) w_y nll + s mean_v w_v (lse - z_v) + z_loss lse^2)
 
     Args:
-        weight: or a DTensor placed Shard(0), whose mesh is the group; then hidden, bias and others
-            may be DTensors, and so are results and gradients: docs/parallelism.md#dtensor.
+        weight: this rank's rows; or a DTensor placed Shard(0), whose mesh gives the group. Then
+            hidden, bias and others may be DTensors, and so are results and gradients:
+            docs/parallelism.md#dtensor.
         group: the ranks that share the vocabulary; None for one rank. Every rank passes all
-            targets of the group and gets the same loss. Over MPI an MPIGroup: docs/mpi.md.
-        vocab_shard: which token ids this rank's rows are; None splits evenly by rank (Megatron's
+            targets of the group and gets the same loss. Over MPI pass an MPIGroup: docs/mpi.md.
+        vocab_shard: the token ids of this rank's rows; None splits evenly by rank (Megatron's
             rule). Rows of ids >= vocab_size are padding: no softmax, gradient 0. A whole head on
-            each of W ranks would count W times: refused where the merge shows it.
+            each of W ranks would count W times; the call refuses it where the merge shows it.
         sequence_parallel: hidden is this rank's slice of dim 0, of the same size on every rank;
-            its gradient comes back reduce-scattered. Without it hidden is the same on every
-            rank and its gradient is all-reduced.
+            its gradient is reduce-scattered. Without it hidden is the same on every rank, and its
+            gradient is all-reduced.
         reduction: "mean" divides by the number of tokens that are not ignored, or by the sum of
-            their class weights; by 1 if that is 0, so that a batch without targets has loss 0
+            their class weights. If that is 0 it divides by 1: a batch without targets has loss 0
             and adds nothing to a sum over data-parallel ranks.
         shift: hidden[..., t, :] predicts targets[..., t + shift]; the last dim of the result is
-            max(T - shift, 0). token_weight goes with targets.
+            max(T - shift, 0). token_weight is shifted with targets.
         gradient: "filtered" computes the columns that matter and keeps the mass of the others
-            (`filter`); "exact" computes every column; "in_forward" makes the gradients beside the
-            loss, which must be a scalar: backend "torch" of every column, with one matrix product
-            less, "triton" filtered, as either is where logits are screened.
-        logits: "screened" computes all logits in 8 bits and those of the columns that the filter
-            keeps again in full, in the loss too: docs/numerics.md#screened-logits. For 16-bit
-            hidden and gradient="filtered", or "in_forward". Backend "torch" has it as a reference,
-            slower than full logits.
-        screen: the 8-bit dtype, and when a call computes full logits instead.
-        quantized_weight: `quantize_weight(weight)`, or a `StepQuantizer`, which save quantising it
-            in each call.
-        grad_weight_into: the weight's gradient is added here, and weight.grad stays None; DDP does
-            not reduce it.
-        stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments", "screened". Where
-            "entropy" is differentiated, the backward computes every column. "tail_mass"
-            recomputes what is kept once more, and gathers [N] numbers. "screened": whether logits
-            were, on all ranks.
+            (`filter`). "exact" computes every column. "in_forward" computes the gradients beside
+            the loss, which must be a scalar. There backend "torch" computes every column, with one
+            matrix product less; backend "triton" filters, as both do for screened logits.
+        logits: "screened" computes all logits in 8 bits, then the logits of columns that the filter
+            keeps once more in full, for the loss too: docs/numerics.md#screened-logits. It needs
+            16-bit hidden and gradient="filtered" or "in_forward". Backend "torch" has it as a
+            reference, slower than full logits.
+        screen: the 8-bit dtype, and the limits beyond which a call computes full logits instead.
+        quantized_weight: `quantize_weight(weight)` or a `StepQuantizer`; without it each call
+            quantises the weight.
+        grad_weight_into: a tensor to which the weight's gradient is added. weight.grad then stays
+            None, and DDP does not reduce the gradient.
+        stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments", "screened". If
+            "entropy" is differentiated, the backward computes every column. "tail_mass" computes
+            the kept columns once more, and gathers [N] numbers. "screened" tells whether logits
+            were screened, on all ranks.
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
-            one tile of 128 tokens. None: 64 MiB, and 8 KiB a token of more than 8,192, so that
-            more tokens take no longer each; with logits="screened" 17 KiB a token if that is more,
-            but no more for it than the weight's 8-bit copy took, which is gone by then.
-        keep_logits: whether memory from the forward to the backward saves time, on a GPU. With
-            gradient="exact" logits of as many columns as fit the workspace, and the weight's
-            gradient, which the forward then allocates, are kept in 16 bits (fp32 for fp32 inputs)
-            and not computed again; None: they are not. With logits="screened" those that are exact,
-            as many as fit the workspace; None: they are where the kernels compute. False where
-            many forwards come before their backwards, each of which would hold a workspace. A
-            second backward over a retained graph computes them again.
-        check_ranks: first compare, bit by bit, what all ranks of the group must share, and the rows
-            of weight, which they must not; for debugging, on every rank or on none: the host waits.
-            So does CCE_DIST_CHECK_RANKS=1.
+            one tile of 128 tokens. None: 64 MiB, and 8 KiB more for each token beyond 8,192, so
+            that the time of a token stays the same. With logits="screened" 17 KiB a token if that
+            is more, up to the size of the weight's 8-bit copy, which is freed before.
+        keep_logits: on a GPU, keep logits from the forward to the backward, which saves time. With
+            gradient="exact" logits of as many columns as fit the workspace stay, in 16 bits (fp32
+            for fp32 inputs), and the forward allocates the weight's gradient; None: False. With
+            logits="screened" as many exact logits as fit the workspace stay; None: True where the
+            kernels compute. Use False if many forwards come before their backwards: each would
+            hold a workspace. A second backward over a retained graph computes the logits again.
+        check_ranks: first check, bit by bit, that all ranks of the group have the same arguments,
+            and different rows of weight. It is for debugging: the host waits. Set it on every rank
+            or on none. CCE_DIST_CHECK_RANKS=1 does the same.
     Returns:
-        The loss in fp32 (float64 for float64 inputs): [], or targets' (shifted) shape with 0 at
-        ignored tokens for reduction "none"; LossOutput if `stats` is not empty.
+        The loss in fp32 (float64 for float64 inputs): []; for reduction "none" targets' (shifted)
+        shape, with 0 at ignored tokens. A LossOutput if `stats` is not empty.
     Raises:
         ValueError: an argument or a combination is not supported; the message says which.
         RuntimeError: a backward through lse or entropy with gradient="in_forward".
-    Collectives on `group`, bytes a rank (float64: twice as many): forward one all-gather of
-        8 N + 32, and 4 N more for label smoothing, 4 N for entropy, 8 N for correct, 16 N for
-        moments (backend "torch", "in_forward": one a chunk of tokens); one more of 4 N for
-        tail_mass; before it four of 4 N where backend "triton" filters, one where "torch" screens,
-        and on the CPU one of 40 bytes, the sizes.
-        Backward one all-reduce of [N, D] fp32, or for 16-bit hidden, where W divides N, a
-        reduce-scatter and an all-gather of the sum in 16 bits; of "in_forward" in the forward.
-        sequence_parallel: an all-gather of hidden in each, and the reduce-scatter alone.
-        All of them in order of time: docs/parallelism.md#collectives.
+    Collectives on `group`, bytes a rank (float64: twice as many):
+        Forward: one all-gather of 8 N + 32, and 4 N more for label smoothing, 4 N for entropy, 8 N
+        for correct, 16 N for moments (backend "torch" with "in_forward": one a chunk of tokens).
+        tail_mass adds one of 4 N. Before them come four of 4 N if backend "triton" filters, one if
+        "torch" screens, and on the CPU one of 40 bytes for the sizes.
+        Backward: one all-reduce of [N, D] fp32; or for 16-bit hidden, if W divides N, a
+        reduce-scatter, and an all-gather of the sum in 16 bits. With "in_forward" these are in the
+        forward.
+        sequence_parallel: an all-gather of hidden in forward and backward, and no all-gather of the
+        sum. Their order in time: docs/parallelism.md#collectives.
     Determinism: lse is bitwise equal on all ranks; results are bitwise equal from run to run.
-    Differentiable once, by hidden, weight, bias, and token_weight; a derivative of a gradient made
-    with create_graph=True is a RuntimeError. 16-bit products accumulate in fp32. Under autocast
-    hidden and weight are cast first, as torch's linear does.
+    The loss is differentiable once, by hidden, weight, bias and token_weight: the derivative of a
+    gradient made with create_graph=True is a RuntimeError. 16-bit products accumulate in fp32.
+    Under autocast hidden and weight are cast first, as in torch's linear.
     Source: Cut Cross-Entropy, arXiv:2411.09009; docs/numerics.md has the derivations.
     """
     options = LossOptions(
@@ -181,7 +182,7 @@ def compute_loss(
     hidden, weight = cast_by_autocast(arrived(inputs.hidden), arrived(inputs.weight))
     inputs = Inputs(hidden, weight, *inputs[2:])
     if is_traced():
-        # Imports the compiler, which the caller has.
+        # It imports the compiler, which a tracing caller has imported already.
         from cce_dist.frontend.compiled import compute as trace
 
         result = trace(inputs, options, group, vocab_shard, quantized_weight)
@@ -235,7 +236,7 @@ class LinearCrossEntropy(nn.Module):
         grad_weight_into: Tensor | None = None,
         quantized_weight: QuantizedWeight | StepQuantizer | None = None,
     ) -> Tensor | LossOutput:
-        """See `linear_cross_entropy`."""
+        """Computes `linear_cross_entropy` with the module's options."""
         inputs = Inputs(hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into)
         return compute_loss(inputs, self.options, self.group, self.vocab_shard, quantized_weight)
 

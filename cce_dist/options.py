@@ -15,26 +15,26 @@ EightBitDtype = Literal["auto", "int8", "e4m3"]
 Backend = Literal["auto", "triton", "torch"]
 Stat = Literal["lse", "entropy", "correct", "tail_mass", "logit_moments", "screened"]
 
-# "auto" in 16 bits keeps a column of a block at this mass; in the wide dtypes at this share of the
-# uniform mass 128 / V, so that what is dropped is at most the dtype's rounding unit per token, on
-# average over a block. Measured: docs/numerics.md#the-default-filter.
+# In 16 bits "auto" keeps a column of a block from this mass on. In fp32 and float64 the limit is
+# AUTO_KEEP_SHARE of the uniform mass 128 / V: the dropped mass is then at most the dtype's rounding
+# unit per token, on average over a block. Measured: docs/numerics.md#the-default-filter.
 AUTO_KEEP = {"bfloat16": 2.0**-10.5, "float16": 2.0**-14}
-# The same where similar tokens stand side by side (backend "triton"): a column then matters to
-# fewer blocks, and what a block drops is alike. Below FULL_ORDER tokens in proportion less.
+# The same if similar tokens stand side by side (backend "triton"): a column then matters to fewer
+# blocks, and a block's dropped columns are alike. Below FULL_ORDER tokens in proportion less.
 AUTO_KEEP_ORDERED = {"bfloat16": 2.0**-9.5, "float16": 2.0**-13.5}
 FULL_ORDER = 1024
 AUTO_KEEP_SHARE = {"float32": 2.0**-24, "float64": 2.0**-53}
 # Below this vocabulary "auto" keeps every column: there is no tail worth skipping.
 AUTO_KEEP_FROM_VOCAB = 4096
 
-# A column of mass m below `keep` is drawn with a probability of about m over this times `keep`.
+# A column of mass m below `keep` is drawn with probability of about m / (DRAW_FACTOR * keep).
 DRAW_FACTOR = 3
 
-# One score per column and block of this many tokens; the kernels' token tile has the same size.
+# A column has one score for each block of this many tokens; the kernels' token tile has this size.
 TOKEN_BLOCK = 128
 
-# The default workspace. Each chunk of columns adds to the whole hidden gradient, which costs more
-# with more tokens: chunks then have to be of more columns.
+# The default workspace. Each chunk of columns adds to the whole hidden gradient, and the addition
+# costs more with more tokens: chunks then need more columns.
 LEAST_WORKSPACE_BYTES = 64 * 2**20
 WORKSPACE_BYTES_PER_TOKEN = 2**13
 SCREENED_BYTES_PER_TOKEN = 17 * 2**10
@@ -49,7 +49,7 @@ _NUMBERS = (
     "workspace_bytes",
 )
 
-# Factors of logits, in size: fp32 has to hold them, their inverses, and what they are made of.
+# Bounds of a factor of the logits, in size: fp32 must hold it, its inverse and its parts.
 LEAST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
 
 
@@ -60,9 +60,9 @@ def require_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
 
 
 def require_finite(name: str, got: object, *, minimum: float | None = None) -> float:
-    """Returns the number as Python's."""
+    """Returns a finite number as a Python number, or refuses it."""
     number = python_number(name, got)
-    # An int may be larger than any float, which math.isfinite trips over.
+    # math.isfinite raises for an int that is larger than any float.
     if number is None or not abs(number) <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number, got {got!r}")
     if minimum is not None and number < minimum:
@@ -92,20 +92,20 @@ def default_workspace_bytes(num_tokens: int) -> int:
 class Filter:
     """The rule by which a block of 128 tokens keeps columns of the logits in the backward.
 
-    A column of a block is kept if its probability mass, summed over the block's tokens, is at
-    least `keep`, or if it is the target of one of them. What is dropped is replaced, block by
-    block, by the product of its two marginals (`tail`), so that its mass reaches the gradient.
+    A block keeps a column if the column's probability mass, summed over the block's tokens, is at
+    least `keep`, or if the column is the target of a token in the block. The product of their two
+    marginals replaces a block's dropped columns (`tail`), so that their mass reaches the gradient.
 
     Args:
-        keep: mass in [0, 128] at which a column is kept (in proportion less in a last block of
+        keep: mass in [0, 128] from which a column is kept (in proportion less in a last block of
             fewer tokens); 0 keeps every column. "auto" follows dtype, vocabulary,
             backend and number of tokens: see `threshold`.
-        tail: replace what is dropped by the product of its marginals; False drops it, as
+        tail: replace dropped columns by the product of their marginals. False drops them, as
             Apple's Cut Cross-Entropy does, and starves rare tokens of gradient.
         draw: with `tail` and `keep`: some dropped columns, drawn in proportion to their mass, stand
-            for all of them in the hidden gradient, which is then right on average and closer by
-            far; False leaves it to the marginals, whose error has a bound.
-        eps: keep a column where any single token's probability reaches `eps`, in place of
+            for all dropped columns in the hidden gradient. It is then right on average, and far
+            closer. False leaves it to the marginals, whose error has a bound.
+        eps: keep a column if any single token's probability reaches `eps`, in place of
             `keep`: the criterion of Cut Cross-Entropy (arXiv:2411.09009, section 4.3).
     Raises:
         ValueError: a value is out of range, or both `keep` and `eps` are given.
@@ -140,9 +140,9 @@ class Filter:
     def threshold(
         self, dtype_name: str, vocab_size: int, *, ordered_tokens: int | None = None
     ) -> float:
-        """Returns the score at which a column is kept, for hidden's dtype; 0 keeps every column.
+        """Returns the score from which a column is kept, for hidden's dtype; 0: every column.
 
-        Args: ordered_tokens: how many there are, where similar ones stand side by side.
+        Args: ordered_tokens: the number of tokens, if similar tokens stand side by side.
         """
         if self.eps is not None:
             return self.eps
@@ -165,12 +165,13 @@ class Screen:
     `max_error`, computes full logits; stats=("screened",) says which it did.
 
     Args:
-        dtype: of the 8-bit copies: "int8", "e4m3", or "auto" for the better of the two on the
-            device: e4m3 on compute capability 10 and 11, int8 elsewhere.
-        max_kept: share of the pairs of a column and a block of 128 tokens, in [0, 1], that may be
-            kept and so computed exactly.
-        max_error: nats, the bound of an estimate of the rms error of a token's log-sum-exp, as if
-            all columns that are not kept erred alike: docs/numerics.md#when-screening-is-refused.
+        dtype: the dtype of the 8-bit copies: "int8", "e4m3", or "auto" for the better of the two on
+            the device: e4m3 on compute capability 10 and 11, int8 elsewhere.
+        max_kept: the largest share, in [0, 1], of kept pairs among all pairs of a column and a
+            block of 128 tokens; kept pairs are computed exactly.
+        max_error: nats, a bound of the estimated rms error of a token's log-sum-exp. The estimate
+            takes all columns that are not kept to err alike:
+            docs/numerics.md#when-screening-is-refused.
     Raises:
         ValueError: a value is out of range.
     """
@@ -192,7 +193,7 @@ class Screen:
 class LossOptions:
     """Every option of `linear_cross_entropy` that is neither a tensor nor a process group.
 
-    Meanings are stated once, in `cce_dist.loss.linear_cross_entropy`.
+    `cce_dist.loss.linear_cross_entropy` documents each option.
 
     Raises:
         ValueError: a value is out of range, or two options exclude each other.
@@ -321,24 +322,24 @@ class LossOptions:
             )
 
     def workspace_for(self, num_tokens: int) -> int:
-        """Returns the bytes of the workspace of a call on so many tokens."""
+        """Returns the bytes of a call's workspace for so many tokens."""
         if self.workspace_bytes is not None:
             return self.workspace_bytes
         return default_workspace_bytes(num_tokens)
 
     @property
     def _reaches_every_column(self) -> bool:
-        """Whether each column's gradient is distinct: softcap'(z) / V of the mean logit."""
+        """Tells whether each column has its own gradient: softcap'(z) / V of the mean logit."""
         return self.softcap is not None and self.label_smoothing > 0
 
     @property
     def draws(self) -> bool:
-        """Whether dropped columns are drawn: by mass, which the criterion `eps` is not."""
+        """Tells whether dropped columns are drawn: by mass, so not with the criterion `eps`."""
         return self.filter.draw and self.filter.tail and self.filter.eps is None
 
     @property
     def filters(self) -> bool:
-        """Whether the gradients may leave columns out."""
+        """Tells whether the gradients may leave columns out."""
         if self.gradient == "exact" or self._reaches_every_column:
             return False
         return self.filter.keep != 0 and self.filter.eps != 0

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         remove()
         return 0
     sys.argv = script
-    # As Python does where it is started with the script itself.
+    # Python does the same when it starts the script itself.
     sys.path[0] = str(Path(script[0]).resolve().parent)
     runpy.run_path(script[0], run_name="__main__")
     return 0

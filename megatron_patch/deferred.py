@@ -1,4 +1,4 @@
-"""Deferred logits: a patched head returns them, and they are computed when they are read."""
+"""Deferred logits: a patched head returns them, and the first read computes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_patch.errors import PatchError
 
 
 def version_of(tensor: Tensor) -> int:
-    """Returns how many writes autograd has seen; 0 for inference tensors, which have no count."""
+    """Returns the number of writes that autograd has counted; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -27,9 +27,10 @@ class HeadCall:
 
     Args:
         gathers: the call's runtime_gather_output.
-        version: of hidden, at the call.
-        scale: of the logits.
-        records, infers: whether autograd recorded, and inference_mode was on, at the call.
+        version: hidden's autograd version at the call.
+        scale: a factor of the logits.
+        records: autograd recorded at the call.
+        infers: inference_mode was on at the call.
     """
 
     layer: Any
@@ -42,10 +43,12 @@ class HeadCall:
     infers: bool = field(default_factory=torch.is_inference_mode_enabled)
 
     def require_same(self) -> None:
-        """Raises:
-        PatchError: the value or its gradient would not be those of logits made by the call.
+        """Checks that logits computed now equal logits computed at the call.
+
+        Raises:
+            PatchError: the values or the gradient would differ.
         """
-        # A Function's forward alone has this switched off outside of inference_mode.
+        # Outside of inference_mode only a Function's forward has this switched off.
         hides = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
         if self.records and hides:
             raise PatchError(
@@ -61,7 +64,7 @@ class HeadCall:
 
     @contextlib.contextmanager
     def as_called(self) -> Iterator[None]:
-        """Makes what the call would have made: autograd records as it did then."""
+        """Restores the call's autograd modes: code within it records as the call would have."""
         with contextlib.ExitStack() as stack:
             if torch.is_inference_mode_enabled() != self.infers:
                 stack.enter_context(torch.inference_mode(self.infers))
@@ -72,18 +75,18 @@ class HeadCall:
 class DeferredLogits(Tensor):
     """scale * (hidden @ weight.T), not computed yet.
 
-    The loss takes hidden and weight from here; so do, where nothing is differentiated, the largest
-    logits and their indices, by the loss's kernel, which multi-token prediction's metric wants.
-    Whoever else asks for anything, an attribute, an operator, a torch function, gets that of the
-    logits, which are then made by Megatron's own forward, once, and are from then on the logits:
-    also for the loss, since who has them may have changed them.
+    The loss reads hidden and weight from this object and makes no logits. Without gradients the
+    largest logits and their indices come from the loss's kernel: multi-token prediction's metric
+    reads them. Any other attribute, operator or torch function makes the logits, once, by
+    Megatron's own forward. After that the loss uses these logits too: the caller may have changed
+    them.
     """
 
     call: HeadCall
     _logits: Tensor | None
 
     def __new__(cls, call: HeadCall) -> DeferredLogits:
-        # Without memory and shape: whoever asks for either gets the logits'.
+        # The stand-in has no memory and no shape: a request for either goes to the logits.
         like = {"dtype": call.hidden.dtype, "device": call.hidden.device}
         self = Tensor._make_wrapper_subclass(cls, (), **like)
         self.call, self._logits = call, None
@@ -100,7 +103,7 @@ class DeferredLogits(Tensor):
         return self._logits is not None
 
     def materialize(self) -> Tensor:
-        """[s, b, V / tp], or [s, b, V] where the head was asked to gather."""
+        """Returns the logits: [s, b, V / tp], or [s, b, V] where the head was asked to gather."""
         call, logits = self.call, self._logits
         if logits is None:
             call.require_same()
@@ -143,7 +146,7 @@ class DeferredLogits(Tensor):
         return self.materialize().argmax(*args, **kwargs)
 
     def _wants_largest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns whether a call asks for each token's largest logit here, without a gradient."""
+        """Tells whether a call asks for each token's largest logit, without a gradient."""
         asked = (args == (-1,) and not kwargs) or (not args and kwargs == {"dim": -1})
         split = self.call.layer.tp_group.size() > 1 and self._gathers
         return asked and not torch.is_grad_enabled() and self._logits is None and not split
@@ -157,7 +160,7 @@ class DeferredLogits(Tensor):
         return output
 
     def __mul__(self, other: Any) -> Any:
-        # muP's multiplier of the logits.
+        # muP multiplies the logits by a number.
         if self._logits is None and isinstance(other, numbers.Real):
             scale = self.call.scale * float(other)
             if 0 < scale < math.inf:

@@ -9,16 +9,16 @@ import torch.distributed as dist
 
 
 class PatchError(RuntimeError):
-    """Megatron, or this model of it, is not what the patch works with; says which flag to change.
+    """An error for a Megatron or a model that the patch does not support; names the flag to change.
 
-    A RuntimeError: Megatron's own way to say that a configuration cannot run.
+    It is a RuntimeError, which Megatron itself raises for a configuration that cannot run.
     """
 
 
 @contextmanager
 def failing_in(place: str) -> Iterator[None]:
-    """Says where a step has failed, of errors that do not: gloo's and NCCL's know an address at
-    best, and no pass of a stage. Others are the caller's own, and stay as they are."""
+    """Adds `place` to errors of gloo and NCCL, which name an address at best and no pass of a
+    stage. Other errors are the caller's own, and stay as they are."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The loss from a head's input, in Megatron's conventions."""
+"""The loss of a head's input, in Megatron's conventions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_patch.options import PatchOptions
 from megatron_patch.quantized import quantizer_of
 
 IGNORED = -100
-# Times the loss's own workspace, for logits that stay from the forward to the backward: with it no
-# step measured was more than 2 % longer than with Megatron's fused loss,
+# Logits that stay from the forward to the backward get this multiple of the loss's own workspace.
+# With it no measured step was more than 2 % longer than with Megatron's fused loss:
 # docs/benchmarks.md#megatron.
 WORKSPACES_OF_KEPT = 2
 
@@ -29,12 +29,12 @@ def head_loss(
     """Computes each token's cross-entropy: [s, b] fp32, contiguous, the same bits on every rank.
 
     Args:
-        layer: the ColumnParallelLinear whose forward this is.
+        layer: the ColumnParallelLinear in whose forward the loss runs.
         hidden: [s, b, h]; under sequence parallelism this rank's [s / tp, b, h].
         weight: [V / tp, h].
-        labels: [s, b]. Where one is no class, as -100, loss and gradient are 0: Megatron masks it
-            later.
-        scale: of the logits.
+        labels: [s, b]. A label that is no class, such as -100, gets loss and gradient 0: Megatron
+            masks it later.
+        scale: a factor of the logits.
     Collectives: those of `linear_cross_entropy` over the layer's tensor-parallel group.
     """
     group = layer.tp_group
@@ -72,20 +72,20 @@ def head_loss(
 
 
 def keeps_logits(hidden: Tensor, options: PatchOptions) -> bool | None:
-    """Returns whether logits stay from the forward to the backward; None: the loss's default."""
+    """Tells whether logits stay from the forward to the backward; None: the loss's default."""
     if options.keep_logits is not None or options.logits == "screened":
         return options.keep_logits
     if options.gradient != "exact" or options.backend == "torch" or not hidden.is_cuda:
         return False
-    # What the Triton kernels need.
+    # The Triton kernels need this compute capability.
     return torch.cuda.get_device_capability(hidden.device) >= (8, 0)
 
 
 def main_grad_of(layer: Any, weight: Tensor) -> Tensor | None:
-    """Returns the fp32 buffer to which the weight's gradient is added, under gradient accumulation
-    fusion. None: autograd hands the gradient on, and DDP's hook adds it.
+    """Returns the fp32 buffer that sums the weight's gradient under gradient accumulation fusion.
 
-    Megatron-FSDP copies the gradient into a buffer which it makes later; a 16-bit buffer would
+    None: autograd hands the gradient on, and DDP's hook adds it. So it is for Megatron-FSDP, which
+    copies the gradient into a buffer that it makes later; and for a 16-bit buffer, which would
     round every microbatch's sum.
     """
     if not (layer.gradient_accumulation_fusion and weight.requires_grad):
@@ -97,8 +97,11 @@ def main_grad_of(layer: Any, weight: Tensor) -> Tensor | None:
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """The weight, whose gradient is in main_grad already: autograd gets a stand-in, so that hooks
-    that wait for the gradient run. As Megatron's own linear layer."""
+    """The weight, whose gradient is in main_grad already.
+
+    Autograd gets a stand-in for the gradient, so that hooks that wait for it run. Megatron's own
+    linear layer does the same.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -112,6 +115,6 @@ class _IntoMainGrad(torch.autograd.Function):
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
-        # The stand-in of a shared weight is added to what its other use returns.
+        # Autograd adds the stand-in to the gradient of a shared weight's other use.
         zeros = getattr(weight, "zero_out_wgrad", False)
         return torch.zeros_like(weight) if zeros else torch.empty_like(weight)

@@ -1,4 +1,4 @@
-"""The largest logit of each token, for metrics that ask for no more."""
+"""The largest logit of each token, for metrics that read nothing else."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from megatron_patch.options import PatchOptions
 def largest_logits(
     layer: Any, hidden: Tensor, weight: Tensor, scale: float, options: PatchOptions
 ) -> tuple[Tensor, Tensor]:
-    """Values in hidden's dtype and local indices [s, b] over this rank's columns.
+    """Returns each token's largest logit over this rank's columns, and its local index: [s, b].
 
-    As `logits.max(dim=-1)` of Megatron's logits, but of logits in fp32: where theirs round to the
-    same 16 bits, the first of them need not be the largest. Not differentiable.
+    Values have hidden's dtype. The result is that of `logits.max(dim=-1)` on fp32 logits.
+    Megatron's logits may round to equal 16-bit numbers: the first of these need not be the largest.
+    Not differentiable.
     Collectives: under sequence parallelism one all-gather of hidden.
     """
     if layer.sequence_parallel:

@@ -16,27 +16,26 @@ PREFIX = "MEGATRON_PATCH_"
 
 @dataclass(frozen=True)
 class PatchOptions:
-    """Options of the loss; those not here are Megatron's own.
+    """Options of the patched loss; all other settings are Megatron's own.
 
     Args:
         gradient: "filtered" computes the columns that matter and keeps the mass of the others;
             "exact" computes every column.
-        logits: "full", or for 16-bit models with "filtered" "screened": in 8 bits, those of the
-            columns that matter again exactly.
-        quantize_once: with "screened" the head's 8-bit copy, V / tp (h + 8) bytes, serves all
-            microbatches of a call of Megatron's schedule; False: each makes its own.
-        softcap: c of logits c tanh(z / c), as Gemma's; None: none. Of the loss alone: logits that
-            someone asks for are Megatron's.
+        logits: "full"; or "screened", for 16-bit models with gradient="filtered": all logits in 8
+            bits, and those of the columns that matter once more exactly.
+        quantize_once: with "screened" one 8-bit copy of the head, V / tp (h + 8) bytes, serves all
+            microbatches of a call of Megatron's schedule; False: each microbatch makes a copy.
+        softcap: c of logits c tanh(z / c), as in Gemma; None: no cap. It applies to the loss
+            alone: a script that reads logits gets Megatron's.
         vocab_size: rows of the head from this one on are padding and leave the softmax; None: they
             are classes, as in Megatron.
         backend: "triton", "torch", or "auto" for the fastest that can run.
-        workspace_bytes: bound of the logits in memory at once; None: that of the loss, 64 MiB
-            or 8 KiB a token if that is more, and twice that where "exact" keeps them.
-        keep_logits: with "exact" on a GPU, what logits fit the workspace and the weight's
-            gradient, allocated in the forward then, stay for the backward; None: they do where
-            the Triton kernels compute. With "screened" the exact ones that fit the workspace do;
-            None: again where the Triton kernels compute.
-        check_ranks: compare what ranks must share before every loss; for debugging.
+        workspace_bytes: bound of the logits in memory at once; None: the loss's default, 64 MiB
+            or 8 KiB a token if that is more, and twice as much where "exact" keeps logits.
+        keep_logits: logits that fit the workspace stay for the backward, on a GPU. With "exact"
+            the forward then allocates the weight's gradient, too; with "screened" exact logits
+            alone stay. None: they stay where the Triton kernels compute.
+        check_ranks: before every loss compare the arguments that ranks must share; for debugging.
         vocab_over_pipeline: GPTModel's output layer has its rows on all pipeline stages, and
             Megatron's schedule without interleaving computes the loss on all of them.
     Raises:
@@ -83,7 +82,7 @@ class PatchOptions:
     def from_environment(
         cls, environment: Mapping[str, str] = os.environ, **given: Any
     ) -> PatchOptions:
-        """Reads MEGATRON_PATCH_GRADIENT and the like; keywords go before them.
+        """Reads options from MEGATRON_PATCH_GRADIENT and the like; keywords override variables.
 
         Raises:
             ValueError: an unknown MEGATRON_PATCH_ variable, or a value of the wrong type.
@@ -117,7 +116,7 @@ def _flag_or_none(text: str) -> bool | None:
     return None if text.lower() == "none" else _flag(text)
 
 
-# How the text of each option is read.
+# A parser for the text of each option.
 READ: dict[str, Any] = {
     "gradient": str,
     "logits": str,
@@ -133,8 +132,10 @@ READ: dict[str, Any] = {
 
 
 def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
-    """Parses our options, up to the script's name. Returns the options; whether only to check; the
-    script and its arguments."""
+    """Parses our options, up to the script's name.
+
+    Returns: the options; True if the run only checks; the script and its arguments.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m megatron_patch",
         description="Runs a Megatron script with the loss of cce_dist.",

@@ -1,4 +1,4 @@
-"""Switching the loss on and off: by instance, and for every model that is built from now on."""
+"""Switches the loss on and off, for given models or for every model built from now on."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Status:
     """The patched models of this process, and the options.
 
     Args:
-        options: of models that are built from now on; None: they stay Megatron's.
-        heads: names of the patched models' classes.
-        version, file: megatron.core's; None where nothing has been applied.
-        over_pipeline: names of the classes of models whose vocabulary is over the pipeline.
+        options: apply to models that are built from now on; None: such models stay Megatron's.
+        heads: class names of the patched models.
+        version, file: the version and the file of megatron.core; None where nothing is applied.
+        over_pipeline: class names of the models whose vocabulary is over the pipeline.
     """
 
     options: PatchOptions | None
@@ -41,11 +41,11 @@ class Status:
 
 
 class _State:
-    """The state of this process; Megatron's classes are its globals too."""
+    """The patch's state in this process; Megatron's classes are global to it, too."""
 
     options: PatchOptions | None = None
     seams: Seams | None = None
-    setup: Any = None  # what stands in Megatron's class
+    setup: Any = None  # our method in Megatron's class
     models: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
@@ -54,15 +54,17 @@ def apply(model: Any = None, options: PatchOptions | None = None, **given: Any) 
 
     Args:
         model: a Megatron model, wrapped or not (Float16Module, DDP, FSDP), or a list of them (the
-            stages of virtual pipelines). Stages without a head stay as they are. None: all later
-            ones, when they set up their output layer.
-        options: or as keywords; where neither is given, MEGATRON_PATCH_ variables.
+            stages of virtual pipelines). Stages without a head stay as they are. None: every later
+            model, when it sets up its output layer.
+        options: the options, which may also come as keywords; without either, the MEGATRON_PATCH_
+            variables give them.
     Raises:
         PatchError: Megatron's functions are not as expected, a head cannot be patched (the message
             says what to change), or another call has applied other options.
         ValueError: an option is not allowed.
-    Nothing is changed where it raises. A second call with the same options does nothing. With
-    vocab_over_pipeline every rank of a pipeline builds its models at the same time, or calls it.
+    A call that raises changes nothing. A second call with the same options does nothing. With
+    vocab_over_pipeline all ranks of a pipeline build their models, or call `apply`, at the same
+    time.
     """
     if options is not None and given:
         raise ValueError(f"options must be given once, got options and {sorted(given)}")
@@ -108,9 +110,11 @@ def apply(model: Any = None, options: PatchOptions | None = None, **given: Any) 
 
 
 def remove(model: Any = None) -> None:
-    """Undo `apply`: of `model`, or of all models and of those to be built. No trace stays, but that
-    a model whose vocabulary is over the pipeline keeps it there, and computes no loss until
-    `apply(vocab_over_pipeline=True)` puts the schedule back."""
+    """Undoes `apply` for `model`, or for all models and for models built later.
+
+    One trace stays: a model whose vocabulary is over the pipeline keeps it there, and computes no
+    loss until `apply(vocab_over_pipeline=True)` puts the schedule back.
+    """
     if model is not None:
         for one in _language_models(model, find_seams()):
             _restore(one)
@@ -121,7 +125,7 @@ def remove(model: Any = None) -> None:
         _restore(one)
     if _State.setup is not None and _State.seams is not None:
         owner = _State.seams.language_module
-        # Where someone has wrapped ours since, it stays under theirs, and does nothing.
+        # If other code has wrapped our function since, ours stays underneath, and does nothing.
         if getattr(owner, SETUP) is _State.setup:
             setattr(owner, SETUP, _State.setup.__wrapped__)
     quantized.restore()
@@ -133,7 +137,7 @@ def remove(model: Any = None) -> None:
 def patched(
     model: Any = None, options: PatchOptions | None = None, **given: Any
 ) -> Iterator[Status]:
-    """Applies the patch within a context: `remove` at the end, also after an exception."""
+    """Applies the patch within a context, and removes it at the end, also after an exception."""
     new_status = apply(model, options, **given)
     try:
         yield new_status

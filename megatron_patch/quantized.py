@@ -1,7 +1,7 @@
 """A head's 8-bit copy, for all microbatches of one call of Megatron's schedule.
 
-No longer than that: Megatron's optimisers write parameters by `.data` or by views of their
-buffers, which leaves the parameters' versions as they were: nobody could tell an old copy.
+The copy ends with the call. Megatron's optimisers write parameters by `.data` or by views of their
+buffers, which leaves the parameters' versions as they were: an old copy would go unnoticed.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from megatron_patch.seams import SCHEDULES_OF_ALL_KINDS, find_schedules
 
 
 class _State:
-    """The state of this process."""
+    """The replaced schedules and the copies of this process."""
 
-    module: Any = None  # Megatron's, with its schedules
-    schedules: ClassVar[dict[str, Any]] = {}  # what stands there
-    # By head, of the call that is under way; None: there is none.
+    module: Any = None  # Megatron's module of schedules
+    schedules: ClassVar[dict[str, Any]] = {}  # our schedules in that module
+    # Quantizers of the call under way, by head; None: no call is under way.
     quantizers: dict[Any, StepQuantizer] | None = None
 
 
 def schedules_for(options: PatchOptions) -> Any:
-    """Megatron's module, where its schedules are to say when a step ends; None: they need not.
+    """Returns Megatron's module if its schedules must tell when a step ends; None: they need not.
 
     Raises:
-        PatchError: a schedule is not there.
+        PatchError: a schedule is missing from the module.
     """
     screens = options.logits == "screened" and options.quantize_once
-    # With the vocabulary over the pipeline `PipelineHead` knows.
+    # With the vocabulary over the pipeline `PipelineHead` knows when a step ends.
     return find_schedules() if screens and not options.vocab_over_pipeline else None
 
 
 def replace_schedules(module: Any) -> None:
-    """Replaces Megatron's schedules. Args: module: what `schedules_for` gives."""
+    """Replaces Megatron's schedules. Args: module: a result of `schedules_for`."""
     if module is None:
         return
     _State.module = module
@@ -47,14 +47,14 @@ def replace_schedules(module: Any) -> None:
 
 def restore() -> None:
     for name, ours in _State.schedules.items():
-        # Where someone has wrapped ours since, it stays under theirs, and keeps nothing.
+        # If other code has wrapped our function since, ours stays underneath, and keeps nothing.
         if getattr(_State.module, name) is ours:
             setattr(_State.module, name, ours.__wrapped__)
     _State.schedules.clear()
 
 
 def quantizer_of(layer: Any) -> StepQuantizer | None:
-    """Returns the quantizer of a head; None outside of our schedules, where a copy could be old."""
+    """Returns a head's quantizer; None outside of our schedules, where a copy could be old."""
     quantizers = _State.quantizers
     if quantizers is not None and layer not in quantizers:
         quantizers[layer] = StepQuantizer()

@@ -12,7 +12,7 @@ from torch.nn.modules import module as modules
 from megatron_patch.options import PatchOptions
 from megatron_patch.seams import LOSS, Seams, describe
 
-# Hooks of these only gather or free parameters, or note which module runs.
+# Hooks of these modules only gather or free parameters, or note which module runs.
 HARMLESS = ("megatron.core.distributed", "torch.distributed", "torch.utils.module_tracker")
 _LOGITS = (
     "which would read logits that are never made, as for distillation: remove it, or run without "
@@ -29,7 +29,7 @@ _COPY = (
 
 
 def why_not(model: Any, layer: Any, seams: Seams, options: PatchOptions) -> str | None:
-    """Returns why a model's head cannot be patched; None: it can."""
+    """Returns the reason why a model's head cannot be patched; None: it can."""
     config = model.config
     if _class_of(layer) is not seams.head:
         return why_changed(layer, seams, options)
@@ -67,7 +67,7 @@ def why_not(model: Any, layer: Any, seams: Seams, options: PatchOptions) -> str 
 
 
 def why_overridden(model: Any, originals: dict[str, Any]) -> str | None:
-    """Returns which method a class of the model's MRO overrides; None: all are Megatron's.
+    """Returns the method that a class of the model's MRO overrides; None: all are Megatron's.
 
     Args: originals: Megatron's functions, by name.
     """
@@ -84,8 +84,10 @@ def why_overridden(model: Any, originals: dict[str, Any]) -> str | None:
 
 
 def why_changed(layer: Any, seams: Seams, options: PatchOptions) -> str | None:
-    """Why a head is not what Megatron has built; asked before every use: models change once they
-    are built, too."""
+    """Returns the difference between a head and the head that Megatron built; None: they agree.
+
+    Every use of the head asks for it: models may change after they are built.
+    """
     if _class_of(layer) is not seams.head:
         return (
             f"output_layer is a {type(layer).__qualname__}, not Megatron's ColumnParallelLinear: "
@@ -105,7 +107,7 @@ def why_changed(layer: Any, seams: Seams, options: PatchOptions) -> str | None:
 
 
 def _is_of_fp32(config: Any) -> bool:
-    """Models are cast after they are built, or within autocast."""
+    """Tells whether a model computes in fp32: 16-bit ones are cast later, or within autocast."""
     sixteen = any(getattr(config, name, False) for name in ("bf16", "fp16", "enable_autocast"))
     return config.params_dtype == torch.float32 and not sixteen
 
@@ -117,8 +119,11 @@ def _class_of(layer: Any) -> type:
 
 
 def why_hooked(layer: Any, options: PatchOptions) -> str | None:
-    """A hook of someone else's reads logits or their gradient; or, before them, may write the
-    weight of which there is an 8-bit copy."""
+    """Returns the reason against the first foreign hook of a layer; None: it has no such hook.
+
+    A forward or backward hook reads logits or their gradient. A forward pre-hook may write the
+    weight, whose 8-bit copy would then be old.
+    """
     kinds = [
         ("forward hook", layer._forward_hooks, _LOGITS),
         ("backward hook", layer._backward_hooks, _GRADIENT),
@@ -133,9 +138,11 @@ def why_hooked(layer: Any, options: PatchOptions) -> str | None:
 
 
 def foreign_hook(of: str, kinds: list[tuple[str, Any, str]]) -> str | None:
-    """Args:
-    of: the module's name in the model.
-    kinds: of hooks, a name; the hooks; why there may be none.
+    """Describes the first hook of a module that is not HARMLESS; None: there is none.
+
+    Args:
+        of: the module's name in the model.
+        kinds: for each kind of hook its name, the hooks, and the reason against them.
     """
     for kind, hooks, why in kinds:
         for hook in hooks.values():

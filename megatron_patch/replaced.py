@@ -1,4 +1,4 @@
-"""Methods in place of those of a head and its model."""
+"""Methods that replace those of a head and its model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_patch.refusals import why_changed, why_overridden
 from megatron_patch.seams import LOSS, Seams
 from megatron_patch.stock import why_not_stock
 
-# Where a patched head keeps what it needs.
+# A patched head keeps its state under this name.
 MARK = "megatron_patch"
 
 
@@ -26,7 +26,7 @@ MARK = "megatron_patch"
 class Patched:
     """The state of one patched head.
 
-    Args: is_stock: what the patch replaces has been run beside it, and gives the same.
+    Args: is_stock: Megatron's own functions have run beside the patch, with the same results.
     """
 
     options: PatchOptions
@@ -60,7 +60,7 @@ def _defer(
     runtime_gather_output: bool | None = None,
     **ours: Any,
 ) -> DeferredLogits | None:
-    """Returns deferred logits for a call of the head; None: its forward is to run."""
+    """Returns deferred logits for a call of the head; None: the head's forward must run."""
     gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
     if ours or (gathers and not (self.training and torch.is_grad_enabled())):
         return None
@@ -72,7 +72,7 @@ def _require_unchanged(layer: Any) -> None:
     """Checks a patched head.
 
     Raises:
-        PatchError: since `apply` the head has got what the patch would leave out.
+        PatchError: since `apply` the head has gained something that the patch would leave out.
     """
     patched: Patched = vars(layer)[MARK]
     reason = why_changed(layer, patched.seams, patched.options)
@@ -85,8 +85,11 @@ def _require_unchanged(layer: Any) -> None:
 
 
 def _head_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces the function that nn.Module.__call__ calls. A call that computes nothing runs no
-    hooks: FSDP's hooks wrap the head's input to learn of its gradient, and must do so once."""
+    """Replaces the function that nn.Module.__call__ calls.
+
+    A call that computes nothing runs no hooks: FSDP's hooks wrap the head's input to learn of its
+    gradient, and must do so once.
+    """
     deferred = _defer(self, *args, **kwargs)
     return type(self)._call_impl(self, *args, **kwargs) if deferred is None else (deferred, None)
 
@@ -97,14 +100,17 @@ def _head_forward(
     weight: Tensor | None = None,
     runtime_gather_output: bool | None = None,
     *,
-    labels: Tensor | None = None,  # [s, b]: the loss is wanted
+    labels: Tensor | None = None,  # [s, b]: compute the loss
     logit_scale: float = 1.0,
     logits_wanted: bool = False,
     largest_wanted: bool = False,
-    model: Any = None,  # whose loss is wanted
+    model: Any = None,  # the model that asks for the loss
 ) -> tuple[Any, Tensor | None]:
-    """Replaces ColumnParallelLinear.forward. The loss too comes through here, and so through the
-    layer's __call__: hooks that bring the weight (overlap_param_gather, FSDP) run before it."""
+    """Replaces ColumnParallelLinear.forward, and computes the loss, too.
+
+    So the loss goes through the layer's __call__: hooks that bring the weight
+    (overlap_param_gather, FSDP) run before it.
+    """
     patched: Patched = vars(self)[MARK]
     used_weight = self.weight if weight is None else weight
     if labels is not None:
@@ -123,8 +129,8 @@ def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
     """Replaces compute_language_model_loss: labels [b, s] -> loss [b, s] fp32.
 
     Raises:
-        PatchError: since `apply` the model has got what the patch would leave out; or the loss of
-            logits that are made lacks what the options ask for.
+        PatchError: since `apply` the model has gained something that the patch would leave out; or
+            the logits are made already, and their loss cannot follow the options.
     """
     patched: Patched | None = vars(self.output_layer).get(MARK)
     if patched is None:
@@ -167,7 +173,7 @@ def _require_stock(model: Any, layer: Any, weight: Tensor) -> None:
     """Compares the patch with Megatron's functions, once for a model.
 
     Raises:
-        PatchError: the functions of Megatron in whose place the patch computes give other values.
+        PatchError: the functions of Megatron that the patch replaces give other values.
     """
     patched: Patched = vars(layer)[MARK]
     if not patched.is_stock:

@@ -1,7 +1,8 @@
 """The functions of Megatron on which the patch relies, and checks of their signatures.
 
-Not the version: a checkout's name says little, and these have not changed from 0.14 on. Functions
-that the patch replaces must be Megatron's own: nothing else may have been put in their place.
+The version is not checked: a checkout's name says little, and these functions have not changed
+since 0.14. Functions that the patch replaces must be Megatron's own: no other library may have
+replaced them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron_patch.errors import PatchError
 LAYERS = "megatron.core.tensor_parallel.layers"
 LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
 LOSS = "compute_language_model_loss"
-# Module, class, function, its arguments, whether the patch computes something else in its place.
+# Module, class, function, its arguments, whether the patch computes in its place.
 EXPECTED = (
     (LAYERS, "ColumnParallelLinear", "forward", "self input_ weight runtime_gather_output", True),
     (LANGUAGE_MODULE, "LanguageModule", LOSS, "self labels logits", True),
@@ -30,14 +31,14 @@ EXPECTED = (
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 GPT_MODEL = "megatron.core.models.gpt.gpt_model"
 SCHEDULE = "forward_backward_pipelining_without_interleaving"
-# All of them, of whose arguments nothing is asked.
+# All schedules; their arguments are not checked.
 SCHEDULES_OF_ALL_KINDS = (
     SCHEDULE,
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
 )
-# With the vocabulary over the pipeline: functions, their arguments, and those that some releases
-# have besides.
+# For the vocabulary over the pipeline: functions, their arguments, and arguments that only some
+# releases have.
 FORWARD_BACKWARD = (
     "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size "
     "decoder_seq_length forward_only collect_non_loss_data first_val_step adjust_tensor_shapes_fn "
@@ -76,20 +77,22 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Seams:
-    """Megatron as it is installed."""
+    """The classes and functions of the installed Megatron."""
 
     head: Any  # ColumnParallelLinear
     language_module: Any
-    forward: Any  # head's
-    loss: Any  # language_module's
+    forward: Any  # method of head
+    loss: Any  # method of language_module
     version: str
     file: str
 
 
 def find_seams() -> Seams:
-    """Raises:
-    PatchError: there is no megatron.core, or a function is not there, takes other arguments or
-        is not Megatron's own.
+    """Finds the functions of Megatron that the patch replaces.
+
+    Raises:
+        PatchError: there is no megatron.core, or a function is missing, takes other arguments or
+            is not Megatron's own.
     """
     try:
         core = importlib.import_module("megatron.core")
@@ -128,9 +131,11 @@ def without_ours(function: Any) -> Any:
 
 
 def require_own(name: str, function: Any, module: Any, core: Any) -> None:
-    """Raises:
-    PatchError: the function is not the one that Megatron's module defines, or one that Megatron or
-        torch has wrapped.
+    """Checks that a function is Megatron's own.
+
+    Raises:
+        PatchError: the function is neither the one that Megatron's module defines, nor that one
+            wrapped by Megatron or torch.
     """
     inside = tuple(Path(str(each.__file__)).parent for each in (core, torch))
     chain = list(_unwrapped(function))
@@ -167,14 +172,14 @@ def _file_of(function: Any) -> Path:
 
 @dataclass(frozen=True)
 class PipelineSeams:
-    """Megatron's schedules, which are looked up in their module at every call."""
+    """Megatron's module of schedules, in which Megatron looks a schedule up at every call."""
 
-    schedules: Any  # the module
-    gpt_model: Any  # the class
+    schedules: Any  # module
+    gpt_model: Any  # class
     language_model: Seams
 
     def finalizing(self) -> list[str]:
-        """Arguments of the schedule that finalize_model_grads_func gets."""
+        """Lists the schedule's arguments that finalize_model_grads_func gets."""
         schedule = getattr(self.schedules, SCHEDULE)
         return [x for x in _arguments(schedule) if x in OF_FINALIZING.split()]
 
@@ -184,8 +189,10 @@ class PipelineSeams:
 
 
 def find_pipeline_seams() -> PipelineSeams:
-    """Raises:
-    PatchError: a function of the schedules is not there or takes other arguments.
+    """Finds the functions that the vocabulary over the pipeline relies on.
+
+    Raises:
+        PatchError: a function of the schedules is missing or takes other arguments.
     """
     seams = find_seams()
     schedules = importlib.import_module(SCHEDULES)
@@ -209,7 +216,7 @@ def find_schedules() -> Any:
     """Finds the module of Megatron's schedules.
 
     Raises:
-        PatchError: one of them is not there.
+        PatchError: a schedule is missing from the module.
     """
     schedules = importlib.import_module(SCHEDULES)
     for name in SCHEDULES_OF_ALL_KINDS:
@@ -222,7 +229,7 @@ def find_schedules() -> Any:
 
 
 def parallel_state() -> Any:
-    """Megatron's groups."""
+    """Returns the module that has Megatron's groups."""
     return importlib.import_module("megatron.core.parallel_state")
 
 

@@ -1,7 +1,7 @@
-"""Comparison of Megatron's head and loss with the patch, which replaces them.
+"""Comparison of Megatron's head and loss with the patch that replaces them.
 
-A name and a signature say nothing of a fork whose files are edited, nor of functions that someone
-has put under those of Megatron. So both are run on a few tokens, once.
+A name and a signature tell nothing about a fork with edited files, or about functions that other
+code has wrapped. So Megatron's functions and the patch both run on a few tokens, once.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch import Tensor
 from megatron_patch.seams import Seams, describe
 
 TOKENS = (2, 4)  # s, b
-# Logits spread this much around this mean, so that no term of their log-sum-exp is near 0.
+# The probe's logits spread this much around this mean: no term of their log-sum-exp is near 0.
 SPREAD, MEAN = 3.0, 4.0
-# Of fp32 losses near 20, whose rounding is 2e-6; a z-loss of 1e-6 log-sum-exp^2 is more.
+# fp32 losses near 20 round by 2e-6; a z-loss of 1e-6 log-sum-exp^2 exceeds this tolerance.
 LOSS_TOLERANCE = 1e-4
 # Megatron's fused loss rounds this gradient to bf16.
 GRADIENT_TOLERANCE = 2**-7
-# The head's probe has logits up to this, which a softcap changes; they have 8 bits in bf16.
+# The head's probe has logits up to this, which a softcap would change; bf16 gives them 8 bits.
 LARGEST, LOGITS_TOLERANCE = 100.0, 2**-6
 
 
 def why_not_stock(model: Any, layer: Any, weight: Tensor, seams: Seams) -> str | None:
-    """Why Megatron's head or its loss of this model gives other values than the patch; None: both
-    give the same.
+    """Tells how this model's head or loss differs from the patch; None: both give the same values.
 
-    Args: weight: [V / tp, h], where the layer's tensor-parallel group, all of whose ranks call
-        this, can reach it.
-    Collectives: those of Megatron's loss of TOKENS; one of a number; under sequence parallelism an
-        all-gather of as few tokens.
+    All ranks of the layer's tensor-parallel group call it.
+
+    Args: weight: [V / tp, h], on a device whose tensors that group can send.
+    Collectives: those of Megatron's loss on TOKENS; one of a number; under sequence parallelism an
+        all-gather of TOKENS.
     """
-    # A model that is compiled calls it once, too.
+    # A compiled model calls it once, too.
     head: Any = torch.compiler.disable(_why_another_head)
     loss: Any = torch.compiler.disable(_why_another_loss)
     return head(layer, weight, seams) or loss(model, layer.tp_group, weight, seams)
@@ -44,11 +44,11 @@ def _why_another_loss(model: Any, group: Any, weight: Tensor, seams: Seams) -> s
     device, rank, columns = weight.device, group.rank(), len(weight)
     generator = torch.Generator().manual_seed(0)
     size = group.size() * columns
-    # On all ranks the same: the reference needs no other rank.
+    # The probe is the same on all ranks, so the reference needs no other rank.
     every = torch.randn(*TOKENS, size, generator=generator) * SPREAD + MEAN
     labels = torch.randint(size, TOKENS, generator=generator).to(device)
     upstream = torch.rand(TOKENS, generator=generator).to(device)
-    # Fusions are compiled else, for seconds.
+    # Otherwise torch would compile fusions, for seconds.
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -61,7 +61,7 @@ def _why_another_loss(model: Any, group: Any, weight: Tensor, seams: Seams) -> s
         ).view(TOKENS)
         (expected,) = torch.autograd.grad(right, logits, upstream)
         mine = slice(rank * columns, (rank + 1) * columns)
-        # Megatron's loss writes into its logits, as into what a head has made.
+        # Megatron's loss writes into its logits: it takes them for a head's output.
         leaf = logits.detach()[..., mine].clone().requires_grad_()
         grad = torch.zeros_like(leaf)
         try:

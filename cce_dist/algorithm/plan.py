@@ -203,8 +203,8 @@ def plan_of(
     """Chooses the backend and the filter's threshold.
 
     Args:
-        num_tokens: of all ranks, ignored tokens included.
-        entropy: it is wanted, whatever the options say.
+        num_tokens: tokens of all ranks, ignored tokens included.
+        entropy: compute the entropy, whatever the options say.
     """
     backend = choose_backend(options, hidden, num_tokens, shard.num_classes)
     threshold = options.filter.threshold(
@@ -217,7 +217,10 @@ def plan_of(
 
 
 def wanted_of(options: LossOptions, *, entropy: bool = False) -> Wanted:
-    """Returns the statistics that a call makes. Args: entropy: wanted whatever the options say."""
+    """Returns the statistics that a call computes.
+
+    Args: entropy: compute the entropy, whatever the options say.
+    """
     return Wanted(
         smooth_logit=options.label_smoothing > 0,
         entropy=entropy or "entropy" in options.stats,

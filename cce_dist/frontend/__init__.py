@@ -1,1 +1,1 @@
-"""From arguments to results: checks, DTensors, reductions, torch.compile."""
+"""The way from arguments to results: checks, DTensors, reductions, torch.compile."""

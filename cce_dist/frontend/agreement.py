@@ -1,7 +1,8 @@
 """A debug switch: compares the arguments of all ranks of a group, and names a rank that differs.
 
 Ranks that disagree on the number of tokens wait for each other until a timeout. Ranks that disagree
-on values train on nonsense. Off by default: the comparison makes the host wait for the device.
+on values train on nonsense. The switch is off by default: the host waits for the device in the
+comparison.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     from cce_dist.ranks.transport import Group
 
 SWITCH = "CCE_DIST_CHECK_RANKS"
-# Options that may differ between ranks. So may the workspace, but with in_forward: it then decides
-# the number of chunks of tokens, and so the number of collectives.
+# Options that may differ between ranks. The workspace may differ, too, except with in_forward: it
+# then decides the number of chunks of tokens, and so the number of collectives.
 _FREE_OPTIONS = ("check_ranks", "keep_logits")
 _CHUNK = 2**20
 _VALUES = "values of "
 
 
 def is_wanted(options: LossOptions) -> bool:
-    """Returns whether the option or the environment asks for the comparison.
+    """Tells whether the option or the environment asks for the comparison.
 
     Raises:
         ValueError: the environment variable is neither 0 nor 1.
@@ -45,11 +46,10 @@ def is_wanted(options: LossOptions) -> bool:
 
 
 def check_ranks(group: Group | None, inputs: Inputs, options: LossOptions) -> None:
-    """Compares the arguments that all ranks share, to the last bit; and the rows of weight, which
-    no two ranks may share.
+    """Checks that all ranks have the same arguments, to the last bit, and different weight rows.
 
     Raises:
-        ValueError: on every rank; names the arguments that differ, or the ranks whose rows do not.
+        ValueError: on every rank; names the arguments that differ, or the ranks with equal rows.
     Collectives: one all-gather of about 30 int64 over `group`; none for one rank.
     """
     if group_size(group) == 1:
@@ -60,11 +60,11 @@ def check_ranks(group: Group | None, inputs: Inputs, options: LossOptions) -> No
         "token_weight": inputs.token_weight,
         "class_weight": inputs.class_weight,
         "temperature": inputs.temperature,
-        # Under sequence parallel each rank has other tokens.
+        # Under sequence parallel each rank has different tokens.
         "hidden": None if options.sequence_parallel else inputs.hidden,
     }
     mine |= {name: _outline(tensor) for name, tensor in shared.items() if name != "hidden"}
-    # The number of numbers must not depend on the arguments: all ranks gather alike.
+    # The count of numbers must not depend on the arguments: all ranks must gather as many.
     numbers = {name: _hash_of(text) for name, text in mine.items()}
     numbers |= {_VALUES + name: _hash_of_values(tensor) for name, tensor in shared.items()}
     numbers["rows of weight"] = _hash_of_rows(inputs.weight)
@@ -72,7 +72,7 @@ def check_ranks(group: Group | None, inputs: Inputs, options: LossOptions) -> No
     by_name = dict(zip(numbers, columns, strict=True))
     row_hashes = by_name.pop("rows of weight")
     differ = [name for name, row in by_name.items() if len(set(row)) > 1]
-    # Tensors of other shapes have other values: the shape alone is named.
+    # Tensors of different shapes have different values, too: the error names the shape alone.
     differ = [name for name in differ if name.removeprefix(_VALUES) not in differ or name in mine]
     if not differ:
         return _require_distinct_rows(row_hashes)
@@ -95,7 +95,7 @@ def _describe(inputs: Inputs, options: LossOptions) -> dict[str, str]:
     texts["hidden"] = _outline(hidden)
     texts["weight's dtype"] = str(getattr(weight, "dtype", type(weight)))
     texts["bias"] = "None" if bias is None else "given"
-    # These decide whether there is a backward, and its collectives.
+    # The grad mode and requires_grad decide whether there is a backward, and its collectives.
     texts["grad mode"] = str(torch.is_grad_enabled())
     for name, value in {"hidden": hidden, "temperature": inputs.temperature}.items():
         texts[f"{name}.requires_grad"] = str(getattr(value, "requires_grad", None))
@@ -105,7 +105,7 @@ def _describe(inputs: Inputs, options: LossOptions) -> dict[str, str]:
 
 
 def _text_of(value: object) -> str:
-    """Returns one text for 30 and 30.0, which are the same option."""
+    """Returns an option's text, the same for 30 and 30.0."""
     if isinstance(value, int) and not isinstance(value, bool):
         return repr(float(value))
     return repr(value)
@@ -123,7 +123,7 @@ def _hash_of(text: str) -> int:
 
 
 def _hash_of_values(tensor: Tensor | None) -> int:
-    """Hashes the bits and their places. The sum wraps, so that its order does not matter."""
+    """Hashes a tensor's bits and their places; the sum wraps, so its order does not matter."""
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
         return 0
     bits, total = _bits_of(tensor), 0
@@ -135,14 +135,16 @@ def _hash_of_values(tensor: Tensor | None) -> int:
 
 
 def _bits_of(tensor: Tensor) -> Tensor:
-    """Returns the elements as integers, [numel]."""
+    """Returns a tensor's elements as integers, [numel]."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().contiguous().view(-1).view(sizes[tensor.element_size()])
 
 
 def _hash_of_rows(weight: Tensor) -> int:
-    """Returns 0 where all rows are equal, as those of a head that begins at 0: ranks may then hold
-    the same rows."""
+    """Hashes a weight's rows; returns 0 if all rows are equal.
+
+    Ranks may hold the same rows in that case, as in a head that begins at 0.
+    """
     if not isinstance(weight, Tensor) or weight.numel() == 0 or weight.dim() != 2:
         return 0
     bits = _bits_of(weight).view(weight.shape)
@@ -164,10 +166,12 @@ def _require_distinct_rows(row: Sequence[int]) -> None:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Mixes the bits of int64, which wraps, as the finaliser of splitmix64 does (Steele, Lea and
-    Flood, OOPSLA 2014); its odd factors fit int64."""
+    """Mixes the bits of wrapping int64 as the finaliser of splitmix64 does; its factors fit int64.
+
+    Source: Steele, Lea and Flood, OOPSLA 2014.
+    """
     for shift, factor in ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB), (31, 1)):
-        # A logical shift: the sign's copies are masked off.
+        # The mask removes copies of the sign bit, which makes the shift a logical one.
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x
 

@@ -1,5 +1,7 @@
-"""The loss within torch.compile, and of fake tensors: validation and reductions are traced, around
-the operators of `compiled_operators`, into which the compiler does not look.
+"""The loss within torch.compile, and of fake tensors.
+
+The compiler traces validation and reductions. It does not look into the operators of
+`compiled_operators` between them.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ NESTED = {
 def _bind(
     group: Any, shard: Any, num_rows: int, option_values: tuple[Any, ...]
 ) -> tuple[str, int, int, int, int]:
-    """Runs once, when the call is traced. Dataclasses come as tuples of their values: this function
-    cannot read the tracer's stand-ins for them.
+    """Makes the key of a compiled call, once, when the call is traced.
 
-    Args: option_values: of LossOptions, in its order.
-    Returns:
-        The key; start, stop and vocab_size of the shard; the number of ranks.
+    Dataclasses come as tuples of their values: this function cannot read the tracer's stand-ins for
+    dataclasses.
+
+    Args: option_values: the values of LossOptions, in the order of its fields.
+    Returns: the key; start, stop and vocab_size of the shard; the number of ranks.
     """
     values = dict(zip(OPTIONS, option_values, strict=True))
     for name, (kind, _) in NESTED.items():
@@ -56,7 +59,7 @@ def _bind(
         if getattr(options, name):
             raise ValueError(f"{name} must be False within torch.compile: {instead}")
     if options.gradient == "in_forward":
-        # The forward's gradients would have to be kept; those of the backward are the same.
+        # A backward gives the same gradients, and the forward need not keep them.
         every = not options.filters
         filter_ = Filter() if every else options.filter
         options = replace(options, gradient="exact" if every else "filtered", filter=filter_)
@@ -76,8 +79,10 @@ def compute(
     vocab_shard: VocabShard | None,
     quantized_weight: QuantizedWeight | StepQuantizer | None,
 ) -> Tensor | LossOutput:
-    """Traces `compute.compute`, or computes it of fake tensors: results and gradients then have
-    shapes alone. Collectives of fake tensors: none."""
+    """Traces `prepare.compute`, or runs it on fake tensors.
+
+    Results and gradients of fake tensors have shapes alone. Collectives of fake tensors: none.
+    """
     hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into, _ = inputs
     temperature = inputs.temperature
     if is_over_mpi(group):
@@ -86,13 +91,13 @@ def compute(
     if is_traced():
         _refuse_tensors(quantized_weight, grad_weight_into)
     else:
-        # No values to compare, no memory to keep.
+        # Fake tensors have no values to compare and no memory to keep.
         options = replace(options, keep_logits=None, check_ranks=False)
     validation.check_hidden_and_weight(hidden, weight)
     bounds: Any = vocab_shard
     if isinstance(vocab_shard, VocabShard):
         bounds = (vocab_shard.start, vocab_shard.stop, vocab_shard.vocab_size)
-    # A range turns a symbol into a number: the size is a symbol once heads of several sizes have
+    # `range` turns a symbol into a number. The size is a symbol after heads of several sizes have
     # been compiled.
     num_rows = len(range(weight.shape[0]))
     key, start, stop, vocab_size, size = _bind(group, bounds, num_rows, _option_values(options))
@@ -133,7 +138,7 @@ def compute(
 
 
 def _option_values(options: LossOptions) -> tuple[Any, ...]:
-    """Returns the values of all options in order, and tuples of those of filter and screen."""
+    """Returns the values of all options in order; filter and screen become tuples of values."""
     values = []
     for name in OPTIONS:
         value = getattr(options, name)
@@ -152,5 +157,5 @@ def _refuse_tensors(quantized_weight: Any, grad_weight_into: Tensor | None) -> N
 
 
 def _plain(others: list[Tensor], options: LossOptions) -> list[Tensor | None]:
-    """Detaches the statistics: to a tracer all outputs of an operator are differentiable."""
+    """Detaches the statistics: a tracer takes all outputs of an operator for differentiable."""
     return [others.pop(0).detach() if has else None for has in has_plain(options)]

@@ -1,7 +1,7 @@
 """The operators of a compiled loss: `autograd.TwoPass`, forward and backward, collectives included.
 
-The forward leaves tensors for the backward, so that the compiler can keep them or compute them
-again. The compiler's stand-ins for tensors have shapes alone: `_state_like` makes those of the
+The forward returns tensors for the backward, so that the compiler can keep them or compute them
+again. The compiler's stand-ins for tensors have shapes alone: `_state_like` makes stand-ins for the
 forward's state.
 """
 
@@ -28,14 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bound:
-    """The arguments of a compiled call that are no tensors. A string names it to the operators."""
+    """The arguments of a compiled call that are no tensors; operators know them by a string key."""
 
     options: LossOptions
     group: Group | None
     shard: VocabShard
 
     def plan(self, hidden: Tensor, num_tokens: int, needs: list[bool]) -> Plan:
-        """Args: needs: which of hidden, weight, bias and scale need a gradient."""
+        """Makes the plan of a call.
+
+        Args: needs: whether hidden, weight, bias and scale need a gradient, in this order.
+        """
         options, group, shard = self.options, self.group, self.shard
         return plan_of(hidden, num_tokens, options, group, shard, entropy=needs[3])
 
@@ -44,8 +47,10 @@ BOUND: dict[str, Bound] = {}
 
 
 def has_plain(options: LossOptions) -> tuple[bool, ...]:
-    """Returns which of max_logit, target_is_argmax, mean_logit, m2_logit, screened and tail mass a
-    call computes."""
+    """Tells for each statistic whether a call computes it.
+
+    Returns: max_logit, target_is_argmax, mean_logit, m2_logit, screened, tail mass.
+    """
     wanted = wanted_of(options)
     some = wanted.correct or wanted.moments
     moments = wanted.moments
@@ -123,8 +128,11 @@ def two_pass(
     needs: list[bool],
     key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Runs `TwoPass.forward`. Returns nll, lse, smooth_logit, entropy, others, and the backward's
-    state; each [N] of all tokens, tokens that count first, or empty where it is not computed."""
+    """Runs `TwoPass.forward`.
+
+    Returns: nll, lse, smooth_logit, entropy, others, and the backward's state. Each vector is [N]
+        over all tokens, first the tokens that count; it is empty if the call does not compute it.
+    """
     bound, size = BOUND[key], len(rows)
     plan = bound.plan(hidden, size, needs)
     call = _call(plan, class_weight, rows, local_targets, count, any(needs))
@@ -147,7 +155,7 @@ def two_pass(
 
 
 def _apart(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies tensors that share memory with an earlier one: an operator may not return views."""
+    """Copies each tensor that shares memory with an earlier one: operators may not return views."""
     seen: set[int] = set()
     out = []
     for tensor in tensors:
@@ -185,9 +193,11 @@ def _(
 def _state_like(
     hidden: Tensor, weight: Tensor, size: int, bound: Bound, needs: list[bool]
 ) -> list[Tensor]:
-    """Returns stand-ins for the forward's state. The torch backend leaves none: its state would
-    have a row for each token that counts, a number that a compiler cannot know. Its backward
-    computes the forward again, on every rank alike."""
+    """Returns stand-ins for the forward's state.
+
+    The torch backend has no state here: it would have a row for each token that counts, and a
+    compiler cannot know their number. Its backward computes the forward again, on every rank.
+    """
     plan = bound.plan(hidden, size, needs)
     if not plan.backend.traits.counts_on_device:
         return []
@@ -235,7 +245,7 @@ def two_pass_backward(
     known = _of_known(scale, call)
     if state:
         target_logit, *tensors = state
-        # Of scores only their tensors are at hand.
+        # The state has only the tensors of the scores.
         like = _scores_like(plan, len(rows), torch.empty_like(weight, device="meta"))
         scores, _ = take_apart(like)
         saved_entropy = entropy if plan.wanted.entropy else None
@@ -287,7 +297,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 
 def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     *upstream, _, _ = grads
-    # The eight inputs that are tensors, lse and entropy.
+    # The first ten are the eight tensor inputs, lse and entropy.
     tensors, state = ctx.saved_tensors[:10], list(ctx.saved_tensors[10:])
     grads_in_order = iter(
         torch.ops.cce_dist.two_pass_backward(*upstream, *tensors, state, ctx.needs, ctx.key)

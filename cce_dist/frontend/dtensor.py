@@ -1,7 +1,7 @@
-"""DTensors in, DTensors out: their local parts go through the plain loss.
+"""The loss of DTensors: their local parts go through the plain loss, and results are DTensors.
 
-A DTensor's mesh is the group; its placements give the shard of the vocabulary, and whether the
-tokens are split. docs/parallelism.md#dtensor.
+A DTensor's mesh gives the group. Its placements give the shard of the vocabulary, and whether the
+ranks split the tokens. docs/parallelism.md#dtensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def is_dtensor(value: object) -> bool:
-    # A caller that has a DTensor has imported the module.
+    # A caller with a DTensor has imported the module already.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -69,8 +69,10 @@ class _LocalWithoutGrad(torch.autograd.Function):
 
 
 def arrived(tensor: T) -> T:
-    """Waits for a tensor that a collective still writes, as parallelize_module starts them: kernels
-    need its address. Returns any other tensor as it is."""
+    """Waits for a tensor that a collective still writes, and returns any other tensor as it is.
+
+    parallelize_module starts such collectives. Kernels need the tensor's address.
+    """
     if type(tensor) is not Tensor and isinstance(tensor, Tensor) and hasattr(tensor, "wait"):
         return _Arrived.apply(tensor)  # pyright: ignore[reportReturnType]
     return tensor
@@ -78,18 +80,18 @@ def arrived(tensor: T) -> T:
 
 @dataclass(frozen=True)
 class LocalParts:
-    """The arguments of the loss as this rank holds them, and how its results go back."""
+    """This rank's local arguments of the loss, and the placement of its results."""
 
     inputs: Inputs
     options: LossOptions
     group: ProcessGroup
     vocab_shard: VocabShard
-    mesh: DeviceMesh | None  # of the results; None: they stay plain, as hidden is
-    token_dim: int  # which dim of targets was put first
-    shift: int  # positions at the end that have no target
+    mesh: DeviceMesh | None  # the results' mesh; None: results are plain, as hidden is
+    token_dim: int  # the dim of targets that was put first
+    shift: int  # number of positions at the end without a target
 
     def wrap(self, result: Any) -> Any:
-        """Wraps the loss, or a NamedTuple of it and statistics: Replicate on the mesh."""
+        """Wraps the loss, or a NamedTuple of loss and statistics, as Replicate on the mesh."""
         if isinstance(result, tuple):
             return type(result)(*map(self.wrap, result))
         if result is None:
@@ -111,7 +113,7 @@ def local_parts(
     group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
 ) -> LocalParts:
-    """Takes the local parts of inputs of which one at least is a DTensor.
+    """Takes the local parts of inputs, at least one of which is a DTensor.
 
     Raises:
         ValueError: a placement or a mesh is not supported, or contradicts another argument.
@@ -163,7 +165,7 @@ def local_parts(
 
 
 def _local_part(name: str, value: Any, mesh: DeviceMesh, placement: str) -> Any:
-    """Returns the local part of a DTensor on `mesh`, and a plain tensor or None as it is."""
+    """Returns the local part of a DTensor on `mesh`; returns a plain tensor or None as it is."""
     if not is_dtensor(value):
         return value
     _require_placement(name, value, mesh, placement)
@@ -193,7 +195,7 @@ def _mesh_of(weight: DTensor) -> DeviceMesh:
 
 
 def _group_of(mesh: DeviceMesh, group: Group | DeviceMesh | None, hidden: object) -> ProcessGroup:
-    """Returns the group of the mesh, whose ranks must be known to hold the same tokens."""
+    """Returns the mesh's group; checks that its ranks are known to hold the same tokens."""
     mesh_group = mesh.get_group()
     asked = process_group(group, "where weight is a DTensor")
     if asked is not None:
@@ -204,7 +206,7 @@ def _group_of(mesh: DeviceMesh, group: Group | DeviceMesh | None, hidden: object
                 f"{asked_ranks}"
             )
     elif not is_dtensor(hidden):
-        # fully_shard splits a weight over data-parallel ranks, and it looks the same.
+        # fully_shard splits a weight over data-parallel ranks with the same placement.
         raise ValueError(
             "group must be given where weight is a DTensor and hidden is not: pass the mesh dim "
             f"over which weight is split, {mesh.mesh_dim_names}, if its ranks hold the same "
@@ -217,9 +219,9 @@ def _group_of(mesh: DeviceMesh, group: Group | DeviceMesh | None, hidden: object
 
 
 def _is_split(placement: Placement) -> TypeGuard[Shard]:
-    """Returns whether ranks hold parts of a dim in the ranks' order; a strided shard's are not.
+    """Tells whether ranks hold a dim's parts in the order of ranks; not so with a strided shard.
 
-    By isinstance, not by type(placement): a placement has no type while torch 2.11 traces.
+    It uses isinstance, since type(placement) fails while torch 2.11 traces.
     """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -243,8 +245,10 @@ def _require_placement(name: str, value: DTensor, mesh: DeviceMesh, wanted: str)
 
 
 def _token_dim(hidden: object, mesh: DeviceMesh, options: LossOptions) -> int | None:
-    """Returns the dim of hidden that the ranks split (sequence parallel); None: they split none,
-    or hidden is plain and the options say so."""
+    """Returns the dim of hidden that the ranks split (sequence parallel).
+
+    None: the ranks split no dim; or hidden is plain, and the options tell of a split.
+    """
     if not is_dtensor(hidden):
         return None
     from torch.distributed.tensor import Replicate
@@ -278,16 +282,20 @@ def _token_dim(hidden: object, mesh: DeviceMesh, options: LossOptions) -> int | 
 
 
 def _put_first(value: Any, dim: int, shift: int, fill: int) -> Any:
-    """Makes `dim`, which the ranks split, the first dim of a tensor that has it. Shifts the tensor
-    before that: a shift goes along the last dim, which may be `dim`."""
+    """Shifts a tensor, then moves `dim`, which the ranks split, to the front.
+
+    The shift comes first: it goes along the last dim, which may be `dim`.
+    """
     if not isinstance(value, Tensor) or value.dim() <= dim:
         return value
     return shifted(value, shift, fill).movedim(dim, 0)
 
 
 def _shard_of(weight: DTensor, mesh: DeviceMesh, vocab_shard: VocabShard | None) -> VocabShard:
-    """Returns the rows of DTensor's split, ceil(V / W) a rank; `vocab_shard` may mark the last rows
-    as padding."""
+    """Returns the shard of DTensor's split, ceil(V / W) rows a rank.
+
+    `vocab_shard` may mark the last rows as padding.
+    """
     rows = VocabShard.chunked(weight.shape[0], mesh.get_local_rank(), mesh.size())
     if vocab_shard is None:
         return rows

@@ -1,4 +1,4 @@
-"""The tensors of one call of the loss, as the layers above the backends hand them on."""
+"""The tensors of one call of the loss, which the layers above the backends pass on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Inputs(NamedTuple):
     weight: Tensor  # [V_local, D]
     targets: Tensor  # [...] int64
     bias: Tensor | None = None  # [V_local]
-    token_weight: Tensor | None = None  # as targets
+    token_weight: Tensor | None = None  # targets' shape
     class_weight: Tensor | None = None  # [V]
     grad_weight_into: Tensor | None = None  # [V_local, D]
-    temperature: Tensor | None = None  # as targets; with full logits, without label smoothing
+    temperature: Tensor | None = None  # targets' shape; with full logits, no label smoothing

@@ -13,7 +13,7 @@ from cce_dist.options import LossOptions
 
 
 class LogitMoments(NamedTuple):
-    """Each token's logits z over the whole vocabulary; not differentiable.
+    """Moments of each token's logits z over the whole vocabulary; not differentiable.
 
     Fields have targets' (shifted) shape, fp32 (float64 for float64 inputs), 0 at ignored tokens.
     """
@@ -24,15 +24,15 @@ class LogitMoments(NamedTuple):
 
 
 class LossOutput(NamedTuple):
-    """The loss and the statistics asked for by `stats`; None where not asked for.
+    """The loss and the statistics of `stats`; other statistics are None.
 
     Statistics have targets' (shifted) shape, 0 or False at ignored tokens.
     """
 
     loss: Tensor
     lse: Tensor | None = None  # natural log-sum-exp of the logits; differentiable
-    entropy: Tensor | None = None  # of the softmax, nats; differentiable
-    correct: Tensor | None = None  # bool: the largest logit is the target's
+    entropy: Tensor | None = None  # the softmax's entropy, nats; differentiable
+    correct: Tensor | None = None  # bool: the target has the largest logit
     tail_mass: Tensor | None = None  # probability mass whose gradient is approximated
     logit_moments: LogitMoments | None = None
     # bool: logits were screened; the same at all tokens that count
@@ -45,7 +45,7 @@ class Finish:
 
     terms: TokenLoss
     picked: PickedTokens
-    shape: torch.Size  # of targets
+    shape: torch.Size  # targets' shape
     options: LossOptions
     vocab_size: int
 
@@ -65,7 +65,7 @@ class Finish:
     def with_stats(
         self, loss: Tensor, lse: Tensor, entropy: Tensor | None, plain: list[Tensor | None]
     ) -> Tensor | LossOutput:
-        """Returns the loss, with the statistics of `stats` if there are any."""
+        """Returns the loss; a LossOutput of loss and statistics if `stats` is not empty."""
         if not self.options.stats:
             return loss
         max_logit, is_argmax, mean, m2, screened, tail = plain

@@ -1,4 +1,4 @@
-"""From arguments to results: validation, the autograd functions, reductions."""
+"""The steps of a call: validation, the autograd functions, reductions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prepare(
     quantized_weight: QuantizedWeight | StepQuantizer | None,
     *,
     record: bool,  # a backward may follow
-    backward_is_next: bool = False,  # as in Plan
+    backward_is_next: bool = False,  # see Plan
 ) -> tuple[Call, Finish]:
     """Validates the arguments of a public function; picks the tokens and the backend.
 
@@ -46,7 +46,7 @@ def prepare(
     temperature = inputs.temperature
     ranks = resolve_group(group)
     validation.check_group_device(ranks, hidden)
-    # First: a rank that fails a later check alone would leave the others waiting for it.
+    # This check goes first: if one rank failed another check, the other ranks would wait for it.
     if agreement.is_wanted(options):
         agreement.check_ranks(ranks, inputs, options)
     validation.check_hidden_and_weight(hidden, weight)
@@ -88,7 +88,7 @@ def prepare(
 
 
 def differentiates(tensor: Tensor | None) -> bool:
-    """Returns whether a backward may ask for the tensor's gradient."""
+    """Tells whether a backward may ask for the tensor's gradient."""
     return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
 
 
@@ -98,11 +98,11 @@ def scale_for(
     """Returns the factor of each token's logits, [N]; None: 1.
 
     Raises:
-        ValueError: a temperature is out of range; on a GPU a device-side assertion.
+        ValueError: a temperature is out of range; on a GPU a device-side assertion fails instead.
     """
     if temperature is None:
         return None
-    # `token_logprobs` alone passes a temperature, and none of these options.
+    # Only `token_logprobs` passes a temperature, and it has none of these options.
     assert options.logits == "full" and options.gradient != "in_forward"
     assert options.label_smoothing == 0
     scale = scale_of_tokens(temperature, picked, options.shift, accumulate_dtype(hidden.dtype))
@@ -117,7 +117,7 @@ def compute(
     vocab_shard: VocabShard | None,
     quantized_weight: QuantizedWeight | StepQuantizer | None,
 ) -> Tensor | LossOutput:
-    """Computes the loss of plain tensors eagerly. Arguments are those of `prepare`."""
+    """Computes the loss of plain tensors eagerly, from the arguments of `prepare`."""
     hidden, weight, bias = inputs.hidden, inputs.weight, inputs.bias
     temperature = inputs.temperature
     record = torch.is_grad_enabled() and any(
@@ -147,8 +147,10 @@ _CAST = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cast_by_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Casts hidden and weight to autocast's dtype within its region. Casts the dtypes that autocast
-    casts: float64, integers and others stay."""
+    """Casts hidden and weight to autocast's dtype within an autocast region.
+
+    As in autocast, float64, integers and other dtypes stay.
+    """
     if not isinstance(hidden, Tensor) or not isinstance(weight, Tensor):
         return hidden, weight
     device = hidden.device.type
@@ -163,7 +165,7 @@ def cast_by_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def local_targets_of(picked: PickedTokens, shard: VocabShard) -> Tensor:
     if picked.local_targets is not None:
         return picked.local_targets
-    # A shard that is the whole vocabulary holds every target: targets are range-checked before.
+    # A shard of the whole vocabulary holds every target: their range has been checked.
     whole = shard.num_classes == shard.vocab_size
     local = picked.targets if whole else shard.local_targets(picked.targets)
     counts = picked.counts

@@ -30,18 +30,19 @@ class QuantizedWeight:
     """A weight's 8-bit copy, by which logits="screened" multiplies hidden.
 
     Make it with `quantize_weight`, pass it as `quantized_weight`, and call `refresh` after each
-    step of the optimiser. Without it every call quantises the weight. Holds V_local (D' + 8) bytes,
-    D' the next multiple of 16.
+    step of the optimiser. A call without a copy quantises the weight itself. The copy has
+    V_local (D' + 8) bytes, with D' = D rounded up to a multiple of 16.
     """
 
     rows: QuantizedRows  # without padding
     screen: Screen
-    dtype: torch.dtype  # of the weight
-    backend: Backend  # that quantises; the loss of either backend may read the copy
-    # The weight's. An address alone could be another tensor's, once the weight is freed.
+    dtype: torch.dtype  # the weight's dtype
+    backend: Backend  # quantises the weight; the loss of either backend may read the copy
+    # Storage and address are the weight's. Once the weight is freed, another tensor could have the
+    # same address.
     storage: weakref.ref[torch.UntypedStorage]
     address: int
-    version: int  # of the weight's values, as autograd counts them
+    version: int  # the weight's autograd version
 
     @property
     def num_bytes(self) -> int:
@@ -52,11 +53,11 @@ class QuantizedWeight:
         """Quantises the weight's present values, in place. Collectives: none.
 
         Args:
-            hidden: [..., D] hidden states, such as the last step's: before the loss quantises its
-                hidden states it subtracts the mean of these, and evens out their channels' scales.
-                None: the mean and scales of before.
+            hidden: [..., D] hidden states, such as the last step's. Before the loss quantises its
+                own hidden states it subtracts the mean of these, and evens out channels by the
+                scales of these. None: keep the earlier mean and scales.
         Raises:
-            ValueError: the weight has another shape, dtype or device than the one at the start.
+            ValueError: the weight's shape, dtype or device differs from the first weight's.
         """
         rows, values = self.rows, self.rows.values
         shape = [values.shape[0], rows.centre.shape[0]]
@@ -75,11 +76,11 @@ class QuantizedWeight:
         self.storage, self.address, self.version = _identity(weight)
 
     def check(self, weight: Tensor, num_classes: int, options: LossOptions) -> None:
-        """Checks that this is the copy of `weight` and of its present values.
+        """Checks that this is a copy of `weight` and of its present values.
 
         Raises:
-            ValueError: the copy is another weight's, or of earlier values; or the options need
-                none.
+            ValueError: this is a copy of another weight, or of earlier values; or the options need
+                no copy.
         """
         _check_screened(options)
         if options.screen != self.screen:
@@ -105,7 +106,7 @@ class QuantizedWeight:
 
 
 class StepQuantizer:
-    """A maker of a weight's 8-bit copy, once a step for the losses of all its microbatches.
+    """A maker of a weight's 8-bit copy: one copy a step, for the losses of all microbatches.
 
         quantizer = StepQuantizer()  # one for each weight
         with quantizer.step():
@@ -114,17 +115,18 @@ class StepQuantizer:
                 linear_cross_entropy(hidden, weight, targets, **screened).backward()
         optimizer.step()
 
-    The weight must keep its values until the context ends, which frees the copy of V_local (D' + 8)
-    bytes, D' the next multiple of 16. No copy outlives a step: an optimiser that writes a parameter
-    by another tensor of the same memory, as Megatron's do, leaves no trace of the change. Outside
-    of a step every call quantises. The copy suits the hidden states of the first microbatch.
+    The weight must keep its values until the context ends. The end frees the copy: V_local (D' + 8)
+    bytes, with D' = D rounded up to a multiple of 16. No copy outlives a step: Megatron's
+    optimisers write a parameter by another tensor of the same memory, which leaves no trace of the
+    change. Outside of a step every call quantises the weight. The copy's mean and scales are those
+    of the first microbatch's hidden states.
     Collectives: none.
     """
 
     def __init__(self) -> None:
         self._is_in_step = False
         self._rows: QuantizedRows | None = None
-        self._key: Any = None  # of the weight whose rows they are
+        self._key: Any = None  # identifies the weight of `_rows`
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -145,12 +147,14 @@ class StepQuantizer:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the present copy; 0 without one."""
+        """The bytes of the present copy; 0 without a copy."""
         return 0 if self._rows is None else _num_bytes(self._rows)
 
     def check(self, weight: Tensor, num_classes: int, options: LossOptions) -> None:
-        """Raises:
-        ValueError: the options need no copy.
+        """Checks that the options need a copy.
+
+        Raises:
+            ValueError: the options need no copy.
         """
         _check_screened(options)
 
@@ -163,7 +167,7 @@ class StepQuantizer:
         place = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, weight.device)
         key = (*place, version_of(weight), screen)
         if self._rows is None or self._key != key:
-            self._rows = None  # frees its memory for the next
+            self._rows = None  # frees memory for the next copy
             self._rows, self._key = make(), key
         return self._rows
 
@@ -212,7 +216,7 @@ def _identity(weight: Tensor) -> tuple[weakref.ref[torch.UntypedStorage], int, i
 
 
 def version_of(weight: Tensor) -> int:
-    """Returns how many writes autograd has seen; 0 for inference tensors, which have no count."""
+    """Returns the number of writes that autograd has counted; 0 for inference tensors."""
     return 0 if weight.is_inference() else weight._version
 
 
@@ -228,15 +232,17 @@ def quantize_weight(
     """Quantises the weight's rows, for `linear_cross_entropy(..., quantized_weight=...)`.
 
     Args:
-        hidden: some hidden states: before the loss quantises its own it subtracts the mean of
-            these, and evens out their channels' scales. Any will do; those of a similar step leave
-            the smallest rounding error. None: the loss does neither.
-        vocab_shard: as in the loss: rows beyond vocab_size are left out. None: no row is padding.
-        screen: as in the loss.
-        backend: quantises here and in `refresh`; the loss may have another one.
+        hidden: some hidden states. Before the loss quantises its own hidden states it subtracts
+            the mean of these, and evens out channels by the scales of these. Any hidden states will
+            do; those of a similar step leave the smallest rounding error. None: the loss does
+            neither.
+        vocab_shard: the loss's vocab_shard; rows beyond vocab_size are left out. None: no row is
+            padding.
+        screen: the loss's screen.
+        backend: quantises here and in `refresh`; the loss may use another backend.
     Raises:
-        ValueError: the weight is no matrix of a 16-bit dtype, or has other rows than vocab_shard;
-            hidden states don't fit it; or the backend can't run.
+        ValueError: the weight is no matrix of a 16-bit dtype; its number of rows differs from
+            vocab_shard's; hidden states don't fit it; or the backend can't run.
     Collectives: none. Source: docs/numerics.md#screened-logits.
     """
     require_choice("backend", backend, get_args(Backend))

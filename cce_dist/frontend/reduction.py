@@ -1,6 +1,7 @@
-"""From per-token vectors to the loss: the tokens that count, and the weight of each.
+"""Reductions of per-token vectors to the loss: the tokens that count, and the weight of each.
 
-Plain torch on [N] vectors. Autograd hands the vectors' gradients to the steps of `sharded`.
+They are plain torch on [N] vectors. Autograd hands the vectors' gradients to the steps of
+`sharded`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from cce_dist.options import LossOptions
 
 @dataclass(frozen=True)
 class PickedTokens:
-    """The tokens that count: not ignored, and with a target left after the shift."""
+    """The tokens that count: each has a target after the shift, and it is not ignored."""
 
     targets: Tensor  # [N]
     rows: Tensor | None  # [N] int64 among all tokens; None: every token
-    # Counted on the device: [1] int32, and only the first `count` of all tokens count; the
-    # others come after them, with target 0.
+    # [1] int32, counted on the device. Only the first `count` of all tokens count; the other
+    # tokens come after them, with target 0.
     count: Tensor | None = None
-    counts: Tensor | None = None  # [N] bool: which tokens count; None: all
-    local_targets: Tensor | None = None  # as in_range: where a backend has found it, see `Picked`
+    counts: Tensor | None = None  # [N] bool: True for a token that counts; None: all tokens count
+    # Set where a backend has found them: see `Picked`.
+    local_targets: Tensor | None = None
     in_range: Tensor | None = None
 
     def number(self) -> Tensor | float:
@@ -35,7 +37,7 @@ class PickedTokens:
         return self.count[0].clamp_min(1)
 
     def spread(self, values: Tensor, shape: torch.Size, shift: int) -> Tensor:
-        """Scatters [N] to targets' (shifted) shape, 0 elsewhere."""
+        """Scatters values [N] to targets' (shifted) shape, with 0 elsewhere."""
         if self.rows is not None:
             empty = values.new_zeros(shape.numel())
             values = empty.index_copy(0, self.rows, values)
@@ -43,7 +45,7 @@ class PickedTokens:
         return values[..., : max(shape[-1] - shift, 0)] if shift else values
 
     def take(self, values: Tensor, shift: int) -> Tensor:
-        """Takes [N] out of targets' shape, unshifted."""
+        """Takes values [N] of the tokens that count out of targets' unshifted shape."""
         values = shifted(values, shift, 0).reshape(-1)
         return values if self.rows is None else values[self.rows]
 
@@ -62,7 +64,7 @@ def scale_of_tokens(
     shift: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns 1 / temperature of each token that counts, 1 of the others, [N] in `dtype`."""
+    """Returns 1 / temperature of each token that counts, 1 for the others: [N] in `dtype`."""
     taken = picked.take(temperature.to(dtype), shift)
     return (taken if picked.counts is None else taken.where(picked.counts, 1)).reciprocal()
 
@@ -70,9 +72,9 @@ def scale_of_tokens(
 def pick_tokens(
     targets: Tensor,
     options: LossOptions,
-    pick: Callable[[Tensor, int], Picked],  # a backend's, of [N] ids and ignore_index
+    pick: Callable[[Tensor, int], Picked],  # a backend's function of ids [N] and ignore_index
 ) -> PickedTokens:
-    """The tokens that the loss computes; the others cost nothing."""
+    """Picks the tokens that the loss computes; other tokens cost nothing."""
     ids = shifted(targets, options.shift, options.ignore_index).reshape(-1)
     return PickedTokens(*pick(ids, options.ignore_index))
 
@@ -83,7 +85,7 @@ class TokenLoss:
 
     smoothing: float
     z_loss: float
-    target_weight: Tensor | None  # [N] class weight of the target
+    target_weight: Tensor | None  # [N] the target's class weight
     mean_class_weight: Tensor | float
     token_weight: Tensor | None  # [N], divided by the mean's denominator
     denominator: Tensor | float
@@ -124,7 +126,7 @@ class TokenLoss:
         )
 
     def per_token(self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice) -> Tensor:
-        """Returns the losses of tokens `at`, divided by the denominator: they sum to the loss."""
+        """Returns the losses of tokens `at`, divided so that all tokens' losses sum to the loss."""
         loss = nll if self.target_weight is None else self.target_weight[at] * nll
         if smooth is not None:
             even = self.mean_class_weight * lse - smooth
@@ -141,8 +143,10 @@ class TokenLoss:
     def derivatives(
         self, nll: Tensor, lse: Tensor, smooth: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the derivatives of `total` by nll, lse and smooth, [N] each; None is 0. For the
-        pipeline head, which computes outside of autograd."""
+        """Returns the derivatives of `total` by nll, lse and smooth, [N] each; None stands for 0.
+
+        The pipeline head needs them: it computes outside of autograd.
+        """
         scale = torch.ones_like(nll) / self.denominator
         if self.token_weight is not None:
             scale = scale * self.token_weight

@@ -1,7 +1,7 @@
-"""Checks of the arguments of `linear_cross_entropy`. Every message names the argument, the rule and
-the value that came.
+"""Checks of the arguments of `linear_cross_entropy`.
 
-No layer below checks its arguments again.
+Every message names the argument, the rule and the value that came. No layer below checks its
+arguments again.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def require_values(name: str, tensor: Tensor) -> None:
 
 
 def require_plain_call(weight: object) -> None:
-    """Checks, before any tensor is read, that no transform is active and weight is in memory."""
+    """Checks before any read of a tensor: no transform is active, and weight is in memory."""
     if torch.compiler.is_compiling():
-        # The compiler refuses transforms itself, and its tensors have no memory.
+        # The compiler itself refuses transforms, and its tensors have no memory.
         return
     if torch._C._are_functorch_transforms_active():
         raise ValueError(
@@ -118,8 +118,7 @@ def require_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
 
 
 def check_group_device(group: Group | None, hidden: object) -> None:
-    """Checks hidden's device against the group's, before any collective and before hidden is
-    checked."""
+    """Checks hidden's device against the group's, before any collective or other check."""
     adapter = adapter_of(group)
     if adapter is None or not isinstance(hidden, Tensor):
         return
@@ -139,7 +138,7 @@ _IDS = (
 def check_targets(
     targets: Tensor, hidden: Tensor, options: LossOptions, world_size: int
 ) -> torch.Size:
-    """Returns the shape of the targets, which is that of all ranks' tokens."""
+    """Checks the targets, and returns their shape: that of all ranks' tokens."""
     require_tensor("targets", targets)
     if targets.dtype != torch.int64:
         use = "use targets.long()"
@@ -171,8 +170,10 @@ def check_targets(
 def check_target_range(
     targets: Tensor, vocab_size: int, ignore_index: int, in_range: Tensor | None = None
 ) -> None:
-    """Checks `targets` [N], of which the ignored are left out. in_range: [1], where it is known: 0
-    if a target is no class."""
+    """Checks the range of `targets` [N], without the ignored ones.
+
+    Args: in_range: [1], 0 if a target is no class; None: not known yet.
+    """
     if targets.numel() == 0:
         return
     if in_range is None:
@@ -190,9 +191,9 @@ def check_target_range(
 
 
 def check_scale(scale: Tensor, logit_scale: float) -> None:
-    """Checks 1 / temperature [N] of the tokens that count, as the options check a number."""
+    """Checks the scale [N], 1 / temperature, of the tokens that count, by the options' bounds."""
     size = scale * abs(logit_scale)
-    # False of NaN, too.
+    # The comparisons are False for NaN, too.
     good = ((size >= LEAST_FACTOR) & (size <= LARGEST_FACTOR)).all()
     rule = "temperature must be finite and > 0 at every token that counts"
 

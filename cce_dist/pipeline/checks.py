@@ -1,4 +1,4 @@
-"""Checks of the arguments of the vocabulary over pipeline ranks, of its stages and steps."""
+"""Checks of arguments, stages and steps for the vocabulary over pipeline ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_scalar(options: LossOptions) -> None:
-    """Refuses losses that are no scalar: a schedule begins its backward at a microbatch's loss."""
+    """Refuses a loss that is no scalar: a schedule begins its backward at a microbatch's loss."""
     if options.reduction == "none":
         raise ValueError(
             "options.reduction must be 'mean' or 'sum' under a schedule that is handed a "
@@ -67,7 +67,7 @@ def check_product(
     tensor: ProcessGroup | None,
     scatters: bool,
 ) -> None:
-    """Checks that `whole`, which shares the vocabulary, is the product of the other two groups."""
+    """Checks that `whole`, whose ranks share the vocabulary, is the product of the other groups."""
     size, of_vocab, of_tensor = group_size(group), group_size(whole), group_size(tensor)
     if of_vocab != size * of_tensor:
         raise ValueError(
@@ -118,8 +118,8 @@ def check_step(
     """Checks the arguments of a rank's schedule, before its first pass.
 
     Args:
-        microbatches: as `_step_microbatches` of the schedule takes them: positional arguments,
-            keywords and targets of each.
+        microbatches: the arguments of the schedule's `_step_microbatches`: positional arguments,
+            keywords and targets of each microbatch.
         embeds: the first stage's tokens go to a `TiedEmbedding`.
     """
     args, keywords, targets = microbatches
@@ -144,8 +144,8 @@ def _check_inputs(
             "of the first stage, where the embedding is tied, got none"
         )
     every = [_shapes(each) for each in args]
-    # Where some inputs come by keyword the stage's input_args need not list the others. Shapes that
-    # input_args do not give are right if the stage's output is: `check_output`.
+    # If some inputs come by keyword, input_args need not list the positional ones. Then
+    # `check_output` shows that unlisted inputs have the right shape: the stage's output has.
     static = None if by_keyword else _static_inputs(stage)
     wanted = [_shapes(static)] * bool(static) + every
     for index, shapes in enumerate(every):
@@ -157,7 +157,7 @@ def _check_inputs(
 
 
 def _static_inputs(stage: Any) -> Sequence[Any] | None:
-    """Reads a stage's input_args, by the names of torch 2.13 and of releases before it."""
+    """Reads a stage's input_args, by their names in torch 2.13 and in earlier releases."""
     meta = getattr(stage, "_user_meta", None)
     return getattr(stage, "inputs_meta", None) if meta is None else meta.inputs
 
@@ -167,10 +167,12 @@ def _shapes(tensors: Sequence[Any] | None) -> list[list[int]]:
 
 
 def check_output(stage: Any, output: Any) -> None:
-    """Compares a stage's output with the next stage's input, before it is sent. A larger output
-    would end the next stage's process in gloo, without a word of the cause; a smaller one would
-    leave the end of the receiving tensor as it was. (torch compares them too, but only under
-    TORCH_DISTRIBUTED_DEBUG=DETAIL.)"""
+    """Compares a stage's output with the next stage's input, before it is sent.
+
+    gloo ends the next stage's process, without a reason, if the output is larger than its input.
+    If the output is smaller, gloo leaves the end of the receiving tensor as it was. (torch makes
+    the same comparison, but only under TORCH_DISTRIBUTED_DEBUG=DETAIL.)
+    """
     wanted = _known_outputs(stage)
     tensors = output if isinstance(output, tuple | list) else (output,)
     # Each rank sends its part of a DTensor.
@@ -188,8 +190,10 @@ def check_output(stage: Any, output: Any) -> None:
 
 
 def _known_outputs(stage: Any) -> Sequence[Any] | None:
-    """Reads a stage's output_args, or the outputs that it has sent before, by the names of torch
-    2.13 and of releases before it."""
+    """Reads a stage's output_args, or the outputs that it has sent before.
+
+    It knows the attributes' names in torch 2.13 and in earlier releases.
+    """
     meta = getattr(stage, "_stage_meta", None)
     return getattr(stage, "_outputs_meta", None) if meta is None else meta.outputs
 
@@ -202,7 +206,7 @@ def check_same(group: ProcessGroup, **values: object) -> None:
     """Compares values over all ranks of the group.
 
     Raises:
-        ValueError: on every rank, where a value differs.
+        ValueError: on every rank, if a value differs between ranks.
     Collectives: one gather of objects over the group.
     """
     everyone: list[Mapping[str, object]] = [{}] * dist.get_world_size(group)

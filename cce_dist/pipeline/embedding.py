@@ -1,5 +1,7 @@
-"""The input embedding over pipeline ranks, tied to the LM head's weight: tying costs no collective,
-since each rank has the same rows of both."""
+"""The input embedding over pipeline ranks, tied to the LM head's weight.
+
+Each rank has the same rows of embedding and head, so tying costs no collective.
+"""
 
 from __future__ import annotations
 
@@ -28,34 +30,34 @@ _ONCE = (
 @dataclass
 class _Microbatch:
     tokens: Tensor  # [...] int64
-    wait: Callable[[], object]  # for what is under way
-    rows: Tensor | None = None  # [N, D] this rank's part, then the sum; then the gradient
+    wait: Callable[[], object]  # waits for the transfer under way
+    rows: Tensor | None = None  # [N, D] this rank's part, then the sum, then the gradient
 
 
 class TiedEmbedding(nn.Module):
     """The first stage's embedding of tokens, looked up and trained on all pipeline ranks.
 
     Every rank makes it; the first stage's module calls it on its tokens. It has no parameter;
-    gradients go to the head's weight. A microbatch goes through these phases, `forward` and
-    its backward on the first stage, which waits for the sum and keeps the gradient, the others on
-    every rank:
+    gradients go to the head's weight. Every rank runs four phases of a microbatch:
 
-        ask        tokens go from the rank of the first stage to all
-        look_up    the sum of each rank's rows of them begins, to the first stage
-        give       the gradient goes from there to all
-        add        each rank adds it to its own rows
+        ask        the first stage's rank begins to send the tokens to all ranks
+        look_up    the sum of all ranks' rows for the tokens begins, to the first stage's rank
+        give       that rank begins to send the gradient of the sum to all ranks
+        add        each rank adds the gradient to its own rows
 
-    Ranks must not wait for each other in different phases: ask for all microbatches first, and
-    `add` a microbatch after giving the next.
+    Between `look_up` and `give` the first stage runs `forward`, which waits for the sum, and its
+    backward, which keeps the gradient. Ranks must not wait for each other in different phases: call
+    `ask` for all microbatches first, and `add` a microbatch after `give` of the next.
 
     Args:
-        head: of the same ranks; its hidden_shape is that of the embedding, too.
+        head: a head of the same ranks; the embedding has its hidden_shape, too.
         root: the rank in the head's group that has the first stage.
-        timeout: of the groups that it makes.
-    Collectives: four groups at most are made, as those of the head. A microbatch costs a broadcast
-        of its tokens and a sum of [N, D] in hidden's dtype to the first stage, one of whose addends
-        is not 0; and a broadcast of [N, D] back. With tensor-parallel ranks an all-reduce on the
-        first stage, or a reduce-scatter and an all-gather under sequence_parallel.
+        timeout: the timeout of the groups that it makes.
+    Collectives: makes at most four groups, at the same time on every rank, as the head does. A
+        microbatch costs a broadcast of its tokens; a sum of [N, D] in hidden's dtype to the first
+        stage, where each token's row comes from one rank and the others add 0; and a broadcast of
+        [N, D] back. With tensor-parallel ranks there is also an all-reduce on the first stage, or
+        under sequence_parallel a reduce-scatter and an all-gather.
     Determinism: bitwise equal from run to run.
     """
 
@@ -83,9 +85,9 @@ class TiedEmbedding(nn.Module):
     def ask(self, index: int, tokens: Tensor | None = None) -> None:
         """Begins to send a microbatch's tokens to all ranks, without waiting.
 
-        Args: tokens: [...] of the microbatch, on the rank of the first stage.
+        Args: tokens: [...] of the microbatch on the rank of the first stage; None elsewhere.
         Raises:
-            ValueError: there, if their shape or dtype is not what all ranks expect.
+            ValueError: on that rank, if the tokens lack the shape or dtype that all ranks expect.
         """
         head = self.head
         if self.is_first:
@@ -97,7 +99,7 @@ class TiedEmbedding(nn.Module):
 
     @torch.no_grad()
     def look_up(self, index: int) -> None:
-        """Waits for the tokens, not for their rows."""
+        """Waits for the tokens, and begins the sum of their rows without waiting for it."""
         batch, head = self._microbatches[index], self.head
         batch.wait()
         mine, rows = self._own(batch.tokens)
@@ -108,7 +110,7 @@ class TiedEmbedding(nn.Module):
         batch.rows, batch.wait = vectors, start_reduce(self.root, self._summing, vectors)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Looks up tokens [...]: [..., D], this rank's slice of dim 0 under sequence_parallel."""
+        """Returns rows [..., D] of tokens [...]; under sequence_parallel this rank's slice."""
         head = self.head
         if self.infers or not self._microbatches:
             if not self.infers:
@@ -125,13 +127,13 @@ class TiedEmbedding(nn.Module):
         return _Rows.apply(self._anchor(), self, index)
 
     def rows(self, index: int) -> Tensor:
-        """Returns the rows that `forward` returns, without autograd."""
+        """Returns the rows of `forward`, without autograd."""
         batch = self._microbatches[index]
         assert batch.rows is not None
         batch.wait()
         vectors, batch.rows = batch.rows, None
         head, dtype = self.head, self.head.hidden_dtype
-        # Rows, not a gradient: only some ranks have the gradient.
+        # These are rows, not a gradient, and only some ranks sum them: the phase must not count.
         with in_phase("reduce", begins=False):
             vectors = reduce_grad_hidden(
                 vectors, self._tensor, scatter=head.slices > 1, dtype=dtype
@@ -146,10 +148,10 @@ class TiedEmbedding(nn.Module):
 
     @torch.no_grad()
     def give(self, index: int) -> None:
-        """Begins to send the gradient to all ranks, without waiting."""
+        """Begins to send the gradient of the rows to all ranks, without waiting."""
         batch, head = self._microbatches[index], self.head
         if not self.is_first:
-            # The first stage alone needs the sum; this rank has not waited for it yet.
+            # Only the first stage needs the sum; this rank has not waited for its end yet.
             batch.wait()
             shape = (batch.tokens.numel(), head.hidden_shape[-1])
             batch.rows = head.weight.new_empty(shape, dtype=head.hidden_dtype)
@@ -158,7 +160,7 @@ class TiedEmbedding(nn.Module):
 
     @torch.no_grad()
     def add(self, index: int) -> None:
-        """Waits for the gradient, and adds it to this rank's rows. The microbatch is done with."""
+        """Waits for the gradient, adds it to this rank's rows, and ends the microbatch."""
         batch, head = self._microbatches.pop(index), self.head
         batch.wait()
         assert batch.rows is not None
@@ -167,7 +169,7 @@ class TiedEmbedding(nn.Module):
             head.grads.add_to_rows(rows, batch.rows.masked_fill(~mine[:, None], 0))
 
     def drop(self, index: int) -> None:
-        """Forgets a microbatch of an evaluation, in place of `give` and `add`."""
+        """Ends a microbatch of an evaluation, in place of `give` and `add`."""
         batch = self._microbatches.pop(index)
         if not self.is_first:
             batch.wait()
@@ -208,7 +210,7 @@ class TiedEmbedding(nn.Module):
             dist.destroy_process_group(self._tensor)
 
     def _own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns [N] bool, tokens whose rows are here; and [N] the rows, 0 for other tokens."""
+        """Returns [N] bool, True where this rank has the token's row; and [N] rows, 0 elsewhere."""
         rows = self.head.own_shard.local_targets(tokens.reshape(-1))
         mine = rows >= 0
         return mine, rows.clamp_min(0)
@@ -228,7 +230,7 @@ class TiedEmbedding(nn.Module):
 
 
 def _nothing() -> None:
-    """A microbatch under way."""
+    """Waits for nothing: the microbatch's transfer has ended."""
 
 
 class _Rows(torch.autograd.Function):

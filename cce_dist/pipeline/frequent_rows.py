@@ -1,5 +1,8 @@
-"""Rows of frequent tokens, known to all ranks of a vocabulary. By them a rank estimates how much of
-a token's mass other ranks hold, which ranks at different microbatches cannot exchange."""
+"""Rows of frequent tokens, which every rank of a vocabulary knows.
+
+A rank estimates from them how much of a token's mass the other ranks hold. Ranks at different
+microbatches cannot exchange that mass itself.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,21 @@ from cce_dist.pipeline.comm.courier import Courier
 from cce_dist.ranks.gather import start_all_gather
 from cce_dist.vocab_shard import VocabShard
 
-# Of each rank. Over 4 ranks of 64,000 rows the others' 1,536 are 2.4 % of the forward.
+# Rows of each rank. Over 4 ranks of 64,000 rows the others' 1,536 cost 2.4 % of the forward.
 ROWS = 512
 
 
 class FrequentRows:
-    """Each rank's rows of the tokens that were targets most often, on all of them.
+    """Copies, on every rank, of each rank's rows that were targets most often.
 
-    Without them a rank whose columns hold little of a token's mass would take it for all the mass,
-    and its filter would keep the columns: docs/performance.md#ranks.
+    Without these copies a rank whose columns hold little of a token's mass would take that little
+    for all the mass, and its filter would keep the columns: docs/performance.md#ranks.
 
     Args:
         weight: [V_local, D] this rank's rows; bias: [V_local].
-        shard: which they are.
-        courier: of the ranks that share the vocabulary.
-    Collectives: one all-gather of a number; the caller's are `exchange`'s.
+        shard: the token ids of this rank's rows.
+        courier: the courier of the ranks that share the vocabulary.
+    Collectives: one all-gather of a number when it is made; `exchange` has its own.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class FrequentRows:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         classes = torch.tensor([shard.num_classes], device=weight.device)
         self.num_rows = min(ROWS, int(start_all_gather(classes, group, async_op=False)().min()))
-        # How often each row was a target; the last entry counts targets of other ranks.
+        # Counts of each row as a target; the last entry counts targets of other ranks.
         self._counts = torch.zeros(shard.num_classes + 1, dtype=torch.int64, device=weight.device)
         # Functions that wait for [W, num_rows, D] of weight, and for [W, num_rows] of bias.
         self._weights: Callable[[], Tensor] | None = None
@@ -55,12 +58,15 @@ class FrequentRows:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Begins to send this rank's rows to all. Collectives: one all-gather of [num_rows, D] in
-        weight's dtype, another of [num_rows] with a bias."""
+        """Begins to send this rank's most frequent rows to all ranks.
+
+        Collectives: one all-gather of [num_rows, D] in weight's dtype; with a bias one more of
+            [num_rows].
+        """
         if not self.num_rows:
             return
         counts, number = self._counts[:-1], len(self._counts) - 1
-        # Of rows with equal counts the first: ids are often in the order of frequency.
+        # Among equal counts lower rows go first: ids are often in the order of frequency.
         ranked = counts * number + torch.arange(number - 1, -1, -1, device=counts.device)
         chosen = ranked.topk(self.num_rows).indices
         rows, group, begin = self.weight.detach()[chosen], self.courier.group, self.courier.begin
@@ -70,7 +76,7 @@ class FrequentRows:
             self._biases = start_all_gather(biases, group, async_op=True, begin=begin)
 
     def forget(self) -> None:
-        """Drops the rows that were sent: the weight is about to change."""
+        """Drops the other ranks' rows: the weight is about to change."""
         self._weights = self._biases = None
 
     def elsewhere(self, head: Head) -> Head | None:

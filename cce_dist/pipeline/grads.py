@@ -1,4 +1,4 @@
-"""The gradients of a rank's rows while a step's microbatches add to them."""
+"""Gradients of a rank's rows, summed over a step's microbatches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from cce_dist.core.types import accumulate_dtype
 
 
 class RowGradients:
-    """Sums of gradients of weight [V_local, D] and bias [V_local], without rows that are padding.
+    """Sums of gradients of weight [V_local, D] and bias [V_local], without padding rows.
 
-    In fp32 or float64: the parameters' .grad, which may be of 16 bits, gets them in `finish`.
+    The sums are in fp32 or float64. `finish` adds them to the parameters' .grad, which may have 16
+    bits.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, num_classes: int) -> None:
@@ -24,7 +25,7 @@ class RowGradients:
         self._is_elsewhere = False
 
     def place(self) -> WeightGrad | None:
-        """Where a microbatch's part goes; None for a frozen weight."""
+        """Returns the place for a microbatch's part of the sum; None for a frozen weight."""
         accumulate = self._rows is not None
         if self._rows is None and self.weight.requires_grad:
             self._rows = self._make(torch.empty)
@@ -34,15 +35,17 @@ class RowGradients:
         self._bias = grad if self._bias is None else self._bias + grad
 
     def add_to_rows(self, rows: Tensor, values: Tensor) -> None:
-        """Adds [n, D] to the gradient of rows [n], as an embedding tied to them does."""
+        """Adds values [n, D] to the gradient of rows [n], for an embedding tied to the weight."""
         if self._rows is None:
             self._rows = self._make(torch.zeros)
         # torch sorts by row first, so that sums are the same from run to run.
         self._rows.index_put_((rows,), values.to(self._rows.dtype), accumulate=True)
 
     def add_into(self, rows: Tensor) -> None:
-        """Adds to rows [V_local, D], fp32 or float64, in place of weight.grad, until `finish`:
-        Megatron's main_grad, for instance."""
+        """Sums the weight's gradient in `rows` until `finish`, and leaves weight.grad alone.
+
+        Args: rows: [V_local, D] fp32 or float64, such as Megatron's main_grad.
+        """
         assert rows.dtype == accumulate_dtype(self.weight.dtype) and self._rows is None
         self._rows, self._is_elsewhere = rows[: self.num_classes], True
 

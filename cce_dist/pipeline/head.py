@@ -1,17 +1,17 @@
 """The vocabulary over pipeline ranks: the loss in phases that a schedule places between its own.
 
-A microbatch goes through four of them, each of which begins a collective that the next waits for:
+A microbatch goes through four phases. Each begins a collective, for which the next phase waits:
 
-    post         its hidden states and targets, from the rank of the last stage to all
-    statistics   log-sum-exp and target logit of this rank's columns; begins the merge
-    gradients    the loss; gradients by the merged lse; begins the sum of the hidden gradient
-    take         on the rank of the last stage: the hidden gradient, which its backward needs
+    post         sends hidden states and targets from the last stage's rank to all ranks
+    statistics   computes log-sum-exp and target logit of this rank's columns; begins the merge
+    gradients    computes loss and gradients; begins the sum of the hidden gradient
+    take         returns the hidden gradient, which the last stage's backward needs
 
-With reduction "none", where that rank alone knows what becomes of each token's loss, `weigh` comes
-before `gradients`: the gradient of the losses, which `losses` gave it, to all.
+With reduction "none" only the last stage's rank can differentiate what follows each token's loss.
+It reads the losses by `losses`, and `weigh` sends their gradient to all ranks before `gradients`.
 
-The weight's gradient never travels. Each kind of collective has a group of its own, so that only
-the order of microbatches has to be the same on all ranks, not that of phases.
+The weight's gradient never travels. Each kind of collective has its own group, so the order of
+microbatches must be the same on all ranks, but the order of phases may differ.
 """
 
 from __future__ import annotations
@@ -56,39 +56,39 @@ class PipelineHead:
     """An LM head whose rows are spread over the ranks of a pipeline, and its cross-entropy.
 
     Args:
-        weight: [V_local, D] this rank's rows, bf16 | fp16 | fp32 | float64. What the phases add up
-            is added to weight.grad by `finish_step`; no hook of the parameter runs.
+        weight: [V_local, D] this rank's rows, bf16 | fp16 | fp32 | float64. `finish_step` adds the
+            phases' gradient to weight.grad; no hook of the parameter runs.
         group: the ranks of the pipeline.
-        vocab_group: those that share the vocabulary, in its order: the pipelines of all tensor-
-            parallel ranks; None: group.
+        vocab_group: the ranks that share the vocabulary, in the vocabulary's order: the pipelines
+            of all tensor-parallel ranks; None: group.
         tensor_group: with vocab_group, the tensor-parallel ranks of this stage.
         sequence_parallel: a stage's hidden states are this tensor-parallel rank's slice of dim 0.
-        hidden_shape: of a microbatch's hidden states on a rank, [..., D]; the same for all of them,
-            dtype weight's. Targets have it without D, and are of all tokens under
-            sequence_parallel.
-        vocab_shard: as of `linear_cross_entropy`.
-        bias: [V_local], this rank's; its gradient as weight's.
+        hidden_shape: [..., D], the shape of every microbatch's hidden states on a rank; their dtype
+            is weight's. Targets have this shape without D; under sequence_parallel they cover all
+            tokens.
+        vocab_shard: see `linear_cross_entropy`.
+        bias: [V_local] this rank's part; its gradient goes to bias.grad in the same way.
         class_weight: [V], the same on every rank.
-        options: of the loss; reduction "mean" or "sum" of a microbatch, or "none".
-        loss_scale: of the gradients of all microbatches, such as 1 / their number. As options it
-            must be the same on all ranks of vocab_group.
-        timeout: of the groups that it makes.
-        quantize_once: with logits="screened" a step's first microbatch quantises the weight for all
-            of them: V_local (D + 8) bytes until `finish_step`. False: each of them does.
-        paced: ranks meet on the host before each of its collectives begins, rather than wait for
-            each other in kernels, which slow down the stages'; None: on GPUs.
+        options: options of the loss; reduction "mean" or "sum" of a microbatch, or "none".
+        loss_scale: a factor of all microbatches' gradients, such as 1 / their number. It and the
+            options must be the same on all ranks of vocab_group.
+        timeout: the timeout of the groups that the head makes.
+        quantize_once: with logits="screened" a step's first microbatch quantises the weight for the
+            whole step: V_local (D + 8) bytes until `finish_step`. False: each microbatch does.
+        paced: ranks meet on the host before each of the head's collectives, and so do not wait for
+            each other in kernels, which would slow down the stages' kernels; None: True on GPUs.
     Raises:
         ValueError: an argument is not supported; the message says which.
-    Collectives: three groups are made, four with tensor_group, with `paced` twice as many, for
-        which every rank of the job makes a head at the same time, those of other pipelines too. A
-        microbatch costs a broadcast of its hidden states and targets over `group`, an all-gather of
-        8 N + 32 bytes a rank over vocab_group, and a sum of [N, D] in fp32 over `group` to the rank
-        of the last stage; there one all-reduce more over tensor_group, or a reduce-scatter under
-        sequence_parallel, which gathers hidden over tensor_group first. With reduction "none" one
-        more group, and a broadcast of 4 N bytes over it. With gradient="filtered" and the Triton
-        backend a step begins with one all-gather over vocab_group, `FrequentRows`'s; with logits=
-        "screened" one without gradients, too. On GPUs three microbatches of zeros go through it.
-    Determinism: as the loss's own.
+    Collectives: makes three groups, four with tensor_group, and with `paced` twice as many: every
+        rank of the job, of other pipelines too, makes its head at the same time. A microbatch costs
+        a broadcast of its hidden states and targets over `group`, an all-gather of 8 N + 32 bytes a
+        rank over vocab_group, and a sum of [N, D] in fp32 over `group` to the last stage's rank. On
+        the last stage it also costs an all-reduce over tensor_group; or under sequence_parallel an
+        all-gather of hidden first, and a reduce-scatter. Reduction "none" adds a group, and a
+        broadcast of 4 N bytes over it. With gradient="filtered" and the Triton backend a step
+        begins with the all-gather of `FrequentRows` over vocab_group; with logits="screened" so
+        does a step without gradients. On GPUs three microbatches of zeros warm the head up.
+    Determinism: the same as the loss's.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """
 
@@ -132,16 +132,16 @@ class PipelineHead:
         self._posting, self._summing = make(self.ranks, 2)
         self._weighing = make(self.ranks, 1)[0] if options.reduction == "none" else None
         (self._merging,) = make(dist.get_process_group_ranks(whole), 1)
-        self.vocab_group = self._merging.group  # its own
+        self.vocab_group = self._merging.group  # the head's own group
         self._tensor = None
         if tensor is not None:
-            # A stage's ranks are side by side: they need not meet.
+            # A stage's tensor-parallel ranks run in step: they need not meet on the host.
             ranks = dist.get_process_group_ranks(tensor)
             (self._tensor,) = own_groups(ranks, 1, timeout, weight.device)
         self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
         self._microbatches: dict[int, Microbatch] = {}
         self.grads = RowGradients(weight, bias, self.own_shard.num_classes)
-        # By whoever runs its steps: one that failed leaves ranks apart.
+        # The schedule sets it after a failed step, which leaves ranks at different phases.
         self.is_broken = False
         self._neighbours: Neighbours | None = None
         self._timeout = timeout
@@ -154,10 +154,11 @@ class PipelineHead:
         warm_up_head(self)
 
     def start_step(self, *, record: bool = True) -> None:
-        """Begins a step: sends all ranks the rows that tell most of a token's lse, which the filter
-        of the Triton backend needs. Without waiting; on every rank, before the first microbatch.
-        A step without it has the same loss, and a filter that keeps more. Until `finish_step`,
-        which also ends one without gradients, the weight keeps its values.
+        """Begins a step, on every rank, before the first microbatch; does not wait.
+
+        For the Triton backend's filter it sends all ranks the rows that tell most of a token's lse.
+        A step without this call has the same loss, and its filter keeps more columns. The weight
+        must keep its values until `finish_step`, which also ends a step without gradients.
 
         Args: record: the step has gradients.
         """
@@ -167,8 +168,8 @@ class PipelineHead:
             self._quantizer.begin()
 
     def neighbours(self) -> Neighbours:
-        """Returns the connections by which a schedule of ours sends between stages. The first call
-        makes them, at the same time on every rank of the job."""
+        """Returns the connections by which our own schedules send between stages. The first call
+        makes them: every rank of the job makes that call at the same time."""
         if self._neighbours is None:
             device, timeout = self.weight.device, self._timeout
             self._neighbours = Neighbours(self.ranks, device, timeout, paced=self.paced)
@@ -176,11 +177,11 @@ class PipelineHead:
 
     @property
     def weighs(self) -> bool:
-        """`gradients` wants `weigh` first."""
+        """Tells whether `weigh` must come before `gradients`."""
         return self._weighing is not None
 
     def reshape(self, hidden_shape: tuple[int, ...]) -> None:
-        """Sets the shape of microbatches to come: between steps, on every rank of the job."""
+        """Sets the shape of later microbatches: between steps, on every rank of the job."""
         if hidden_shape != self.hidden_shape:
             self.hidden_shape = hidden_shape
             warm_up_head(self)
@@ -193,13 +194,13 @@ class PipelineHead:
     def post(
         self, index: int, root: int, hidden: Tensor | None = None, targets: Tensor | None = None
     ) -> None:
-        """Sends a microbatch to all ranks. Without waiting.
+        """Begins to send a microbatch to all ranks, without waiting.
 
         Args:
             root: the rank in the group that has the last stage.
-            hidden, targets: there, and None elsewhere.
+            hidden, targets: the microbatch's tensors on the root; None elsewhere.
         Raises:
-            ValueError: on the root, their shapes or dtypes are not those that all ranks expect.
+            ValueError: on the root, if a shape or dtype is not the one that all ranks expect.
         """
         if index in self._microbatches:
             raise ValueError(f"index must be of a microbatch that is not under way, got {index}")
@@ -213,18 +214,18 @@ class PipelineHead:
         self._microbatches[index] = Microbatch((hidden, targets, arrive))
 
     def expect(self, index: int, root: int, count: int) -> None:
-        """Calls `post` where another rank has the last stage, for this microbatch and the next of
-        `count`: the next then arrives whatever this rank computes meanwhile."""
+        """Calls `post` on a rank without the last stage, for this microbatch and, if it is below
+        `count`, the next: the next can then arrive while this rank computes."""
         for each in range(index, min(index + 2, count)):
             if each not in self._microbatches:
                 self.post(each, root)
 
     @plainly
     def statistics(self, index: int, *, record: bool = True) -> None:
-        """Waits for what was posted; begins the merge.
+        """Waits for the posted tensors, computes this rank's statistics, and begins their merge.
 
         Args:
-            record: `gradients` follows, not `value`.
+            record: True if `gradients` follows, False if `value` does.
         Raises:
             ValueError: targets beyond the vocabulary, on every rank.
         """
@@ -240,7 +241,7 @@ class PipelineHead:
         )
         group, quantizer = self._merging.group, self._quantizer
         call, finish = prepare(inputs, self.options, group, self.shard, quantizer, record=record)
-        # Ranks are at different microbatches.
+        # Other ranks' kernels run beside this one's, at other microbatches.
         call = replace(call, plan=replace(call.plan, shares_device=True))
         tokens = call.tokens(hidden.reshape(-1, self.hidden_shape[-1]))
         head = call.head(self.weight.detach(), self.bias)
@@ -257,19 +258,22 @@ class PipelineHead:
 
     @plainly
     def value(self, index: int) -> Tensor:
-        """Waits for the merge. Returns: the loss [], or with reduction "none" as targets, fp32 or
-        float64, on every rank. The microbatch is done with."""
+        """Waits for the merge, and ends the microbatch.
+
+        Returns: on every rank the loss [], or with reduction "none" a loss for each target; fp32 or
+            float64.
+        """
         return self._merged(self._begun(index, pop=True))[0]
 
     @plainly
     def losses(self, index: int) -> Tensor:
-        """Returns `value` of a microbatch that goes on, with reduction "none"."""
+        """Returns the losses of `value` with reduction "none", and does not end the microbatch."""
         return self._merged(self._begun(index))[0]
 
     def weigh(self, index: int, root: int, grad_losses: Tensor | None = None) -> None:
-        """Sends the gradient of `losses` to all ranks, with reduction "none". Without waiting.
+        """Begins to send the gradient of `losses` to all ranks, without waiting.
 
-        Args: grad_losses: as targets, fp32 or float64, on the rank of the last stage.
+        Args: grad_losses: fp32 or float64 in targets' shape, on the last stage's rank.
         """
         batch, dtype = self._begun(index), accumulate_dtype(self.hidden_dtype)
         assert self._weighing is not None
@@ -281,8 +285,11 @@ class PipelineHead:
 
     @plainly
     def gradients(self, index: int, root: int) -> Tensor:
-        """Waits for the merge, adds this microbatch's part to the gradients of weight and bias, and
-        begins the sum of the hidden gradient. Returns: the loss [], on every rank."""
+        """Waits for the merge, and begins the sum of the hidden gradient.
+
+        Adds this microbatch's part to the gradients of weight and bias.
+        Returns: the loss [], on every rank.
+        """
         batch = self._begun(index)
         if self._weighing is not None and batch.weighed is None:
             raise RuntimeError('reduction="none" needs weigh before gradients')
@@ -294,7 +301,7 @@ class PipelineHead:
         out = sharded.backward(
             tokens,
             head,
-            # The sum is begun here.
+            # No group: this method begins the sum itself.
             replace(call.plan, group=None),
             stats,
             upstream,
@@ -307,7 +314,7 @@ class PipelineHead:
         assert out.hidden is not None
         if out.bias is not None:
             self.grads.add_bias(out.bias)
-        # Nothing but the sum is left of it.
+        # Only the sum of the hidden gradient is still needed.
         batch.step = batch.scores = batch.merge = batch.merged = None
         batch.grad, batch.is_taken = out.hidden, self.rank == root
         with in_phase("reduce"):
@@ -316,8 +323,11 @@ class PipelineHead:
 
     @in_phase("reduce", begins=False)
     def take(self, index: int) -> Tensor:
-        """Waits for the sum. Returns: the hidden gradient [..., D] as hidden, on the ranks of the
-        last stage; elsewhere nothing of use. The microbatch is done with."""
+        """Waits for the sum, and ends the microbatch.
+
+        Returns: the hidden gradient [..., D] in hidden's dtype on the last stage's ranks; on other
+            ranks a tensor without use.
+        """
         batch = self._begun(index, pop=True)
         assert batch.summed is not None and batch.grad is not None
         batch.summed()
@@ -331,10 +341,11 @@ class PipelineHead:
         return grad.to(dtype).view(self.hidden_shape)
 
     def finish_step(self, divide_by: int = 1) -> None:
-        """Adds what the microbatches left to the gradients of weight and bias, and forgets what
-        `start_step` has begun; also of a step without gradients.
+        """Ends a step, also one without gradients: adds its sums to weight.grad and bias.grad.
 
-        Args: divide_by: as a schedule's `scale_grads` divides those of its stages.
+        Drops the rows that `start_step` has sent.
+
+        Args: divide_by: divides the sums, as a schedule's `scale_grads` divides its stages' grads.
         Raises:
             RuntimeError: a microbatch is still under way.
         """
@@ -345,7 +356,7 @@ class PipelineHead:
         self.forget()
 
     def forget(self) -> None:
-        """Drops the gradients of a step, and the copies of the weight's present rows."""
+        """Drops a step's gradients, and the copies of the weight's present rows."""
         self.grads.forget()
         if self._frequent is not None:
             self._frequent.forget()

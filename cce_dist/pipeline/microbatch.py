@@ -25,16 +25,16 @@ from cce_dist.ranks.merge import start_merge_stats
 class Microbatch:
     """The state of a microbatch from `post` to `take`."""
 
-    # hidden [..., D], targets [...] int64, and what waits for both; until `statistics`
+    # hidden [..., D], targets [...] int64, and a function that waits for both; until `statistics`
     posted: tuple[Tensor, Tensor, Callable[[], object]] | None
     step: tuple[Call, Finish, Tokens, Head] | None = None
     scores: Scores | None = None
     merge: Callable[[], Stats] | None = None
     merged: Stats | None = None
-    grad_losses: Tensor | None = None  # as targets
+    grad_losses: Tensor | None = None  # targets' shape
     weighed: Callable[[], object] | None = None
     grad: Tensor | None = None  # [N, D] this rank's part, then the sum
-    is_taken: bool = False  # here is the last stage
+    is_taken: bool = False  # this rank has the last stage
     summed: Callable[[], object] | None = None
 
 
@@ -44,14 +44,16 @@ def start_forward(
     plan: Plan,
     *,
     score: bool,
-    elsewhere: Head | None,  # some of the other ranks' rows; None: they are not known
-    begin: Begin,  # of the merge's collective
+    elsewhere: Head | None,  # some of the other ranks' rows; None: unknown
+    begin: Begin,  # begins the merge's collective
 ) -> tuple[Callable[[], Stats], Scores | None]:
-    """`sharded.forward`, whose merge is under way. Returns: a function that waits for the merge;
-    this rank's scores of its columns."""
+    """Runs `sharded.forward` and begins its merge without waiting.
+
+    Returns: a function that waits for the merge; this rank's scores of its columns.
+    """
     request = plan.forward_request(tokens, head, score=score)
     if request.bounds is not None:
-        # Ranks are at different microbatches, and cannot exchange bounds of the same tokens.
+        # Ranks are at different microbatches, so they cannot exchange bounds of the same tokens.
         bounds = None
         if elsewhere is not None:
             nobody = torch.full_like(tokens.local_targets, -1)

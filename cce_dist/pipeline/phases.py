@@ -1,4 +1,4 @@
-"""The phases of a head and of a tied embedding over pipeline ranks, for whoever runs them."""
+"""Interfaces of a head and of a tied embedding over pipeline ranks, for the code that runs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cce_dist.pipeline.grads import RowGradients
 
 
 class HeadPhases(Protocol):
-    """`PipelineHead`, which documents each of them."""
+    """The interface of `PipelineHead`, which documents each phase."""
 
     weight: Tensor
     hidden_shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class HeadPhases(Protocol):
 
 
 class EmbeddingPhases(Protocol):
-    """`TiedEmbedding`, which documents each of them."""
+    """The interface of `TiedEmbedding`, which documents each phase."""
 
     @property
     def is_first(self) -> bool: ...

@@ -1,7 +1,7 @@
-"""A run of every phase before the first step, which loads the phases' kernels.
+"""A run of every phase before the first step, to load the phases' kernels.
 
-A kernel is loaded at its first launch, which may wait for all work on the device. Within a step
-that work may wait for other ranks, and they for this rank.
+A kernel's first launch loads it, and may wait for all work on the device. Within a step that work
+may wait for other ranks, and those for this rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROOT = 0
 
 
 def warm_up_head(head: HeadPhases) -> None:
-    """On GPUs, three microbatches of zeros; nothing is left of them. On every rank of the head."""
+    """Runs three microbatches of zeros on GPUs, on every rank of the head; leaves no trace."""
     device = head.weight.device
     if device.type != "cuda":
         return
@@ -23,7 +23,7 @@ def warm_up_head(head: HeadPhases) -> None:
     is_root = head.rank == ROOT
     microbatch = (hidden, targets) if is_root else (None, None)
     head.start_step()
-    # The second adds to what the first has made.
+    # The second microbatch adds to the first one's gradients, by other kernels.
     for index in (-1, -2):
         head.post(index, ROOT, *microbatch)
         head.statistics(index)
@@ -39,7 +39,10 @@ def warm_up_head(head: HeadPhases) -> None:
 
 
 def warm_up_embedding(embedding: EmbeddingPhases, head: HeadPhases) -> None:
-    """As `warm_up_head`. Args: head: of the same ranks."""
+    """Runs a microbatch of zeros through the embedding, as `warm_up_head` does.
+
+    Args: head: the head of the same ranks.
+    """
     device = head.weight.device
     if device.type != "cuda":
         return

@@ -1,5 +1,4 @@
 """The main job, `cce-dist train`: text, tokenizer, model, loop, checkpoints, report.
 
-Read `loop.py` first. Of the library it uses the public names of `cce_dist`, and for pipelines its
-adapters.
+Read `loop.py` first. The job uses the public names of `cce_dist`, and its adapters for pipelines.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints that do not depend on tp, pp or FSDP, and of which the last is always whole."""
+"""Checkpoints that do not depend on tp, pp or FSDP; the last checkpoint is always whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .progress import format_bytes
 from .ranks import Ranks
 
 # Keys that may differ between a checkpoint and the run that resumes it: they change neither
-# the loss nor the text. All others must agree; `parallel.*` and `batch` have rules of their own.
+# the loss nor the text. All other keys must agree; `parallel.*` and `batch` have their own rules.
 FREE_KEYS = (
     "run.name",
     "run.out",
@@ -70,17 +70,17 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """Returns the checkpoint with the highest step; unfinished checkpoints have other names.
 
     Raises:
-        ConfigError: it has lost a part since it was written.
+        ConfigError: that checkpoint has lost a part since it was written.
     """
     checkpoints = _whole_checkpoints(folder)
     return _open_checkpoint(checkpoints[-1]) if checkpoints else None
 
 
 def find_checkpoint(folder: Path, step: int | None) -> Checkpoint:
-    """Returns the checkpoint of a step; `step=None` returns the newest.
+    """Returns the checkpoint of a step, or the newest for `step=None`.
 
     Raises:
-        ConfigError: there is none, or it has lost a part since it was written.
+        ConfigError: there is no such checkpoint, or it has lost a part since it was written.
     """
     checkpoints = _whole_checkpoints(folder)
     if not checkpoints:
@@ -128,7 +128,7 @@ def save_checkpoint(
     config: TrainConfig,
     data_key: str,
 ) -> Path:
-    """Writes everything a resumed run needs, then makes it visible in one rename.
+    """Writes all state that a resumed run needs, then makes it visible in one rename.
 
     Raises:
         JobError: a file cannot be written, on any rank; earlier checkpoints are as they were.
@@ -140,7 +140,7 @@ def save_checkpoint(
         "step": step,
         "dp": ranks.dp,
         "data_key": data_key,
-        # Absolute: data.cache may be relative to a folder that nobody remembers.
+        # An absolute path: data.cache may be relative to a folder that is not known later.
         "cache": str(config.data.cache.absolute()),
         "config": config.model_dump(mode="json"),
     }
@@ -157,7 +157,7 @@ def save_checkpoint(
                 _publish(partial, final, info)
                 _prune(folder, config.checkpoint.keep)
     except JobError:
-        # Every rank has ended its part. What is left of it only takes the space that is missing.
+        # Every rank has ended its part. The remaining files only take up the missing space.
         if ranks.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -202,7 +202,7 @@ def load_weights(checkpoint: Checkpoint, model: AnyDecoder, ranks: Ranks) -> Non
     """Fills the model alone, in place, whatever layout it was trained in.
 
     Raises:
-        ConfigError: the checkpoint has no such weights, or of other shapes.
+        ConfigError: the checkpoint lacks such weights, or has them in other shapes.
         JobError: a file cannot be read, on any rank.
     """
     weights = _weights(model, ranks)
@@ -229,7 +229,7 @@ def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dp: int) -> Non
     now = _flatten(config.model_dump(mode="json"))
     free = FREE_KEYS
     if now["optimizer.schedule"] == "constant":
-        # Only a cosine knows where it ends; otherwise more steps are just more steps.
+        # Only the cosine schedule depends on the number of steps.
         free += ("steps",)
     changed = [
         f"  {key} was {saved.get(key)!r}, got {now.get(key)!r}"
@@ -254,7 +254,7 @@ def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dp: int) -> Non
 
 
 def _state(model: AnyDecoder, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
-    """Tensors that share their storage with the live ones, so that loading fills those."""
+    """Returns tensors that share storage with the live ones: loading fills the live ones."""
     moments = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
@@ -271,7 +271,7 @@ def _weights(model: AnyDecoder, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def _as_saved(name: str, tensor: Tensor, model: AnyDecoder, ranks: Ranks) -> Tensor:
-    """Returns the parameter of this name, or a moment of its."""
+    """Returns a tensor, the parameter of this name or its moment, in its saved form."""
     mesh = ranks.vocab_mesh if name in model.spread else ranks.mesh
     vocab_size = model.vocab_size if name in model.sharded_parameters() else None
     over_dp = isinstance(tensor, DTensor)
@@ -292,13 +292,13 @@ def _as_saved(name: str, tensor: Tensor, model: AnyDecoder, ranks: Ranks) -> Ten
 
 def _prune(folder: Path, keep: int) -> None:
     for path in sorted(folder.glob("step_*"))[:-keep]:
-        # A kill in between must not leave a part of it under its name.
+        # If the job is killed here, no part of the checkpoint must keep the checkpoint's name.
         doomed = path.rename(folder / path.name.replace("step_", "partial_"))
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _flush(*paths: Path) -> None:
-    """Files, and the names in folders, to the disk: for a host that loses power."""
+    """Flushes files, and the names in folders, to the disk, in case the host loses power."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:

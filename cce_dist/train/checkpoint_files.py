@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint, whose errors are one line: its own is a BaseException of pages."""
+"""torch.distributed.checkpoint with one-line errors: its own is a BaseException of pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_state(state: dict[str, Any], folder: Path) -> None:
     """Writes each rank's share of the tensors, and their index.
 
     Raises:
-        OSError: ranks could not write; the text says which and why.
+        OSError: ranks could not write; the text names them and the reason.
         JobError: a rank failed in another way.
     Collectives: those of torch.distributed.checkpoint.save.
     """
@@ -60,7 +60,8 @@ def read_tensors(folder: Path) -> Mapping[str, Any]:
 class _Writer(dcp.FileSystemWriter):
     """A writer that fails with the disk's own error.
 
-    torch's archive hides that behind another one ("unexpected pos"), and only the latter travels.
+    torch's archive hides that error behind another ("unexpected pos"), and sends only the latter to
+    other ranks.
     """
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:

@@ -1,4 +1,4 @@
-"""Every collective of the training job that the loss does not do itself."""
+"""All collectives of the training job, except the loss's own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Fewer, larger messages; one bucket bounds the copy that they need.
+# Buckets make fewer, larger messages; the size of a bucket bounds the copy that it needs.
 BUCKET_BYTES = 64 * 2**20
 
 
 class SumPartials(torch.autograd.Function):
-    """Sum over ranks that all go on with the whole sum; each owns its own share's gradient.
+    """Sum over ranks; every rank goes on with the whole sum, and owns its own share's gradient.
 
     Collectives: forward one all-reduce of x, backward none.
     """
@@ -36,7 +36,7 @@ class SumPartials(torch.autograd.Function):
 
 
 class SumPartialsToSlices(torch.autograd.Function):
-    """Sum over ranks, of which each goes on with its slice of dim 0.
+    """Sum over ranks; every rank goes on with its slice of the sum along dim 0.
 
     Collectives: forward one reduce-scatter of x, backward one all-gather.
     """
@@ -118,7 +118,7 @@ def _buckets(grads: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 def sum_over_world(values: Sequence[Tensor | float], device: torch.device) -> list[float]:
     """Sums a few numbers over all ranks in float64: one all-reduce, the same floats everywhere.
 
-    Scalars and vectors, which come back one after the other.
+    Values are scalars or vectors; their sums come back in one list, in the same order.
     """
     packed = torch.cat(
         [torch.as_tensor(value, dtype=torch.float64).to(device).flatten() for value in values]
@@ -128,5 +128,5 @@ def sum_over_world(values: Sequence[Tensor | float], device: torch.device) -> li
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Waits for all ranks; dist.barrier would pick a GPU by itself where there are several."""
+    """Waits for all ranks; unlike dist.barrier it does not pick a GPU by itself."""
     sum_over_world([0.0], device)

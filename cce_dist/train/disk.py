@@ -1,4 +1,4 @@
-"""Files on a disk that may be full or read-only: one message that says what to do about it."""
+"""Files on a disk that may be full or read-only: errors become one message with a remedy."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def writing(what: str, folder: Path, remedy: str = GO_ON) -> Iterator[None]:
     """Turns an OSError of files in `folder` into one message.
 
     Args:
-        what: is being written, as the message begins.
+        what: the name of the thing being written, at the message's start.
     Raises:
-        JobError: why it failed, how much space is left, and the remedy.
+        JobError: with the reason, the free space and the remedy.
     """
     try:
         yield
@@ -40,17 +40,17 @@ def writing(what: str, folder: Path, remedy: str = GO_ON) -> Iterator[None]:
 
 
 def require_space(folder: Path, key: str, num_bytes: int) -> None:
-    """Makes the folder and writes there, before the work whose result it will hold.
+    """Makes the folder and checks, before long work, that the work's result can be written there.
 
     Args:
-        key: of the configuration, which names the folder or one above it.
+        key: the key of the configuration that names the folder or one above it.
         num_bytes: size of the first result.
     Raises:
-        ConfigError: the folder cannot be made or written, or has less space than that.
+        ConfigError: the folder cannot be made or written, or has less than num_bytes of space.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # It has no name, so that nothing is left if the job is killed here.
+        # The test file has no name: it leaves no trace if the job is killed here.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(PROBE_BYTES))
             file.flush()
@@ -71,7 +71,7 @@ def require_space(folder: Path, key: str, num_bytes: int) -> None:
 
 
 def reason_of(error: OSError) -> str:
-    # NumPy's has a text alone.
+    # NumPy's OSError has only a text.
     return error.strerror or str(error)
 
 
@@ -83,9 +83,9 @@ def _free_text(folder: Path) -> str:
 def _free_bytes(folder: Path) -> int | None:
     """Returns the free bytes of the disk; None: the file system does not say."""
     for path in (folder, *folder.parents):
-        # The folder may not be there, or not for this user to see.
+        # The folder may be missing, or hidden from this user.
         with contextlib.suppress(OSError):
             usage = shutil.disk_usage(path)
-            # As /proc and some file systems over a network say it.
+            # /proc and some network file systems report a total of 0.
             return usage.free if usage.total else None
     return None

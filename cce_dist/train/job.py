@@ -31,8 +31,8 @@ def run_job(
 ) -> int:
     """Trains, reports, and returns the exit code; errors become one message on stderr.
 
-    A launcher that starts the ranks again after a failure gives them the same command: they
-    continue, whatever `resume` says.
+    A launcher that restarts the ranks after a failure gives them the same command. Restarted ranks
+    continue the run, whatever `resume` is.
     """
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
@@ -46,7 +46,7 @@ def run_job(
 
 
 def _kin(config: TrainConfig, ranks: Ranks) -> int:
-    # Only the last stage's ranks merge, unless the head is over the whole pipeline.
+    # Only the last stage's ranks merge statistics, unless the head is over the whole pipeline.
     return ranks.pp_rank if ranks.pp > 1 and not config.layout("cce").over_pipeline else 0
 
 
@@ -75,7 +75,7 @@ def _train_and_report(
     evaluation = _evaluate(job, run)
     dense = None
     if compare_dense:
-        # The peak of the second run must not count what the first one holds.
+        # The second run's peak must not include memory of the first run.
         if run.pipeline is not None:
             run.pipeline.close()
         del run
@@ -123,7 +123,7 @@ def _announce(job: Job, run: Run) -> None:
 
 
 def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: bool) -> TokenCache:
-    """Prepares folder and text on the main rank; the others wait for as long as it lives."""
+    """Prepares folder and text on the main rank; other ranks wait as long as that rank lives."""
     if ranks.is_main:
         _open_run(config, display, resume)
         ranks.store.set("folder", "")
@@ -146,7 +146,7 @@ def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: b
 def _open_run(config: TrainConfig, display: Display, resume: bool) -> None:
     """Makes the run's folder, or finds it, and checks that a checkpoint can be written there."""
     num_bytes = checkpoint_bytes(config)
-    # Unlike Path's method it raises nothing where this user may not look.
+    # Unlike Path's method, os.path raises nothing for a folder that this user may not read.
     if resume and os.path.exists(config.run_dir):
         checkpoints = config.run_dir / "checkpoints"
         with writing("the checkpoints", checkpoints):
@@ -154,7 +154,7 @@ def _open_run(config: TrainConfig, display: Display, resume: bool) -> None:
         newest = newest_checkpoint(checkpoints)
         is_done = newest is not None and newest.step >= config.steps
         return require_space(config.run_dir, "run.out", 0 if is_done else num_bytes)
-    # Before an earlier run is moved: it can then still be resumed.
+    # The check comes before an earlier run is moved: if it fails, that run can still be resumed.
     require_space(config.run.out, "run.out", num_bytes)
     move_aside(config.run_dir, display)
     with writing("the folder of the run", config.run.out):
@@ -180,7 +180,7 @@ def _prepare_tokens(
 
 
 def move_aside(folder: Path, display: Display) -> None:
-    """Renames an earlier run: a new start must neither destroy it nor mix with it."""
+    """Renames an earlier run's folder: a new run must neither destroy it nor mix with it."""
     if not os.path.exists(folder):
         return
     number = 1

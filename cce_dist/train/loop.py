@@ -3,7 +3,7 @@
     ids -> Decoder (embedding sharded, body replicated or FSDP) -> hidden -> head loss (sharded)
         -> backward -> sync_gradients -> agree (norm, loss, stop) -> clip -> AdamW
 
-With a pipeline all up to the backward is `Pipeline.step`, in pipeline.py. Read this first.
+With a pipeline `Pipeline.step`, in pipeline/step.py, does all up to the backward. Read this first.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Job:
 class Run:
     """A model in training. `head` is "cce", or "dense" for the comparison.
 
-    With a pipeline `pipeline` runs the model, and `head_loss` is that of its last stage.
+    With a pipeline `pipeline` runs the model, and `head_loss` is its last stage's loss.
     """
 
     folder: Path
@@ -81,7 +81,7 @@ class Run:
 
     @property
     def whole_model(self) -> Decoder:
-        """Without a pipeline."""
+        """The whole decoder, of a run without a pipeline."""
         assert isinstance(self.model, Decoder)
         return self.model
 
@@ -94,7 +94,7 @@ def start_run(job: Job, folder: Path, head: str) -> Run:
     config, ranks = job.config, job.ranks
     pipeline = None
     if ranks.pp > 1:
-        # torch.distributed.pipelining imports torch's compiler.
+        # A local import: torch.distributed.pipelining imports torch's compiler.
         from cce_dist.train.pipeline.step import Pipeline
 
         model = StagedDecoder(config, ranks, config.layout(head))
@@ -199,8 +199,10 @@ def stats_of(config: LossConfig) -> tuple[Stat, ...]:
 
 
 def update(job: Job, run: Run, step: int, loss: Tensor) -> tuple[StepTotals, float]:
-    """Turns this rank's gradients into new parameters; returns the totals over all ranks and the
-    learning rate."""
+    """Updates the parameters by this rank's gradients.
+
+    Returns: the totals over all ranks; the learning rate.
+    """
     config, ranks = job.config, job.ranks
     sync_gradients(run.model, ranks, sequence_parallel=config.parallel.sequence_parallel)
     peak_memory = peak_memory_bytes(ranks.device)
@@ -234,7 +236,7 @@ def forward_loss(
 
 
 def forward_body(model: Decoder, ids: Tensor, config: TrainConfig) -> Tensor:
-    """Returns the hidden states that the head would get."""
+    """Runs the body; returns the head's input, the hidden states."""
     with _autocast(ids.device, config):
         return model(ids)
 

@@ -25,7 +25,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(run_dir: Path, step: int) -> None:
-    """Forgets the steps after `step`: the resumed run will do them again."""
+    """Removes the steps after `step`: the resumed run repeats them."""
     kept = [record for record in read_metrics(run_dir) if record["step"] <= step]
     partial = run_dir / f"{METRICS_FILE}.partial"
     with writing(METRICS_FILE, run_dir):
@@ -45,7 +45,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the peak of tensors since the reset on a GPU; on the CPU the process's peak ever."""
+    """Returns the peak of tensors since the reset on a GPU; on the CPU the process's peak."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

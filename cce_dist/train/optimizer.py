@@ -17,14 +17,14 @@ from .collectives import sum_gradients, sum_over_world
 from .errors import JobError
 from .ranks import Ranks
 
-# Numbers whose fp64 copy exists at a time: the whole head's would be larger than the head.
+# So many numbers have a float64 copy at a time: a copy of the whole head would exceed the head.
 NORM_CHUNK = 2**24
 
 
 def make_optimizer(
     model: AnyDecoder, config: OptimizerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Matrices decay, norms do not."""
+    """Makes AdamW; matrices decay, norms do not."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
@@ -33,7 +33,7 @@ def make_optimizer(
     optimizer = torch.optim.AdamW(
         groups, lr=config.lr, betas=config.betas, fused=device.type == "cuda"
     )
-    # AdamW makes its state in the first step; a checkpoint must find it before that.
+    # AdamW would make its state in the first step; loading a checkpoint needs the state before.
     for parameter in parameters:
         step_device = device if device.type == "cuda" else "cpu"
         optimizer.state[parameter] = {
@@ -58,9 +58,9 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 def sync_gradients(model: AnyDecoder, ranks: Ranks, *, sequence_parallel: bool) -> None:
     """Makes every gradient the gradient of the mean loss over the global batch.
 
-    Each tp rank's loss is the mean over its dp rank's tokens, so dp ranks average. The shards
-    of the vocabulary are complete after that. The body's gradients are, too, unless the tp
-    ranks saw different sequences: then each holds a part, and the parts add up. FSDP has
+    Each tp rank's loss is the mean over its dp rank's tokens, so dp ranks average. After that the
+    gradients of the vocabulary's shards are complete. So are the body's gradients, unless the tp
+    ranks saw different sequences: then each rank holds a part, and the parts are summed. FSDP has
     averaged over dp in the backward.
     """
     body = _local_grads(model.body_parameters().values())
@@ -81,26 +81,27 @@ class StepTotals:
     loss: float
     grad_norm: float
     stop: bool
-    peaks: list[int]  # bytes of memory, of each rank
+    peaks: list[int]  # each rank's peak memory in bytes
 
 
 def agree(
     model: AnyDecoder, ranks: Ranks, loss: Tensor, stop: bool, peak_memory: int, step: int
 ) -> StepTotals:
-    """Loss, gradient norm, the wish to stop, memory and step, in one small all-reduce.
+    """Exchanges loss, gradient norm, the wish to stop, memory and step in one small all-reduce.
 
-    Every number of the gradient counts once in its norm: the body's are on all tp ranks, all of
-    them on all dp ranks but for FSDP, and a tied weight may be on two ranks of a pipeline.
+    Every element of the gradient counts once in its norm. Several ranks have the same elements: all
+    tp ranks have the body's, all dp ranks have the same without FSDP, and two ranks of a pipeline
+    may have a tied weight.
 
     Args:
         loss: this rank's part; the sum over all ranks is the mean over the global batch.
     Raises:
-        JobError: on every rank, if they are not in the same step.
+        JobError: on every rank, if ranks are in different steps.
     """
     vocabulary = _squared_norm(model.sharded_parameters().values()) / model.num_vocabulary_copies
     body = _squared_norm(model.body_parameters().values()) / ranks.tp
     part = (vocabulary + body) / (1 if is_fully_sharded(model) else ranks.dp)
-    # A maximum within a sum: each rank adds to a place of its own.
+    # Each rank adds to its own place, so that the sum also gives each rank's number.
     each = torch.zeros(2, ranks.world_size, dtype=torch.float64)
     each[0, ranks.rank], each[1, ranks.rank] = peak_memory, step
     total_loss, squared_norm, num_stops, *of_ranks = sum_over_world(

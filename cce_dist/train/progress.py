@@ -18,7 +18,7 @@ LOGGED = ("tail_mass", "screened")
 
 
 class Display:
-    """Silent on every rank but the main one."""
+    """A display of progress, silent on every rank except the main one."""
 
     def __init__(self, is_main: bool) -> None:
         self.is_main = is_main
@@ -26,7 +26,7 @@ class Display:
         self.console = Console(soft_wrap=True, highlight=False)
         self.progress: Progress | None = None
         self.task = None
-        # Of the last step that was logged.
+        # Values of the last logged step.
         self.logged: dict[str, Any] = {}
 
     def say(self, text: str) -> None:
@@ -70,7 +70,7 @@ class Display:
     def step(self, record: dict[str, Any], steps: int, is_log_step: bool) -> None:
         if not self.is_main:
             return
-        # Not measured in every step; the bar keeps showing the last one.
+        # A value that is not measured in every step: the bar keeps showing the last one.
         self.logged |= {key: record[key] for key in LOGGED if key in record}
         figures = _figures({**self.logged, **record})
         if self.progress is not None and self.task is not None:

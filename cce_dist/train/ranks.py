@@ -1,4 +1,4 @@
-"""The ranks of the training job: `cce_dist.distributed`, by the names of its configuration."""
+"""The ranks of the training job: `cce_dist.distributed`, with the configuration's names."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ COLLECTIVE_MARGIN_S = 3.0
 
 
 def connect(config: ParallelConfig) -> Ranks:
-    """Joins the ranks of this job, whoever started them.
+    """Joins the ranks of this job, under any launcher.
 
     Raises:
-        ConfigError: the number of ranks is no multiple of parallel.pp x parallel.tp, GPUs are too
-            few, or the launcher's variables contradict one another.
-        JobError: ranks have not come, or cannot be reached.
+        ConfigError: the number of ranks is no multiple of parallel.pp x parallel.tp, there are too
+            few GPUs, or the launcher's variables contradict one another.
+        JobError: some ranks did not come, or cannot be reached.
     """
-    # The heartbeat speaks first: it can name the rank, and NCCL aborts without a word.
+    # The heartbeat must report first: it can name the rank, and NCCL aborts without a message.
     timeout = config.timeout_s + COLLECTIVE_MARGIN_S
     try:
         split_ranks(num_ranks(), tp=config.tp, pp=config.pp, prefix="parallel.")
@@ -51,7 +51,7 @@ def connect(config: ParallelConfig) -> Ranks:
 
 
 def num_ranks() -> int:
-    """Returns the number of ranks, known before anything is initialised.
+    """Returns the number of ranks, also before torch.distributed is initialised.
 
     Raises:
         ConfigError: the launcher's variables contradict one another.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask the training loop to save and stop; a second Ctrl-C ends it at once."""
+"""Signals: Ctrl-C and SIGTERM ask the loop to save and stop; a second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SAME_KEYPRESS_S = 1.5
 
 
 def end_at_once() -> None:
-    """Restores the signals' default action: for when there is nothing to save.
+    """Restores the signals' default action, for work without results to save.
 
-    Python's own Ctrl-C would wait until a vocabulary is trained, which may take minutes.
+    Python's own handler of Ctrl-C would wait until a vocabulary is trained, which may take minutes.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 class StopRequest:
-    """True once a signal came while `listening`."""
+    """A request to stop: true once a signal has come while `listening`."""
 
     def __init__(self) -> None:
         self.received_at: float | None = None

@@ -1,4 +1,4 @@
-"""The vocabulary over the pipeline on and off: models that are built, and Megatron's schedule."""
+"""Switches the vocabulary over the pipeline on and off, in models and in Megatron's schedule."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_patch.seams import SCHEDULE, PipelineSeams, Seams, parallel_state
 
 
 class _State:
-    """The state of this process."""
+    """The replaced functions of this process."""
 
     seams: PipelineSeams | None = None
-    schedule: Any = None  # what stands in Megatron's module
-    init: Any = None  # and in its class, where models that are built are spread
+    schedule: Any = None  # our schedule in Megatron's module
+    init: Any = None  # our initialiser in Megatron's class, where new models are spread
     models: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
@@ -69,8 +69,8 @@ def spread_model(
     """Puts a model's vocabulary over the pipeline.
 
     Raises:
-        PatchError: on all ranks of the pipeline, where one of them cannot.
-    Collectives: one gather of reasons over the pipeline, and that of `spread`.
+        PatchError: on all ranks of the pipeline, if a model on one rank cannot be spread.
+    Collectives: one gather of reasons over the pipeline, then the scatter of `spread`.
     """
     rows = [x for x in model.modules() if isinstance(x, Rows)]
     if rows:
@@ -92,7 +92,7 @@ def spread_model(
         if model.pre_process:
             scatters = model.embedding.reduce_scatter_embeddings
             model.embedding.word_embeddings = SpreadEmbedding(rows, reduce_scatters=scatters)
-        # The two are one: there is nothing to sum over stages, nor to look for on them.
+        # Embedding and head are one parameter: Megatron has nothing to sum over stages.
         model.share_embeddings_and_output_weights = False
     if model.post_process:
         model.compute_language_model_loss = types.MethodType(model_loss, model)
@@ -100,10 +100,10 @@ def spread_model(
 
 
 def restore() -> None:
-    """Megatron's class and its schedule. Models keep their rows."""
+    """Puts back Megatron's class and its schedule. Models keep their rows."""
     seams = _State.seams
     if seams is not None:
-        # Where someone has wrapped ours since, it stays under theirs, and spreads nothing.
+        # If other code has wrapped our function since, ours stays underneath, and spreads nothing.
         if _State.init is not None and seams.gpt_model.__init__ is _State.init:
             seams.gpt_model.__init__ = _State.init.__wrapped__
         if getattr(seams.schedules, SCHEDULE) is _State.schedule:

@@ -14,11 +14,11 @@ from megatron_patch.refusals import foreign_hook, why_not, why_overridden
 from megatron_patch.seams import LAYERS, PipelineSeams, Seams, parallel_state
 from megatron_patch.stock import device_of, why_not_stock
 
-# Methods of GPTModel that nobody calls where a tied weight has its rows over the pipeline.
+# Methods of GPTModel that nothing calls once a tied weight's rows are over the pipeline.
 OF_TIED = ("shared_embedding_or_output_weight", "tie_embeddings_and_output_weights_state_dict")
 _GONE = "which the patch would leave out, since it puts another module there: remove it"
 
-# Field of Megatron's configuration, the value that works, what to do about another.
+# A field of Megatron's configuration, the value that works, the advice for any other value.
 PLAIN = (
     (
         "virtual_pipeline_model_parallel_size",
@@ -60,7 +60,7 @@ PLAIN = (
 def why_not_over_pipeline(
     model: Any, options: PatchOptions, seams: Seams, pipeline: PipelineSeams
 ) -> str | None:
-    """Returns why a stage's model cannot have its vocabulary over the pipeline; None: it can."""
+    """Returns the reason against a stage's vocabulary over the pipeline; None: there is none."""
     if not isinstance(model, pipeline.gpt_model):
         return "only GPTModel is supported: run other models without it"
     config, state = model.config, parallel_state()

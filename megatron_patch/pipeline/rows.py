@@ -1,5 +1,7 @@
-"""The output layer's rows over the pipeline: each stage has V / (pp tp) of them, as a parameter of
-its model, where Megatron has V / tp on the last stage."""
+"""The output layer's rows over the pipeline: V / (pp tp) rows on each stage.
+
+They are a parameter of the stage's model. Megatron has V / tp rows on the last stage instead.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,15 @@ NO_LOGITS = (
 class Rows(nn.Module):
     """The output layer's rows on a stage, in place of the layer.
 
-    Tensor-parallel rank t has Megatron's rows of rank t on its pipeline's stages, in their order.
-    Called without arguments it gives its weight, which hooks of DDP may have gathered.
+    Megatron's rows of tensor-parallel rank t are on rank t of each stage, in the order of stages.
+    A call without arguments returns the weight, which hooks of DDP may have gathered.
     """
 
     def __init__(self, weight: Tensor, *, options: PatchOptions, is_tied: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)  # [V / (pp tp), h]
         self.options, self.is_tied = options, is_tied
-        # One call of the schedule takes what the model's forward gives: see schedule.py.
+        # One call of the schedule takes the output of the model's forward: see schedule.py.
         self.step: Any = None
         self.pipeline: Any = None
 
@@ -60,8 +62,10 @@ class Rows(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **_: Any
     ) -> dict[str, Any]:
-        """As rows of the tensor that Megatron's own output layer saves, or with tied embeddings its
-        embedding: the checkpoint is Megatron's."""
+        """Returns this stage's rows as part of the tensor that Megatron's own output layer saves.
+
+        With tied embeddings that is the embedding's tensor. So the checkpoint is Megatron's.
+        """
         from megatron.core.dist_checkpointing import ShardedTensor
 
         key = f"{prefix}weight"
@@ -91,7 +95,7 @@ def rows_of(model: Any) -> Rows:
     """Returns the rows of a model, wrapped or not.
 
     Raises:
-        PatchError: it has none.
+        PatchError: the model has no rows.
     """
     rows = [x for x in model.modules() if isinstance(x, Rows)]
     if len(rows) != 1:
@@ -105,7 +109,7 @@ def rows_of(model: Any) -> Rows:
 def spread(model: Any, options: PatchOptions, *, requires_grad: bool) -> Rows:
     """Puts `Rows` in place of a GPTModel's output layer, and of its tied embedding.
 
-    The weights are those that Megatron initialised, or loaded.
+    The rows keep the values that Megatron initialised or loaded.
     Collectives: one scatter of the last stage's weight over the pipeline.
     """
     config, tied = model.config, model.share_embeddings_and_output_weights
@@ -129,10 +133,9 @@ def spread(model: Any, options: PatchOptions, *, requires_grad: bool) -> Rows:
 
 
 def gather_output_weight(model: Any) -> Tensor | None:
-    """Gathers the output layer's weight [V / tp, h], as Megatron has it, on the last stage; None
-    elsewhere.
+    """Gathers the output layer's weight [V / tp, h] on the last stage; returns None elsewhere.
 
-    Args: model: this rank's, wrapped or not, with its vocabulary over the pipeline.
+    Args: model: this rank's model, wrapped or not, with its vocabulary over the pipeline.
     Collectives: one gather over the pipeline; every rank calls it.
     Raises:
         PatchError: the model's output layer is Megatron's own.
@@ -146,9 +149,9 @@ def gather_output_weight(model: Any) -> Tensor | None:
 
 
 def scatter_output_weight(model: Any, weight: Tensor | None) -> None:
-    """Loads what `gather_output_weight` gives, into the parameter; optimisers keep copies.
+    """Loads a weight of `gather_output_weight` into the parameter; optimisers keep their copies.
 
-    Args: weight: [V / tp, h] on the last stage, of any dtype; None elsewhere.
+    Args: weight: [V / tp, h] of any dtype on the last stage; None elsewhere.
     Collectives: one scatter over the pipeline; every rank calls it.
     Raises:
         PatchError: the model's output layer is Megatron's own.

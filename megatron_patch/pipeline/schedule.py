@@ -1,4 +1,4 @@
-"""Megatron's schedule without interleaving, where the vocabulary is over the pipeline."""
+"""Megatron's schedule without interleaving, with the vocabulary over the pipeline."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from megatron_patch.seams import LOSS, PipelineSeams, describe, parallel_state
 
 
 def forward_backward(seams: PipelineSeams, rows: Rows, arguments: Arguments) -> list[Any]:
-    """Replaces forward_backward_pipelining_without_interleaving. Returns: what the loss function
-    reports of each microbatch, on the last stage; elsewhere nothing.
+    """Replaces forward_backward_pipelining_without_interleaving.
 
+    Returns: the loss function's report of each microbatch on the last stage; elsewhere an empty
+        list.
     Raises:
-        PatchError: what it is called with, or the model's configuration, is not supported.
-        RuntimeError: an earlier step failed; or another rank has died or stayed away, within the
-            timeout of Megatron's groups.
+        PatchError: an argument or the model's configuration is not supported.
+        RuntimeError: an earlier step failed; or another rank died or stayed away for longer than
+            the timeout of Megatron's groups.
     """
     schedules = seams.schedules
     for name in ("model", "data_iterator"):
@@ -61,8 +62,10 @@ def forward_backward(seams: PipelineSeams, rows: Rows, arguments: Arguments) -> 
 
 
 def model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
-    """Replaces compute_language_model_loss, on the last stage: labels [b, s] -> [b, s] fp32 of
-    NaN, which stands for losses that are not known yet."""
+    """Replaces compute_language_model_loss on the last stage.
+
+    Returns: [b, s] fp32 of NaN for labels [b, s]: the losses are not known yet.
+    """
     rows: Rows = self.output_layer
     if not isinstance(logits, DeferredLogits):
         raise PatchError(NO_LOGITS)

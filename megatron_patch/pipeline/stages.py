@@ -22,19 +22,19 @@ from megatron_patch.pipeline.rows import Rows
 from megatron_patch.pipeline.tied import AHEAD
 from megatron_patch.seams import parallel_state
 
-# Hidden states that have been sent and may not have arrived: a stage has begun with the one before
-# by then.
+# A stage leaves this many sent hidden states unawaited: their receiver has begun with the one
+# before by then.
 _UNAWAITED = 2
 
 
 class Pipeline:
-    """The head over one pipeline, the order of its passes, and what goes between neighbours.
+    """The head over one pipeline, the order of its passes, and the transfers between neighbours.
 
     Args:
-        decoder: this stage's layers, whose size beside the rows' gives the order; the result does
-            not depend on it.
-        hidden_shape: of a microbatch on a rank, [s, b, h].
-    Collectives: makes groups, for which every rank of the job calls it at the same time.
+        decoder: this stage's layers. The ratio of their size to the rows' gives the order of
+            passes; the result does not depend on it.
+        hidden_shape: [s, b, h] of a microbatch on a rank.
+    Collectives: makes groups: every rank of the job constructs its `Pipeline` at the same time.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Pipeline:
         group = state.get_pipeline_model_parallel_group()
         tensor = state.get_tensor_model_parallel_group()
         splits = tensor.size() > 1
-        # --distributed-timeout-minutes.
+        # Megatron's flag is --distributed-timeout-minutes.
         timeout = timeout_of(group, rows.weight.device)
         self.head = PipelineHead(
             rows.weight,
@@ -71,17 +71,17 @@ class Pipeline:
         self.last = self.size - 1
         self._device = rows.weight.device
         self._dtype = config.pipeline_dtype or torch.get_default_dtype()
-        # Megatron's own sends wait for the receiver, which may wait for something that this stage
-        # is to do after them.
+        # Megatron's own sends wait for the receiver, and the receiver may wait for a later pass of
+        # this stage.
         self._neighbours = self.head.neighbours()
         self._sent: dict[bool, deque[tuple[Wait, Tensor]]] = {}
-        # By direction, forward or not: what is to come, and the next of it.
+        # By direction, True for forward: the number of tensors to come, and the next tensor.
         self._to_come: dict[bool, int] = {}
         self._next: dict[bool, tuple[Tensor, Wait]] = {}
         self._times = _times_of(rows, decoder, group, config)
         self._orders: dict[tuple[int, bool], list[Pass]] = {}
         self._kinds: set[tuple[Any, ...]] = set()
-        # A step that failed leaves ranks apart.
+        # After a failed step ranks are at different passes.
         self.is_broken = False
 
     @property
@@ -90,12 +90,11 @@ class Pipeline:
         return f"{list(self.head.hidden_shape)} {self._dtype}"
 
     def order(self, num_microbatches: int, *, trains: bool) -> list[Pass]:
-        """This rank's.
+        """Returns the order of this rank's passes.
 
-        The first step with these shapes, or the first evaluation, begins with microbatches that
-        wait for no one who waits for this rank: kernels and communicators, of Megatron's layers and
-        of the loss function too, come to the device at first use, which may wait for all that it
-        has begun.
+        A kernel or communicator comes to the device at its first use, and may wait there for all
+        work that the device has begun. So the first step with these shapes, and the first
+        evaluation, begin with microbatches whose passes wait for no rank that waits for this one.
         """
         kind = (trains, self.head.hidden_shape)
         key = (num_microbatches, kind not in self._kinds)
@@ -132,13 +131,13 @@ class Pipeline:
             _await(sent, but)
 
     def _receive(self, *, forward: bool) -> Tensor | None:
-        """Receives a tensor that requires grad; None: the stage has no such neighbour."""
+        """Receives a tensor that requires grad; returns None without a neighbour on that side."""
         if self.rank == (0 if forward else self.last):
             return None
         tensor, wait = self._next.pop(forward, None) or self._expect(forward)
         wait()
         if self._to_come[forward]:
-            # It arrives while this stage is at work.
+            # The tensor arrives while this stage computes.
             self._next[forward] = self._expect(forward)
         return tensor
 
@@ -151,7 +150,7 @@ class Pipeline:
     def _send(self, tensor: Tensor | None, *, forward: bool) -> None:
         if tensor is None or self.rank == (self.last if forward else 0):
             return
-        # Megatron frees an output's memory by giving the tensor other data: this one keeps it.
+        # Megatron frees an output's memory by giving the tensor other data; this alias keeps it.
         tensor = tensor.detach().contiguous()
         sent = self._sent.setdefault(forward, deque())
         _await(sent, _UNAWAITED - 1)
@@ -165,7 +164,7 @@ def _await(sent: deque[tuple[Wait, Tensor]], but: int) -> None:
 
 
 def _times_of(rows: Rows, decoder: Any, group: Any, config: Any) -> Times:
-    """Estimates times from the largest stage's number of parameters; the same on every rank."""
+    """Estimates a pass's times from the largest stage's parameters; the same on every rank."""
     everyone: list[Any] = [None] * group.size()
     mine = sum(x.numel() for x in decoder.parameters()), rows.weight.requires_grad
     dist.all_gather_object(everyone, mine, group=group)

@@ -1,9 +1,9 @@
 """One call of Megatron's schedule on one stage, where the vocabulary is over the pipeline.
 
-The stage repeats what `plan_vocab_order` says: forward, backward, log-sum-exp, gradients of the
-head. Megatron's own functions run the layers and the loss function; that one runs on the last
-stage as before, as soon as each token's loss is known, on the losses alone, and its gradient goes
-to all stages.
+The stage runs the passes of `plan_vocab_order` in turn: forward, backward, log-sum-exp, gradients
+of the head. Megatron's own functions run the layers and the loss function. The loss function runs
+on the last stage as before, as soon as each token's loss is known; it gets the losses alone, and
+its gradient goes to all stages.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_patch.pipeline.stages import Pipeline
 from megatron_patch.pipeline.tied import TiedStep
 from megatron_patch.seams import PipelineSeams, parallel_state
 
-# How many sums of hidden gradients a rank leaves unawaited that needs none of them.
+# A rank that needs no hidden gradients leaves this many of their sums unawaited.
 _UNAWAITED = 2
-# Of a microbatch, by kind: what a stage does, and what of other stages it waits for then.
+# Passes of a microbatch: the stage's work, and the result of other stages that it waits for.
 _PASSES = {
     "E": "look-up of its tokens, which come from the first stage",
     "F": "forward of the layers, on what the stage before sends",
@@ -61,7 +61,7 @@ class Arguments:
 
 
 class Step:
-    """Its passes, in their order; `infers` and `grad` are what the adapters ask of who waits."""
+    """A step's passes, in their order; `Waiting` uses `infers` and `grad`."""
 
     infers = False
 
@@ -85,8 +85,11 @@ class Step:
         self._num_tokens = torch.zeros([], dtype=torch.int, device=rows.weight.device)
 
     def run(self) -> list[Any]:
-        """Raises:
-        RuntimeError: another rank has died or stayed away; says in which pass this one noticed.
+        """Runs all passes.
+
+        Raises:
+            RuntimeError: another rank died or stayed away; names the pass in which this rank
+                noticed.
         """
         arguments, timers = self.arguments, self.config.timers
         if timers is not None:
@@ -145,8 +148,10 @@ class Step:
             )
 
     def accept(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """[s, b, h], [b, s] of the microbatch whose forward is under way. Returns: what stands for
-        its losses."""
+        """Takes hidden [s, b, h] and labels [b, s] of the microbatch whose forward is under way.
+
+        Returns: a placeholder for its losses.
+        """
         if self._accepted is not None:
             raise PatchError("the model computes more than one loss of a microbatch")
         unknown = torch.full_like(labels, float("nan"), dtype=torch.float32)
@@ -154,7 +159,7 @@ class Step:
         return unknown
 
     def grad(self, index: int) -> Tensor:
-        """Returns the gradient for which the last stage's backward waits."""
+        """Returns the hidden gradient, for which the last stage's backward waits."""
         return self.head.take(index)
 
     def _forward(self, index: int) -> None:
@@ -196,8 +201,11 @@ class Step:
                 schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def _require_shape(self, output: Any) -> None:
-        """Checks the shape of a tensor before it is sent: gloo ends a process that receives more
-        than it expects, and leaves the end of a buffer as it was that receives less."""
+        """Checks the shape and dtype of a tensor before it is sent.
+
+        gloo ends a process that receives more bytes than it expects. If fewer come, it leaves the
+        end of the buffer as it was.
+        """
         wanted, got = self.pipeline.described, type(output).__name__
         if isinstance(output, Tensor):
             got = f"{list(output.shape)} {output.dtype}"
@@ -209,7 +217,7 @@ class Step:
             )
 
     def _post(self, index: int, output: Any) -> Tensor:
-        """Returns: what the last stage's backward begins at."""
+        """Sends a microbatch to the head. Returns: the root of the last stage's backward."""
         accepted = self._accepted
         if accepted is None or output is not accepted[2] or version_of(output) != 0:
             raise PatchError(
@@ -240,10 +248,10 @@ class Step:
         """Calls the loss function, on the last stage."""
         losses = self.head.losses(index) if self.trains else self.head.value(index)
         losses = losses.transpose(0, 1).contiguous().requires_grad_(self.trains)
-        # No leaf, into which a loss function could not write.
+        # The loss function may write into its input, which autograd forbids for a leaf.
         loss_input = losses.clone()
         if self.config.timers is not None:
-            # Which Megatron's function stops.
+            # Megatron's function stops this timer.
             self.config.timers("forward-compute", log_level=2).start()
         loss, num_tokens = self.schedules.forward_step_calc_loss(
             self.arguments.model,
@@ -302,7 +310,7 @@ class Step:
             self.head.grads.add_into(main_grad)
 
     def _finish_grads(self) -> None:
-        """Leaves the parameter's gradient as DDP finds it after a backward."""
+        """Leaves the parameter's gradient in the place where DDP reads it after a backward."""
         weight: Any = self.rows.weight
         self.head.finish_step()
         main_grad = getattr(weight, "main_grad", None)
@@ -317,8 +325,11 @@ class Step:
 
 
 class _GradSync:
-    """When DDP may reduce gradients: with the last microbatch's backward; where config has a
-    grad_sync_func on the first stage alone, and on the others after it. As Megatron's schedule."""
+    """A switch for DDP's reduction of gradients, as in Megatron's schedule.
+
+    DDP reduces during the last microbatch's backward. If config has a grad_sync_func, only the
+    first stage does so; the others reduce after that backward.
+    """
 
     def __init__(self, config: Any) -> None:
         self._config, self._context = config, None

@@ -1,8 +1,9 @@
-"""An input embedding that is tied to the output layer, where its rows are over the pipeline.
+"""The input embedding that is tied to an output layer with rows over the pipeline.
 
-All stages look up their rows of a microbatch's tokens before the first stage needs them, so that
-stage's data is read ahead: forward_step_func is called for a later microbatch with what stands for
-the model, and the model is called with what it was given when its turn comes.
+All stages look up their rows of a microbatch's tokens before the first stage needs the sum. So the
+first stage reads its data ahead: it calls forward_step_func for a later microbatch with a
+`Recorder` in place of the model. When the microbatch's turn comes, the model gets the recorded
+arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cce_dist.planner.orders.circles import asked_at
 from megatron_patch.errors import PatchError
 from megatron_patch.pipeline.rows import Rows
 
-# Microbatches whose tokens are on their way when another's are looked up.
+# While one microbatch's tokens are looked up, the tokens of so many others are on their way.
 AHEAD = 1
 
 
@@ -30,8 +31,11 @@ class SpreadEmbedding(nn.Module):
         self.reduce_scatters = reduce_scatters
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[b, s] -> [b, s, h]; with Megatron's reduce_scatter_embeddings this rank's [s / tp, b, h]
-        under sequence parallelism."""
+        """Returns the embeddings [b, s, h] of tokens [b, s].
+
+        With Megatron's reduce_scatter_embeddings and sequence parallelism: this rank's
+        [s / tp, b, h].
+        """
         (rows,) = self._rows
         if rows.step is None:
             raise PatchError(
@@ -43,7 +47,7 @@ class SpreadEmbedding(nn.Module):
         if self.reduce_scatters:
             return vectors
         if embedding.head.slices > 1:
-            # Megatron takes its slice later, after the positions are added.
+            # Megatron adds positions first, and takes its slice after that.
             mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
             gather = mappings.gather_from_sequence_parallel_region
             vectors = gather(vectors, tensor_parallel_output_grad=False)
@@ -51,7 +55,7 @@ class SpreadEmbedding(nn.Module):
 
 
 class Recorder:
-    """Stands for the model while forward_step_func reads a microbatch ahead of its turn."""
+    """A stand-in for the model while forward_step_func reads a microbatch ahead of its turn."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -66,7 +70,7 @@ class Recorder:
 
 
 class TiedStep:
-    """E and G of one call of the schedule, and the first stage's data."""
+    """The passes E and G of one call of the schedule, and the first stage's data."""
 
     def __init__(self, embedding: TiedEmbedding, rows: Rows, arguments: Any) -> None:
         self.embedding, self.rows, self.arguments = embedding, rows, arguments

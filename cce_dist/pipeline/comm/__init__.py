@@ -1,1 +1,1 @@
-"""Groups of a pipeline's ranks, and what they send one another."""
+"""Groups of a pipeline's ranks, and the transfers between ranks."""

@@ -1,8 +1,8 @@
-"""Collectives that begin on the device of every rank at once.
+"""Collectives that begin on the devices of all ranks at once.
 
-A kernel of NCCL that waits for other ranks holds multiprocessors, and a matrix product that is laid
-out for all of them takes up to twice as long beside it. So ranks that are at different microbatches
-meet on the host first.
+An NCCL kernel that waits for other ranks holds multiprocessors. A matrix product that is laid out
+for all multiprocessors takes up to twice as long beside such a kernel. So ranks that are at
+different microbatches meet on the host first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-Issue = Callable[[], Any]  # issues a collective; what it returns has `wait`
+Issue = Callable[[], Any]  # issues a collective; returns an object with `wait`
 Wait = Callable[[], object]
 
 JOIN_SECONDS = 5.0
@@ -26,7 +26,7 @@ JOIN_SECONDS = 5.0
 @dataclass
 class _Job:
     issue: Issue
-    ready: Any  # the event behind what it reads, and behind what it overwrites
+    ready: Any  # event after the work that made its inputs, and after the last use of its outputs
     issued: threading.Event = field(default_factory=threading.Event)
     work: Any = None
 
@@ -41,13 +41,13 @@ def mark(device: torch.device) -> Any:
 
 
 class Courier:
-    """An issuer of one group's collectives, in the order in which they are begun.
+    """An issuer of one group's collectives, in the order of the calls of `begin`.
 
     Args:
         group: used by this courier alone; `close` destroys it.
-        meeting: a group of the same ranks over gloo. Each collective is issued by a thread, when
-            the work on the caller's stream is done and all ranks have come as far. None: each is
-            issued at once.
+        meeting: a group of the same ranks over gloo. A thread then issues each collective, when
+            the work on the caller's stream is done and all ranks have reached the collective.
+            None: `begin` issues it at once.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Courier:
 
         Args: after: an event of `mark`; the collective starts after the work before the event.
             None: after all work on the current stream.
-        Returns: a function that waits, on the host for the collective's beginning and on the
-            current stream for its end; it raises the error of `issue` or of the meeting.
+        Returns: a function that waits: the host waits for the collective to begin, the current
+            stream for it to end. It raises the error of `issue` or of the meeting.
         """
         if self._meeting is None:
             return issue().wait
@@ -95,7 +95,7 @@ class Courier:
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            # Nothing else is on it that a collective would wait for.
+            # A stream without other work, for which a collective would wait.
             torch.cuda.set_stream(torch.cuda.Stream(self._device, priority=-1))
         number = torch.zeros(1)
         for job in iter(self._jobs.get, None):
@@ -105,6 +105,6 @@ class Courier:
                         job.ready.synchronize()
                     dist.all_reduce(number, group=self._meeting)
                     job.work = job.issue()
-            except BaseException as error:  # whoever waits raises it
+            except BaseException as error:  # the caller's wait raises it
                 self._error = error
             job.issued.set()

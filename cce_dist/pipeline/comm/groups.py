@@ -1,4 +1,4 @@
-"""Groups of pipeline ranks, and their collectives besides those of the loss."""
+"""Groups of pipeline ranks, and their collectives other than the loss's."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def own_groups(
 ) -> list[ProcessGroup]:
     """Makes groups of these ranks in this order, with new communicators and this timeout.
 
-    The caller destroys them. Their communicators exist when the function returns: else NCCL makes
-    them at the first use, in a thread that may keep other threads from the store that all of them
-    need.
-    Collectives: every rank of the job calls it at the same time, with the ranks of its groups, no
-    rank in two lists; one all-gather of the ranks of all groups, their creation, and three of one
-    number. (The members alone could make a group, but torch then names it by the number of groups
-    that a rank is in.)
+    The caller destroys the groups. Their communicators exist when the function returns. NCCL would
+    otherwise make them at the first use, in a thread that may keep other threads from the store
+    that all threads need.
+    Collectives: every rank of the job calls it at the same time, with the ranks of its own groups;
+        no rank is in two lists. One all-gather of the ranks of all groups, the creation of the
+        groups, and three collectives of one number. (The members alone could make a group, but
+        torch would then name it by the number of groups that a rank is in.)
     """
     groups = _groups(ranks, count, timeout, device.type)
     for group in groups:
@@ -41,8 +41,7 @@ def own_couriers(
     *,
     paced: bool,
 ) -> list[Courier]:
-    """Makes couriers of new groups, as `own_groups` does; `paced`: ranks meet before each
-    collective."""
+    """Makes couriers for new groups of `own_groups`; `paced`: ranks meet before each collective."""
     groups = own_groups(ranks, count, timeout, device)
     meetings: list[Any] = [None] * count
     if paced:
@@ -51,8 +50,8 @@ def own_couriers(
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> datetime.timedelta:
-    """Returns how long a collective of the group waits for its ranks on tensors of this device."""
-    # torch hands over none but by a backend's options.
+    """Returns the time that the group's collectives on this device wait for their ranks."""
+    # Only a backend's options tell a timeout in torch.
     return group._get_backend(device).options._timeout
 
 
@@ -79,10 +78,11 @@ def _groups(
 def _options(timeout: datetime.timedelta) -> Any:
     """Makes the options of an NCCL communicator.
 
-    High priority: torch gives other communicators one of 32 streams, in turns; two on one stream
-    wait for each other, and so do the ranks. A collective's kernel stays on the device until all
-    ranks have come, and each of its programs takes a multiprocessor from the stages: by default up
-    to 32. With 4 a microbatch could be sent many times in the time that it takes to compute.
+    High priority: torch gives other communicators one of 32 streams, in turns. Two communicators
+    on one stream wait for each other, and so do the ranks.
+    4 programs: a collective's kernel stays on the device until all ranks have come, and each of
+    its programs, by default up to 32, takes a multiprocessor from the stages. With 4 a microbatch
+    is sent many times faster than it is computed.
     """
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
@@ -107,11 +107,12 @@ def connect_neighbours(
 ) -> None:
     """Makes communicators between stages on these ranks of the group, both ways.
 
-    Else NCCL makes them at the first use, and may wait for all work on the device: also for a
-    collective of the head, whose other ranks wait for the very tensor that is to be sent. torch
-    uses a communicator of two ranks for a send alone, and the group's for sends with receives.
+    NCCL would otherwise make them at the first use, and may then wait for all work on the device.
+    That work may include a collective of the head whose other ranks wait for the tensor to be
+    sent. torch uses a communicator of two ranks for a send alone, and the group's communicator for
+    sends with receives.
     Collectives: a number each way between this rank and each neighbour, twice. All ranks of the
-    group call it at the same time; a neighbour of this rank has this rank as a neighbour.
+        group call it at the same time; a neighbour of this rank has this rank as a neighbour.
     """
     rank = dist.get_rank(group)
     mine, theirs = torch.zeros(2, 1, device=device)
@@ -133,7 +134,7 @@ def connect_neighbours(
 
 
 class _All:
-    """A work that waits for several."""
+    """A work whose `wait` waits for several works."""
 
     def __init__(self, works: list[Any]) -> None:
         self.works = works
@@ -153,7 +154,9 @@ def start_broadcast(root: int, courier: Courier, *tensors: Tensor) -> Wait:
 
 
 def start_reduce(root: int, courier: Courier, tensor: Tensor) -> Wait:
-    """Begins to sum every rank's tensor into rank `root`'s; the other ranks' become undefined.
-    Returns: a function that waits."""
+    """Begins to sum every rank's tensor into rank `root`'s; other ranks' tensors become undefined.
+
+    Returns: a function that waits.
+    """
     group = courier.group
     return courier.begin(lambda: dist.reduce(tensor, group=group, group_dst=root, async_op=True))

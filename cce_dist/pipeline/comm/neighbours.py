@@ -19,13 +19,13 @@ class Neighbours:
     """Connections to the next rank and to the rank before, to send and to receive.
 
     Both ranks must begin the transfers of one direction in the same order. The directions do not
-    wait for each other, and a sender that others need does not wait for its receiver.
+    wait for each other, and a sender does not wait for its receiver while other ranks need it.
 
     Args:
-        ranks: of the pipeline, this one's among them.
-        paced: as of `PipelineHead`.
-    Collectives: groups are made, so every rank of the job makes its `Neighbours` at the same time:
-        two of all ranks, or with `paced` up to eight of two ranks each.
+        ranks: the pipeline's ranks, with this one.
+        paced: see `PipelineHead`.
+    Collectives: makes two groups of all ranks, or with `paced` up to eight of two ranks each:
+        every rank of the job makes its `Neighbours` at the same time.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Neighbours:
     ) -> None:
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         near = [x for x in (self.rank - 1, self.rank + 1) if 0 <= x < self.size]
-        # By the place of the other rank: what goes forward between the two, and what goes back.
+        # For each neighbour's place: a courier for each direction, forward first.
         self._couriers: dict[int, list[Courier]] = {}
         if not paced:
             both = own_couriers(ranks, 2, timeout, device, paced=False)
@@ -47,7 +47,7 @@ class Neighbours:
             self._own, self._couriers = both, dict.fromkeys(near, both)
             return
         self._own = []
-        # Each pair of neighbours, of every other two of them at a time.
+        # Pairs of neighbours: in each round every rank is in at most one pair.
         for first in (0, 1):
             left = self.rank - (self.rank - first) % 2
             pair = [x for x in (left, left + 1) if 0 <= x < self.size]
@@ -58,16 +58,19 @@ class Neighbours:
             self._couriers |= dict.fromkeys((x for x in pair if x != self.rank), both)
 
     def send(self, tensor: Tensor, *, forward: bool) -> Wait:
-        """Sends a tensor to the next rank, or to the rank before. Returns: a function that waits
-        until it is sent; the tensor must not change before that."""
+        """Begins to send a tensor to the next rank (forward), or to the rank before.
+
+        Returns: a function that waits until the tensor is sent. It must not change before that.
+        """
         target = self.rank + (1 if forward else -1)
         courier, peer = self._courier(target, forward)
         return courier.begin(lambda: dist.isend(tensor, group=courier.group, group_dst=peer))
 
     def receive(self, tensor: Tensor, *, forward: bool, after: Any = None) -> Wait:
-        """Receives from the rank before (forward), or from the next rank.
+        """Begins to receive from the rank before (forward), or from the next rank.
 
-        Args: after: as of `Courier.begin`, behind the last use of the tensor.
+        Args: after: an event behind the last use of the tensor, as in `Courier.begin`.
+        Returns: a function that waits until the tensor has arrived.
         """
         source = self.rank - (1 if forward else -1)
         courier, peer = self._courier(source, forward)
@@ -75,7 +78,7 @@ class Neighbours:
         return courier.begin(receive, after)
 
     def close(self) -> None:
-        """Destroys the groups that were made here."""
+        """Destroys the groups that the constructor made."""
         for courier in self._own:
             courier.close()
 

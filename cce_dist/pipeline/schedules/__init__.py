@@ -1,1 +1,1 @@
-"""The head's phases under torch's schedules, on the last stage, or as a schedule."""
+"""The head under torch's schedules, on the last stage alone, or in a schedule of its own."""

@@ -19,16 +19,16 @@ class LastStageLoss:
     """`loss_fn` of a schedule whose last stage ends before the LM head.
 
     Args:
-        weight: [V_local, D], of the ranks of the last stage. Where a schedule splits its backward
-            (zero bubble, ZBV, DualPipeV) a parameter of the last stage's module, since torch then
-            makes gradients of no others; so is `bias`.
-        group: those of them that share the vocabulary, the tensor-parallel ranks; None: one rank.
-        options: keywords of `linear_cross_entropy`, `bias` too, of reduction "mean" or "sum".
+        weight: [V_local, D], this rank's rows on the last stage. Under a schedule that splits its
+            backward (zero bubble, ZBV, DualPipeV) weight and `bias` must be parameters of the last
+            stage's module: torch then makes gradients of no other tensors.
+        group: the last stage's tensor-parallel ranks, which share the vocabulary; None: one rank.
+        options: keywords of `linear_cross_entropy`, with `bias`; reduction is "mean" or "sum".
     Raises:
-        ValueError: an option that a schedule has no use for, or that would count twice; when it is
-            called, a weight whose gradient the schedule would lose.
-    A schedule with scale_grads=True divides the gradients of its stages by the number of
-    microbatches, and not weight's, unless weight is a parameter of the last stage.
+        ValueError: a schedule has no use for an option, or an option would count twice; in a call,
+            the schedule would lose the weight's gradient.
+    A schedule with scale_grads=True divides the gradients of its stages' parameters by the number
+    of microbatches. It divides weight's only if weight is such a parameter.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LastStageLoss:
 
 
 def _calling_schedule() -> Any:
-    """Finds the schedule that calls a loss_fn, in the frames of the call; None: another caller."""
+    """Finds the schedule that calls a loss_fn, by the call's frames; None: no schedule calls it."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

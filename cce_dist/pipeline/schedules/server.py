@@ -1,4 +1,4 @@
-"""The thread on every rank that serves a head's microbatches, and the loss that waits for it."""
+"""The thread that serves a head's microbatches on every rank, and the loss that waits for it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Server(threading.Thread):
         return loss
 
     def _check_kind(self) -> None:
-        """Compares the context's arguments with those that the schedule has given its stages."""
+        """Compares the context's arguments with the arguments that the stages got."""
         if self._stages[0].has_backward != self.backward:
             raise RuntimeError(
                 f"serving(schedule, backward={self.backward}) must be around schedule."
@@ -76,7 +76,7 @@ class Server(threading.Thread):
     def forwarded(self) -> None:
         """Notes that the last of this rank's stages has computed a microbatch."""
         self._forwards += 1
-        # Over gloo the schedule may wait on the host before it comes to the next pass.
+        # Over gloo the schedule may wait on the host before the next pass.
         if self._stream is None:
             self.sent()
 
@@ -92,9 +92,11 @@ class Server(threading.Thread):
         self._sent = self._forwards
 
     def wait_for_input(self) -> None:
-        """Waits on the host for all inputs of the next pass. Else, where a pass that waits for
-        another rank has more launches than the device queues, the schedule's thread would wait in
-        the driver, and keep this thread from it."""
+        """Waits on the host for all inputs of the next pass.
+
+        A pass that waits for another rank may have more launches than the device queues. Its thread
+        would then wait in the driver, and keep the serving thread out of the driver.
+        """
         if self._stream is not None and self.head.paced:
             mark = torch.cuda.Event(blocking=True)
             mark.record(torch.cuda.current_stream(self.head.weight.device))
@@ -133,7 +135,7 @@ class Server(threading.Thread):
             torch.cuda.current_stream(self.head.weight.device).wait_stream(self._stream)
 
     def stop(self) -> None:
-        """Stops after an error. The thread may wait for missing ranks until its groups' timeout."""
+        """Stops after an error. The thread may still wait for missing ranks until a timeout."""
         self._stopped = True
         self._posted.put(None)
         if self.ident is not None:
@@ -144,14 +146,14 @@ class Server(threading.Thread):
             raise self.error
 
     def _mark(self) -> Any:
-        """Records an event; the other thread waits for it before it reads this thread's tensors."""
+        """Records an event, for which the other thread waits before it reads this one's tensors."""
         if self._stream is None:
             return None
         mark = torch.cuda.Event()
         mark.record(torch.cuda.current_stream(self.head.weight.device))
         return mark
 
-    # -- on its own
+    # -- on this thread
 
     def run(self) -> None:
         device, stream = self.head.weight.device, self._stream
@@ -180,8 +182,8 @@ class Server(threading.Thread):
                     tensor.record_stream(self._stream)
             head.post(index, root, hidden, targets)
         else:
-            # Nothing may be queued on the device that waits for later work of this rank: an
-            # allocator out of memory, which waits for the device, would wait for ever.
+            # No queued work may wait for later work of this rank: an allocator that runs out of
+            # memory waits for the device, and would then wait for ever.
             while not self._forwarded.acquire(timeout=POLL_SECONDS):
                 if self._stopped:
                     return False
@@ -196,15 +198,17 @@ class Server(threading.Thread):
             loss = head.value(index)
         self.losses.append(loss)
         if shown is not None:
-            # The tensor that loss_fn returned before the loss was known.
+            # `shown` is the tensor that loss_fn returned before the loss was known.
             shown.copy_(loss)
         return True
 
 
 def check_calls(called: int, forwards: int, count: int) -> None:
-    """Checks the number of calls of loss_fn in a step. torch's stages without static metadata call
-    it once more for shapes, before the first forward; `without_dry_run` recognises that call by the
-    names of torch 2.13."""
+    """Checks the number of calls of loss_fn in a step.
+
+    torch's stages without static metadata call it once more for shapes, before the first forward.
+    `without_dry_run` recognises that call by names of torch 2.13.
+    """
     if called > min(forwards, count):
         raise RuntimeError(
             f"loss_fn was called {called} times, for {forwards} of {count} microbatches that went "
@@ -214,7 +218,7 @@ def check_calls(called: int, forwards: int, count: int) -> None:
 
 
 class Answers(Protocol):
-    """An object whose loss torch's schedules call."""
+    """A provider of the loss that torch's schedules call."""
 
     infers: bool  # a schedule asks for shapes, not for a loss
 

@@ -1,8 +1,8 @@
 """The vocabulary over the ranks of a pipeline, under unchanged schedules of
 torch.distributed.pipelining.
 
-A schedule calls its loss on the last stage alone. So on every rank a thread, which knows no
-schedule, serves the microbatches in turn.
+A schedule calls its loss on the last stage alone. So a thread on every rank serves the microbatches
+in turn. The thread does not know the schedule.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class VocabOverPipeline:
         with loss.serving(schedule):  # on every rank
             schedule.step(tokens, losses=losses)  # or .step(target=...), .eval(...)
 
-    After the context the losses are there, and weight.grad has what the step added.
+    After the context the losses are known, and weight.grad includes the step's gradient.
 
-    Args: embedding: called by the first stage's module; every rank makes one. All microbatches are
-        looked up before the first stage begins, and their gradients are sent when the last has
-        ended: the first stage's rank holds N D numbers of each.
+    Args: embedding: every rank makes one, and the first stage's module calls it. All microbatches
+        are looked up before the first stage begins, and their gradients are sent after the last
+        microbatch: the first stage's rank holds N D numbers of each microbatch.
     """
 
     def __init__(self, head: PipelineHead, *, embedding: TiedEmbedding | None = None) -> None:
@@ -62,7 +62,7 @@ class VocabOverPipeline:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def __call__(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
-        """Stands for the loss in the last stage's schedule; the value follows after the context."""
+        """Returns a placeholder for the loss, on the last stage; the context's end fills it in."""
         refuse_loss_kwargs(loss_kwargs)
         if self._server is None:
             raise RuntimeError(
@@ -76,13 +76,13 @@ class VocabOverPipeline:
         """Serves one `schedule.step`, or with backward=False one `schedule.eval`: on every rank.
 
         Raises:
-            ValueError: a schedule whose stages are not on the head's ranks, or whose number of
-                microbatches is not the same on all, tensor-parallel ones included; microbatches of
-                several shapes, or without targets.
-            RuntimeError: an earlier step failed; microbatches are missing; `eval` without
-                backward=False, or a step with it; no step, or two.
+            ValueError: the schedule's stages are not on the head's ranks; its number of
+                microbatches differs between ranks, tensor-parallel ones included; microbatches
+                have several shapes, or no targets.
+            RuntimeError: an earlier step failed; microbatches are missing; `eval` ran without
+                backward=False, or `step` with it; the context had no step, or two.
             Any error of the head, on the rank that raised it.
-        Collectives: the head's; the first time with this schedule a gather of an object over the
+        Collectives: the head's; the first context of a schedule also gathers an object over the
             ranks that share the vocabulary.
         """
         if self.head.is_broken:
@@ -113,7 +113,7 @@ class VocabOverPipeline:
             if embedding is not None:
                 embedding.finish_all(backward=backward)
         except BaseException as error:
-            # An error of the schedule may follow from the thread's, not the other way round.
+            # The thread's error may cause one in the schedule, but not the other way round.
             first = server.error
             server.stop()
             if first is not None and first is not error:
@@ -135,7 +135,7 @@ def stages_of(schedule: Any) -> list[Any]:
 
 
 def _rank_of_last_stage(stage: Any, size: int) -> int:
-    """Returns the rank in the pipeline's group that holds the last stage: ZBV has it on rank 0."""
+    """Returns the last stage's rank in the pipeline's group; under ZBV that is rank 0."""
     if stage.group_size != size:
         raise ValueError(
             f"the head's group must be the stages' group, of {stage.group_size} ranks, got one of "
@@ -148,8 +148,10 @@ def _rank_of_last_stage(stage: Any, size: int) -> int:
 def told_of_forwards(
     stages: list[Any], forwarded: Callable[[], None], before: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Calls `before` ahead of each pass, checks the output of each forward, and calls `forwarded`
-    after each forward of the last of `stages`."""
+    """Calls `before` ahead of each pass, and `forwarded` after each forward of the last stage.
+
+    Checks the output of each forward.
+    """
     last = max(stages, key=lambda stage: stage.stage_index)
     names = ("forward_one_chunk", "backward_one_chunk")
 
@@ -176,9 +178,9 @@ def told_of_forwards(
 def _replaced(
     stages: list[Any], names: tuple[str, ...], make: Callable[[Any, str], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Replaces the methods that `stages` have by make(stage, name), within the context."""
+    """Replaces the stages' methods of these names by make(stage, name), within the context."""
     patched = [(stage, name) for stage in stages for name in names if hasattr(stage, name)]
-    # Attributes of the instance, which another library may have set, rather than of the class.
+    # Another library may have set attributes of the instance, which hide those of the class.
     before = [vars(stage).get(name) for stage, name in patched]
     for stage, name in patched:
         setattr(stage, name, make(stage, name))
@@ -225,24 +227,27 @@ def _told_of_step(
 
 
 def connect_stages(stages: list[Any], done: weakref.WeakSet[Any]) -> None:
-    """Makes the communicators between the stages of all ranks, once, on GPUs. Collectives: those of
-    `connect_neighbours`."""
+    """Makes the communicators between the stages of all ranks, once, on GPUs.
+
+    Collectives: those of `connect_neighbours`.
+    """
     first = stages[0]
     if first.device.type != "cuda" or first in done:
         return
     done.add(first)
     places = first.stage_index_to_group_rank
     near = {places.get(x.stage_index + step) for x in stages for step in (-1, 1)}
-    # torch before 2.13 sends batches alone.
+    # torch before 2.13 only sends batches of operations.
     alone = hasattr(first, "_warmup_forward_vote")
     connect_neighbours(first.group, {x for x in near if x is not None}, first.device, alone=alone)
 
 
 @contextmanager
 def forwards_alone(schedule: Any) -> Iterator[None]:
-    """Keeps the stages' gradients as they are around an `eval`: with scale_grads=True torch's
-    schedules would divide them again. Runs the forwards of ZBV's order alone: torch 2.13 fails
-    where a rank would hand a gradient to itself.
+    """Keeps the stages' gradients as they are around an `eval`.
+
+    With scale_grads=True torch's schedules would divide the gradients again. Only the forwards of
+    ZBV's order run: torch 2.13 fails where a rank would hand a gradient to itself.
     """
 
     def nothing(stage: Any, name: str) -> Callable[..., None]:
@@ -264,8 +269,11 @@ def forwards_alone(schedule: Any) -> Iterator[None]:
 
 
 def prepare_mode(schedule: Any, *, backward: bool) -> None:
-    """Makes torch before 2.13 allocate the stages' receive buffers anew. It allocates them at a
-    schedule's first call, without gradients if that was `eval`, and a later `step` then fails."""
+    """Makes torch before 2.13 allocate the stages' receive buffers anew.
+
+    That torch allocates the buffers at a schedule's first call. If that call was `eval`, they have
+    no gradients, and a later `step` fails.
+    """
     if hasattr(schedule, "_initialize_pp_stages"):
         return
     had = getattr(schedule, "cce_dist_had_backward", backward)
@@ -283,8 +291,11 @@ class Infers(Protocol):
 
 @contextmanager
 def without_dry_run(stages: list[Any], answers: Sequence[Infers]) -> Iterator[None]:
-    """Tells `answers` while a stage runs to learn shapes alone. torch 2.13's stages without static
-    metadata run once more for that, the loss included, and must not call the other ranks."""
+    """Sets `infers` of `answers` while a stage runs only to learn shapes.
+
+    torch 2.13 runs stages without static metadata, and the loss, once more for their shapes. Such
+    a run must not call the other ranks.
+    """
 
     def dry(stage: Any, name: str) -> Callable[..., Any]:
         infer = getattr(stage, name)

@@ -1,5 +1,7 @@
-"""A schedule of torch.distributed.pipelining with the head's phases in it: no thread, and no rank
-waits for the head while it has something else to do."""
+"""A schedule of torch.distributed.pipelining that includes the head's phases.
+
+It needs no thread, and no rank waits for the head while it has other work.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,14 @@ from cce_dist.pipeline.schedules.torch_schedules import (
 from cce_dist.planner.orders.circles import require_no_circle
 from cce_dist.planner.orders.vocab_1f1b import Kind, Pass, Times, plan_slow_start, plan_vocab_order
 
-# torch has no action of a user's own. This one is of DualPipeV's schedules alone, and what it holds
-# tells ours apart.
+# torch has no user-defined actions. OVERLAP_F_B occurs in DualPipeV's schedules alone, so ours can
+# use it; the action inside it names the phase.
 _KIND: dict[Any, Kind] = {FORWARD: "S", FULL_BACKWARD: "T", UNSHARD: "E", RESHARD: "G"}
-# Of torch's own, what goes between stages.
+# torch's own transfers between stages.
 _SENDS, _RECEIVES = (SEND_F, SEND_B), (RECV_F, RECV_B)
-# Torch 2.15 waits for each send by an action.
+# Actions of torch 2.15 that wait for a send.
 _WAITS = ("WAIT_SEND_F", "WAIT_SEND_B")
-# How many sums of hidden gradients a rank leaves unawaited that needs none of them.
+# A rank that needs no hidden gradients leaves this many of their sums unawaited.
 _UNAWAITED = 2
 
 
@@ -65,26 +67,26 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         schedule.step(tokens, losses=losses)  # or .step(target=...), .eval(...); on every rank
 
     Args:
-        stage: this rank's; one a rank.
-        n_microbatches: a rank holds at most ranks + 2 of them between forward and backward where
-            the head takes no longer than two stages and `times` have no latency (else see
-            planner/orders.py); 1F1B's first rank holds as many as there are ranks. It begins with
-            so many forwards.
-        head: over the stage's group. After a step weight.grad has what the step added.
-        embedding: that the first stage's module calls; every rank makes one.
-        times: of a microbatch's passes on a rank, in any unit; the order follows from them, the
-            result does not.
-        slow_start: the first step, and the first evaluation, let two microbatches through one after
-            the other before the rest: kernels of the stages come to a GPU at first use, which may
-            wait for all that it has begun. None: on GPUs. The gradient of a tied embedding is
-            then a sum in another order.
-        scale_grads, chunking: as of torch's schedules; scale_grads applies to the head, too.
+        stage: this rank's only stage.
+        n_microbatches: a rank begins with at most ranks + 2 forwards, and holds that many
+            microbatches between forward and backward, if the head takes no longer than two stages
+            and `times` have no latency (otherwise see planner/orders/vocab_1f1b.py). 1F1B's first
+            rank holds one for each rank.
+        head: a head over the stage's group. After a step weight.grad includes its gradient.
+        embedding: every rank makes one, and the first stage's module calls it.
+        times: durations of a microbatch's passes on a rank, in any unit. They give the order of
+            passes; the result does not depend on them.
+        slow_start: the first step and the first evaluation run two microbatches, one after the
+            other, before the rest: a GPU loads the stages' kernels at first use, and may then wait
+            for all work that it has begun. None: True on GPUs. It changes the order in which the
+            gradient of a tied embedding is summed.
+        scale_grads, chunking: see torch's schedules; scale_grads applies to the head, too.
     Raises:
-        ValueError: a head over other ranks; times by which ranks would wait for one another.
+        ValueError: the head is over other ranks; or ranks would wait for one another by `times`.
         RuntimeError: an earlier step failed.
     Collectives: the head's and the stages', each kind in the order of microbatches on all ranks.
-        With a head that is paced groups are made, the head's `neighbours`, for which every rank of
-        the job makes a schedule at the same time.
+        With a paced head the schedule makes the groups of `head.neighbours`: every rank of the job
+        makes its schedule at the same time.
     Source: docs/pipelines.md; arXiv:2411.05288.
     """
 
@@ -118,7 +120,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self._shown: dict[int, Tensor] = {}
         self._unawaited: list[int] = []
         self._sent: list[Wait] = []
-        self._begun: Any = None  # behind the step before
+        self._begun: Any = None  # event behind the previous step
         embeds = embedding is not None
         self._orders = [
             plan(head.size, n_microbatches, times, embeds=embeds)
@@ -128,7 +130,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             require_no_circle(orders)
         if slow_start is None:
             slow_start = head.weight.device.type == "cuda"
-        # Of steps, and of evaluations, the first is in the order that starts slowly.
+        # The first step, and the first evaluation, run in the order that starts slowly.
         self._run_before: set[bool] = set() if slow_start else {False, True}
         self._lowered: list[list[Pass]] | None = None
         if head.paced:
@@ -174,7 +176,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         return self.head.take(index)
 
     def _lower(self, orders: list[list[Pass]]) -> None:
-        """Lowers the stage's passes as torch does, with sends and receives; adds the head's."""
+        """Lowers the stage's passes as torch does, with sends and receives; adds head passes."""
         if orders is self._lowered:
             return
         self._lowered = orders
@@ -196,9 +198,10 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         for action in self.pipeline_order_with_comms[self.rank]:
             waits = action.computation_type.name in _WAITS
             if waits and self.head.paced:
-                # What the courier sends, it waits for.
+                # The courier waits for its own sends.
                 continue
-            # What a pass sends goes first: others wait for it, and phases wait for them.
+            # A pass's sends go before its phases: other ranks wait for the sends, and the phases
+            # wait for other ranks.
             if not waits and action.computation_type not in _SENDS:
                 lowered += waiting
                 waiting = []
@@ -235,7 +238,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         return super()._step_microbatches(*microbatches, *others, **keywords)
 
     def _post(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
-        """Stands for loss_fn on the last stage."""
+        """Replaces loss_fn on the last stage: posts the microbatch, returns a placeholder."""
         refuse_loss_kwargs(loss_kwargs)
         if self.infers:
             return output.float().sum()
@@ -273,7 +276,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
                 self._sent.append(neighbours.send(op.tensor, forward=forward))
             return
         ops = getattr(stage, f"get_{way}_recv_ops")(index)
-        # Each microbatch is received into a tensor of its own.
+        # Each microbatch has its own receiving tensor.
         begun = self._begun
         waits = [neighbours.receive(op.tensor, forward=forward, after=begun) for op in ops]
         received = self.fwd_recv_ops if forward else self.bwd_recv_ops
@@ -282,7 +285,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
     def _run_embedding(self, embedding: TiedEmbedding, kind: Kind, index: int, ctx: Any) -> None:
         if kind == "E":
             if index == 0:
-                # All of them, so that no rank waits for another to ask.
+                # Ask for all microbatches now, so that no rank waits for another's `ask`.
                 for each in range(self._n_microbatches):
                     embedding.ask(each, ctx.arg_mbs[each][0] if embedding.is_first else None)
             embedding.look_up(index)
@@ -304,7 +307,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             loss = head.value(index)
         self.losses.append(loss)
         if index in self._shown:
-            # What loss_fn returned, before anything was known of it.
+            # `_shown` has the tensor that loss_fn returned before the loss was known.
             self._shown.pop(index).copy_(loss)
 
     def _await_sums(self, but: int) -> None:

@@ -1,4 +1,4 @@
-"""The job's configuration: its keys, its file, and its fit to the ranks that are there."""
+"""The job's configuration: its keys, its file, and its fit to the number of ranks."""
 
 from cce_dist.core.old_names import attributes_of
 

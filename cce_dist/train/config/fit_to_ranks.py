@@ -14,11 +14,11 @@ ALL = "all"
 def fit_to_ranks(values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
     """Replaces `parallel.tp: all` and `global_batch` by their numbers on so many ranks.
 
-    The result says `parallel.tp` and `batch`, so that nobody after it needs to know; what is not
-    valid in itself stays for validation to find.
+    The result has `parallel.tp` and `batch`, so later code need not know about the other forms.
+    Values that are not valid in themselves stay for validation to find.
 
     Raises:
-        ConfigError: they do not go with the number of ranks, or with `batch`.
+        ConfigError: the two keys do not fit the number of ranks, or `batch`.
     """
     values = copy.deepcopy(values)
     parallel = values.get("parallel", {})

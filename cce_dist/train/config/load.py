@@ -1,4 +1,4 @@
-"""From a YAML file and dotted overrides to a `TrainConfig`, or to errors a reader can act on."""
+"""Loads a `TrainConfig` from a YAML file and dotted overrides, with errors to act on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .schema import TrainConfig
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 3e-4 as a string; everybody who writes a learning rate means a number."""
+    """A YAML loader that reads 3e-4 as a number; by YAML 1.1 it is a string."""
 
 
 _Loader.add_implicit_resolver(
@@ -54,14 +54,14 @@ _RULES = {
 def load_config(
     path: Path, overrides: Sequence[tuple[str, str]] = (), *, num_ranks: int = 1
 ) -> TrainConfig:
-    """Reads, overrides, fits to the number of ranks, validates.
+    """Reads a configuration, overrides its keys, fits it to the number of ranks, validates it.
 
     Args:
         path: a YAML mapping; see docs/training.md for the keys.
         overrides: dotted key and YAML value, for example ("optimizer.lr", "3e-4").
-        num_ranks: of the job.
+        num_ranks: the job's number of ranks.
     Raises:
-        ConfigError: one line for each thing that is wrong, naming key, rule and value.
+        ConfigError: one line for each mistake, with key, rule and value.
     """
     try:
         text = path.read_text(encoding="utf8")
@@ -78,9 +78,10 @@ def load_config(
 
 
 def make_config(values: dict[str, Any], where: str) -> TrainConfig:
-    """
+    """Makes a validated configuration of values that come from `where`.
+
     Raises:
-        ConfigError: one line for each thing that is wrong, after the name of where they stand.
+        ConfigError: `where`, then one line for each mistake.
     """
     try:
         return TrainConfig.model_validate(values)
@@ -90,8 +91,10 @@ def make_config(values: dict[str, Any], where: str) -> TrainConfig:
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[Path, list[tuple[str, str]]]:
-    """["run.yaml", "--loss.gradient", "exact", "--steps=5"] ->
-    Path("run.yaml"), [("loss.gradient", "exact"), ("steps", "5")], in any order.
+    """Parses a file and overrides, in any order.
+
+    ["run.yaml", "--loss.gradient", "exact", "--steps=5"] gives
+    Path("run.yaml"), [("loss.gradient", "exact"), ("steps", "5")].
 
     Raises:
         ConfigError: there is no file or more than one, or an option has no value.
@@ -146,14 +149,14 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _describe(items: Sequence[Any]) -> list[str]:
-    """Writes one line a key: a union reports an error for each of its branches."""
+    """Describes errors, one line a key: pydantic reports one for each branch of a union."""
     rules: dict[str, list[str]] = {}
     got: dict[str, Any] = {}
     lines = []
     for item in items:
         key = ".".join(str(part) for part in item["loc"] if not _is_union_branch(part))
         if item["type"] == "value_error":
-            # Rules over several keys name them all themselves.
+            # The message of a rule over several keys names all of them.
             lines.append(f"  {item['ctx']['error']}")
         elif item["type"] == "extra_forbidden":
             lines.append(f"  unknown key {key}{_suggest(key)}")
@@ -192,7 +195,7 @@ def _suggest(key: str) -> str:
 
 
 def describe_keys() -> list[tuple[str, str]]:
-    """Lists each key as an option, and its default with the values it may have."""
+    """Lists each key as an option, with its default and its allowed values."""
     rows = []
     for key, field in _keys(TrainConfig).items():
         if not isinstance(field.default, BaseModel):

@@ -1,5 +1,7 @@
-"""Assigns layers to the ranks of a pipeline: numbers alone, so that a configuration can be checked
-without ranks."""
+"""The assignment of layers to the ranks of a pipeline.
+
+It consists of numbers alone, so a configuration can be checked without ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +10,23 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 ScheduleName = Literal["gpipe", "1f1b", "looped", "interleaved", "zero_bubble", "zbv", "vocab_1f1b"]
-# Stages of a rank; two where parallel.virtual_stages does not say.
+# Schedules with one or two stages a rank; others have parallel.virtual_stages, by default two.
 ONE_STAGE: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "vocab_1f1b")
 TWO_STAGES: tuple[ScheduleName, ...] = ("zbv",)
-# torch makes their microbatches' rounds equally long.
+# Schedules whose microbatches torch splits into rounds of equal length.
 IN_ROUNDS: tuple[ScheduleName, ...] = ("interleaved", "zero_bubble")
-# Of whose backward hidden gradients go first, and those of parameters later.
+# Schedules that compute hidden gradients first, and gradients of parameters later.
 SPLIT_BACKWARD: tuple[ScheduleName, ...] = ("zero_bubble", "zbv")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Stages in the order of the forward; a rank is one of the pipeline's.
+    """A pipeline's stages, in the order of the forward, and their ranks in the pipeline.
 
     Args:
-        layers: of the decoder, of each stage.
-        over_pipeline: each rank of the pipeline has rows of the head; else those of the last stage.
+        layers: the decoder's layers on each stage.
+        over_pipeline: all ranks of the pipeline have rows of the head; False: only the last
+            stage's.
     """
 
     schedule: ScheduleName
@@ -46,7 +49,7 @@ class Layout:
 
     @property
     def last_rank(self) -> int:
-        """The rank of the last stage; the first stage is always on rank 0."""
+        """The last stage's rank; the first stage is always on rank 0."""
         return self.rank_of(self.num_stages - 1)
 
     def describe(self) -> str:
@@ -59,9 +62,10 @@ class Layout:
 
 
 def stages_of_a_rank(schedule: ScheduleName, virtual_stages: int | None) -> int:
-    """
+    """Returns the number of stages a rank.
+
     Raises:
-        ValueError: the schedule has another number.
+        ValueError: the schedule does not run with `virtual_stages`.
     """
     if schedule not in (*ONE_STAGE, *TWO_STAGES):
         return 2 if virtual_stages is None else virtual_stages
@@ -75,9 +79,10 @@ def stages_of_a_rank(schedule: ScheduleName, virtual_stages: int | None) -> int:
 
 
 def require_microbatches(schedule: ScheduleName, pp: int, microbatches: int) -> None:
-    """
+    """Checks the number of microbatches.
+
     Raises:
-        ValueError: the schedule cannot run that many.
+        ValueError: the schedule cannot run so many.
     """
     if schedule == "1f1b" and microbatches < pp:
         raise ValueError(
@@ -97,11 +102,14 @@ def require_microbatches(schedule: ScheduleName, pp: int, microbatches: int) -> 
 def split_layers(
     num_layers: int, stages: int, layers_per_stage: tuple[int, ...] | None
 ) -> tuple[range, ...]:
-    """Splits layers over stages; without `layers_per_stage` as evenly as possible, with one more on
-    the first stages.
+    """Splits layers over stages.
+
+    Without `layers_per_stage` the split is as even as possible; the first stages may have one layer
+    more.
 
     Raises:
-        ValueError: too few layers, or `layers_per_stage` is of other stages or layers.
+        ValueError: there are too few layers, or `layers_per_stage` has another number of stages or
+            layers.
     """
     if layers_per_stage is None:
         if num_layers < stages:

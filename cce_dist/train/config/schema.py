@@ -41,7 +41,7 @@ MIN_VOCAB_SIZE = 257
 
 
 class Section(BaseModel):
-    """Unknown keys are errors: a misspelt key must never be a silent default."""
+    """A section of the file. Unknown keys are errors: no misspelt key is a silent default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -202,7 +202,7 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     steps: Count = 200
     batch: Count = 8
-    # Sequences of a step over all data-parallel ranks; load_config makes `batch` of it.
+    # Sequences of a step over all data-parallel ranks; load_config computes `batch` from it.
     global_batch: Count | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     log_every: Count = 10
@@ -255,18 +255,17 @@ class TrainConfig(Section):
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a pipeline; by default as many as the batch has sequences for."""
+        """The number of microbatches of a pipeline; by default as many as the batch allows."""
         parallel = self.parallel
         if parallel.microbatches is not None:
             return parallel.microbatches
         return max(1, self.batch // (parallel.tp if parallel.sequence_parallel else 1))
 
     def layout(self, head: str = "cce") -> Layout:
-        """The pipeline's layout. The dense head cannot be spread over a pipeline: it is on the last
-        stage.
+        """Returns the pipeline's layout, where the dense head is always on the last stage.
 
         Raises:
-            ValueError: model.layers or parallel.layers_per_stage are of other stages.
+            ValueError: model.layers or parallel.layers_per_stage do not fit the number of stages.
         """
         parallel, schedule = self.parallel, self.parallel.schedule
         over_pipeline = parallel.vocab_over_pipeline and head == "cce"

@@ -1,4 +1,4 @@
-"""Chooses the tokens of a step: a pure function of seed, step and data-parallel rank."""
+"""The choice of a step's tokens: a pure function of seed, step and data-parallel rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cce_dist.train.errors import ConfigError
 
 @dataclass(frozen=True)
 class Batches:
-    """The token ids, split into what is trained on and what is held out (the end).
+    """The token ids, split into a part to train on and a held-out part (the end).
 
     Every tp rank of a data-parallel rank reads the same sequences. Sequence i of the global
     batch does not depend on how many ranks share it, so layouts can be compared.
@@ -40,8 +40,7 @@ class Batches:
 
 
 def stack_sequences(tokens: np.ndarray, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
-    """Returns ids and targets of the sequences that begin at `starts`, [len(starts), length] int64
-    each."""
+    """Returns ids and targets of the sequences at `starts`, [len(starts), length] int64 each."""
     rows = np.stack([tokens[start : start + length + 1] for start in starts])
     ids = torch.from_numpy(rows.astype(np.int64))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -51,7 +50,7 @@ def split_tokens(tokens: np.ndarray, config: TrainConfig) -> Batches:
     """Keeps the last share of the text for the report's held-out batch.
 
     Raises:
-        ConfigError: the text is too short for one batch of each.
+        ConfigError: the text is too short for one batch to train on and one held-out batch.
     """
     length = config.data.sequence_length
     needed = config.batch * length + 1

@@ -1,4 +1,4 @@
-"""The sources of text: text that every Python installation carries, or the user's files."""
+"""Sources of text: documents of the Python installation, or the user's files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cce_dist.train.errors import ConfigError
 
 DOCUMENT_SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
-# One huge generated table must not crowd out everything else.
+# One huge generated table must not crowd out all other text.
 MAX_DOCUMENT_CHARS = 60_000
 
 
@@ -48,11 +48,11 @@ def _read_all(paths: Sequence[Path]) -> Iterator[str]:
     if not paths:
         roots = sorted({sysconfig.get_paths()[name] for name in ("stdlib", "purelib")})
         files = sorted({file for root in roots for file in _files_in(Path(root))})
-        # Sorted by name, the first megabytes would all come from one package.
+        # In the order of names the first megabytes would all come from one package.
         random.Random(0).shuffle(files)
         yield from _read_files(files)
     for path in paths:
-        # Of a path that cannot be looked at reading tells why.
+        # isdir is False for an unreadable path: reading then raises the reason.
         if os.path.isdir(path):
             yield from _read_files(sorted(_files_in(path)))
         elif path.suffix in JSONL_SUFFIXES:
@@ -80,9 +80,10 @@ def _read_files(files: Sequence[Path]) -> Iterator[str]:
 
 
 def read_text(path: Path, argument: str) -> str:
-    """
+    """Reads a UTF-8 file.
+
     Raises:
-        ConfigError: it cannot be read, or is not UTF-8; begins with the name of the argument.
+        ConfigError: the file cannot be read, or is not UTF-8; the text begins with `argument`.
     """
     try:
         return path.read_text(encoding="utf8")
@@ -116,7 +117,7 @@ def _text_field(line: str, where: str) -> str:
             f"column {error.colno})"
         ) from None
     except (ValueError, RecursionError) as error:
-        # A number of thousands of digits, or brackets of such a depth.
+        # Python raises these for a number of thousands of digits, or brackets as deep.
         raise ConfigError(f"{where}: each line must be a JSON object: {error}") from None
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: each line must be a JSON object, got {_shorten(line)}")

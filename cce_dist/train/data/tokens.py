@@ -19,7 +19,7 @@ from cce_dist.train.errors import JobError
 from .text import collect_documents
 
 END_OF_TEXT = "<eos>"
-# Part of every cache key: raise it when the ids of the same text would change.
+# This version is part of every cache key: raise it if the ids of a text would change.
 FORMAT_VERSION = 1
 BATCH_DOCUMENTS = 512
 CACHE_REMEDY = "free space, or set data.cache to another folder"
@@ -31,7 +31,7 @@ class TokenCache:
 
     Args:
         key: names text, vocabulary size and tokenizers version.
-        num_merged: the ids that the tokenizer really has; at most data.vocab_size.
+        num_merged: the tokenizer's real number of ids; at most data.vocab_size.
     """
 
     folder: Path
@@ -39,7 +39,7 @@ class TokenCache:
     num_merged: int
 
     def tokens(self) -> np.ndarray:
-        """[num_tokens] uint16 or uint32, memory-mapped."""
+        """Returns the ids, [num_tokens] uint16 or uint32, memory-mapped."""
         return np.load(self.folder / "tokens.npy", mmap_mode="r")
 
 
@@ -49,11 +49,11 @@ def prepare_tokens(
     """Finds the token ids in the cache, or makes them.
 
     Args:
-        key: of a run to resume; if the cache still has it, the text is not read again, so that
-            installing a package does not make a run impossible to resume.
+        key: the cache key of a run to resume. If the cache still has it, the text is not read
+            again: a run can be resumed even if a package has been installed since.
     Raises:
         ConfigError: there is no usable text, or the cache cannot be written.
-        JobError: what was made cannot be written.
+        JobError: the new tokenizer or ids cannot be written.
     """
     if key is not None and is_cached(config.cache, key):
         return open_tokens(config.cache, key)
@@ -72,7 +72,7 @@ def prepare_tokens(
 
 
 def is_cached(cache: Path, key: str) -> bool:
-    # Unlike Path's method it raises nothing where this user may not look.
+    # Unlike Path's method, os.path raises nothing for a folder that this user may not read.
     return os.path.exists(cache / key / "info.json")
 
 
@@ -82,10 +82,9 @@ def open_tokens(cache: Path, key: str) -> TokenCache:
 
 
 def encode_texts(cache: TokenCache, texts: Sequence[str]) -> list[np.ndarray]:
-    """Encodes each text as uint32 ids after END_OF_TEXT, which stood before every document in
-    training.
+    """Encodes each text as uint32 ids after END_OF_TEXT, as training encodes documents.
 
-    The tokenizer is the cached one; its tokens.npy is not read.
+    It uses the cached tokenizer, and does not read tokens.npy.
     """
     from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""`cce-dist eval` from its arguments to what it found: perplexity of texts by a checkpoint."""
+"""`cce-dist eval`, from its arguments to its findings: perplexity of texts by a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ from .windows import Windows, cut_windows
 
 @dataclass(frozen=True)
 class Request:
-    """
+    """The arguments of an evaluation.
+
     Args:
-        run: its folder, with `checkpoints` in it.
+        run: the run's folder, which has `checkpoints`.
         checkpoint: a step; None: the newest.
-        tp: ranks that share the vocabulary; None: all.
-        batch, sequence_length, cache: None: as in training.
+        tp: number of ranks that share the vocabulary; None: all ranks.
+        batch, sequence_length, cache: None: the values of training.
         stride: None: sequence_length, windows without overlap.
     """
 
@@ -76,12 +77,12 @@ def run_evaluation(request: Request, hand_over: Callable[[Findings], None]) -> i
         if ranks.is_main:
             hand_over(findings)
 
-    # Data-parallel ranks need not have equally many batches.
+    # Data-parallel ranks may have different numbers of batches.
     return run_watched(load, work, lambda config, ranks: ranks.dp_rank)
 
 
 def load_request(request: Request, num_ranks: int) -> TrainConfig:
-    """Returns the configuration of the checkpoint's training, as the request changes it.
+    """Returns the configuration of the checkpoint's training, changed by the request.
 
     Raises:
         ConfigError: an option is out of its bounds, or there is no such checkpoint.
@@ -116,9 +117,10 @@ def load_request(request: Request, num_ranks: int) -> TrainConfig:
 def evaluate_texts(
     request: Request, config: TrainConfig, ranks: Ranks, heartbeat: Heartbeat
 ) -> Findings:
-    """
+    """Computes the perplexity of the request's texts.
+
     Raises:
-        ConfigError: a text or the tokenizer cannot be used, or the checkpoint is of another model.
+        ConfigError: a text or the tokenizer cannot be used, or the checkpoint has another model.
         JobError: the model's losses are not finite.
     Collectives: a broadcast of the token ids, those of loading, and one sum at the end.
     """
@@ -164,8 +166,8 @@ def sum_nll(
 ) -> np.ndarray:
     """Sums the nats of each text's tokens by the group of their ids: [texts x NUM_GROUPS] float64.
 
-    Data-parallel ranks take the windows in turn. Collectives: one sum at the end, and in each
-    batch those of the embedding and of the loss over tp.
+    Data-parallel ranks take the windows in turn. Collectives: in each batch those of the embedding
+    and of the loss over tp, and one sum at the end.
     """
     token_nll = make_token_nll(config, head_layout(config, ranks))
     group_of = torch.from_numpy(groups).to(ranks.device)
@@ -179,15 +181,15 @@ def sum_nll(
         with in_phase("forward"):
             hidden = forward_body(model, ids, config)
             nll = token_nll(hidden, model.head_weight, targets.flatten())
-        # A target that does not count has 0 nats.
+        # An ignored target has 0 nats.
         where = text[:, None] * NUM_GROUPS + group_of[targets.clamp_min(0)]
         sums.index_add_(0, where.flatten(), nll.double())
-    # The ranks of tp have all found the same.
+    # All tp ranks have the same sums.
     return np.array(sum_over_world([sums / ranks.tp], ranks.device))
 
 
 def read_texts(request: Request, config: TrainConfig) -> tuple[int, list[int], list[np.ndarray]]:
-    """Returns the checkpoint's step, and of each text its bytes and its ids behind END_OF_TEXT.
+    """Returns the checkpoint's step, each text's bytes, and each text's ids behind END_OF_TEXT.
 
     Raises:
         ConfigError: a text or the tokenizer cannot be used.
@@ -201,7 +203,7 @@ def read_texts(request: Request, config: TrainConfig) -> tuple[int, list[int], l
 def _share_texts(
     request: Request, config: TrainConfig, ranks: Ranks
 ) -> tuple[int, list[int], list[np.ndarray]]:
-    """Shares the main rank's texts: two ranks that look for the newest checkpoint may find two."""
+    """Shares the main rank's texts and step: ranks could find different newest checkpoints."""
     box: list[Any] = [None]
     if ranks.is_main:
         box = [read_texts(request, config)]
@@ -230,11 +232,12 @@ def _open_tokenizer(request: Request, checkpoint: Checkpoint, config: TrainConfi
 
 
 def _caches(request: Request, checkpoint: Checkpoint, config: TrainConfig) -> list[Path]:
-    """Lists the places where the run's data.cache may be. The key names the tokenizer."""
+    """Lists the folders in which the run's data.cache may be; its key names the tokenizer."""
     cache = config.data.cache
     if request.cache is not None:
         return [cache]
-    # Relative to this folder, as training found it, and beside a run that was moved with its cache.
+    # A relative cache is looked up from this folder, as in training, and beside the run, which may
+    # have been moved with its cache.
     places = [cache, Path(checkpoint.info.get("cache", cache))]
     places += [above / cache for above in request.run.absolute().parents]
     return list(dict.fromkeys(places))

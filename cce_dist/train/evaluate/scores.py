@@ -31,7 +31,7 @@ class Score:
 
     @property
     def perplexity(self) -> float | None:
-        """None: larger than a float can be."""
+        """The perplexity; None if it is larger than any float."""
         return math.exp(self.nats_per_token) if self.nats_per_token < MAX_NATS else None
 
     def as_json(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Score:
 
 @dataclass(frozen=True)
 class TextScore:
-    """Args: num_bytes: of the text in UTF-8."""
+    """The score of a text. Args: num_bytes: the text's size in UTF-8."""
 
     score: Score
     num_bytes: int
@@ -63,11 +63,11 @@ class TextScore:
 
 @dataclass(frozen=True)
 class GroupScore:
-    """A tenth of the text by how often the text has its tokens.
+    """The score of a tenth of the text; tenths are split by the frequency of tokens.
 
     Args:
-        tenth: from 1, of the most frequent ids, to 10.
-        times: counts in the text of the rarest and the most frequent of its `num_ids` ids.
+        tenth: 1 for the most frequent ids, up to 10.
+        times: counts in the text of the tenth's rarest and most frequent id.
     """
 
     score: Score
@@ -86,7 +86,7 @@ class GroupScore:
 
 @dataclass(frozen=True)
 class Findings:
-    """The same on every rank but for `seconds`, which are of the windows alone."""
+    """Results of an evaluation, the same on every rank except `seconds`, the windows' time."""
 
     checkpoint: Checkpoint
     config: TrainConfig
@@ -127,11 +127,11 @@ def count_ids(texts: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
 
 
 def frequency_groups(counts: np.ndarray) -> np.ndarray:
-    """Splits [V] counts of ids -> [V] tenths, 0 for the most frequent.
+    """Returns the tenth of each id, [V], for counts [V]; 0 for the most frequent ids.
 
-    Ids stand in the order of their counts, and equal ones in their own; where an id's middle is
-    says in which tenth of the text it is. So the tenths are as large as can be without dividing
-    an id, and one may be empty.
+    Ids are ordered by count, then by id. An id belongs to the tenth of the text in which the middle
+    of its occurrences falls. So tenths are as equal as they can be without dividing an id, and a
+    tenth may be empty.
     """
     order = np.argsort(-counts, kind="stable")
     ends = counts[order].cumsum()
@@ -153,10 +153,10 @@ def score_texts(
 
 def score_groups(
     counts: np.ndarray,  # [V]
-    groups: np.ndarray,  # [V], of frequency_groups
+    groups: np.ndarray,  # [V], from frequency_groups
     nats: np.ndarray,  # [NUM_GROUPS]
 ) -> list[GroupScore]:
-    """Scores the tenths that have any token."""
+    """Scores each tenth that has a token."""
     scored = []
     for group in range(NUM_GROUPS):
         times = counts[(groups == group) & (counts > 0)]

@@ -13,18 +13,20 @@ from torch import Tensor
 from cce_dist.train.data.batches import stack_sequences
 from cce_dist.train.errors import ConfigError
 
-# Of a target that another window scores; linear_cross_entropy's default.
+# A target that another window scores has this id, the default of linear_cross_entropy.
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Windows:
-    """
+    """Windows of one length over all texts' tokens.
+
     Args:
-        tokens: of all texts, one after the other, each behind the token that its first one follows.
-        starts, num_scored, text: [W] of each window its first token, how many of its targets count,
-            which are its last ones, and the number of its text.
-        length: tokens of a window.
+        tokens: the tokens of all texts in turn; each text follows a token that is not scored.
+        starts: [W] index of each window's first token.
+        num_scored: [W] number of each window's targets that count; they are its last ones.
+        text: [W] number of each window's text.
+        length: number of tokens of a window.
     """
 
     tokens: np.ndarray
@@ -37,8 +39,10 @@ class Windows:
         return len(self.starts)
 
     def batch(self, which: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns ids and targets [B, length] int64, IGNORED at those that do not count; texts
-        [B]."""
+        """Returns ids and targets [B, length] int64, and text numbers [B].
+
+        Targets that do not count are IGNORED.
+        """
         ids, targets = stack_sequences(self.tokens, self.starts[which], self.length)
         num_scored = torch.from_numpy(self.num_scored[which])
         is_scored = torch.arange(self.length) >= self.length - num_scored[:, None]
@@ -51,7 +55,7 @@ def cut_windows(
     """Cuts windows, each `stride` tokens behind the window before; the last ends with its text.
 
     Args:
-        texts: [1 + T] each: a token that is not scored, and the text's.
+        texts: [1 + T] each: a token that is not scored, then the text's tokens.
     Raises:
         ConfigError: a text has fewer tokens than a window.
     """

@@ -21,7 +21,7 @@ from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.ranks import Ranks
 
 INIT_STD = 0.02
-# Rows of the vocabulary drawn from one generator: initial weights must not depend on tp.
+# One generator draws this many rows of the vocabulary: initial weights must not depend on tp.
 INIT_BLOCK_ROWS = 1024
 ROTARY_BASE = 10_000.0
 
@@ -52,14 +52,14 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """ids [batch, sequence] of the whole dp rank -> hidden [tokens of this rank, dim].
+    """A decoder: ids [batch, sequence] of the whole dp rank -> hidden [tokens of this rank, dim].
 
-    With sequence parallelism a tp rank runs the body on its whole sequences of the batch, so
-    hidden is its contiguous slice of the batch's tokens; without it, on all of them.
+    With sequence parallelism a tp rank runs the body on its own whole sequences of the batch, so
+    hidden is its contiguous slice of the batch's tokens. Without it hidden has all tokens.
     """
 
-    # Of a pipeline, see StagedDecoder: on how many ranks the same rows of the vocabulary are, and
-    # which parameters are over all of its ranks.
+    # For pipelines, see StagedDecoder: the number of ranks with the same rows of the vocabulary,
+    # and the parameters that are over all ranks.
     num_vocabulary_copies = 1
     spread: frozenset[str] = frozenset()
 
@@ -87,9 +87,10 @@ class Decoder(nn.Module):
     ) -> Tensor | LossOutput:
         """Returns hidden, or the result of `head` on hidden and the head's weight.
 
-        Under FSDP the weight is whole in here only, so a training step passes its loss.
+        Under FSDP the weight is whole within this method only, so a training step passes its loss.
         """
-        # Scaled, not normed: a norm would divide gradients by that of rows that decay shrinks.
+        # Rows are scaled, not normed: weight decay shrinks rows, and a norm would divide gradients
+        # by the rows' size.
         x = self.embed(ids.flatten()) * math.sqrt(self.embedding.shape[1])
         x = x.unflatten(0, (-1, ids.shape[1]))
         for block in self.blocks:
@@ -106,8 +107,7 @@ class Decoder(nn.Module):
         return self.embedding if self.tied else self.head
 
     def sharded_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters with rows of the vocabulary; all others are alike on every
-        rank."""
+        """Returns the parameters with rows of the vocabulary; all others are equal on all ranks."""
         shards = {"embedding": self.embedding}
         return shards if self.tied else {**shards, "head": self.head}
 
@@ -123,7 +123,7 @@ def embed(
     group: dist.ProcessGroup,
     sequence_parallel: bool,
 ) -> Tensor:
-    """Returns [N, dim], or [N / ranks, dim] with sequence parallelism.
+    """Embeds ids [N]: returns [N, dim], or [N / ranks, dim] with sequence parallelism.
 
     Collectives: one all-reduce, or one reduce-scatter; see train/collectives.py for the backward.
     """
@@ -144,8 +144,7 @@ def rotary_table(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Applies rotary position embedding to [batch, heads, length, head_dim]; norms stay the
-    same."""
+    """Applies rotary position embedding to [batch, heads, length, head_dim]; keeps norms."""
     cos, sin = (table.to(x.dtype) for table in rotary)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -161,10 +160,10 @@ def initialize(model: Decoder, seed: int) -> None:
 
 @torch.no_grad()
 def draw_blocks(blocks: Sequence[Block], seed: int) -> None:
-    """Draws all blocks of a decoder, in order, from a generator; a block may stand for all that are
-    elsewhere.
+    """Draws all blocks of a decoder, in order, from one generator.
 
-    Norms stay as they are.
+    `blocks` may repeat one spare block in place of the blocks on other ranks. Norms stay as they
+    are.
     """
     generator = torch.Generator().manual_seed(seed)
     # Keeps the residual stream's variance independent of depth (GPT-2).
@@ -189,7 +188,7 @@ def draw_rows(
     index = ("embedding", "head").index(name)
     last = (shard.stop - 1) // INIT_BLOCK_ROWS
     for block in range(shard.start // INIT_BLOCK_ROWS, last + 1):
-        # The CPU generator looks at 32 bits of its seed only: mix them.
+        # The CPU generator reads only 32 bits of its seed, so the bits are mixed.
         (mixed,) = np.random.SeedSequence((seed, index, block)).generate_state(1).tolist()
         generator = torch.Generator().manual_seed(mixed)
         rows = torch.empty(INIT_BLOCK_ROWS, parameter.shape[1])

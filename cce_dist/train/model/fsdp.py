@@ -21,7 +21,7 @@ from .decoder import Block, Decoder
 
 
 def place(model: Decoder, config: TrainConfig, ranks: Ranks) -> None:
-    """Moves the model to the rank's device, split over dp where parallel.fsdp asks for it.
+    """Moves the model to the rank's device, split over dp if parallel.fsdp asks for it.
 
     fully_shard moves one group at a time, so that the whole model is never on a GPU.
     """
@@ -36,10 +36,10 @@ def place(model: Decoder, config: TrainConfig, ranks: Ranks) -> None:
 
 
 def _linears_policy(config: TrainConfig) -> MixedPrecisionPolicy:
-    """Returns the casts that autocast makes without FSDP, and the sum over ranks still in fp32.
+    """Returns a policy with the casts of autocast; the sum over ranks stays in fp32.
 
-    Autocast's own copies would live until the backward: whole weights of every layer. What it
-    leaves in fp32, norms and the embedding, is in the root group, which casts nothing.
+    Autocast's own copies, whole weights of every layer, would live until the backward. Autocast
+    leaves norms and the embedding in fp32; they are in the root group, which casts nothing.
     """
     if config.dtype == "float32":
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -54,9 +54,9 @@ def is_fully_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def whole_head(model: Decoder) -> Iterator[Tensor]:
-    """Returns this tp rank's whole head weight; after a forward of the model, before a backward.
+    """Provides this tp rank's whole head weight, after a forward and before a backward.
 
-    Collectives: with FSDP one all-gather over dp, where that forward has not left it whole.
+    Collectives: with FSDP one all-gather over dp, if that forward has not left the weight whole.
     """
     if not isinstance(model, FSDPModule):
         yield model.head_weight

@@ -1,4 +1,4 @@
-"""The LM head: this library's sharded loss, and the dense one it is compared with."""
+"""The LM head: this library's sharded loss, and a dense loss to compare it with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cce_dist.train.ranks import Ranks
 # Held-out tokens whose float64 logits exist at a time.
 DENSE_CHUNK_TOKENS = 256
 
-# The statistics that the job asks for.
+# The statistics that the job requests.
 Stat = Literal["tail_mass", "screened"]
 # hidden of this rank's tokens, weight shard, targets of all tokens, stats -> loss and stats
 HeadLoss = Callable[[Tensor, Tensor, Tensor, Sequence[Stat]], LossOutput]
@@ -27,7 +27,7 @@ HeadLoss = Callable[[Tensor, Tensor, Tensor, Sequence[Stat]], LossOutput]
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The ranks that share the vocabulary, as both losses need to know them."""
+    """The ranks that share the vocabulary, for both losses."""
 
     group: dist.ProcessGroup
     vocab_size: int
@@ -68,8 +68,10 @@ def make_head_loss(config: TrainConfig, layout: HeadLayout, kind: str) -> HeadLo
 def head_loss_of(
     loss: Callable[[Tensor, Tensor, Tensor], Tensor | LossOutput], dtype: torch.dtype
 ) -> HeadLoss:
-    """Wraps another loss of hidden, weight and targets for a training run. The run asks it for no
-    statistics, and takes those it returns."""
+    """Wraps another loss of hidden, weight and targets for a training run.
+
+    The run requests no statistics from it, and takes those that it returns.
+    """
 
     def head_loss(
         hidden: Tensor, weight: Tensor, targets: Tensor, stats: Sequence[Stat] = ()
@@ -115,10 +117,9 @@ def _cce_loss(
 def make_token_nll(
     config: TrainConfig, layout: HeadLayout
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Makes a function: hidden, weight shard, targets -> [N] fp32, minus log of each token's
-    probability, in nats.
+    """Makes a function: hidden, weight shard, targets -> nll [N] fp32, in nats.
 
-    The softmax of the logits as training forms them, without what its objective adds to that.
+    The nll is that of the softmax of training's logits, without further terms of the objective.
     """
     dtype, loss = getattr(torch, config.dtype), config.loss
 
@@ -168,7 +169,7 @@ def _dense_loss(
     layout: HeadLayout,
     stats: tuple[Stat, ...],
 ) -> LossOutput:
-    """Computes the usual recipe: gather the head, make all logits, softmax them in fp32."""
+    """Computes the loss by the usual recipe: gather the head, make all logits, softmax in fp32."""
     slices = layout.sequence_parallel
     whole = GatherRows.apply(weight, layout.group, layout.bounds, slices)
     if slices:
@@ -206,7 +207,7 @@ def golden_loss(
 ) -> float:
     """Computes the same objective from dense float64 logits, a few tokens at a time.
 
-    hidden and weight are rounded to the training dtype first, since that is what the loss saw.
+    hidden and weight are rounded to the training dtype first: the loss gets rounded inputs, too.
     Collectives: one all-gather of the weight, with sequence parallelism one of hidden.
     """
     dtype = getattr(torch, config.dtype)

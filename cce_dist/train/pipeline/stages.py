@@ -22,12 +22,12 @@ from cce_dist.train.ranks import Ranks
 
 
 class StagedDecoder(nn.Module):
-    """The layers of this rank's stages, and of the vocabulary:
+    """The layers of this rank's stages, and its rows of the vocabulary's parameters:
 
     untied      embedding on the first stage; head on the last, or on all ranks of the pipeline
     tied        one parameter on the first and on the last stage; or one on all ranks
 
-    A stage's rows are split over its tp ranks, those of all ranks over pp x tp.
+    A parameter of one stage is split over the stage's tp ranks; one of all ranks over pp x tp.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, layout: Layout) -> None:
@@ -45,7 +45,7 @@ class StagedDecoder(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shard.num_rows, dim)))
 
     def _shards(self, ranks: Ranks) -> dict[str, VocabShard]:
-        """Returns this rank's rows of each vocabulary parameter of which it has any."""
+        """Returns this rank's shard of each vocabulary parameter, if it has rows of it."""
         of_stage = VocabShard.chunked(self.vocab_size, ranks.tp_rank, ranks.tp)
         place = ranks.pp_rank * ranks.tp + ranks.tp_rank
         spread = VocabShard.chunked(self.vocab_size, place, ranks.pp * ranks.tp)
@@ -60,7 +60,7 @@ class StagedDecoder(nn.Module):
 
     @property
     def spread(self) -> frozenset[str]:
-        """Parameters of which all ranks of the pipeline have rows."""
+        """Names of the parameters that are spread over all ranks of the pipeline."""
         return frozenset((self.head_name,) if self.layout.over_pipeline else ())
 
     @property
@@ -69,17 +69,17 @@ class StagedDecoder(nn.Module):
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """On the ranks that have rows of the head."""
+        """The head's weight, on ranks that have rows of it."""
         return self.sharded_parameters()[self.head_name]
 
     @property
     def num_vocabulary_copies(self) -> int:
-        """On how many ranks of the pipeline the same rows of the vocabulary are."""
+        """The number of ranks of the pipeline that have the same rows of the vocabulary."""
         return 2 if self.is_copied else 1
 
     @property
     def is_copied(self) -> bool:
-        """The first and the last stage, on two ranks, hold the same weight."""
+        """True if the first and the last stage hold the same weight, on two ranks."""
         return self.tied and not self.layout.over_pipeline and self.layout.last_rank != 0
 
     def sharded_parameters(self) -> dict[str, nn.Parameter]:
@@ -89,7 +89,7 @@ class StagedDecoder(nn.Module):
         return {name: p for name, p in self.named_parameters() if name not in self.shards}
 
     def initialize(self, seed: int) -> None:
-        """Draws the values that these parameters have in `Decoder`."""
+        """Draws the parameters' initial values, the same as in `Decoder`."""
         here, elsewhere = dict(self.blocks.items()), Block(self.dim, self.num_heads)
         blocks = [here.get(str(layer), elsewhere) for layer in range(self.num_layers)]
         draw_blocks([block for block in blocks if isinstance(block, Block)], seed)
@@ -100,13 +100,16 @@ class StagedDecoder(nn.Module):
         return [self.blocks[str(layer)] for layer in self.layout.layers[stage]]
 
 
-# Whatever of a decoder a rank trains.
+# The part of a decoder that a rank trains.
 AnyDecoder: TypeAlias = Decoder | StagedDecoder
 
 
 class RowsEmbedding(nn.Module):
-    """[batch, sequence] int64 -> [batch, sequence, dim], a tp rank's slice of dim 0 with sequence
-    parallelism; from rows over the tp ranks of a stage."""
+    """An embedding with rows over the tp ranks of a stage.
+
+    It maps [batch, sequence] int64 to [batch, sequence, dim]; with sequence parallelism to a tp
+    rank's slice of dim 0.
+    """
 
     def __init__(
         self, weight: nn.Parameter, shard: VocabShard, group: dist.ProcessGroup, slices: bool
@@ -120,14 +123,15 @@ class RowsEmbedding(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage's computation on a microbatch: [batch, sequence, dim] fp32 to the same. The first
-    stage reads [batch, sequence] int64; the last returns the head's dtype.
+    """A stage's computation on a microbatch: it maps [batch, sequence, dim] fp32 to the same shape.
+
+    The first stage reads [batch, sequence] int64; the last returns the head's dtype.
 
     Args:
-        embedding: on the first stage.
-        final_norm: on the last one.
-        head: where the loss is the last stage's own: schedules that split the backward make
-            gradients of the stages' parameters alone.
+        embedding: given on the first stage.
+        final_norm: given on the last stage.
+        head: given if the last stage computes the loss alone: schedules that split the backward
+            make gradients of the stages' parameters only.
     """
 
     def __init__(
@@ -150,11 +154,11 @@ class Stage(nn.Module):
         self.register_buffer("rotary_sin", sin, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Not around the schedule, which runs backwards as well.
+        # Autocast is here, not around the schedule: the schedule runs backwards as well.
         lowers = self.dtype != torch.float32
         with torch.autocast(x.device.type, torch.bfloat16, enabled=lowers):
             if self.embedding is not None:
-                # Of a tied weight over the pipeline the rows come in the head's dtype.
+                # Rows of a tied weight over the pipeline have the head's dtype.
                 x = self.embedding(x).float() * self.scale
             for block in self.blocks:
                 x = block(x, (self.rotary_cos, self.rotary_sin))

@@ -1,5 +1,6 @@
-"""The training step over a pipeline: torch's schedules, or the one that has the vocabulary over all
-pipeline ranks. docs/training.md#pipelines.
+"""The training step over a pipeline, by torch's schedules or by `ScheduleVocab1F1B`.
+
+docs/training.md#pipelines.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ SCHEDULES: dict[ScheduleName, type] = {
 
 
 def check_split_backward(config: TrainConfig) -> None:
-    """
+    """Checks that torch can split the backward as the schedule does.
+
     Raises:
-        ConfigError: the schedule makes the weights' gradients apart, which torch before 2.13 cannot
-            for an autograd.Function (its issue 166577).
+        ConfigError: the schedule computes the weights' gradients apart from the others. torch
+            before 2.13 cannot do so for an autograd.Function (torch issue 166577).
     """
     parallel = config.parallel
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -75,10 +77,10 @@ class Pipeline:
     """A rank's stages and its part of the head, under the schedule of the configuration.
 
     Args:
-        model: on the rank's device.
+        model: the rank's part of the decoder, on its device.
         head: "cce", or "dense", which is on the last stage.
-    Collectives: every rank of the job makes one at the same time, and calls each method at the
-        same time; groups of the head's are made.
+    Collectives: makes the head's groups. Every rank of the job makes its `Pipeline`, and calls each
+        method, at the same time.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, model: StagedDecoder, head: str) -> None:
@@ -91,7 +93,7 @@ class Pipeline:
         self.head_weight: nn.Parameter | None = None
         self._embedding: TiedEmbedding | None = None
         self._copies = _group_of_copies(ranks, model)
-        # Where a pass fails torch writes out the passes of all ranks: nobody would find the error.
+        # If a pass fails, torch logs the passes of all ranks, and the error would be hard to find.
         logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
         _connect([ranks.tp_group, ranks.pp_group, self._copies], ranks.device)
         if self.layout.over_pipeline:
@@ -105,8 +107,8 @@ class Pipeline:
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Runs forward and backward of all microbatches, [batch, sequence] int64 each.
 
-        Returns: [] on the ranks of the last stage, and 0 elsewhere, so that the sum over the
-            data-parallel rank is tp times its loss.
+        Returns: the loss [] on the ranks of the last stage, 0 elsewhere: the sum over the ranks of
+            a data-parallel rank is tp times its loss.
         """
         losses: list[Tensor] = []
         self._copy_head()
@@ -123,11 +125,11 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Evaluates on every rank of the pipeline, without gradients:
+        """Runs a forward on every rank of the pipeline, without gradients.
 
         Returns:
             loss: [], mean over the batch.
-            hidden: [batch, sequence, dim], what the head got.
+            hidden: [batch, sequence, dim], the head's input.
         """
         losses: list[Tensor] = []
         self._copy_head()
@@ -145,7 +147,7 @@ class Pipeline:
         return loss, self._whole(hidden)
 
     def close(self) -> None:
-        """Destroys the groups that it made."""
+        """Destroys the groups that the constructor made."""
         if self._embedding is not None:
             self._embedding.close()
         if self.head is not None:
@@ -222,7 +224,7 @@ class Pipeline:
         return SCHEDULES[name](stage_or_stages, count, loss_fn=loss, scale_grads=False)
 
     def _serve(self, *, backward: bool) -> AbstractContextManager[None]:
-        """Returns the context in which the schedule of torch finds the head's ranks serving."""
+        """Returns the context in which every rank serves the head under torch's schedule."""
         if self._loss is None:
             return nullcontext()
         return self._loss.serving(self.schedule, backward=backward)
@@ -252,7 +254,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _copy_head(self) -> None:
-        """Copies the master weight to the head: in 16 bits the head has a weight of its own."""
+        """Copies the master weight to the head, which has its own weight in 16 bits."""
         if self.head_weight is not None and self.head_weight is not self.model.head_weight:
             self.head_weight.copy_(self.model.head_weight)
 
@@ -263,7 +265,7 @@ class Pipeline:
             copy.grad = None
 
     def _whole(self, hidden: Tensor) -> Tensor:
-        """Gathers the sequences of all tp ranks, which have slices of every microbatch."""
+        """Gathers the sequences of all tp ranks, each of which has a slice of every microbatch."""
         if self._slices == 1:
             return hidden
         parts = [torch.empty_like(hidden) for _ in range(self._slices)]
@@ -275,7 +277,7 @@ class Pipeline:
 def make_pipeline_head(
     config: TrainConfig, ranks: Ranks, layout: Layout, weight: Tensor
 ) -> PipelineHead:
-    """Makes a head with rows over pp x tp ranks; its loss is the mean of a microbatch."""
+    """Makes a head with rows over pp x tp ranks; its loss is a microbatch's mean."""
     assert ranks.pp_group is not None
     slices = ranks.tp if config.parallel.sequence_parallel else 1
     sequences = config.batch // (layout.microbatches * slices)
@@ -311,16 +313,17 @@ def _in_dtype(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _connect(groups: list[dist.ProcessGroup | None], device: torch.device) -> None:
-    """Makes NCCL's communicators now, not at their first use: in a step, with a second thread at
-    work."""
+    """Makes NCCL's communicators now; their first use is in a step, beside a second thread."""
     for group in groups:
         if group is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _group_of_copies(ranks: Ranks, model: StagedDecoder) -> dist.ProcessGroup | None:
-    """Returns the group of the first and the last stage's ranks, on those, where both hold a tied
-    weight."""
+    """Returns the group of the first and the last stage's ranks, if both hold a tied weight.
+
+    Other ranks get None.
+    """
     if not model.is_copied:
         return None
     grid = torch.arange(ranks.world_size).view(ranks.dp, ranks.pp, ranks.tp)

@@ -1,4 +1,4 @@
-"""Reports of a run: its curves, its checks, its figures beside dense logits, its pipeline."""
+"""Reports of a run: curves, checks, a comparison with dense logits, the pipeline."""
 
 from cce_dist.core.old_names import attributes_of
 

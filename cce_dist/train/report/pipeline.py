@@ -1,4 +1,4 @@
-"""The evaluation of a run over a pipeline; report.py evaluates other runs."""
+"""The evaluation of a run over a pipeline; run.py evaluates other runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from .run import MEASURE_DENSE_BYTES, Evaluation, Memory, measure, measure_head
 
 
 def evaluate_pipeline(job: Job, run: Run) -> Evaluation:
-    """Runs the held-out batch through the pipeline, and its hidden states through dense float64
-    logits.
+    """Compares the pipeline's loss on the held-out batch with dense float64 logits.
 
-    Memory is that of one microbatch, since the head has no more at a time; of a head on the last
-    stage, that of its ranks. Every rank must call it.
+    Memory is that of one microbatch: the head has no more at a time. For a head on the last stage
+    it is the memory of that stage's ranks. Every rank must call it.
     """
     job.heartbeat.phase = "evaluating"
     ranks, pipeline = job.ranks, run.pipeline
@@ -27,7 +26,7 @@ def evaluate_pipeline(job: Job, run: Run) -> Evaluation:
     ids, targets = (x.to(ranks.device) for x in job.batches.held_out_batch())
     loss, hidden = pipeline.evaluate(ids, targets)
     evaluation: list[Evaluation | None] = [None]
-    # Other ranks have no rows of a head on the last stage.
+    # Ranks of other stages have no rows of a head on the last stage.
     if pipeline.head is not None or pipeline.model.has_last:
         evaluation = [_compare(job, run, pipeline, loss.item(), hidden, targets)]
     if pipeline.head is None:

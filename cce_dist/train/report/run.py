@@ -1,5 +1,4 @@
-"""The evaluation of a finished run: its loss beside the dense loss, its memory beside dense
-logits."""
+"""The evaluation of a finished run: its loss and memory beside those of dense logits."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ from cce_dist.train.model.fsdp import whole_head
 from cce_dist.train.model.head import HeadLoss, golden_loss, head_layout, make_head_loss
 from cce_dist.train.progress import format_bytes
 
-# Dense logits are really made, to measure them, up to this size of one fp32 copy.
+# Dense logits are made and measured only up to this size of one fp32 copy.
 MEASURE_DENSE_BYTES = 2**29
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of tensors made by one forward and backward of the head, on this rank.
+    """Bytes of the tensors that one forward and backward of the head make on this rank.
 
     largest_numel is None on a GPU, where only the allocator's peak is known.
     """
@@ -38,7 +37,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A rank's findings about a trained model; all ranks agree on everything but memory."""
+    """A rank's findings about a trained model; only memory differs between ranks."""
 
     loss: float
     dense_loss: float
@@ -51,7 +50,7 @@ class Evaluation:
 def evaluate(job: Job, run: Run) -> Evaluation:
     """Runs the held-out batch through this run's head and through dense float64 logits.
 
-    Every rank must call it; of a run without a pipeline.
+    The run has no pipeline. Every rank must call it.
     """
     job.heartbeat.phase = "evaluating"
     config, ranks = job.config, job.ranks
@@ -110,7 +109,7 @@ def write_report(job: Job, folder: Path, evaluation: Evaluation, dense: Path | N
     """Writes report.md and loss.png in the run's folder; returns the report's text.
 
     Args:
-        dense: the folder of the run it is compared with.
+        dense: the folder of a run with a dense head, for comparison.
     """
     records = read_metrics(folder)
     dense_records = read_metrics(dense) if dense is not None else []
@@ -167,7 +166,7 @@ def _describe_dense_memory(evaluation: Evaluation, config: TrainConfig) -> str:
     shape = f"[{evaluation.tokens_here}, {vocab_size}]"
     if evaluation.dense_memory is not None:
         return _describe_memory(evaluation.dense_memory) + f" with logits {shape}"
-    # A dense head needs at least fp32 logits and their gradient.
+    # A dense head needs at least fp32 logits and the logits' gradient.
     num_bytes = 2 * 4 * evaluation.tokens_here * vocab_size
     return f"{format_bytes(num_bytes)} a rank, computed: fp32 logits {shape} and their gradient"
 
@@ -186,7 +185,7 @@ def _comparison_rows(
 
 
 def _speed_and_memory(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    # The median, since the first steps also pay for warming up.
+    # The median leaves out the first steps, which include warm-up.
     rates = sorted(record["tokens_per_s"] for record in records)
     peak = max(record["peak_memory"] for record in records)
     rows = [

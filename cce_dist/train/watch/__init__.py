@@ -1,4 +1,4 @@
-"""Ranks that watch one another: heartbeats, and which rank a failure is put down to."""
+"""Ranks that watch one another: heartbeats, and the rank to blame for a failure."""
 
 from cce_dist.core.old_names import attributes_of
 

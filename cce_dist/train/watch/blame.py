@@ -1,4 +1,4 @@
-"""From what a rank knows of the others to whose fault it was, in words."""
+"""The rank to blame for a failure, found from a rank's view of the others, and the message."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NOWHERE = Seen(0, "starting", (0,) * len(COUNTED))
 
 @dataclass
 class Peer:
-    """Another rank, as far as the watching rank knows it.
+    """Another rank, as the watching rank knows it.
 
     Args:
-        beat: its newest, as JSON; empty before the first.
-        seen_at: when it was first read, by this rank's clock.
-        place: its memory, if it is on this host.
+        beat: the rank's newest beat, as JSON; empty before the first.
+        seen_at: time of the beat's first reading, by the watching rank's clock.
+        place: the rank's place in memory, if it is on this host.
     """
 
     beat: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Peer:
 
     @property
     def has_said_why(self) -> bool:
-        """The rank leaves, and has given its reason."""
+        """True if the rank is leaving and has given its reason."""
         return bool(self.beat.get("failure"))
 
     @property
@@ -63,7 +63,7 @@ class Peer:
 
     @property
     def told(self) -> Seen:
-        """By its newest beat."""
+        """The rank's place by its newest beat."""
         if not self.beat:
             return NOWHERE
         return Seen(self.beat["step"], self.beat["phase"], self.beat["counts"])
@@ -74,8 +74,12 @@ class Peer:
 
 
 def describe_lost(rank: int, peer: Peer, *, died: bool, place: Seen) -> str:
-    """Describes a rank that is lost. `died`: its process ended, rather than fell silent. `place`:
-    where the speaking rank is."""
+    """Describes a rank that is lost.
+
+    Args:
+        died: the lost rank's process ended; False: it fell silent.
+        place: the place of the rank that writes the message.
+    """
     if not peer.beat:
         return f"rank {rank} has never responded in {peer.age:.0f} s; this rank is in {place}"
     who = f"rank {rank} (pid {peer.beat['pid']} on {peer.beat['host']})"
@@ -99,16 +103,16 @@ def describe_place(rank: int, seen: Seen) -> str:
 
 
 def find_skipped(places: Mapping[int, Seen], *, in_order: bool) -> str | None:
-    """Names the rank that skipped a collective in which another rank waits. A late rank is not
-    named.
+    """Describes the rank that skipped a collective in which another rank waits; None: no rank did.
 
-    Ranks that begin the same in the same order are, whenever each is looked at, at places of one
-    sequence: who is further has begun no less of anything.
+    A late rank is not named. Ranks that begin the same phases in the same order are always at
+    places of one sequence: a rank that is further has begun each phase at least as often.
 
     Args:
-        places: of ranks that begin each of COUNTED equally often; not all looked at at once.
-        in_order: they do so in the order of COUNTED. Else (pipelines) a rank begins each `merge`
-            before its `reduce`, and all of them before the step's `update`.
+        places: the places of ranks that begin each phase of COUNTED equally often; they may have
+            been read at different times.
+        in_order: ranks begin phases in the order of COUNTED. False (pipelines): a rank begins each
+            `merge` before its `reduce`, and all of them before the step's `update`.
     """
     for phase in COUNTED[1:]:
         for rank, seen in places.items():

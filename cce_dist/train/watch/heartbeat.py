@@ -1,8 +1,9 @@
-"""Finds the rank to blame: a thread in each rank says that it lives, and watches the others.
+"""The heartbeat of a rank: a thread shows that the rank lives, and watches the other ranks.
 
-A collective that fails tells only that some peer is missing. Each rank counts up its own beat
-in the rendezvous store once in a while; ages are measured by the reader's clock, from when it
-last saw a count change, so hosts' clocks need not agree. docs/faults.md has what follows from it.
+A failed collective tells only that some peer is missing; the heartbeat finds the rank to blame.
+Each rank counts up its own beat in the rendezvous store at intervals. The reader measures a beat's
+age by its own clock, from the last change that it saw, so hosts' clocks need not agree.
+docs/faults.md describes the consequences.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from .place import Place
 
 # A healthy rank beats this often; shorter timeouts beat faster.
 INTERVAL_S = 1.0
-# After a collective failed, this many intervals show who has fallen silent.
+# After a failed collective this many intervals show which rank has fallen silent.
 GRACE_INTERVALS = 3
-# A rank that has failed leaves anyway: it may wait longer for the store, to speak only if it is to.
+# A failed rank leaves anyway. It may wait so long for the store to learn whether it is to report.
 SPEAK_S = 5.0
-# torchrun's SIGTERM means that a peer is dead already: no need to wait for the whole timeout.
+# torchrun's SIGTERM means that a peer is dead already, so a rank need not wait the whole timeout.
 STOPPING_TIMEOUT_S = 5.0
 
 
 class Heartbeat:
-    """Two threads of this rank. `step` and `phase` are what others will read in their messages.
+    """Two threads of this rank. Other ranks show its `step` and `phase` in their messages.
 
     Args:
-        timeout_s: of silence, after which a rank takes the job down.
-        stopping: returns True once this rank was asked to stop.
-        kin: of the ranks that begin merges and reduces equally often, the same number.
-        in_order: as of `find_skipped`.
+        timeout_s: seconds of silence after which a rank takes the job down.
+        stopping: returns True once this rank has been asked to stop.
+        kin: a number, equal on ranks that begin merges and reduces equally often.
+        in_order: see `find_skipped`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Heartbeat:
         self.stopping, self.kin, self.in_order = stopping, kin, in_order
         self.is_launchers_store = ranks.launch.agent_store
         self.place = Place()
-        # A connection of its own: the main thread may sit in a long wait on the other one.
+        # The heartbeat has its own connection: the main thread may wait long on the other one.
         clone = getattr(ranks.store, "clone", lambda: ranks.store)
         self.store = dist.PrefixStore("heartbeat", clone())
         self.peers = {rank: Peer() for rank in range(self.world_size) if rank != self.rank}
@@ -93,7 +94,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Starts the threads; all ranks call this at the same time."""
-        # Who dies before it was ever heard of could not be recognised.
+        # Wait for each rank's first beat: a rank that dies before it would not be recognised.
         deadline = time.monotonic() + GRACE_INTERVALS * self.interval_s
         while not all(peer.beat for peer in self.peers.values()) and time.monotonic() < deadline:
             self._watch()
@@ -102,14 +103,14 @@ class Heartbeat:
             thread.start()
 
     def close(self) -> None:
-        """Says that this rank has finished: it must not look like a rank that died."""
+        """Tells the others that this rank has finished, so that it does not look dead."""
         self.phase = FINISHED
         self.closed.set()
         for thread in self.threads:
             thread.join()
         self._beat()
         if self.rank == 0 and not self.is_launchers_store:
-            # The store goes with this process.
+            # The store ends with this process.
             deadline = time.monotonic() + self.timeout_s
             while time.monotonic() < deadline:
                 self._watch()
@@ -118,57 +119,58 @@ class Heartbeat:
                 time.sleep(self.interval_s / 10)
 
     def explain(self, error: BaseException) -> str | None:
-        """Explains a failure in this rank: whose fault it was, as far as the beats tell.
+        """Explains a failure in this rank: returns a message that names the rank to blame.
 
-        Waits a few intervals, since a peer that died just now is not yet silent. Kills those
-        who hang. None if another rank is the one to say it.
+        Waits a few intervals, since a peer that died just now is not yet silent. Kills ranks that
+        hang. Returns None if another rank reports the failure.
         """
         message = (
             f"rank {self.rank} failed in {self.place.seen}: {first_line(_lost_in(error) or error)}"
         )
         if not self.is_lost_peer(error):
-            # Nobody is to be watched any more: this rank leaves whatever they do.
+            # Stop watching: this rank leaves, whatever the others do.
             self.closed.set()
             self._leave(message, [])
-            # Also if another rank has spoken: it may have failed in another way.
+            # Report this failure even if another rank has reported: the two may differ.
             return message
         time.sleep(GRACE_INTERVALS * self.interval_s)
-        # Only one of the threads speaks; the other never comes back.
+        # Only one thread reports; the other blocks here for ever.
         self._speaking.acquire()
         if any(peer.has_said_why for peer in self.peers.values()):
             return None
         lost = self._lost(2 * self.interval_s)
         if lost:
             return self._blame(lost)
-        # Every rank lives, but one may have never reached the collective.
+        # Every rank lives, but one may not have reached the collective.
         places = [describe_place(rank, peer.seen) for rank, peer in sorted(self.peers.items())]
         return self._leave(self._find_skipped() or "; ".join([message, *places]), [])
 
     def refuse(self, error: JobError) -> str | None:
         """Returns the error's message; None if another rank reports it.
 
-        All ranks may have found the same, or this one alone.
+        All ranks may have found the error, or this rank alone.
         """
         self.closed.set()
         return self._leave(str(error), [], patience_s=SPEAK_S)
 
     def is_lost_peer(self, error: BaseException) -> bool:
-        """Returns True if the error says only that another rank is missing."""
+        """Tells whether the error says only that another rank is missing."""
         return self.world_size > 1 and _lost_in(error) is not None
 
     def _lost(self, limit_s: float) -> dict[int, Peer]:
-        """Returns the silent ranks, and those whose process has ended without a word."""
+        """Returns the silent ranks, and the ranks whose process ended without a message."""
         lost = {}
         for rank, peer in self.peers.items():
             state = None if peer.place is None else peer.place.state
-            # A busy host may hold up a process that it is seen to run.
+            # A process that is seen to run may be late because its host is busy.
             limit = max(limit_s, self.timeout_s / 2) if state == "running" else limit_s
             if not peer.is_leaving and (peer.age > limit or state == "gone"):
                 lost[rank] = peer
         return lost
 
     def _blame(self, lost: dict[int, Peer]) -> str | None:
-        # A stopped process cannot act on a launcher's SIGTERM: torchrun waits 30 s, some for ever.
+        # Kill stopped processes, which cannot act on a launcher's SIGTERM: torchrun would wait
+        # 30 s for them, other launchers for ever.
         place, texts = self.place.seen, []
         for rank, peer in lost.items():
             died = peer.is_gone and peer.age < self.timeout_s / 2
@@ -181,7 +183,10 @@ class Heartbeat:
     def _leave(
         self, message: str, blames: list[int], *, patience_s: float | None = None
     ) -> str | None:
-        """Tells the others, who then leave without a word. None if one of them was the first."""
+        """Tells the other ranks, which then leave without a message.
+
+        Returns: the message; None if another rank was first, and reports.
+        """
         self.blames = blames
         if not blames:
             self.failure = message
@@ -191,14 +196,14 @@ class Heartbeat:
             self._beat()
             spokesman[0] = self.store.compare_set("spokesman", "", str(self.rank)).decode()
 
-        # The store may be behind the very link that is down.
+        # The store may be behind the broken link, so another thread talks to it.
         telling = threading.Thread(target=tell, daemon=True)
         telling.start()
         telling.join(patience_s or self.interval_s)
         return message if spokesman[0] == str(self.rank) else None
 
     def _find_skipped(self) -> str | None:
-        # One at a time: of many ranks the pairs would be too many, and each rank sees to its own.
+        # This rank compares only itself with each peer: all pairs of ranks would be too many.
         place = self.place.seen
         for rank, peer in self.peers.items():
             if peer.beat.get("kin") == self.kin:
@@ -214,11 +219,11 @@ class Heartbeat:
                 self._watch()
                 lost = self._lost(self._limit_s)
                 if lost:
-                    # Who is gone may have said goodbye after it was looked at.
+                    # A rank that is gone may have sent a last beat after it was read.
                     self._watch()
                 self._answered_at = time.monotonic()
             except dist.DistError as error:
-                # Rank 0 may hold the store, and may have finished.
+                # Rank 0 may have held the store, and may have finished.
                 if self.closed.is_set() or self.phase == "leaving":
                     return
                 self._die(lambda error=error: self._describe_lost_store(first_line(error)))
@@ -230,7 +235,7 @@ class Heartbeat:
             self._watch_own_threads()
 
     def _follow(self) -> None:
-        """Dies after a rank that has left: it has said why, or blames ranks that will say it."""
+        """Ends this process after a rank that left with a reason, or that blames other ranks."""
         grace_s = GRACE_INTERVALS * self.interval_s
         if any(peer.has_said_why and peer.age > grace_s for peer in self.peers.values()):
             self._die(lambda: None)
@@ -251,8 +256,10 @@ class Heartbeat:
             self._die(lambda: self._leave(self._find_skipped() or "a rank has skipped", []))
 
     def _watch_own_threads(self) -> None:
-        """Watches this rank's threads: the main thread may wait for ranks that wait for a failed
-        thread."""
+        """Watches this rank's threads for a failure.
+
+        The main thread may wait for ranks that wait for a failed thread of this rank.
+        """
         error = self.place.error_aside
         if error is None or self.is_lost_peer(error):
             self._error_since = None
@@ -263,8 +270,7 @@ class Heartbeat:
             self._die(lambda: self.explain(error))
 
     def _guard(self) -> None:
-        """Guards against a store whose host cannot be reached: it never answers, and the other
-        thread waits for ever."""
+        """Guards against an unreachable store: it never answers, and the other thread waits."""
         while not self.closed.wait(self.interval_s):
             silence_s = time.monotonic() - self._answered_at
             if silence_s > self.timeout_s + GRACE_INTERVALS * self.interval_s:
@@ -310,7 +316,7 @@ class Heartbeat:
                 peer.receive(json.loads(self.store.get(str(rank))))
 
     def _die(self, say: Callable[[], str | None]) -> None:
-        # The main thread may be about to explain the same.
+        # The main thread may be about to explain the same failure.
         self._speaking.acquire()
         message = say()
         # Only a hard exit works here: the main thread may never come back from its collective.
@@ -320,13 +326,14 @@ class Heartbeat:
 
 
 def _lost_in(error: BaseException) -> BaseException | None:
-    """Returns the error, or its cause, that says only that another rank is missing."""
+    """Returns the error or its cause if it says only that another rank is missing; else None."""
     cause, looked_at = error, []
     while cause is not None and cause not in looked_at:
         if _is_connection_error(cause):
             return cause
         looked_at.append(cause)
-        # torch's pipelines wrap it. A thread's error that is raised again may come from itself.
+        # torch's pipelines wrap the error. A thread's error that is raised again may be its own
+        # cause.
         cause = cause.__cause__
     return None
 

@@ -1,9 +1,9 @@
 """A rank's place in memory that ranks of the same host can read, even after it was killed.
 
-A beat in the store is up to an interval old, and a rank that is killed sends no other. The memory
-is an anonymous file that others open by /proc/PID/fd (Linux). Who finds a token there that its
-owner told in its beat knows that this process is that rank: no number that was used again, none of
-another container.
+A beat in the store is up to an interval old, and a killed rank sends no further beat. The memory
+is an anonymous file that others open by /proc/PID/fd (Linux). It starts with a token that the
+rank's beat also has. Equal tokens prove that the process is that rank, and not one that has reused
+the number or belongs to another container.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# What every rank of a layout begins equally often, in the order of a step.
+# Phases that every rank of a layout begins equally often, in the order of a step.
 COUNTED = ("step", "forward", "merge", "backward", "reduce", "update", "checkpoint")
 TEXT_BYTES = 128
 TOKEN_BYTES = 16
@@ -26,7 +26,7 @@ _RECORD = struct.Struct(f"<{TOKEN_BYTES}sq{len(COUNTED)}q{TEXT_BYTES}s")
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank's place as another rank reads it. `counts` is in the order of COUNTED."""
+    """A rank's place, read by another rank. `counts` is in the order of COUNTED."""
 
     step: int
     phase: str
@@ -42,7 +42,7 @@ class Seen:
 class Place:
     """A watcher of `core.phases`: this rank's step, and the phases that its threads are in.
 
-    `phase` is what the rank is in while none of those is open.
+    `phase` is the rank's phase while no thread is in one.
     """
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class Place:
         self._step, self._phase = 0, "starting"
         self._open: dict[int, list[str]] = {}
         self._counts = [0] * len(COUNTED)
-        # Where an error began, until another phase begins: its phase is left before it is reported.
+        # The phase in which an error began, until another phase begins: the rank leaves the phase
+        # before it reports the error.
         self._failed_in: str | None = None
-        # On another thread than the main one, which may not look at it before it has come to an end
-        # itself.
+        # An error of another thread. The main thread may not notice it before its own work ends.
         self.error_aside: BaseException | None = None
         self._write()
 
@@ -92,7 +92,7 @@ class Place:
     def enter(self, phase: str, begins: bool) -> None:
         with self._lock:
             phases = self._open.setdefault(threading.get_ident(), [])
-            # A phase within itself is one.
+            # A phase within the same phase counts once.
             if begins and phase in COUNTED and phase not in phases:
                 self._counts[COUNTED.index(phase)] += 1
             phases.append(phase)
@@ -122,7 +122,7 @@ class Place:
     def _write(self) -> None:
         if self._memory is not None:
             text = self._text().encode()[:TEXT_BYTES]
-            # In one piece: a reader may come, or a SIGKILL, at any time.
+            # Write in one piece: a reader or a SIGKILL may come at any time.
             self._memory[:] = _RECORD.pack(self.token, self._step, *self._counts, text)
 
 
@@ -130,7 +130,7 @@ class SeenPlace:
     """Another rank's Place, from a process of the same host.
 
     Raises:
-        OSError: there is no such process here, or it has no such memory.
+        OSError: the process is not on this host, or has no such memory.
     """
 
     def __init__(self, pid: int, file: int, token: bytes) -> None:
@@ -146,11 +146,11 @@ class SeenPlace:
 
     @property
     def state(self) -> str:
-        """ "gone", "stopped" or "running"."""
+        """The process's state: "gone", "stopped" or "running"."""
         try:
             self._map().close()
             with open(f"/proc/{self.pid}/stat") as file:
-                # The name in parentheses may hold spaces.
+                # The process's name, in parentheses, may contain spaces.
                 state = file.read().rpartition(")")[2].split()[0]
         except OSError:
             return "gone"
@@ -163,7 +163,7 @@ class SeenPlace:
         except OSError:
             return False
         try:
-            # From here on the number is not given to another process.
+            # From here on the system gives the number to no other process.
             self._map().close()
             signal.pidfd_send_signal(handle, signal.SIGKILL)
         except OSError:

@@ -1,4 +1,4 @@
-"""Work on ranks that watch one another: what goes wrong is one message and an exit code."""
+"""Work on ranks that watch one another: a failure becomes one message and an exit code."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from cce_dist.train.stop import StopRequest, end_at_once
 
 from .heartbeat import Heartbeat
 
-# How long the other ranks let one of them explain an error that all of them found: a launcher
-# ends every rank as soon as one has left.
+# Seconds in which one rank explains an error that all ranks found, while the others wait: a
+# launcher ends every rank as soon as one has left.
 LET_SPEAK_S = 5.0
 
 Work = Callable[[TrainConfig, Ranks, Heartbeat, StopRequest], None]
@@ -28,13 +28,15 @@ Work = Callable[[TrainConfig, Ranks, Heartbeat, StopRequest], None]
 def run_watched(
     load: Callable[[], TrainConfig], work: Work, kin: Callable[[TrainConfig, Ranks], int]
 ) -> int:
-    """Loads, joins the ranks, works, leaves; returns the exit code. Does not return where ranks are
-    left.
+    """Loads, joins the ranks, works and leaves; returns the exit code.
+
+    If other ranks must be abandoned, it ends the process instead of returning.
 
     Args:
-        load: before the ranks are joined; it raises on all of them or on none.
-        work: JobError, of one rank or of all, is one message, and so is the loss of a peer.
-        kin: of Heartbeat.
+        load: runs before the ranks are joined; it raises on all ranks or on none.
+        work: runs on the joined ranks. A JobError of one rank or of all becomes one message, and so
+            does the loss of a peer.
+        kin: returns the `kin` of `Heartbeat`.
     """
     end_at_once()
     stop = StopRequest()
@@ -57,10 +59,10 @@ def run_watched(
     except JobError as error:
         if heartbeat is not None:
             return _refuse(error, heartbeat.refuse(error))
-        # Before the ranks have met, all of them find the same.
+        # Before the ranks are joined, all of them find the same error.
         return _refuse(error, str(error) if rank_from_environment() == 0 else None)
     except BaseException as error:
-        # Libraries raise some that are no Exception: torch's checkpoints, Rust's panics.
+        # Some errors of libraries are no Exception: torch's checkpoints, Rust's panics.
         if heartbeat is None:
             raise
         _leave_failed(heartbeat, error)
@@ -70,15 +72,17 @@ def run_watched(
 
 
 def wait_for_main(ranks: Ranks, key: str) -> None:
-    """Waits until the main rank has set `key`, for as long as it lives."""
+    """Waits until the main rank has set `key`, as long as that rank lives."""
     # A collective, or a waiting store, would time out while a large vocabulary is trained.
     while not ranks.store.check([key]):
         time.sleep(0.1)
 
 
 def _refuse(error: JobError, message: str | None) -> int:
-    """Reports the error, or lets another rank report it; does not return where ranks have to be
-    left."""
+    """Reports the error, or lets another rank report it.
+
+    If other ranks must be abandoned, it ends the process instead of returning.
+    """
     if message is not None:
         say_error(message)
     else:
@@ -99,8 +103,8 @@ def _leave_failed(heartbeat: Heartbeat, error: BaseException) -> None:
 
 def _exit(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
-        # It may go to a file on a full disk.
+        # The stream may go to a file on a full disk.
         with contextlib.suppress(OSError):
             stream.flush()
-    # Destructors of process groups wait for peers that will never come.
+    # Skip destructors: those of process groups wait for peers that will never come.
     os._exit(code)
