@@ -9,7 +9,6 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-import tarfile
 import venv
 from collections import defaultdict
 from collections.abc import Iterable
@@ -26,8 +25,8 @@ NAME = "cce-dist"
 def build(root: Path, folder: Path) -> tuple[Path, Path]:
     """The source archive of `root`, and the wheel that is built of nothing but that archive."""
     sdist = _build(root, "sdist", folder)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+    # Not by `tarfile`: its releases before 3.11.4 know no filter, and later ones warn without one.
+    run(["tar", "--extract", "--file", str(sdist), "--directory", str(folder)])
     return sdist, _build(folder / sdist.name.removesuffix(".tar.gz"), "wheel", folder)
 
 
