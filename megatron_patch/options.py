@@ -80,7 +80,7 @@ class PatchOptions:
 
     @classmethod
     def from_environment(
-        cls, environment: Mapping[str, str] = os.environ, **given: Any
+        cls, environment: Mapping[str, str] = os.environ, /, **keywords: object
     ) -> PatchOptions:
         """Reads options from MEGATRON_PATCH_GRADIENT and the like; keywords override variables.
 
@@ -98,7 +98,8 @@ class PatchOptions:
                 values[named[variable]] = READ[named[variable]](text)
             except ValueError as error:
                 raise ValueError(f"{variable}: {error}") from None
-        return cls(**{**values, **given})
+        values.update(keywords)
+        return cls(**values)
 
 
 def _number_or_none(kind: type) -> Any:

@@ -49,7 +49,7 @@ class _State:
     models: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
-def apply(model: Any = None, options: PatchOptions | None = None, **given: Any) -> Status:
+def apply(model: Any = None, options: PatchOptions | None = None, **keywords: object) -> Status:
     """Replaces the loss of `model`, or of every language model that is built from now on.
 
     Args:
@@ -66,9 +66,9 @@ def apply(model: Any = None, options: PatchOptions | None = None, **given: Any) 
     vocab_over_pipeline all ranks of a pipeline build their models, or call `apply`, at the same
     time.
     """
-    if options is not None and given:
-        raise ValueError(f"options must be given once, got options and {sorted(given)}")
-    wanted = PatchOptions.from_environment(**given) if options is None else options
+    if options is not None and keywords:
+        raise ValueError(f"options must be given once, got options and {sorted(keywords)}")
+    wanted = PatchOptions.from_environment(**keywords) if options is None else options
     seams = find_seams()
     pipeline = find_pipeline_seams() if wanted.vocab_over_pipeline else None
     schedules = quantized.schedules_for(wanted)
@@ -135,10 +135,10 @@ def remove(model: Any = None) -> None:
 
 @contextmanager
 def patched(
-    model: Any = None, options: PatchOptions | None = None, **given: Any
+    model: Any = None, options: PatchOptions | None = None, **keywords: object
 ) -> Iterator[Status]:
     """Applies the patch within a context, and removes it at the end, also after an exception."""
-    new_status = apply(model, options, **given)
+    new_status = apply(model, options, **keywords)
     try:
         yield new_status
     finally:

@@ -42,12 +42,6 @@ IN_PLACE_OF_OTHERS = {
     "megatron_patch/seams.py": {"backward_step"},
     "megatron_patch/pipeline/tied.py": {"__call__"},
 }
-# Their keywords are the fields of one options record, which refuses any other by name.
-FIELDS_OF_OPTIONS = {
-    "cce_dist/pipeline/schedules/last_stage.py": {"__init__"},
-    "megatron_patch/options.py": {"from_environment"},
-    "megatron_patch/patch.py": {"apply", "patched"},
-}
 
 
 def takes_any_keyword(source: str) -> set[str]:
@@ -63,9 +57,9 @@ def takes_any_keyword(source: str) -> set[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_functions_name_their_keywords(path: str) -> None:
-    allowed = IN_PLACE_OF_OTHERS.get(path, set()) | FIELDS_OF_OPTIONS.get(path, set())
+    allowed = IN_PLACE_OF_OTHERS.get(path, set())
     assert takes_any_keyword((ROOT / path).read_text(encoding="utf-8")) == allowed
 
 
 def test_exceptions_are_of_files_that_exist() -> None:
-    assert set(IN_PLACE_OF_OTHERS) | set(FIELDS_OF_OPTIONS) <= set(FILES)
+    assert set(IN_PLACE_OF_OTHERS) <= set(FILES)

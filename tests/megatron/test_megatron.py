@@ -14,6 +14,7 @@ import torch
 
 core = pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
 
+import megatron_patch  # noqa: E402
 from cce_dist.testing import RankPool  # noqa: E402
 from cce_dist.testing.forks import run_module  # noqa: E402
 from megatron_patch.__main__ import main as command  # noqa: E402
@@ -228,3 +229,10 @@ def test_command_says_once_why_it_cannot_run(tmp_path: Path) -> None:
         assert done.returncode == 1 and len(done.stderr.splitlines()) == lines, done.stderr
         if lines:
             assert "megatron_patch: cannot run: megatron.core cannot be imported" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["gradeint", "environment"])
+def test_apply_refuses_other_keywords(name: str) -> None:
+    """`environment` is an argument of the function that reads the options."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        megatron_patch.apply(**{name: {}})

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from cce_dist import LossOptions
+from cce_dist.pipeline.schedules.last_stage import LastStageLoss
 from cce_dist.testing import RankPool
 from tests.pipeline.pipeline_misgiven import (
     FIRST,
@@ -80,3 +82,9 @@ def test_pipelines_with_other_numbers_of_microbatches(
     """Of two tensor-parallel ranks, which share the vocabulary."""
     wrong = r"n_microbatches must be the same on every rank, got by rank: [6, 8, 6, 8]"
     assert pools[4].run(4, other_numbers, schedule, 2) == [wrong] * 4
+
+
+def test_last_stage_loss_refuses_other_keywords() -> None:
+    """When it is made, and not in the schedule's first step."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'softcp'"):
+        LastStageLoss(torch.randn(8, 4), softcp=30.0)

@@ -36,7 +36,7 @@ class LastStageLoss:
         weight: Tensor,
         *,
         group: ProcessGroup | DeviceMesh | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         if options.get("reduction") == "none" or options.get("stats"):
             raise ValueError(
@@ -48,7 +48,10 @@ class LastStageLoss:
                 "grad_weight_into must be None: a schedule without static input_args and "
                 "output_args calls loss_fn and its backward once more than there are microbatches"
             )
-        self.weight, self.group, self.options = weight, group, options
+        # A keyword that the loss does not have is refused here, and not in the first step.
+        inspect.signature(linear_cross_entropy).bind(None, weight, None, group=group, **options)
+        self.weight, self.group = weight, group
+        self.options: dict[str, Any] = options
         self._knows_schedule = False
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
