@@ -13,13 +13,13 @@ from torch import Tensor
 from cce_dist.backends.protocol import (
     BackwardRequest,
     ColumnFilter,
-    ExpectedBackward,
     ForwardRequest,
     Room,
     Scores,
     Traits,
 )
-from cce_dist.backends.torch.forward import largest, statistics
+from cce_dist.backends.torch.backend import TorchBackend
+from cce_dist.backends.torch.forward import statistics
 from cce_dist.backends.torch.pick import pick_on_device
 from cce_dist.backends.triton.forward.bounds import EXCHANGES
 from cce_dist.backends.triton.tokens.merge import KERNELS
@@ -28,8 +28,8 @@ from cce_dist.core.types import Head, LocalGrads, Picked, Tokens
 from cce_dist.vocab_shard import VocabShard
 
 
-class EmptyShard:
-    """No columns: no lse, no mass, no gradient."""
+class EmptyShard(TorchBackend):
+    """No columns: no lse, no mass, no gradient. The torch backend has its other methods."""
 
     traits = Traits(
         counts_on_device=True,
@@ -72,24 +72,3 @@ class EmptyShard:
             if not request.hidden.is_local:
                 hidden = request.hidden.start(hidden)()
         return LocalGrads(hidden, zeros(0, dtype=torch.float32) if request.bias else None)
-
-    def largest(self, tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
-        return largest(tokens, head, room)
-
-    def store_for(
-        self,
-        head: Head,
-        num_tokens: int,
-        request: ForwardRequest,
-        backward: ExpectedBackward,
-        spare: Tensor | None,
-    ) -> None:
-        return None
-
-    def scores_like(self, num_tokens: int, num_columns: int, weight: Tensor) -> None:
-        return None
-
-    def warm_up(
-        self, tokens: Tokens, head: Head, request: ForwardRequest, backward: ExpectedBackward
-    ) -> None:
-        return None
