@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Usage: launch/test.sh [PYTEST_ARGUMENT ...]
-# Everything that has to pass before a commit, from a bare clone: lint, format, types, tests.
+# Everything that has to pass before a commit, from a bare clone: lint, format, types, pages, tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,6 +20,8 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 pyright
+# Without the theme's advertisement of its successor.
+NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 # Two at a time, which keeps two cores busy: three take longer, and hold up ranks that have seconds
 # to answer. The main job's tests come last and take long: whoever is done takes some of the other's.
 python -m pytest --numprocesses 2 --dist worksteal "$@"
