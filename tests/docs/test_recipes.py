@@ -1,4 +1,4 @@
-"""The recipes of docs/guide/*.md as they stand there, also with a bias, a softcap, a scale, a shift."""
+"""The recipes of docs/guide as they stand there, also with a bias, a softcap, a scale, a shift."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ from tests.docs.recipe_cases import (
     recipes,
 )
 
-
-# -- guide/parallelism.md: Recipes --------------------------------------------------------------------
+# -- guide/parallelism.md: Recipes ----------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -142,7 +141,7 @@ def test_recipe(number: int, variant: str) -> None:
     shared_pool().run(2, run, recipe, variant)
 
 
-# -- guide/parallelism.md: DTensor, FSDP2 -------------------------------------------------------------
+# -- guide/parallelism.md: DTensor, FSDP2 ---------------------------------------------------------
 
 
 class Layered(nn.Module):
@@ -206,7 +205,7 @@ def test_fsdp_recipes_head(variant: str) -> None:
     close({"loss": loss.detach(), **grads_of(head)}, {"loss": wanted[0], **wanted[1]})
 
 
-# -- guide/recipes.md: LoRA on the head --------------------------------------------------------------
+# -- guide/recipes.md: LoRA on the head -----------------------------------------------------------
 
 
 def lora_on_ranks(group: Any, variant: str) -> None:
