@@ -290,7 +290,7 @@ def test_train_help_lists_the_keys() -> None:
     keys = dict(describe_keys())
     assert keys.keys() == {f"--{key}" for key in leaves(TrainConfig().model_dump())}
     # Of the docs as well, whose table says what they mean: its rows may share a prefix.
-    table = (CONFIGS.parent.parent / "docs" / "training.md").read_text()
+    table = (CONFIGS.parent.parent / "docs" / "guide" / "training.md").read_text()
     for key in keys:
         *_, last = key.removeprefix("--").split(".")
         assert f"{last}`" in table, key
