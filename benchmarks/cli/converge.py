@@ -68,7 +68,7 @@ def converge_command(
     budget_seconds: Annotated[
         float, typer.Option(min=0, help="No run begins that would end later; 0: any.")
     ] = 0.0,
-    part: Annotated[
+    work_slice: Annotated[
         str, typer.Option("--slice", help="K/N: this process is the K-th of N, from 0 on.")
     ] = "0/1",
     retry: Annotated[bool, typer.Option("--retry", help="Failed runs again.")] = False,
@@ -134,7 +134,7 @@ def converge_command(
             starts=tuple(as_start(text) for text in start or ("random", "checkpoint")),
             methods=tuple(method or default_methods(on_gpu)),
             num_seeds=seeds,
-            part=parse_slice(part),
+            work_slice=parse_slice(work_slice),
         )
         machine = machine_of("cuda" if on_gpu else "cpu", threads, peers=plan.methods)
         settings = settings_of(sizes, data or (), fine_tune_data or ())
@@ -170,8 +170,8 @@ def _run(work: Work, budget_seconds: float, *, retry: bool, prepare_only: bool) 
     try:
         if prepare_only:
             for vocab_size in work.plan.vocab_sizes:
-                found = prepare(work, vocab_size, typer.echo)
-                typer.echo(f"V={vocab_size}: {work.cache / found.key}")
+                vocabulary = prepare(work, vocab_size, typer.echo)
+                typer.echo(f"V={vocab_size}: {work.cache / vocabulary.key}")
             return 0
         ranks = connect(ParallelConfig())
         # Joining the job takes every core: give back those that were not asked for.

@@ -88,11 +88,11 @@ def fidelity_command(
     report = Report(machine, None, None, None)
     try:
         for make in cases:
-            made = make().without_ignored()
+            case = make().without_ignored()
             with refusals():
-                candidates = candidates_of(names, made, keeps, epsilons, chosen)
-                found = bench_fidelity(
-                    made,
+                candidates = candidates_of(names, case, keeps, epsilons, chosen)
+                measured = bench_fidelity(
+                    case,
                     candidates,
                     tenths=tenths,
                     repeats=repeats,
@@ -100,10 +100,10 @@ def fidelity_command(
                     failed=reasons_of(failed),
                     say=report.say,
                 )
-                rows = [dataclasses.asdict(row) for row in found]
-                recording.add(made, rows)
+                rows = [dataclasses.asdict(row) for row in measured]
+                recording.add(case, rows)
             shown = [row for row in rows if row["group"] == ALL and row["method"] != GOLDEN]
-            report.add(made.description, shown)
+            report.add(case.description, shown)
             report.finish_case()
     except DeviceLostError as error:
         restart_without(error)
@@ -134,12 +134,12 @@ def probabilities_command(
         recording = Recording("probabilities", record, title, machine, {})
     report = Report(machine, None, None, None)
     for make in cases:
-        made = make().without_ignored()
-        rows = bench_probabilities(made, thresholds)
+        case = make().without_ignored()
+        rows = bench_probabilities(case, thresholds)
         with refusals():
-            recording.add(made, rows)
+            recording.add(case, rows)
         shown = [row for row in rows if row["part"] == "sparsity"]
-        report.add(made.description, [_without_part(row) for row in shown])
+        report.add(case.description, [_without_part(row) for row in shown])
         report.finish_case()
 
 

@@ -61,10 +61,10 @@ def screen_command(
         chosen = parse_backend(backend)
     report = Report(machine_of(device, 0), csv_path, json_path, None)
     for make in cases:
-        made = make()
+        case = make()
         with refusals():
-            kinds = [made, *(made.with_outliers(kind) for kind in outliers or ())]
-            kinds += [made.times(factor) for factor in times or ()]
+            kinds = [case, *(case.with_outliers(kind) for kind in outliers or ())]
+            kinds += [case.times(factor) for factor in times or ()]
             for each in kinds:
                 rows = bench_screen(
                     each, keep=keep, max_kept=max_kept, max_error=max_error, backend=chosen
@@ -99,8 +99,8 @@ def quantize_command(
         chosen = parse_backend(backend)
     report = Report(machine_of(device, 0), csv_path, json_path, None)
     for make in cases:
-        made = make()
+        case = make()
         with refusals():
-            rows = bench_quantize(made, repeats=repeats, backend=chosen)
-        report.add(made.description, rows)
+            rows = bench_quantize(case, repeats=repeats, backend=chosen)
+        report.add(case.description, rows)
         report.finish_case()

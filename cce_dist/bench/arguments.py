@@ -119,9 +119,9 @@ def cases_of(
     softcap: float | None = None,
 ) -> list[Callable[[], BenchInputs]]:
     return [
-        case_of(kind, found, dtype, device, ignored_fraction, softcap)
+        case_of(kind, parsed, dtype, device, ignored_fraction, softcap)
         for kind in inputs or ["zipf"]
-        for found in shapes_of(kind, shape, tokens, vocab, dim)
+        for parsed in shapes_of(kind, shape, tokens, vocab, dim)
     ]
 
 
@@ -179,8 +179,8 @@ def machine_of(
         launcher = ["torchrun", "--nproc-per-node", str(ranks), "-m", "cce_dist"]
     # The allocator's settings decide how many tokens fit.
     allocator = os.environ.get("PYTORCH_ALLOC_CONF")
-    given = [] if allocator is None else [f"PYTORCH_ALLOC_CONF={allocator}"]
-    command = shlex.join([*given, *launcher, *sys.argv[1:]])
+    variables = [] if allocator is None else [f"PYTORCH_ALLOC_CONF={allocator}"]
+    command = shlex.join([*variables, *launcher, *sys.argv[1:]])
     machine = describe_machine(torch.device(device))
     return {**machine, **describe_peers(peers), "command": command}
 

@@ -66,13 +66,13 @@ def parse_shape(text: str, num_tokens: int | None = None) -> Shape:
     """
     if text in MODELS:
         return Shape(num_tokens or MODEL_TOKENS, *MODELS[text])
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
         raise ValueError(
             f"shape must be one of {sorted(MODELS)} or TOKENSxVOCABxDIM such as "
             f"8192x256000x2304, got {text!r}"
         )
-    tokens, vocab_size, dim = (int(number) for number in found.groups())
+    tokens, vocab_size, dim = (int(number) for number in match.groups())
     return Shape(num_tokens or tokens, vocab_size, dim)
 
 

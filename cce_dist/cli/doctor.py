@@ -130,8 +130,8 @@ def show(report: Report) -> None:
         table.add_row(Text(check.name), status, Text(lines_of(check)))
     console.print(table)
     counts = {status: sum(check.status == status for check in report.checks) for status in STYLES}
-    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    console.print(Text(f"{worst(report.checks)}: {said}"))
+    counted = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    console.print(Text(f"{worst(report.checks)}: {counted}"))
 
 
 def lines_of(check: Check) -> str:

@@ -176,10 +176,10 @@ def model_command(
 def _advice(plan: Plan, *, is_asked: bool) -> str:
     """With what a plan that does not fit would."""
     layout = plan.layout if is_asked else None
-    near = nearest_that_fits(plan.model, plan.job, plan.hardware, layout)
-    if near.fits is not None:
-        return f"fits with {near.fits}"
-    return f"nothing tried fits, up to {near.tried}: more ranks, or a smaller model"
+    nearest = nearest_that_fits(plan.model, plan.job, plan.hardware, layout)
+    if nearest.fits is not None:
+        return f"fits with {nearest.fits}"
+    return f"nothing tried fits, up to {nearest.tried}: more ranks, or a smaller model"
 
 
 def _hand_over(
@@ -220,8 +220,8 @@ def _numbers(hardware: str, software: str, pairs: list[str]) -> tuple[Hardware, 
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key not in keys + ours:
-            near = nearest_name(key, keys + ours)
-            raise ValueError(f"number must be one of {keys + ours}, got {key!r}{near}")
+            hint = nearest_name(key, keys + ours)
+            raise ValueError(f"number must be one of {keys + ours}, got {key!r}{hint}")
         (changes if key in ours else values)[key] = _number(key, value)
     require_units(values)
     for key, value in changes.items():
@@ -255,8 +255,8 @@ def _hardware(name: str) -> dict[str, Any]:
     known = Hardware.__dataclass_fields__
     for key in values:
         if key not in known:
-            near = nearest_name(key, known)
-            raise ValueError(f"keys of {name} must be among {list(known)}, got {key!r}{near}")
+            hint = nearest_name(key, known)
+            raise ValueError(f"keys of {name} must be among {list(known)}, got {key!r}{hint}")
     return {key: _number(key, value) for key, value in values.items()}
 
 

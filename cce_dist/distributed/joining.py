@@ -21,7 +21,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cce_dist.distributed.launchers import Launch, LaunchError, rank_from_environment, read_launch
-from cce_dist.distributed.rendezvous import OWN_GPU, JoinError, locate, meet, open_store, part
+from cce_dist.distributed.rendezvous import (
+    OWN_GPU,
+    JoinError,
+    leave_store,
+    locate,
+    meet,
+    open_store,
+)
 
 __all__ = [
     "JoinError",
@@ -204,7 +211,7 @@ def leave(ranks: Ranks | World) -> None:
     """Ends the process groups. Rank 0 stays a moment if it hosts the store that others still
     use."""
     dist.destroy_process_group()
-    part(ranks.store, ranks.rank, ranks.world_size, host=not ranks.launch.agent_store)
+    leave_store(ranks.store, ranks.rank, ranks.world_size, host=not ranks.launch.agent_store)
 
 
 def split_ranks(
@@ -231,13 +238,13 @@ def split_ranks(
         )
     if tp == "all":
         tp = world_size // pp
-    left = world_size // (pp * tp)
-    if dp is not None and dp != left:
+    remaining = world_size // (pp * tp)
+    if dp is not None and dp != remaining:
         raise ValueError(
-            f"{prefix}dp must be {left}, which pp={pp} and tp={tp} leave of {world_size} ranks, "
-            f"got {dp}"
+            f"{prefix}dp must be {remaining}, which pp={pp} and tp={tp} leave of {world_size} "
+            f"ranks, got {dp}"
         )
-    return left, tp
+    return remaining, tp
 
 
 def _make_ranks(world: World, dp: int, pp: int, tp: int) -> Ranks:

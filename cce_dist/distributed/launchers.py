@@ -88,7 +88,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         return _read_single(environment)
     if other is None:
         return _read_torch(environment, "environment")
-    world_size = _integer(environment, TORCH.world_size, 1, beside=TORCH.rank)
+    world_size = _integer(environment, TORCH.world_size, 1, companion=TORCH.rank)
     if world_size > other.world_size:
         # Every task has started several ranks on its own.
         return _read_torch(environment, "environment")
@@ -130,13 +130,13 @@ def _read_mpi(environment: Mapping[str, str]) -> Launch | None:
     for launcher, variables in MPI.items():
         if variables.rank not in environment:
             continue
-        is_whole = variables.local_rank in environment
-        if launcher == "mpich" and not is_whole and _is_slurm_step(environment):
+        has_local_rank = variables.local_rank in environment
+        if launcher == "mpich" and not has_local_rank and _is_slurm_step(environment):
             # srun --mpi=pmi2 sets rank and size as well, and nothing about the host.
             return None
         rank, world_size = _place(environment, variables)
         local_rank, local_world_size = None, None
-        if is_whole:
+        if has_local_rank:
             local_rank, local_world_size = _local_place(environment, variables, world_size)
         address, port = _meeting_point(environment)
         return Launch(
@@ -206,8 +206,8 @@ def _require_no_contradiction(environment: Mapping[str, str], launch: Launch) ->
 
 
 def _place(environment: Mapping[str, str], variables: Variables) -> tuple[int, int]:
-    world_size = _integer(environment, variables.world_size, 1, beside=variables.rank)
-    rank = _integer(environment, variables.rank, 0, beside=variables.world_size)
+    world_size = _integer(environment, variables.world_size, 1, companion=variables.rank)
+    rank = _integer(environment, variables.rank, 0, companion=variables.world_size)
     _require_below(variables.rank, rank, variables.world_size, world_size)
     return rank, world_size
 
@@ -216,8 +216,8 @@ def _local_place(
     environment: Mapping[str, str], variables: Variables, world_size: int
 ) -> tuple[int, int]:
     size_name, rank_name = variables.local_world_size, variables.local_rank
-    local_world_size = _integer(environment, size_name, 1, beside=variables.rank)
-    local_rank = _integer(environment, rank_name, 0, beside=variables.rank)
+    local_world_size = _integer(environment, size_name, 1, companion=variables.rank)
+    local_rank = _integer(environment, rank_name, 0, companion=variables.rank)
     if local_world_size > world_size:
         raise LaunchError(
             f"{size_name} must be at most {variables.world_size}, {world_size}, got "
@@ -237,11 +237,11 @@ def _meeting_point(environment: Mapping[str, str]) -> tuple[str | None, int | No
 
 
 def _integer(
-    environment: Mapping[str, str], name: str, least: int, *, beside: str | None = None
+    environment: Mapping[str, str], name: str, least: int, *, companion: str | None = None
 ) -> int:
     text = environment.get(name)
     if text is None:
-        rule = "be set" if beside is None else f"be set beside {beside}"
+        rule = "be set" if companion is None else f"be set beside {companion}"
         raise LaunchError(f"{name} must {rule}, got none: the launcher sets it on every rank")
     # int() also takes " 1" and "1_0".
     if not re.fullmatch(r"[0-9]+", text, flags=re.ASCII) or int(text) < least:
@@ -268,8 +268,8 @@ def expand_counts(text: str, name: str = "text") -> list[int]:
         LaunchError: text is no such list.
     """
     counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
+    for entry in text.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", entry)
         if match is None:
             raise LaunchError(f"{name} must be a list such as 4(x2),3, got {text!r}")
         counts += [int(match[1])] * int(match[2] or 1)
@@ -282,20 +282,20 @@ def expand_hosts(text: str, name: str = "text") -> list[str]:
     Raises:
         LaunchError: text is no such list.
     """
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    entries = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     try:
-        if not parts or ",".join(parts) != text:
+        if not entries or ",".join(entries) != text:
             raise ValueError(text)
-        return [host for part in parts for host in _expand_part(part)]
+        return [host for entry in entries for host in _expand_entry(entry)]
     except ValueError:
         raise LaunchError(
             f"{name} must be a list of nodes such as node[003-005,7],other, got {text!r}"
         ) from None
 
 
-def _expand_part(part: str) -> list[str]:
+def _expand_entry(entry: str) -> list[str]:
     # Names and contents of brackets, in turn.
-    pieces = re.split(r"\[(.*?)\]", part)
+    pieces = re.split(r"\[(.*?)\]", entry)
     choices = [
         [item for span in piece.split(",") for item in _expand_span(span)] if place % 2 else [piece]
         for place, piece in enumerate(pieces)

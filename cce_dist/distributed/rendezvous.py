@@ -192,16 +192,16 @@ def _ask(
         store.wait([f"{attempt}/verdict"], timeout + timedelta(seconds=LET_HEAR_S))
         error, all_here = json.loads(store.get(f"{attempt}/verdict"))
         store.add(f"{attempt}/heard", 1)
-    except dist.DistError as lost:
+    except dist.DistError as failure:
         raise JoinError(
             f"rank {rank} of {world_size} has heard nothing of rank 0 within "
-            f"{timeout.total_seconds():g} s ({str(lost).splitlines()[0]}): it has failed, or "
+            f"{timeout.total_seconds():g} s ({str(failure).splitlines()[0]}): it has failed, or "
             "is of another WORLD_SIZE or MASTER_ADDR"
         ) from None
     return attempt, error, all_here
 
 
-def part(store: dist.Store, rank: int, world_size: int, *, host: bool) -> None:
+def leave_store(store: dist.Store, rank: int, world_size: int, *, host: bool) -> None:
     """Parts at the end of a job: rank 0, if it hosts the store, stays until no other rank needs
     it."""
     if not host:

@@ -55,8 +55,8 @@ def worst(checks: Iterable[Check]) -> Status:
 def first_line(error: BaseException) -> str:
     """Returns the type of an error and the beginning of its text."""
     lines = str(error).strip().splitlines()
-    said = lines[0] if lines else ""
-    return f"{type(error).__name__}: {said}"[:LONGEST]
+    text = lines[0] if lines else ""
+    return f"{type(error).__name__}: {text}"[:LONGEST]
 
 
 def guarded(name: str, function: Callable[..., list[Check]], *args: Any) -> list[Check]:

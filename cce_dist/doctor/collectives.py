@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cce_dist.distributed import own_group
 from cce_dist.doctor.check import Check
+from cce_dist.doctor.facts import RankFacts
 from cce_dist.doctor.links import TOO_SLOW, Link, link_of
 from cce_dist.doctor.ranks import Ranks
 from cce_dist.ranks.gather import start_all_gather
@@ -66,7 +67,7 @@ class Measured:
     is_right: Callable[[], bool]
     bus_bytes: float
     steps: int
-    what: str
+    description: str
     scatters: bool = False
 
 
@@ -104,7 +105,7 @@ def groups_of(
 
 
 def check_collectives(
-    ranks: Ranks, job: Job, device: torch.device, everyone: Sequence[dict[str, Any]]
+    ranks: Ranks, job: Job, device: torch.device, everyone: Sequence[RankFacts]
 ) -> list[Check]:
     """Returns three rows for each kind of group: the smallest collective, the merge, the hidden
     gradient's sum. All groups of a kind run side by side, as in a job; the figures are the slowest
@@ -119,12 +120,12 @@ def check_collectives(
             return [Check(name="collectives", status="skipped", observed=reason)]
         for name, group, members in groups:
             link = link_of([everyone[rank] for rank in members], _num_cores())
-            for what in ("latency", "merge", "sum"):
-                measured = _make(what, job, group, device)
-                seconds, right = _measure(ranks, f"{name}/{what}", measured, device)
-                if what == "latency":
+            for kind in ("latency", "merge", "sum"):
+                measured = _make(kind, job, group, device)
+                seconds, right = _measure(ranks, f"{name}/{kind}", measured, device)
+                if kind == "latency":
                     tiny = seconds
-                label = f"{what}, {name} {len(members)}"
+                label = f"{kind}, {name} {len(members)}"
                 check = judge(label, measured, len(members), seconds, tiny, link, job.bandwidth)
                 checks.append(check if right else _wrong(label, measured))
     return checks
@@ -136,13 +137,13 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _make(what: str, job: Job, group: dist.ProcessGroup, device: torch.device) -> Measured:
+def _make(kind: str, job: Job, group: dist.ProcessGroup, device: torch.device) -> Measured:
     size, rank = group_size(group), group_rank(group)
     share = (size - 1) / size
-    if what == "sum":
+    if kind == "sum":
         return _make_sum(job, group, device)
     # As the merge sends them: two numbers a token, behind a header.
-    count = TINY if what == "latency" else 2 * job.tokens + 8
+    count = TINY if kind == "latency" else 2 * job.tokens + 8
     mine = torch.full((count,), float(rank), device=device)
 
     def gather() -> Tensor:
@@ -249,7 +250,7 @@ def judge(
     return Check(
         name=name,
         status="warning" if slow else "ok",
-        observed=f"{_duration(seconds)}{speed}: {measured.what}; {link.kind}",
+        observed=f"{_duration(seconds)}{speed}: {measured.description}; {link.kind}",
         expected="no figure for this link"
         if expected is None
         else f"{_duration(expected)}, at most {TOO_SLOW:g} times that ({source})",
@@ -269,7 +270,7 @@ def _wrong(name: str, measured: Measured) -> Check:
     return Check(
         name=name,
         status="failure",
-        observed=f"wrong numbers came back: {measured.what}",
+        observed=f"wrong numbers came back: {measured.description}",
         expected="each rank's numbers, or their sum",
         remedy="do not train on this: NCCL_DEBUG=INFO, another NCCL, the GPUs' and links' errors",
     )

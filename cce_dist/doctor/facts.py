@@ -12,7 +12,7 @@ import platform
 import re
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -70,9 +70,32 @@ class Facts:
         return numbers_of(self.versions.get(package, ""))
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """The facts of a rank that every other rank gets.
+
+    Args:
+        clock: seconds since 1970, read when all ranks have left the same wait.
+        gpu, capability: uuid and compute capability of the rank's GPU; None: the rank has none.
+        links: as in `Facts`, each with both uuids and its kind.
+        has_gpus: torch finds GPUs, although the rank may have none.
+    """
+
+    host: str
+    clock: float = 0.0
+    gpu: str | None = None
+    capability: tuple[int, int] | None = None
+    links: Sequence[tuple[str, str, str]] = ()
+    has_gpus: bool = False
+    sources: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    cuda: str | None = None
+    nccl: str | None = None
+
+
 def numbers_of(version: str) -> tuple[int, ...] | None:
     match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match.group().split(".")) if match else None
+    return tuple(int(number) for number in match.group().split(".")) if match else None
 
 
 def gather_facts(*, with_torch: bool) -> Facts:
@@ -144,7 +167,7 @@ def _ask_torch(facts: Facts) -> Facts:
         gpus = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
         facts = replace(facts, gpus=gpus)
         if dist.is_available() and dist.is_nccl_available():
-            facts = replace(facts, nccl=".".join(str(part) for part in nccl.version()))
+            facts = replace(facts, nccl=".".join(str(number) for number in nccl.version()))
     except Exception as error:
         return replace(facts, why_no_gpu=str(error).strip().splitlines()[0])
     # Whatever CUDA_VISIBLE_DEVICES lets torch see.
@@ -155,8 +178,13 @@ def _ask_torch(facts: Facts) -> Facts:
 def _gpu(index: int) -> Gpu:
     import torch
 
-    seen = torch.cuda.get_device_properties(index)
-    return Gpu(seen.name, _bare(str(seen.uuid)), seen.total_memory, (seen.major, seen.minor))
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(
+        properties.name,
+        _bare(str(properties.uuid)),
+        properties.total_memory,
+        (properties.major, properties.minor),
+    )
 
 
 def _bare(uuid: str) -> str:

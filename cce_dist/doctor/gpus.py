@@ -82,7 +82,7 @@ def _check_usable(facts: Facts) -> Check:
         remedy = "the slowest of them sets the pace: choose by CUDA_VISIBLE_DEVICES"
     if any(gpu.capability < LEAST_CAPABILITY for gpu in facts.gpus):
         remedy = "eager torch computes the loss on the older ones, slower and in more memory"
-    least = ".".join(str(part) for part in LEAST_CAPABILITY)
+    least = ".".join(str(number) for number in LEAST_CAPABILITY)
     return Check(
         name="GPUs",
         status="warning" if remedy else "ok",
@@ -93,4 +93,4 @@ def _check_usable(facts: Facts) -> Check:
 
 
 def _dotted(gpu: Gpu) -> str:
-    return ".".join(str(part) for part in gpu.capability)
+    return ".".join(str(number) for number in gpu.capability)

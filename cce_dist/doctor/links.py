@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from cce_dist.doctor.facts import RankFacts
 
 # A collective that takes more than so many times the expected time gets a warning.
 TOO_SLOW = 2.0
@@ -58,25 +59,27 @@ NVLINK = {
 GLOO = Expected(0.8e9, {2: 0.5e-3}, f"2 ranks on 2 cores, {HERE}", scattered=0.1e9)
 
 
-def link_of(members: Sequence[dict[str, Any]], cores: int) -> Link:
-    """Returns the link of a group whose ranks describe themselves so (`ranks.describe`).
+def link_of(members: Sequence[RankFacts], cores: int) -> Link:
+    """Returns the link between the ranks of a group.
 
     Args:
-        cores: of this host, for this process.
+        cores: number of this host's cores that this process may use.
     """
-    hosts = {one["host"] for one in members}
+    hosts = {facts.host for facts in members}
     if len(hosts) > 1:
         return Link(f"the network between {len(hosts)} hosts")
-    if any(one["gpu"] is None for one in members):
+    gpus = [(facts.gpu, facts.capability) for facts in members]
+    uuids = sorted(uuid for uuid, _ in gpus if uuid is not None)
+    if len(uuids) < len(members):
         # More ranks than cores wait for each other's turns.
         expected = GLOO if len(members) <= cores else None
         return Link("gloo on one host", expected, ON_CORES)
-    return _between_gpus(members)
+    majors = {capability[0] for _, capability in gpus if capability is not None}
+    known = {(first, second): kind for first, second, kind in members[0].links}
+    return _between_gpus(uuids, majors, known)
 
 
-def _between_gpus(members: Sequence[dict[str, Any]]) -> Link:
-    known = {(first, second): kind for first, second, kind in members[0]["links"]}
-    uuids = sorted(one["gpu"] for one in members)
+def _between_gpus(uuids: list[str], majors: set[int], known: dict[tuple[str, str], str]) -> Link:
     pairs = [(a, b) for i, a in enumerate(uuids) for b in uuids[i + 1 :]]
     kinds = {known.get(pair, "unknown") for pair in pairs}
     if "unknown" in kinds:
@@ -87,7 +90,6 @@ def _between_gpus(members: Sequence[dict[str, Any]]) -> Link:
     if len(kinds) > 1:
         return Link(f"NVLink of several widths ({', '.join(sorted(kinds))})")
     (kind,) = kinds
-    majors = {one["capability"][0] for one in members}
     count = int(kind[2:]) if kind[2:].isdigit() else 0
     expected = NVLINK.get((majors.pop(), count)) if len(majors) == 1 else None
     return Link(f"NVLink, {count} links", expected)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ from cce_dist.distributed import joining as distributed
 from cce_dist.distributed.launchers import Launch, read_launch
 from cce_dist.distributed.rendezvous import locate, meet, open_store
 from cce_dist.doctor.check import Check, name_ranks
-from cce_dist.doctor.facts import Facts
+from cce_dist.doctor.facts import Facts, RankFacts
 
 # For the store's answer, where everything hangs.
 ASK_SECONDS = 3.0
@@ -157,34 +157,38 @@ def choose_device(ranks: Ranks, facts: Facts) -> torch.device:
     return torch.device("cuda", index)
 
 
-def describe(ranks: Ranks, facts: Facts, device: torch.device) -> dict[str, Any]:
-    """Returns this rank's facts for the other ranks; JSON."""
+def gather_rank_facts(ranks: Ranks, facts: Facts, device: torch.device) -> list[RankFacts]:
+    """Gathers the facts of every rank, by rank.
+
+    Raises:
+        AbsentRanks: some ranks did not come in time.
+    """
     gpu = facts.gpus[device.index] if device.type == "cuda" else None
-    return {
-        "host": facts.host,
-        "clock": time.time(),
-        "gpu": None if gpu is None else gpu.uuid,
-        "capability": None if gpu is None else list(gpu.capability),
-        "links": [[*pair, kind] for pair, kind in facts.links.items()],
-        "has_gpus": bool(facts.gpus),
-        "sources": facts.sources,
-        "versions": dict(facts.versions),
-        "cuda": facts.cuda,
-        "nccl": facts.nccl,
-        "environment": dict(facts.environment),
-    }
+    mine = RankFacts(
+        host=facts.host,
+        clock=time.time(),
+        gpu=None if gpu is None else gpu.uuid,
+        capability=None if gpu is None else gpu.capability,
+        links=[(*pair, kind) for pair, kind in facts.links.items()],
+        has_gpus=bool(facts.gpus),
+        sources=facts.sources,
+        versions=dict(facts.versions),
+        cuda=facts.cuda,
+        nccl=facts.nccl,
+    )
+    return [RankFacts(**fields) for fields in ranks.share("its description", asdict(mine))]
 
 
-def check_devices(everyone: Sequence[dict[str, Any]]) -> Check:
+def check_devices(everyone: Sequence[RankFacts]) -> Check:
     """Checks that every rank has a GPU of its own, or that none has any."""
     expected = "a GPU of its own for every rank, or none for any"
     owners: dict[str, list[int]] = {}
-    for rank, one in enumerate(everyone):
-        if one["gpu"] is not None:
-            owners.setdefault(one["gpu"], []).append(rank)
+    for rank, facts in enumerate(everyone):
+        if facts.gpu is not None:
+            owners.setdefault(facts.gpu, []).append(rank)
     shared = [ranks for ranks in owners.values() if len(ranks) > 1]
-    without = [rank for rank, one in enumerate(everyone) if one["gpu"] is None]
-    if not owners and not any(one["has_gpus"] for one in everyone):
+    without = [rank for rank, facts in enumerate(everyone) if facts.gpu is None]
+    if not owners and not any(facts.has_gpus for facts in everyone):
         return Check(name="devices", status="ok", observed="every rank on the CPU, over gloo")
     problems = [f"{name_ranks(ranks)} share a GPU" for ranks in shared]
     if without:
@@ -201,16 +205,16 @@ def check_devices(everyone: Sequence[dict[str, Any]]) -> Check:
     )
 
 
-def check_alike(everyone: Sequence[dict[str, Any]]) -> Check:
+def check_alike(everyone: Sequence[RankFacts]) -> Check:
     """Checks that all ranks have the same code and the same libraries."""
     seen: dict[str, list[Any]] = {
-        name: [one["versions"].get(name) for one in everyone] for name in ALIKE
+        name: [facts.versions.get(name) for facts in everyone] for name in ALIKE
     }
-    seen["sources of cce_dist"] = [one["sources"] for one in everyone]
-    seen["CUDA"] = [one["cuda"] for one in everyone]
-    seen["NCCL"] = [one["nccl"] for one in everyone]
+    seen["sources of cce_dist"] = [facts.sources for facts in everyone]
+    seen["CUDA"] = [facts.cuda for facts in everyone]
+    seen["NCCL"] = [facts.nccl for facts in everyone]
     different = [f"{name}: {_by_value(values)}" for name, values in seen.items() if _differ(values)]
-    version, sources = everyone[0]["versions"].get("cce-dist", "a checkout"), everyone[0]["sources"]
+    version, sources = everyone[0].versions.get("cce-dist", "a checkout"), everyone[0].sources
     return Check(
         name="software",
         status="failure" if different else "ok",
@@ -234,11 +238,11 @@ def _by_value(values: Sequence[Any]) -> str:
     )
 
 
-def check_clocks(everyone: Sequence[dict[str, Any]]) -> Check | None:
-    """Compares the hosts' clocks as all ranks left the same wait; None: there is a single host."""
+def check_clocks(everyone: Sequence[RankFacts]) -> Check | None:
+    """Compares the clocks that the hosts read at the same time; None: there is a single host."""
     hosts: dict[str, float] = {}
-    for one in everyone:
-        hosts.setdefault(one["host"], one["clock"])
+    for facts in everyone:
+        hosts.setdefault(facts.host, facts.clock)
     if len(hosts) < 2:
         return None
     apart = max(hosts.values()) - min(hosts.values())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cce_dist.distributed.launchers import rank_from_environment
 from cce_dist.doctor.check import Check, across_ranks, first_line, guarded, worst
 from cce_dist.doctor.clashes import check_clashes
-from cce_dist.doctor.facts import Facts, gather_facts
+from cce_dist.doctor.facts import Facts, RankFacts, gather_facts
 from cce_dist.doctor.gpus import check_driver, check_gpus
 from cce_dist.doctor.software import (
     check_hopper_forward,
@@ -25,6 +25,8 @@ from cce_dist.doctor.software import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from cce_dist.doctor.ranks import Ranks
 
 # A mode that has begun compiles for as long, or is interpreted; then a rank counts as hung.
@@ -186,8 +188,8 @@ def _with_ranks(
     # So that the clocks are read at the same time.
     ranks.share("the beginning", None)
     device = job.choose_device(ranks, facts)
-    everyone = ranks.share("its description", job.describe(ranks, facts, device))
-    hosts = list(dict.fromkeys(one["host"] for one in everyone))
+    everyone = job.gather_rank_facts(ranks, facts, device)
+    hosts = list(dict.fromkeys(member.host for member in everyone))
     mesh_row = _mesh_row(request, mesh, hosts, ranks.launch.launcher)
     joint = [mesh_row, job.check_devices(everyone), job.check_alike(everyone)]
     joint += [row for row in [job.check_clocks(everyone)] if row is not None]
@@ -238,8 +240,8 @@ def _collectives(
     request: Request,
     ranks: Ranks,
     mesh: tuple[int, int, int],
-    device: Any,
-    everyone: Sequence[dict[str, Any]],
+    device: torch.device,
+    everyone: Sequence[RankFacts],
     joint: Sequence[Check],
 ) -> list[Check]:
     if ranks.size == 1:

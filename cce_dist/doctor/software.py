@@ -24,7 +24,7 @@ ASK_SECONDS = 30.0
 
 
 def dotted(version: tuple[int, ...]) -> str:
-    return ".".join(str(part) for part in version)
+    return ".".join(str(number) for number in version)
 
 
 def check_python() -> Check:

@@ -86,14 +86,14 @@ class CheckoutGroup(TyperGroup):
     """A group of commands, CheckoutCommands among them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
+        name, command, remaining = super().resolve_command(ctx, args)
         # A shell that completes a command line must see no error.
         completes = ctx.resilient_parsing and find_checkout() is None
         if isinstance(command, CheckoutCommand) and not completes:
             module = import_benchmarks("cli.app", f"{ctx.command_path} {name}")
             group: Any = typer.main.get_command(module.app)
             command = group.commands[name]
-        return name, command, rest
+        return name, command, remaining
 
 
 def add_checkout_commands(app: typer.Typer, helps: Mapping[str, str]) -> None:

@@ -41,7 +41,7 @@ class RankError(RuntimeError):
 
     def __init__(self, failures: dict[int, tuple[str, str]]) -> None:
         self.failures = failures
-        lines = [f"rank {rank}: {what}\n{trace}" for rank, (what, trace) in failures.items()]
+        lines = [f"rank {rank}: {message}\n{trace}" for rank, (message, trace) in failures.items()]
         super().__init__("\n".join(lines))
 
 
@@ -154,21 +154,21 @@ class RankPool:
         failures: dict[int, tuple[str, str]] = {}
         pending = {connection: rank for rank, connection in enumerate(connections)}
         deadline = time.monotonic() + timeout
-        lost = False
+        broken = False
         while pending:
             answered = wait(list(pending), max(deadline - time.monotonic(), 0))
             ready = [connection for connection in pending if connection in answered]
             if not ready:
                 for rank in pending.values():
                     failures[rank] = (f"no answer in {timeout:.0f} s; the pool was killed", "")
-                lost = True
+                broken = True
                 break
             for connection in ready:
                 rank = pending.pop(connection)
                 try:
                     failure, result = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError) as error:
-                    failure, result, lost = (f"the process died: {error!r}", ""), None, True
+                    failure, result, broken = (f"the process died: {error!r}", ""), None, True
                 if failure is None:
                     results[rank] = result
                     continue
@@ -176,7 +176,7 @@ class RankPool:
                 grace = time.monotonic() + GRACE_SECONDS
                 if grace < deadline:
                     deadline, timeout = grace, GRACE_SECONDS
-        if lost:
+        if broken:
             self.close()
         return results, failures
 
@@ -253,8 +253,8 @@ def _answer(payload: bytes, groups: dict[tuple[int, int], Any]) -> bytes:
             first, count, function, args = pickle.loads(payload)
             return pickle.dumps((None, function(groups[first, count], *args)))
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        return pickle.dumps(((what, traceback.format_exc()), None))
+        message = f"{type(error).__name__}: {error}"
+        return pickle.dumps(((message, traceback.format_exc()), None))
 
 
 class CollectiveCounter(TorchDispatchMode):

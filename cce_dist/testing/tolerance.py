@@ -117,8 +117,8 @@ def check_gate(
     """
     errors = _errors(name, ours, golden)
     theirs = max(_rms(_errors(f"{name} of dense fp32", dense_fp32, golden)), noise)
-    unit = _rms(golden) if scale is None else max(_rms(golden), _rms(scale))
-    got, bound = _rms(errors), 4 * (theirs + 2**-24 * unit)
+    size = _rms(golden) if scale is None else max(_rms(golden), _rms(scale))
+    got, bound = _rms(errors), 4 * (theirs + 2**-24 * size)
     if got > bound:
         raise AssertionError(_report(name, "gate, rms err", got, bound, errors, golden))
     return _share(got, bound)
@@ -131,10 +131,10 @@ def check_close64(name: str, ours: Tensor, golden: Tensor, *, scale: Tensor | No
         AssertionError: it is not.
     """
     errors = _errors(name, ours, golden)
-    unit = _largest(golden.double().abs())
+    size = _largest(golden.double().abs())
     if scale is not None:
-        unit = max(unit, _largest(scale.double().abs()))
-    got, bound = _largest(errors), CLOSE64 * unit
+        size = max(size, _largest(scale.double().abs()))
+    got, bound = _largest(errors), CLOSE64 * size
     if got > bound:
         raise AssertionError(_report(name, "float64, max err", got, bound, errors, golden))
     return _share(got, bound)

@@ -128,7 +128,7 @@ def test_verdict_within_the_spread() -> None:
     verdict = case.verdict("filtered")
     assert verdict.within and verdict.worst == pytest.approx(0.8)
     assert (verdict.step, verdict.group) == (end, "never")
-    assert verdict.rarest_at_end == pytest.approx(0.8 * 11 / 12)
+    assert case.in_spreads("filtered", end, RAREST) == pytest.approx(0.8 * 11 / 12)
     assert str(verdict) == "yes; at most +0.80 ± 0.00 (ids never trained on, step 80)"
     outside = case.verdict("no-tail")
     assert outside.within is False and outside.worst == pytest.approx(2.0)

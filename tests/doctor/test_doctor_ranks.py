@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from cce_dist.doctor import ranks as job
+from cce_dist.doctor.facts import RankFacts
 from cce_dist.testing import fork_context
 
 ROOT = Path(__file__).parents[2]
@@ -201,8 +202,8 @@ def test_ranks_with_other_arguments(tmp_path: Path) -> None:
 
 
 def test_devices() -> None:
-    def one(gpu: str | None, has_gpus: bool = True) -> dict[str, Any]:
-        return {"gpu": gpu, "has_gpus": has_gpus}
+    def one(gpu: str | None, has_gpus: bool = True) -> RankFacts:
+        return RankFacts(host="node1", gpu=gpu, has_gpus=has_gpus)
 
     check = job.check_devices
     assert check([one("a"), one("b")]).status == "ok"
@@ -215,8 +216,8 @@ def test_devices() -> None:
 
 
 def test_clocks() -> None:
-    def at(host: str, clock: float) -> dict[str, Any]:
-        return {"host": host, "clock": clock}
+    def at(host: str, clock: float) -> RankFacts:
+        return RankFacts(host=host, clock=clock)
 
     assert job.check_clocks([at("a", 1.0), at("a", 9.0)]) is None
     for clock, status in ((1.5, "ok"), (4.0, "warning")):

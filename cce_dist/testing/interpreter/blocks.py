@@ -189,14 +189,16 @@ def _where(tools: Tools, slow: Function) -> Function:
     number, typed_number, tensor_of = tools.number, tools.typed_number, tools.tensor_of
     plans: dict[Any, Any] = {}
 
-    def as_tensor(value: Any, beside: Any) -> Any:
+    def as_tensor(value: Any, other_operand: Any) -> Any:
         if type(value) is tensor:
             return value
         if type(value) not in (int, float):
             return None
-        if type(beside) is tensor:
-            return None if beside.dtype.is_ptr() else typed_number(value, beside.dtype)
-        return number(value) if type(beside) is type(value) else None
+        if type(other_operand) is tensor:
+            return (
+                None if other_operand.dtype.is_ptr() else typed_number(value, other_operand.dtype)
+            )
+        return number(value) if type(other_operand) is type(value) else None
 
     def where(condition: Any, x: Any, y: Any, _semantic: Any = None) -> Any:
         one = x.value if type(x) is constexpr else x

@@ -152,19 +152,19 @@ def _descriptor_load(tools: Tools, slow: Function) -> Function:
         dtype = tools.interpreter._get_np_dtype(element)
         offsets = [int(index.data.item()) for index in indices]
         assert offsets[-1] * dtype.itemsize % 16 == 0, "block offset start must be 16-byte aligned"
-        first = [max(0, offset) for offset in offsets]
+        starts = [max(0, offset) for offset in offsets]
         sizes = [
-            min(int(size.data.item()), offset + block) - begin
-            for size, offset, block, begin in zip(
-                desc.shape, offsets, desc.block_shape, first, strict=True
+            min(int(size.data.item()), offset + block) - start
+            for size, offset, block, start in zip(
+                desc.shape, offsets, desc.block_shape, starts, strict=True
             )
         ]
         values = np.zeros(desc.block_shape, dtype)
         if min(sizes) > 0:
             strides = [int(stride.data.item()) * dtype.itemsize for stride in desc.strides]
             address = int(desc.base.data.item())
-            for begin, stride in zip(first, strides, strict=True):
-                address += begin * stride
+            for start, stride in zip(starts, strides, strict=True):
+                address += start * stride
             interface = {
                 "data": (address, False),
                 "shape": tuple(sizes),
@@ -173,8 +173,8 @@ def _descriptor_load(tools: Tools, slow: Function) -> Function:
                 "version": 3,
             }
             rows, columns = (
-                slice(begin - offset, begin - offset + size)
-                for begin, offset, size in zip(first, offsets, sizes, strict=True)
+                slice(start - offset, start - offset + size)
+                for start, offset, size in zip(starts, offsets, sizes, strict=True)
             )
             values[rows, columns] = np.asarray(SimpleNamespace(__array_interface__=interface))
         return tools.interpreter.TensorHandle(values, element)

@@ -54,8 +54,8 @@ def _of_nothing_but_nan(min_max: Callable[..., Any]) -> Callable[..., Any]:
 
     def first_of_nan(index_of: Callable[..., Any]) -> Callable[..., Any]:
         def index(data: Any, *, axis: Any, keepdims: bool) -> Any:
-            lost = np.isnan(data).all(axis=axis, keepdims=True)
-            return index_of(np.where(lost, 0, data), axis=axis, keepdims=keepdims)
+            all_nan = np.isnan(data).all(axis=axis, keepdims=True)
+            return index_of(np.where(all_nan, 0, data), axis=axis, keepdims=keepdims)
 
         return index
 

@@ -229,8 +229,8 @@ def by_bits(tools: Tools, compute: Function, *operands: Any) -> Function:
 
     def of_bits(*data: Any) -> Any:
         # A copy of a block that was spread lies as that does.
-        spread = np.broadcast_arrays(*data)
-        return (compute(*[each.astype(np.int8) for each in spread]) & 1).astype(np.bool_)
+        broadcast = np.broadcast_arrays(*data)
+        return (compute(*[each.astype(np.int8) for each in broadcast]) & 1).astype(np.bool_)
 
     return of_bits
 
@@ -315,16 +315,16 @@ def _binary(
     makes_numbers = compares and not tools.rules.compares_in_dtype
     plans: dict[Any, Any] = {}
 
-    def as_tensor(value: Any, beside: Any) -> Any:
+    def as_tensor(value: Any, other_operand: Any) -> Any:
         if type(value) is constexpr:
             value = value.value
         if type(value) not in (int, float):
             return None
-        if makes_numbers or beside.dtype.is_ptr():
+        if makes_numbers or other_operand.dtype.is_ptr():
             return number(value)
-        if is_division and beside.dtype.name == "fp16":
+        if is_division and other_operand.dtype.name == "fp16":
             return None
-        return typed_number(value, beside.dtype)
+        return typed_number(value, other_operand.dtype)
 
     def operate(self: Any, other: Any, _semantic: Any = None) -> Any:
         operand = other if type(other) is tensor else as_tensor(other, self)
