@@ -39,7 +39,7 @@ OBJECTIVE = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 # Usable share of the device's memory; the rest is for NCCL's buffers and the allocator's gaps.
 USABLE = 0.88
 # Factor on a batch that did not fit: the allocator's free memory may be in pieces.
-LESS = 0.92
+SHRINK = 0.92
 GIB = 2**30
 # The name "cce" means this library's loss here, so Apple's is "apple-cce".
 RIVALS = {"apple-cce" if name == "cce" else name: build for name, build in PEERS.items()}
@@ -120,7 +120,8 @@ def _check(config: TrainConfig, losses: Sequence[str]) -> None:
     others = [name for name in losses if name != "cce"]
     if others and objective != LossConfig().model_dump(include=set(OBJECTIVE)):
         raise ValueError(
-            f"loss {others[0]} has none of {list(OBJECTIVE)}: leave them out, got {objective}"
+            f"keys {list(OBJECTIVE)} of loss must be left out with loss {others[0]}, which has "
+            f"none of them, got {objective}"
         )
     peers = [name for name in losses if name in RIVALS]
     if peers and config.parallel.tp > 1:
@@ -174,7 +175,7 @@ class Meter:
         # Stop at twice the config's batch, which is known to fit.
         while largest_row is None and most > 2 * batch:
             largest_row = self.measure_if_it_fits(self.round_down(most))
-            most *= LESS
+            most *= SHRINK
         if largest_row is not None:
             yield largest_row
 

@@ -1,6 +1,6 @@
 """The launcher of this process and its rank, from environment variables alone.
 
-docs/ranks.md has the table of variables and says which launcher wins where several have left some.
+docs/ranks.md has the table of variables, and the order in which launchers win if several set some.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIRST_PORT, NUM_PORTS = 10000, 20000
 
 
 class LaunchError(ValueError):
-    """A variable is missing, or contradicts another one; the text names it and what to do."""
+    """An error in a launcher's variables; its text names the variable and what to do."""
 
 
 class Variables(NamedTuple):
@@ -45,7 +45,7 @@ MPI: dict[LauncherName, Variables] = {
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    # MPICH, Intel MPI and whatever else starts its ranks by hydra.
+    # MPICH, Intel MPI and others that start ranks by hydra.
     "mpich": Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
@@ -56,8 +56,8 @@ class Launch:
 
     Args:
         variables: the launcher's names, for messages.
-        local_rank, local_world_size: among the ranks of this host; None: only MPI can tell.
-        address, port: of the store in which the ranks meet; None: they agree on it over MPI.
+        local_rank, local_world_size: place among the ranks of this host; None: MPI must tell.
+        address, port: place of the store in which ranks meet; None: ranks agree on it over MPI.
         agent_store: the launcher hosts that store; otherwise rank 0 does, and it ends with rank 0.
     """
 
@@ -73,7 +73,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Reads the launcher whose variables are there, the innermost if several are.
+    """Reads the variables of the launcher; of several launchers the innermost counts.
 
     Raises:
         LaunchError: a variable is missing, is no number, or contradicts another one.
@@ -90,17 +90,16 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         return _read_torch(environment, "environment")
     world_size = _integer(environment, TORCH.world_size, 1, companion=TORCH.rank)
     if world_size > other.world_size:
-        # Every task has started several ranks on its own.
+        # Each of the other launcher's tasks has started several ranks.
         return _read_torch(environment, "environment")
     _require_no_contradiction(environment, other)
     return other
 
 
 def rank_from_environment(environment: Mapping[str, str] | None = None) -> int:
-    """Returns the rank before anything is initialised; 0 without a launcher, or if its variables
-    are wrong.
+    """Returns the rank before anything is initialised; 0 without a launcher.
 
-    Then every rank takes itself for the one that has to say so.
+    With wrong variables the rank is 0, too: every rank then reports the error.
     """
     try:
         return read_launch(os.environ if environment is None else environment).rank
@@ -132,7 +131,7 @@ def _read_mpi(environment: Mapping[str, str]) -> Launch | None:
             continue
         has_local_rank = variables.local_rank in environment
         if launcher == "mpich" and not has_local_rank and _is_slurm_step(environment):
-            # srun --mpi=pmi2 sets rank and size as well, and nothing about the host.
+            # srun --mpi=pmi2 sets rank and size, too, but no place on the host.
             return None
         rank, world_size = _place(environment, variables)
         local_rank, local_world_size = None, None
@@ -146,15 +145,14 @@ def _read_mpi(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _is_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Returns True if srun has started this process; a batch script has most of the variables
-    too."""
+    """Tells whether srun has started this process; a batch script has most variables, too."""
     return "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment
 
 
 def _read_slurm(environment: Mapping[str, str]) -> Launch | None:
     if not _is_slurm_step(environment):
         return None
-    # SLURM_NTASKS may be the allocation's.
+    # Not SLURM_NTASKS, which may count the tasks of the allocation.
     variables = Variables(
         "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
     )
@@ -171,7 +169,7 @@ def _read_slurm(environment: Mapping[str, str]) -> Launch | None:
     if port is None:
         job = _integer(environment, "SLURM_JOB_ID", 0)
         step = _integer(environment, "SLURM_STEP_ID", 0) if "SLURM_STEP_ID" in environment else 0
-        # Another job may share the host, and another step of this one does.
+        # Another job may share the host, and other steps of this job do.
         port = FIRST_PORT + (job * 31 + step) % NUM_PORTS
     return Launch("slurm", variables, rank, world_size, local_rank, local_world_size, address, port)
 
@@ -195,7 +193,7 @@ def _read_single(environment: Mapping[str, str]) -> Launch:
 
 
 def _require_no_contradiction(environment: Mapping[str, str], launch: Launch) -> None:
-    """Refuses torch's own variables that contradict another launcher's."""
+    """Raises LaunchError if torch's variables contradict those of another launcher."""
     known = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
     for name, theirs, value in zip(TORCH, launch.variables, known, strict=True):
         if name in environment and value is not None and _integer(environment, name, 0) != value:
@@ -294,7 +292,7 @@ def expand_hosts(text: str, name: str = "text") -> list[str]:
 
 
 def _expand_entry(entry: str) -> list[str]:
-    # Names and contents of brackets, in turn.
+    # Text outside brackets alternates with the contents of brackets.
     pieces = re.split(r"\[(.*?)\]", entry)
     choices = [
         [item for span in piece.split(",") for item in _expand_span(span)] if place % 2 else [piece]

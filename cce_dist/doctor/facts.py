@@ -1,6 +1,6 @@
 """This process's surroundings as plain values: versions, environment, GPUs, host.
 
-Nothing here needs torch; what torch knows is added where it can be imported.
+Nothing here needs torch. If torch can be imported, its facts about GPUs are added.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ PACKAGES = (
     "mpi4py",
     "transformer-engine",
 )
-# Variables that the checks look at. No others: the environment may hold secrets.
+# Prefixes of the variables that are kept. Others are not read: they may hold secrets.
 PREFIXES = ("NCCL_", "GLOO_", "TRITON_", "TORCH_", "TORCHELASTIC_", "CUDA_", "CCE_DIST_")
+# Time limit of nvidia-smi.
 SECONDS = 20.0
 
 
@@ -45,13 +46,15 @@ class Facts:
     """The facts of a process.
 
     Args:
-        versions: of PACKAGES and python; those not installed are not in it.
+        versions: versions of python and of those of PACKAGES that are installed.
         sources: digest of the files of cce_dist, the same for the same code.
-        driver: NVIDIA's, its version; None: none is loaded.
+        environment: variables with one of PREFIXES.
+        driver: version of NVIDIA's driver; None: no driver is loaded.
         cuda: version that torch was built for; None: a CPU build, or no torch.
-        nccl: as torch brings it.
-        links: between GPUs of this host, "NV18", "PIX", ...: by their uuids, smaller first.
-        why_no_gpu: torch's error when it was asked for GPUs.
+        nccl: version of the NCCL that torch brings; None: torch has no NCCL, or no GPU.
+        links: kinds of the links between GPUs of this host, "NV18", "PIX", ...; a key has the
+            uuids of both GPUs, the smaller first.
+        why_no_gpu: torch's error when it looked for GPUs.
     """
 
     host: str
@@ -66,7 +69,10 @@ class Facts:
     why_no_gpu: str = ""
 
     def version(self, package: str) -> tuple[int, ...] | None:
-        """Returns (2, 13, 0) of "2.13.0+cu130"; None where it is not installed, or no number."""
+        """Returns a version's numbers, (2, 13, 0) of "2.13.0+cu130".
+
+        None: the package is not installed, or its version does not begin with a number.
+        """
         return numbers_of(self.versions.get(package, ""))
 
 
@@ -99,7 +105,11 @@ def numbers_of(version: str) -> tuple[int, ...] | None:
 
 
 def gather_facts(*, with_torch: bool) -> Facts:
-    """Facts of this process; with torch, which must be importable, what it knows of GPUs too."""
+    """Gathers the facts of this process.
+
+    Args:
+        with_torch: imports torch, and adds the facts that it has about GPUs.
+    """
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -129,8 +139,10 @@ def _digest() -> str:
 
 
 def _driver() -> str | None:
-    """Returns the version of the kernel's module, else of nvidia-smi: a container may have only one
-    of them."""
+    """Returns the version that the kernel's module states, else nvidia-smi.
+
+    A container may have only one of them.
+    """
     path = Path("/proc/driver/nvidia/version")
     if path.exists():
         match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", path.read_text(errors="replace"))
@@ -170,7 +182,7 @@ def _ask_torch(facts: Facts) -> Facts:
             facts = replace(facts, nccl=".".join(str(number) for number in nccl.version()))
     except Exception as error:
         return replace(facts, why_no_gpu=str(error).strip().splitlines()[0])
-    # Whatever CUDA_VISIBLE_DEVICES lets torch see.
+    # All GPUs of the host, whichever of them CUDA_VISIBLE_DEVICES shows to torch.
     uuids = _nvidia_smi("--query-gpu=index,uuid", "--format=csv,noheader")
     return replace(facts, links=read_links(_nvidia_smi("topo", "-m"), uuids))
 
@@ -192,13 +204,15 @@ def _bare(uuid: str) -> str:
 
 
 def read_links(matrix: str, indices: str) -> dict[tuple[str, str], str]:
-    """Reads the output of `nvidia-smi topo -m` and `--query-gpu=index,uuid`: links by uuids,
-    smaller first."""
+    """Reads the outputs of `nvidia-smi topo -m` and `--query-gpu=index,uuid`.
+
+    Returns: kinds of links by the uuids of both GPUs, the smaller uuid first.
+    """
     uuids = {}
     for line in indices.splitlines():
         index, _, uuid = line.partition(",")
         uuids[f"GPU{index.strip()}"] = _bare(uuid)
-    # The head of the matrix is underlined on terminals, and elsewhere too.
+    # nvidia-smi underlines the matrix's head, even where it does not write to a terminal.
     lines = re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()
     head = next((line.split() for line in lines if line.split()[:1] == ["GPU0"]), [])
     columns = [name for name in head if re.fullmatch(r"GPU\d+", name)]

@@ -1,6 +1,6 @@
-"""Links between the ranks of a group, and the time that its collectives should take there.
+"""Links between the ranks of a group, and figures of collectives over these links.
 
-Only what was measured or published: where nothing is known there is no expectation.
+Figures are measured or published ones. For other links no time is expected.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cce_dist.doctor.facts import RankFacts
 
-# A collective that takes more than so many times the expected time gets a warning.
+# A collective that takes more than this many times the expected time gets a warning.
 TOO_SLOW = 2.0
 HERE = "docs/doctor.md#expected-figures"
 ON_GPUS = (
@@ -22,12 +22,13 @@ ON_CORES = "look for other work on these cores"
 
 @dataclass(frozen=True)
 class Expected:
-    """
+    """Figures of the collectives over a link.
+
     Args:
-        bandwidth: of the bus as nccl-tests define it, bytes/s of a large collective.
-        latency: seconds of a small one by number of ranks.
-        source: where the figures are from.
-        scattered: the bandwidth where a sum is a reduce-scatter; None: the same.
+        bandwidth: bytes/s of the bus in a large collective, as nccl-tests define it.
+        latency: seconds of a small collective, by number of ranks.
+        source: origin of the figures.
+        scattered: the bandwidth of a sum by reduce-scatter; None: `bandwidth`.
     """
 
     bandwidth: float
@@ -38,11 +39,12 @@ class Expected:
 
 @dataclass(frozen=True)
 class Link:
-    """
+    """A link between the ranks of a group.
+
     Args:
-        kind: in words.
-        expected: None where nobody has measured it.
-        advice: where it is slower.
+        kind: a phrase for the report.
+        expected: figures of such a link; None: there are none.
+        advice: remedy for a link that is slower.
     """
 
     kind: str
@@ -50,12 +52,12 @@ class Link:
     advice: str = ON_GPUS
 
 
-# By the major compute capability, and the number of links between two GPUs.
+# Figures of NVLink by the major compute capability, and the number of links between two GPUs.
 NVLINK = {
     (8, 12): Expected(200e9, {}, "https://github.com/NVIDIA/nccl-tests/issues/149, and 178"),
     (9, 18): Expected(320e9, {2: 35e-6, 4: 77e-6}, f"2 and 4 H200s, {HERE}"),
 }
-# Its reduce-scatter sums everything on every rank.
+# Gloo's reduce-scatter sums everything on every rank.
 GLOO = Expected(0.8e9, {2: 0.5e-3}, f"2 ranks on 2 cores, {HERE}", scattered=0.1e9)
 
 
@@ -71,7 +73,7 @@ def link_of(members: Sequence[RankFacts], cores: int) -> Link:
     gpus = [(facts.gpu, facts.capability) for facts in members]
     uuids = sorted(uuid for uuid, _ in gpus if uuid is not None)
     if len(uuids) < len(members):
-        # More ranks than cores wait for each other's turns.
+        # With more ranks than cores, ranks wait for a core.
         expected = GLOO if len(members) <= cores else None
         return Link("gloo on one host", expected, ON_CORES)
     majors = {capability[0] for _, capability in gpus if capability is not None}

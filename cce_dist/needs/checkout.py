@@ -48,7 +48,7 @@ REPORT = {
 
 
 def find_checkout() -> Path | None:
-    """The folder of the checkout that this package is imported from; None: it is installed."""
+    """Returns the folder of the checkout that this package is imported from; None: installed."""
     root = Path(str(cce_dist.__file__)).parent.parent
     project = root / "pyproject.toml"
     if not project.is_file() or 'name = "cce-dist"' not in project.read_text(encoding="utf-8"):
@@ -72,7 +72,7 @@ def import_benchmarks(name: str, command: str) -> ModuleType:
                 err=True,
             )
         raise typer.Exit(2)
-    # Before a folder of that name in the current directory, say.
+    # The checkout comes first: the current directory may have a folder `benchmarks`, too.
     if sys.path[0] != str(root):
         sys.path.insert(0, str(root))
     return importlib.import_module(f"benchmarks.{name}")

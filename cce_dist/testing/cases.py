@@ -37,8 +37,8 @@ class Case:
 
     Args:
         options: keyword arguments that are no tensors.
-        bounds: rows [start, stop) of each rank; None leaves `vocab_shard` out: the even split.
-        vocab_size: fewer than the rows of the weight marks the rest as padding.
+        bounds: rows [start, stop) of each rank; None: the even split, without `vocab_shard`.
+        vocab_size: number of classes; the weight's further rows are padding. None: all rows count.
         trainable: names of the inputs that require a gradient.
         upstream: gradient of each output by name; "loss" may be left out (1, or a ramp over the
             tokens with reduction="none").
@@ -175,22 +175,23 @@ def join_ranks(case: Case, results: Sequence[Mapping[str, Tensor]]) -> dict[str,
 
 
 def golden_outputs(case: Case) -> dict[str, Tensor]:
-    """Computes the expected result of `run_case` from the reference in float64 on the unchanged
-    inputs."""
+    """Computes the expected result of `run_case` by the reference, in float64."""
     return _dense(case, lambda tensor: _rounded(tensor, case.computed_dtype), torch.float64)
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds to values that `dtype` can hold; the gradient passes unrounded, as no cast would let
-    it."""
+    """Rounds to values that `dtype` can hold; the gradient passes unrounded, unlike a cast's."""
     values = tensor.detach().to(dtype).double()
     change = torch.where(values == tensor.detach(), 0, values - tensor.detach())
     return tensor.double() + change
 
 
 def dense_outputs(case: Case, logits_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Computes the dense PyTorch recipe: logits in `logits_dtype` (None: the inputs'), fp32
-    softmax."""
+    """Computes the dense PyTorch recipe, with an fp32 softmax.
+
+    Args:
+        logits_dtype: dtype of the logits; None: the inputs'.
+    """
     rounded = case.computed_dtype
     dtype = logits_dtype or rounded
     softmax_dtype = torch.promote_types(dtype, torch.float32)
@@ -243,7 +244,7 @@ def _dense(case: Case, cast: Any, softmax_dtype: torch.dtype) -> dict[str, Tenso
         leaf = leaves.get(name)
         if case.backward and leaf is not None:
             results[f"grad_{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    # Per token, for the rounding noise to expect in a sum of them.
+    # Losses of single tokens: their errors give the rounding noise of a sum.
     with torch.no_grad():
         results["token_loss"] = (
             reference(logits, {**meaning, "reduction": "none"}).loss

@@ -114,7 +114,7 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         for worker in self._workers:
-            # With its forks.
+            # Its forks are in its process group.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
             worker.kill()
@@ -191,16 +191,17 @@ def shared_pool() -> RankPool:
 
 @functools.cache
 def nccl_pool() -> RankPool:
-    """Returns a pool with a process a CUDA device, two or four of them, ended at exit. Kernels
-    compile in the first calls."""
+    """Returns the pool with a process on each of two or four CUDA devices, ended at exit.
+
+    Its timeout is long: kernels compile in the first calls.
+    """
     pool = RankPool(4 if torch.cuda.device_count() >= 4 else 2, timeout=250, backend="nccl")
     atexit.register(pool.close)
     return pool
 
 
 def _serve_all(prepare: Callable[[], object] | None, ranks: Sequence[tuple[Any, ...]]) -> None:
-    """Serves as ranks of the pool, each by a fork of this process; the process itself is the last
-    rank."""
+    """Serves all ranks: each by a fork of this process, and the last by the process itself."""
     os.setpgid(0, 0)
     if prepare is not None:
         prepare()
@@ -208,7 +209,7 @@ def _serve_all(prepare: Callable[[], object] | None, ranks: Sequence[tuple[Any, 
     for number, rank in enumerate(ranks):
         others = ranks[number + 1 :]
         if others and os.fork():
-            # A pipe ends when all who have it are gone.
+            # A pipe ends only when every process that holds it has closed it.
             rank[3].close()
             continue
         for other in others:
@@ -248,7 +249,7 @@ def _answer(payload: bytes, groups: dict[tuple[int, int], Any]) -> bytes:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            # As in pyproject.toml.
+            # The exception that pyproject.toml makes for the tests.
             warnings.filterwarnings("ignore", module=r"triton\.runtime\.interpreter")
             first, count, function, args = pickle.loads(payload)
             return pickle.dumps((None, function(groups[first, count], *args)))
@@ -258,7 +259,7 @@ def _answer(payload: bytes, groups: dict[tuple[int, int], Any]) -> bytes:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Records (operator name, elements of its largest tensor) of every collective inside it."""
+    """A recorder of each collective in its context: (name, elements of the largest tensor)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,6 +274,6 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def count(self, *words: str) -> int:
-        """Counts the collectives with one of the words in their name, underscores left out."""
+        """Counts the collectives whose name, without underscores, has one of the words."""
         names = [name.replace("_", "") for name, _ in self.calls]
         return sum(any(word in name for word in words) for name in names)

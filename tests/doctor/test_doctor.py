@@ -167,7 +167,7 @@ def test_what_has_no_time_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     place = replace(TRITON_CUDA, dtypes=("fp32",))
     of_place(place, monkeypatch, "exact")
     (check,) = numerics.check_numerics(facts(), 1e-9)
-    assert check.remedy == "--seconds 60; what was compiled is kept"
+    assert check.remedy == "--seconds 60; compiled kernels are kept"
 
 
 @pytest.mark.interpreter
