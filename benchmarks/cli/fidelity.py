@@ -37,19 +37,19 @@ def fidelity_command(
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
     threads: Threads = 0,
-    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
     keep: Annotated[
         Names,
         typer.Option(
-            help="Mass at which ours keep a column, 2^-9.5 or 1e-3; may be repeated. "
-            "[2^-13 to 2^-5, and their own]"
+            help="Mass at which our methods keep a column, 2^-9.5 or 1e-3; may be repeated. "
+            "[2^-13 to 2^-5, and their defaults]"
         ),
     ] = None,
     eps: Annotated[
         Names,
-        typer.Option(help="Apple's filter_eps; may be repeated. [2^-18 to 2^-6, and their own]"),
+        typer.Option(help="Apple's filter_eps; may be repeated. [2^-18 to 2^-6, and the default]"),
     ] = None,
-    tenths: Annotated[bool, typer.Option(help="By the frequency of tokens as well.")] = True,
+    tenths: Annotated[bool, typer.Option(help="Also measure by the frequency of tokens.")] = True,
     repeats: Repeats = 10,
     backend: BackendName = "auto",
     peer_path: PeerPath = None,
@@ -116,7 +116,7 @@ def probabilities_command(
     device: Device = "cpu",
     threads: Threads = 0,
     threshold: Annotated[
-        Names, typer.Option(help="Of a softmax entry, 2^-12 or 1e-3; may be repeated. [2^-12]")
+        Names, typer.Option(help="Probability, 2^-12 or 1e-3; may be repeated. [2^-12]")
     ] = None,
     title: Title = "",
     record: RecordPath = None,

@@ -56,7 +56,7 @@ def filter_command(
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
 ) -> None:
-    """What each filter threshold keeps, the error of its gradients, and its time."""
+    """Kept columns, error of the gradients and time of each filter threshold."""
     from benchmarks.loss.filter import bench_filter
     from cce_dist.bench.methods import parse_backend
     from cce_dist.bench.report import Report
@@ -135,7 +135,7 @@ def paper_command(
     threads: Threads = 0,
     repeats: Repeats = 30,
     budget_seconds: Budget = 4.0,
-    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
     peers: Peers = None,
     peer_path: PeerPath = None,
     peer_timeout_seconds: Timeout = 120.0,

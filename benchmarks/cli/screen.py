@@ -34,14 +34,14 @@ def screen_command(
     keep: Annotated[
         float | None, typer.Option(help="The filter's threshold. [its default]")
     ] = None,
-    max_kept: Annotated[float, typer.Option(min=0, max=1, help="Of Screen.")] = 0.125,
-    max_error: Annotated[float, typer.Option(min=0, help="Of Screen.")] = 2.0**-7,
+    max_kept: Annotated[float, typer.Option(min=0, max=1, help="Field of Screen.")] = 0.125,
+    max_error: Annotated[float, typer.Option(min=0, help="Field of Screen.")] = 2.0**-7,
     outliers: Annotated[
         list[str] | None,
-        typer.Option(help="Also with some channels 30 times as large: alike, varying."),
+        typer.Option(help="Also run with some channels 30 times as large: alike, varying."),
     ] = None,
     times: Annotated[
-        list[float] | None, typer.Option(help="Also with logits so many times as large.")
+        list[float] | None, typer.Option(help="Also run with logits this many times as large.")
     ] = None,
     backend: BackendName = "triton",
     csv_path: CsvPath = None,

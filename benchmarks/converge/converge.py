@@ -168,7 +168,7 @@ def _checkpoint(
     """
     sizes = dataclasses.replace(work.sizes, steps=work.sizes.checkpoint_steps)
     identity = {**dataclasses.asdict(sizes), "vocab": vocabulary.size, "key": vocabulary.key}
-    # The dense run has no filter and no screen.
+    # The dense run has no filter and no screen: these fields do not change its weights.
     del identity["keep"], identity["max_kept"]
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
     path = work.cache / f"checkpoint-{key}.pt"

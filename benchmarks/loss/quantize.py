@@ -47,7 +47,7 @@ def bench_quantize(
             kept = quantize_weight(weight, inputs.hidden, screen=screen, backend=backend)
         except ValueError:
             raise
-        # For example, a device may have no e4m3 kernel.
+        # A device may have no e4m3 kernel, for example.
         except Exception as error:
             failed[dtype] = describe_failure(error)
             continue

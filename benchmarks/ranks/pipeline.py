@@ -126,7 +126,7 @@ def _prepare(
     name = head.removesuffix("-moved") if head.endswith("-moved") else "fused"
     if name not in measured:
         if head.endswith("-moved"):
-            raise ValueError(f"head {head!r} must come after {name!r}, which it is planned by")
+            raise ValueError(f"head {head!r} must come after {name!r}, whose times plan it")
         return layout, times
     first, last = measured[name][0], measured[name][-1]
     forward, backward = (first.median_seconds(kind) / first.layers for kind in "FB")
@@ -162,7 +162,7 @@ class _Runner:
         self.targets = inputs.targets.view(shape).repeat(plan.microbatches, 1)
         self.head: PipelineHead | None = None
         self.embedding: TiedEmbedding | None = None
-        self.ties: Any = None  # the ranks that have copies of the tied weight
+        self.ties: Any = None  # group of the ranks that have copies of the tied weight
         self.weight = self._make_weight(name)
         module = self._make_module(sizes, layout[job.rank])
         self.parameters = [*module.parameters()]

@@ -75,7 +75,7 @@ def loss_command(
     passes: Annotated[
         Names, typer.Option(help="loss, forward, gradient or loss+grad; may be repeated.")
     ] = None,
-    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
     peers: Peers = None,
     peer_path: PeerPath = None,
     peer_timeout_seconds: Timeout = 120.0,
@@ -199,7 +199,7 @@ def ranks_command(
     dtype: Dtype = "bfloat16",
     device: Device = "cuda",
     repeats: Repeats = 10,
-    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
     peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "none",
     peer_path: PeerPath = None,
     backend: BackendName = "auto",

@@ -19,7 +19,7 @@ PANEL = "Commands of a checkout"
 # The name of each command in the checkout's benchmarks/cli/app.py, and the first sentences of its
 # help, which --help shows without a checkout too.
 EXPERIMENTS = {
-    "filter": "What each filter threshold keeps, the error of its gradients, and its time.",
+    "filter": "Kept columns, error of the gradients and time of each filter threshold.",
     "tiles": "Tiles of the Triton kernels: candidates beside what the table holds, by time.",
     "first-call": "Seconds of a process's first loss and gradients, with and without compiled "
     "kernels.",

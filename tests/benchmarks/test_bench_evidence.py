@@ -171,13 +171,13 @@ def test_bench_fidelity_rows() -> None:
 
 
 def test_bench_fidelity_of_a_peer_that_filters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of Apple's: dense, and at the largest threshold a failure."""
+    """The dense loss stands in for Apple's, and fails at the largest threshold."""
     seen = []
 
-    def build(**options: object) -> object:
+    def build(name: str, filter_eps: object) -> object:
         def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-            seen.append(options["filter_eps"])
-            if options["filter_eps"] == 0.5:
+            seen.append(filter_eps)
+            if filter_eps == 0.5:
                 raise RuntimeError("no room")
             return dense_loss(hidden, weight, targets)
 

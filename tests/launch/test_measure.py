@@ -91,9 +91,9 @@ def test_every_command_is_one_of_the_benchmark_s(copy: Path, gpus: int) -> None:
     if gpus == 1:
         asked = {"capture", "loss", "screen", "quantize", "fidelity", "probabilities", "converge"}
         assert named == asked | {"train"}
-        parts_of_runs = [c.params["part"] for c in contexts if c.info_name == "converge"]
-        # Of all methods, and of more seeds.
-        assert sorted(parts_of_runs) == ["0/3", "0/3", "1/3", "1/3", "2/3", "2/3"]
+        slices = [c.params["work_slice"] for c in contexts if c.info_name == "converge"]
+        # Three for all methods, and three for more seeds.
+        assert sorted(slices) == ["0/3", "0/3", "1/3", "1/3", "2/3", "2/3"]
     else:
         assert named == {"ranks", "pipeline", "train"}
     for context in contexts:
