@@ -209,8 +209,8 @@ def test_locate_over_mpi_of_two_hosts(
 
 def test_locate_asks_mpi_only_for_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mpi(monkeypatch, None)
-    whole = replace(launch_of(1, 2, address="h", port=7), local_rank=0, local_world_size=1)
-    assert locate(whole, PATIENCE) == (whole, None)
+    complete = replace(launch_of(1, 2, address="h", port=7), local_rank=0, local_world_size=1)
+    assert locate(complete, PATIENCE) == (complete, None)
     alone, _ = locate(launch_of(), PATIENCE)
     assert (alone.local_rank, alone.local_world_size) == (0, 1)
 

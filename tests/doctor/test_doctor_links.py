@@ -25,8 +25,8 @@ Legend:
 
 
 def test_read_links() -> None:
-    found = read_links(TOPOLOGY, "0, GPU-c\n1, GPU-a\n2, GPU-b\n")
-    assert found == {("a", "c"): "NV18", ("b", "c"): "PIX", ("a", "b"): "SYS"}
+    links = read_links(TOPOLOGY, "0, GPU-c\n1, GPU-a\n2, GPU-b\n")
+    assert links == {("a", "c"): "NV18", ("b", "c"): "PIX", ("a", "b"): "SYS"}
     assert read_links("", "") == {}
 
 

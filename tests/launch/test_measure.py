@@ -66,17 +66,17 @@ def bench_arguments(command: list[str], gpus: int) -> list[str]:
     options = get_args_parser().parse_args(arguments)
     assert program == "torchrun" and options.standalone and options.nproc_per_node == str(gpus)
     assert (options.module, options.training_script) == (True, "cce_dist")
-    first, *rest = options.training_script_args
+    first, *others = options.training_script_args
     assert first == "bench"
-    return rest
+    return others
 
 
 def parse(arguments: list[str]) -> Any:
     """By the benchmark's own parser, which refuses what it does not know."""
     group: Any = typer.main.get_command(cli.app)
     bench = group.commands["bench"]
-    name, command, rest = bench.resolve_command(bench.make_context("bench", arguments), arguments)
-    return command.make_context(name, rest)
+    name, command, others = bench.resolve_command(bench.make_context("bench", arguments), arguments)
+    return command.make_context(name, others)
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
