@@ -94,7 +94,7 @@ class Case:
         return [group for group in GROUPS if group in first]
 
     def is_itself(self, method: str) -> bool:
-        """Tells whether the method was what its name says.
+        """Tells whether the method trained as its name says.
 
         False for screened logits if no step of any run was screened: full logits trained the
         model then.

@@ -28,7 +28,7 @@ Cell = str | int | float | bool | None
 Row = Mapping[str, Cell]
 
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-# Fields that cce_dist.bench.arguments.machine_of gives beside the machine.
+# Fields that cce_dist.bench.arguments.machine_of gives in addition to the machine.
 _RECORD_FIELDS = ("command", "date", "commit")
 
 
@@ -104,16 +104,17 @@ def make_record(
         RecordError: as for `Record`.
     """
     description = {key: value for key, value in machine.items() if key not in _RECORD_FIELDS}
-    fields = {key: machine.get(key, "") for key in _RECORD_FIELDS}
     return Record(
         kind=kind,
         name=name,
         title=title,
+        command=machine.get("command", ""),
+        date=machine.get("date", ""),
+        commit=machine.get("commit", ""),
         machine=description,
         seeds=tuple(seeds),
         settings=dict(settings or {}),
         rows=tuple(rows),
-        **fields,
     )
 
 

@@ -44,7 +44,7 @@ class Candidate:
     Args:
         by: the number that is compared with the threshold: a column's mass in a block of 128
             tokens, or a single probability; None: there is no threshold.
-        default: the method takes this threshold by itself.
+        default: the threshold is the method's default.
     """
 
     method: str

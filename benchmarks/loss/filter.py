@@ -88,7 +88,7 @@ def shares_kept(inputs: BenchInputs, keeps: Sequence[float]) -> list[float]:
 
     Targets' columns count as kept. The filter keeps a few more, since its forward knows only an
     upper bound of the mass. If backend "triton" runs here, blocks follow its order of the tokens;
-    else tokens keep their own order.
+    else they follow the order of `inputs`.
     """
     valid = inputs.without_ignored()
     if why_not(valid.hidden) is None and len(valid.targets) > TOKEN_BLOCK:

@@ -53,7 +53,7 @@ FILTERED: dict[int, Sequence[Mapping[str, int]]] = {
     ),
 }
 # Method and part by which tiles are chosen: the loss and `exact` for the forward's tiles, and the
-# filtered gradient for its own.
+# filtered gradient for the backward's.
 TIMED: dict[str, tuple[str, Part]] = {
     "loss": ("filtered", "loss"),
     "exact": ("exact", "gradient"),

@@ -128,7 +128,7 @@ class Timer:
     """A timer of single launches; before each it overwrites a buffer, so that caches are cold.
 
     Args:
-        align: called just before each launch, so that the devices of all ranks begin together.
+        align: called just before each launch, so that the devices of all ranks start together.
     """
 
     def __init__(

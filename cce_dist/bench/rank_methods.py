@@ -280,7 +280,7 @@ def kept_share(function: LossFunction, inputs: BenchInputs, *, exchanges: bool) 
     a call of `function` that has compiled its kernels.
 
     Args:
-        exchanges: False measures as if ranks did not exchange what they know of each token's lse.
+        exchanges: False: measure as if ranks did not exchange their bounds of each token's lse.
     """
     variant = variant_of(function, inputs, "forward")
     with marks_seen() as seen, nullcontext() if exchanges else _without_exchanges():

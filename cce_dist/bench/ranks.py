@@ -67,7 +67,7 @@ class Job:
 def joined(device: str, timeout_seconds: float) -> Iterator[Job]:
     """Joins the ranks that a launcher started; without a launcher there is one rank.
 
-    On GPUs each rank has its own and NCCL connects them; on CPUs gloo does.
+    On GPUs each rank has a GPU, and NCCL connects the ranks; on CPUs gloo connects them.
 
     Raises:
         ValueError: device is no kind of device, the host has more ranks than GPUs, or the
@@ -330,7 +330,7 @@ def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
         events = [x for x in run.events() or [] if x.device_type.name == "CUDA"]
         events.sort(key=lambda x: x.time_range.start)
         kernels = [x for x in events if not x.name.startswith("nccl:")]
-        # The first collective is the timer's: the ranks began together there.
+        # The first collective is the timer's, at which all ranks start together.
         aligned = next(i for i, x in enumerate(kernels) if x.name.startswith("ncclDev"))
         kernels = kernels[aligned + 1 :]
         spans = [(x.time_range.start, x.time_range.end) for x in kernels]

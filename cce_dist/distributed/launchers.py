@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 LauncherName = Literal["torchrun", "openmpi", "mvapich2", "mpich", "slurm", "environment", "single"]
 MPI_LAUNCHERS: tuple[LauncherName, ...] = ("openmpi", "mvapich2", "mpich")
-# Below the ports that Linux gives out by itself, above those of services.
+# Ports for the ranks' store: below those that Linux assigns, above those of services.
 FIRST_PORT, NUM_PORTS = 10000, 20000
 
 

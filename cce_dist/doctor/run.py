@@ -184,18 +184,18 @@ def _alone(rank: int, facts: Facts, checks: Sequence[Check], error: Exception) -
 def _with_ranks(
     request: Request, facts: Facts, checks: list[Check], ranks: Ranks, mesh: tuple[int, int, int]
 ) -> Report:
-    from cce_dist.doctor import ranks as job
+    from cce_dist.doctor import ranks as rank_checks
 
     # All ranks leave this wait together, and then read their clocks.
     ranks.share("the beginning", None)
-    device = job.choose_device(ranks, facts)
-    everyone = job.gather_rank_facts(ranks, facts, device)
+    device = rank_checks.choose_device(ranks, facts)
+    everyone = rank_checks.gather_rank_facts(ranks, facts, device)
     hosts = list(dict.fromkeys(member.host for member in everyone))
     mesh_row = _mesh_row(request, mesh, hosts, ranks.launch.launcher)
-    joint = [mesh_row, job.check_devices(everyone), job.check_alike(everyone)]
-    joint += [row for row in [job.check_clocks(everyone)] if row is not None]
+    joint = [mesh_row, rank_checks.check_devices(everyone), rank_checks.check_alike(everyone)]
+    joint += [row for row in [rank_checks.check_clocks(everyone)] if row is not None]
     limit = request.seconds + LONGEST_TRIAL_S
-    with job.ends_within(limit, ranks, "the numerics"):
+    with rank_checks.ends_within(limit, ranks, "the numerics"):
         checks = checks + _numerics(request, facts)
     # Ranks may finish their numerics this far apart.
     patient = replace(ranks, timeout=request.timeout + limit)
@@ -251,7 +251,7 @@ def _collectives(
     if any(row.name == "devices" and row.status == "failure" for row in joint):
         reason = "not without a GPU for each rank"
         return [Check(name="collectives", status="skipped", observed=reason)]
-    from cce_dist.doctor import ranks as job
+    from cce_dist.doctor import ranks as rank_checks
     from cce_dist.doctor.collectives import Job, check_collectives
 
     sizes = Job(
@@ -263,5 +263,5 @@ def _collectives(
         sequence_parallel=request.sequence_parallel,
         bandwidth=None if request.bandwidth is None else 1e9 * request.bandwidth,
     )
-    with job.ends_within(request.timeout + MARGIN_S, ranks, "the collectives"):
+    with rank_checks.ends_within(request.timeout + MARGIN_S, ranks, "the collectives"):
         return check_collectives(ranks, sizes, device, everyone)

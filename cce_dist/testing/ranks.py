@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cce_dist.testing.forks import fork_context
 from cce_dist.testing.interpreter import speed_up_interpreter
 
-# After one rank failed, the others get this long to fail or finish on their own.
+# Time that the other ranks have to fail or finish after one rank has failed.
 GRACE_SECONDS = 5.0
 START_SECONDS = 120.0
 
