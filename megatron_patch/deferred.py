@@ -87,8 +87,8 @@ class DeferredLogits(Tensor):
 
     def __new__(cls, call: HeadCall) -> DeferredLogits:
         # The stand-in has no memory and no shape: a request for either goes to the logits.
-        like = {"dtype": call.hidden.dtype, "device": call.hidden.device}
-        self = Tensor._make_wrapper_subclass(cls, (), **like)
+        hidden = call.hidden
+        self = Tensor._make_wrapper_subclass(cls, (), dtype=hidden.dtype, device=hidden.device)
         self.call, self._logits = call, None
         return self
 
@@ -99,7 +99,7 @@ class DeferredLogits(Tensor):
         return cls(HeadCall(layer, hidden, weight, gathers, version_of(hidden)))
 
     @property
-    def is_made(self) -> bool:
+    def is_computed(self) -> bool:
         return self._logits is not None
 
     def materialize(self) -> Tensor:

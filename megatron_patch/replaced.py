@@ -20,6 +20,8 @@ from megatron_patch.stock import why_not_stock
 
 # A patched head keeps its state under this name.
 MARK = "megatron_patch"
+# Arguments of ColumnParallelLinear.forward.
+_OF_MEGATRON = {"input_", "weight", "runtime_gather_output"}
 
 
 @dataclass
@@ -58,11 +60,10 @@ def _defer(
     input_: Tensor,
     weight: Tensor | None = None,
     runtime_gather_output: bool | None = None,
-    **ours: Any,
 ) -> DeferredLogits | None:
-    """Returns deferred logits for a call of the head; None: the head's forward must run."""
+    """Returns deferred logits for Megatron's call of a head; None: the head's forward must run."""
     gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
-    if ours or (gathers and not (self.training and torch.is_grad_enabled())):
+    if gathers and not (self.training and torch.is_grad_enabled()):
         return None
     _require_unchanged(self)
     return DeferredLogits.of(self, input_, weight, runtime_gather_output)
@@ -90,7 +91,8 @@ def _head_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     A call that computes nothing runs no hooks: FSDP's hooks wrap the head's input to learn of its
     gradient, and must do so once.
     """
-    deferred = _defer(self, *args, **kwargs)
+    # Other keywords are those of `_head_forward`, by which the patch itself calls the head.
+    deferred = _defer(self, *args, **kwargs) if kwargs.keys() <= _OF_MEGATRON else None
     return type(self)._call_impl(self, *args, **kwargs) if deferred is None else (deferred, None)
 
 
@@ -141,7 +143,7 @@ def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
     reason = why_overridden(self, {LOSS: patched.seams.loss})
     if reason is not None:
         raise PatchError(f"{type(self).__name__}: {reason}")
-    if isinstance(logits, DeferredLogits) and not logits.is_made:
+    if isinstance(logits, DeferredLogits) and not logits.is_computed:
         call = logits.call
         call.require_same()
         with torch.set_grad_enabled(call.records and torch.is_grad_enabled()):

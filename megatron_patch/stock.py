@@ -16,7 +16,7 @@ from megatron_patch.seams import Seams, describe
 
 TOKENS = (2, 4)  # s, b
 # The probe's logits spread this much around this mean: no term of their log-sum-exp is near 0.
-SPREAD, MEAN = 3.0, 4.0
+DEVIATION, MEAN = 3.0, 4.0
 # fp32 losses near 20 round by 2e-6; a z-loss of 1e-6 log-sum-exp^2 exceeds this tolerance.
 LOSS_TOLERANCE = 1e-4
 # Megatron's fused loss rounds this gradient to bf16.
@@ -45,7 +45,7 @@ def _why_another_loss(model: Any, group: Any, weight: Tensor, seams: Seams) -> s
     generator = torch.Generator().manual_seed(0)
     size = group.size() * columns
     # The probe is the same on all ranks, so the reference needs no other rank.
-    every = torch.randn(*TOKENS, size, generator=generator) * SPREAD + MEAN
+    every = torch.randn(*TOKENS, size, generator=generator) * DEVIATION + MEAN
     labels = torch.randint(size, TOKENS, generator=generator).to(device)
     upstream = torch.rand(TOKENS, generator=generator).to(device)
     # Otherwise torch would compile fusions, for seconds.

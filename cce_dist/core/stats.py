@@ -116,32 +116,44 @@ def merge_parts(
     Source: log-add-exp arXiv:1805.02867; mean and m2 by Chan, Golub and LeVeque (1983).
     """
     lse = logaddexp_parts(parts.lse)
-    merged: dict[str, Tensor] = {"lse": lse, "target_logit": parts.target_logit.sum(0)}
-    if parts.smooth_logit is not None:
-        merged["smooth_logit"] = parts.smooth_logit.sum(0)
+    entropy = max_logit = target_is_argmax = None
     if parts.entropy is not None:
         # Chain rule of entropy: H = sum_r share_r (H_r - log share_r); 0 log 0 = 0.
         log_share = parts.lse - lse
         surprise = parts.entropy - log_share.masked_fill(parts.lse == -torch.inf, 0)
-        merged["entropy"] = (log_share.exp() * surprise).sum(0)
+        entropy = (log_share.exp() * surprise).sum(0)
+    if parts.max_logit is not None:
+        max_logit = parts.max_logit.amax(0)
     if parts.max_logit is not None and parts.target_is_argmax is not None:
-        top = parts.max_logit.amax(0)
         # Equal logits: the lowest token id wins, as in torch.argmax over dense logits on CPU.
-        order = torch.where(parts.max_logit == top, first_class[:, None], torch.inf)
+        order = torch.where(parts.max_logit == max_logit, first_class[:, None], torch.inf)
         order = order.masked_fill((num_classes == 0)[:, None], torch.inf)
         winner = order.argmin(0, keepdim=True)
-        merged["max_logit"] = top
-        merged["target_is_argmax"] = parts.target_is_argmax.gather(0, winner)[0]
-    elif parts.max_logit is not None:
-        merged["max_logit"] = parts.max_logit.amax(0)
-    if parts.mean_logit is not None:
-        merged |= merge_moments(parts, num_classes)
-    if parts.screened is not None:
-        merged["screened"] = parts.screened.amin(0)
-    return Stats(**merged)
+        target_is_argmax = parts.target_is_argmax.gather(0, winner)[0]
+    moments = None if parts.mean_logit is None else merge_moments(parts, num_classes)
+    return Stats(
+        lse=lse,
+        target_logit=parts.target_logit.sum(0),
+        smooth_logit=None if parts.smooth_logit is None else parts.smooth_logit.sum(0),
+        entropy=entropy,
+        max_logit=max_logit,
+        target_is_argmax=target_is_argmax,
+        origin_logit=None if moments is None else moments.origin_logit,
+        mean_logit=None if moments is None else moments.mean_logit,
+        m2_logit=None if moments is None else moments.m2_logit,
+        screened=None if parts.screened is None else parts.screened.amin(0),
+    )
 
 
-def merge_moments(parts: Stats, num_classes: Tensor) -> dict[str, Tensor]:
+class Moments(NamedTuple):
+    """The merged moments of each token's logits, as in `Stats`: [N] each."""
+
+    origin_logit: Tensor
+    mean_logit: Tensor
+    m2_logit: Tensor
+
+
+def merge_moments(parts: Stats, num_classes: Tensor) -> Moments:
     """Merges mean and squared deviations of [W, N] parts over num_classes [W] columns each."""
     assert parts.origin_logit is not None
     assert parts.mean_logit is not None and parts.m2_logit is not None
@@ -151,4 +163,4 @@ def merge_moments(parts: Stats, num_classes: Tensor) -> dict[str, Tensor]:
     mean = (share * part_mean).sum(0)
     between = num_classes[:, None] * (part_mean - mean) ** 2
     m2 = (parts.m2_logit + between).sum(0)
-    return {"origin_logit": origin, "mean_logit": mean, "m2_logit": m2}
+    return Moments(origin, mean, m2)

@@ -13,6 +13,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from cce_dist.options import Screen
 
+# Returns a weight's 8-bit rows: those of an earlier call, or else those that the function makes;
+# None: each call makes its own.
+QuantizeOnce = Callable[[Tensor, "Screen", Callable[[], "QuantizedRows"]], "QuantizedRows | None"]
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which logits, sums and gradients are kept until they are stored."""
@@ -55,8 +59,7 @@ class Head:
     softcap: float | None
     logit_scale: float
     quantized: QuantizedRows | None = None  # the same rows, where the caller keeps them
-    # (weight, screen, what makes them) -> them, made or of an earlier call; None: each call's own.
-    quantize_once: Callable[..., QuantizedRows | None] | None = None
+    quantize_once: QuantizeOnce | None = None  # None: each call quantises the rows
 
     def quantized_by(
         self,
@@ -64,7 +67,7 @@ class Head:
         tokens: Tokens,
         screen: Screen,
     ) -> Head:
-        """Returns the head with `quantized`, where one call makes that for others too."""
+        """Returns the head with `quantized`, if several calls share one copy; else itself."""
         if self.quantize_once is None:
             return self
         make = functools.partial(quantize, tokens, self.weight, screen)

@@ -166,8 +166,8 @@ def local_targets_of(picked: PickedTokens, shard: VocabShard) -> Tensor:
     if picked.local_targets is not None:
         return picked.local_targets
     # A shard of the whole vocabulary holds every target: their range has been checked.
-    whole = shard.num_classes == shard.vocab_size
-    local = picked.targets if whole else shard.local_targets(picked.targets)
+    has_all = shard.num_classes == shard.vocab_size
+    local = picked.targets if has_all else shard.local_targets(picked.targets)
     counts = picked.counts
     return local if counts is None else local.masked_fill(~counts, -1)
 

@@ -63,18 +63,18 @@ def check_weight(
 
 def check_product(
     group: ProcessGroup,
-    whole: ProcessGroup,
-    tensor: ProcessGroup | None,
-    scatters: bool,
+    vocab_group: ProcessGroup,
+    tensor_group: ProcessGroup | None,
+    sequence_parallel: bool,
 ) -> None:
-    """Checks that `whole`, whose ranks share the vocabulary, is the product of the other groups."""
-    size, of_vocab, of_tensor = group_size(group), group_size(whole), group_size(tensor)
-    if of_vocab != size * of_tensor:
+    """Checks that vocab_group, whose ranks share the vocabulary, is the product of the others."""
+    size, vocab, tensor = map(group_size, (group, vocab_group, tensor_group))
+    if vocab != size * tensor:
         raise ValueError(
-            f"vocab_group must have the ranks of group times those of tensor_group, {size} x "
-            f"{of_tensor}, got {of_vocab}"
+            f"vocab_group must have as many ranks as group times tensor_group, {size} x {tensor}, "
+            f"got {vocab}"
         )
-    if scatters and tensor is None:
+    if sequence_parallel and tensor_group is None:
         raise ValueError("sequence_parallel=True needs tensor_group, got None")
 
 
@@ -202,9 +202,10 @@ def _named(tensors: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
     return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in tensors)
 
 
-def check_same(group: ProcessGroup, **values: object) -> None:
+def check_same(group: ProcessGroup, values: Mapping[str, object]) -> None:
     """Compares values over all ranks of the group.
 
+    Args: values: this rank's, by the names that an error gives them; the same names on every rank.
     Raises:
         ValueError: on every rank, if a value differs between ranks.
     Collectives: one gather of objects over the group.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cce_dist.core.phases import in_phase
-from cce_dist.pipeline.comm.groups import own_couriers, own_groups, start_broadcast, start_reduce
+from cce_dist.pipeline.comm.groups import make_couriers, make_groups, start_broadcast, start_reduce
 from cce_dist.pipeline.head import TIMEOUT, PipelineHead
 from cce_dist.pipeline.warm_up import warm_up_embedding
 from cce_dist.ranks.gather import gather_tokens, require
@@ -67,12 +67,12 @@ class TiedEmbedding(nn.Module):
         super().__init__()
         self.head, self.root = head, root
         device, tensor = head.weight.device, head.tensor_group
-        self._asking, self._summing, self._giving = own_couriers(
+        self._asking, self._summing, self._giving = make_couriers(
             head.ranks, 3, timeout, device, paced=head.paced
         )
         self._tensor = None
         if tensor is not None:
-            (self._tensor,) = own_groups(dist.get_process_group_ranks(tensor), 1, timeout, device)
+            (self._tensor,) = make_groups(dist.get_process_group_ranks(tensor), 1, timeout, device)
         self._microbatches: dict[int, _Microbatch] = {}
         self._called = 0
         self.infers = False  # a schedule asks for shapes
@@ -102,9 +102,9 @@ class TiedEmbedding(nn.Module):
         """Waits for the tokens, and begins the sum of their rows without waiting for it."""
         batch, head = self._microbatches[index], self.head
         batch.wait()
-        mine, rows = self._own(batch.tokens)
+        mine, rows = self._local_rows(batch.tokens)
         vectors = rows.new_zeros(len(rows), head.hidden_shape[-1], dtype=head.hidden_dtype)
-        if head.own_shard.num_classes:
+        if head.shard.num_classes:
             vectors = head.weight.detach()[rows].to(head.hidden_dtype)
             vectors = vectors.masked_fill_(~mine[:, None], 0)
         batch.rows, batch.wait = vectors, start_reduce(self.root, self._summing, vectors)
@@ -164,8 +164,8 @@ class TiedEmbedding(nn.Module):
         batch, head = self._microbatches.pop(index), self.head
         batch.wait()
         assert batch.rows is not None
-        if head.weight.requires_grad and head.own_shard.num_classes:
-            mine, rows = self._own(batch.tokens)
+        if head.weight.requires_grad and head.shard.num_classes:
+            mine, rows = self._local_rows(batch.tokens)
             head.grads.add_to_rows(rows, batch.rows.masked_fill(~mine[:, None], 0))
 
     def drop(self, index: int) -> None:
@@ -209,9 +209,9 @@ class TiedEmbedding(nn.Module):
         if self._tensor is not None:
             dist.destroy_process_group(self._tensor)
 
-    def _own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns [N] bool, True where this rank has the token's row; and [N] rows, 0 elsewhere."""
-        rows = self.head.own_shard.local_targets(tokens.reshape(-1))
+        rows = self.head.shard.local_targets(tokens.reshape(-1))
         mine = rows >= 0
         return mine, rows.clamp_min(0)
 

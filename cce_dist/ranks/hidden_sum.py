@@ -56,8 +56,8 @@ class SumOverRanks:
         if self.is_local:
             return self._at_rows(part, rows)
         if self.scatter:
-            whole = self._at_rows(part, rows)
-            return reduce_grad_hidden(whole, self.group, scatter=True, dtype=self.dtype)
+            grad = self._at_rows(part, rows)
+            return reduce_grad_hidden(grad, self.group, scatter=True, dtype=self.dtype)
         total = reduce_grad_hidden(part, self.group, scatter=False, dtype=self.dtype)
         return self._at_rows(total, rows)
 
@@ -86,9 +86,9 @@ def reduce_grad_hidden(
     """
     if group is None:
         return grad_hidden
-    run, result = _reduction(grad_hidden, group, scatter, dtype)
-    run()
-    return result
+    reduce, total = _reduction(grad_hidden, group, scatter, dtype)
+    reduce()
+    return total
 
 
 @in_phase("reduce")
@@ -105,17 +105,17 @@ def start_reduce_grad_hidden(
     Returns: a function that makes the stream wait, and returns the sum. Until then the memory of
     grad_hidden, and of all that the stream has been given, has to stay.
     """
-    run, result = _reduction(grad_hidden, group, scatter, dtype)
+    reduce, total = _reduction(grad_hidden, group, scatter, dtype)
 
-    def finish_and_sum() -> None:
+    def finish_and_reduce() -> None:
         finish()
-        run()
+        reduce()
 
-    wait_for_it = start_on_side_stream(grad_hidden.device, finish_and_sum)
+    join = start_on_side_stream(grad_hidden.device, finish_and_reduce)
 
     def wait() -> Tensor:
-        wait_for_it()
-        return result
+        join()
+        return total
 
     return wait
 
@@ -123,32 +123,32 @@ def start_reduce_grad_hidden(
 def _reduction(
     grad: Tensor, group: Group, scatter: bool, dtype: torch.dtype
 ) -> tuple[Callable[[], None], Tensor]:
-    """Returns a function that calls the collectives of `reduce_grad_hidden`, and the sum, which
-    they will write. All memory is the caller's stream's, whichever stream they run on."""
+    """Returns a function that calls the collectives of `reduce_grad_hidden`, and the tensor of the
+    sum, which they write. The function allocates nothing, so it may run on another stream."""
     size, num_tokens = group.size(), grad.shape[0]
     narrows = dtype.itemsize < grad.element_size()
     if not scatter and not (num_tokens % size == 0 and narrows):
         total = torch.empty_like(grad, dtype=dtype) if dtype != grad.dtype else grad
 
-        def sum_up() -> None:
+        def reduce_all() -> None:
             all_reduce(grad, group)
             if total is not grad:
                 total.copy_(grad)
 
-        return sum_up, total
-    part = grad.view(size, num_tokens // size, *grad.shape[1:])[group.rank()]
-    # NCCL may store its sum over the summands, if the result is to lie elsewhere.
+        return reduce_all, total
+    rows = grad.view(size, num_tokens // size, *grad.shape[1:])[group.rank()]
+    # NCCL may store its sum in place of this rank's summand, unless that memory is the result.
     if not grad.is_cuda or dtype == grad.dtype:
-        part = torch.empty_like(part)
-    stored = torch.empty_like(part, dtype=dtype) if dtype != grad.dtype else part
-    whole = stored if scatter else torch.empty_like(grad, dtype=dtype)
+        rows = torch.empty_like(rows)
+    stored = torch.empty_like(rows, dtype=dtype) if dtype != grad.dtype else rows
+    total = stored if scatter else torch.empty_like(grad, dtype=dtype)
 
-    def sum_up_rows() -> None:
-        reduce_scatter_into(part, grad, group)
-        if stored is not part:
-            stored.copy_(part)
-        # An all-reduce is this and a gathering of sums, which would be rounded afterwards.
-        if whole is not stored:
-            all_gather_into(whole, stored, group)
+    def reduce_rows() -> None:
+        reduce_scatter_into(rows, grad, group)
+        if stored is not rows:
+            stored.copy_(rows)
+        # An all-reduce gathers wide sums. Here each rank rounds its rows first, and gathers those.
+        if total is not stored:
+            all_gather_into(total, stored, group)
 
-    return sum_up_rows, whole
+    return reduce_rows, total

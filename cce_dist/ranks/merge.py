@@ -15,7 +15,7 @@ from torch import Tensor
 from cce_dist.core.phases import in_phase
 from cce_dist.core.stats import MergeKernels, Stats, logaddexp_parts, merge_parts, zero_beyond
 from cce_dist.ranks.gather import (
-    Begin,
+    Issue,
     all_gather,
     require,
     require_same_sizes,
@@ -120,7 +120,7 @@ def start_merge_stats(
     kernels: MergeKernels | None = None,
     *,
     async_op: bool = True,
-    begin: Begin | None = None,
+    issue: Issue | None = None,
 ) -> Callable[[], Stats]:
     """Starts `merge_stats`. Returns: a function that waits for it, and returns the merged
     statistics; without `async_op` it need not wait."""
@@ -133,7 +133,7 @@ def start_merge_stats(
     if kernels is not None and local.is_plain:
         length = 2 * len(local.lse)
         payload = kernels.pack(local.lse, local.target_logit, digits_of(shard, length))
-        gather = start_all_gather(payload, group, async_op=async_op, begin=begin)
+        gather = start_all_gather(payload, group, async_op=async_op, issue=issue)
 
         def merge_by_kernel() -> Stats:
             parts = gather()
@@ -144,7 +144,7 @@ def start_merge_stats(
         return merge_by_kernel
     packed = local.pack()
     payload = torch.cat([encode(shard, packed.numel(), packed), packed.flatten()])
-    gather = start_all_gather(payload, group, async_op=async_op, begin=begin)
+    gather = start_all_gather(payload, group, async_op=async_op, issue=issue)
     return lambda: _merged(gather(), local, packed, count)
 
 

@@ -117,15 +117,16 @@ def resolve_group(group: Group | DeviceMesh | None) -> Group | None:
 
 
 def process_group(group: Group | DeviceMesh | None, for_what: str) -> ProcessGroup | None:
-    """`resolve_group`, where nothing but torch.distributed will do.
+    """Resolves a group as `resolve_group` does, for callers that need torch.distributed.
 
+    Args: for_what: ends the rule in the error's message, as in "of a pipeline".
     Raises:
-        ValueError: as there, or group is no process group; names `for_what`.
+        ValueError: `resolve_group` refuses the group, or it is no ProcessGroup.
     """
-    found = resolve_group(group)
-    if adapter_of(found) is not None:
+    resolved = resolve_group(group)
+    if adapter_of(resolved) is not None:
         raise ValueError(f"group must be a ProcessGroup {for_what}, got {type(group)}")
-    return found  # pyright: ignore[reportReturnType]
+    return resolved  # pyright: ignore[reportReturnType]
 
 
 def group_size(group: Group | None) -> int:

@@ -101,8 +101,8 @@ def _why_not_tied(model: Any, pipeline: PipelineSeams) -> str | None:
     if not model.embedding.scatter_to_sequence_parallel:
         return "scatter_embedding_sequence_parallel=False with a tied embedding is not supported"
     words = model.embedding.word_embeddings
-    own_class = importlib.import_module(LAYERS).VocabParallelEmbedding
-    if type(words) is not own_class or "forward" in vars(words):
+    stock_class = importlib.import_module(LAYERS).VocabParallelEmbedding
+    if type(words) is not stock_class or "forward" in vars(words):
         return (
             f"word_embeddings is a {type(words).__qualname__}, or its forward is replaced: with a "
             "tied embedding it must be Megatron's VocabParallelEmbedding"

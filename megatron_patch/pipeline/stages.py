@@ -107,7 +107,7 @@ class Pipeline:
             self._orders[key] = orders[self.rank]
         return self._orders[key]
 
-    def begin(self, num_microbatches: int, *, trains: bool) -> None:
+    def start_step(self, num_microbatches: int, *, trains: bool) -> None:
         """Prepares for a step's passes."""
         self._to_come = {
             True: 0 if self.rank == 0 else num_microbatches,
@@ -126,9 +126,9 @@ class Pipeline:
     def send_backward(self, grad: Tensor | None) -> None:
         self._send(grad, forward=False)
 
-    def finish_sends(self, but: int = 0) -> None:
+    def finish_sends(self) -> None:
         for sent in self._sent.values():
-            _await(sent, but)
+            _await(sent, 0)
 
     def _receive(self, *, forward: bool) -> Tensor | None:
         """Receives a tensor that requires grad; returns None without a neighbour on that side."""
@@ -157,8 +157,9 @@ class Pipeline:
         sent.append((self._neighbours.send(tensor, forward=forward), tensor))
 
 
-def _await(sent: deque[tuple[Wait, Tensor]], but: int) -> None:
-    while len(sent) > but:
+def _await(sent: deque[tuple[Wait, Tensor]], at_most: int) -> None:
+    """Waits for the oldest sends, until at most so many are left unawaited."""
+    while len(sent) > at_most:
         wait, _ = sent.popleft()
         wait()
 

@@ -68,7 +68,7 @@ MISTAKES: dict[str, tuple[str, Any]] = {
         lambda g: _head(g, options=LossOptions(stats=("lse",))),
     ),
     "vocab_group": (
-        "vocab_group must have the ranks of group times those of tensor_group, 2 x 2, got 2",
+        "vocab_group must have as many ranks as group times tensor_group, 2 x 2, got 2",
         lambda g: _head(g, tensor_group=g),
     ),
     "sequence_parallel": (

@@ -46,7 +46,7 @@ class Server(threading.Thread):
 
     # -- on the schedule's thread
 
-    def begun(self) -> None:
+    def note_step(self) -> None:
         """Notes that a schedule begins to run its microbatches."""
         self._steps += 1
         if self._steps > 1:

@@ -28,14 +28,13 @@ from torch.distributed.pipelining.schedules import (
 
 from cce_dist.pipeline.checks import check_same, check_scalar, check_step, refuse_loss_kwargs
 from cce_dist.pipeline.comm.courier import Wait, mark
-from cce_dist.pipeline.embedding import TiedEmbedding
-from cce_dist.pipeline.head import PipelineHead
+from cce_dist.pipeline.phases import EmbeddingPhases, HeadPhases
 from cce_dist.pipeline.schedules.server import Waiting, check_calls
 from cce_dist.pipeline.schedules.torch_schedules import (
     connect_stages,
     forwards_alone,
+    observe_passes,
     prepare_mode,
-    told_of_forwards,
     without_dry_run,
 )
 from cce_dist.planner.orders.circles import require_no_circle
@@ -94,9 +93,9 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self,
         stage: PipelineStage,
         n_microbatches: int,
-        head: PipelineHead,
+        head: HeadPhases,
         *,
-        embedding: TiedEmbedding | None = None,
+        embedding: EmbeddingPhases | None = None,
         times: Times = Times(),  # noqa: B008 - frozen
         slow_start: bool | None = None,
         scale_grads: bool = True,
@@ -120,7 +119,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self._shown: dict[int, Tensor] = {}
         self._unawaited: list[int] = []
         self._sent: list[Wait] = []
-        self._begun: Any = None  # event behind the previous step
+        self._step_start: Any = None  # event behind all work before the step
         embeds = embedding is not None
         self._orders = [
             plan(head.size, n_microbatches, times, embeds=embeds)
@@ -142,20 +141,20 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         if self.head.is_broken:
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         if not self._agreed:
-            check_same(self.head.vocab_group, n_microbatches=self._n_microbatches)
+            check_same(self.head.vocab_group, {"n_microbatches": self._n_microbatches})
             self._agreed = True
         self.head.is_broken, self.losses = True, []
         self._called = self._forwards = 0
         answers = [self] if self.embedding is None else [self, self.embedding]
         self._lower(self._orders[self._has_backward in self._run_before])
-        self._begun = mark(self.head.weight.device)
+        self._step_start = mark(self.head.weight.device)
         if not self.head.paced:
             connect_stages(self._stages, self._connected)
         prepare_mode(self, backward=self._has_backward)
         self.head.start_step(record=self._has_backward)
         with (
             without_dry_run(self._stages, answers),
-            told_of_forwards(self._stages, self._forwarded),
+            observe_passes(self._stages, self._forwarded),
             nullcontext() if self._has_backward else forwards_alone(self),
         ):
             result = super().step(*args, **kwargs)
@@ -217,9 +216,9 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self.pipeline_order_with_comms[self.rank] = lowered + waiting
 
     def _action(self, phase: Pass) -> _Action:
-        (what,) = (held for held, kind in _KIND.items() if kind == phase.kind)
-        held = _Action(self.rank, what, phase.microbatch)
-        return _Action(self.rank, OVERLAP_F_B, phase.microbatch, (held,))
+        (name,) = (name for name, kind in _KIND.items() if kind == phase.kind)
+        named = _Action(self.rank, name, phase.microbatch)
+        return _Action(self.rank, OVERLAP_F_B, phase.microbatch, (named,))
 
     def _forwarded(self) -> None:
         self._forwards += 1
@@ -252,11 +251,11 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
     def _run_phase(self, action: _Action, ctx: Any) -> None:
         assert action.sub_actions is not None and action.microbatch_index is not None
         index, head, embedding = action.microbatch_index, self.head, self.embedding
-        what = action.sub_actions[0].computation_type
-        if what in (*_SENDS, *_RECEIVES):
-            self._carry(what, index)
+        name = action.sub_actions[0].computation_type
+        if name in (*_SENDS, *_RECEIVES):
+            self._carry(name, index)
             return
-        kind = _KIND[what]
+        kind = _KIND[name]
         if kind == "S":
             if head.rank != self.root:
                 head.expect(index, self.root, self._n_microbatches)
@@ -266,23 +265,23 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         elif embedding is not None:
             self._run_embedding(embedding, kind, index, ctx)
 
-    def _carry(self, what: Any, index: int) -> None:
+    def _carry(self, name: Any, index: int) -> None:
         """Sends or receives in place of torch, whose kernels would wait for the other stage."""
         (stage,), neighbours = self._stages, self.head.neighbours()
-        forward = what in (SEND_F, RECV_F)
+        forward = name in (SEND_F, RECV_F)
         way = "fwd" if forward else "bwd"
-        if what in _SENDS:
+        if name in _SENDS:
             for op in getattr(stage, f"get_{way}_send_ops")(index):
                 self._sent.append(neighbours.send(op.tensor, forward=forward))
             return
         ops = getattr(stage, f"get_{way}_recv_ops")(index)
         # Each microbatch has its own receiving tensor.
-        begun = self._begun
-        waits = [neighbours.receive(op.tensor, forward=forward, after=begun) for op in ops]
+        after = self._step_start
+        waits = [neighbours.receive(op.tensor, forward=forward, after=after) for op in ops]
         received = self.fwd_recv_ops if forward else self.bwd_recv_ops
         received[stage.stage_index, index] = [_Received(wait) for wait in waits]  # pyright: ignore
 
-    def _run_embedding(self, embedding: TiedEmbedding, kind: Kind, index: int, ctx: Any) -> None:
+    def _run_embedding(self, embedding: EmbeddingPhases, kind: Kind, index: int, ctx: Any) -> None:
         if kind == "E":
             if index == 0:
                 # Ask for all microbatches now, so that no rank waits for another's `ask`.
@@ -310,6 +309,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             # `_shown` has the tensor that loss_fn returned before the loss was known.
             self._shown.pop(index).copy_(loss)
 
-    def _await_sums(self, but: int) -> None:
-        while len(self._unawaited) > but:
+    def _await_sums(self, at_most: int) -> None:
+        """Waits for the oldest sums, until at most so many are left unawaited."""
+        while len(self._unawaited) > at_most:
             self.head.take(self._unawaited.pop(0))
