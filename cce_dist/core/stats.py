@@ -1,4 +1,4 @@
-"""Statistics of each token over some columns, and how two such results merge.
+"""Statistics of each token over some columns, and their merge over the shards.
 
 The (max, sum) pair of a log-sum-exp is kept as its logarithm; tiles, tensor-parallel ranks and
 pipeline ranks all merge by log-add-exp. Derivations: docs/numerics.md#online-merge.
@@ -27,15 +27,15 @@ class Stats:
     entropy: Tensor | None = None  # of the softmax over these columns alone
     max_logit: Tensor | None = None
     target_is_argmax: Tensor | None = None  # 1 where the first largest column is the target
-    # Means near 1000 would lose the digits of the spread: they are kept relative to a logit.
+    # A mean near 1000 has few digits left for the variance, so it is kept relative to a logit.
     origin_logit: Tensor | None = None
     mean_logit: Tensor | None = None  # minus origin_logit
     m2_logit: Tensor | None = None  # sum of squared deviations from the mean (Welford)
-    screened: Tensor | None = None  # 1 where logits were of 8 bits, but for those that matter
+    screened: Tensor | None = None  # 1 where logits had 8 bits, but for the kept columns
 
     @property
     def is_plain(self) -> bool:
-        """Tells whether there is nothing but lse and target logit."""
+        """Tells whether lse and target logit are the only fields."""
         return all(getattr(self, field.name) is None for field in fields(self)[2:])
 
     def pack(self) -> Tensor:
@@ -44,28 +44,27 @@ class Stats:
         return torch.stack([value for value in values if value is not None])
 
     def unpack(self, packed: Tensor) -> Stats:
-        """Reverses `pack` on [K, ...] rows: fields of `packed` where self has them."""
+        """Turns [K, ...] of `pack` into statistics with the fields that self has."""
         rows = iter(packed.unbind(0))
         present = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         return Stats(**{name: next(rows) for name in present})
 
     @property
     def adds_up(self) -> bool:
-        """Tells whether there is nothing but lse and fields that merge by adding."""
+        """Tells whether all fields but lse merge by adding."""
         others = (field.name for field in fields(self)[3:])
         return all(getattr(self, name) is None for name in others)
 
     def to_records(self) -> Tensor:
-        """Returns [N, K] where `adds_up`: base and sum, which stand for lse = base + log sum, and
-        the fields that are added. Any base will do: lse itself, with a sum of 1, or 0 over no
-        columns."""
+        """Returns records [N, K], if `adds_up`: base and sum, with lse = base + log sum, and the
+        fields that are added. The base is lse and the sum 1; over no columns the sum is 0."""
         added = [self.target_logit]
         if self.smooth_logit is not None:
             added.append(self.smooth_logit)
         return Stats.record_of(self.lse, *added)
 
     def from_records(self, records: Tensor) -> Stats:
-        """Returns the statistics that merged records stand for, with the fields that self has."""
+        """Turns merged records into statistics, with the fields that self has."""
         _, _, *added = records.unbind(1)
         return Stats(Stats.lse_of(records), *added)
 
@@ -81,16 +80,15 @@ class Stats:
 class MergeKernels(NamedTuple):
     """Kernels that merge lse and target logit of ranks, in place of `merge_parts`."""
 
-    # lse [N], target logit [N], the header's eight numbers -> what a rank sends, [8 + 2 N]
+    # lse [N], target logit [N], the header's eight numbers -> the message of a rank, [8 + 2 N]
     pack: Callable[[Tensor, Tensor, Sequence[int]], Tensor]
-    # What all ranks sent [W, 8 + 2 N], how many tokens count -> lse and target logit [2, N],
-    # whether it belongs together, [1], as `merge_header.is_sound`
+    # Messages of all ranks [W, 8 + 2 N], number of tokens that count [1] or None
+    # -> lse and target logit [2, N]; `merge_header.is_sound` [1]
     merge: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def zero_beyond(stats: Stats, count: Tensor) -> Stats:
-    """Returns the statistics with 0 at tokens that don't count, where the ranks' zeros have
-    merged."""
+    """Returns the statistics with 0 at tokens that don't count, where a merge of zeros is not 0."""
     packed = stats.pack()
     counts = torch.arange(packed.shape[1], device=packed.device) < count
     return stats.unpack(packed.where(counts, 0))

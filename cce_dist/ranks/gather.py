@@ -37,7 +37,10 @@ def all_gather(tensor: Tensor, group: Group | None) -> Tensor:
 def start_all_gather(
     tensor: Tensor, group: Group | None, *, async_op: bool, issue: Issue | None = None
 ) -> Callable[[], Tensor]:
-    """Returns a function that returns the result of `all_gather`, and waits with `async_op`."""
+    """Starts `all_gather`; with `issue`, or with `async_op`, it does not wait.
+
+    Returns: a function that waits, and returns the gathered tensor.
+    """
     if group is None:
         return lambda: tensor[None]
     size, tensor = group.size(), tensor.contiguous()
@@ -62,8 +65,11 @@ def gather_bounds(bound: Tensor, group: Group | None) -> Tensor:
 
 
 def require(condition: Tensor, message: Callable[[], str], async_message: str) -> None:
-    """Raises ValueError unless `condition` [] holds; on a GPU asserts without stopping the stream.
-    A fake tensor holds nothing, nor fails to."""
+    """Raises ValueError with message() unless `condition` [] is True.
+
+    On a GPU, and under a tracer, a device-side assertion with `async_message` takes its place: the
+    host does not wait.
+    """
     if condition.device.type == "cpu" and not is_traced() and not is_fake(condition):
         if not bool(condition):
             raise ValueError(message())
@@ -79,12 +85,14 @@ def gather_numbers(numbers: list[int], group: Group | None) -> list[list[int]]:
 
 @in_phase("merge", begins=False)
 def require_same_sizes(sizes: Mapping[str, int], device: torch.device, group: Group | None) -> None:
-    """Checks that all ranks are about to send as much, where the process would end if they did not:
-    gloo aborts when more arrives than fits. Over MPI ranks say so before each collective.
+    """Checks that all ranks are about to send tensors of the same sizes.
 
-    Args: sizes: the same names on every rank.
+    gloo ends the process if more bytes arrive than fit. On a GPU, and over MPI, where the ranks
+    compare sizes before each collective, this function does nothing.
+
+    Args: sizes: sizes by the names that an error gives them; the same names on every rank.
     Raises:
-        ValueError: on every rank; names what differs, and every rank's.
+        ValueError: on every rank; names the sizes that differ, and gives each rank's.
     Collectives: on the CPU over torch.distributed one all-gather of the sizes, int64.
     """
     if device.type != "cpu" or group_size(group) == 1 or adapter_of(group) is not None:

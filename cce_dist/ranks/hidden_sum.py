@@ -1,4 +1,4 @@
-"""Step 4 as an object that a backend is handed: see `protocol.HiddenSum`."""
+"""Step 4: the sum of the hidden gradient over the ranks, which a backend starts."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SumOverRanks:
-    """The sum of every rank's part of the hidden gradient.
+    """The sum of the hidden gradients of all ranks; implements `protocol.HiddenSum`.
 
     Collectives: those of `reduce_grad_hidden`, once; none for one rank.
     """
 
     group: Group | None
     scatter: bool  # sequence parallel: each rank keeps its own rows
-    num_rows: int  # of hidden on all ranks, tokens that are not computed included
-    dtype: torch.dtype  # of a sum
+    num_rows: int  # rows of hidden on all ranks, tokens that are not computed included
+    dtype: torch.dtype  # the sum's
 
     @property
     def is_local(self) -> bool:
@@ -40,7 +40,7 @@ class SumOverRanks:
 
     @property
     def part_dtype(self) -> torch.dtype:
-        """Parts are summed in fp32; a single rank stores the result right away."""
+        """The dtype of this rank's part: ranks sum in fp32; a single rank stores the result."""
         return self.dtype if self.is_local else torch.float32
 
     def start(
@@ -52,7 +52,8 @@ class SumOverRanks:
         )
 
     def of_tokens(self, part: Tensor, rows: Tensor | None) -> Tensor:
-        """Without `scatter` only the computed tokens travel."""
+        """Sums the computed tokens' gradients: see `HiddenSum`. Without `scatter` only these tokens
+        travel."""
         if self.is_local:
             return self._at_rows(part, rows)
         if self.scatter:
@@ -78,11 +79,11 @@ def reduce_grad_hidden(
     """Sums the hidden gradients of all ranks; grad_hidden is overwritten.
 
     Returns:
-        [N, D], or with `scatter` (sequence parallel) this rank's rows [N / W, D]; in `dtype`, if
-        ranks had anything to sum.
-    Collectives: one reduce-scatter of grad_hidden over `group`; without `scatter` an all-gather of
-        the sum in `dtype` as well, or one all-reduce where that is no narrower, or N no multiple
-        of W.
+        [N, D] in `dtype`, or with `scatter` (sequence parallel) this rank's rows [N / W, D].
+        Without a group grad_hidden itself.
+    Collectives: one reduce-scatter of grad_hidden over `group`. Without `scatter` an all-gather of
+        the sum in `dtype` follows it; or, if `dtype` is no narrower than grad_hidden's or N is no
+        multiple of W, one all-reduce takes the place of both.
     """
     if group is None:
         return grad_hidden
@@ -98,12 +99,12 @@ def start_reduce_grad_hidden(
     *,
     scatter: bool,
     dtype: torch.dtype,
-    finish: Callable[[], object],  # completes grad_hidden, on the stream that sums it
+    finish: Callable[[], object],  # completes grad_hidden, on the stream of the sum
 ) -> Callable[[], Tensor]:
-    """Starts `reduce_grad_hidden`, on a GPU beside the current stream's later work.
+    """Starts `reduce_grad_hidden`; on a GPU it overlaps the current stream's later work.
 
-    Returns: a function that makes the stream wait, and returns the sum. Until then the memory of
-    grad_hidden, and of all that the stream has been given, has to stay.
+    Returns: a function that makes the current stream wait, and returns the sum. Until then
+    grad_hidden, and the tensors that `finish` uses, must not be freed.
     """
     reduce, total = _reduction(grad_hidden, group, scatter, dtype)
 
