@@ -84,4 +84,5 @@ class Finish:
         )
 
     def _scatter(self, values: Tensor) -> Tensor:
+        """Scatters values [N] of the tokens that count to targets' (shifted) shape."""
         return self.picked.scatter_to_shape(values, self.shape, self.options.shift)

@@ -26,7 +26,7 @@ class PickedTokens:
     # tokens come after them, with target 0.
     count: Tensor | None = None
     counts: Tensor | None = None  # [N] bool: True for a token that counts; None: all tokens count
-    # Set where a backend has found them: see `Picked`.
+    # None: the backend has not computed them. See `Picked`.
     local_targets: Tensor | None = None
     in_range: Tensor | None = None
 

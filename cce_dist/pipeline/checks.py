@@ -57,7 +57,7 @@ def check_weight(
         if getattr(weight, name, None):
             raise ValueError(
                 "weight must have no gradient hooks, as DDP and FSDP put on parameters: none would "
-                "run; keep the head out of what they wrap"
+                "run; keep the head out of the modules that they wrap"
             )
 
 
@@ -140,8 +140,8 @@ def _check_inputs(
 ) -> None:
     if embeds and not (args and all(args)):
         raise ValueError(
-            "tokens must be the first positional argument that the schedule is given on the rank "
-            "of the first stage, where the embedding is tied, got none"
+            "tokens must be the first positional argument of the schedule's step on the rank of "
+            "the first stage, since the embedding is tied, got none"
         )
     every = [_shapes(each) for each in args]
     # If some inputs come by keyword, input_args need not list the positional ones. Then
@@ -184,8 +184,8 @@ def check_output(stage: Any, output: Any) -> None:
         if [dtype for _, dtype in sent] != [dtype for _, dtype in expected]:
             advice = "give the stages output_args and input_args of the dtypes that autocast makes"
         raise ValueError(
-            f"what stage {stage.stage_index} makes of every microbatch must be {_named(expected)}, "
-            f"which the next stage expects, got {_named(sent)}; {advice}"
+            f"the output of stage {stage.stage_index} must be {_named(expected)}, as the next "
+            f"stage expects of every microbatch, got {_named(sent)}; {advice}"
         )
 
 

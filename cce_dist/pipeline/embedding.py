@@ -40,10 +40,10 @@ class TiedEmbedding(nn.Module):
     Every rank makes it; the first stage's module calls it on its tokens. It has no parameter;
     gradients go to the head's weight. Every rank runs four phases of a microbatch:
 
-        ask        the first stage's rank begins to send the tokens to all ranks
-        look_up    the sum of all ranks' rows for the tokens begins, to the first stage's rank
-        give       that rank begins to send the gradient of the sum to all ranks
-        add        each rank adds the gradient to its own rows
+        ask        starts to send the tokens from the first stage's rank to all ranks
+        look_up    starts the sum of all ranks' rows for the tokens, on the first stage's rank
+        give       starts to send the gradient of the sum from that rank to all ranks
+        add        adds the gradient to this rank's rows
 
     Between `look_up` and `give` the first stage runs `forward`, which waits for the sum, and its
     backward, which keeps the gradient. Ranks must not wait for each other in different phases: call
@@ -83,7 +83,7 @@ class TiedEmbedding(nn.Module):
         return self.head.rank == self.root
 
     def ask(self, index: int, tokens: Tensor | None = None) -> None:
-        """Begins to send a microbatch's tokens to all ranks, without waiting.
+        """Starts to send a microbatch's tokens to all ranks, without waiting.
 
         Args: tokens: [...] of the microbatch on the rank of the first stage; None elsewhere.
         Raises:
@@ -99,7 +99,7 @@ class TiedEmbedding(nn.Module):
 
     @torch.no_grad()
     def look_up(self, index: int) -> None:
-        """Waits for the tokens, and begins the sum of their rows without waiting for it."""
+        """Waits for the tokens, and starts the sum of their rows without waiting for it."""
         batch, head = self._microbatches[index], self.head
         batch.wait()
         mine, rows = self._local_rows(batch.tokens)
@@ -133,7 +133,8 @@ class TiedEmbedding(nn.Module):
         batch.wait()
         vectors, batch.rows = batch.rows, None
         head, dtype = self.head, self.head.hidden_dtype
-        # These are rows, not a gradient, and only some ranks sum them: the phase must not count.
+        # `reduce_grad_hidden` sums rows here, not a gradient, and on some ranks only: watchers must
+        # not count it as another phase.
         with in_phase("reduce", begins=False):
             vectors = reduce_grad_hidden(
                 vectors, self._tensor, scatter=head.slices > 1, dtype=dtype
@@ -148,7 +149,7 @@ class TiedEmbedding(nn.Module):
 
     @torch.no_grad()
     def give(self, index: int) -> None:
-        """Begins to send the gradient of the rows to all ranks, without waiting."""
+        """Starts to send the gradient of the rows to all ranks, without waiting."""
         batch, head = self._microbatches[index], self.head
         if not self.is_first:
             # Only the first stage needs the sum; this rank has not waited for its end yet.

@@ -58,7 +58,7 @@ class FrequentRows:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Begins to send this rank's most frequent rows to all ranks.
+        """Starts to send this rank's most frequent rows to all ranks.
 
         Collectives: one all-gather of [num_rows, D] in weight's dtype; with a bias one more of
             [num_rows].

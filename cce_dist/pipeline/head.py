@@ -1,14 +1,15 @@
 """The vocabulary over pipeline ranks: the loss in phases that a schedule places between its own.
 
-A microbatch goes through four phases. Each begins a collective, for which the next phase waits:
+A microbatch goes through four phases. Each starts a collective, for which the next phase waits:
 
     post         sends hidden states and targets from the last stage's rank to all ranks
-    statistics   computes log-sum-exp and target logit of this rank's columns; begins the merge
-    gradients    computes loss and gradients; begins the sum of the hidden gradient
+    statistics   computes log-sum-exp and target logit of this rank's columns; starts the merge
+    gradients    computes loss and gradients; starts the sum of the hidden gradient
     take         returns the hidden gradient, which the last stage's backward needs
 
-With reduction "none" only the last stage's rank can differentiate what follows each token's loss.
-It reads the losses by `losses`, and `weigh` sends their gradient to all ranks before `gradients`.
+With reduction "none" the last stage's rank computes the scalar loss from each token's loss, and
+differentiates it: `losses` returns the tokens' losses, and `weigh` sends their gradient to all
+ranks before `gradients`.
 
 The weight's gradient never travels. Each kind of collective has its own group, so the order of
 microbatches must be the same on all ranks, but the order of phases may differ.
@@ -154,7 +155,7 @@ class PipelineHead:
         warm_up_head(self)
 
     def start_step(self, *, record: bool = True) -> None:
-        """Begins a step, on every rank, before the first microbatch; does not wait.
+        """Starts a step, on every rank, before the first microbatch; does not wait.
 
         For the Triton backend's filter it sends all ranks the rows that tell most of a token's lse.
         A step without this call has the same loss, and its filter keeps more columns. The weight
@@ -194,7 +195,7 @@ class PipelineHead:
     def post(
         self, index: int, root: int, hidden: Tensor | None = None, targets: Tensor | None = None
     ) -> None:
-        """Begins to send a microbatch to all ranks, without waiting.
+        """Starts to send a microbatch to all ranks, without waiting.
 
         Args:
             root: the rank in the group that has the last stage.
@@ -222,7 +223,7 @@ class PipelineHead:
 
     @without_autograd
     def statistics(self, index: int, *, record: bool = True) -> None:
-        """Waits for the posted tensors, computes this rank's statistics, and begins their merge.
+        """Waits for the posted tensors, computes this rank's statistics, and starts their merge.
 
         Args:
             record: True if `gradients` follows, False if `value` does.
@@ -231,7 +232,7 @@ class PipelineHead:
         """
         batch = self._under_way(index)
         if batch.posted is None:
-            raise RuntimeError(f"statistics must be asked for once a microbatch, got {index} again")
+            raise RuntimeError(f"statistics must be called once a microbatch, got {index} again")
         (hidden, targets, arrive), batch.posted = batch.posted, None
         arrive()
         if self.slices > 1:
@@ -241,7 +242,7 @@ class PipelineHead:
         )
         group, shard, quantizer = self._merging.group, self._vocab_shard, self._quantizer
         call, finish = prepare(inputs, self.options, group, shard, quantizer, record=record)
-        # Other ranks' kernels run beside this one's, at other microbatches.
+        # Kernels that wait for other ranks run at the same time, for other microbatches.
         call = replace(call, plan=replace(call.plan, shares_device=True))
         tokens = call.tokens(hidden.reshape(-1, self.hidden_shape[-1]))
         head = call.head(self.weight.detach(), self.bias)
@@ -271,7 +272,7 @@ class PipelineHead:
         return self._merged(self._under_way(index))[0]
 
     def weigh(self, index: int, root: int, grad_losses: Tensor | None = None) -> None:
-        """Begins to send the gradient of `losses` to all ranks, without waiting.
+        """Starts to send the gradient of `losses` to all ranks, without waiting.
 
         Args: grad_losses: fp32 or float64 in targets' shape, on the last stage's rank.
         """
@@ -285,7 +286,7 @@ class PipelineHead:
 
     @without_autograd
     def gradients(self, index: int, root: int) -> Tensor:
-        """Waits for the merge, and begins the sum of the hidden gradient.
+        """Waits for the merge, and starts the sum of the hidden gradient.
 
         Adds this microbatch's part to the gradients of weight and bias.
         Returns: the loss [], on every rank.
@@ -301,7 +302,7 @@ class PipelineHead:
         out = sharded.backward(
             tokens,
             head,
-            # No group: this method begins the sum itself.
+            # No group: this method starts the sum itself.
             replace(call.plan, group=None),
             stats,
             upstream,

@@ -45,9 +45,9 @@ def start_forward(
     *,
     score: bool,
     elsewhere: Head | None,  # some of the other ranks' rows; None: unknown
-    issue: Issue,  # begins the merge's collective
+    issue: Issue,  # issues the merge's collective
 ) -> tuple[Callable[[], Stats], Scores | None]:
-    """Runs `sharded.forward` and begins its merge without waiting.
+    """Runs `sharded.forward` and starts its merge without waiting.
 
     Returns: a function that waits for the merge; this rank's scores of its columns.
     """

@@ -1,4 +1,4 @@
-"""Collectives that begin on the devices of all ranks at once.
+"""Collectives that start on the devices of all ranks at once.
 
 An NCCL kernel that waits for other ranks holds multiprocessors. A matrix product that is laid out
 for all multiprocessors takes up to twice as long beside such a kernel. So ranks that are at
@@ -59,12 +59,12 @@ class Courier:
         self._error: BaseException | None = None
 
     def issue(self, collective: Collective, after: Any = None) -> Wait:
-        """Begins a collective without waiting.
+        """Starts a collective without waiting.
 
         Args: after: an event of `mark`; the collective starts after the work before the event.
             None: after all work on the current stream.
-        Returns: a function that waits: the host waits for the collective to begin, the current
-            stream for it to end. It raises the error of `collective` or of the meeting.
+        Returns: a function that waits: the host waits until the collective has started, the
+            current stream until it ends. It raises the error of `collective` or of the meeting.
         """
         if self._meeting is None:
             return collective().wait

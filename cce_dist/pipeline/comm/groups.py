@@ -148,7 +148,7 @@ class _All:
 
 
 def start_broadcast(root: int, courier: Courier, *tensors: Tensor) -> Wait:
-    """Begins to copy rank `root`'s tensors into every rank's. Returns: a function that waits."""
+    """Starts to copy rank `root`'s tensors into every rank's. Returns: a function that waits."""
 
     def broadcast(tensor: Tensor) -> Any:
         return dist.broadcast(tensor, group=courier.group, group_src=root, async_op=True)
@@ -157,7 +157,7 @@ def start_broadcast(root: int, courier: Courier, *tensors: Tensor) -> Wait:
 
 
 def start_reduce(root: int, courier: Courier, tensor: Tensor) -> Wait:
-    """Begins to sum every rank's tensor into rank `root`'s; other ranks' tensors become undefined.
+    """Starts to sum every rank's tensor into rank `root`'s; other ranks' tensors become undefined.
 
     Returns: a function that waits.
     """

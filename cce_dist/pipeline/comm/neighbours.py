@@ -18,7 +18,7 @@ from cce_dist.pipeline.comm.groups import connect_neighbours, make_couriers
 class Neighbours:
     """Connections to the next rank and to the rank before, to send and to receive.
 
-    Both ranks must begin the transfers of one direction in the same order. The directions do not
+    Both ranks must start the transfers of one direction in the same order. The directions do not
     wait for each other, and a sender does not wait for its receiver while other ranks need it.
 
     Args:
@@ -58,7 +58,7 @@ class Neighbours:
             self._couriers |= dict.fromkeys((x for x in pair if x != self.rank), both)
 
     def send(self, tensor: Tensor, *, forward: bool) -> Wait:
-        """Begins to send a tensor to the next rank (forward), or to the rank before.
+        """Starts to send a tensor to the next rank (forward), or to the rank before.
 
         Returns: a function that waits until the tensor is sent. It must not change before that.
         """
@@ -67,7 +67,7 @@ class Neighbours:
         return courier.issue(lambda: dist.isend(tensor, group=courier.group, group_dst=peer))
 
     def receive(self, tensor: Tensor, *, forward: bool, after: Any = None) -> Wait:
-        """Begins to receive from the rank before (forward), or from the next rank.
+        """Starts to receive from the rank before (forward), or from the next rank.
 
         Args: after: an event behind the last use of the tensor, as in `Courier.issue`.
         Returns: a function that waits until the tensor has arrived.

@@ -42,9 +42,11 @@ class VocabOverPipeline:
 
     After the context the losses are known, and weight.grad includes the step's gradient.
 
-    Args: embedding: every rank makes one, and the first stage's module calls it. All microbatches
-        are looked up before the first stage begins, and their gradients are sent after the last
-        microbatch: the first stage's rank holds N D numbers of each microbatch.
+    Args:
+        head: a `PipelineHead` over the schedule's stages.
+        embedding: a `TiedEmbedding`, which every rank makes and the first stage's module calls. All
+            microbatches are looked up before the first stage starts, and their gradients are sent
+            after the last microbatch: the first stage's rank holds N D numbers of each microbatch.
     """
 
     def __init__(self, head: HeadPhases, *, embedding: EmbeddingPhases | None = None) -> None:
@@ -61,7 +63,8 @@ class VocabOverPipeline:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def __call__(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
-        """Returns a placeholder for the loss, on the last stage; the context's end fills it in."""
+        """Returns a placeholder for the loss, on the last stage; the loss is in it after the
+        context."""
         refuse_loss_kwargs(loss_kwargs)
         if self._server is None:
             raise RuntimeError(

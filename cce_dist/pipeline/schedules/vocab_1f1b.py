@@ -71,14 +71,15 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             microbatches between forward and backward, if the head takes no longer than two stages
             and `times` have no latency (otherwise see planner/orders/vocab_1f1b.py). 1F1B's first
             rank holds one for each rank.
-        head: a head over the stage's group. After a step weight.grad includes its gradient.
-        embedding: every rank makes one, and the first stage's module calls it.
+        head: a `PipelineHead` over the stage's group. After a step weight.grad includes the step's
+            gradient.
+        embedding: a `TiedEmbedding`, which every rank makes and the first stage's module calls.
         times: durations of a microbatch's passes on a rank, in any unit. They give the order of
             passes; the result does not depend on them.
         slow_start: the first step and the first evaluation run two microbatches, one after the
-            other, before the rest: a GPU loads the stages' kernels at first use, and may then wait
-            for all work that it has begun. None: True on GPUs. It changes the order in which the
-            gradient of a tied embedding is summed.
+            other, before the other microbatches: a GPU loads the stages' kernels at first use, and
+            may then wait for all work that it has begun. None: True on GPUs. It changes the order
+            in which the gradient of a tied embedding is summed.
         scale_grads, chunking: see torch's schedules; scale_grads applies to the head, too.
     Raises:
         ValueError: the head is over other ranks; or ranks would wait for one another by `times`.
@@ -237,7 +238,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         return super()._step_microbatches(*microbatches, *others, **keywords)
 
     def _post(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
-        """Replaces loss_fn on the last stage: posts the microbatch, returns a placeholder."""
+        """Serves as loss_fn on the last stage: posts the microbatch, returns a placeholder."""
         refuse_loss_kwargs(loss_kwargs)
         if self.infers:
             return output.float().sum()
