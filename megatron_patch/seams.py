@@ -92,8 +92,8 @@ def find_seams() -> Seams:
     """Finds the functions of Megatron that the patch replaces.
 
     Raises:
-        PatchError: there is no megatron.core, or a function is missing, takes other arguments or
-            is not Megatron's own.
+        PatchError: there is no megatron.core; or a function is missing, takes other arguments, or
+            is not Megatron's.
     """
     try:
         core = importlib.import_module("megatron.core")
@@ -112,7 +112,7 @@ def find_seams() -> Seams:
         )
         if parameters != wanted:
             raise PatchError(
-                f"{module}.{owner}.{name} must take ({wanted.replace(' ', ', ')}), found "
+                f"{module}.{owner}.{name} must take ({wanted.replace(' ', ', ')}), got "
                 f"({parameters.replace(' ', ', ')}) in megatron.core {version} ({file}): the patch "
                 "does not know this release; run without megatron_patch"
             )
@@ -144,9 +144,8 @@ def require_original(name: str, function: Any, module: Any, core: Any) -> None:
     for each in chain:
         if not is_original or not any(folder in _file_of(each).parents for folder in inside):
             raise PatchError(
-                f"{name} is {describe(each)}, not Megatron's own in {module.__file__}: the patch "
-                "would leave out what it does; switch off what has replaced it, or run without "
-                "megatron_patch"
+                f"{name} must be Megatron's own in {module.__file__}, got {describe(each)}, which "
+                "the patch would leave out: undo that replacement, or run without megatron_patch"
             )
 
 
@@ -221,7 +220,7 @@ def find_pipeline_seams() -> PipelineSeams:
         has = [] if function is None else _arguments(function)
         if [x for x in has if x not in besides.split()] != wanted.split():
             raise PatchError(
-                f"{SCHEDULES}.{name} must take ({wanted.replace(' ', ', ')}), found "
+                f"{SCHEDULES}.{name} must take ({wanted.replace(' ', ', ')}), got "
                 f"({', '.join(has)}) in megatron.core {seams.version} ({seams.file}): the patch "
                 "does not know this release; run without vocab_over_pipeline"
             )
@@ -241,7 +240,7 @@ def find_schedules() -> Any:
     for name in SCHEDULES_OF_ALL_KINDS:
         if not callable(getattr(schedules, name, None)):
             raise PatchError(
-                f"{SCHEDULES}.{name} is not there: the patch does not know this release; run with "
+                f"{SCHEDULES}.{name} is missing: the patch does not know this release; run with "
                 "quantize_once=False, or logits='full'"
             )
     return schedules

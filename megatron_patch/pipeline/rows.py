@@ -20,8 +20,8 @@ from megatron_patch.stock import device_of
 
 NO_LOGITS = (
     "logits are asked for, but with vocab_over_pipeline no stage has all rows of the output layer: "
-    "generate and distil without the option (megatron_patch.gather_output_weight hands the weight "
-    "over)"
+    "generate and distil without the option (megatron_patch.gather_output_weight gathers the "
+    "weight)"
 )
 
 

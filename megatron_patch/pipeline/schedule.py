@@ -32,7 +32,7 @@ def forward_backward(seams: PipelineSeams, rows: Rows, arguments: Arguments) -> 
         value = getattr(arguments, name)
         if isinstance(value, list):
             if len(value) != 1:
-                raise PatchError(f"{name} must be one of each stage, got {len(value)}")
+                raise PatchError(f"{name} must be a list of 1 on each stage, got {len(value)}")
             setattr(arguments, name, value[0])
     config = schedules.get_model_config(arguments.model)
     _require(seams, rows, arguments, config)
@@ -50,7 +50,9 @@ def forward_backward(seams: PipelineSeams, rows: Rows, arguments: Arguments) -> 
             rows.pipeline = Pipeline(rows, decoder, tuple(shape), config=config)
     pipeline: Pipeline = rows.pipeline
     if pipeline.is_broken:
-        raise RuntimeError("an earlier step failed and left ranks apart: start again")
+        raise RuntimeError(
+            "an earlier step failed and left ranks at different passes: start the job again"
+        )
     pipeline.head.reshape(tuple(shape))
     step = Step(seams, rows, arguments)
     pipeline.is_broken, rows.step = True, step
@@ -95,11 +97,11 @@ def _require(seams: PipelineSeams, rows: Rows, arguments: Arguments, config: Any
     elif arguments.adjust_tensor_shapes_fn is not None:
         reason = "adjust_tensor_shapes_fn changes shapes between stages"
     elif config.overlap_p2p_comm:
-        reason = "overlap_p2p_comm is of interleaved schedules: drop it"
+        reason = "overlap_p2p_comm needs an interleaved schedule: drop it"
     elif type(rows.weight) is not nn.Parameter or hasattr(rows.weight, "__fsdp_param__"):
-        reason = "FSDP shards the rows once more: use DDP, with the distributed optimizer"
+        reason = "FSDP shards the rows a second time: use DDP, with the distributed optimizer"
     elif _unwrapped(arguments.model).output_layer is not rows:
-        reason = "output_layer of the model has been replaced since"
+        reason = "output_layer of the model was replaced after apply()"
     elif "forward" in vars(rows):
         reason = f"forward of output_layer is replaced, by {describe(vars(rows)['forward'])}"
     else:

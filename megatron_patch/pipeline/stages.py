@@ -86,7 +86,7 @@ class Pipeline:
 
     @property
     def described(self) -> str:
-        """The shape and dtype of the hidden states that stages send."""
+        """Shape and dtype of the hidden states that stages send, for messages."""
         return f"{list(self.head.hidden_shape)} {self._dtype}"
 
     def order(self, num_microbatches: int, *, trains: bool) -> list[Pass]:
@@ -174,7 +174,7 @@ def _times_of(rows: Rows, decoder: Any, group: Any, config: Any) -> Times:
         stages = [stage for stage, trains in enumerate(trained) if not trains]
         raise PatchError(
             f"output_layer.weight is frozen on the stages {stages} alone: with vocab_over_pipeline "
-            "each of them has rows of it, freeze all or none"
+            "every stage has rows of it: freeze it on all stages, or on none"
         )
     head = rows.weight.numel() / max(*sizes, 1)
     again = getattr(config, "recompute_granularity", None) == "full"

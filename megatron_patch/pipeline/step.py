@@ -30,8 +30,8 @@ _UNAWAITED = 2
 # Passes of a microbatch: the stage's work, and the result of other stages that it waits for.
 _PASSES = {
     "E": "look-up of its tokens, which come from the first stage",
-    "F": "forward of the layers, on what the stage before sends",
-    "S": "log-sum-exp of this stage's rows, on what the last stage sends",
+    "F": "forward of the layers, on hidden states of the stage before",
+    "S": "log-sum-exp of this stage's rows, on hidden states of the last stage",
     "U": "loss function, on the log-sum-exps of all stages",
     "T": "gradients of this stage's rows, by the log-sum-exps of all stages",
     "B": "backward of the layers, from the gradient that the other stages make",
@@ -40,7 +40,7 @@ _PASSES = {
 
 
 class Step:
-    """A step's passes, in their order; `Waiting` uses `infers` and `grad`."""
+    """A step's passes, in their order; implements `server.Answers` for `Waiting`."""
 
     infers = False
 
@@ -90,7 +90,7 @@ class Step:
             if self.trains or kind != "B":
                 with failing_in(f"{stage}, microbatch {index}, {_PASSES[kind]}"):
                     passes[kind](index)
-        with failing_in(f"{stage}, the end of a step, where what is under way arrives"):
+        with failing_in(f"{stage}, the end of a step, which waits for the last transfers"):
             self._await_sums(0)
             self.pipeline.finish_sends()
             if self.tied is not None:
@@ -192,7 +192,7 @@ class Step:
             raise PatchError(
                 f"hidden states of every microbatch must be {wanted}, by seq_length, "
                 f"micro_batch_size and pipeline_dtype, got {got}: pad microbatches to one shape, "
-                "and set pipeline_dtype to what stages make"
+                "and set pipeline_dtype to the dtype of the stages' outputs"
             )
 
     def _post(self, index: int, output: Any) -> Tensor:
@@ -202,9 +202,8 @@ class Step:
             raise PatchError(
                 "forward_step_func must return the model's losses as the model's "
                 "compute_language_model_loss returned them, unchanged, got "
-                f"{type(output).__name__}: compute with them in the loss function; where the model "
-                "is called without labels its logits are asked for, which vocab_over_pipeline has "
-                "not"
+                f"{type(output).__name__}: compute with them in the loss function, and call the "
+                "model with labels, since vocab_over_pipeline computes no logits"
             )
         hidden, labels, _ = accepted
         self._accepted = None

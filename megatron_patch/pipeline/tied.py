@@ -109,9 +109,9 @@ class TiedStep:
         self.arguments.forward_step_func(self.arguments.data_iterator, recorder)
         if len(recorder.calls) != 1:
             raise PatchError(
-                "forward_step_func must call the model that it is given, once, got "
-                f"{len(recorder.calls)} calls: with a tied embedding the first stage's data is "
-                "read before the model is run"
+                "forward_step_func must call its argument `model` once, got "
+                f"{len(recorder.calls)} calls: with a tied embedding the first stage reads its "
+                "data before the model runs"
             )
         self._calls[index] = args, kwargs = recorder.calls[0]
         tokens = args[0] if args else kwargs.get("input_ids")
