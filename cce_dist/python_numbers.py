@@ -28,7 +28,9 @@ def python_number(name: str, got: object) -> float | None:
             "outside of the compiled function"
         )
     if getattr(got, "requires_grad", False):
-        raise ValueError(f"{name} must not require grad: an option has no gradient; detach it")
+        raise ValueError(
+            f"{name} must not require grad: an option has no gradient; pass it detached"
+        )
     kind = str(getattr(got, "dtype", ""))
     if "bool" in kind or "complex" in kind or getattr(got, "ndim", 0) != 0:
         return None
