@@ -47,7 +47,7 @@ def merge_extras(
         # The number of columns a split saw is the same for every token that counts.
         parts = Stats(top, top, origin_logit=origin, mean_logit=mean, m2_logit=m2)
         moments = merge_moments(parts, seen[:, 0])
-        merged |= {name: torch.where(counts, value, 0) for name, value in moments.items()}
+        merged |= {name: torch.where(counts, value, 0) for name, value in moments._asdict().items()}
     if sums_softcapped(wanted, head):
         smooth = weighted.sum(0) / head.vocab_size
         merged["smooth_logit"] = torch.where(counts, smooth, 0)
