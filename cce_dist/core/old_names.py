@@ -53,6 +53,14 @@ NEW_NAMES = {
     "cce_dist.train.windows": "cce_dist.train.evaluate.windows",
 }
 
+# Functions of these modules that have new names, too.
+NEW_FUNCTIONS = {
+    "cce_dist.adapters.groups": {"own_groups": "make_groups", "own_couriers": "make_couriers"},
+    "cce_dist.adapters.microbatch": {"plainly": "without_autograd"},
+    "cce_dist.adapters.pipeline_rehearsal": {"rehearse_head": "warm_up_head"},
+    "cce_dist.adapters.pipelining": {"told_of_forwards": "observe_passes"},
+}
+
 
 def install() -> None:
     """Makes the old names importable."""
@@ -99,6 +107,8 @@ class _Finder(MetaPathFinder, Loader):
         new = NEW_NAMES[spec.name]
         _warn(spec.name, new, stacklevel=2)
         module = importlib.import_module(new)
+        for old, name in NEW_FUNCTIONS.get(spec.name, {}).items():
+            setattr(module, old, getattr(module, name))
         spec.loader_state = module.__spec__
         return module
 
