@@ -136,7 +136,7 @@ def _tensors(job: Job, run: Run, num_tokens: int) -> dict[str, Tensor]:
     num_tokens = min(num_tokens, len(held_out) - 1) // length * length
     ids, targets = held_out[:num_tokens].view(-1, length), held_out[1 : num_tokens + 1]
     device, dtype = job.ranks.device, getattr(torch, job.config.dtype)
-    parts = [forward_body(run.whole_model, part.to(device), job.config) for part in ids.split(8)]
+    parts = [forward_body(run.decoder, part.to(device), job.config) for part in ids.split(8)]
     return {
         "hidden": torch.cat(parts).to(dtype).cpu(),
         "weight": run.model.head_weight.detach().to(dtype).cpu(),
