@@ -19,10 +19,10 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 CENTRE_ROWS = 16384
 # Of the columns with a mass so many nats or less from a block's threshold so many say what the
 # choice of columns costs a tail.
-NEAR_NATS, NEAR_COLUMNS = 0.5, 128
+NEAR_THRESHOLD_NATS, NEAR_THRESHOLD_COLUMNS = 0.5, 128
 # At most so much of a tail is given back to it: of one that is next to nothing the estimate may be
 # more than that.
-MOST_LOST = 0.5
+MOST_LOST_SHARE = 0.5
 # centre, channel, across, [D] fp32 each -> see `torch_quantize.quantize`.
 Quantize = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -127,9 +127,9 @@ def correct_for_rounding(
 ) -> Tensor:
     """The tokens' shifts, without the bias of a sum of exponentials; [N] the variance of an 8-bit
     logit's error. Source: docs/numerics.md#screened-logits."""
-    mean_norm, mean_rest, of_means = rows.mean
+    mean_norm, mean_remainder, of_means = rows.mean
     # Roundings on one side are as good as independent of the other. The variance is this over D.
-    summed = torch.addcmul(size[1] * mean_norm, size[0], mean_rest)
+    summed = torch.addcmul(size[1] * mean_norm, size[0], mean_remainder)
     dim = rows.centre.shape[0]
     # The mean of exp over an error of that variance is too large by half of it.
     of_tokens[1].sub_(of_means).sub_(summed, alpha=0.5 * logit_scale / dim)

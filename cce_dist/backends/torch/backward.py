@@ -88,26 +88,26 @@ def gradients(
 
 @dataclass
 class _Factors:
-    """The upstream gradients as d_logits needs them, [N]; `unit` scales 16-bit operands."""
+    """The upstream gradients as d_logits needs them, [N]; `grad_scale` scales 16-bit operands."""
 
     probability: Tensor  # g_nll + g_lse, the factor of p
     target: Tensor | None  # g_nll
     smooth: Tensor | None
     entropy: Tensor | None
-    unit: Tensor  # power of two: d_logits over it are at most near `largest_operand`
+    grad_scale: Tensor  # power of two: d_logits over it are at most near `largest_operand`
 
     @classmethod
     def of(cls, upstream: Upstream, lse: Tensor, head: Head) -> _Factors:
         parts = [g for g in (upstream.nll, upstream.lse) if g is not None]
         probability = sum(parts[1:], parts[0]) if parts else torch.zeros_like(lse)
         gradients = (probability, upstream.nll, upstream.smooth_logit, upstream.entropy)
-        unit = torch.ones((), dtype=lse.dtype, device=lse.device)
+        grad_scale = torch.ones((), dtype=lse.dtype, device=lse.device)
         if lse.shape[0]:
             largest = torch.stack([g.abs().amax() for g in gradients if g is not None]).amax()
             largest *= abs(head.logit_scale) / largest_operand(head.weight.dtype)
             exponent = largest.clamp_min(torch.finfo(lse.dtype).tiny).log2().floor()
-            unit = exponent.exp2()
-        return cls(probability, upstream.nll, upstream.smooth_logit, upstream.entropy, unit)
+            grad_scale = exponent.exp2()
+        return cls(probability, upstream.nll, upstream.smooth_logit, upstream.entropy, grad_scale)
 
 
 @dataclass
@@ -253,7 +253,7 @@ class _Task:
         # A mean over tokens puts d_logits below fp16's smallest number: scale, undo at the sum.
         if grad.dtype == self.operands:
             return grad, None
-        return (grad / self.factors.unit).to(self.operands), self.factors.unit
+        return (grad / self.factors.grad_scale).to(self.operands), self.factors.grad_scale
 
 
 def _slope_of(z: Tensor, head: Head) -> Tensor | None:

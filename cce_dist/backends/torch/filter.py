@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cce_dist.backends.eight_bits import NEAR_NATS
+from cce_dist.backends.eight_bits import NEAR_THRESHOLD_NATS
 from cce_dist.backends.protocol import ColumnFilter, Room
 from cce_dist.backends.torch.tiles import (
     TileSize,
@@ -91,12 +91,12 @@ def keep_columns(
     if rule.draws:
         # Of the data: the same for the same inputs, another one in the next step.
         seed = scores.log_slope_sum[:1].float().view(torch.int32)
-        level = levels_of(mask.shape[1], seed)
+        draw_level = draw_levels_of(mask.shape[1], seed)
         full = _block_tokens(len(tokens), mass) / TOKEN_BLOCK
         ratio = DRAW_FACTOR * rule.threshold * full / mass.clamp_min(torch.finfo(mass.dtype).tiny)
         exponent = torch.frexp(ratio).exponent - 1
-        drawn = (exponent.clamp_min(0) + 1 == level) & (mass > 0) & ~mask
-        times = torch.exp2(level.to(mass.dtype))
+        drawn = (exponent.clamp_min(0) + 1 == draw_level) & (mass > 0) & ~mask
+        times = torch.exp2(draw_level.to(mass.dtype))
     return ColumnMask(mask, dropped, _shares(mass, mask), drawn, times)
 
 
@@ -121,12 +121,13 @@ def reaches(scores: ColumnMasses, lse: Tensor, rule: ColumnFilter) -> Tensor:
     return score * _tighten(scores, lse) >= rule.threshold * full
 
 
-def near_threshold(scores: ColumnMasses, lse: Tensor, threshold: float) -> Tensor:
-    """Marks columns whose mass is at most NEAR_NATS from the threshold, [num_blocks, V_local]."""
+def mark_near_threshold(scores: ColumnMasses, lse: Tensor, threshold: float) -> Tensor:
+    """Marks columns whose mass is at most NEAR_THRESHOLD_NATS from the threshold,
+    [num_blocks, V_local]."""
     assert scores.mass is not None
     mass = scores.mass * _tighten(scores, lse)
     least = threshold * _block_tokens(lse.shape[0], mass) / TOKEN_BLOCK
-    reach = math.exp(NEAR_NATS)
+    reach = math.exp(NEAR_THRESHOLD_NATS)
     return (mass * reach >= least) & (mass < least * reach)
 
 
@@ -143,13 +144,13 @@ def _tighten(scores: ColumnMasses, lse: Tensor) -> Tensor:
     return tighten.repeat_interleave(scores.tile_columns, 1)[:, : scores.mass.shape[1]]
 
 
-def levels_of(num_columns: int, seed: Tensor) -> Tensor:
+def draw_levels_of(num_columns: int, seed: Tensor) -> Tensor:
     """Draws a level j >= 1 for each column, with probability 2^-j: docs/numerics.md#drawn-columns.
 
     Args:
         seed: [1] int32
     Returns:
-        [num_columns] int64, at most 24; those of `level_of` in kernels/filter/column_lists.py.
+        [num_columns] int64, at most 24; those of `draw_level_of` in kernels/filter/column_lists.py.
     """
     low = 2**32 - 1
     column = torch.arange(num_columns, device=seed.device)

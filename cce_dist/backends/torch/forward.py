@@ -11,8 +11,9 @@ from torch import Tensor
 from cce_dist.backends.protocol import ForwardRequest, Room
 from cce_dist.backends.torch.filter import ColumnMasses
 from cce_dist.backends.torch.tiles import (
-    Tiles,
+    LogitTiles,
     TileSize,
+    exact_tiles,
     find_targets,
     logits_tile,
     max_over_blocks,
@@ -20,7 +21,6 @@ from cce_dist.backends.torch.tiles import (
     spans,
     squash,
     sum_over_blocks,
-    tiles_of,
 )
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Wanted, accumulate_dtype
@@ -106,7 +106,7 @@ def statistics(
     tokens: Tokens,
     head: Head,
     request: ForwardRequest,
-    tiles: Tiles | None = None,  # of other logits than the exact ones
+    tiles: LogitTiles | None = None,  # of other logits than the exact ones
 ) -> tuple[Stats, ColumnMasses | None]:
     """Computes statistics of every token over this rank's shard (no communication).
 
@@ -123,7 +123,7 @@ def statistics(
     weight, dtype = head.weight, accumulate_dtype(head.weight.dtype)
     num_tokens, num_columns = len(tokens), weight.shape[0]
     size = TileSize.choose(weight, request.room.workspace_bytes)
-    tiles = tiles_of(tokens, head) if tiles is None else tiles
+    tiles = exact_tiles(tokens, head) if tiles is None else tiles
     softcapped_mean = wanted.smooth_logit and head.softcap is not None
     collect = Wanted(softcapped_mean, wanted.entropy, wanted.correct, wanted.moments)
     running = _RunningStats(num_tokens, weight, collect, head.softcap is not None)

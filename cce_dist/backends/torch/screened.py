@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from cce_dist.backends.eight_bits import (
-    MOST_LOST,
-    NEAR_COLUMNS,
-    NEAR_NATS,
+    MOST_LOST_SHARE,
+    NEAR_THRESHOLD_COLUMNS,
+    NEAR_THRESHOLD_NATS,
     correct_for_rounding,
     screen_dtype,
     selects_by_errors,
@@ -26,7 +26,7 @@ from cce_dist.backends.torch.filter import (
     ColumnMasses,
     gathered_logits,
     keep_targets,
-    near_threshold,
+    mark_near_threshold,
     reaches,
     shares_of,
 )
@@ -66,10 +66,12 @@ def screened_statistics(
     if share <= screen.max_kept:
         size = TileSize.choose(head.weight, request.room.workspace_bytes)
         mask = keep_targets(mask, tokens)
-        near = None
+        near_threshold = None
         if not rule.by_largest and selects_by_errors(eight.rows.values.dtype):
-            near = near_threshold(scores, lse, rule.threshold)
-        screened = _Screened.of(eight, stats, scores, mask, near, size, (stats.lse - lse).exp())
+            near_threshold = mark_near_threshold(scores, lse, rule.threshold)
+        screened = _Screened.of(
+            eight, stats, scores, mask, near_threshold, size, (stats.lse - lse).exp()
+        )
         # Not true of NaN either.
         if screened.error <= screen.max_error:
             return screened.stats, screened.scores
@@ -100,7 +102,7 @@ class EightBit:
         return cls(tokens, head, values, of_tokens, rows, variance)
 
     def tiles(self, v0: int, v1: int) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
-        """See `torch_tiles.Tiles`."""
+        """See `tiles.LogitTiles`."""
         return self._tiles_of(slice(v0, v1))
 
     def gathered(self, i0: int, i1: int, index: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -116,40 +118,46 @@ class EightBit:
         rows, weight, scale = self.rows, self.head.weight, self.head.logit_scale
         dim = weight.shape[1]
         mean = share.new_zeros(len(share), dim)
-        square, rest_square = torch.zeros_like(mean), torch.zeros_like(mean)
+        square, remainder_square = torch.zeros_like(mean), torch.zeros_like(mean)
         for v0, v1 in spans(weight.shape[0], size.columns):
             x = (weight[v0:v1].float() - rows.centre) * rows.channel
-            rest = rows.values[v0:v1, :dim].float() * rows.of_rows[0, v0:v1, None] - x
-            for out, of_columns in ((mean, x), (square, x.square()), (rest_square, rest.square())):
+            remainder = rows.values[v0:v1, :dim].float() * rows.of_rows[0, v0:v1, None] - x
+            for out, of_columns in (
+                (mean, x),
+                (square, x.square()),
+                (remainder_square, remainder.square()),
+            ):
                 out += share[:, v0:v1] @ of_columns
         spread = (square - mean.square()).clamp_min_(0)
         off = torch.empty_like(self.variance)
         for block, (i0, i1) in enumerate(spans(len(self.tokens), TOKEN_BLOCK)):
             x = (self.tokens.take(i0, i1).float() - rows.hidden_centre) / rows.channel
-            rest = self.hidden[i0:i1, :dim].float() * self.of_tokens[0, i0:i1, None] - x
-            second = rest.square() @ spread[block] + x.square() @ rest_square[block]
+            remainder = self.hidden[i0:i1, :dim].float() * self.of_tokens[0, i0:i1, None] - x
+            second = remainder.square() @ spread[block] + x.square() @ remainder_square[block]
             second = scale**2 * second - self.variance[i0:i1]
-            off[i0:i1] = scale * (rest @ mean[block]) + 0.5 * second
+            off[i0:i1] = scale * (remainder @ mean[block]) + 0.5 * second
         return off
 
-    def selection_error(self, near: Tensor, lse: Tensor) -> Tensor:
+    def selection_error(self, near_threshold: Tensor, lse: Tensor) -> Tensor:
         """Returns the part that each token's tail has lost because masses by these logits decide
         which columns are left in it, [N] over exp(lse). Source:
         docs/numerics.md#the-bias-of-the-tail.
 
         Args:
-            near: [num_blocks, V_local] bool: columns whose masses are near the threshold.
+            near_threshold: [num_blocks, V_local] bool: columns whose masses are near the threshold.
             lse: [N] of these logits.
         """
-        lost = torch.zeros_like(lse)
+        lost_mass = torch.zeros_like(lse)
         for block, (i0, i1) in enumerate(spans(len(self.tokens), TOKEN_BLOCK)):
-            index = near[block].nonzero()[:, 0]
+            index = near_threshold[block].nonzero()[:, 0]
             total = len(index)
             if total == 0:
                 continue
-            if total > NEAR_COLUMNS:
-                place = torch.arange(NEAR_COLUMNS, device=index.device)
-                index = index[(place * total + NEAR_COLUMNS - 1) // NEAR_COLUMNS]
+            if total > NEAR_THRESHOLD_COLUMNS:
+                place = torch.arange(NEAR_THRESHOLD_COLUMNS, device=index.device)
+                index = index[
+                    (place * total + NEAR_THRESHOLD_COLUMNS - 1) // NEAR_THRESHOLD_COLUMNS
+                ]
             hidden = self.tokens.take(i0, i1).to(operand_dtype(self.head.weight))
             z, _ = gathered_logits(hidden, self.head, index)
             off = self.gathered(i0, i1, index)[0].sub_(z)
@@ -159,8 +167,8 @@ class EightBit:
             # What is common to all columns, or to a token's logits, moves the threshold alone.
             moved -= (mass * moved).sum() / mass.sum().clamp_min(1e-30)
             off -= (p * off).sum(1, keepdim=True) / p.sum(1, keepdim=True).clamp_min(1e-30)
-            lost[i0:i1] = (p * off) @ moved * (total / len(index) / (2 * NEAR_NATS))
-        return lost
+            lost_mass[i0:i1] = (p * off) @ moved * (total / len(index) / (2 * NEAR_THRESHOLD_NATS))
+        return lost_mass
 
     def _tiles_of(self, at: slice | Tensor) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
         # Rows of e4m3 can't be gathered; as bytes they can.
@@ -193,7 +201,7 @@ class _Screened:
         stats: Stats,  # of 8-bit logits alone, as are scores
         scores: ColumnMasses,
         mask: Tensor,  # [num_blocks, V_local] bool: columns that are kept
-        near: Tensor | None,  # of `selection_error`, where that counts
+        near_threshold: Tensor | None,  # of `selection_error`, where that counts
         size: TileSize,
         here: Tensor,  # [N] share of the mass over all ranks that this shard's columns have
     ) -> _Screened:
@@ -220,10 +228,10 @@ class _Screened:
         off = eight.tail_error(shares_of(scores, stats.lse, mask), size)
         # By softcap's mean slope there. Of a token without a tail nothing is off.
         off = torch.where(unkept > 0, off * dropped / unkept, 0.0)
-        if near is not None:
-            lost = eight.selection_error(near, stats.lse) / (unkept * (-off).exp())
-            lost = lost.clamp(-MOST_LOST, MOST_LOST)
-            off = torch.where(unkept > 0, off - lost.log1p(), 0.0)
+        if near_threshold is not None:
+            lost_mass = eight.selection_error(near_threshold, stats.lse) / (unkept * (-off).exp())
+            lost_mass = lost_mass.clamp(-MOST_LOST_SHARE, MOST_LOST_SHARE)
+            off = torch.where(unkept > 0, off - lost_mass.log1p(), 0.0)
         log_unkept = stats.lse + unkept.log() - off
         lse = torch.logaddexp(kept, log_unkept)
         screened = None if stats.screened is None else torch.ones_like(lse)

@@ -16,7 +16,7 @@ from cce_dist.options import TOKEN_BLOCK
 CPU_TOKENS, CPU_COLUMNS = 512, 2048
 GPU_TOKENS, GPU_COLUMNS = 4096, 8192
 # First and last column -> first and last token -> (z, softcap'(z)) of that tile, which is its own.
-Tiles = Callable[[int, int], Callable[[int, int], tuple[Tensor, Tensor | None]]]
+LogitTiles = Callable[[int, int], Callable[[int, int], tuple[Tensor, Tensor | None]]]
 # z, softcap's slope, the gradient, and one temporary of the same size.
 TILES_ALIVE = 4
 
@@ -103,7 +103,7 @@ def logits_tile(
     return squash(x, head, scale)
 
 
-def tiles_of(tokens: Tokens, head: Head) -> Tiles:
+def exact_tiles(tokens: Tokens, head: Head) -> LogitTiles:
     """Returns a function that computes tiles of the exact logits."""
     operands = operand_dtype(head.weight)
 

@@ -110,7 +110,7 @@ def _go_through(
         row = head.weight.new_empty(1, head.weight.shape[1], dtype=expected.weight)
         weight = WeightGrad(row.expand(head.weight.shape), expected.accumulate)
     upstream = Upstream(stats.lse, stats.lse if expected.of_lse else None, stats.smooth_logit)
-    later = BackwardRequest(
+    backward_request = BackwardRequest(
         stats=replace(stats, entropy=None),
         upstream=upstream,
         kept=keep(few, head, marks, stats.lse, request.filter, request.room),
@@ -120,4 +120,4 @@ def _go_through(
         store=request.store,
         room=request.room,
     )
-    triton_grads.backward(few, head, later)
+    triton_grads.backward(few, head, backward_request)

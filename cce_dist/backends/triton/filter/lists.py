@@ -142,7 +142,7 @@ class ListedLogits:
 
     draws: bool  # the backward draws columns
     lists: Lists | None = None  # its lists
-    workspace: Tensor | None = None  # see `entries_made`
+    workspace: Tensor | None = None  # see `stored_entries`
     ref: Tensor | None = None  # [N_padded] fp32, log2
     bad_ref: Tensor | None = None  # [num_blocks] int32: 1 where it is not to be used
 

@@ -109,8 +109,8 @@ def scale_across(scale, token):
 
 
 @triton.jit
-def unit_of(scale):
-    """log2(e) times it; a pointer as it is, for `unit_across`."""
+def log2_scale_of(scale):
+    """log2(e) times it; a pointer as it is, for `log2_scale_across`."""
     if tl.core.to_tensor(scale).dtype.is_ptr():
         return scale
     else:
@@ -118,12 +118,12 @@ def unit_of(scale):
 
 
 @triton.jit
-def unit_across(unit, token):
+def log2_scale_across(log2_scale, token):
     """Returns the factor of logits [.., TOKENS] for base 2."""
-    if tl.core.to_tensor(unit).dtype.is_ptr():
-        return LOG2E * tl.load(unit + token)[None, :]
+    if tl.core.to_tensor(log2_scale).dtype.is_ptr():
+        return LOG2E * tl.load(log2_scale + token)[None, :]
     else:
-        return unit
+        return log2_scale
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def slice_of(task, number, num_slices, at_once):
     """Splits a task of `number` x `num_slices` into its number and its slice. `at_once` slices of
     all numbers come before the next slices: the whole columns of a matrix that they read stay in
     the cache."""
-    begin = task // (number * at_once) * at_once
-    width = tl.minimum(num_slices - begin, at_once)
-    inside = task - begin * number
-    return inside // width, begin + inside % width
+    first_slice = task // (number * at_once) * at_once
+    width = tl.minimum(num_slices - first_slice, at_once)
+    inside = task - first_slice * number
+    return inside // width, first_slice + inside % width

@@ -22,9 +22,9 @@ def with_unit_inner_stride(matrix: Tensor) -> Tensor:
 
 
 def padded_dim(matrix: Tensor) -> int:
-    """Rounds D up to 16 bytes, a descriptor's unit."""
-    unit = 16 // matrix.element_size()
-    return triton.cdiv(matrix.shape[1], unit) * unit
+    """Rounds D up to 16 bytes, as descriptors need."""
+    multiple = 16 // matrix.element_size()
+    return triton.cdiv(matrix.shape[1], multiple) * multiple
 
 
 def pad_tokens(values: Tensor, size: int, fill: float) -> Tensor:

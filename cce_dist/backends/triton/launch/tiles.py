@@ -21,7 +21,7 @@ LEFT_TO_OTHERS = 48
 
 
 @dataclass(frozen=True)
-class Tiles:
+class KernelTiles:
     """Tiles of the forward and of `exact` (128 tokens x columns, 128 tokens or columns x as many
     dims; `dims` at a time along the sum), and of the filtered backward's products.
 
@@ -48,7 +48,7 @@ class Tiles:
 
 # `cce-dist bench tiles` times candidates beside it: docs/performance.md#tiles.
 TABLE = {
-    ("sm90", 2): Tiles(
+    ("sm90", 2): KernelTiles(
         256,
         64,
         4,
@@ -60,16 +60,22 @@ TABLE = {
         residents=2,
         target_stages=6,
     ),
-    ("sm80", 2): Tiles(128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3),
-    ("sm90", 4): Tiles(
+    ("sm80", 2): KernelTiles(
+        128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3
+    ),
+    ("sm90", 4): KernelTiles(
         128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=2, tail_dims=64
     ),
-    ("sm80", 4): Tiles(
+    ("sm80", 4): KernelTiles(
         128, 32, 2, pair=1, slice_dims=128, backward_dims=32, backward_stages=2, tail_dims=64
     ),
     # 8 bits: the forward alone.
-    ("sm90", 1): Tiles(256, 128, 4, pair=1, slice_dims=128, backward_dims=64, backward_stages=3),
-    ("sm80", 1): Tiles(128, 64, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3),
+    ("sm90", 1): KernelTiles(
+        256, 128, 4, pair=1, slice_dims=128, backward_dims=64, backward_stages=3
+    ),
+    ("sm80", 1): KernelTiles(
+        128, 64, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3
+    ),
 }
 # Not timed, but as the shared memory of devices wants it: test_compiles.py.
 TABLE |= {
@@ -102,7 +108,7 @@ def key_of(tensor: Tensor) -> tuple[str, int]:
     return name, tensor.dtype.itemsize
 
 
-def tiles_for(tensor: Tensor) -> Tiles:
+def tiles_for(tensor: Tensor) -> KernelTiles:
     """The tiles for the tensor's device and dtype."""
     return TABLE[key_of(tensor)]
 
@@ -116,7 +122,7 @@ def num_programs(tensor: Tensor) -> int:
 
 # Parts of the backward's products: all; those before the hidden gradient; those after it.
 # Apart where ranks sum the hidden gradient beside the rest.
-WHOLE, UNTIL_HIDDEN, REST = 0, 1, 2
+ALL, UNTIL_HIDDEN, AFTER_HIDDEN = 0, 1, 2
 
 
 def rounds_exp2(tensor: Tensor) -> bool:

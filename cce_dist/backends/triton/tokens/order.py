@@ -39,9 +39,9 @@ def in_similar_order(tokens: Tokens) -> tuple[Tokens, Tensor]:
         # torch's own kernels run then, too.
         torch.arange(num_tokens, out=order)
     # Where a token's row is its number they are the same, and written twice.
-    made_rows = order if tokens.rows is None else torch.empty_like(rows)
+    ordered_rows = order if tokens.rows is None else torch.empty_like(rows)
     targets = tokens.local_targets.contiguous()
-    made_targets = torch.empty_like(targets)
+    ordered_targets = torch.empty_like(targets)
     # In the interpreter few tallies at a time, so that some tests have more.
     block, parts = (2 * part_tokens(), 4) if interpreted() else (128, 128)
     start(order_kernel, (triton.cdiv(num_tokens, block),))(
@@ -50,8 +50,8 @@ def in_similar_order(tokens: Tokens) -> tuple[Tokens, Tensor]:
         rows,
         targets,
         order,
-        made_rows,
-        made_targets,
+        ordered_rows,
+        ordered_targets,
         num_tokens,
         PART=part_tokens(),
         PARTS=parts,
@@ -59,7 +59,7 @@ def in_similar_order(tokens: Tokens) -> tuple[Tokens, Tensor]:
         num_warps=8,
     )
     scale = None if tokens.scale is None else tokens.scale.index_select(0, order)
-    return Tokens(tokens.hidden, made_rows, made_targets, tokens.count, scale=scale), order
+    return Tokens(tokens.hidden, ordered_rows, ordered_targets, tokens.count, scale=scale), order
 
 
 def part_tokens() -> int:

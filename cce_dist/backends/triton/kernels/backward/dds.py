@@ -16,7 +16,7 @@ def store_columns(
     is_first_slice,
     share_ptr,  # [groups, V]
     class_weight_ptr,  # [V]
-    tail_ptr,  # [GROUPS, D] fp32: a unit of a group's share adds this to a column
+    tail_ptr,  # [GROUPS, D] fp32: a share of 1 of a group adds this to a column
     tail_bias_ptr,  # [GROUPS] fp32
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
@@ -86,7 +86,7 @@ def dds_kept_task(
     workspace_ptr,  # [rows + TILE, TOKENS], the last rows 0
     grad_weight_ptr,
     grad_bias_ptr,
-    unit,
+    grad_scale,
     number,  # of tiles that have such tasks
     num_tiles,
     num_blocks,
@@ -138,7 +138,7 @@ def dds_kept_task(
             e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
             e = tl.load(e_ptrs, mask=inside, other=0.0)
             if WIDE:
-                acc = add_product(acc, p, e, unit - unit, PRECISION)
+                acc = add_product(acc, p, e, grad_scale - grad_scale, PRECISION)
             else:
                 acc = tl.dot(p, e, acc, input_precision=PRECISION)
     if HAS_GRAD_BIAS:  # noqa: SIM102
@@ -149,7 +149,7 @@ def dds_kept_task(
                 bias += tl.sum(tl.load(p_ptrs).to(tl.float32), 1)
     at = tile * TILE + local
     store_columns(
-        acc * unit, bias * unit, tl.load(order_ptr + at), at < V, dims, slice_ == 0,
+        acc * grad_scale, bias * grad_scale, tl.load(order_ptr + at), at < V, dims, slice_ == 0,
         share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D,
         groups, stride_gv, TILE, TAIL_PRECISION, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT,
         HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,

@@ -25,10 +25,10 @@ def add_rows(
 
 @triton.jit
 def piece_of(piece, pieces, length, BLOCK_K: tl.constexpr):
-    """Returns [begin, end) of a list's piece; all but the last end at a multiple of BLOCK_K."""
+    """Returns [start, end) of a list's piece; all but the last end at a multiple of BLOCK_K."""
     each = tl.cdiv(tl.cdiv(length, pieces), BLOCK_K) * BLOCK_K
-    begin = tl.minimum(piece * each, length)
-    return begin, tl.minimum(begin + each, length)
+    start = tl.minimum(piece * each, length)
+    return start, tl.minimum(start + each, length)
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def dsd_kept_task(
     num_rows,
     drawn_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out, over the chunks
     count,
-    unit,
+    grad_scale,
     num_tiles,
     D,
     stride_wv,
@@ -78,8 +78,8 @@ def dsd_kept_task(
     base = tl.load(base_ptr + block)
     lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros((TOKENS, SLICE), tl.float32)
-    begin, end = piece_of(piece, pieces, length, BLOCK_K)
-    for k in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+    start, end = piece_of(piece, pieces, length, BLOCK_K)
+    for k in tl.range(start, end, BLOCK_K, num_stages=STAGES):
         # Past the list's end stands some column: its d_logits are 0.
         column = (tl.load(entries_ptr + base + k + lane) >> 1).to(tl.int64)
         if USE_TMA:
@@ -91,20 +91,20 @@ def dsd_kept_task(
             weight_ptr + column[:, None] * stride_wv + dims[None, :], mask=inside, other=0.0
         )
         if WIDE:
-            acc = add_product(acc, p.T, c, unit - unit, PRECISION)
+            acc = add_product(acc, p.T, c, grad_scale - grad_scale, PRECISION)
         else:
             acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
     # Of no entries there is nothing to add.
     wanted = (turn == 0) | (length > 0)
-    own_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
+    piece_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
     token = block * TOKENS + tl.arange(0, TOKENS)
     if BRANCHES:
         if wanted:
             row = tl.load(rows_ptr + token)
-            add_rows(acc * unit, row, token < count, dims, turn == 0, own_ptr, D)
+            add_rows(acc * grad_scale, row, token < count, dims, turn == 0, piece_ptr, D)
     else:
         row = tl.load(rows_ptr + token)
-        add_rows(acc * unit, row, (token < count) & wanted, dims, turn == 0, own_ptr, D)
+        add_rows(acc * grad_scale, row, (token < count) & wanted, dims, turn == 0, piece_ptr, D)
     if HAS_DRAWN:  # noqa: SIM102
         if (slice_ == 0) & (piece == 0):
             token = tl.arange(0, TOKENS)

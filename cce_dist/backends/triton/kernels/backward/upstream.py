@@ -27,12 +27,12 @@ VECTORS = [
 
 
 @triton.jit(do_not_specialize=["N"])
-def unit_kernel(
+def grad_scale_kernel(
     nll_ptr,  # [N] upstream gradients
     lse_ptr,
     entropy_ptr,
     smooth_ptr,
-    unit_ptr,  # [1]: out
+    grad_scale_ptr,  # [1]: out
     N,
     scale,
     BLOCK: tl.constexpr,
@@ -57,7 +57,7 @@ def unit_kernel(
     # Normal numbers only: their exponent alone is such a power.
     size = tl.minimum(tl.maximum(largest * scale, 7.9e-31), 1e38)
     power = (tl.max(size, 0).to(tl.int32, bitcast=True) >> 23) << 23
-    tl.store(unit_ptr, power.to(tl.float32, bitcast=True))
+    tl.store(grad_scale_ptr, power.to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=VECTORS)
@@ -74,7 +74,7 @@ def upstream_kernel(
     smooth_grad_ptr,
     entropy_ptr,  # [N] nats
     dropped_ptr,  # [N] mass
-    unit_ptr,  # [1]
+    grad_scale_ptr,  # [1]
     upstream_ptr,  # [7, N_padded]: see `exact_logits_kernel`: out
     row_ptr,  # [N_padded] int64: row of each token: out
     read_row_ptr,  # [N_padded] int64: as above, but never an ignored token's row: out
@@ -105,7 +105,7 @@ def upstream_kernel(
     if HAS_ORDER:
         place = tl.load(order_ptr + token, mask=inside, other=0).to(tl.int32)
         first = tl.load(order_ptr).to(tl.int32)
-    unit = tl.load(unit_ptr)
+    grad_scale = tl.load(grad_scale_ptr)
     zero = tl.zeros((TOKENS,), tl.float32)
     probability = zero
     of_target = zero
@@ -125,13 +125,13 @@ def upstream_kernel(
     lse = tl.load(lse_ptr + place, mask=counts, other=0.0)
     logit = tl.load(target_logit_ptr + place, mask=counts, other=0.0)
     # Exact by a power of two, which the hardware's reciprocal does not promise.
-    factor = tl.div_rn(zero + scale, zero + unit)
+    factor = tl.div_rn(zero + scale, zero + grad_scale)
     out = upstream_ptr + token
     tl.store(out, probability * factor)
     tl.store(out + size, of_target * factor)
     tl.store(out + 2 * size, of_entropy * factor)
     tl.store(out + 3 * size, entropy)
-    tl.store(out + 4 * size, tl.div_rn(of_mean, zero + unit) if HAS_SMOOTH else zero)
+    tl.store(out + 4 * size, tl.div_rn(of_mean, zero + grad_scale) if HAS_SMOOTH else zero)
     tl.store(out + 5 * size, tl.where(counts, lse * LOG2E, HIGHEST))
     tl.store(out + 6 * size, logit * LOG2E)
     row = tl.load(rows_ptr + place, mask=inside, other=0).to(tl.int64)

@@ -7,7 +7,7 @@ from cce_dist.backends.triton.kernels.forward.shares import launch_of
 
 
 @triton.jit
-def level_of(column, seed):
+def draw_level_of(column, seed):
     """j >= 1 with probability 2^-j, drawn for each column; the same wherever it is asked for."""
     x = (column.to(tl.uint32) * 2654435761) ^ seed.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 2246822507
@@ -44,17 +44,17 @@ def marks_kernel(
     """Marks BLOCK_V columns of all token blocks, one after the other; a thread has its columns of
     each block and waits for no other thread.
 
-    A mass in (top / 2^j, top / 2^(j-1)] has level j. Each column is drawn for one level, level j
-    with probability 2^-j, and stands, 2^j times, in the hidden gradient of the blocks where its
-    mass has that level. docs/numerics.md#drawn-columns.
+    A mass in (top / 2^j, top / 2^(j-1)] has draw level j. Each column draws one level, level j with
+    probability 2^-j, and counts 2^j times in the hidden gradient of the blocks where its mass has
+    that level. docs/numerics.md#drawn-columns.
     """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
     count = tl.load(count_ptr)
     end = tl.minimum(num_blocks, tl.cdiv(count, TOKENS))
-    level = level_of(columns, tl.load(seed_ptr)).to(tl.float32)
+    draw_level = draw_level_of(columns, tl.load(seed_ptr)).to(tl.float32)
     # A power of two: to multiply by it is as exact as to divide a bound by it.
-    times = tl.exp2(level - 1.0)
+    times = tl.exp2(draw_level - 1.0)
     splits = tl.load(shape_ptr + 1) // GROUPS
     factor_ptrs = factor_ptr + launch_of(columns, V, splits, WIDTH, LAUNCHES)
     mass_ptrs = mass_ptr + columns
@@ -76,10 +76,10 @@ def marks_kernel(
             mass = masses[i]
             kept_here |= tl.where(mass < 0, 1 << i, 0)
             if HAS_DRAWN:
-                # Of the column's level: at most `most`, all above `most` at level 1, not 0.
+                # Masses of the column's level: at most `most`, but all above it at level 1.
                 num_tokens = tl.maximum(tl.minimum(count - (first + i) * TOKENS, TOKENS), 0)
                 most = top / TOKENS * num_tokens
-                draws = (mass * times > most * 0.5) & ((mass * times <= most) | (level == 1))
+                draws = (mass * times > most * 0.5) & ((mass * times <= most) | (draw_level == 1))
                 drawn_here |= tl.where(draws, 1 << i, 0)
             factor = tl.load(factor_ptrs + (first + i) * LAUNCHES, mask=first + i < end, other=0.0)
             share += tl.maximum(mass, 0.0) * factor
@@ -189,15 +189,15 @@ def tiles_kernel(
     column_of_counts = counts_ptr + tile + 1
     stride = num_tiles + 1
     lane = tl.arange(0, 64)
-    num_found = 0
+    num_keeping = 0
     total = 0
     for word in range(words):
         kept = tl.load(kept_ptr + word_ptrs + word, mask=at < V, other=0)
         has = tl.max((kept[:, None] >> lane.to(tl.int64)[None, :]) & 1, 0).to(tl.int32)
-        place = num_found + tl.cumsum(has, 0) - has
+        place = num_keeping + tl.cumsum(has, 0) - has
         tl.store(list_ptr + place, word * 64 + lane, mask=has > 0)
         tl.store(inverse_ptr + word * 64 + lane, place.to(tl.int16), mask=has > 0)
-        num_found += tl.sum(has, 0)
+        num_keeping += tl.sum(has, 0)
         if HAS_DRAWN:
             kept |= tl.load(drawn_ptr + word_ptrs + word, mask=at < V, other=0)
         listed = (kept[:, None] >> lane.to(tl.int64)[None, :]) & 1
@@ -205,11 +205,11 @@ def tiles_kernel(
         block = word * 64 + lane
         tl.store(column_of_counts + block * stride, number, mask=number > 0)
         total += tl.sum(number, 0)
-    tl.store(num_blocks_ptr + tile, num_found)
+    tl.store(num_blocks_ptr + tile, num_keeping)
     if total > 0:
         tl.store(column_of_counts + num_blocks * stride, total)
-        tl.store(column_of_counts + (num_blocks + 1) * stride, num_found)
-    if num_found > 0:
+        tl.store(column_of_counts + (num_blocks + 1) * stride, num_keeping)
+    if num_keeping > 0:
         tl.atomic_max(num_active_ptr, tile + 1)
 
 
@@ -242,10 +242,10 @@ def chunks_kernel(
         before = tl.load(total_ptr + tile - 1, mask=has_before, other=0) // rows_window
         before += tl.load(pairs_ptr + tile - 1, mask=has_before, other=0) // pairs_window
         used = inside & (total < grand)
-        begins = (used & ((tile == 0) | (window != before))).to(tl.int32)
-        place = number + tl.cumsum(begins, 0) - begins
-        tl.store(first_ptr + place, tile, mask=begins > 0)
-        number += tl.sum(begins, 0)
+        is_first = (used & ((tile == 0) | (window != before))).to(tl.int32)
+        place = number + tl.cumsum(is_first, 0) - is_first
+        tl.store(first_ptr + place, tile, mask=is_first > 0)
+        number += tl.sum(is_first, 0)
         stop += tl.sum(used.to(tl.int32), 0)
     tl.store(num_chunks_ptr, number)
     tl.store(first_ptr + number, stop)

@@ -9,11 +9,11 @@ from cce_dist.backends.triton.kernels.numbers import (
     LOWEST,
     exp2_of,
     load_tile,
+    log2_scale_across,
+    log2_scale_of,
     partial_sums,
     scale_across,
     softcapped,
-    unit_across,
-    unit_of,
     whole_sum,
 )
 
@@ -125,7 +125,7 @@ def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def begin_state(
+def start_state(
     lower_ptrs,  # [BLOCK_N]
     first_ptrs,  # [BLOCK_N] in the first field of the first split of the first slot
     split_offset,  # of this split, from the first
@@ -197,7 +197,7 @@ def dequantized(
     return x + shift[:, None] + tl.load(token_ptrs + N)[None, :]
 
 
-@triton.jit(do_not_specialize=["launch", "begin_tile", "end_tile"])
+@triton.jit(do_not_specialize=["launch", "start_tile", "end_tile"])
 def forward_kernel(
     hidden,  # [N, D] packed: the tokens that count first; N a multiple of BLOCK_N below
     weight,  # [V, D]
@@ -215,12 +215,12 @@ def forward_kernel(
     # wrote, and writes its own: out
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
     extras_ptr,  # [7, size]: see `add_extras`
-    logits,  # [columns, N] z - ref, log2, of tiles from `begin_tile`, if HAS_LOGITS: out;
+    logits,  # [columns, N] z - ref, log2, of tiles from `start_tile`, if HAS_LOGITS: out;
     # descriptor of BLOCK_V x BLOCK_N. Of such a launch all splits have the same `ref`
     logit_ptr,  # the same
     kept_ref_ptr,  # [N] that: out
     launch,  # PROBE, FIRST to LAST, ...; or ALONE
-    begin_tile,  # of the launches that keep logits
+    start_tile,  # of the launches that keep logits
     end_tile,  # of those before them together, or of one of them
     size,
     N,
@@ -288,7 +288,7 @@ def forward_kernel(
     turn = first_turn(launch, num_turns)
     num_turns = end_turn(launch, num_turns, splits)
     keeps_logits = (launch > LAST) & (launch < ALONE)
-    turn = tl.where(keeps_logits, turns_before(begin_tile, split, splits), turn)
+    turn = tl.where(keeps_logits, turns_before(start_tile, split, splits), turn)
     total = tl.zeros((8, 8, BLOCK_N), tl.float32)
     dropped = tl.zeros((8, 8, BLOCK_N), tl.float32)
     if IS_ROBUST:
@@ -298,20 +298,20 @@ def forward_kernel(
         num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
         if num_turns == 0:
             return
-    begin_state(
+    start_state(
         lower_ptr + rows, state_ptr + rows, split * stride, splits, stride, size, rows < count,
         launch, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT, HAS_LOGITS, IS_ROBUST,
     )  # fmt: skip
     threshold = keep
     if not BY_LARGEST:
         threshold = keep * (tl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
-    unit = unit_of(scale)
-    begin = turn
+    log2_scale = log2_scale_of(scale)
+    start_turn = turn
     if HAS_LOGITS:
         tl.store(kept_ref_ptr + rows, tl.load(state_ptrs), mask=(split == 0) & (rows < N))
     while turn < num_turns:
         first = turn
-        turns_of_launch = turn - begin
+        turns_of_launch = turn - start_turn
         turn += tl.maximum(turns_of_launch, 1)
         turn = tl.minimum(turn, num_turns)
         if HAS_LOGITS:
@@ -340,7 +340,7 @@ def forward_kernel(
                     extras_ptr + split * stride + rows, size, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS,
                     HAS_SMOOTH, HAS_CLASS_WEIGHT,
                 )  # fmt: skip
-            factor = unit_across(unit, rows)
+            factor = log2_scale_across(log2_scale, rows)
             if tile * BLOCK_V + BLOCK_V > V:
                 x = tl.where((columns < V)[:, None], x, float("-inf") * factor)
             ref = tl.load(state_ptrs)
@@ -351,7 +351,7 @@ def forward_kernel(
                 )
             log_p = x * factor - ref[None, :]
             if HAS_LOGITS:
-                local = (tile - begin_tile) * BLOCK_V
+                local = (tile - start_tile) * BLOCK_V
                 if USE_TMA:
                     logits.store([local, block * BLOCK_N], log_p.to(logit_ptr.dtype.element_ty))
                 else:

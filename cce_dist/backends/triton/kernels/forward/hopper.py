@@ -18,9 +18,9 @@ from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import forward
 from cce_dist.backends.triton.kernels.forward.hopper_softcap import (
     add_softcapped,
-    keep_units,
-    unit_across,
-    unit_of,
+    log2_scale_across,
+    log2_scale_of,
+    store_log2_scales,
 )
 from cce_dist.backends.triton.kernels.forward.hopper_sums import partial_sums, whole_sum
 from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barrier
@@ -36,7 +36,7 @@ end_turn = gluon.jit(forward.end_turn.fn)
 
 
 @gluon.jit
-def begin_state(
+def start_state(
     lower_ptrs,  # [BLOCK_N], a token a thread
     state_ptrs,  # of this split
     before_ptrs,  # of the first split, as the launch before left it
@@ -49,7 +49,7 @@ def begin_state(
     HAS_SCORE: gl.constexpr,
     HAS_UNKEPT: gl.constexpr,
 ):
-    """Does `forward.begin_state`; returns the reference, the sums of all splits, [BLOCK_N]."""
+    """Does `forward.start_state`; returns the reference, the sums of all splits, [BLOCK_N]."""
     ref = gl.load(lower_ptrs)
     total = ref * 0.0
     dropped = total
@@ -107,8 +107,8 @@ def load_tiles(
     block,
     split,
     splits,
-    begin,
-    end,
+    start_turn,
+    stop_turn,
     D,
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,
@@ -119,7 +119,7 @@ def load_tiles(
     stage."""
     num_bytes: gl.constexpr = (BLOCK_N + GROUPS * ROWS) * BLOCK_D * hidden.dtype.primitive_bitwidth
     step = 0
-    for turn in range(begin, end):
+    for turn in range(start_turn, stop_turn):
         column = (split + turn * splits) * (GROUPS * ROWS)
         for k in range(0, D, BLOCK_D):
             stage = step % STAGES
@@ -154,8 +154,8 @@ def sum_tiles(
     block,
     split,
     splits,
-    begin,
-    end,
+    start_turn,
+    stop_turn,
     launch,
     num_blocks,
     count,
@@ -186,13 +186,13 @@ def sum_tiles(
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     across: gl.constexpr = gl.SliceLayout(0, layout)
-    unit = unit_of(scale)
+    log2_scale = log2_scale_of(scale)
     token = block * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
     stride = num_blocks * BLOCK_N
     state_offset = (GROUPS * split + group) * stride
     state_ptrs = state_ptr + slot_of(launch) * 4 * size + state_offset + token
     before_ptrs = state_ptr + slot_of(launch + forward.SLOTS - 1) * 4 * size + token
-    first_ref = begin_state(
+    first_ref = start_state(
         lower_ptr + token, state_ptrs, before_ptrs, state_offset, GROUPS * splits, stride, size,
         token < count, launch, HAS_SCORE, HAS_UNKEPT,
     )  # fmt: skip
@@ -205,12 +205,12 @@ def sum_tiles(
     if IS_SCREENED:
         of_token.index(3 * group + 1).store(gl.load(token_ptr + token))
         of_token.index(3 * group + 2).store(gl.load(token_ptr + N + token) * to_tanh)
-    keep_units(unit, token, of_token.index(3 * group + 1))
+    store_log2_scales(log2_scale, token, of_token.index(3 * group + 1))
     step = 0
-    turn = begin
-    while turn < end:
+    turn = start_turn
+    while turn < stop_turn:
         first = turn
-        turn = gl.minimum(turn + gl.maximum(turn - begin, 1), end)
+        turn = gl.minimum(turn + gl.maximum(turn - start_turn, 1), stop_turn)
         total = partial_sums(gl.zeros((ROWS, BLOCK_N), gl.float32, layout), ROWS, BLOCK_N)
         dropped = total
         unkept = total
@@ -246,7 +246,7 @@ def sum_tiles(
             if HAS_SOFTCAP:
                 total, dropped, unkept = add_softcapped(
                     x, total, dropped, unkept, (bias, times, shift), of_token, 3 * group,
-                    mass_ptr, columns, V, unit, softcap, threshold, ROWS, BLOCK_N, HAS_BIAS,
+                    mass_ptr, columns, V, log2_scale, softcap, threshold, ROWS, BLOCK_N, HAS_BIAS,
                     HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE,
                 )  # fmt: skip
             else:
@@ -256,7 +256,9 @@ def sum_tiles(
                     x += of_token.index(3 * group + 2).load(across)[None, :]
                 if HAS_BIAS:
                     x += bias[:, None]
-                factor = unit_across(unit, of_token.index(3 * group + 1), 0, BLOCK_N, across)
+                factor = log2_scale_across(
+                    log2_scale, of_token.index(3 * group + 1), 0, BLOCK_N, across
+                )
                 if first_column + ROWS > V:
                     x = gl.where(inside[:, None], x, float("-inf") * factor)
                 ref = ref_tile.load(across)
@@ -338,8 +340,8 @@ def hopper_forward_kernel(
     split = inner // at_once
     num_turns = turns_before(gl.cdiv(V, GROUPS * ROWS), split, splits)
     num_turns = gl.where(block * BLOCK_N < count, num_turns, 0)
-    begin = first_turn(launch, num_turns)
-    end = end_turn(launch, num_turns, GROUPS * splits)
+    start_turn = first_turn(launch, num_turns)
+    stop_turn = end_turn(launch, num_turns, GROUPS * splits)
     threshold = keep
     if not BY_LARGEST:
         threshold = keep * (gl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
@@ -362,8 +364,8 @@ def hopper_forward_kernel(
                 sum_tiles,
                 (
                     0, bias_ptr, column_ptr, token_ptr, lower_ptr, state_ptr, mass_ptr,
-                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, begin,
-                    end, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
+                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, start_turn,
+                    stop_turn, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
                     BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
                     IS_SCREENED, FINE, ACCUMULATOR,
                 ),
@@ -372,8 +374,8 @@ def hopper_forward_kernel(
                 sum_tiles,
                 (
                     1, bias_ptr, column_ptr, token_ptr, lower_ptr, state_ptr, mass_ptr,
-                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, begin,
-                    end, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
+                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, start_turn,
+                    stop_turn, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
                     BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
                     IS_SCREENED, FINE, ACCUMULATOR,
                 ),
@@ -381,8 +383,8 @@ def hopper_forward_kernel(
             (
                 load_tiles,
                 (
-                    hidden, weight, e_tiles, c_tiles, full, empty, block, split, splits, begin, end,
-                    D, BLOCK_N, ROWS, BLOCK_D, STAGES,
+                    hidden, weight, e_tiles, c_tiles, full, empty, block, split, splits, start_turn,
+                    stop_turn, D, BLOCK_N, ROWS, BLOCK_D, STAGES,
                 ),
             ),
         ],

@@ -14,7 +14,7 @@ PARTS = gl.constexpr(8)
 # Rows of a group that no two of lie in one thread.
 APART = gl.constexpr(32)
 
-unit_of = gluon.jit(numbers.unit_of.fn)
+log2_scale_of = gluon.jit(numbers.log2_scale_of.fn)
 near_tanh = gluon.jit(numbers.near_tanh.fn)
 reciprocal = gluon.jit(numbers.reciprocal.fn)
 
@@ -68,19 +68,21 @@ def for_each_token(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def keep_units(unit, token, of_tokens):
-    """Copies each token's value of `unit`, where it is a pointer, to shared memory."""
-    if unit.dtype.is_ptr():
-        of_tokens.store(numbers.LOG2E * gl.load(unit + token))
+def store_log2_scales(log2_scale, token, of_tokens):
+    """Copies each token's value of `log2_scale`, where it is a pointer, to shared memory."""
+    if log2_scale.dtype.is_ptr():
+        of_tokens.store(numbers.LOG2E * gl.load(log2_scale + token))
 
 
 @gluon.jit
-def unit_across(unit, of_tokens, FIRST: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Returns `numbers.unit_across` of the units that `keep_units` has stored."""
-    if unit.dtype.is_ptr():
+def log2_scale_across(
+    log2_scale, of_tokens, FIRST: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Returns `numbers.log2_scale_across` of the units that `store_log2_scales` has stored."""
+    if log2_scale.dtype.is_ptr():
         return of_tokens.slice(FIRST, TOKENS).load(LAYOUT)[None, :]
     else:
-        return unit
+        return log2_scale
 
 
 @gluon.jit
@@ -123,7 +125,7 @@ def add_softcapped(
     mass_ptr,
     columns,  # [ROWS]
     V,
-    unit,
+    log2_scale,
     softcap,
     threshold,
     ROWS: gl.constexpr,
@@ -159,7 +161,7 @@ def add_softcapped(
             y += for_each_token(of_columns[0], rows)
         t = tanh_of_8_bits(y, FINE) if IS_SCREENED else near_tanh(y * (1.0 / softcap))
         ref = of_token.index(base).slice(i * TOKENS, TOKENS).load(across)
-        factor = unit_across(unit, of_token.index(base + 1), i * TOKENS, TOKENS, across)
+        factor = log2_scale_across(log2_scale, of_token.index(base + 1), i * TOKENS, TOKENS, across)
         p = gl.exp2(t * (factor * softcap) - ref[None, :])
         # Not in a branch, for which the parts' registers would go to memory.
         p = gl.where(inside[:, None], p, 0.0)

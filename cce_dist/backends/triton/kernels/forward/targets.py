@@ -116,8 +116,8 @@ def targets_kernel(
             is_first = tl.max(again.to(tl.int32), 1) == 0
             is_new = here & is_first & (mass >= 0)
             finite = tl.where(lse == float("-inf"), 0.0, lse)
-            unit = scale_across(scale, token) * LOG2E
-            p = tl.exp2(x * unit - (finite * LOG2E)[None, :])
+            log2_scale = scale_across(scale, token) * LOG2E
+            p = tl.exp2(x * log2_scale - (finite * LOG2E)[None, :])
             p = tl.where(is_new[:, None], p, 0.0)
             if HAS_UNKEPT:
                 taken_from(unkept_ptr + token, tl.sum(p, 0), finite, token < count)

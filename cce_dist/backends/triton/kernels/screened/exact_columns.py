@@ -5,9 +5,9 @@ import triton.language as tl
 
 from cce_dist.backends.triton.kernels.backward.filtered import arrive, go_on
 from cce_dist.backends.triton.kernels.backward.sdd import (
-    MADE_FURTHEST,
-    MADE_MOST,
-    MADE_SCALE,
+    STORED_FURTHEST,
+    STORED_MOST,
+    STORED_SCALE,
     fresh_logits,
     segment_of,
 )
@@ -123,7 +123,7 @@ def exact_task(
     target_ptr,  # [N] int32, -1: none here
     target_logit_ptr,  # [N]
     lse_ptr,  # [N] natural log, of the 8-bit logits
-    made_ptr,  # [rows, TOKENS] of each entry: see `entries_made`: out
+    stored_ptr,  # [rows, TOKENS] of each entry: see `stored_entries`: out
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     segment_ptr,  # [num_blocks + 1] int32, of the chunk
@@ -146,7 +146,7 @@ def exact_task(
     PRECISION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_MADE: tl.constexpr,
+    HAS_STORED: tl.constexpr,
 ):
     """Computes SEGMENT entries of a token block's list of columns. Drawn entries are in no sum."""
     block, place, length, row = segment_of(
@@ -160,7 +160,7 @@ def exact_task(
     token = block * TOKENS + tl.arange(0, TOKENS)
     part_ptrs = part_ptr + task * TOKENS + tl.arange(0, TOKENS)
     wanted = tl.max(kept.to(tl.int32), 0) > 0
-    if HAS_MADE:
+    if HAS_STORED:
         wanted = wanted | stores
     if wanted:
         z, _ = fresh_logits(
@@ -171,13 +171,13 @@ def exact_task(
         # nll is a difference of two numbers that share the target's logit.
         is_target = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
         z = tl.where(is_target, tl.load(target_logit_ptr + token)[None, :] * LOG2E, z)
-        if HAS_MADE:
-            above = tl.exp2(z - tl.load(lse_ptr + token)[None, :] * LOG2E + MADE_SCALE)
+        if HAS_STORED:
+            above = tl.exp2(z - tl.load(lse_ptr + token)[None, :] * LOG2E + STORED_SCALE)
             # Of a token that doesn't count lse is 0. Not tl.minimum, which would lose a NaN.
-            above = tl.where(above > MADE_MOST, MADE_MOST, above)
+            above = tl.where(above > STORED_MOST, STORED_MOST, above)
             at = row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-            out = above.to(made_ptr.dtype.element_ty)
-            tl.store(made_ptr + at, out, mask=(listed & stores)[:, None])
+            out = above.to(stored_ptr.dtype.element_ty)
+            tl.store(stored_ptr + at, out, mask=(listed & stores)[:, None])
         z = tl.where(kept[:, None], z, float("-inf"))
         top = tl.max(z, 0)
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -225,7 +225,7 @@ def exact_columns_kernel(
     target_ptr,  # [N] int32, -1: none here
     target_logit_ptr,  # [N] fp32
     lse_ptr,  # [N] natural log, of the 8-bit logits
-    made_ptr,  # [max_rows, TOKENS] of the last chunk's entries: see `entries_made`: out
+    stored_ptr,  # [max_rows, TOKENS] of the last chunk's entries: see `stored_entries`: out
     full_ptr,  # [1] int32: 1: nothing to do
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
@@ -263,7 +263,7 @@ def exact_columns_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
-    HAS_MADE: tl.constexpr,
+    HAS_STORED: tl.constexpr,
 ):
     """Runs persistent programs by the backward's lists of columns. A phase: lists of a chunk,
     logits of the chunk before, sums of the chunk before that."""
@@ -296,11 +296,11 @@ def exact_columns_kernel(
                 at = (phase - 1) * stride
                 exact_task(
                     task, phase == num_chunks, before, last, hidden_ptr, rows_ptr, weight_ptr,
-                    bias_ptr, target_ptr, target_logit_ptr, lse_ptr, made_ptr, starts_ptr,
+                    bias_ptr, target_ptr, target_logit_ptr, lse_ptr, stored_ptr, starts_ptr,
                     base_ptr + at, segment_ptr + at, entries_ptr + other * max_rows,
                     part_ptr + slot * 2 * part_size, part_size, num_tiles, num_blocks, D, stride_hn,
                     stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES,
-                    PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_MADE,
+                    PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_STORED,
                 )  # fmt: skip
             elif task < num_exact + num_merge:
                 merge_task(
@@ -330,14 +330,14 @@ def screened_lse_kernel(
     sum_ptr,  # [2, N]
     lse_ptr,  # [N] natural log, of the 8-bit logits
     ref_ptr,  # [N] log2: the same: out
-    bad_ref_ptr,  # [N / BLOCK_N] int32: 1 where a block's `entries_made` are not to be used: out
+    bad_ref_ptr,  # [N / BLOCK_N] int32: 1 where a block's `stored_entries` are not to be used: out
     order_ptr,  # int64: the caller's place of each token that counts, if HAS_ORDER; else its own
     # In the caller's order, in place, where logits were screened:
     placed_lse_ptr,  # natural log
     placed_dropped_ptr,
     N,
     BLOCK_N: tl.constexpr,
-    HAS_MADE: tl.constexpr,
+    HAS_STORED: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ):
     """Computes lse of the exact logits of kept columns and the 8-bit logits of all others."""
@@ -351,9 +351,9 @@ def screened_lse_kernel(
     total = total * exp2_of(top - base) + exp2_of(unkept - base)
     lse = tl.div_rn(base + log2_of(total), tl.full((BLOCK_N,), LOG2E, tl.float32))
     full = tl.load(full_ptr)
-    if HAS_MADE:
+    if HAS_STORED:
         ref = tl.load(lse_ptr + token) * LOG2E
-        good = tl.abs(lse * LOG2E - ref) <= MADE_FURTHEST
+        good = tl.abs(lse * LOG2E - ref) <= STORED_FURTHEST
         tl.store(ref_ptr + token, ref)
         tl.store(bad_ref_ptr + tl.program_id(0), tl.max((counts & ~good).to(tl.int32), 0) | full)
     screened = counts & (full == 0)

@@ -132,10 +132,10 @@ def quantize_kernel(
         # With which the rounding has no part along the row itself:
         # docs/numerics.md#screened-logits.
         scale = tl.where(along > 0, size / along, step)
-        rest = scale * scale * square_sum - size
+        remainder = scale * scale * square_sum - size
         inside = rows < num_rows
         tl.store(of_rows_ptr + rows, scale, mask=inside)
         tl.store(of_rows_ptr + num_rows + rows, of_across, mask=inside)
         tl.store(size_ptr + rows, size, mask=inside)
         # A NaN stays one.
-        tl.store(size_ptr + num_rows + rows, tl.where(rest < 0, 0.0, rest), mask=inside)
+        tl.store(size_ptr + num_rows + rows, tl.where(remainder < 0, 0.0, remainder), mask=inside)

@@ -131,13 +131,13 @@ def sizes_kernel(
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
     norm = tl.zeros((BLOCK,), tl.float32)
-    rest = tl.zeros((BLOCK,), tl.float32)
+    remainder = tl.zeros((BLOCK,), tl.float32)
     for start in range(program * BLOCK, num_rows, programs * BLOCK):
         rows = start + tl.arange(0, BLOCK)
         norm += tl.load(size_ptr + rows, mask=rows < num_rows, other=0.0)
-        rest += tl.load(size_ptr + num_rows + rows, mask=rows < num_rows, other=0.0)
+        remainder += tl.load(size_ptr + num_rows + rows, mask=rows < num_rows, other=0.0)
     tl.store(part_ptr + program, tl.sum(norm, 0))
-    tl.store(part_ptr + programs + program, tl.sum(rest, 0))
+    tl.store(part_ptr + programs + program, tl.sum(remainder, 0))
 
 
 @triton.jit(do_not_specialize=["N", "num_rows", "parts"])
@@ -160,20 +160,20 @@ def shift_kernel(
     if HAS_PARTS:
         lane = tl.arange(0, PARTS)
         norm = tl.load(part_ptr + lane, mask=lane < parts, other=0.0)
-        rest = tl.load(part_ptr + parts + lane, mask=lane < parts, other=0.0)
+        remainder = tl.load(part_ptr + parts + lane, mask=lane < parts, other=0.0)
         norm = tl.sum(norm, 0) / num_rows
-        rest = tl.sum(rest, 0) / num_rows
+        remainder = tl.sum(remainder, 0) / num_rows
         if tl.program_id(0) == 0:
             tl.store(mean_ptr, norm)
-            tl.store(mean_ptr + 1, rest)
+            tl.store(mean_ptr + 1, remainder)
     else:
         norm = tl.load(mean_ptr)
-        rest = tl.load(mean_ptr + 1)
+        remainder = tl.load(mean_ptr + 1)
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = token < N
     # Roundings on one side are as good as independent of the other.
     summed = tl.load(size_ptr + N + token, mask=inside, other=0.0) * norm
-    summed = (summed + tl.load(size_ptr + token, mask=inside, other=0.0) * rest) / dim
+    summed = (summed + tl.load(size_ptr + token, mask=inside, other=0.0) * remainder) / dim
     shift = tl.load(of_tokens_ptr + N + token, mask=inside, other=0.0) - tl.load(mean_ptr + 2)
     # The mean of exp over an error of that variance is too large by half of it.
     tl.store(of_tokens_ptr + N + token, shift - 0.5 * scale * summed, mask=inside)

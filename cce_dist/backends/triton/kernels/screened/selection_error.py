@@ -12,7 +12,7 @@ from cce_dist.backends.triton.kernels.numbers import LOG2E, softcapped
 
 
 @triton.jit
-def is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS: tl.constexpr):
+def is_near_threshold(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS: tl.constexpr):
     """Returns a mask of columns with a mass within a factor `reach` of the block's threshold."""
     tokens = tl.minimum(tl.load(count_ptr) - block * TOKENS, TOKENS)
     threshold = keep * (tokens / TOKENS)
@@ -24,17 +24,19 @@ def is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS: tl.const
 
 
 @triton.jit
-def num_near(near_ptr, block, chunks, CHUNKS: tl.constexpr):
+def num_near_threshold(near_threshold_ptr, block, chunks, CHUNKS: tl.constexpr):
     """Returns the number of columns of a token block that are near."""
     other = tl.arange(0, CHUNKS)
-    return tl.sum(tl.load(near_ptr + block * chunks + other, mask=other < chunks, other=0), 0)
+    return tl.sum(
+        tl.load(near_threshold_ptr + block * chunks + other, mask=other < chunks, other=0), 0
+    )
 
 
 @triton.jit
-def count_near_kernel(
+def count_near_threshold_kernel(
     mass_ptr,  # [num_blocks, V] of a block's tokens that a column has, negative where kept
     count_ptr,  # [1] int32: tokens that count
-    near_ptr,  # [num_blocks, chunks] int32: columns of a chunk near the threshold: out
+    near_threshold_ptr,  # [num_blocks, chunks] int32: columns of a chunk near the threshold: out
     V,
     keep,
     reach,
@@ -44,17 +46,17 @@ def count_near_kernel(
     """Counts a token block's next BLOCK_V columns; a program a block and columns."""
     block, chunk = tl.program_id(0), tl.program_id(1)
     column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
-    near = is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS)
-    out = near_ptr + block * tl.num_programs(1) + chunk
-    tl.store(out, tl.sum(near.to(tl.int32), 0))
+    near_threshold = is_near_threshold(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS)
+    out = near_threshold_ptr + block * tl.num_programs(1) + chunk
+    tl.store(out, tl.sum(near_threshold.to(tl.int32), 0))
 
 
 @triton.jit
-def pick_near_kernel(
+def pick_near_threshold_kernel(
     mass_ptr,
     count_ptr,
-    near_ptr,  # [num_blocks, chunks]: see above
-    picked_ptr,  # [num_blocks, SAMPLES] int32 columns, the first min(SAMPLES, near) of a row: out
+    near_threshold_ptr,  # [num_blocks, chunks]: see above
+    picked_ptr,  # [num_blocks, SAMPLES] int32 columns near the threshold, at most SAMPLES: out
     V,
     keep,
     reach,
@@ -66,21 +68,23 @@ def pick_near_kernel(
     """Each so many-th of them, or all if there are no more. One program: BLOCK_V columns."""
     block, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     other = tl.arange(0, CHUNKS)
-    of_chunks = tl.load(near_ptr + block * chunks + other, mask=other < chunks, other=0)
+    of_chunks = tl.load(near_threshold_ptr + block * chunks + other, mask=other < chunks, other=0)
     total = tl.sum(of_chunks, 0)
     before = tl.sum(tl.where(other < chunk, of_chunks, 0), 0)
     column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
-    near = is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS).to(tl.int32)
-    rank = before + tl.cumsum(near, 0) - near
+    near_threshold = is_near_threshold(
+        mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS
+    ).to(tl.int32)
+    rank = before + tl.cumsum(near_threshold, 0) - near_threshold
     per_rank = tl.minimum(SAMPLES, tl.maximum(total, 1))
     place = rank * per_rank // tl.maximum(total, 1)
     # The first of those that share a place; none of a negative rank does.
     first = (rank == 0) | ((rank - 1) * per_rank // tl.maximum(total, 1) != place)
-    tl.store(picked_ptr + block * SAMPLES + place, column, mask=(near > 0) & first)
+    tl.store(picked_ptr + block * SAMPLES + place, column, mask=(near_threshold > 0) & first)
 
 
 @triton.jit
-def near_logits_kernel(
+def near_threshold_logits_kernel(
     hidden_ptr,  # [N, D] packed
     weight_ptr,  # [V, D]
     bias_ptr,  # [V]
@@ -88,7 +92,7 @@ def near_logits_kernel(
     values_ptr,  # [V, D] in 8 bits
     column_ptr,  # [2, V] fp32: see `dequantized`
     token_ptr,  # [2, N] fp32
-    near_ptr,  # [num_blocks, chunks] int32: see above
+    near_threshold_ptr,  # [num_blocks, chunks] int32: see above
     picked_ptr,  # [num_blocks, SAMPLES] int32: see above
     full_ptr,  # [1] int32: 1: no logits are of 8 bits, nothing to do
     logit_ptr,  # [2, num_blocks, SAMPLES, TOKENS] fp32 of columns picked, exact and by 8 bits: out
@@ -116,7 +120,7 @@ def near_logits_kernel(
     block = tl.program_id(0)
     token = block * TOKENS + tl.arange(0, TOKENS)
     place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    listed = place < num_near(near_ptr, block, chunks, CHUNKS)
+    listed = place < num_near_threshold(near_threshold_ptr, block, chunks, CHUNKS)
     if (tl.load(full_ptr) == 0) & (tl.max(listed.to(tl.int32), 0) > 0):
         column = tl.load(picked_ptr + block * SAMPLES + place, mask=listed, other=0)
         x = tl.zeros((COLUMNS, TOKENS), tl.float32)
@@ -147,12 +151,12 @@ def near_logits_kernel(
 
 @triton.jit
 def selection_error_kernel(
-    near_ptr,  # [num_blocks, chunks] int32: see above
+    near_threshold_ptr,  # [num_blocks, chunks] int32: see above
     logit_ptr,  # [2, num_blocks, SAMPLES, TOKENS] fp32: see above
     lse_ptr,  # [N] natural log, of 8-bit logits
     count_ptr,  # [1] int32
     full_ptr,  # [1] int32: 1: nothing to do
-    lost_ptr,  # [N] fp32: out
+    lost_mass_ptr,  # [N] fp32: out
     chunks,
     size,
     width,  # nats of mass from the first column that is near the threshold to the last
@@ -164,8 +168,8 @@ def selection_error_kernel(
     block = tl.program_id(0)
     lane = tl.arange(0, TOKENS)
     token = block * TOKENS + lane
-    total = num_near(near_ptr, block, chunks, CHUNKS)
-    lost = tl.zeros((TOKENS,), tl.float32)
+    total = num_near_threshold(near_threshold_ptr, block, chunks, CHUNKS)
+    lost_mass = tl.zeros((TOKENS,), tl.float32)
     if (tl.load(full_ptr) == 0) & (total > 0):
         place = tl.arange(0, SAMPLES)
         inside = (place < total)[:, None] & (token < tl.load(count_ptr))[None, :]
@@ -180,6 +184,6 @@ def selection_error_kernel(
         moved = tl.where(mass > 0, tl.log(exact_mass / mass), 0.0)
         moved -= tl.sum(mass * moved, 0) / tl.maximum(tl.sum(mass, 0), 1e-30)
         off -= (tl.sum(p * off, 0) / tl.maximum(tl.sum(p, 0), 1e-30))[None, :]
-        lost = tl.sum(p * off * moved[:, None], 0)
-        lost *= total / tl.minimum(total, SAMPLES) / width
-    tl.store(lost_ptr + token, lost)
+        lost_mass = tl.sum(p * off * moved[:, None], 0)
+        lost_mass *= total / tl.minimum(total, SAMPLES) / width
+    tl.store(lost_mass_ptr + token, lost_mass)

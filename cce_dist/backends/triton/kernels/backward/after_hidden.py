@@ -9,11 +9,11 @@ from cce_dist.backends.triton.kernels.backward.dds import dds_kept_task, unkept_
 
 
 @triton.jit(do_not_specialize=["num_blocks", "groups", "at_once"])
-def rest_kernel(
+def after_hidden_kernel(
     hidden_ptr,  # arguments as those of `filtered_kernel`, and what that has left in memory
     rows_ptr,
     class_weight_ptr,
-    unit_ptr,
+    grad_scale_ptr,
     order_ptr,
     starts_ptr,
     blocks_ptr,
@@ -57,7 +57,7 @@ def rest_kernel(
     """DDS of the first chunk, which is computed last, and columns that no block keeps: every so
     many tasks of either a program. The longest begin first, and while some programs multiply,
     others store."""
-    unit = tl.load(unit_ptr)
+    grad_scale = tl.load(grad_scale_ptr)
     num_active = tl.load(num_active_ptr)
     dds_slices = tl.cdiv(D, SLICE) if HAS_GRAD_WEIGHT else 1
     dds_tiles = 0
@@ -67,10 +67,10 @@ def rest_kernel(
         dds_kept_task(
             task, 0, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr, num_blocks_ptr,
             pair_rows_ptr, share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, workspace_ptr,
-            grad_weight_ptr, grad_bias_ptr, unit, dds_tiles, num_tiles, num_blocks, V, D, groups,
-            dds_slices, at_once, stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES,
-            PRECISION, TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT,
-            HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+            grad_weight_ptr, grad_bias_ptr, grad_scale, dds_tiles, num_tiles, num_blocks, V, D,
+            groups, dds_slices, at_once, stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K,
+            LIST_STAGES, PRECISION, TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN,
+            HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
         )  # fmt: skip
     num_unkept = (num_tiles - num_active) * (TILE // UNKEPT)
     slices = tl.cdiv(D, UNKEPT_SLICE) if HAS_GRAD_WEIGHT else 1
