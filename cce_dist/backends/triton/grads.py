@@ -20,10 +20,10 @@ from cce_dist.core.types import Head, LocalGrads, Tokens
 def backward(tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads:
     """Computes the gradients of this rank's shard. Deterministic.
 
-    The store is what the forward was given, and used up. A sum over ranks starts as soon as nothing
-    else but the weight's gradient is left to compute.
+    `request.store` is the forward's, and is overwritten. A sum over ranks starts as soon as only
+    the weight's gradient is left to compute.
 
-    Returns: hidden's in the dtype of its sum, or in fp32; 0 for tokens that don't count.
+    Returns: the hidden gradient in the dtype of its sum, or in fp32; 0 for tokens that don't count.
     Source: block-sparse products as in MegaBlocks, arXiv:2211.15841; docs/numerics.md#the-tail.
     """
     state = BackwardState.of(tokens, head, request)
@@ -35,22 +35,24 @@ def backward(tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads
         shape = (state.pieces, len(tokens), weight.shape[1])
         grad_hidden = weight.new_empty(shape, dtype=torch.float32)
     if into is not None:
-        # A buffer whose rows are not contiguous: through a copy, rather than a slower kernel.
+        # Rows that are not contiguous take a copy, rather than a slower kernel.
         whole = into.rows.stride(1) == 1 or into.rows.shape[1] == 1
         rows = into.rows if whole else into.rows.contiguous()
     accumulate = into is not None and into.accumulate
-    # Nothing else holds the pieces of the hidden gradient, nor the workspace.
+    # Only `launch` holds the workspace, and only it and `grad_hidden` the hidden gradient's pieces.
     launch = products(
         state,
         GradBuffers(grad_hidden, rows, grad_bias, accumulate),
         shares_device=request.room.shares_device,
     )
-    has_rest = hidden is not None and not hidden.is_local and (request.bias or into is not None)
-    launch(UNTIL_HIDDEN if has_rest else ALL)
+    in_two_stages = (
+        hidden is not None and not hidden.is_local and (request.bias or into is not None)
+    )
+    launch(UNTIL_HIDDEN if in_two_stages else ALL)
     if grad_hidden is not None:
         grad_hidden = grad_hidden[0] if state.pieces == 1 else grad_hidden.sum(0)
-    if not has_rest:
-        # Its workspace makes room for the stored hidden gradient.
+    if not in_two_stages:
+        # Frees the workspace, which makes room for the stored hidden gradient.
         launch = None
     if grad_hidden is not None and hidden is not None:
         part = grad_hidden

@@ -1,4 +1,4 @@
-"""One backward over this rank's shard in Triton: what its kernels read, and the tail's sums.
+"""One backward over this rank's shard in Triton: its kernels' operands, and the tail's sums.
 
 No autograd, no groups, and nothing that makes the host wait for the device.
 """
@@ -31,18 +31,19 @@ from cce_dist.core.streams import start_on_side_stream
 from cce_dist.core.types import Head, Tokens
 from cce_dist.options import TOKEN_BLOCK
 
-# Columns. Fewer take as long: a program's start and its sum then take most of the time.
+# The fewest columns of a piece. Fewer would take as long: a program's start and its sum then take
+# most of the time.
 LEAST_OF_A_PIECE = 1024
 
 
 def _pieces_and_room(
     num_tokens: int, weight: Tensor, kept: KeptColumns | None, workspace_bytes: int, splits: bool
 ) -> tuple[int, int]:
-    """Decides into how many pieces the columns go, each with a hidden gradient of its own (one,
-    unless `splits`), and the bytes of the workspace that are left for chunks.
+    """Returns the number of pieces of the columns (one unless `splits`), each with a separate
+    hidden gradient, and the bytes of the workspace that are left for chunks.
 
-    A task of the hidden gradient is a block of tokens and some dims, over all columns that come
-    into question. Those of a few tokens are no work for a whole device.
+    A task of the hidden gradient is a block of tokens and some dims, over all columns of a piece.
+    Few tokens with one piece would leave most of a device idle.
     """
     num_columns, dim = weight.shape
     num_blocks, tiles = triton.cdiv(num_tokens, TOKEN_BLOCK), tiles_for(weight)
@@ -76,7 +77,7 @@ class GradBuffers:
 
 @dataclass
 class BackwardState:
-    """One backward: its inputs as the kernels read them, and the tail's sums."""
+    """One backward: its operands as the kernels read them, and the tail's sums."""
 
     num_tokens: int
     head: Head
@@ -90,12 +91,12 @@ class BackwardState:
     has_smooth: bool
     num_blocks: int
     num_tiles: int
-    pieces: int  # of the columns, for each of which there is a hidden gradient apart
+    pieces: int  # of the columns; each has a separate hidden gradient
     room: int  # bytes of the workspace for chunks
     drawn_total: Tensor  # [num_blocks * 128] sum of the drawn columns' d_logits
     lists: Lists | None
-    logits: KeptLogits | None  # None: none; else of the last columns, used up
-    listed: ListedLogits | None  # None: none; else of the last chunk of `lists`, used up
+    logits: KeptLogits | None  # kept by the forward, of the last columns; overwritten
+    listed: ListedLogits | None  # kept by the forward, of the last chunk of `lists`; overwritten
     centroid: Tensor | None = None  # [padded_groups, D] mean of the columns that a group drops
     sums: Tensor | None = None  # the same: a column's gradient for a share of 1 of a group
     bias_sums: Tensor | None = None  # [padded_groups]
@@ -111,7 +112,7 @@ class BackwardState:
         assert kept is None or isinstance(kept, KeptColumns)
         weight, upstream = head.weight, request.upstream
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        # The workspace of logits that were kept is there already, and takes all of the room.
+        # The workspace of kept logits already takes all of the room.
         splits = request.hidden is not None and store is None
         num_bytes = request.room.workspace_bytes
         pieces, room = _pieces_and_room(len(tokens), weight, kept, num_bytes, splits)
@@ -153,7 +154,7 @@ class BackwardState:
             for step in steps:
                 step()
 
-        # Which columns are kept has nothing to do with it. Small kernels, either.
+        # The lists of kept columns don't depend on this, and both are small kernels.
         wait = start_on_side_stream(weight.device, fill_and_sum) if steps else None
         try:
             if listed is not None:
@@ -196,16 +197,18 @@ class BackwardState:
         return TOKEN_BLOCK * (1 if self.kept is None else self.kept.marks.blocks_per_group)
 
     def or_dummy(self, tensor: Tensor | None) -> Tensor:
-        """Returns a pointer for an argument that the kernel was compiled not to read."""
+        """Returns the tensor, or any pointer in place of None: the kernel will not read it."""
         return self.count if tensor is None else tensor
 
     def _tail_sums(self, draws: bool) -> Callable[[], None] | None:
-        """Returns memory for the part of either gradient that dropped columns and the mean logit
-        add, by group, and a function that launches the kernels; None: they add nothing."""
+        """Allots memory for what dropped columns and the mean logit add to the gradients, by group.
+
+        Returns: a function that launches the kernels that fill it; None: they add nothing.
+        """
         if self.share is None and self.mean is None:
             return None
         with_mean = self.mean is not None
-        # Where columns are drawn, no centroid biases the gradient: an estimate of it will do.
+        # Where columns are drawn, an error of a centroid adds no bias: an estimate will do.
         estimates = draws and not with_mean
         self.centroid, inverse, sum_columns = centroids(
             self.head, self.weight, self.share, with_mean=with_mean, every=16 if estimates else 1
@@ -253,7 +256,7 @@ class BackwardState:
         return launch
 
     def finish_hidden(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """Adds the tail to [num_rows, D] fp32; in that dtype, in place if it is fp32."""
+        """Adds the tail to `part`, [num_rows, D] fp32. Returns it in `dtype`; in place for fp32."""
         dim, out = self.weight.shape[1], part
         if dtype != part.dtype:
             out = torch.empty_like(part, dtype=dtype)
