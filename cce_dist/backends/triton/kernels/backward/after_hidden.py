@@ -1,6 +1,8 @@
-"""The rest of the weight's gradient after the hidden gradient, for ranks that sum the hidden
-gradient meanwhile: a kernel of short programs that wait for nobody, so that the collectives'
-kernels, of a stream of higher priority, find multiprocessors whenever they begin."""
+"""The part of the weight's gradient that is left after the hidden gradient, while ranks sum that.
+
+Its programs are short and wait for nobody. So the kernels of collectives, on a stream of higher
+priority, find free multiprocessors whenever they start.
+"""
 
 import triton
 import triton.language as tl
@@ -10,7 +12,7 @@ from cce_dist.backends.triton.kernels.backward.dds import dds_kept_task, unkept_
 
 @triton.jit(do_not_specialize=["num_blocks", "groups", "at_once"])
 def after_hidden_kernel(
-    hidden_ptr,  # arguments as those of `filtered_kernel`, and what that has left in memory
+    hidden_ptr,  # arguments as of `filtered_kernel`, which has filled the memory behind them
     rows_ptr,
     class_weight_ptr,
     grad_scale_ptr,
@@ -54,9 +56,11 @@ def after_hidden_kernel(
     UNKEPT: tl.constexpr,
     UNKEPT_SLICE: tl.constexpr,
 ):
-    """DDS of the first chunk, which is computed last, and columns that no block keeps: every so
-    many tasks of either a program. The longest begin first, and while some programs multiply,
-    others store."""
+    """Computes DDS of the first chunk, which comes last, and stores columns that no block keeps.
+
+    A program takes every num_programs-th task of each kind. The longest tasks start first; while
+    some programs multiply, others store.
+    """
     grad_scale = tl.load(grad_scale_ptr)
     num_active = tl.load(num_active_ptr)
     dds_slices = tl.cdiv(D, SLICE) if HAS_GRAD_WEIGHT else 1

@@ -1,4 +1,4 @@
-"""DDS: weight gradient of a tile of columns from the token blocks that keep them, and the tail."""
+"""DDS: a tile of the weight's gradient, from token blocks that keep its columns, and the tail."""
 
 import triton
 import triton.language as tl
@@ -34,7 +34,7 @@ def store_columns(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Adds the tail's columns, GROUPS more of the product, then stores each element once."""
+    """Adds the tail, as GROUPS more rows of the product's sum, then stores each element once."""
     inside = (dims < D)[None, :]
     if HAS_TAIL or HAS_MEAN:
         group = tl.arange(0, GROUPS)
@@ -54,7 +54,7 @@ def store_columns(
             tail = tl.load(tail_ptr + group[:, None] * D + dims[None, :], mask=inside, other=0.0)
             acc = tl.dot(share, tail, acc, input_precision=PRECISION)
         if HAS_GRAD_BIAS:
-            # Group by group, so that its last bit does not depend on the tile's shape.
+            # Group by group, so that no last bit depends on the tile's shape.
             for i in range(groups + (1 if HAS_MEAN else 0)):
                 share_of_group = tl.sum(tl.where((group == i)[None, :], share, 0.0), 1)
                 bias += share_of_group * tl.load(tail_bias_ptr + i)
@@ -87,7 +87,7 @@ def dds_kept_task(
     grad_weight_ptr,
     grad_bias_ptr,
     grad_scale,
-    number,  # of tiles that have such tasks
+    number,  # of the chunk's tiles with a kept column
     num_tiles,
     num_blocks,
     V,
@@ -113,8 +113,8 @@ def dds_kept_task(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Multiplies a tile of columns x SLICE dims over the token blocks that keep any of them, and
-    the tail."""
+    """Computes DDS of a tile of columns x SLICE dims over the token blocks that keep any, and the
+    tail."""
     tile, slice_ = slice_of(task, number, num_slices, at_once)
     tile += first_tile
     dims = slice_ * SLICE + tl.arange(0, SLICE)
@@ -159,7 +159,7 @@ def dds_kept_task(
 @triton.jit
 def unkept_task(
     task,
-    first,  # in the order of columns, the first that no block keeps
+    first,  # place, in the order of columns, of the first column that no block keeps
     order_ptr,
     share_ptr,
     class_weight_ptr,
@@ -183,7 +183,8 @@ def unkept_task(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Writes COLUMNS columns that no block keeps, whole rows: the tail, or zeros."""
+    """Writes whole rows of the gradient, of COLUMNS columns that no block keeps: the tail, or
+    zeros."""
     at = first + task * COLUMNS + tl.arange(0, COLUMNS)
     column = tl.load(order_ptr + at)
     for slice_ in range(num_slices):

@@ -44,7 +44,7 @@ def exact_dds_task(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Multiplies a tile of columns x SLICE dims over every token, fp32 in registers, one store."""
+    """Computes DDS of a tile of columns x SLICE dims over all tokens: fp32 sums, one store."""
     first_row = task // num_slices * TILE
     first_dim = task % num_slices * SLICE
     acc = tl.zeros((TILE, SLICE), tl.float32)
@@ -62,7 +62,7 @@ def exact_dds_task(
     local = first_row + tl.arange(0, TILE)
     if HAS_GRAD_BIAS:  # noqa: SIM102
         if task % num_slices == 0:
-            # Apart from the products: their operand then stays where the tensor cores read it.
+            # Not in the loop of products, whose operand then stays where the tensor cores read it.
             for block in range(tl.cdiv(count, TOKENS)):
                 token = block * TOKENS + tl.arange(0, TOKENS)
                 p_ptrs = workspace_ptr + local.to(tl.int64)[:, None] * N + token[None, :]
@@ -104,7 +104,7 @@ def exact_dsd_task(
     WIDE: tl.constexpr,
     IS_FIRST: tl.constexpr,
 ):
-    """Multiplies a token block by SLICE dims over a piece of the chunk's columns."""
+    """Computes DSD of a token block x SLICE dims over a piece of the chunk's columns."""
     piece = task % pieces
     task //= pieces
     first_token = task // num_slices * TOKENS
@@ -142,7 +142,7 @@ def exact_products_kernel(
     count_ptr,  # [1] int32
     grad_scale_ptr,  # [1] fp32: power of two by which the workspace was divided
     queue_ptr,  # [1] int32: the next task
-    pieces,  # of the columns, so that few tokens are work for all programs
+    pieces,  # of the columns, so that few tokens give all programs work
     num_rows,
     stage,  # 0: DDS and DSD; 1: DSD alone; 2: DDS alone
     first_column,
@@ -162,7 +162,7 @@ def exact_products_kernel(
     TAIL_PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
     WIDE: tl.constexpr,  # fp32 inputs
-    IS_FIRST: tl.constexpr,  # chunk: it stores the hidden gradient where the others add
+    IS_FIRST: tl.constexpr,  # the first chunk stores the hidden gradient, and the others add to it
     GROUPS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -171,8 +171,8 @@ def exact_products_kernel(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Computes DDS and DSD of a chunk. Programs take tasks from a queue, the longer ones first; the
-    choice of a program changes no bit."""
+    """Computes DDS and DSD of a chunk. Programs take tasks from a queue, longer tasks first. Which
+    program takes a task changes no bit of the result."""
     count = tl.load(count_ptr)
     grad_scale = tl.load(grad_scale_ptr)
     num_slices = tl.cdiv(D, SLICE)

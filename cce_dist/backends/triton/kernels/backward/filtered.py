@@ -1,7 +1,7 @@
 """The filtered backward's three products, chunk by chunk, in one persistent kernel.
 
-How many chunks hold a kept column is known on the device only. So the kernel loops over them
-itself, with a barrier between the phases, and the host never waits.
+Only the device knows how many chunks hold a kept column. So the kernel itself loops over them, with
+a barrier between its phases, and the host never waits.
 """
 
 import triton
@@ -71,17 +71,17 @@ def filtered_kernel(
     pair_rows_ptr,  # [max_pairs, TILE] int32
     workspace_ptr,  # [max_rows + TILE, TOKENS], the last rows 0
     workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
-    stored_ptr,  # the same: of the last chunk's entries, if HAS_STORED: see `stored_entries`
+    stored_ptr,  # the same memory: the last chunk's entries, if HAS_STORED: see `stored_entries`
     ref_ptr,  # [num_blocks * TOKENS] log2
-    bad_ref_ptr,  # [num_blocks] int32: 1 where they are not to be used
+    bad_ref_ptr,  # [num_blocks] int32: 1 where a block's stored entries are not usable
     drawn_sum_ptr,  # [max_tasks, TOKENS] fp32
     grad_hidden_ptr,  # [pieces, num_rows, D] fp32: their sum is the hidden gradient
     drawn_total_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
     queue_ptr,  # [2 * max_chunks + 3] int32, zeros: the next task of each phase; arrivals; the next
-    # columns that no block keeps
-    pieces,  # of each block's columns, so that few tokens are work for all programs
+    # task of columns that no block keeps
+    pieces,  # of each block's columns, so that few tokens give all programs work
     num_rows,
     stage,  # 0: all; 1: without the share of kernels/backward/after_hidden.py
     num_blocks,
@@ -128,13 +128,12 @@ def filtered_kernel(
     UNKEPT: tl.constexpr,  # columns of `unkept_task`
     UNKEPT_SLICE: tl.constexpr,
 ):
-    """Multiplies the columns that each block keeps, and those drawn for it, by lists of columns.
+    """Computes the products of the columns that each block keeps or draws, from lists of columns.
 
-    Chunks come from the last to the first, so that most of DDS is left for when the hidden gradient
-    is done. The lists of a chunk are made beside the products of the one before. Who waits for the
-    others stores gradients of columns that no block keeps. `LIST_STAGES` are those of loops that
-    load rows by a list: the first of them find the rows, so that as many as elsewhere are left to
-    wait for them.
+    Chunks run from the last to the first, which leaves the longest DDS until the hidden gradient is
+    done. A chunk's lists are computed beside the products of the chunk before. Programs that wait
+    for others store the gradients of columns that no block keeps. Loops that load rows by a list
+    have `LIST_STAGES` stages: more than others, since their first stages load the list.
     """
     count = tl.load(count_ptr)
     grad_scale = tl.load(grad_scale_ptr)
@@ -148,7 +147,7 @@ def filtered_kernel(
     num_unkept = 0
     if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
         num_unkept = tl.where(stage == 1, 0, (num_tiles - num_active) * (TILE // UNKEPT))
-    # Phase 2 turn: lists of a chunk, products of the one before; phase 2 turn + 1: its SDD.
+    # Phase 2 turn: lists of a chunk, and products of the chunk before; phase 2 turn + 1: its SDD.
     for phase in range(2 * num_chunks + 1):
         turn = phase // 2
         is_last = phase == 2 * num_chunks
@@ -156,7 +155,7 @@ def filtered_kernel(
         at = chunk * (num_blocks + 1)
         entries_of_turn = (turn + 1) % 2 * max_rows
         other = turn % 2 * max_rows
-        # Of the chunk the tiles [first, middle), of the one before in time [middle, last).
+        # The chunk has tiles [first, middle); the chunk of the turn before has [middle, last).
         first = 0
         last = 0
         middle = tl.load(first_ptr + chunk + 1)

@@ -6,11 +6,12 @@ import triton.language as tl
 from cce_dist.backends.triton.kernels.filter.column_lists import draw_level_of
 from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, scale_across, softcapped
 
-# The forward keeps exp2(logit - reference) of an entry, in fp16, which has more digits of a
-# probability than bf16, down to 2^-25. STORED_SCALE is added to the difference ...
+# A screened forward stores exp2(logit - reference + STORED_SCALE) of each entry in fp16, which has
+# more digits of a probability than bf16, down to 2^-25.
 STORED_SCALE = tl.constexpr(11.0)
-# ... which is below this where the reference is within this of lse; all in log2, but for the most.
+# The furthest that a usable reference is from lse, log2: stored numbers are then below STORED_MOST.
 STORED_FURTHEST = tl.constexpr(4.0)
+# The largest number of fp16.
 STORED_MOST = tl.constexpr(65504.0)
 
 
@@ -64,7 +65,7 @@ def fresh_logits(
     D,
     stride_hn,
     stride_wv,
-    scale,  # a number, or [N] one of each token
+    scale,  # a number, or [N] of each token
     softcap,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -76,7 +77,7 @@ def fresh_logits(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """[COLUMNS, TOKENS] fp32, log2; and softcap' of them, or 1."""
+    """Computes logits, [COLUMNS, TOKENS] fp32, log2; and softcap' of them, or 1."""
     c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + tl.arange(0, BLOCK_K)[None, :]
     x = logits_of(
         c_ptrs, block, hidden_ptr, rows_ptr, D, stride_hn, COLUMNS, TOKENS, BLOCK_K, EVEN_K, STAGES,
@@ -120,12 +121,12 @@ def stored_entries(
     at,  # [COLUMNS, TOKENS] int64
     listed,  # [COLUMNS] bool
     token,  # [TOKENS]
-    stored_ptr,  # [rows, TOKENS] by the forward: 2^STORED_SCALE exp2(z - ref)
+    stored_ptr,  # [rows, TOKENS] of the forward: exp2(z - ref + STORED_SCALE)
     ref_ptr,  # [N] log2
 ):
-    """Returns the entries, [COLUMNS, TOKENS] fp32, log2: -inf where nothing of an entry is left."""
+    """Returns the entries' logits, [COLUMNS, TOKENS] fp32, log2; -inf where 0 was stored."""
     above = tl.load(stored_ptr + at, mask=listed[:, None], other=0.0).to(tl.float32)
-    # What replaces them is another thread's, maybe.
+    # All threads must have read the entries before any of them writes d_logits there.
     tl.debug_barrier()
     return tl.log2(above) + (tl.load(ref_ptr + token) - STORED_SCALE)[None, :]
 
@@ -133,7 +134,7 @@ def stored_entries(
 @triton.jit
 def sdd_kept_task(
     task,
-    may_be_stored,  # not 0: logits of blocks that are not bad_ref are the forward's
+    may_be_stored,  # not 0: the forward has stored the entries of all blocks without a bad_ref
     seed,
     first_tile,  # of the chunk
     last_tile,
@@ -151,7 +152,7 @@ def sdd_kept_task(
     stored_ptr,  # the same memory
     ref_ptr,  # [N] log2
     bad_ref_ptr,  # [num_blocks] int32
-    drawn_sum_ptr,  # [tasks, TOKENS] fp32 sum of those of drawn entries: out
+    drawn_sum_ptr,  # [tasks, TOKENS] fp32 sum of the d_logits of drawn entries: out
     num_tiles,
     num_blocks,
     D,
@@ -172,7 +173,7 @@ def sdd_kept_task(
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """Computes SEGMENT entries of a token block's list of columns."""
+    """Computes d_logits of SEGMENT entries of a token block's list of columns."""
     block, place, length, row = segment_of(
         task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
         SEGMENT, BLOCKS,
@@ -204,14 +205,14 @@ def sdd_kept_task(
             HAS_SOFTCAP,
         )  # fmt: skip
     upstream_ptrs = upstream_ptr + token
-    # The target's element is the forward's own logit; it is kept, wherever it is.
+    # The target's element takes the forward's logit of the target; its column is always kept.
     is_target = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
     z = tl.load(upstream_ptrs + 6 * N)[None, :]
     if HAS_SOFTCAP:
         slope = tl.where(is_target, slope_at(z, scale_across(scale, token), softcap), slope)
     log_p = tl.where(is_target, z, of_entry) - tl.load(upstream_ptrs + 5 * N)[None, :]
     if HAS_DRAWN:
-        # A drawn column stands for 2^draw_level of its kind.
+        # A drawn column counts 2^draw_level times.
         log_p += tl.where(drawn, draw_level_of(column, seed), 0).to(tl.float32)[:, None]
     p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
     grad = p * tl.load(upstream_ptrs)[None, :]

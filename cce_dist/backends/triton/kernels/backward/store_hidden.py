@@ -1,4 +1,4 @@
-"""The hidden gradient after the products: the share of all dropped columns is added."""
+"""The hidden gradient after the products: the dropped columns' part is added, and it is stored."""
 
 import triton
 import triton.language as tl
@@ -6,14 +6,14 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["N", "groups", "tokens_per_group"])
 def store_hidden_kernel(
-    product_ptr,  # [num_rows, D] fp32: the products of tokens that count
+    product_ptr,  # [num_rows, D] fp32: sums of products, of tokens that count
     centroid_ptr,  # [GROUPS, D]
     rows_ptr,  # [N_padded] int64: a permutation of the first N
     count_ptr,  # [1] int32
-    num_chunks_ptr,  # [1] int32: 0 where no product was made
+    num_chunks_ptr,  # [1] int32: if 0, `product_ptr` was not written
     mass_ptr,  # [N_padded] upstream times dropped mass
-    drawn_ptr,  # [N] sum of the drawn columns' d_logits, which `product_ptr` has in
-    grad_scale_ptr,  # [1] power of two that these were divided by
+    drawn_ptr,  # [N] sum of the drawn columns' d_logits, which `product_ptr` contains
+    grad_scale_ptr,  # [1] power of two by which `drawn_ptr` was divided
     mean_ptr,  # [N_padded] upstream of the mean logit
     out_ptr,  # [num_rows, D]: out, 0 for tokens that don't count; may be `product_ptr`
     N,

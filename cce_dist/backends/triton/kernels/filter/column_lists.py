@@ -1,4 +1,4 @@
-"""The backward's plan from column masses: marks, an order of columns, chunks of it."""
+"""The backward's lists of columns, from column masses: marks, an order of columns, its chunks."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from cce_dist.backends.triton.kernels.forward.shares import launch_of
 
 @triton.jit
 def draw_level_of(column, seed):
-    """j >= 1 with probability 2^-j, drawn for each column; the same wherever it is asked for."""
+    """Draws a column's level j >= 1, with probability 2^-j; every kernel draws the same."""
     x = (column.to(tl.uint32) * 2654435761) ^ seed.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 2246822507
     x = (x ^ (x >> 13)) * 3266489909
@@ -26,8 +26,8 @@ def marks_kernel(
     count_ptr,  # [1] int32: blocks of no token that counts have no masses
     seed_ptr,  # [1] int32
     kept_ptr,  # [V, words] int64: bit n of word w set where block 64 w + n keeps the column: out
-    drawn_ptr,  # [V, words] int64: where it was drawn to stand for columns of its mass: out
-    share_ptr,  # [groups, V] mass of the column where it is not kept, per group of blocks: out
+    drawn_ptr,  # [V, words] int64: such bits of blocks where it was drawn, to stand for others: out
+    share_ptr,  # [groups, V] mass of the column in each group's blocks that drop it: out
     V,
     num_blocks,
     words,
@@ -41,8 +41,8 @@ def marks_kernel(
     LAUNCHES: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Marks BLOCK_V columns of all token blocks, one after the other; a thread has its columns of
-    each block and waits for no other thread.
+    """Marks BLOCK_V columns of all token blocks, block by block. A thread has the same columns of
+    every block, and waits for no other thread.
 
     A mass in (top / 2^j, top / 2^(j-1)] has draw level j. Each column draws one level, level j with
     probability 2^-j, and counts 2^j times in the hidden gradient of the blocks where its mass has
@@ -118,12 +118,17 @@ def key_kernel(
     BLOCK_V: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """Columns of a tile of the backward should share token blocks. With 8, and with 16, runs of
-    blocks: first by how many of the 8 have one that keeps the column, then which, as a place in a
-    Gray code, whose neighbours differ in one; then which halves of the first two of them, or in
-    only one, whether it is one 64th of all blocks and which; then columns that are drawn only, then
-    the rest, both as they come, by numbers that differ: a sort counts equal ones one by one. One of
-    16 bits takes half of one of 32. docs/performance.md#the-order-of-columns.
+    """Computes keys of columns, in whose order the columns of a tile mostly share token blocks.
+
+    All blocks are split into 8 runs, and into 16 half runs. The key holds, from its highest digit:
+    - the number of runs with a block that keeps the column, most first;
+    - which runs these are, as a place in a Gray code, whose neighbours differ in one run;
+    - which halves of the first two of these runs; or, in a single run, whether one 64th of all
+      blocks holds all, and which.
+
+    Columns that are only drawn come next, then all others, both in their own order, by keys that
+    differ: a sort counts equal keys one by one. Sorting 16-bit keys takes half as long as 32-bit
+    keys. docs/performance.md#the-order-of-columns.
     """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
@@ -154,8 +159,8 @@ def key_kernel(
         number += (two > 0).to(tl.int32)
     detail = tl.where(number > 1, halves, first % 8 + tl.where(first == last, 0, 8))
     key = ((8 - number) << 12) | (place_in_gray_code(of8) << 4) | detail
-    rest = (tl.where(any_drawn != 0, 8, 9) << 12) + columns // tl.cdiv(V, 4096)
-    key = tl.where(number > 0, key, rest) - 32768
+    unkept_key = (tl.where(any_drawn != 0, 8, 9) << 12) + columns // tl.cdiv(V, 4096)
+    key = tl.where(number > 0, key, unkept_key) - 32768
     tl.store(key_ptr + columns, key.to(tl.int16), mask=inside)
 
 
@@ -178,7 +183,8 @@ def tiles_kernel(
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """Lists TILE consecutive columns of the order; a program a tile."""
+    """Counts the entries of TILE consecutive columns of the order, and lists the blocks that keep
+    any; a program a tile."""
     tile = tl.program_id(0)
     at = tile * TILE + tl.arange(0, TILE)
     column = tl.load(order_ptr + at, mask=at < V, other=0).to(tl.int32)
@@ -224,9 +230,12 @@ def chunks_kernel(
     pairs_window,
     BLOCK: tl.constexpr,
 ):
-    """Cuts the tiles into chunks; a single program. A chunk ends where the running sum of list
-    entries, or of pairs of a tile and a block that keeps it, passes a multiple of its window: so it
-    holds at most a window and a tile of either, and nothing after the last tile with an entry."""
+    """Cuts the tiles into chunks; a single program.
+
+    A chunk ends where the running sum of list entries, or of pairs of a tile and a block that keeps
+    it, passes a multiple of its window. So a chunk holds at most a window and one tile of either.
+    The last chunk ends with the last tile that has an entry.
+    """
     total_ptr = starts_ptr + num_blocks * (num_tiles + 1)
     pairs_ptr = total_ptr + num_tiles + 1
     grand = tl.load(total_ptr + num_tiles)
@@ -264,7 +273,7 @@ def segments_kernel(
     ROWS: tl.constexpr,  # a list starts at a multiple of it
     SEGMENT: tl.constexpr,  # entries of an SDD task
 ):
-    """Finds the segments of a chunk; a program a chunk."""
+    """Computes each block's first row and first SDD task of a chunk; a program a chunk."""
     chunk = tl.program_id(0)
     if chunk >= tl.load(num_chunks_ptr):
         return
@@ -298,8 +307,8 @@ def listed_columns(
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """The tile's columns [TILE]; which of the word's blocks keep one, which list it at all, and
-    where its entry is if they do, each [TILE, 64] int32."""
+    """Returns the tile's columns, [TILE]; and [TILE, 64] int32 each: whether a block of the word
+    keeps the column, whether it lists the column, and the entry's row if it does."""
     at = tile * TILE + tl.arange(0, TILE)
     column = tl.load(order_ptr + at)
     word_ptrs = column.to(tl.int64) * words + word
@@ -329,8 +338,8 @@ def list_task(
     order_ptr,  # [num_tiles * TILE] int32
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
-    entries_ptr,  # [rows] int32: each block's columns, one list after the other; twice the column,
-    # and 1 more where it was drawn: out
+    entries_ptr,  # [rows] int32: the blocks' lists, one after the other; an entry is twice the
+    # column, plus 1 where it was drawn: out
     V,
     num_tiles,
     num_blocks,
@@ -358,8 +367,8 @@ def pair_task(
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     position_ptr,  # [num_tiles, num_blocks] int16
-    pair_rows_ptr,  # [pairs, TILE] int32: the workspace's row of each of a tile's columns, one of
-    # the rows of zeros where the block doesn't keep it: out
+    pair_rows_ptr,  # [pairs, TILE] int32: the workspace's row of each of a tile's columns; a row
+    # of zeros where the block doesn't keep the column: out
     zeros_at,  # the first of TILE rows of zeros in the workspace
     V,
     num_tiles,
@@ -368,7 +377,7 @@ def pair_task(
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """Writes where DDS finds the d_logits of 64 token blocks, for a tile that is kept somewhere."""
+    """Writes the rows from which DDS of a tile reads the d_logits of 64 token blocks."""
     tile = first_tile + task // words
     word = task % words
     _, keeps, _, row = listed_columns(

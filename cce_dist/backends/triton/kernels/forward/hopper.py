@@ -1,9 +1,9 @@
-"""The forward for Hopper in 16 bits, and in 8: one warp loads, two groups of four multiply.
+"""The forward for Hopper in 16 and 8 bits: one warp loads, two groups of four warps multiply.
 
-A group has half of the program's columns, and is a split of the vocabulary of its own. While one
-takes exponentials the other has the tensor cores, and the loads of the next tile go on beside both.
-What it computes is what `forward_kernel` says; that one is for all else, and for tests without a
-GPU, as Triton interprets no kernel whose layouts are written out.
+Each group has half of the program's columns, as a separate split of the vocabulary. While one group
+takes exponentials, the other uses the tensor cores, and the next tile is loaded beside both. The
+results are those of `forward_kernel`, which runs everywhere else, and in tests without a GPU:
+Triton interprets no kernel with explicit layouts.
 """
 
 from triton.experimental import gluon
@@ -49,7 +49,8 @@ def start_state(
     HAS_SCORE: gl.constexpr,
     HAS_UNKEPT: gl.constexpr,
 ):
-    """Does `forward.start_state`; returns the reference, the sums of all splits, [BLOCK_N]."""
+    """Starts a state as `forward.start_state`; returns the reference, from all splits' sums,
+    [BLOCK_N]."""
     ref = gl.load(lower_ptrs)
     total = ref * 0.0
     dropped = total
@@ -65,18 +66,18 @@ def start_state(
                 others = others + (gl.load(ptrs, mask=there, other=numbers.LOWEST),)  # noqa: RUF005
                 parts = parts + (gl.load(ptrs + size, mask=there, other=0.0),)  # noqa: RUF005
             for i in gl.static_range(forward.READ_AT_ONCE):
-                # A sum that overflowed is repeated at the end; here it says nothing.
+                # An overflowed sum is computed again at the end, and skipped here.
                 part = gl.where(parts[i] < float("inf"), parts[i], 0.0)
                 other = gl.where(part > 0, others[i], numbers.LOWEST)
                 higher = gl.maximum(top, other)
                 total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
                 top = higher
         before = gl.load(before_ptrs + split_offset)
-        # What other ranks have summed may have raised the lower bound.
+        # Other ranks' sums may have raised the lower bound.
         ref = gl.maximum(ref, before)
         ref = gl.maximum(ref, gl.where(total > 0, top + gl.log2(total), numbers.LOWEST))
         shrink = exp2_of(before - ref)
-        # PROBE was for its references alone.
+        # PROBE's sums were for references alone.
         goes_on = (launch > forward.FIRST) & counts
         total = shrink * gl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
         if HAS_SCORE:
@@ -198,7 +199,7 @@ def sum_tiles(
     )  # fmt: skip
     ref_tile = of_token.index(3 * group)
     ref_tile.store(first_ref)
-    # Logits come as `tanh_of_8_bits` takes them, which is one multiplication less for each.
+    # Logits are scaled for `tanh_of_8_bits`, which saves a multiplication for each.
     to_tanh = 1.0
     if IS_SCREENED and HAS_SOFTCAP:
         to_tanh = 2.0 * numbers.LOG2E / softcap
@@ -223,7 +224,7 @@ def sum_tiles(
                 e = e_tiles.index(stage).permute((1, 0))
                 x = warpgroup_mma(c, e, x, use_acc=k > 0, is_async=True)
                 x = warpgroup_mma_wait(1, deps=(x,))
-                # All four warps have done the product before: one of them says so.
+                # One warp signals for all four that they have finished the product before.
                 thread_barrier()
                 mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
                 step += 1
@@ -388,7 +389,7 @@ def hopper_forward_kernel(
                 ),
             ),
         ],
-        # Warps and registers of the second group and of the loads; the first group has the rest.
+        # Warps and registers of the second group and of the loads; the first group has all others.
         [4, 1],
         [240, 24],
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The tail's loss from the selection by 8-bit masses: columns that they leave in the tail.
+"""The mass that a tail loses because 8-bit masses choose its columns.
 
-Of columns near the threshold those stay whose errors made them smaller. How much that is, some of
-the columns near it say, by their exact logits. docs/numerics.md#the-bias-of-the-tail
+Of the columns near the threshold, the tail gets those that errors made smaller. The exact logits of
+a sample of these columns tell how much mass that costs. docs/numerics.md#the-bias-of-the-tail
 """
 
 import triton
@@ -19,13 +19,13 @@ def is_near_threshold(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS
     at = block.to(tl.int64) * V + column
     # Negative where the column is kept.
     mass = tl.abs(tl.load(mass_ptr + at, mask=column < V, other=0.0).to(tl.float32))
-    # Of a block without tokens none.
+    # A block without tokens has no such columns: its threshold is at most 0.
     return (mass * reach >= threshold) & (mass < threshold * reach)
 
 
 @triton.jit
 def num_near_threshold(near_threshold_ptr, block, chunks, CHUNKS: tl.constexpr):
-    """Returns the number of columns of a token block that are near."""
+    """Returns the number of a token block's columns near the threshold."""
     other = tl.arange(0, CHUNKS)
     return tl.sum(
         tl.load(near_threshold_ptr + block * chunks + other, mask=other < chunks, other=0), 0
@@ -34,7 +34,7 @@ def num_near_threshold(near_threshold_ptr, block, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def count_near_threshold_kernel(
-    mass_ptr,  # [num_blocks, V] of a block's tokens that a column has, negative where kept
+    mass_ptr,  # [num_blocks, V] a column's mass over a block's tokens, negative where kept
     count_ptr,  # [1] int32: tokens that count
     near_threshold_ptr,  # [num_blocks, chunks] int32: columns of a chunk near the threshold: out
     V,
@@ -43,7 +43,7 @@ def count_near_threshold_kernel(
     TOKENS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Counts a token block's next BLOCK_V columns; a program a block and columns."""
+    """Counts, for a token block, the columns near the threshold among BLOCK_V columns."""
     block, chunk = tl.program_id(0), tl.program_id(1)
     column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
     near_threshold = is_near_threshold(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS)
@@ -65,7 +65,8 @@ def pick_near_threshold_kernel(
     CHUNKS: tl.constexpr,  # at least as many as there are
     SAMPLES: tl.constexpr,
 ):
-    """Each so many-th of them, or all if there are no more. One program: BLOCK_V columns."""
+    """Picks at most SAMPLES of a block's columns near the threshold, evenly spaced; a program has
+    BLOCK_V columns."""
     block, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     other = tl.arange(0, CHUNKS)
     of_chunks = tl.load(near_threshold_ptr + block * chunks + other, mask=other < chunks, other=0)
@@ -78,7 +79,7 @@ def pick_near_threshold_kernel(
     rank = before + tl.cumsum(near_threshold, 0) - near_threshold
     per_rank = tl.minimum(SAMPLES, tl.maximum(total, 1))
     place = rank * per_rank // tl.maximum(total, 1)
-    # The first of those that share a place; none of a negative rank does.
+    # Of columns that share a place, the first.
     first = (rank == 0) | ((rank - 1) * per_rank // tl.maximum(total, 1) != place)
     tl.store(picked_ptr + block * SAMPLES + place, column, mask=(near_threshold > 0) & first)
 
@@ -97,7 +98,7 @@ def near_threshold_logits_kernel(
     full_ptr,  # [1] int32: 1: no logits are of 8 bits, nothing to do
     logit_ptr,  # [2, num_blocks, SAMPLES, TOKENS] fp32 of columns picked, exact and by 8 bits: out
     chunks,
-    size,  # of either half of it
+    size,  # elements of either half of `logit_ptr`
     N,
     V,
     D,
@@ -179,8 +180,8 @@ def selection_error_kernel(
         off = tl.where(inside, off - x, 0.0)
         p = tl.where(inside, tl.exp2((x - tl.load(lse_ptr + token)[None, :]) * LOG2E), 0.0)
         mass, exact_mass = tl.sum(p, 1), tl.sum(p * tl.exp2(off * LOG2E), 1)
-        # By how much a column's mass was too large, in nats. What is common to all of them, or to
-        # a token's logits, moves the threshold and decides nothing.
+        # The error of a column's mass, in nats. An error that all columns or all of a token's
+        # logits share moves the threshold, and chooses no column.
         moved = tl.where(mass > 0, tl.log(exact_mass / mass), 0.0)
         moved -= tl.sum(mass * moved, 0) / tl.maximum(tl.sum(mass, 0), 1e-30)
         off -= (tl.sum(p * off, 0) / tl.maximum(tl.sum(p, 0), 1e-30))[None, :]

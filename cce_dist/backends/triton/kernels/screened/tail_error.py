@@ -5,7 +5,7 @@ import triton.language as tl
 
 from cce_dist.backends.triton.kernels.numbers import LOG2E
 
-# Neighbouring columns that are taken: their masses fill a unit of memory's reads.
+# Neighbouring columns that are sampled together: their masses fill one read of memory.
 RUN = tl.constexpr(16)
 
 
@@ -29,8 +29,7 @@ def tail_shares_kernel(
     # In runs, so that the compiler sees neighbours in memory.
     taken = (run * RUN)[:, None] + tl.arange(0, RUN)[None, :]
     column = ((run * (every * RUN))[:, None] + tl.arange(0, RUN)[None, :])[None, :, :]
-    # The least of weights for every column: of a group without a tail the moments are those of all,
-    # and no 0 / 0.
+    # A tiny weight for every column: without it a group that has no tail would get 0 / 0.
     share = tl.where(column < V, 1e-20, 0.0) + tl.zeros((GROUPS, RUNS, RUN), tl.float32)
     for i in range(blocks_per_group):
         block = (group * blocks_per_group + i).to(tl.int64)
@@ -130,7 +129,7 @@ def tail_error_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_LOST_MASS: tl.constexpr,
 ):
-    """Corrects BLOCK_N tokens of a group; a program a block.
+    """Corrects the tails of BLOCK_N tokens of one group.
     docs/numerics.md#the-bias-of-the-tail"""
     if tl.load(full_ptr) == 0:
         token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -165,7 +164,7 @@ def tail_error_kernel(
             tail = tl.exp2((unkept - error - tl.load(lse_ptr + token)) * LOG2E)
             lost_mass = tl.load(lost_mass_ptr + token) / tail
             error -= tl.log(1.0 + tl.clamp(lost_mass, -most_lost_share, most_lost_share))
-        # Of a token without a tail, which may not count, nothing is off.
+        # A token without a tail, which may not count, has no error.
         error = tl.where(unkept == float("-inf"), 0.0, error)
         if HAS_SOFTCAP:
             tl.store(dropped_ptr + token, dropped - error)
