@@ -83,7 +83,7 @@ def similar_kernel(
     counts = tokens < count
     lane = tl.arange(0, SEEDS)
     row = tl.load(rows_ptr + tokens, mask=counts, other=0)
-    # One seed from each SEEDS-th of the tokens, at varying places: a batch's sequences may alternate.
+    # One seed from each SEEDS-th of the tokens, at varying places: sequences may alternate.
     at = (lane * SEEDS + lane * 37 % SEEDS).to(tl.int64) * count // (SEEDS * SEEDS)
     seed = tl.load(rows_ptr + at, mask=count > 0, other=0)
     dims = tl.arange(0, BLOCK_D)
