@@ -91,9 +91,9 @@ def merge_extras(
         moments = merge_moments(parts, seen[:, 0])
         merged = replace(
             merged,
-            origin_logit=torch.where(counts, moments["origin_logit"], 0),
-            mean_logit=torch.where(counts, moments["mean_logit"], 0),
-            m2_logit=torch.where(counts, moments["m2_logit"], 0),
+            origin_logit=torch.where(counts, moments.origin_logit, 0),
+            mean_logit=torch.where(counts, moments.mean_logit, 0),
+            m2_logit=torch.where(counts, moments.m2_logit, 0),
         )
     if sums_softcapped(wanted, head):
         smooth = weighted.sum(0) / head.vocab_size
