@@ -15,46 +15,47 @@ from .output import check_output, write_output
 if TYPE_CHECKING:
     from cce_dist.train.evaluate.scores import Findings, Score, TextScore
 
-# Where output goes to a file, as a log of torchrun's.
+# Columns of output to a file, such as a log of torchrun.
 WIDTH = 80
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, as runs/quickstart.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/quickstart.")],
     texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="Files in UTF-8.")],
     checkpoint: Annotated[
-        int | None, typer.Option(help="Of this step; else the run's newest.")
+        int | None, typer.Option(help="Step of the checkpoint; else the run's newest.")
     ] = None,
     tp: Annotated[
         int | None,
-        typer.Option(help="Ranks that share the vocabulary, else all; the rest share the windows."),
+        typer.Option(help="Ranks that share the vocabulary; else all. Groups share the windows."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Windows at a time on a rank, else as in training.")
+        int | None, typer.Option(help="Windows at a time on a rank; else as in training.")
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens of a window, else as in training.")
+        int | None, typer.Option(help="Tokens of a window; else as in training.")
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(help="Tokens from window to window, else as many as a window has."),
+        typer.Option(help="Tokens from window to window; else as many as a window has."),
     ] = None,
     cache: Annotated[
         Path | None, typer.Option(help="Where the run's tokenizer is, if its data.cache has moved.")
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the findings here; - prints them alone.")
+        Path | None,
+        typer.Option("--json", help="Write the findings here; - prints nothing but them."),
     ] = None,
 ) -> None:
     """Perplexity of texts by a checkpoint of `cce-dist train`, on any number of ranks.
 
-    Exits with 0, with 2 for bad arguments, with 1 where a rank fails.
+    Exits with 0; with 2 for bad arguments, and with 1 if a rank fails.
     """
     from cce_dist.train.evaluate.perplexity import Request, run_evaluation
 
     need_modules("tokenizers")
     request = Request(
-        run=run,
+        run_dir=run,
         texts=tuple(texts),
         checkpoint=checkpoint,
         tp=tp,
@@ -94,7 +95,7 @@ def show(findings: Findings) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    config, tokens = findings.config, findings.whole.score.tokens
+    config, tokens = findings.config, findings.total.score.tokens
     length = config.data.sequence_length
     lines = [
         f"{findings.checkpoint.folder}, {config.dtype}",
@@ -106,7 +107,7 @@ def show(findings: Findings) -> None:
         console.print(Text(line), soft_wrap=True)
     rows = [[str(path), *_cells(score)] for path, score in findings.texts]
     if len(rows) > 1:
-        rows.append(["all", *_cells(findings.whole)])
+        rows.append(["all", *_cells(findings.total)])
     columns = ("text", "tokens", "nats/token", "perplexity", "bits/byte")
     console.print(_table(columns, rows))
     rows = [
