@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Usage: [KNOB=VALUE ...] launch/measure.sh [PART [OPTION ...]]
-# Measures on this machine's GPUs what docs/benchmarks.md, docs/pipelines.md and docs/evidence.md
-# show; rows, records and logs go to OUT. Without PART all parts, one after the other, and one that
-# fails keeps none of the rest back; with PART that one alone, and options go on to its command.
+# Measures the figures of docs/benchmarks.md, docs/pipelines.md and docs/evidence.md on this
+# machine's GPUs; rows, records and logs go to OUT. Without PART all parts run, one after the other,
+# also after a part that fails. With PART only that part runs, and its command gets the options.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 GPUS=${GPUS:-1}             # 1: parts of one GPU; more: parts of as many ranks
 OUT=${OUT:-runs/measured}
 PEERS=${PEERS:-}            # a folder that peers are imported from, if they are not installed
-LIMIT=${LIMIT:-0}           # seconds that each of all parts may take; 0: any
-JOBS=${JOBS:-8}             # tests side by side
+LIMIT=${LIMIT:-0}           # seconds that each part may take, without PART; 0: no limit
+JOBS=${JOBS:-8}             # tests at the same time
 
 export PATH="$PWD/.venv/bin:$PATH"
 if [[ $GPUS == 1 ]]; then
@@ -38,13 +38,13 @@ shift
 }
 
 from_peers=(${PEERS:+--peer-path "$PEERS"})
-# What of a model of V=256000, D=2304 was captured after so many steps of training.
+# Inputs that were captured after these steps of a model's training, V=256000, D=2304.
 captured=()
 for step in 0 10 100 1000 5000; do
     captured+=(--inputs "$OUT/captured/step-$step.pt")
 done
 bench() { python3 -m cce_dist bench "$@"; }
-# Three runs side by side; the first makes token ids and the checkpoint, for which the others wait.
+# Three processes at the same time; the others wait while one makes token ids and the checkpoint.
 converge() {
     local run runs=()
     for ((run = 0; run < 3; run++)); do
@@ -56,7 +56,7 @@ converge() {
 }
 bench_ranks() { torchrun --standalone --nproc-per-node "$GPUS" -m cce_dist bench "$@"; }
 on_gpu=(--device cuda --dtype bfloat16)
-# A decoder 70 % of whose products are its head's.
+# A decoder whose head takes 70 % of its products.
 decoder=(launch/configs/gpus.yaml --data.megabytes 8 --model.dim 2304 --model.heads 9)
 decoder+=(--model.layers 4 --out "$OUT/decoder")
 
@@ -148,7 +148,7 @@ case $GPUS-$part in
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
     bench_ranks train "${decoder[@]}" --parallel.tp "$GPUS" --batch 32 --warmup-steps 12 \
         --timed-steps 6 --csv "$OUT/train-tp.csv" --record "$OUT/end-to-end-tp.json" "$@"
-    # Peers hold all of the head: a whole model on every rank.
+    # A peer needs the whole head on every rank, and so a whole model.
     bench_ranks train "${decoder[@]}" --parallel.tp 1 --parallel.sequence_parallel false \
         --batch 16 --warmup-steps 12 --timed-steps 6 --loss cce --loss dense \
         --loss liger --loss apple-cce "${from_peers[@]}" --csv "$OUT/train-dp.csv" \

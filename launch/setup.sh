@@ -15,9 +15,9 @@ if [[ -f $stamp && $(<"$stamp") == "$inputs" ]]; then
 fi
 [[ -x .venv/bin/pip ]] || "$PYTHON" -m venv .venv
 echo "setup: installing cce-dist[$extra] and PyTorch into .venv; this can take minutes" >&2
-# pip itself compiles on one core. What cannot be compiled are templates of files.
+# compileall uses all cores, pip only one. Files that it cannot compile are templates.
 install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
-# torch's CUDA wheel requires one release of Triton, and its CPU wheel none: then it is the pinned one.
+# torch's CUDA wheel requires a release of Triton. Its CPU wheel requires none: take the pinned one.
 grep -v '^triton==' constraints-test.txt > .venv/constraints.txt
 install --constraint .venv/constraints.txt --editable ".[$extra]"
 brings_triton='import importlib.metadata as m; exit(not any(x.startswith("triton") for x in m.requires("torch")))'

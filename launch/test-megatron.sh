@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Usage: launch/test-megatron.sh RELEASE ...
-# The tests of megatron_patch on other releases: megatron-core's version as pip knows it (0.14.0), or
-# the folder of a Megatron-LM checkout. From 0.17 on both take Python 3.12, which PYTHON=python3.12
-# gives a new .venv.
+# Runs the tests of megatron_patch on other releases. RELEASE is a version of megatron-core for pip,
+# such as 0.14.0, or the folder of a Megatron-LM checkout. From 0.17 on both need Python 3.12: set
+# PYTHON=python3.12 for a new .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

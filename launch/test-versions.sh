@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: launch/test-versions.sh [TRITON_RELEASE ...]
-# The tests that depend on Triton's release, with each of these; without arguments with the last of
-# each minor release that the kernels are written for.
+# Runs the tests that depend on Triton's release with each of these releases; without arguments with
+# the last patch of each minor release that the kernels are written for.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 ./launch/setup.sh test
 
-# Into a folder of its own, beside the environment.
+# Installs a package into a folder of its own, apart from the environment.
 install() {
     [[ -d $1 ]] || .venv/bin/python -m pip install --quiet --disable-pip-version-check \
         --no-deps --target "$1" "$2"
@@ -21,7 +21,7 @@ for release in "$@"; do
     folder=$PWD/.venv/triton-$release
     install "$folder" "triton==$release"
     case $release in
-        # Their interpreter takes int() of an array, which is an error from NumPy 2.4 on.
+        # These interpreters take int() of an array, which is an error from NumPy 2.4 on.
         3.[456].*)
             install "$PWD/.venv/numpy-before-2.4" "numpy<2.4"
             folder=$folder:$PWD/.venv/numpy-before-2.4

@@ -14,15 +14,15 @@ from cce_dist.needs.extras import need_modules
 def capture_command(
     config: Annotated[
         Path | None,
-        typer.Argument(help="A training config, as of `cce-dist train`, in place of the sizes."),
+        typer.Argument(help="A config of `cce-dist train`, in place of the sizes."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for step-<n>.pt.")] = Path("runs/captured"),
     step: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Save after it; may be repeated. [0, 10, 100, 300]"),
+        typer.Option(min=0, help="Step to save after; may be repeated. [0, 10, 100, 300]"),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=0, help="Train as long, and save the last step.")
+        float | None, typer.Option(min=0, help="Train this long, and save the last step.")
     ] = None,
     tokens: Size = 2048,
     vocab: Annotated[int, typer.Option(min=257)] = 256000,
@@ -30,7 +30,7 @@ def capture_command(
     layers: Size = 6,
     batch: Size = 16,
     sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
-    megabytes: Annotated[float, typer.Option(min=0, help="Of text.")] = 160.0,
+    megabytes: Annotated[float, typer.Option(min=0, help="Size of the text.")] = 160.0,
 ) -> None:
     """Train on one rank and save what the loss sees (hidden, weight, targets) at some steps.
 

@@ -34,55 +34,57 @@ def converge_command(
     method: Annotated[
         Names,
         typer.Option(
-            help="May be repeated; tile-filter, -hidden, -weight: Apple's, in dense torch. [all "
-            "but those; peers only on a GPU]"
+            help="May be repeated; tile-filter, tile-filter-hidden and tile-filter-weight are "
+            "Apple's filter in dense torch. [all others; peers only on a GPU]"
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="From 0 on.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, from 0 on.")] = 3,
     dim: Size = 512,
     layers: Size = 4,
-    tied: Annotated[bool, typer.Option("--tied", help="Embedding and head are one.")] = False,
+    tied: Annotated[
+        bool, typer.Option("--tied", help="Embedding and head share a weight.")
+    ] = False,
     batch: Size = 8,
     sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
     steps: Size = 400,
-    checkpoint_steps: Annotated[int, typer.Option(min=1, help="Of the checkpoint.")] = 800,
-    evaluations: Annotated[int, typer.Option(min=1, help="After as many steps each.")] = 10,
+    checkpoint_steps: Annotated[int, typer.Option(min=1, help="Steps before it is saved.")] = 800,
+    evaluations: Annotated[int, typer.Option(min=1, help="Number, at even distances.")] = 10,
     held_out_tokens: Size = 65536,
-    lr: Annotated[float, typer.Option(help="At most, from random weights.")] = 1e-3,
-    fine_tune_lr: Annotated[float, typer.Option(help="At most, from the checkpoint.")] = 3e-4,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps.")] = 40,
-    megabytes: Annotated[float, typer.Option(min=0, help="Of text.")] = 160.0,
+    lr: Annotated[float, typer.Option(help="Highest, from random weights.")] = 1e-3,
+    fine_tune_lr: Annotated[float, typer.Option(help="Highest, from the checkpoint.")] = 3e-4,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps of warmup.")] = 40,
+    megabytes: Annotated[float, typer.Option(min=0, help="Size of the text.")] = 160.0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     keep: Annotated[
         str, typer.Option(help="Mass at which the filter keeps a column, 2^-6.5 or 1e-3, or auto.")
     ] = "auto",
-    max_kept: Annotated[float, typer.Option(help="Of Screen.")] = 0.125,
+    max_kept: Annotated[float, typer.Option(help="Field of Screen.")] = 0.125,
     data: Annotated[
         list[Path] | None,
         typer.Option(help="A file, folder or JSONL; may be repeated. [the Python installation]"),
     ] = None,
     fine_tune_data: Annotated[
         list[Path] | None,
-        typer.Option(help="To continue on; may be repeated. [the last third of the documents]"),
+        typer.Option(help="Text to continue on; may be repeated. [last third of the documents]"),
     ] = None,
     budget_seconds: Annotated[
-        float, typer.Option(min=0, help="No run begins that would end later; 0: any.")
+        float, typer.Option(min=0, help="No run starts that would end later; 0: no limit.")
     ] = 0.0,
-    part: Annotated[
+    work_slice: Annotated[
         str, typer.Option("--slice", help="K/N: this process is the K-th of N, from 0 on.")
     ] = "0/1",
-    retry: Annotated[bool, typer.Option("--retry", help="Failed runs again.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Repeat failed runs.")] = False,
     prepare_only: Annotated[
-        bool, typer.Option("--prepare", help="Only the token ids, which need no GPU.")
+        bool, typer.Option("--prepare", help="Make only the token ids, which takes no GPU.")
     ] = False,
     peer_path: PeerPath = None,
     backend: BackendName = "auto",
     threads: Threads = 0,
-    record: Annotated[Path, typer.Option(help="What finished runs are appended to.")] = Path(
+    record: Annotated[Path, typer.Option(help="File that gets each finished run.")] = Path(
         "docs/evidence/convergence.json"
     ),
     title: Annotated[
-        str, typer.Option(help="Of the record.")
+        str, typer.Option(help="The record's title.")
     ] = "Small models trained on real text",
     cache: Annotated[Path, typer.Option(help="Folder of token ids and checkpoints.")] = Path(
         "runs/converge"
@@ -134,7 +136,7 @@ def converge_command(
             starts=tuple(as_start(text) for text in start or ("random", "checkpoint")),
             methods=tuple(method or default_methods(on_gpu)),
             num_seeds=seeds,
-            part=parse_slice(part),
+            work_slice=parse_slice(work_slice),
         )
         machine = machine_of("cuda" if on_gpu else "cpu", threads, peers=plan.methods)
         settings = settings_of(sizes, data or (), fine_tune_data or ())
@@ -170,8 +172,8 @@ def _run(work: Work, budget_seconds: float, *, retry: bool, prepare_only: bool) 
     try:
         if prepare_only:
             for vocab_size in work.plan.vocab_sizes:
-                found = prepare(work, vocab_size, typer.echo)
-                typer.echo(f"V={vocab_size}: {work.cache / found.key}")
+                vocabulary = prepare(work, vocab_size, typer.echo)
+                typer.echo(f"V={vocab_size}: {work.cache / vocabulary.key}")
             return 0
         ranks = connect(ParallelConfig())
         # Joining the job takes every core: give back those that were not asked for.

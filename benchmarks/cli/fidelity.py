@@ -37,19 +37,19 @@ def fidelity_command(
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
     threads: Threads = 0,
-    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
     keep: Annotated[
         Names,
         typer.Option(
-            help="Mass at which ours keep a column, 2^-9.5 or 1e-3; may be repeated. "
-            "[2^-13 to 2^-5, and their own]"
+            help="Mass at which our methods keep a column, 2^-9.5 or 1e-3; may be repeated. "
+            "[2^-13 to 2^-5, and their defaults]"
         ),
     ] = None,
     eps: Annotated[
         Names,
-        typer.Option(help="Apple's filter_eps; may be repeated. [2^-18 to 2^-6, and their own]"),
+        typer.Option(help="Apple's filter_eps; may be repeated. [2^-18 to 2^-6, and the default]"),
     ] = None,
-    tenths: Annotated[bool, typer.Option(help="By the frequency of tokens as well.")] = True,
+    tenths: Annotated[bool, typer.Option(help="Also measure by the frequency of tokens.")] = True,
     repeats: Repeats = 10,
     backend: BackendName = "auto",
     peer_path: PeerPath = None,
@@ -88,11 +88,11 @@ def fidelity_command(
     report = Report(machine, None, None, None)
     try:
         for make in cases:
-            made = make().without_ignored()
+            case = make().without_ignored()
             with refusals():
-                candidates = candidates_of(names, made, keeps, epsilons, chosen)
-                found = bench_fidelity(
-                    made,
+                candidates = candidates_of(names, case, keeps, epsilons, chosen)
+                measured = bench_fidelity(
+                    case,
                     candidates,
                     tenths=tenths,
                     repeats=repeats,
@@ -100,10 +100,10 @@ def fidelity_command(
                     failed=reasons_of(failed),
                     say=report.say,
                 )
-                rows = [dataclasses.asdict(row) for row in found]
-                recording.add(made, rows)
+                rows = [dataclasses.asdict(row) for row in measured]
+                recording.add(case, rows)
             shown = [row for row in rows if row["group"] == ALL and row["method"] != GOLDEN]
-            report.add(made.description, shown)
+            report.add(case.description, shown)
             report.finish_case()
     except DeviceLostError as error:
         restart_without(error)
@@ -116,7 +116,7 @@ def probabilities_command(
     device: Device = "cpu",
     threads: Threads = 0,
     threshold: Annotated[
-        Names, typer.Option(help="Of a softmax entry, 2^-12 or 1e-3; may be repeated. [2^-12]")
+        Names, typer.Option(help="Probability, 2^-12 or 1e-3; may be repeated. [2^-12]")
     ] = None,
     title: Title = "",
     record: RecordPath = None,
@@ -134,12 +134,12 @@ def probabilities_command(
         recording = Recording("probabilities", record, title, machine, {})
     report = Report(machine, None, None, None)
     for make in cases:
-        made = make().without_ignored()
-        rows = bench_probabilities(made, thresholds)
+        case = make().without_ignored()
+        rows = bench_probabilities(case, thresholds)
         with refusals():
-            recording.add(made, rows)
+            recording.add(case, rows)
         shown = [row for row in rows if row["part"] == "sparsity"]
-        report.add(made.description, [_without_part(row) for row in shown])
+        report.add(case.description, [_without_part(row) for row in shown])
         report.finish_case()
 
 

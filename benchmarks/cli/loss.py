@@ -56,7 +56,7 @@ def filter_command(
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
 ) -> None:
-    """What each filter threshold keeps, the error of its gradients, and its time."""
+    """Kept columns, error of the gradients and time of each filter threshold."""
     from benchmarks.loss.filter import bench_filter
     from cce_dist.bench.methods import parse_backend
     from cce_dist.bench.report import Report
@@ -67,8 +67,8 @@ def filter_command(
         chosen = parse_backend(backend)
     report = Report(machine_of(device, threads), csv_path, json_path, None)
     for make in cases:
-        made = make()
-        report.add(made.description, bench_filter(made, shares, repeats=repeats, backend=chosen))
+        case = make()
+        report.add(case.description, bench_filter(case, shares, repeats=repeats, backend=chosen))
         report.finish_case()
 
 
@@ -92,10 +92,10 @@ def tiles_command(
         cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
     report = Report(machine_of(device, 0), csv_path, json_path, None)
     for make in cases:
-        made = make()
+        case = make()
         with refusals():
-            rows = bench_tiles(made, repeats=repeats)
-        report.add(made.description, rows)
+            rows = bench_tiles(case, repeats=repeats)
+        report.add(case.description, rows)
         report.finish_case()
 
 
@@ -116,12 +116,12 @@ def first_call_command(
 
     with refusals():
         shapes = shapes_of("zipf", shape, tokens, vocab, dim)
-    ways = gradient or ["filtered", "exact", "in_forward"]
+    gradients = gradient or ["filtered", "exact", "in_forward"]
     report = Report(machine_of(device, 0), csv_path, json_path, None)
-    for found in shapes:
+    for parsed in shapes:
         with refusals():
-            rows = bench_first_calls(found, dtype=dtype, device=device, gradients=ways)
-        report.add({**dataclasses.asdict(found), "dtype": dtype}, rows)
+            rows = bench_first_calls(parsed, dtype=dtype, device=device, gradients=gradients)
+        report.add({**dataclasses.asdict(parsed), "dtype": dtype}, rows)
         report.finish_case()
 
 
@@ -135,7 +135,7 @@ def paper_command(
     threads: Threads = 0,
     repeats: Repeats = 30,
     budget_seconds: Budget = 4.0,
-    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
     peers: Peers = None,
     peer_path: PeerPath = None,
     peer_timeout_seconds: Timeout = 120.0,
@@ -178,12 +178,12 @@ def paper_command(
             PaperCase(
                 name,
                 f"table-{name}-{text}-{Path(kind).stem}",
-                case_of(kind, found, dtype, device, TABLES[name].ignored_fraction),
+                case_of(kind, parsed, dtype, device, TABLES[name].ignored_fraction),
             )
             for name in table or TABLES
             for text in shape or TABLES[name].shapes
             for kind in inputs or ["zipf"]
-            for found in shapes_of(kind, [text], tokens, 1, 1)
+            for parsed in shapes_of(kind, [text], tokens, 1, 1)
         ]
     try:
         machine = machine_of(device, threads, peers=[method.name for method in methods])

@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 def megatron_command(
-    model: Annotated[Names, typer.Option(help="May be repeated. [all there are]")] = None,
+    model: Annotated[Names, typer.Option(help="May be repeated. [all]")] = None,
     loss: Annotated[
         Names,
         typer.Option(help="unfused, native, exact, exact-kept, filtered, screened, no head. [all]"),
     ] = None,
     sequence: Size = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a microbatch.")] = 2,
-    microbatches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 2,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")] = 2,
     repeats: Annotated[int, typer.Option(min=3, help="Timed steps of each loss.")] = 5,
     sequence_parallel: Annotated[
-        bool, typer.Option(help="With sequence parallelism as well.")
+        bool, typer.Option(help="Also run with sequence parallelism.")
     ] = True,
     largest: Annotated[
-        Names, typer.Option(help="A loss whose largest microbatch is run too; may be repeated.")
+        Names, typer.Option(help="A loss that also runs its largest microbatch; may be repeated.")
     ] = None,
-    timeout_seconds: Annotated[float, typer.Option(min=1, help="Of a collective.")] = 120.0,
+    timeout_seconds: Annotated[float, typer.Option(min=1, help="Limit of a collective.")] = 120.0,
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
 ) -> None:

@@ -26,23 +26,29 @@ if TYPE_CHECKING:
 
 def pipeline_command(
     model: Annotated[str, typer.Option(help="gemma2-2b or llama3-8b.")] = "gemma2-2b",
-    layers: Annotated[int | None, typer.Option(min=1, help="In place of the model's own.")] = None,
-    vocab: Annotated[int | None, typer.Option(min=1, help="In place of the model's.")] = None,
-    dim: Annotated[int | None, typer.Option(min=2, help="In place of the model's.")] = None,
-    head: Annotated[Names, typer.Option(help="Where it is; may be repeated. [all]")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers, in place of the model's.")
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option(min=1, help="Vocabulary size, in place of the model's.")
+    ] = None,
+    dim: Annotated[
+        int | None, typer.Option(min=2, help="Hidden size, in place of the model's.")
+    ] = None,
+    head: Annotated[Names, typer.Option(help="The head's place; may be repeated. [all]")] = None,
     gradient: Annotated[str, typer.Option(help="Of our losses: filtered or exact.")] = "filtered",
     logits: Annotated[str, typer.Option(help="Of our losses: full or screened.")] = "full",
     sequence: Size = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a microbatch.")] = 1,
-    microbatches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 16,
-    repeats: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 5,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")] = 16,
+    repeats: Annotated[int, typer.Option(min=3, help="Timed steps for each head.")] = 5,
     dtype: Dtype = "bfloat16",
     device: Device = "cuda",
-    timeout_seconds: Annotated[float, typer.Option(min=1, help="Of a collective.")] = 120.0,
+    timeout_seconds: Annotated[float, typer.Option(min=1, help="Limit of a collective.")] = 120.0,
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
     plot_path: Annotated[
-        Path | None, typer.Option("--plot", help="Draw each one's timeline into this PNG.")
+        Path | None, typer.Option("--plot", help="Draw the timelines of all heads into this PNG.")
     ] = None,
 ) -> None:
     """Steps of a pipeline of one stage a rank: the head dense or fused on the last stage, with
@@ -66,7 +72,7 @@ def pipeline_command(
             raise ValueError(f"model must be among {list(MODELS)}, got {model!r}")
         sizes = MODELS[model]
         if dim is not None:
-            # A smaller model keeps the proportions.
+            # A model of another hidden size keeps the proportions.
             sizes = replace(
                 sizes,
                 dim=dim,

@@ -13,7 +13,7 @@ from cce_dist.cli.output import check_output
 def report(
     records: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("docs/evidence"),
     html: Annotated[
-        Path | None, typer.Option(help="Also one file for a browser, with all figures in it.")
+        Path | None, typer.Option(help="Also write one file for a browser, with all figures in it.")
     ] = None,
 ) -> None:
     """Make docs/evidence.md, with its figures, of the records in docs/evidence.

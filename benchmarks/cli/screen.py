@@ -34,14 +34,14 @@ def screen_command(
     keep: Annotated[
         float | None, typer.Option(help="The filter's threshold. [its default]")
     ] = None,
-    max_kept: Annotated[float, typer.Option(min=0, max=1, help="Of Screen.")] = 0.125,
-    max_error: Annotated[float, typer.Option(min=0, help="Of Screen.")] = 2.0**-7,
+    max_kept: Annotated[float, typer.Option(min=0, max=1, help="Field of Screen.")] = 0.125,
+    max_error: Annotated[float, typer.Option(min=0, help="Field of Screen.")] = 2.0**-7,
     outliers: Annotated[
         list[str] | None,
-        typer.Option(help="Also with some channels 30 times as large: alike, varying."),
+        typer.Option(help="Also run with some channels 30 times as large: alike, varying."),
     ] = None,
     times: Annotated[
-        list[float] | None, typer.Option(help="Also with logits so many times as large.")
+        list[float] | None, typer.Option(help="Also run with logits this many times as large.")
     ] = None,
     backend: BackendName = "triton",
     csv_path: CsvPath = None,
@@ -61,10 +61,10 @@ def screen_command(
         chosen = parse_backend(backend)
     report = Report(machine_of(device, 0), csv_path, json_path, None)
     for make in cases:
-        made = make()
+        case = make()
         with refusals():
-            kinds = [made, *(made.with_outliers(kind) for kind in outliers or ())]
-            kinds += [made.times(factor) for factor in times or ()]
+            kinds = [case, *(case.with_outliers(kind) for kind in outliers or ())]
+            kinds += [case.times(factor) for factor in times or ()]
             for each in kinds:
                 rows = bench_screen(
                     each, keep=keep, max_kept=max_kept, max_error=max_error, backend=chosen
@@ -99,8 +99,8 @@ def quantize_command(
         chosen = parse_backend(backend)
     report = Report(machine_of(device, 0), csv_path, json_path, None)
     for make in cases:
-        made = make()
+        case = make()
         with refusals():
-            rows = bench_quantize(made, repeats=repeats, backend=chosen)
-        report.add(made.description, rows)
+            rows = bench_quantize(case, repeats=repeats, backend=chosen)
+        report.add(case.description, rows)
         report.finish_case()

@@ -83,7 +83,7 @@ def converge(work: Work, ranks: Ranks, say: Say, *, budget_seconds: float, retry
         RecordError: the record's file has another machine, commit or settings.
         DeviceLostError: a method broke the device and is recorded as failed; call again.
     """
-    began, longest, left = time.perf_counter(), 0.0, 0
+    started, longest, left = time.perf_counter(), 0.0, 0
     work.append([])
     losses = builders(work.backend, ranks.device.type == "cuda", work.sizes)
     vocabulary = None
@@ -91,8 +91,8 @@ def converge(work: Work, ranks: Ranks, say: Say, *, budget_seconds: float, retry
         trainer = None
         methods = _missing(work, group, retry)
         for number, method in enumerate(methods):
-            at = time.perf_counter()
-            if budget_seconds and at - began + longest > budget_seconds:
+            run_started = time.perf_counter()
+            if budget_seconds and run_started - started + longest > budget_seconds:
                 left += len(methods) - number
                 break
             if vocabulary is None or vocabulary.size != group.vocab_size:
@@ -101,8 +101,8 @@ def converge(work: Work, ranks: Ranks, say: Say, *, budget_seconds: float, retry
                 trainer = _trainer(work, group, vocabulary, ranks, say)
             rows = trainer.run(method, losses[method])
             work.append(rows)
-            longest = max(longest, time.perf_counter() - at)
-            say(f"{_describe(group, method, rows)} ({time.perf_counter() - at:.1f} s)")
+            longest = max(longest, time.perf_counter() - run_started)
+            say(f"{_describe(group, method, rows)} ({time.perf_counter() - run_started:.1f} s)")
             if "failed" in rows[-1]:
                 recover(method, str(rows[-1]["failed"]), ranks.device)
         del trainer
@@ -145,14 +145,16 @@ def _missing(work: Work, group: Group, retry: bool) -> list[str]:
 
 def _trainer(work: Work, group: Group, vocabulary: Vocabulary, ranks: Ranks, say: Say) -> Trainer:
     text = vocabulary.texts[group.start]
-    of_text: Cells = {"vocab": group.vocab_size, "start": group.start}
-    known = any(row["part"] == "text" and of_text.items() <= row.items() for row in work.recorded())
+    identity: Cells = {"vocab": group.vocab_size, "start": group.start}
+    known = any(
+        row["part"] == "text" and identity.items() <= row.items() for row in work.recorded()
+    )
     if not known:
-        work.append(text.rows({**of_text, "text": vocabulary.key}))
+        work.append(text.rows({**identity, "text": vocabulary.key}))
     config = work.sizes.config(group.vocab_size, group.seed, group.start, work.cache)
     trainer = Trainer(config, work.sizes.marks, text, _about(group), vocabulary.key, ranks)
     if group.start == "checkpoint":
-        trainer.begin_with(_checkpoint(work, vocabulary, ranks, say))
+        trainer.start_with(_checkpoint(work, vocabulary, ranks, say))
     return trainer
 
 
@@ -165,10 +167,10 @@ def _checkpoint(
         JobError: the dense run fails.
     """
     sizes = dataclasses.replace(work.sizes, steps=work.sizes.checkpoint_steps)
-    what = {**dataclasses.asdict(sizes), "vocab": vocabulary.size, "key": vocabulary.key}
-    # The dense run has no filter and no screen.
-    del what["keep"], what["max_kept"]
-    key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
+    identity = {**dataclasses.asdict(sizes), "vocab": vocabulary.size, "key": vocabulary.key}
+    # The dense run has no filter and no screen: these fields do not change its weights.
+    del identity["keep"], identity["max_kept"]
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
     path = work.cache / f"checkpoint-{key}.pt"
     about: dict[str, Cell] = {"part": "checkpoint", "vocab": vocabulary.size}
     # One process makes the checkpoint; the others wait for it.
@@ -182,9 +184,9 @@ def _checkpoint(
             rows = maker.run("dense", builders(work.backend, on_gpu, sizes)["dense"])
             if "failed" in rows[-1]:
                 raise JobError(f"the checkpoint of V={vocabulary.size}: {rows[-1]['failed']}")
-            found = {**rows[-2], **rows[-1], **about}
+            row = {**rows[-2], **rows[-1], **about}
             partial = path.with_suffix(".partial")
-            torch.save({"weights": maker.run_of_model.model.state_dict(), "row": found}, partial)
+            torch.save({"weights": maker.run_of_model.model.state_dict(), "row": row}, partial)
             partial.replace(path)
         saved = torch.load(path, map_location=ranks.device, weights_only=True)
         if not any(about.items() <= row.items() for row in work.recorded()):
@@ -197,5 +199,5 @@ def _about(group: Group) -> Cells:
 
 
 def _describe(group: Group, method: str, rows: Sequence[Cells]) -> str:
-    found = rows[-1].get("failed") or f"loss {rows[-2]['all']:.4f}"
-    return f"V={group.vocab_size} {group.start} seed {group.seed} {method}: {found}"
+    outcome = rows[-1].get("failed") or f"loss {rows[-2]['all']:.4f}"
+    return f"V={group.vocab_size} {group.start} seed {group.seed} {method}: {outcome}"

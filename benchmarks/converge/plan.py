@@ -126,7 +126,7 @@ class Plan:
     """The groups of runs that one process trains.
 
     Args:
-        part: (k, n): every n-th group, from the k-th on, for n processes that share the work.
+        work_slice: (k, n): every n-th group, from the k-th on, for n processes that share the work.
     Raises:
         ValueError: a name is unknown, or a number is out of range.
     """
@@ -135,7 +135,7 @@ class Plan:
     starts: tuple[Start, ...]
     methods: tuple[str, ...]
     num_seeds: int
-    part: tuple[int, int] = (0, 1)
+    work_slice: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
         for name, got, known in (
@@ -145,12 +145,12 @@ class Plan:
             unknown = sorted(set(got) - set(known))
             if unknown:
                 raise ValueError(f"{name} must be among {list(known)}, got {unknown}")
-        index, count = self.part
+        index, count = self.work_slice
         if not 0 <= index < count:
             raise ValueError(f"slice must be K/N with 0 <= K < N, got {index}/{count}")
 
     def groups(self) -> Iterator[Group]:
-        """Yields this part's groups by vocabulary, then start, then seed.
+        """Yields this process's groups by vocabulary, then start, then seed.
 
         Groups that are compared with each other thus follow one another.
         """
@@ -160,7 +160,7 @@ class Plan:
             for start in self.starts
             for seed in range(self.num_seeds)
         )
-        index, count = self.part
+        index, count = self.work_slice
         return (group for number, group in enumerate(every) if number % count == index)
 
 
@@ -199,7 +199,7 @@ def builders(backend: Backend, on_gpu: bool, sizes: Sizes) -> dict[str, Callable
     screen = Screen(max_kept=sizes.max_kept)
     # In eager mode, fp32 copies of the logits would take three quarters of a step.
     dense = (lambda: torch.compile(dense_loss, dynamic=False)) if on_gpu else (lambda: dense_loss)
-    made: dict[str, Callable[[], LossFunction]] = {
+    by_method: dict[str, Callable[[], LossFunction]] = {
         "dense": dense,
         "exact": lambda: ours(gradient="exact"),
         "in_forward": lambda: ours(gradient="in_forward"),
@@ -212,7 +212,7 @@ def builders(backend: Backend, on_gpu: bool, sizes: Sizes) -> dict[str, Callable
         "tile-filter-hidden": lambda: tile_filter_loss(of_weight=False),
         "tile-filter-weight": lambda: tile_filter_loss(of_hidden=False),
     }
-    return {name: functools.cache(build) for name, build in made.items()}
+    return {name: functools.cache(build) for name, build in by_method.items()}
 
 
 def settings_of(

@@ -58,9 +58,9 @@ class Trainer:
         batches = text.batches(config)
         self.job = Job(config, ranks, batches, data_key, Display(False), heartbeat, stop)
         self.run_of_model = start_run(self.job, Path(), "cce")
-        self.begin_with(self.run_of_model.model.state_dict())
+        self.start_with(self.run_of_model.model.state_dict())
 
-    def begin_with(self, weights: Mapping[str, Tensor]) -> None:
+    def start_with(self, weights: Mapping[str, Tensor]) -> None:
         """Makes `weights` the first weights of every later run."""
         self.initial = {name: value.clone() for name, value in weights.items()}
 
@@ -87,10 +87,10 @@ class Trainer:
         screened: list[Tensor] = []
 
         def counting_loss(*inputs: Any) -> LossOutput:
-            found = head_loss(*inputs)
-            if found.screened is not None:
-                screened.append(found.screened.all())
-            return found
+            output = head_loss(*inputs)
+            if output.screened is not None:
+                screened.append(output.screened.all())
+            return output
 
         with tempfile.TemporaryDirectory() as folder:
             run = dataclasses.replace(
@@ -105,8 +105,8 @@ class Trainer:
                 if step:
                     seconds.append(self._timed_step(run, step))
                 if step in self.marks:
-                    found = evaluate(model, self.text, config, self.ranks)
-                    rows.append({**about, "part": "curve", "step": step, **found})
+                    nats = evaluate(model, self.text, config, self.ranks)
+                    rows.append({**about, "part": "curve", "step": step, **nats})
         timing: Cells = {
             "steps": config.steps,
             "tokens": config.steps * config.batch * config.data.sequence_length,
@@ -125,6 +125,6 @@ class Trainer:
         On a CPU the seconds are CPU time of all threads: other processes may run beside this one.
         """
         clock = time.perf_counter if self.ranks.device.type == "cuda" else time.process_time
-        began = clock()
+        started = clock()
         train_step(self.job, run, step)
-        return clock() - began
+        return clock() - started

@@ -92,12 +92,12 @@ def texts_of(
         ends = np.flatnonzero(tokens == tokens[-1])
         cut = int(ends[np.searchsorted(ends, FIRST_SHARE * len(tokens))]) + 1
         first, second = tokens[:cut], tokens[cut:]
-    found: dict[Start, Text] = {
+    texts: dict[Start, Text] = {
         "random": _split(first, vocab_size, held_out_tokens, sequence_length)
     }
     if "checkpoint" in starts:
-        found["checkpoint"] = _split(second, vocab_size, held_out_tokens, sequence_length)
-    return found
+        texts["checkpoint"] = _split(second, vocab_size, held_out_tokens, sequence_length)
+    return texts
 
 
 def _split(tokens: np.ndarray, vocab_size: int, held_out_tokens: int, sequence_length: int) -> Text:
@@ -133,8 +133,8 @@ def evaluate(model: Decoder, text: Text, config: TrainConfig, ranks: Ranks) -> d
         nll = token_nll(hidden, model.head_weight, wanted)
         nats.index_add_(0, tenths[wanted], nll.double())
     counts = torch.from_numpy(np.bincount(text.tenths[text.held_out[1:]], minlength=UNSEEN + 1))
-    found: dict[str, Cell] = {"all": float(nats.sum()) / int(counts.sum())}
+    means: dict[str, Cell] = {"all": float(nats.sum()) / int(counts.sum())}
     for tenth in range(1, UNSEEN + 1):
         if counts[tenth]:
-            found[name_of(tenth)] = float(nats[tenth]) / int(counts[tenth])
-    return found
+            means[name_of(tenth)] = float(nats[tenth]) / int(counts[tenth])
+    return means

@@ -58,9 +58,9 @@ class _TileFilter(torch.autograd.Function):
         d_logits[torch.arange(len(targets), device=targets.device), targets] -= 1
         kept = kept_entries(d_logits, mean_logits.argsort(descending=True))
         scale = grads[0] / len(targets)
-        whole, filtered = ((x * scale).to(hidden.dtype) for x in (d_logits, d_logits * kept))
-        grad_hidden = (filtered if of_hidden else whole) @ weight
-        grad_weight = (filtered if of_weight else whole).T @ hidden
+        unfiltered, filtered = ((x * scale).to(hidden.dtype) for x in (d_logits, d_logits * kept))
+        grad_hidden = (filtered if of_hidden else unfiltered) @ weight
+        grad_weight = (filtered if of_weight else unfiltered).T @ hidden
         return grad_hidden, grad_weight, None, None, None
 
 

@@ -130,9 +130,9 @@ class _Mapping:
             "signed": _signed_log,
         }
         self.transform = transforms[axis.scale]
-        found = [self.transform(value) for value in values] or [0.0, 1.0]
-        margin = 0.04 * (max(found) - min(found)) or 0.5
-        self.first, self.last = min(found) - margin, max(found) + margin
+        transformed = [self.transform(value) for value in values] or [0.0, 1.0]
+        margin = 0.04 * (max(transformed) - min(transformed)) or 0.5
+        self.first, self.last = min(transformed) - margin, max(transformed) + margin
         self.low, self.high = low, high
 
     def __call__(self, value: float) -> float:
@@ -176,8 +176,8 @@ def _round_values(first: float, last: float) -> list[float]:
     rough = (last - first) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    begin, end = math.ceil(first / step), math.floor(last / step)
-    return [number * step for number in range(begin, end + 1)]
+    lowest, highest = math.ceil(first / step), math.floor(last / step)
+    return [number * step for number in range(lowest, highest + 1)]
 
 
 def _number(value: float) -> str:
@@ -190,14 +190,19 @@ def _number(value: float) -> str:
 
 
 def _values(chart: Chart, place: int) -> list[float]:
-    found = [point[place] for line in chart.lines for point in line.points]
+    coordinates = [point[place] for line in chart.lines for point in line.points]
     bands = [area for line in chart.lines for area in line.band]
     if place == 0:
         named = list(range(len(chart.x.names)))
-        return [*found, *(area[0] for area in bands), *(x for x, _ in chart.verticals), *named]
+        return [
+            *coordinates,
+            *(area[0] for area in bands),
+            *(x for x, _ in chart.verticals),
+            *named,
+        ]
     shade = chart.shade[:2] if chart.shade is not None else ()
     areas = (edge for area in bands for edge in area[1:])
-    return [*found, *areas, *shade, *(y for y, _ in chart.horizontals)]
+    return [*coordinates, *areas, *shade, *(y for y, _ in chart.horizontals)]
 
 
 def _frame(chart: Chart, to_x: _Mapping, to_y: _Mapping) -> list[str]:

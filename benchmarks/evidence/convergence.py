@@ -34,8 +34,7 @@ class Verdict:
         worst: the largest difference in units of the spread, with its sign.
         error: standard error of `worst` in the same units; None: there is a single seed.
         step, group: place of `worst`.
-        at_end, rarest_at_end: difference after the last step, of all tokens and of the rarest
-            tenth.
+
         share_within: share of all evaluations and groups whose difference is within one spread.
     """
 
@@ -45,8 +44,7 @@ class Verdict:
     error: float | None = None
     step: int = 0
     group: str = ALL
-    at_end: float = 0.0
-    rarest_at_end: float | None = None
+
     share_within: float = 0.0
 
     def __str__(self) -> str:
@@ -96,7 +94,7 @@ class Case:
         return [group for group in GROUPS if group in first]
 
     def is_itself(self, method: str) -> bool:
-        """Tells whether the method was what its name says.
+        """Tells whether the method trained as its name says.
 
         False for screened logits if no step of any run was screened: full logits trained the
         model then.
@@ -143,8 +141,10 @@ class Case:
 
     def standard_error(self, method: str, step: int, group: str = ALL) -> float | None:
         """Returns the standard error of `difference`, from the seeds' own; None: a single seed."""
-        found = self._differences(method, step, group)
-        return statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
+        differences = self._differences(method, step, group)
+        if len(differences) < 2:
+            return None
+        return statistics.stdev(differences) / math.sqrt(len(differences))
 
     def _differences(self, method: str, step: int, group: str) -> list[float]:
         seeds = set(self.seeds(method)) & set(self.seeds(REFERENCE))
@@ -203,18 +203,16 @@ def verdict_of(
         in_spreads, error_in_spreads: difference and standard error at a step, in a group.
     """
     places = [(step, group) for step in steps if step for group in groups]
-    found = {place: in_spreads(*place) for place in places}
-    step, group = max(found, key=lambda place: abs(found[place]))
-    num_within = sum(abs(value) <= WITHIN for value in found.values())
+    differences = {place: in_spreads(*place) for place in places}
+    step, group = max(differences, key=lambda place: abs(differences[place]))
+    num_within = sum(abs(value) <= WITHIN for value in differences.values())
     return Verdict(
-        within=num_within == len(found),
-        worst=found[step, group],
+        within=num_within == len(differences),
+        worst=differences[step, group],
         error=error_in_spreads(step, group),
         step=step,
         group=group,
-        at_end=found[steps[-1], ALL],
-        rarest_at_end=found.get((steps[-1], RAREST)),
-        share_within=num_within / len(found),
+        share_within=num_within / len(differences),
     )
 
 

@@ -12,8 +12,8 @@ def marked(text: str, worse: bool) -> str:
 
 def span(values: Iterable[float], digits: str = ".3g") -> str:
     """Returns the least and the largest value as text; one of them if both print the same."""
-    found = sorted(values)
-    low, high = f"{found[0]:{digits}}", f"{found[-1]:{digits}}"
+    ordered = sorted(values)
+    low, high = f"{ordered[0]:{digits}}", f"{ordered[-1]:{digits}}"
     return low if low == high else f"{low} to {high}"
 
 

@@ -73,8 +73,8 @@ def provenance(record: Record) -> Words:
 
 
 def settings_of(record: Record) -> Words:
-    found = ", ".join(f"{key} {_setting(value)}" for key, value in record.settings.items())
-    return Words(f"Settings: {found}." if found else "No settings.")
+    settings = ", ".join(f"{key} {_setting(value)}" for key, value in record.settings.items())
+    return Words(f"Settings: {settings}." if settings else "No settings.")
 
 
 def _setting(value: object) -> str:

@@ -95,15 +95,15 @@ def pools_of(records: Sequence[Record]) -> list[Pool]:
     A method is in a pool if at least two vocabularies have it. For each vocabulary, the case with
     the most seeds of the method is taken. Methods that come from the same cases share a pool.
     """
-    found: dict[tuple[str, str, str], dict[int, list[Case]]] = {}
+    cases_by_key: dict[tuple[str, str, str], dict[int, list[Case]]] = {}
     for record in records:
         device, settings = record.machine.get("device", ""), json.dumps(dict(record.settings))
         for case in cases_of(record):
-            cases = found.setdefault((device, settings, case.start), {})
+            cases = cases_by_key.setdefault((device, settings, case.start), {})
             cases.setdefault(case.vocab_size, []).append(case)
     return [
         Pool(device, settings, start, cases, tuple(methods))
-        for (device, settings, start), by_size in found.items()
+        for (device, settings, start), by_size in cases_by_key.items()
         for cases, methods in _by_cases([by_size[size] for size in sorted(by_size)])
     ]
 
@@ -117,7 +117,7 @@ def _by_cases(alternatives: Sequence[Sequence[Case]]) -> list[tuple[tuple[Case, 
     every = dict.fromkeys(
         method for cases in alternatives for case in cases for method in case.methods
     )
-    found: list[tuple[tuple[Case, ...], list[str]]] = []
+    sets: list[tuple[tuple[Case, ...], list[str]]] = []
     for method in every:
         comparable = [
             [case for case in cases if _can_compare(case, method)] for cases in alternatives
@@ -127,12 +127,12 @@ def _by_cases(alternatives: Sequence[Sequence[Case]]) -> list[tuple[tuple[Case, 
         )
         if len(chosen) < 2:
             continue
-        together = next((methods for cases, methods in found if cases == chosen), None)
+        together = next((methods for cases, methods in sets if cases == chosen), None)
         if together is None:
-            found.append((chosen, [method]))
+            sets.append((chosen, [method]))
         else:
             together.append(method)
-    return found
+    return sets
 
 
 def _can_compare(case: Case, method: str) -> bool:

@@ -28,8 +28,8 @@ Cell = str | int | float | bool | None
 Row = Mapping[str, Cell]
 
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-# Fields that cce_dist.bench.arguments.machine_of gives beside the machine.
-_OWN_FIELDS = ("command", "date", "commit")
+# Fields that cce_dist.bench.arguments.machine_of gives in addition to the machine.
+_RECORD_FIELDS = ("command", "date", "commit")
 
 
 class RecordError(ValueError):
@@ -68,7 +68,7 @@ class Record:
         _require(self.kind in get_args(Kind), "kind", f"be among {get_args(Kind)}", self.kind)
         is_name = isinstance(self.name, str) and _NAME.fullmatch(self.name) is not None
         _require(is_name, "name", "be lower-case words with hyphens", self.name)
-        for field in ("title", *_OWN_FIELDS):
+        for field in ("title", *_RECORD_FIELDS):
             value = getattr(self, field)
             _require(isinstance(value, str) and value != "", field, "be text", value)
         _require(_is_mapping(self.machine, str), "machine", "map names to text", self.machine)
@@ -103,17 +103,18 @@ def make_record(
     Raises:
         RecordError: as for `Record`.
     """
-    rest = {key: value for key, value in machine.items() if key not in _OWN_FIELDS}
-    own = {key: machine.get(key, "") for key in _OWN_FIELDS}
+    description = {key: value for key, value in machine.items() if key not in _RECORD_FIELDS}
     return Record(
         kind=kind,
         name=name,
         title=title,
-        machine=rest,
+        command=machine.get("command", ""),
+        date=machine.get("date", ""),
+        commit=machine.get("commit", ""),
+        machine=description,
         seeds=tuple(seeds),
         settings=dict(settings or {}),
         rows=tuple(rows),
-        **own,
     )
 
 
@@ -185,11 +186,11 @@ def append_rows(record: Record, folder: Path = FOLDER) -> Record:
     path = folder / f"{record.name}.json"
     with locked(folder):
         if path.exists():
-            found = read_record(path)
-            check_same(found, record)
-            rows = (*found.rows, *record.rows)
-            seeds = tuple(dict.fromkeys((*found.seeds, *record.seeds)))
-            record = dataclasses.replace(found, rows=rows, seeds=seeds)
+            existing = read_record(path)
+            check_same(existing, record)
+            rows = (*existing.rows, *record.rows)
+            seeds = tuple(dict.fromkeys((*existing.seeds, *record.seeds)))
+            record = dataclasses.replace(existing, rows=rows, seeds=seeds)
         write_record(record, folder)
     return record
 
@@ -202,7 +203,7 @@ def check_same(existing: Record, record: Record) -> None:
     """
     differing = []
     for field in ("kind", "title", "commit", "machine", "settings"):
-        before, now = (_rounded(getattr(one, field)) for one in (existing, record))
+        before, now = (_rounded(getattr(each, field)) for each in (existing, record))
         if before != now:
             differing.append(f"  {field} was {before!r}, got {now!r}")
     if differing:

@@ -76,8 +76,8 @@ def page_of(records: Sequence[Record]) -> Page:
     for kind, shown in KINDS.items():
         blocks: list[Block] = []
         if kind == "convergence":
-            for part in together(_of(ordered, kind)):
-                blocks += [Heading(part.title), *part.blocks]
+            for pooled in together(_of(ordered, kind)):
+                blocks += [Heading(pooled.title), *pooled.blocks]
         for record in _of(ordered, kind):
             head = (Heading(record.title), provenance(record), settings_of(record))
             blocks += [*head, *shown.blocks(record)]
@@ -104,8 +104,8 @@ def _summary(records: Sequence[Record]) -> Section:
         )
     ]
     for kind, shown in KINDS.items():
-        if found := shown.summary(_of(records, kind)):
-            blocks += [Heading(shown.question), *found]
+        if summary := shown.summary(_of(records, kind)):
+            blocks += [Heading(shown.question), *summary]
     nothing = Words("Nothing recorded.")
     return Section("Wins and losses", blocks if len(blocks) > 1 else [nothing])
 

@@ -22,8 +22,8 @@ WITHOUT_THRESHOLD = ("exact", "in_forward")
 SCREENED, NO_TAIL = "screened", "no-tail"
 # Our methods whose threshold is a column's mass in a block, `Filter.keep`.
 OVER_MASS = ("filtered", NO_TAIL, SCREENED)
-# Apple's methods, whose threshold filter_eps is a probability; the second is the preset
-# cce_kahan_full_c.
+# Apple's methods, whose threshold filter_eps is a probability, with the other options of Apple's
+# function; the second is the preset cce_kahan_full_c.
 OVER_PROBABILITY: dict[str, dict[str, Any]] = {
     "cce": {},
     "cce-kahan-full-c": {"accum_e_fp32": True, "accum_c_fp32": True, "filter_c_grad": False},
@@ -44,7 +44,7 @@ class Candidate:
     Args:
         by: the number that is compared with the threshold: a column's mass in a block of 128
             tokens, or a single probability; None: there is no threshold.
-        default: the method takes this threshold by itself.
+        default: the threshold is the method's default.
     """
 
     method: str
@@ -78,18 +78,18 @@ def candidates_of(
 
     A method without a threshold is a single candidate.
     """
-    found = []
+    candidates = []
     for name in names:
         if name == DENSE:
-            found.append(Candidate(name, lambda: dense_loss))
+            candidates.append(Candidate(name, lambda: dense_loss))
         elif name in WITHOUT_THRESHOLD:
             build = functools.partial(LinearCrossEntropy, gradient=name, backend=backend)
-            found.append(Candidate(name, build))
+            candidates.append(Candidate(name, build))
         elif name in OVER_MASS:
-            found += _over_mass(name, inputs, keeps, backend)
+            candidates += _over_mass(name, inputs, keeps, backend)
         else:
-            found += _over_probability(name, inputs, epsilons)
-    return found
+            candidates += _over_probability(name, inputs, epsilons)
+    return candidates
 
 
 def _over_mass(
@@ -104,21 +104,31 @@ def _over_mass(
 
         return Candidate(name, build, threshold, "mass", default)
 
-    own = default_keep(inputs, backend)
-    return [candidate(own, True), *(candidate(keep) for keep in sorted(set(keeps) - {own}))]
+    default_threshold = default_keep(inputs, backend)
+    return [
+        candidate(default_threshold, True),
+        *(candidate(keep) for keep in sorted(set(keeps) - {default_threshold})),
+    ]
 
 
 def _over_probability(name: str, inputs: BenchInputs, epsilons: Sequence[float]) -> list[Candidate]:
     def candidate(threshold: float, default: bool = False) -> Candidate:
-        build = functools.partial(
-            _build_apple, filter_eps="auto" if default else threshold, **OVER_PROBABILITY[name]
-        )
+        build = functools.partial(_build_apple, name, "auto" if default else threshold)
         return Candidate(name, build, threshold, "probability", default)
 
-    own = torch.finfo(inputs.hidden.dtype).eps / 32
-    return [candidate(own, True), *(candidate(eps) for eps in sorted(set(epsilons) - {own}))]
+    default_threshold = torch.finfo(inputs.hidden.dtype).eps / 32
+    return [
+        candidate(default_threshold, True),
+        *(candidate(eps) for eps in sorted(set(epsilons) - {default_threshold})),
+    ]
 
 
-def _build_apple(**options: Any) -> LossFunction:
+def _build_apple(name: str, filter_eps: float | Literal["auto"]) -> LossFunction:
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    return functools.partial(function, ignore_index=IGNORE_INDEX, impl="cce", **options)
+    return functools.partial(
+        function,
+        ignore_index=IGNORE_INDEX,
+        impl="cce",
+        filter_eps=filter_eps,
+        **OVER_PROBABILITY[name],
+    )

@@ -23,8 +23,7 @@ from cce_dist.train.ranks import connect
 from cce_dist.train.stop import StopRequest
 from cce_dist.train.watch.heartbeat import Heartbeat
 
-# The size of Gemma 2's head, with a body that trains in minutes on one GPU.
-VOCAB_SIZE, DIM, LAYERS, HEAD_DIM = 256000, 2304, 6, 128
+HEAD_DIM = 128  # of an attention head
 
 
 def load_capture_config(path: Path, steps: int) -> TrainConfig:
@@ -94,10 +93,10 @@ def capture_inputs(
     folder.mkdir(parents=True, exist_ok=True)
     run = dataclasses.replace(start_run(job, folder, "dense"), head_loss=_head_loss(config))
     counts = torch.from_numpy(np.bincount(batches.train, minlength=config.data.vocab_size))
-    began, written, step = time.perf_counter(), [], 0
+    started, written, step = time.perf_counter(), [], 0
     with display.training("capture", 0, config.steps):
         while True:
-            late = seconds is not None and time.perf_counter() - began > seconds
+            late = seconds is not None and time.perf_counter() - started > seconds
             last = late or (seconds is None and step == max(steps))
             if step in steps or last:
                 path = folder / f"step-{step}.pt"
@@ -136,9 +135,11 @@ def _tensors(job: Job, run: Run, num_tokens: int) -> dict[str, Tensor]:
     num_tokens = min(num_tokens, len(held_out) - 1) // length * length
     ids, targets = held_out[:num_tokens].view(-1, length), held_out[1 : num_tokens + 1]
     device, dtype = job.ranks.device, getattr(torch, job.config.dtype)
-    parts = [forward_body(run.whole_model, part.to(device), job.config) for part in ids.split(8)]
+    hidden = [
+        forward_body(run.whole_model, some_ids.to(device), job.config) for some_ids in ids.split(8)
+    ]
     return {
-        "hidden": torch.cat(parts).to(dtype).cpu(),
+        "hidden": torch.cat(hidden).to(dtype).cpu(),
         "weight": run.model.head_weight.detach().to(dtype).cpu(),
         "targets": targets,
     }

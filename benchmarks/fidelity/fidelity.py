@@ -67,12 +67,12 @@ class FidelityRow:
 
 @dataclass
 class Trial:
-    """Results of one candidate so far; `whole` has the fields that only group "all" has."""
+    """Results of one candidate so far; `of_all` has the fields that only group "all" has."""
 
     candidate: Candidate
     function: LossFunction | None = None
     compared: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    whole: dict[str, float | int] = field(default_factory=dict)
+    of_all: dict[str, float | int] = field(default_factory=dict)
     failed: str | None = None
 
 
@@ -163,18 +163,18 @@ def _try(trial: Trial, inputs: BenchInputs, truth: Truth, timeout_seconds: float
 def _compare(trial: Trial, inputs: BenchInputs, truth: Truth) -> None:
     candidate = trial.candidate
     function = candidate.build()
-    found = gradients(function, inputs)
-    trial.compared = compare_groups(found, truth.golden, truth.groups)
-    right = float(truth.golden.loss)
-    trial.whole["loss_error"] = abs(float(found.loss) - right) / abs(right)
+    ours = gradients(function, inputs)
+    trial.compared = compare_groups(ours, truth.golden, truth.groups)
+    golden_loss = float(truth.golden.loss)
+    trial.of_all["loss_error"] = abs(float(ours.loss) - golden_loss) / abs(golden_loss)
     if isinstance(function, LinearCrossEntropy) and candidate.by == "mass":
-        trial.whole["tail_mass"] = mean_tail_mass(inputs, function.options)
+        trial.of_all["tail_mass"] = mean_tail_mass(inputs, function.options)
         if function.options.logits == "screened":
-            trial.whole["screened"] = was_screened(inputs, function.options)
+            trial.of_all["screened"] = was_screened(inputs, function.options)
     if candidate.by == "probability":
         assert truth.peaks is not None and candidate.threshold is not None
         order = truth.peaks.by_mean_logit
-        trial.whole["kept"] = share_of_tiles(truth.peaks.gradient, candidate.threshold, order)
+        trial.of_all["kept"] = share_of_tiles(truth.peaks.gradient, candidate.threshold, order)
     trial.function = function
 
 
@@ -183,7 +183,7 @@ def _add_shares(trials: Sequence[Trial], inputs: BenchInputs) -> None:
     ours = [trial for trial in trials if trial.candidate.by == "mass" and trial.function]
     thresholds = [trial.candidate.threshold or 0.0 for trial in ours]
     for trial, share in zip(ours, shares_kept(inputs, thresholds), strict=True):
-        trial.whole["kept"] = share
+        trial.of_all["kept"] = share
 
 
 def _time_in_turns(
@@ -205,12 +205,12 @@ def _time_in_turns(
     taken = interleaved_times(variants, dict.fromkeys(variants, repeats), timer, fail)
     for number, seconds in taken.items():
         if trials[number].failed is None:
-            trials[number].whole.update(percentiles_ms(seconds), repeats=len(seconds))
+            trials[number].of_all.update(percentiles_ms(seconds), repeats=len(seconds))
 
 
 def _golden_rows(truth: Truth) -> list[FidelityRow]:
     golden = truth.golden
-    squares = [products_by_row(part, part)[:, 2] for part in (golden.hidden, golden.weight)]
+    squares = [products_by_row(grad, grad)[:, 2] for grad in (golden.hidden, golden.weight)]
     totals = [float(square.sum()) or 1.0 for square in squares]
     rows = []
     for group in truth.groups:
@@ -232,7 +232,7 @@ def _golden_rows(truth: Truth) -> list[FidelityRow]:
 
 def _rows(trial: Trial) -> list[FidelityRow]:
     candidate = trial.candidate
-    whole = FidelityRow(
+    shared = FidelityRow(
         candidate.method,
         threshold=candidate.threshold,
         by=candidate.by,
@@ -240,11 +240,11 @@ def _rows(trial: Trial) -> list[FidelityRow]:
         failed=trial.failed,
     )
     if trial.failed is not None:
-        return [whole]
+        return [shared]
     rows = [
-        dataclasses.replace(whole, group=name, **found) for name, found in trial.compared.items()
+        dataclasses.replace(shared, group=name, **values) for name, values in trial.compared.items()
     ]
-    return [dataclasses.replace(rows[0], **trial.whole), *rows[1:]]
+    return [dataclasses.replace(rows[0], **trial.of_all), *rows[1:]]
 
 
 def _progress(trial: Trial) -> str:
@@ -252,6 +252,6 @@ def _progress(trial: Trial) -> str:
     name = trial.candidate.method + ("" if threshold is None else f" at {threshold:.3g}")
     if trial.failed is not None:
         return f"{name} failed: {trial.failed}"
-    found = trial.compared[ALL]
-    errors = [f"{key} {found[f'{key}_error']:.1e}" for key in ("grad_hidden", "grad_weight")]
+    compared = trial.compared[ALL]
+    errors = [f"{key} {compared[f'{key}_error']:.1e}" for key in ("grad_hidden", "grad_weight")]
     return f"{name}: {', '.join(errors)}"

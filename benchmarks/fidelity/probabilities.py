@@ -35,17 +35,17 @@ def bench_probabilities(inputs: BenchInputs, thresholds: Sequence[float]) -> lis
     peaks = find_peaks(inputs)
     rows = []
     for number, threshold in enumerate(thresholds):
-        found = counts[number].double()
+        entries = counts[number].double()
         rows.append(
             {
                 "part": "sparsity",
                 "threshold": threshold,
                 "rank": int((mean >= threshold).sum()),
-                "entries": float(found.mean()) / len(mean),
-                "per_token_mean": float(found.mean()),
-                "per_token_median": float(found.quantile(0.5)),
-                "per_token_p90": float(found.quantile(0.9)),
-                "per_token_most": int(found.max()),
+                "entries": float(entries.mean()) / len(mean),
+                "per_token_mean": float(entries.mean()),
+                "per_token_median": float(entries.quantile(0.5)),
+                "per_token_p90": float(entries.quantile(0.9)),
+                "per_token_most": int(entries.max()),
                 "mass": float(mass[number]),
                 "columns": share_of_columns(peaks.probability, threshold),
                 "tiles": share_of_tiles(peaks.probability, threshold),
@@ -84,7 +84,7 @@ def _sorted_mean(
         p = (hidden.float() @ weight.T).softmax(-1).sort(descending=True).values
         total += p.sum(0, dtype=torch.float64)
         above = [p >= threshold for threshold in thresholds]
-        counts.append(torch.stack([found.sum(-1) for found in above]))
-        mass += torch.stack([(p * found).sum(dtype=torch.float64) for found in above])
+        counts.append(torch.stack([reached.sum(-1) for reached in above]))
+        mass += torch.stack([(p * reached).sum(dtype=torch.float64) for reached in above])
     num_tokens = len(inputs.hidden)
     return total / num_tokens, torch.cat(counts, 1), mass / num_tokens

@@ -48,8 +48,8 @@ class Recording:
         shared = shared_of(inputs)
         if self.shared is not None and shared != self.shared:
             raise ValueError(
-                "all inputs of a record must be of one training run, or in records of their own: "
-                f"{inputs.kind} has {shared}, those before {self.shared}"
+                "all inputs of a record must be of one training run, else write several records: "
+                f"{inputs.kind} has {shared}, earlier inputs have {self.shared}"
             )
         self.shared = shared
         seed = inputs.training.get("seed")

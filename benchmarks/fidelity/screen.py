@@ -68,23 +68,23 @@ def bench_screen(
     (true_share,) = shares_kept(valid, [threshold])
     for name, run in methods.items():
         with marks_seen() as seen:
-            found = run(valid)
-        error = found.lse - golden.lse
-        kept = None if found.screened is None else true_share
+            losses = run(valid)
+        error = losses.lse - golden.lse
+        kept = None if losses.screened is None else true_share
         if seen:
             blocks = -(-len(valid.targets) // TOKEN_BLOCK)
             kept = bits_set(seen[-1].kept) / (blocks * len(valid.weight))
         row = {
             "logits": name,
-            "screened": {None: "", True: "yes", False: "no"}[found.screened],
+            "screened": {None: "", True: "yes", False: "no"}[losses.screened],
             "kept": "" if kept is None else f"{100 * kept:.2f} %",
             "lse rms": float(error.square().mean().sqrt()),
             "lse mean": float(error.mean()),
             "lse max": float(error.abs().max()),
-            "loss rms": float((found.nll - golden.nll).square().mean().sqrt()),
+            "loss rms": float((losses.nll - golden.nll).square().mean().sqrt()),
         }
-        for index, part in enumerate(error[order].tensor_split(DECILES), 1):
-            row[f"mean, decile {index}"] = float(part.mean())
+        for index, decile in enumerate(error[order].tensor_split(DECILES), 1):
+            row[f"mean, decile {index}"] = float(decile.mean())
         rows.append(row)
     return rows
 
@@ -92,7 +92,7 @@ def bench_screen(
 def _ours(filter_: Filter, screen: Screen | None, backend: Backend) -> Method:
     def run(inputs: BenchInputs) -> Losses:
         # hidden requires grad: the forward marks the columns that a backward would keep.
-        found: Any = linear_cross_entropy(
+        output: Any = linear_cross_entropy(
             inputs.hidden.detach().requires_grad_(),
             inputs.weight,
             inputs.targets,
@@ -103,8 +103,8 @@ def _ours(filter_: Filter, screen: Screen | None, backend: Backend) -> Method:
             screen=screen or Screen(),
             backend=backend,
         )
-        lse, nll = (x.detach().double() for x in (found.lse, found.loss))
-        return Losses(lse, nll, bool(found.screened.all()))
+        lse, nll = (x.detach().double() for x in (output.lse, output.loss))
+        return Losses(lse, nll, bool(output.screened.all()))
 
     return run
 

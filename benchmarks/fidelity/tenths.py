@@ -70,9 +70,9 @@ def groups_of(inputs: BenchInputs, tenths: bool) -> list[Group]:
     numbers = torch.from_numpy(frequency_groups(counts.numpy())) + 1
     numbers[counts == 0] = UNSEEN
     for number in range(1, UNSEEN + 1):
-        found = numbers == number
-        if found.any():
-            ids, times = found.to(device), counts[found]
+        chosen = numbers == number
+        if chosen.any():
+            ids, times = chosen.to(device), counts[chosen]
             bounds = int(times.min()), int(times.max())
             groups.append(Group(name_of(number), ids, ids[inputs.targets], bounds))
     ranked = torch.sort(counts, descending=True, stable=True).indices
@@ -92,9 +92,14 @@ def products_by_row(ours: Tensor, golden: Tensor) -> Tensor:
     """
     parts = []
     step = max(1, CHUNK_ELEMENTS // max(golden.shape[-1], 1))
-    for some, right in zip(ours.split(step), golden.double().split(step), strict=True):
-        rows = some.double()
-        terms = (rows * right, rows.square(), right.square(), (rows - right).square_())
+    for chunk, golden_rows in zip(ours.split(step), golden.double().split(step), strict=True):
+        rows = chunk.double()
+        terms = (
+            rows * golden_rows,
+            rows.square(),
+            golden_rows.square(),
+            (rows - golden_rows).square_(),
+        )
         parts.append(torch.stack([term.sum(-1) for term in terms], -1))
     return torch.cat(parts)
 

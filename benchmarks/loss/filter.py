@@ -19,8 +19,8 @@ from cce_dist.bench.report import Cells
 from cce_dist.core.types import Tokens
 from cce_dist.options import TOKEN_BLOCK, Backend
 
-# Suffixes of the columns' names.
-WAYS = {"": {}, ", not drawn": {"draw": False}, ", no tail": {"tail": False}}
+# Variants of the filter, by the suffixes of their columns' names.
+VARIANTS = {"": Filter(), ", not drawn": Filter(draw=False), ", no tail": Filter(tail=False)}
 
 
 def default_keep(inputs: BenchInputs, backend: Backend) -> float:
@@ -46,13 +46,13 @@ def bench_filter(
     functions: dict[tuple[int, str], LossFunction] = {(-1, ""): dense_loss}
     tail_mass: dict[int, float] = {-1: 0.0}
     for index, keep in enumerate(keeps):
-        for suffix, fields in WAYS.items():
-            made = LinearCrossEntropy(filter=Filter(keep=keep, **fields), backend=backend)
-            functions[index, suffix] = made
+        for suffix, rule in VARIANTS.items():
+            loss = LinearCrossEntropy(filter=replace(rule, keep=keep), backend=backend)
+            functions[index, suffix] = loss
             if not suffix:
-                tail_mass[index] = mean_tail_mass(inputs, made.options)
+                tail_mass[index] = mean_tail_mass(inputs, loss.options)
     golden = golden_gradients(inputs)
-    found = {key: errors(gradients(run, inputs), golden) for key, run in functions.items()}
+    errors_by_key = {key: errors(gradients(run, inputs), golden) for key, run in functions.items()}
     del golden
     kept = [1.0, *shares_kept(inputs, keeps)]
 
@@ -73,8 +73,8 @@ def bench_filter(
             "kept": f"{100 * kept[index + 1]:.1f} %",
             "tail mass": tail_mass[index],
         }
-        for suffix in WAYS:
-            errors_here = found.get((index, suffix), {})
+        for suffix in VARIANTS:
+            errors_here = errors_by_key.get((index, suffix), {})
             row[f"grad_hidden{suffix}"] = errors_here.get("grad_hidden_error")
             row[f"grad_weight{suffix}"] = errors_here.get("grad_weight_error")
             row[f"median_ms{suffix}"] = milliseconds.get((index, suffix))
@@ -88,7 +88,7 @@ def shares_kept(inputs: BenchInputs, keeps: Sequence[float]) -> list[float]:
 
     Targets' columns count as kept. The filter keeps a few more, since its forward knows only an
     upper bound of the mass. If backend "triton" runs here, blocks follow its order of the tokens;
-    else tokens keep their own order.
+    else they follow the order of `inputs`.
     """
     valid = inputs.without_ignored()
     if why_not(valid.hidden) is None and len(valid.targets) > TOKEN_BLOCK:

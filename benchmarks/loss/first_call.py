@@ -10,14 +10,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
 from cce_dist.bench.inputs import Shape
 from cce_dist.bench.report import Cells
 from cce_dist.options import GradientMode
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """The first call of a process: its sizes, names of dtype and device, and gradient mode."""
+
+    shape: Shape
+    dtype: str
+    device: str
+    gradient: GradientMode
 
 
 def bench_first_calls(
@@ -36,19 +47,20 @@ def bench_first_calls(
         raise ValueError(f"dtype must name a torch dtype, got {dtype!r}")
     rows: list[Cells] = []
     for gradient in gradients:
-        if gradient not in get_args(GradientMode):
+        mode = next((known for known in get_args(GradientMode) if known == gradient), None)
+        if mode is None:
             raise ValueError(f"gradient must be one of {get_args(GradientMode)}, got {gradient!r}")
-        asked = {**dataclasses.asdict(shape), "dtype": dtype, "device": device}
+        call = FirstCall(shape, dtype, device, mode)
         with tempfile.TemporaryDirectory() as cache:
             for before in ("empty", "filled"):
-                seconds = _in_a_process({**asked, "gradient": gradient}, cache)
+                seconds = _in_a_process(call, cache)
                 rows.append({"method": gradient, "kernel_cache": before, **seconds})
     return rows
 
 
-def _in_a_process(asked: dict[str, Any], cache: str) -> dict[str, float]:
+def _in_a_process(call: FirstCall, cache: str) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, "-m", __spec__.name, json.dumps(asked)],
+        [sys.executable, "-m", __spec__.name, json.dumps(dataclasses.asdict(call))],
         # The folder from which Python finds this module.
         cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_CACHE_DIR": cache},
@@ -57,16 +69,15 @@ def _in_a_process(asked: dict[str, Any], cache: str) -> dict[str, float]:
         check=False,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"the first call of {asked} failed:\n{done.stderr}")
+        raise RuntimeError(f"{call} failed:\n{done.stderr}")
     return json.loads(done.stdout)
 
 
-def first_call(asked: dict[str, Any]) -> dict[str, float]:
+def time_first_call(call: FirstCall) -> dict[str, float]:
     """Returns the seconds from the call to the gradients, and to the loss; imports do not count."""
     from cce_dist import linear_cross_entropy
 
-    shape = Shape(asked["num_tokens"], asked["vocab_size"], asked["dim"])
-    device, dtype = torch.device(asked["device"]), getattr(torch, asked["dtype"])
+    shape, device, dtype = call.shape, torch.device(call.device), getattr(torch, call.dtype)
     hidden = torch.randn(shape.num_tokens, shape.dim, device=device, dtype=dtype).requires_grad_()
     weight = torch.randn(shape.vocab_size, shape.dim, device=device, dtype=dtype).requires_grad_()
     targets = torch.randint(shape.vocab_size, (shape.num_tokens,), device=device)
@@ -76,13 +87,14 @@ def first_call(asked: dict[str, Any]) -> dict[str, float]:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    begin = now()
-    loss = linear_cross_entropy(hidden, weight, targets, gradient=asked["gradient"])
+    start = now()
+    loss = linear_cross_entropy(hidden, weight, targets, gradient=call.gradient)
     assert isinstance(loss, torch.Tensor)
     middle = now()
     loss.backward()
-    return {"seconds": now() - begin, "seconds_to_loss": middle - begin}
+    return {"seconds": now() - start, "seconds_to_loss": middle - start}
 
 
 if __name__ == "__main__":
-    print(json.dumps(first_call(json.loads(sys.argv[1]))))
+    fields = json.loads(sys.argv[1])
+    print(json.dumps(time_first_call(FirstCall(**{**fields, "shape": Shape(**fields["shape"])}))))

@@ -47,7 +47,7 @@ def bench_quantize(
             kept = quantize_weight(weight, inputs.hidden, screen=screen, backend=backend)
         except ValueError:
             raise
-        # For example, a device may have no e4m3 kernel.
+        # A device may have no e4m3 kernel, for example.
         except Exception as error:
             failed[dtype] = describe_failure(error)
             continue
@@ -97,9 +97,9 @@ def rounding_error(kept: QuantizedWeight, weight: Tensor) -> float:
     rows = kept.rows
     off = total = torch.zeros((), dtype=torch.float64, device=weight.device)
     for start in range(0, weight.shape[0], ROWS):
-        part = slice(start, start + ROWS)
-        x = (weight[part].double() - rows.centre) * rows.channel
-        found = rows.values[part, : weight.shape[1]].double() * rows.of_rows[0, part, None]
-        off = off + (found - x).square().sum()
+        chunk = slice(start, start + ROWS)
+        x = (weight[chunk].double() - rows.centre) * rows.channel
+        rounded = rows.values[chunk, : weight.shape[1]].double() * rows.of_rows[0, chunk, None]
+        off = off + (rounded - x).square().sum()
         total = total + x.square().sum()
     return float((off / total).sqrt())

@@ -53,7 +53,7 @@ FILTERED: dict[int, Sequence[Mapping[str, int]]] = {
     ),
 }
 # Method and part by which tiles are chosen: the loss and `exact` for the forward's tiles, and the
-# filtered gradient for its own.
+# filtered gradient for the backward's.
 TIMED: dict[str, tuple[str, Part]] = {
     "loss": ("filtered", "loss"),
     "exact": ("exact", "gradient"),
@@ -89,8 +89,8 @@ def bench_tiles(inputs: BenchInputs, *, repeats: int = 10) -> list[Cells]:
             rows[name, index] = row
             try:
                 with tiles_of(inputs.weight, tiles):
-                    found = errors(gradients(function, inputs), golden)
-                _require_near(found, dense)
+                    ours = errors(gradients(function, inputs), golden)
+                _require_near(ours, dense)
             except Exception as error:
                 row["failed"] = describe_failure(error)
                 continue
@@ -122,14 +122,14 @@ def tiles_of(tensor: Tensor, tiles: Tiles) -> Iterator[None]:
 
 def _with_tiles(tiles: Tiles, function: LossFunction, inputs: BenchInputs, part: Part) -> Variant:
     """Returns a variant whose timed part uses `tiles`; a forward before it uses the table's."""
-    made = variant_of(function, inputs, part)
+    variant = variant_of(function, inputs, part)
 
     def run(prepared: Any) -> object:
         with tiles_of(inputs.weight, tiles):
-            return made.run(prepared)
+            return variant.run(prepared)
 
     timed: Callable[[Any], object] = run
-    return dataclasses.replace(made, run=timed)
+    return dataclasses.replace(variant, run=timed)
 
 
 def _require_near(ours: Mapping[str, float], dense: Mapping[str, float]) -> None:

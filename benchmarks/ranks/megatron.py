@@ -36,13 +36,14 @@ from cce_dist.bench.ranks import Job
 from cce_dist.bench.report import Cells, percentiles_ms
 from cce_dist.bench.training import GIB, USABLE
 
-# Options of megatron_patch for each of our losses.
-OURS: dict[str, dict[str, Any]] = {
-    "exact": {"gradient": "exact", "keep_logits": False},
+# The options of megatron_patch for each of our losses; the environment may give the other options.
+options_of = megatron_patch.PatchOptions.from_environment
+OURS: dict[str, Callable[[], megatron_patch.PatchOptions]] = {
+    "exact": lambda: options_of(gradient="exact", keep_logits=False),
     # "exact" with its default options.
-    "exact-kept": {"gradient": "exact"},
-    "filtered": {"gradient": "filtered"},
-    "screened": {"logits": "screened"},
+    "exact-kept": lambda: options_of(gradient="exact"),
+    "filtered": lambda: options_of(gradient="filtered"),
+    "screened": lambda: options_of(logits="screened"),
 }
 # Megatron's losses, ours, and a step without head and loss. The time that a step takes beyond this
 # last one is the time of its head and loss.
@@ -82,11 +83,11 @@ def bench_megatron(
         ValueError: a loss is not one of LOSSES.
         RuntimeError: a loss differs from Megatron's by more than LOSS_TOLERANCE, relatively.
     """
-    for name, given, allowed in (
+    for name, names, allowed in (
         ("loss", plan.losses, LOSSES),
         ("largest", plan.largest, LOSSES[:-1]),
     ):
-        unknown = sorted(set(given) - set(allowed))
+        unknown = sorted(set(names) - set(allowed))
         if unknown:
             raise ValueError(f"{name} must be among {list(allowed)}, got {unknown}")
     # Free the previous model, which is in a reference cycle.
@@ -105,7 +106,7 @@ def bench_megatron(
 def using(loss: str, model: Any) -> Iterator[None]:
     """Makes `model`, a GPTModel, use this loss until the context ends."""
     if loss in OURS:
-        with megatron_patch.patched(model, **OURS[loss]):
+        with megatron_patch.patched(model, OURS[loss]()):
             yield
         return
     if loss != "no head":
@@ -181,7 +182,7 @@ class Meter:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
-        found = get_forward_backward_func()(
+        outputs = get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=iter([None] * microbatches),
             model=self.wrapped,
@@ -194,7 +195,7 @@ class Meter:
         self.optimizer.step()
         synchronize(device)
         seconds = time.perf_counter() - start
-        loss = statistics.mean(float(x["loss"]) for x in found)
+        loss = statistics.mean(float(x["loss"]) for x in outputs)
         return seconds, self._heads(), peak, loss
 
     def _forward_step(self, batches: Iterator[None], model: Any) -> tuple[Any, Any]:
@@ -215,8 +216,8 @@ class Meter:
         """Returns the seconds that each microbatch spends in LM head and loss, both passes."""
         parts = [[x for key, x in self.marks.taken if key == name] for name in MARKED]
 
-        def between(begin: Any, end: Any) -> float:
-            return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+        def between(start: Any, end: Any) -> float:
+            return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
         return [between(*x[:2]) + between(*x[2:]) for x in zip(*parts, strict=True)]
 

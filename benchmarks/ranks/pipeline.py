@@ -66,14 +66,14 @@ class Measured:
     peak_gib: float
     losses: list[float]  # of the last step's microbatches; empty where this rank has none
 
-    def each(self, kind: str) -> float:
+    def median_seconds(self, kind: str) -> float:
         """Returns the median seconds of the passes of one kind; 0 if there are none."""
-        found = [span.end - span.begin for span in self.spans if span.kind == kind]
-        return statistics.median(found) if found else 0.0
+        durations = [span.end - span.start for span in self.spans if span.kind == kind]
+        return statistics.median(durations) if durations else 0.0
 
     @property
     def busy(self) -> float:
-        return sum(span.end - span.begin for span in self.spans)
+        return sum(span.end - span.start for span in self.spans)
 
 
 def bench_pipeline(
@@ -111,7 +111,7 @@ def bench_pipeline(
         everywhere: list[Any] = [None] * job.size
         dist.all_gather_object(everywhere, _measure(job, sizes, inputs, plan, head, layout, times))
         measured[head] = everywhere
-        lanes[head] = [found.spans for found in everywhere]
+        lanes[head] = [rank.spans for rank in everywhere]
         rows += _rows(head, plan, everywhere)
         save(rows)
     _require_alike(rows)
@@ -126,11 +126,11 @@ def _prepare(
     name = head.removesuffix("-moved") if head.endswith("-moved") else "fused"
     if name not in measured:
         if head.endswith("-moved"):
-            raise ValueError(f"head {head!r} must come after {name!r}, which it is planned by")
+            raise ValueError(f"head {head!r} must come after {name!r}, whose times plan it")
         return layout, times
     first, last = measured[name][0], measured[name][-1]
-    forward, backward = (first.each(kind) / first.layers for kind in "FB")
-    of_head = sum(last.each(kind) for kind in ("F", "B", "loss"))
+    forward, backward = (first.median_seconds(kind) / first.layers for kind in "FB")
+    of_head = sum(last.median_seconds(kind) for kind in ("F", "B", "loss"))
     of_head = max(of_head - last.layers * (forward + backward), 0.02 * forward)
     if head.endswith("-moved"):
         return relayout(layers, stages, forward + backward, of_head), times
@@ -162,7 +162,7 @@ class _Runner:
         self.targets = inputs.targets.view(shape).repeat(plan.microbatches, 1)
         self.head: PipelineHead | None = None
         self.embedding: TiedEmbedding | None = None
-        self.ties: Any = None  # the ranks that have copies of the tied weight
+        self.ties: Any = None  # group of the ranks that have copies of the tied weight
         self.weight = self._make_weight(name)
         module = self._make_module(sizes, layout[job.rank])
         self.parameters = [*module.parameters()]
@@ -176,19 +176,19 @@ class _Runner:
     def step(self) -> None:
         self.losses.clear()
         self.optimizer.zero_grad()
-        given = (self.tokens,) if self.is_first else ()
+        args = (self.tokens,) if self.is_first else ()
         target = {"target": self.targets} if self.is_last else {}
         with self.serving():
-            self.schedule.step(*given, losses=self.losses, return_outputs=False, **target)
+            self.schedule.step(*args, losses=self.losses, return_outputs=False, **target)
         if self.ties is not None and (self.is_first or self.is_last):
             assert self.weight is not None
             dist.all_reduce(self.weight.grad, group=self.ties)
         self.optimizer.step()
 
     def close(self) -> None:
-        for made in (self.embedding, self.head):
-            if made is not None:
-                made.close()
+        for module in (self.embedding, self.head):
+            if module is not None:
+                module.close()
         if self.ties is not None and (self.is_first or self.is_last):
             dist.destroy_process_group(self.ties)
 
@@ -197,17 +197,17 @@ class _Runner:
 
         Either every rank has a part, or the first and the last rank have all of it.
         """
-        job, plan, whole = self.job, self.plan, self.inputs.weight
+        job, plan, full_weight = self.job, self.plan, self.inputs.weight
         if name not in OVER_RANKS:
             self.ties = dist.new_group([0, job.size - 1])
-            return nn.Parameter(whole.clone()) if self.is_first or self.is_last else None
-        shard = VocabShard.chunked(len(whole), job.rank, job.size)
-        weight = nn.Parameter(whole[shard.start : shard.stop].clone())
+            return nn.Parameter(full_weight.clone()) if self.is_first or self.is_last else None
+        shard = VocabShard.chunked(len(full_weight), job.rank, job.size)
+        weight = nn.Parameter(full_weight[shard.start : shard.stop].clone())
         self.head = PipelineHead(
             weight,
             group=_world(),
             vocab_shard=shard,
-            hidden_shape=(plan.batch, plan.sequence, whole.shape[1]),
+            hidden_shape=(plan.batch, plan.sequence, full_weight.shape[1]),
             options=LossOptions(
                 gradient=plan.gradient,  # pyright: ignore[reportArgumentType]
                 logits=plan.logits,  # pyright: ignore[reportArgumentType]
@@ -225,10 +225,10 @@ class _Runner:
                 assert self.weight is not None
                 embedding = nn.Embedding.from_pretrained(self.weight)
                 embedding.weight = self.weight
-        given, shape = None, (self.plan.batch, self.plan.sequence, -1)
+        final, shape = None, (self.plan.batch, self.plan.sequence, -1)
         if self.is_last:
-            given = self.inputs.hidden.view(shape)
-        module = StageModule(sizes, layers, self.plan.sequence, embedding=embedding, final=given)
+            final = self.inputs.hidden.view(shape)
+        module = StageModule(sizes, layers, self.plan.sequence, embedding=embedding, final=final)
         module.to(self.job.device, self.inputs.hidden.dtype)
         initialize(module)
         return module
@@ -319,7 +319,7 @@ def _measure(
                 torch.cuda.reset_peak_memory_stats(job.device)
             dist.barrier()
             synchronize(job.device)
-            runner.recorder.begin_step()
+            runner.recorder.start_step()
             start = time.perf_counter()
             runner.step()
             synchronize(job.device)
@@ -329,13 +329,13 @@ def _measure(
                 peak = torch.cuda.max_memory_allocated(job.device) / GIB
     scale = 1.0 if head in OVER_RANKS else plan.microbatches
     losses = [scale * float(loss.detach()) for loss in runner.losses]
-    found = Measured(layout[job.rank], seconds, runner.recorder.spans(), peak, losses)
+    measured = Measured(layout[job.rank], seconds, runner.recorder.spans(), peak, losses)
     runner.close()
     del runner
     gc.collect()
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
-    return found
+    return measured
 
 
 def _rows(head: str, plan: Plan, ranks: Sequence[Measured]) -> list[Cells]:
@@ -351,7 +351,7 @@ def _rows(head: str, plan: Plan, ranks: Sequence[Measured]) -> list[Cells]:
             "microbatches": plan.microbatches,
             **times,
             "tokens_per_s": 1e3 * tokens / times["median_ms"],
-            **{f"{kind.lower()}_ms": 1e3 * rank.each(kind) for kind in KINDS},
+            **{f"{kind.lower()}_ms": 1e3 * rank.median_seconds(kind) for kind in KINDS},
             "busy_ms": 1e3 * rank.busy,
             "peak_gib": rank.peak_gib,
             "mean_loss": statistics.mean(ranks[-1].losses),

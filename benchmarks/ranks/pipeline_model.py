@@ -39,7 +39,7 @@ class Layer(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-class Given(torch.autograd.Function):
+class ReplacedOutput(torch.autograd.Function):
     """Replacement of `x` by `final`, whose gradient goes to `x`."""
 
     @staticmethod
@@ -82,7 +82,7 @@ class StageModule(nn.Module):
             x = layer(x, (self.cos, self.sin))
         if self.norm is not None:
             assert self.final is not None
-            x = Given.apply(self.norm(x), self.final)  # pyright: ignore[reportAssignmentType]
+            x = ReplacedOutput.apply(self.norm(x), self.final)  # pyright: ignore[reportAssignmentType]
         return x
 
 
@@ -95,8 +95,8 @@ def initialize(module: StageModule) -> None:
 
 def even_layout(layers: int, stages: int) -> list[int]:
     """Returns the layers of each stage; the first stages take one more if some are left over."""
-    each, more = divmod(layers, stages)
-    return [each + (stage < more) for stage in range(stages)]
+    each, remainder = divmod(layers, stages)
+    return [each + (stage < remainder) for stage in range(stages)]
 
 
 def relayout(layers: int, stages: int, layer: float, head: float) -> list[int]:

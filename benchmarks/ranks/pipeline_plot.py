@@ -37,7 +37,7 @@ def draw(lanes: Mapping[str, Sequence[Sequence[Span]]], path: Path) -> None:
         for stage, spans in enumerate(each):
             for kind in KINDS:
                 bars = [
-                    (1e3 * span.begin, 1e3 * (span.end - span.begin))
+                    (1e3 * span.start, 1e3 * (span.end - span.start))
                     for span in spans
                     if span.kind == kind
                 ]

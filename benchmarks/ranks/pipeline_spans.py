@@ -1,11 +1,11 @@
-"""Recorder of the begin and end of a rank's passes, on the device's own time."""
+"""Recorder of the start and end of a rank's passes, in the device's time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -21,10 +21,13 @@ from cce_dist.pipeline.schedules.vocab_1f1b import ScheduleVocab1F1B
 STAGE_KINDS = ("F", "B")
 KINDS = (*STAGE_KINDS, "loss", "S", "T")
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class Span(NamedTuple):
     kind: str
-    begin: float  # seconds after all ranks began the step
+    start: float  # seconds after all ranks started the step
     end: float
 
 
@@ -37,7 +40,7 @@ class Recorder:
         self._zero = self._mark()
         self._open: list[Any] | None = None  # the stage's pass that is under way
 
-    def begin_step(self) -> None:
+    def start_step(self) -> None:
         self._marks.clear()
         self._zero = self._mark()
 
@@ -60,8 +63,8 @@ class Recorder:
     def spans(self) -> list[Span]:
         """Returns the spans of the step; synchronize the device first."""
         return [
-            Span(kind, self._seconds(begin), self._seconds(end))
-            for kind, begin, end in sorted(self._marks, key=lambda mark: self._seconds(mark[1]))
+            Span(kind, self._seconds(start), self._seconds(end))
+            for kind, start, end in sorted(self._marks, key=lambda mark: self._seconds(mark[1]))
         ]
 
     def _mark(self) -> Any:
@@ -85,18 +88,18 @@ def recording(recorder: Recorder, stage: Any, *, over_ranks: bool) -> Iterator[N
         over_ranks: also records the passes of the head's part, where ranks share the vocabulary.
     """
 
-    def timed(run: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def timed_run(*args: Any, **kwargs: Any) -> Any:
+    def timed(run: Callable[P, T], kind: str) -> Callable[P, T]:
+        def timed_run(*args: P.args, **kwargs: P.kwargs) -> T:
             with recorder.span(kind):
                 return run(*args, **kwargs)
 
         return timed_run
 
-    def waits(run: Callable[..., Any]) -> Callable[..., Any]:
-        def waiting_run(*args: Any, **kwargs: Any) -> Any:
-            found = run(*args, **kwargs)
+    def waits(run: Callable[P, T]) -> Callable[P, T]:
+        def waiting_run(*args: P.args, **kwargs: P.kwargs) -> T:
+            result = run(*args, **kwargs)
             recorder.restart()
-            return found
+            return result
 
         return waiting_run
 

@@ -25,10 +25,10 @@ RecordPath = Annotated[
     Path | None,
     typer.Option("--record", help="A .json of docs/evidence/: write the rows here as evidence."),
 ]
-Title = Annotated[str, typer.Option(help="Of the record: what was run where. [sizes and device]")]
+Title = Annotated[str, typer.Option(help="The record's title. [sizes and device]")]
 Captured = Annotated[
     list[str],
-    typer.Option("--inputs", help="A file of `bench capture`; repeat it for other steps."),
+    typer.Option("--inputs", help="A file that `bench capture` wrote; may be repeated."),
 ]
 Inputs = Annotated[
     Names,
@@ -45,7 +45,7 @@ Shapes = Annotated[
         "of --vocab and --dim.",
     ),
 ]
-Tokens = Annotated[int | None, typer.Option(min=1, help="[2048; of a model's head 8192]")]
+Tokens = Annotated[int | None, typer.Option(min=1, help="[2048; 8192 for a model's head]")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help='"cpu", "cuda", ...')]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")]
@@ -53,14 +53,15 @@ Ignored = Annotated[
     float, typer.Option(min=0, max=0.99, help="Share of the targets that are ignored.")
 ]
 Softcap = Annotated[
-    float | None, typer.Option(help="Of the logits, as Gemma 2's 30; of peers, those that have it.")
+    float | None,
+    typer.Option(help="Of the logits, such as Gemma 2's 30; a peer that takes none fails."),
 ]
-BackendName = Annotated[str, typer.Option(help="Of our own methods: auto, triton or torch.")]
+BackendName = Annotated[str, typer.Option(help="Of our methods: auto, triton or torch.")]
 Peers = Annotated[
     str | None,
     typer.Option(
-        help="all, none, or names with commas. By default all on a GPU, on a CPU those that need "
-        "no compiler; none beside --method."
+        help="all, none, or names with commas. By default none with --method; else all on a GPU, "
+        "and on a CPU those that need no compiler."
     ),
 ]
 PeerPath = Annotated[
@@ -69,21 +70,25 @@ PeerPath = Annotated[
 ]
 Extra = Annotated[
     Names,
-    typer.Option(help="One more peer: NAME=MODULE:FUNCTION, of (hidden, weight, targets)."),
+    typer.Option(
+        help="A further peer, NAME=MODULE:FUNCTION, called with (hidden, weight, targets)."
+    ),
 ]
 Failed = Annotated[Names, typer.Option(hidden=True, help="NAME=REASON of a peer not to be run.")]
 Repeats = Annotated[int, typer.Option(min=3, help="Launches of each method.")]
 Budget = Annotated[
     float,
-    typer.Option(min=0, help="Seconds a method is timed for at most, if 3 launches fit; 0: any."),
+    typer.Option(
+        min=0, help="Most seconds of timing a method, but at least 3 launches; 0: no limit."
+    ),
 ]
 Timeout = Annotated[
-    float, typer.Option(min=0, help="Seconds for a peer to import, compile and run; 0: any.")
+    float, typer.Option(min=0, help="Seconds for a peer to import, compile and run; 0: no limit.")
 ]
 
 WorstRatio = Annotated[
     float,
-    typer.Option(help="Our gradients' errors over dense torch's; more, and nothing is timed."),
+    typer.Option(help="Most that our gradients' errors over dense torch's may be."),
 ]
 
 
@@ -119,9 +124,9 @@ def cases_of(
     softcap: float | None = None,
 ) -> list[Callable[[], BenchInputs]]:
     return [
-        case_of(kind, found, dtype, device, ignored_fraction, softcap)
+        case_of(kind, parsed, dtype, device, ignored_fraction, softcap)
         for kind in inputs or ["zipf"]
-        for found in shapes_of(kind, shape, tokens, vocab, dim)
+        for parsed in shapes_of(kind, shape, tokens, vocab, dim)
     ]
 
 
@@ -179,8 +184,8 @@ def machine_of(
         launcher = ["torchrun", "--nproc-per-node", str(ranks), "-m", "cce_dist"]
     # The allocator's settings decide how many tokens fit.
     allocator = os.environ.get("PYTORCH_ALLOC_CONF")
-    given = [] if allocator is None else [f"PYTORCH_ALLOC_CONF={allocator}"]
-    command = shlex.join([*given, *launcher, *sys.argv[1:]])
+    variables = [] if allocator is None else [f"PYTORCH_ALLOC_CONF={allocator}"]
+    command = shlex.join([*variables, *launcher, *sys.argv[1:]])
     machine = describe_machine(torch.device(device))
     return {**machine, **describe_peers(peers), "command": command}
 

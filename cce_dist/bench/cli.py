@@ -65,7 +65,7 @@ def loss_command(
     inputs: Inputs = None,
     ignored_fraction: Ignored = 0.0,
     remove_ignored: Annotated[
-        bool, typer.Option("--remove-ignored", help="Before peers; ours do so themselves.")
+        bool, typer.Option("--remove-ignored", help="Drop ignored tokens before peers, too.")
     ] = False,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -75,7 +75,7 @@ def loss_command(
     passes: Annotated[
         Names, typer.Option(help="loss, forward, gradient or loss+grad; may be repeated.")
     ] = None,
-    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
     peers: Peers = None,
     peer_path: PeerPath = None,
     peer_timeout_seconds: Timeout = 120.0,
@@ -138,11 +138,11 @@ def profile_command(
     device: Device = "cuda",
     threads: Threads = 0,
     method: Annotated[
-        Names, typer.Option(help="As of `bench loss`, peers too; may be repeated. [filtered]")
+        Names, typer.Option(help="A method or peer of `bench loss`; may be repeated. [filtered]")
     ] = None,
     part: Annotated[str, typer.Option(help="loss, forward, gradient or loss+grad.")] = "loss+grad",
     repeats: Repeats = 10,
-    most: Annotated[int, typer.Option(min=1, help="Kernels of each method that are shown.")] = 30,
+    most: Annotated[int, typer.Option(min=1, help="Kernels shown for each method.")] = 30,
     peer_path: PeerPath = None,
     extra: Extra = None,
     softcap: Softcap = None,
@@ -150,8 +150,9 @@ def profile_command(
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
 ) -> None:
-    """Where a method's time goes: the kernels of a call, by torch's profiler, beside its median
-    time without one. On a CPU torch's operations.
+    """Time of each kernel in a method's call, by torch's profiler, and of a call without it.
+
+    On a CPU torch's operations are shown in place of kernels.
     """
     from .machine import Part
     from .methods import choose_methods, parse_backend
@@ -185,10 +186,10 @@ def profile_command(
 def ranks_command(
     size: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Ranks of a group; may be repeated. [every divisor]"),
+        typer.Option(min=1, help="Ranks of a group; may be repeated. [every divisor of all ranks]"),
     ] = None,
     sequence_parallel: Annotated[
-        bool, typer.Option(help="Ours under sequence parallel as well.")
+        bool, typer.Option(help="Also run our methods under sequence parallelism.")
     ] = True,
     tokens: Tokens = None,
     vocab: Size = 32768,
@@ -198,11 +199,11 @@ def ranks_command(
     dtype: Dtype = "bfloat16",
     device: Device = "cuda",
     repeats: Repeats = 10,
-    method: Annotated[Names, typer.Option(help="Only these; may be repeated.")] = None,
+    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
     peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "none",
     peer_path: PeerPath = None,
     backend: BackendName = "auto",
-    timeout_seconds: Annotated[float, typer.Option(min=1, help="Of a collective.")] = 120.0,
+    timeout_seconds: Annotated[float, typer.Option(min=1, help="Limit of a collective.")] = 120.0,
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -240,7 +241,9 @@ def ranks_command(
 @app.command("train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train_command(
     context: typer.Context,
-    config: Annotated[str, typer.Argument(help="Of `cce-dist train`; keys are overridden alike.")],
+    config: Annotated[
+        str, typer.Argument(help="Config of `cce-dist train`; options override its keys.")
+    ],
     loss: Annotated[
         Names,
         typer.Option(
@@ -249,14 +252,14 @@ def train_command(
     ] = None,
     warmup_steps: Size = 10,
     timed_steps: Size = 10,
-    largest: Annotated[bool, typer.Option(help="Also the largest batch that fits.")] = True,
+    largest: Annotated[bool, typer.Option(help="Also run the largest batch that fits.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/bench-train"),
     peer_path: PeerPath = None,
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
     record: RecordPath = None,
     title: Annotated[
-        str, typer.Option(help="Of the record.")
+        str, typer.Option(help="The record's title.")
     ] = "Whole training steps of a decoder",
 ) -> None:
     """Tokens a second and memory of whole training steps, with our loss, the dense one and peers.

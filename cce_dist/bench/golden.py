@@ -96,17 +96,17 @@ def relative_error(ours: Tensor, golden: Tensor) -> float:
     step = max(1, 2**24 // max(golden.shape[-1], 1))
     difference = golden.new_zeros(())
     total = golden.new_zeros(())
-    for found, right in zip(ours.split(step), golden.split(step), strict=True):
-        difference += (found.double() - right).square_().sum()
-        total += right.square().sum()
+    for rows, golden_rows in zip(ours.split(step), golden.split(step), strict=True):
+        difference += (rows.double() - golden_rows).square_().sum()
+        total += golden_rows.square().sum()
     return float((difference / total).sqrt())
 
 
 def errors(ours: Gradients, golden: Gradients) -> dict[str, float]:
     """Returns the relative errors of the loss, and of both gradients in the Frobenius norm."""
-    right = float(golden.loss)
+    golden_loss = float(golden.loss)
     return {
-        "loss_error": abs(float(ours.loss) - right) / abs(right),
+        "loss_error": abs(float(ours.loss) - golden_loss) / abs(golden_loss),
         "grad_hidden_error": relative_error(ours.hidden, golden.hidden),
         "grad_weight_error": relative_error(ours.weight, golden.weight),
     }

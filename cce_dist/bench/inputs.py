@@ -66,13 +66,13 @@ def parse_shape(text: str, num_tokens: int | None = None) -> Shape:
     """
     if text in MODELS:
         return Shape(num_tokens or MODEL_TOKENS, *MODELS[text])
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
         raise ValueError(
             f"shape must be one of {sorted(MODELS)} or TOKENSxVOCABxDIM such as "
             f"8192x256000x2304, got {text!r}"
         )
-    tokens, vocab_size, dim = (int(number) for number in found.groups())
+    tokens, vocab_size, dim = (int(number) for number in match.groups())
     return Shape(num_tokens or tokens, vocab_size, dim)
 
 
@@ -205,14 +205,14 @@ def make_inputs(
         # Clone: the saved targets are a view that starts one token into its storage, and QuACK
         # wants an alignment of 32 bytes.
         tensors = (hidden.to(dtype), weight, targets.clone())
-        # A file of an older version has neither.
-        about = (stored.get("token_counts"), stored.get("training", {}))
-        return BenchInputs(Path(kind).stem, *tensors, *about)
+        # A file of an older version has neither counts nor training.
+        counts, training = stored.get("token_counts"), stored.get("training", {})
+        return BenchInputs(Path(kind).stem, *tensors, counts, training)
     generator = torch.Generator(device).manual_seed(seed)
     num_tokens, vocab_size, dim = shape.num_tokens, shape.vocab_size, shape.dim
     if kind.startswith("zipf"):
-        made = zipf_tensors(num_tokens, vocab_size, dim, generator=generator, dtype=dtype)
-        inputs = BenchInputs(kind, *made)
+        drawn = zipf_tensors(num_tokens, vocab_size, dim, generator=generator, dtype=dtype)
+        inputs = BenchInputs(kind, *drawn)
         if kind == "zipf":
             return inputs
         order = torch.arange(vocab_size, device=device)

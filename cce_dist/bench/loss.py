@@ -246,12 +246,12 @@ def _require_correct(
     accumulated_in = torch.float64 if dtype == torch.float64 else torch.float32
     slack = SLACK_UNITS * torch.finfo(accumulated_in).eps / 2
     for key in ("grad_hidden_error", "grad_weight_error"):
-        got, right = trial.errors[key], dense[key]
+        got, expected = trial.errors[key], dense[key]
         # `got > ...` would let a NaN pass.
-        if not got <= worst_ratio * right + slack:
+        if not got <= worst_ratio * expected + slack:
             raise RuntimeError(
                 f"{trial.name}: {key} is {got:.2e}, more than {worst_ratio:g} times that of the "
-                f"dense computation ({right:.2e}); nothing was timed"
+                f"dense computation ({expected:.2e}); nothing was timed"
             )
 
 
@@ -322,6 +322,6 @@ def measure_all(
 
 
 def _progress(row: Row) -> str:
-    found = ("median_ms", "peak_extra_mib", "grad_hidden_error", "grad_weight_error", "failed")
-    values = [(name, format_cell(name, row.cells[name])) for name in found]
+    names = ("median_ms", "peak_extra_mib", "grad_hidden_error", "grad_weight_error", "failed")
+    values = [(name, format_cell(name, row.cells[name])) for name in names]
     return f"{row.method}: " + ", ".join(f"{name} {value}" for name, value in values if value)

@@ -70,8 +70,8 @@ def describe_peers(methods: Iterable[str]) -> dict[str, str]:
         for name, package in PACKAGES.items()
         if method == name or method.startswith(f"{name}-")
     }
-    found = [f"{package} {_version(package, 'unknown')}" for package in sorted(packages)]
-    return {"peers": ", ".join(found)} if found else {}
+    versions = [f"{package} {_version(package, 'unknown')}" for package in sorted(packages)]
+    return {"peers": ", ".join(versions)} if versions else {}
 
 
 def _version(package: str, otherwise: str = "none") -> str:
@@ -93,16 +93,16 @@ def _device_name(device: torch.device) -> str:
 def _driver(device: torch.device) -> str:
     query = ["nvidia-smi", "--query-gpu=clocks.max.sm,driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True)
+        done = subprocess.run(query, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
-    clock, driver = found.stdout.splitlines()[device.index or 0].split(", ")
+    clock, driver = done.stdout.splitlines()[device.index or 0].split(", ")
     return f", {clock}, driver {driver}"
 
 
 def _commit() -> str:
     try:
-        found = subprocess.run(
+        done = subprocess.run(
             ["git", "describe", "--always", "--dirty"],
             cwd=Path(__file__).parent,
             capture_output=True,
@@ -111,7 +111,7 @@ def _commit() -> str:
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return found.stdout.strip()
+    return done.stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Timer:
     """A timer of single launches; before each it overwrites a buffer, so that caches are cold.
 
     Args:
-        align: called just before each launch, so that the devices of all ranks begin together.
+        align: called just before each launch, so that the devices of all ranks start together.
     """
 
     def __init__(
@@ -164,12 +164,12 @@ class Timer:
         synchronize(self.device)
         self.flush.zero_()
         self.start_ahead()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         variant.run(prepared)
         end.record()
         synchronize(self.device)
-        return begin.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3
 
 
 def interleaved_times(

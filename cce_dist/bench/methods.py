@@ -109,7 +109,8 @@ def choose_methods(
         raise ValueError(f"methods and peers must be among {sorted(known)}, got {unknown}")
     if COMPILED in wanted and not on_gpu:
         raise ValueError(
-            f"method {COMPILED} needs a GPU: on a CPU memory is counted by what no compiler traces"
+            f"method {COMPILED} needs a GPU: torch.compile cannot trace the dispatch mode that "
+            "counts memory on a CPU"
         )
     return [method for name, method in known.items() if name in wanted]
 

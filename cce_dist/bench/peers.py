@@ -94,13 +94,13 @@ class _ChunkedInForward(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
         leaf = weight.detach().requires_grad_()
-        parts = zip(
+        chunks = zip(
             hidden.detach().chunk(num_chunks),
             targets.chunk(num_chunks),
             grad_hidden.chunk(num_chunks),
             strict=True,
         )
-        for chunk, ids, grad in parts:
+        for chunk, ids, grad in chunks:
             with torch.enable_grad():
                 rows = chunk.detach().requires_grad_()
                 loss = loss_sum(rows, leaf, ids) / count
@@ -145,19 +145,19 @@ def liger(chunk_factor: int | None, softcap: float | None = None) -> LossFunctio
     module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
     function = module.LigerFusedLinearCrossEntropyFunction
     parameters = list(inspect.signature(function.forward).parameters.values())[1:]
-    given: dict[str, object] = {"ignore_index": IGNORE_INDEX, "reduction": "mean"}
+    options: dict[str, object] = {"ignore_index": IGNORE_INDEX, "reduction": "mean"}
     if chunk_factor is not None:
-        given["chunk_mem_const"] = chunk_factor
+        options["chunk_mem_const"] = chunk_factor
     if softcap is not None:
-        given["softcap"] = softcap
-    unknown = sorted(set(given) - {parameter.name for parameter in parameters})
+        options["softcap"] = softcap
+    unknown = sorted(set(options) - {parameter.name for parameter in parameters})
     if unknown:
         raise ImportError(f"this version of Liger takes no {unknown}")
     # An autograd function takes no keywords; its first three arguments are hidden, weight, targets.
-    rest = [given.get(parameter.name, parameter.default) for parameter in parameters[3:]]
+    other_args = [options.get(parameter.name, parameter.default) for parameter in parameters[3:]]
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return function.apply(hidden, weight, targets, *rest)[0]
+        return function.apply(hidden, weight, targets, *other_args)[0]
 
     return loss
 
@@ -170,8 +170,8 @@ def liger_sm90(keeps_logits: bool) -> LossFunction:
         function = module.LigerFusedLinearCrossEntropySM90Function
 
         def with_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-            found = function.apply(hidden, weight, targets, IGNORE_INDEX, "mean")
-            return found[0] if isinstance(found, tuple) else found
+            output = function.apply(hidden, weight, targets, IGNORE_INDEX, "mean")
+            return output[0] if isinstance(output, tuple) else output
 
         return with_logits
     # Switch off Liger's check of the targets, which waits for the device.
@@ -180,8 +180,8 @@ def liger_sm90(keeps_logits: bool) -> LossFunction:
     scaled = module.LigerFusedScaledCrossEntropySM90Function
 
     def without_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        found = scaled.apply(hidden, weight, targets, 1.0, IGNORE_INDEX)
-        return mean_of(found[0] if isinstance(found, tuple) else found, targets)
+        output = scaled.apply(hidden, weight, targets, 1.0, IGNORE_INDEX)
+        return mean_of(output[0] if isinstance(output, tuple) else output, targets)
 
     return without_logits
 
@@ -199,10 +199,10 @@ def fla(fp32: bool) -> LossFunction:
     With `fp32` the weight gradient adds up in fp32.
     """
     module = importlib.import_module("fla.modules.fused_linear_cross_entropy")
-    made = module.FusedLinearCrossEntropyLoss(
+    loss = module.FusedLinearCrossEntropyLoss(
         ignore_index=IGNORE_INDEX, num_chunks=8, accumulate_grad_in_fp32=fp32
     )
-    return lambda hidden, weight, targets: made(hidden, targets, weight)
+    return lambda hidden, weight, targets: loss(hidden, targets, weight)
 
 
 def unsloth() -> LossFunction:

@@ -51,10 +51,11 @@ def bench_profile(
         launches = sum(calls for _, calls, _ in kernels)
         rows.append(_row(method.name, SUM, launches, total, total))
         rows += [_row(method.name, *kernel, total) for kernel in kernels[:most]]
-        rest = kernels[most:]
-        if rest:
-            calls, ms = sum(calls for _, calls, _ in rest), sum(ms for *_, ms in rest)
-            rows.append(_row(method.name, f"{len(rest)} {OTHERS}", calls, ms, total))
+        other_kernels = kernels[most:]
+        if other_kernels:
+            calls = sum(calls for _, calls, _ in other_kernels)
+            ms = sum(ms for *_, ms in other_kernels)
+            rows.append(_row(method.name, f"{len(other_kernels)} {OTHERS}", calls, ms, total))
     return rows
 
 
@@ -75,15 +76,15 @@ def _profiled(
         for _ in range(repeats):
             _call(variant)
             synchronize(device)
-    found: dict[str, tuple[float, float]] = {}
+    by_name: dict[str, tuple[float, float]] = {}
     for event in profiler.key_averages():
         micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if micros <= 0:
             continue
         name = event.key.removeprefix("void ")[:LONGEST]
-        calls, ms = found.get(name, (0.0, 0.0))
-        found[name] = calls + event.count / repeats, ms + micros / 1e3 / repeats
-    kernels = [(name, *numbers) for name, numbers in found.items()]
+        calls, ms = by_name.get(name, (0.0, 0.0))
+        by_name[name] = calls + event.count / repeats, ms + micros / 1e3 / repeats
+    kernels = [(name, *numbers) for name, numbers in by_name.items()]
     return percentiles_ms(taken)["median_ms"], sorted(kernels, key=lambda each: -each[2])
 
 

@@ -1,5 +1,7 @@
-"""Losses over a vocabulary that ranks share, each behind one signature:
-(hidden [n, D], rows of weight [V / W, D], targets [N]) -> mean loss of all N tokens."""
+"""Losses over a vocabulary that ranks share, each behind one signature.
+
+(hidden [n, D], rows of weight [V / W, D], targets [N]) -> mean loss of all N tokens
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -26,6 +28,9 @@ from .inputs import IGNORE_INDEX, BenchInputs
 from .machine import variant_of
 from .methods import COMPILED, OURS, SCREENED
 from .peers import mean_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Place:
         return slice(self.shard.start, self.shard.stop)
 
 
-class _Whole(torch.autograd.Function):
+class _AllTokens(torch.autograd.Function):
     """The input of a column-parallel product, which is the hidden states of all tokens.
 
     Its gradient is summed over the ranks in its own dtype, as in Megatron's layer.
@@ -74,7 +79,7 @@ class _Whole(torch.autograd.Function):
 
 def _logits(hidden: Tensor, weight: Tensor, place: Place) -> Tensor:
     """Returns this rank's columns of the logits [N, V / W], in the inputs' dtype."""
-    return _Whole.apply(hidden, place) @ weight.T
+    return _AllTokens.apply(hidden, place) @ weight.T
 
 
 def ours(mode: GradientMode, logits: LogitsMode, backend: Backend, place: Place) -> LossFunction:
@@ -157,7 +162,7 @@ def verl(place: Place) -> LossFunction:
     ).linear_cross_entropy
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        hidden = _Whole.apply(hidden, place)  # pyright: ignore
+        hidden = _AllTokens.apply(hidden, place)  # pyright: ignore
         log_p, _ = function(hidden, weight, targets.clamp(min=0), 1.0, "none", place.group)
         return mean_of(-log_p, targets)
 
@@ -178,11 +183,13 @@ def liger(place: Place) -> LossFunction:
 def liger_logits(place: Place) -> LossFunction:
     """Returns Liger's vocab-parallel kernel on a rank's logits."""
     module = importlib.import_module("liger_kernel.transformers.vocab_parallel_cross_entropy")
-    made = module.LigerVocabParallelCrossEntropy(ignore_index=IGNORE_INDEX, reduction="none")
+    cross_entropy = module.LigerVocabParallelCrossEntropy(
+        ignore_index=IGNORE_INDEX, reduction="none"
+    )
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         logits = _logits(hidden, weight, place)[:, None]
-        return mean_of(made(logits, targets[:, None], place.group).flatten(), targets)
+        return mean_of(cross_entropy(logits, targets[:, None], place.group).flatten(), targets)
 
     return loss
 
@@ -273,10 +280,10 @@ def kept_share(function: LossFunction, inputs: BenchInputs, *, exchanges: bool) 
     a call of `function` that has compiled its kernels.
 
     Args:
-        exchanges: False measures as if ranks did not exchange what they know of each token's lse.
+        exchanges: False: measure as if ranks did not exchange their bounds of each token's lse.
     """
     variant = variant_of(function, inputs, "forward")
-    with marks_seen() as seen, _without_exchanges(not exchanges):
+    with marks_seen() as seen, nullcontext() if exchanges else _without_exchanges():
         variant.run(variant.prepare())
     variant.finish()
     if not seen:
@@ -288,32 +295,37 @@ def kept_share(function: LossFunction, inputs: BenchInputs, *, exchanges: bool) 
 def bits_set(words: torch.Tensor) -> int:
     """Returns the number of bits that are set in [V, words] int64."""
     lanes = torch.arange(64, device=words.device)
-    return sum(int(((part[..., None] >> lanes) & 1).sum()) for part in words.split(2**15))
+    return sum(int(((chunk[..., None] >> lanes) & 1).sum()) for chunk in words.split(2**15))
 
 
 @contextmanager
 def marks_seen() -> Iterator[list[Any]]:
+    """Yields a list that gets the marks of every forward of the Triton backend in the context."""
     seen: list[Any] = []
     if importlib.util.find_spec("triton") is None:
         # Without Triton there are no kernels that could mark columns.
         yield seen
         return
     module = importlib.import_module("cce_dist.backends.triton.stats")
-    made = module.marks_of
-
-    def marks_of(*args: Any, **options: Any) -> Any:
-        seen.append(made(*args, **options))
-        return seen[-1]
-
-    with patch.object(module, "marks_of", marks_of):
+    with patch.object(module, "marks_of", _collecting(module.marks_of, seen)):
         yield seen
 
 
+def _collecting(function: Callable[P, T], results: list[T]) -> Callable[P, T]:
+    """Returns a function that calls `function` and appends each of its results to `results`."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        result = function(*args, **kwargs)
+        results.append(result)
+        return result
+
+    return call
+
+
 @contextmanager
-def _without_exchanges(really: bool) -> Iterator[None]:
+def _without_exchanges() -> Iterator[None]:
     # Ranks with columns read EXCHANGES in one module, ranks with an empty shard in the other.
-    asks = importlib.import_module("cce_dist.backends.triton.stats")
-    answers = importlib.import_module("cce_dist.backends.empty_shard")
-    exchanges = () if really else asks.EXCHANGES
-    with patch.object(asks, "EXCHANGES", exchanges), patch.object(answers, "EXCHANGES", exchanges):
+    stats = importlib.import_module("cce_dist.backends.triton.stats")
+    empty_shard = importlib.import_module("cce_dist.backends.empty_shard")
+    with patch.object(stats, "EXCHANGES", ()), patch.object(empty_shard, "EXCHANGES", ()):
         yield

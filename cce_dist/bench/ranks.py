@@ -39,6 +39,13 @@ WORST_ERROR_RATIO = 1.5
 # training step the host is ahead by the whole model's kernels.
 HEAD_START_CYCLES = 24_000_000
 GRADIENTS = ("grad_hidden_error", "grad_weight_error")
+# Measured columns of a row.
+COLUMNS = (
+    *("median_ms", "p10_ms", "p90_ms", "communication_ms", "exposed_ms"),
+    *("least_busy_ms", "most_busy_ms"),
+    *("least_kept", "most_kept", "least_kept_alone", "most_kept_alone"),
+    *("peak_extra_mib", "loss_error", *GRADIENTS),
+)
 # Name of the bare product hidden @ weight.T of a rank's rows.
 FLOOR = "one matmul"
 
@@ -60,7 +67,7 @@ class Job:
 def joined(device: str, timeout_seconds: float) -> Iterator[Job]:
     """Joins the ranks that a launcher started; without a launcher there is one rank.
 
-    On GPUs each rank has its own and NCCL connects them; on CPUs gloo does.
+    On GPUs each rank has a GPU, and NCCL connects the ranks; on CPUs gloo connects them.
 
     Raises:
         ValueError: device is no kind of device, the host has more ranks than GPUs, or the
@@ -162,7 +169,7 @@ def _bench(
     timer = Timer(job.device, HEAD_START_CYCLES, align=lambda: dist.all_reduce(one))
     golden = golden_gradients(inputs)
     trials = [
-        Trial(FLOOR, place, _part_of(inputs, place))
+        Trial(FLOOR, place, _inputs_of(inputs, place))
         for place in places
         if not place.sequence_parallel
     ]
@@ -170,7 +177,7 @@ def _bench(
         for place in places:
             if place.sequence_parallel and not method.is_ours:
                 continue
-            trial = Trial(method.name, place, _part_of(inputs, place), method)
+            trial = Trial(method.name, place, _inputs_of(inputs, place), method)
             trials.append(trial)
             _try(job, trial, method, golden)
         save(_rows(trials))
@@ -183,11 +190,30 @@ def _bench(
     return _rows(trials)
 
 
-def _part_of(inputs: BenchInputs, place: Place) -> BenchInputs:
+def _inputs_of(inputs: BenchInputs, place: Place) -> BenchInputs:
     hidden = inputs.hidden
     if place.sequence_parallel:
         hidden = hidden.chunk(place.size)[place.rank]
     return replace(inputs, hidden=hidden, weight=inputs.weight[place.rows])
+
+
+@dataclass
+class RankResult:
+    """One rank's measurements of a method, for the other ranks.
+
+    Args:
+        errors: as `golden.errors` gives them.
+        norms: norms of this rank's golden gradients, by the names of their errors.
+        kept, kept_alone: `kept_share` with and without the exchange; None: not measured.
+        failed: why the method failed on this rank; empty: it did not.
+    """
+
+    norms: dict[str, float]
+    errors: dict[str, float] = field(default_factory=dict)
+    peak_mib: float = 0.0
+    kept: float | None = None
+    kept_alone: float | None = None
+    failed: str = ""
 
 
 def _try(job: Job, trial: Trial, method: RankMethod, golden: Gradients) -> None:
@@ -201,35 +227,39 @@ def _try(job: Job, trial: Trial, method: RankMethod, golden: Gradients) -> None:
         each = len(golden.hidden) // place.size
         tokens = slice(place.rank * each, (place.rank + 1) * each)
     mine = Gradients(golden.loss, golden.hidden[tokens], golden.weight[place.rows])
-    found: dict[str, Any] = {}
+    right = dict(zip(GRADIENTS, (mine.hidden, mine.weight), strict=True))
+    result = RankResult({name: float(grad.double().norm()) for name, grad in right.items()})
     try:
         function = method.build(place)
-        found = errors(gradients(function, trial.inputs), mine)
+        result.errors = errors(gradients(function, trial.inputs), mine)
         variant = variant_of(function, trial.inputs, "loss+grad")
-        found["peak"] = peak_extra_bytes(variant, job.device) / 2**20
+        result.peak_mib = peak_extra_bytes(variant, job.device) / 2**20
         if method.is_ours and job.device.type == "cuda":
-            found["kept"] = kept_share(function, trial.inputs, exchanges=True)
+            result.kept = kept_share(function, trial.inputs, exchanges=True)
             if place.size > 1:
-                found["kept_alone"] = kept_share(function, trial.inputs, exchanges=False)
+                result.kept_alone = kept_share(function, trial.inputs, exchanges=False)
         trial.function = function
     except Exception as error:
-        found["failed"] = describe_failure(error)
-    norms = {"grad_hidden_error": mine.hidden, "grad_weight_error": mine.weight}
-    found["norms"] = {name: float(x.double().norm()) for name, x in norms.items()}
+        result.failed = describe_failure(error)
     everywhere: list[Any] = [None] * job.size
-    dist.all_gather_object(everywhere, found)
-    failures = [f"rank {rank}: {x['failed']}" for rank, x in enumerate(everywhere) if "failed" in x]
+    dist.all_gather_object(everywhere, result)
+    failures = [f"rank {rank}: {x.failed}" for rank, x in enumerate(everywhere) if x.failed]
     if failures:
         trial.failed, trial.function = failures[0], None
         recover(trial.name, trial.failed, job.device)
         return
-    trial.cells["loss_error"] = max(x["loss_error"] for x in everywhere)
+    _add_cells(trial, everywhere)
+
+
+def _add_cells(trial: Trial, everywhere: Sequence[RankResult]) -> None:
+    """Adds the errors over all ranks, the largest peak, and the least and largest kept share."""
+    trial.cells["loss_error"] = max(x.errors["loss_error"] for x in everywhere)
     for name in GRADIENTS:
-        off = sum((x[name] * x["norms"][name]) ** 2 for x in everywhere)
-        trial.cells[name] = math.sqrt(off / sum(x["norms"][name] ** 2 for x in everywhere))
-    trial.cells["peak_extra_mib"] = max(x["peak"] for x in everywhere)
+        off = sum((x.errors[name] * x.norms[name]) ** 2 for x in everywhere)
+        trial.cells[name] = math.sqrt(off / sum(x.norms[name] ** 2 for x in everywhere))
+    trial.cells["peak_extra_mib"] = max(x.peak_mib for x in everywhere)
     for name in ("kept", "kept_alone"):
-        shares = [x[name] for x in everywhere if x.get(name) is not None]
+        shares = [share for x in everywhere if (share := getattr(x, name)) is not None]
         if shares:
             trial.cells[f"least_{name}"] = min(shares)
             trial.cells[f"most_{name}"] = max(shares)
@@ -287,7 +317,7 @@ def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
 
     variant = _variant(trial)
     collectives: list[tuple[float, float]] = []
-    own = 0.0
+    busy = 0.0
     # The first profile only starts the profiler; the second counts.
     for _ in range(2):
         prepared = variant.prepare()
@@ -300,7 +330,7 @@ def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
         events = [x for x in run.events() or [] if x.device_type.name == "CUDA"]
         events.sort(key=lambda x: x.time_range.start)
         kernels = [x for x in events if not x.name.startswith("nccl:")]
-        # The first collective is the timer's: the ranks began together there.
+        # The first collective is the timer's, at which all ranks start together.
         aligned = next(i for i, x in enumerate(kernels) if x.name.startswith("ncclDev"))
         kernels = kernels[aligned + 1 :]
         spans = [(x.time_range.start, x.time_range.end) for x in kernels]
@@ -311,9 +341,9 @@ def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
             for (start, end), is_nccl in zip(spans, are_nccl, strict=True)
             if is_nccl
         ]
-        own = sum(end - start for start, end in others)
+        busy = sum(end - start for start, end in others)
     everywhere: list[Any] = [None] * job.size
-    dist.all_gather_object(everywhere, (collectives, own))
+    dist.all_gather_object(everywhere, (collectives, busy))
     # A collective's time begins with its rank's arrival. The last rank to arrive does not wait, so
     # the shortest time in a group is the collective's own.
     size = trial.place.size
@@ -347,25 +377,7 @@ def _rows(trials: Sequence[Trial]) -> list[Cells]:
         median, first = trial.cells.get("median_ms"), times.get((trial.name, 1))
         faster = None if median is None or first is None else first / median
         product = times.get((FLOOR, trial.place.size))
-        cells = {
-            name: trial.cells.get(name)
-            for name in (
-                "median_ms",
-                "p10_ms",
-                "p90_ms",
-                "communication_ms",
-                "exposed_ms",
-                "least_busy_ms",
-                "most_busy_ms",
-                "least_kept",
-                "most_kept",
-                "least_kept_alone",
-                "most_kept_alone",
-                "peak_extra_mib",
-                "loss_error",
-                *GRADIENTS,
-            )
-        }
+        cells = {name: trial.cells.get(name) for name in COLUMNS}
         rows.append(
             {
                 "method": trial.name,

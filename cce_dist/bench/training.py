@@ -39,7 +39,7 @@ OBJECTIVE = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 # Usable share of the device's memory; the rest is for NCCL's buffers and the allocator's gaps.
 USABLE = 0.88
 # Factor on a batch that did not fit: the allocator's free memory may be in pieces.
-LESS = 0.92
+SHRINK = 0.92
 GIB = 2**30
 # The name "cce" means this library's loss here, so Apple's is "apple-cce".
 RIVALS = {"apple-cce" if name == "cce" else name: build for name, build in PEERS.items()}
@@ -93,9 +93,9 @@ def bench_training(
             continue
         batches = split_tokens(cache.tokens(), config)
         job = Job(config, ranks, batches, cache.key, display, heartbeat, stop)
-        part = folder / f"{name}-dp{ranks.dp}-tp{ranks.tp}"
-        part.mkdir(parents=True, exist_ok=True)
-        run = start_run(job, part, "cce")
+        run_folder = folder / f"{name}-dp{ranks.dp}-tp{ranks.tp}"
+        run_folder.mkdir(parents=True, exist_ok=True)
+        run = start_run(job, run_folder, "cce")
         if name == "dense":
             dense_head = _dense_head(config, ranks, run.whole_model.shard)
             run = dataclasses.replace(run, head="dense", head_loss=dense_head)
@@ -116,11 +116,12 @@ def _check(config: TrainConfig, losses: Sequence[str]) -> None:
     unknown = sorted(set(losses) - {*LOSSES, *RIVALS})
     if unknown:
         raise ValueError(f"loss must be among {[*LOSSES, *RIVALS]}, got {unknown}")
-    given = config.loss.model_dump(include=set(OBJECTIVE))
+    objective = config.loss.model_dump(include=set(OBJECTIVE))
     others = [name for name in losses if name != "cce"]
-    if others and given != LossConfig().model_dump(include=set(OBJECTIVE)):
+    if others and objective != LossConfig().model_dump(include=set(OBJECTIVE)):
         raise ValueError(
-            f"loss {others[0]} has none of {list(OBJECTIVE)}: leave them out, got {given}"
+            f"keys {list(OBJECTIVE)} of loss must be left out with loss {others[0]}, which has "
+            f"none of them, got {objective}"
         )
     peers = [name for name in losses if name in RIVALS]
     if peers and config.parallel.tp > 1:
@@ -162,21 +163,21 @@ class Meter:
             return
         if dist.get_world_size() > 1:
             # Estimate first: a rank out of memory would leave the others waiting in a collective.
-            most = self.most_that_fits(self.measure(self.whole(batch / 2), 1, 1), once)
+            most = self.most_that_fits(self.measure(self.round_down(batch / 2), 1, 1), once)
             if most < 2 * batch:
-                if self.whole(most) > batch:
-                    yield self.measure(self.whole(most), 2, 3)
+                if self.round_down(most) > batch:
+                    yield self.measure(self.round_down(most), 2, 3)
                 return
         twice = self.measure(2 * batch, 2, 3)
         yield twice
         most = self.most_that_fits(once, twice)
-        found = None
+        largest_row = None
         # Stop at twice the config's batch, which is known to fit.
-        while found is None and most > 2 * batch:
-            found = self.measure_if_it_fits(self.whole(most))
-            most *= LESS
-        if found is not None:
-            yield found
+        while largest_row is None and most > 2 * batch:
+            largest_row = self.measure_if_it_fits(self.round_down(most))
+            most *= SHRINK
+        if largest_row is not None:
+            yield largest_row
 
     def most_that_fits(self, small: Cells, large: Cells) -> float:
         """Returns the batch that fits, by a line through the peaks of two batches.
@@ -189,10 +190,10 @@ class Meter:
         room = USABLE * torch.cuda.get_device_properties(self.job.ranks.device).total_memory / GIB
         return small["batch"] + (room - small["peak_gib"]) / each
 
-    def whole(self, batch: float) -> int:
+    def round_down(self, batch: float) -> int:
         """Rounds a batch down to a multiple that tensor-parallel ranks can share."""
-        unit = self.job.config.parallel.tp
-        return max(int(batch) // unit, 1) * unit
+        tp = self.job.config.parallel.tp
+        return max(int(batch) // tp, 1) * tp
 
     def measure_if_it_fits(self, batch: int) -> Cells | None:
         try:
@@ -217,9 +218,9 @@ class Meter:
             self.step += 1
             train_step(job, self.run, self.step)
         # The main rank writes the metrics of all ranks.
-        found = [read_metrics(self.run.folder)[-steps:] if job.ranks.is_main else None]
-        dist.broadcast_object_list(found)
-        records = found[0]
+        gathered = [read_metrics(self.run.folder)[-steps:] if job.ranks.is_main else None]
+        dist.broadcast_object_list(gathered)
+        records = gathered[0]
         assert records is not None
         return {
             **layout_of(config, job.ranks, self.name),

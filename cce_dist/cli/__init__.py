@@ -2,5 +2,5 @@
 
 from cce_dist.core.old_names import attributes_of
 
-# As a module this had `app`.
+# Once `cce_dist.cli` was a module with `app`.
 __getattr__ = attributes_of("cce_dist.cli", "cce_dist.cli.main")

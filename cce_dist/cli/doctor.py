@@ -1,4 +1,4 @@
-"""`cce-dist doctor`: what is right and wrong with this machine, its software and its ranks."""
+"""`cce-dist doctor`: checks of this machine, its software and its ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .output import check_output, write_output
 
 DTYPES = ("bfloat16", "float16", "float32")
 STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red", "skipped": "dim"}
-# Where output goes to a file, as a log of torchrun's.
+# Columns of output to a file, such as a log of torchrun.
 WIDTH = 80
 
 
@@ -26,25 +26,26 @@ def doctor(
     ] = None,
     pp: Annotated[int, typer.Option(help="Ranks of a pipeline.")] = 1,
     tokens: Annotated[
-        int, typer.Option(help="Of the collectives, in one call of the loss.")
+        int, typer.Option(help="Tokens in a call of the loss, for the collectives.")
     ] = 8192,
-    dim: Annotated[int, typer.Option(help="Hidden size of the collectives.")] = 2304,
-    vocab: Annotated[int, typer.Option(help="Classes.")] = 256000,
+    dim: Annotated[int, typer.Option(help="Hidden size, for the collectives.")] = 2304,
+    vocab: Annotated[int, typer.Option(help="Number of classes.")] = 256000,
     dtype: Annotated[
-        str, typer.Option(help=f"Of hidden states, for the collectives. [{'|'.join(DTYPES)}]")
+        str, typer.Option(help=f"Of the hidden states that are summed. [{'|'.join(DTYPES)}]")
     ] = "bfloat16",
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel")] = False,
     seconds: Annotated[
-        float, typer.Option(help="Of numerics, after which none starts; 0 leaves them out.")
+        float, typer.Option(help="Time of the numerics: no mode starts later; 0: no numerics.")
     ] = 30.0,
     timeout: Annotated[
         float, typer.Option(help="Seconds that a rank may keep the others waiting.")
     ] = 60.0,
     bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s that collectives should reach, of the bus.")
+        float | None, typer.Option(help="Bus bandwidth that collectives should reach, in GB/s.")
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the findings here; - prints them alone.")
+        Path | None,
+        typer.Option("--json", help="Write the findings here; - prints nothing but them."),
     ] = None,
 ) -> None:
     """Check GPU, versions, numerics and ranks: alone, or on every rank, however started.
@@ -74,7 +75,7 @@ def doctor(
     if report.rank == 0:
         _hand_over(report, json_path)
     elif report.mesh is None:
-        # The ranks are apart: no other rank reports this rank's findings.
+        # Without contact to the others no other rank reports this rank's findings.
         for check in report.checks:
             if check.status == "failure":
                 place = f"rank {report.rank} on {report.hosts[0]}"
@@ -83,7 +84,11 @@ def doctor(
 
 
 def validate(request: Request) -> None:
-    """Raises ValueError: an option names what cannot be."""
+    """Checks the options.
+
+    Raises:
+        ValueError: a value is not allowed; the message names the option.
+    """
     for name in ("tp", "pp", "tokens", "dim", "vocab"):
         value = getattr(request, name)
         if value is not None and value < 1:
@@ -130,8 +135,8 @@ def show(report: Report) -> None:
         table.add_row(Text(check.name), status, Text(lines_of(check)))
     console.print(table)
     counts = {status: sum(check.status == status for check in report.checks) for status in STYLES}
-    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    console.print(Text(f"{worst(report.checks)}: {said}"))
+    counted = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    console.print(Text(f"{worst(report.checks)}: {counted}"))
 
 
 def lines_of(check: Check) -> str:

@@ -15,40 +15,41 @@ from .output import check_output, write_output
 if TYPE_CHECKING:
     from cce_dist.train.evaluate.scores import Findings, Score, TextScore
 
-# Where output goes to a file, as a log of torchrun's.
+# Columns of output to a file, such as a log of torchrun.
 WIDTH = 80
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, as runs/quickstart.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run, such as runs/quickstart.")],
     texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="Files in UTF-8.")],
     checkpoint: Annotated[
-        int | None, typer.Option(help="Of this step; else the run's newest.")
+        int | None, typer.Option(help="Step of the checkpoint; else the run's newest.")
     ] = None,
     tp: Annotated[
         int | None,
-        typer.Option(help="Ranks that share the vocabulary, else all; the rest share the windows."),
+        typer.Option(help="Ranks that share the vocabulary; else all. Groups share the windows."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Windows at a time on a rank, else as in training.")
+        int | None, typer.Option(help="Windows at a time on a rank; else as in training.")
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens of a window, else as in training.")
+        int | None, typer.Option(help="Tokens of a window; else as in training.")
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(help="Tokens from window to window, else as many as a window has."),
+        typer.Option(help="Tokens from window to window; else as many as a window has."),
     ] = None,
     cache: Annotated[
         Path | None, typer.Option(help="Where the run's tokenizer is, if its data.cache has moved.")
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the findings here; - prints them alone.")
+        Path | None,
+        typer.Option("--json", help="Write the findings here; - prints nothing but them."),
     ] = None,
 ) -> None:
     """Perplexity of texts by a checkpoint of `cce-dist train`, on any number of ranks.
 
-    Exits with 0, with 2 for bad arguments, with 1 where a rank fails.
+    Exits with 0; with 2 for bad arguments, and with 1 if a rank fails.
     """
     from cce_dist.train.evaluate.perplexity import Request, run_evaluation
 

@@ -1,4 +1,4 @@
-"""Output files of commands: known to be writable before the work."""
+"""Output files of commands, checked before the work whose results they get."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from pathlib import Path
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """
-    Args: path: None, or "-" for stdout: nothing to check.
+    """Checks that a file can be written; None and "-", for stdout, always pass.
+
     Raises:
-        ValueError: the file, or the first folder above it that there is, cannot be written.
+        ValueError: the file, or the first existing folder above it, cannot be written.
     """
     if path is None or str(path) == "-":
         return
-    # Of paths that this user may not see the methods of Path raise.
+    # By os.path: Path's methods raise for paths that this user may not see.
     if os.path.isdir(path):
         raise ValueError(f"{option} must name a file, got the folder {path}")
-    there = path
-    while not os.path.exists(there) and there != there.parent:
-        there = there.parent
-    if there != path and not os.path.isdir(there):
-        raise ValueError(f"{option} must lie in a folder, got {path}: {there} is a file")
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"{option} must be writable, got {path}: {there} is not")
+    existing = path
+    while not os.path.exists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if existing != path and not os.path.isdir(existing):
+        raise ValueError(f"{option} must lie in a folder, got {path}: {existing} is a file")
+    if not os.access(existing, os.W_OK):
+        raise ValueError(f"{option} must be writable, got {path}: {existing} is not")
 
 
 def write_output(option: str, path: Path, text: str) -> None:
-    """
+    """Writes a file, and the folders above it.
+
     Raises:
-        ValueError: the file cannot be written, although `check_output` has let it pass.
+        ValueError: the file cannot be written, although it has passed `check_output`.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

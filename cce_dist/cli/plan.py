@@ -19,7 +19,7 @@ from .plan_plot import require_file, require_picture
 
 
 class _Commands(TyperGroup):
-    """Says which command a model's name is an argument of."""
+    """The commands; a model's name in a command's place is an error that names `plan model`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0] if args else ""
@@ -64,9 +64,9 @@ def paper(
         Path | None, typer.Option("--plot", help="Draw Figure 1 as this PNG.")
     ] = None,
 ) -> None:
-    """Table A3 of Cut Cross-Entropy, arXiv:2411.09009, and how far each row is from the print.
+    """Table A3 of Cut Cross-Entropy, arXiv:2411.09009, and each row's distance from the print.
 
-    Exits with 1 if any is further than rounding.
+    Exits with 1 if a row is further from the print than rounding.
     """
     from rich.console import Console
     from rich.table import Table
@@ -77,7 +77,7 @@ def paper(
     rows = {name: memory_row(model) for name, model in PAPER.items()}
     far = [name for name in PRINTED if not deviation(name).is_rounding]
     lines = [_cells(name, row) for name, row in rows.items()]
-    # Two, each of which fits a terminal of 80 columns.
+    # Two tables, each of which fits a terminal of 80 columns.
     for caption, columns in (
         (f"memory of {TOKENS:,} tokens over 16 GPUs of 75 GiB", HEADER[:5]),
         ("largest batch there, in tokens, and how far from the printed table", HEADER[5:]),

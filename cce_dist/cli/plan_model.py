@@ -34,8 +34,8 @@ from .plan_tables import show_plan, show_prediction
 
 
 def one_of(*words: str, help: str = "") -> Any:
-    """Makes an option whose words `Job` knows; typer's own choices want classes."""
-    # Not in brackets, which rich takes for markup and leaves out.
+    """Makes an option whose help lists the words that `Job` allows."""
+    # rich takes words in brackets for markup, and leaves them out.
     return typer.Option(help=f"{help} One of: {', '.join(words)}.".strip(), show_default=True)
 
 
@@ -47,8 +47,7 @@ PlotPath = Annotated[
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turns the planner's refusals, and files that cannot be written, into a line on stderr and
-    exit code 2."""
+    """Turns errors of the planner and of files into a line on stderr and exit code 2."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -66,16 +65,20 @@ def model_command(
         typer.Option(
             "--number",
             help="KEY=VALUE of hardware or software, in bytes, FLOP/s, seconds: memory=8e10. "
-            "May be repeated; a key that is not known names them all.",
+            "May be repeated; the error for an unknown key lists them all.",
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Take so many of the model's.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Number of layers, in place of the model's.")
+    ] = None,
     layout: Annotated[
-        str | None, typer.Option(help="Layers of each stage, 7,7,7,5; else the best found.")
+        str | None, typer.Option(help="Layers of each stage, as 7,7,7,5; else the best.")
     ] = None,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     microbatch: Annotated[int, typer.Option(help="Sequences of a microbatch.")] = 1,
-    microbatches: Annotated[int, typer.Option(help="Of a step, on a data-parallel rank.")] = 1,
+    microbatches: Annotated[
+        int, typer.Option(help="Microbatches of a step, on a data-parallel rank.")
+    ] = 1,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
     chunks: Annotated[
@@ -86,21 +89,21 @@ def model_command(
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks, of the dp * cp.")] = 1,
     sequence_parallel: Annotated[
         bool,
-        typer.Option("--sequence-parallel", help="Tokens between layers over tp ranks."),
+        typer.Option("--sequence-parallel", help="Split tokens between layers over the tp ranks."),
     ] = False,
     distributed_optimizer: Annotated[
         bool,
-        typer.Option("--distributed-optimizer", help="Its states over the dp * cp ranks."),
+        typer.Option("--distributed-optimizer", help="Split its states over the dp * cp ranks."),
     ] = False,
     overlap_data: Annotated[
         bool,
-        typer.Option("--overlap-data", help="Sums over data-parallel ranks, beside the passes."),
+        typer.Option("--overlap-data", help="Sum over data-parallel ranks during the passes."),
     ] = False,
     overlap_tensor: Annotated[
         bool,
-        typer.Option("--overlap-tensor", help="What tensor-parallel ranks send, beside products."),
+        typer.Option("--overlap-tensor", help="Tensor-parallel ranks send during products."),
     ] = False,
-    gradients: Annotated[str, one_of("fp32", "bf16", help="As they are added up.")] = "fp32",
+    gradients: Annotated[str, one_of("fp32", "bf16", help="Dtype of their sum.")] = "fp32",
     precision: Annotated[
         str,
         one_of("mixed", "bf16", "fp32", help="mixed: fp32 weights and moments beside bf16 ones."),
@@ -111,10 +114,11 @@ def model_command(
     attention: Annotated[
         str, one_of(*ATTENTIONS, help="auto: cudnn with --software megatron, else flash.")
     ] = "auto",
-    dropout: Annotated[bool, typer.Option("--dropout", help="As GPT-3 has it.")] = False,
+    dropout: Annotated[bool, typer.Option("--dropout", help="Dropout as in GPT-3.")] = False,
     loss: Annotated[str, one_of(*LOSSES, help="exact and filtered are ours.")] = "native",
     vocab_over: Annotated[
-        str, one_of(*OVER, help="Who has the vocabulary: the last stage, or all pp ranks (ours).")
+        str,
+        one_of(*OVER, help="Holders of the vocabulary: the last stage, or all pp ranks (ours)."),
     ] = "last",
     schedule: Annotated[
         str,
@@ -124,7 +128,7 @@ def model_command(
     ] = "auto",
     software: Annotated[str, one_of(*SOFTWARE, help="Whose kernels.")] = "megatron",
     kept_columns: Annotated[
-        int, typer.Option(help="Columns that filtered computes again, a block of 128 tokens.")
+        int, typer.Option(help="Columns that filtered computes again for a block of 128 tokens.")
     ] = 6000,
     json_path: JsonPath = None,
     plot_path: PlotPath = None,
@@ -174,12 +178,12 @@ def model_command(
 
 
 def _advice(plan: Plan, *, is_asked: bool) -> str:
-    """With what a plan that does not fit would."""
+    """Returns the end of an error: changes with which a plan that does not fit would."""
     layout = plan.layout if is_asked else None
-    near = nearest_that_fits(plan.model, plan.job, plan.hardware, layout)
-    if near.fits is not None:
-        return f"fits with {near.fits}"
-    return f"nothing tried fits, up to {near.tried}: more ranks, or a smaller model"
+    nearest = nearest_that_fits(plan.model, plan.job, plan.hardware, layout)
+    if nearest.fits is not None:
+        return f"fits with {nearest.fits}"
+    return f"nothing tried fits, up to {nearest.tried}: more ranks, or a smaller model"
 
 
 def _hand_over(
@@ -209,7 +213,11 @@ def _model(name: str, layers: int | None) -> tuple[Model, tuple[str, ...]]:
 
 
 def _numbers(hardware: str, software: str, pairs: list[str]) -> tuple[Hardware, Software]:
-    """Raises ValueError: a key that neither has, or no number."""
+    """Returns the hardware and the software, with the numbers of `pairs`.
+
+    Raises:
+        ValueError: neither has a key, or a value is no number.
+    """
     if software not in SOFTWARE:
         raise ValueError(f"software must be one of {list(SOFTWARE)}, got {software!r}")
     chosen = SOFTWARE[software]
@@ -220,8 +228,8 @@ def _numbers(hardware: str, software: str, pairs: list[str]) -> tuple[Hardware, 
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key not in keys + ours:
-            near = nearest_name(key, keys + ours)
-            raise ValueError(f"number must be one of {keys + ours}, got {key!r}{near}")
+            hint = nearest_name(key, keys + ours)
+            raise ValueError(f"number must be one of {keys + ours}, got {key!r}{hint}")
         (changes if key in ours else values)[key] = _number(key, value)
     require_units(values)
     for key, value in changes.items():
@@ -255,8 +263,8 @@ def _hardware(name: str) -> dict[str, Any]:
     known = Hardware.__dataclass_fields__
     for key in values:
         if key not in known:
-            near = nearest_name(key, known)
-            raise ValueError(f"keys of {name} must be among {list(known)}, got {key!r}{near}")
+            hint = nearest_name(key, known)
+            raise ValueError(f"keys of {name} must be among {list(known)}, got {key!r}{hint}")
     return {key: _number(key, value) for key, value in values.items()}
 
 
@@ -279,7 +287,7 @@ def times_command(
     microbatches: Annotated[int | None, typer.Option(help="Instead of the file's.")] = None,
     plot_path: PlotPath = None,
 ) -> None:
-    """A step's time from measured times of its stages; in the unit that they have."""
+    """A step's time from measured times of its stages, in the same unit."""
     with refusals():
         require_picture(plot_path)
         prediction = predict_file(path, schedule=schedule, microbatches=microbatches)

@@ -1,4 +1,4 @@
-"""A plan as a picture: each rank's memory by kind, and what it does when."""
+"""A plan as a picture: each rank's memory by kind, and its tasks over time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TASKS = {
     "G": ("embedding's gradient", "#efd9a8"),
 }
 
-# Of a picture: ranks that are named, tasks of a rank beside which white lines would hide them.
+# Most ranks that a picture names; tasks of a rank from which on white edges would hide them.
 MOST_LABELS, MANY_TASKS = 32, 200
 
 SUFFIXES = (".png", ".pdf", ".svg")
@@ -40,8 +40,8 @@ def require_picture(path: Path | None) -> None:
     """Checks the picture's path before anything is computed.
 
     Raises:
-        ModuleNotFoundError: there is no matplotlib.
-        ValueError: it has no such format.
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: the path's suffix is not among SUFFIXES.
     """
     if path is None:
         return
@@ -51,7 +51,11 @@ def require_picture(path: Path | None) -> None:
 
 
 def require_file(name: str, path: Path | None) -> None:
-    """Checks a file's path before anything is computed. Raises ValueError: it is a folder."""
+    """Checks a file's path before anything is computed.
+
+    Raises:
+        ValueError: the path is a folder.
+    """
     if path is not None and path.is_dir():
         raise ValueError(f"{name} must be a file, got the folder {path}")
 
@@ -90,7 +94,7 @@ def _figure(ranks: int, *, rows: int) -> Any:
 
 
 def _name_ranks(axes: Any, ranks: int) -> None:
-    """Names the ranks from the top down: each, or each second, fourth, ..."""
+    """Labels the ranks from the top down: every rank, or every second, fourth, ..."""
     step = 1
     while ranks > step * MOST_LABELS:
         step *= 2
@@ -103,7 +107,7 @@ def _draw(axes: Any, prediction: Prediction, *, unit: str, scale: float) -> None
     chunks = prediction.schedule.chunks
     height = 0.9 / chunks
     many = max(map(len, prediction.schedule.orders)) > MANY_TASKS
-    # A task that is less than a pixel is its share of it.
+    # Without edges and snapping, a task that is narrower than a pixel fills its share of it.
     edges: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
     if many:
         edges = {"linewidth": 0, "snap": False}

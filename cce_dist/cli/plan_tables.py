@@ -13,7 +13,7 @@ from cce_dist.planner.plan import Plan
 # Two tables, each of which fits a terminal of 80 columns.
 TIMES = ("rank", "layers", "params M", "TFLOP", "forward", "backward", "head", "in flight")
 MEMORY = ("weights", "grads", "optim.", "activ.", "head", "working", "buffers", "total")
-# As many ranks are shown at either end of a longer list.
+# Ranks that are shown at either end of a long list.
 SHOWN = 12
 
 

@@ -5,8 +5,7 @@
     ...
     leave(ranks)
 
-docs/ranks.md says which launchers it knows. Everything here but `rank_from_environment` is called
-by all ranks alike.
+docs/ranks.md lists the launchers. All ranks call `init`, `join`, `leave` and `own_group` alike.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Late: `launchers` beside it serves commands that start where torch does not.
+    # Late: `joining` imports torch, and `launchers` serves commands that start without torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from cce_dist.distributed import joining

@@ -5,8 +5,7 @@
     ...
     leave(ranks)
 
-docs/ranks.md says which launchers it knows. Everything here but `rank_from_environment` is called
-by all ranks alike.
+docs/ranks.md lists the launchers. All ranks call `init`, `join`, `leave` and `own_group` alike.
 """
 
 from __future__ import annotations
@@ -21,7 +20,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cce_dist.distributed.launchers import Launch, LaunchError, rank_from_environment, read_launch
-from cce_dist.distributed.rendezvous import OWN_GPU, JoinError, locate, meet, open_store, part
+from cce_dist.distributed.rendezvous import (
+    OWN_GPU,
+    JoinError,
+    leave_store,
+    locate,
+    meet,
+    open_store,
+)
 
 __all__ = [
     "JoinError",
@@ -38,7 +44,7 @@ __all__ = [
 ]
 
 DeviceChoice = Literal["auto", "cuda", "cpu"]
-# Of a collective. torch's own defaults are half an hour, and ten minutes with NCCL.
+# Limit of a collective. torch's defaults are half an hour, and ten minutes with NCCL.
 TIMEOUT_S = 120.0
 # A cold file system may keep some ranks importing for minutes.
 JOIN_TIMEOUT_S = 300.0
@@ -46,11 +52,12 @@ JOIN_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class World:
-    """All ranks, as torch's default group, and how they were started.
+    """All ranks of the job, which are torch's default group.
 
     Args:
-        store: keys of this attempt alone; hosted as launch.agent_store says.
-        timeout: of every group.
+        launch: who started the ranks, and this rank's place on its host.
+        store: a store whose keys belong to this attempt alone; launch.agent_store tells its host.
+        timeout: limit of a collective, in every group.
     """
 
     launch: Launch
@@ -72,19 +79,19 @@ class Ranks:
     """World = dp x pp x tp; the tp ranks of a stage are neighbours, then those of a pipeline.
 
     Args:
-        store: of the rendezvous. With launch.agent_store a launcher's agent hosts it, so that it
-            outlives any worker; otherwise it ends with rank 0.
+        store: the store of the rendezvous. With launch.agent_store a launcher's agent hosts it, so
+            that it outlives any worker; otherwise it ends with rank 0.
         dp_group: ranks with the same parameters and other sequences.
-        tp_group: ranks that share the vocabulary and see the same sequences; with a pipeline those
-            of a stage.
-        pp_group: the pipeline; None: there is none.
+        tp_group: ranks that share the vocabulary and see the same sequences; with a pipeline, the
+            ranks of a stage.
+        pp_group: the ranks of the pipeline; None: there is no pipeline.
         stage_group: ranks with the same layers, dp x tp.
-        vocab_group: all ranks of a data-parallel one, pp x tp.
+        vocab_group: the pp x tp ranks that together hold a model.
         mesh: axes "tp" and "dp" over the same groups, for FSDP and checkpoints. In this order
-            nested Shard(0) says who holds which rows: tp splits them first, FSDP each part.
-        vocab_mesh: "vocab" and "dp", where rows are over vocab_group.
-        timeout: of every group.
-        launch: who started the ranks, and which one this is on its host.
+            nested Shard(0) gives each rank its rows: tp splits them first, then FSDP splits again.
+        vocab_mesh: axes "vocab" and "dp", for rows that are split over vocab_group.
+        timeout: limit of a collective, in every group.
+        launch: who started the ranks, and this rank's place on its host.
     """
 
     rank: int
@@ -138,18 +145,19 @@ def init(
     timeout: float = TIMEOUT_S,
     join_timeout: float = JOIN_TIMEOUT_S,
 ) -> Ranks:
-    """Joins the ranks that torchrun, srun or mpirun started, or stands alone; makes groups and
-    meshes.
+    """Joins the ranks that torchrun, srun or mpirun started; makes groups and meshes.
+
+    Without a launcher this process is the only rank.
 
     Args:
-        tp: ranks that share the vocabulary; "all": as many as pp leaves of them.
+        tp: ranks that share the vocabulary; "all": as many as pp leaves.
         pp: ranks of a pipeline.
-        dp: checked, if given: otherwise it is what is left.
+        dp: data-parallel ranks, which are checked; None: as many as pp and tp leave.
         device, timeout, join_timeout: see `join`.
     Raises:
         ValueError: tp, pp and dp do not make up the number of ranks.
         LaunchError, JoinError: see `join`.
-    Collectives: those of making groups.
+    Collectives: those that make groups.
     """
     world_size = read_launch(os.environ).world_size
     dp, tp = split_ranks(world_size, tp=tp, pp=pp, dp=dp)
@@ -166,17 +174,17 @@ def join(
 ) -> World:
     """Makes torch's default group of all ranks of the job, and nothing else.
 
-    NCCL with a GPU for each rank, and gloo beside it; gloo alone on the CPU, whose cores the ranks
-    of a host share: torch's number of threads is set.
+    With GPUs, one for each rank, the group has NCCL, and gloo for tensors on the CPU. Without GPUs
+    it has gloo, and the ranks of a host share its cores: torch's number of threads is set.
 
     Args:
-        device: "auto": GPUs where torch finds any.
-        timeout: seconds, of every group made here.
-        join_timeout: seconds that ranks may come apart.
+        device: "auto": GPUs if torch finds any.
+        timeout: seconds that a collective may take, in every group.
+        join_timeout: seconds to wait for ranks that have not come.
         sizes: dp, pp and tp; ranks that disagree on them are refused.
     Raises:
-        LaunchError: a ValueError. The environment's variables are incomplete or contradict one
-            another or another rank's, GPUs are too few, or mpi4py is needed and not there.
+        LaunchError: a ValueError. The environment's variables are incomplete, or contradict one
+            another or another rank's; there are too few GPUs; or mpi4py is needed and missing.
         JoinError: ranks have not come within join_timeout, or rank 0 cannot be reached.
     """
     patience = timedelta(seconds=join_timeout)
@@ -201,10 +209,9 @@ def join(
 
 
 def leave(ranks: Ranks | World) -> None:
-    """Ends the process groups. Rank 0 stays a moment if it hosts the store that others still
-    use."""
+    """Ends the process groups. Rank 0 stays a moment if it hosts a store that others still use."""
     dist.destroy_process_group()
-    part(ranks.store, ranks.rank, ranks.world_size, host=not ranks.launch.agent_store)
+    leave_store(ranks.store, ranks.rank, ranks.world_size, host=not ranks.launch.agent_store)
 
 
 def split_ranks(
@@ -215,10 +222,12 @@ def split_ranks(
     dp: int | None = None,
     prefix: str = "",
 ) -> tuple[int, int]:
-    """Splits that many ranks into dp and tp; `prefix` stands before their names in messages.
+    """Returns dp and tp of `world_size` ranks.
 
+    Args:
+        prefix: text before the names of sizes in messages.
     Raises:
-        ValueError: they do not make up the number of ranks.
+        ValueError: dp, pp and tp do not make up the number of ranks.
     """
     size = pp if tp == "all" else pp * tp
     if size < 1 or world_size % size:
@@ -231,13 +240,13 @@ def split_ranks(
         )
     if tp == "all":
         tp = world_size // pp
-    left = world_size // (pp * tp)
-    if dp is not None and dp != left:
+    remaining = world_size // (pp * tp)
+    if dp is not None and dp != remaining:
         raise ValueError(
-            f"{prefix}dp must be {left}, which pp={pp} and tp={tp} leave of {world_size} ranks, "
-            f"got {dp}"
+            f"{prefix}dp must be {remaining}, which pp={pp} and tp={tp} leave of {world_size} "
+            f"ranks, got {dp}"
         )
-    return left, tp
+    return remaining, tp
 
 
 def _make_ranks(world: World, dp: int, pp: int, tp: int) -> Ranks:
@@ -286,8 +295,10 @@ def _make_ranks(world: World, dp: int, pp: int, tp: int) -> Ranks:
 
 
 def own_group(rank: int, members: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Makes the groups; returns the group that this rank is in, if any."""
-    # Every rank must take part in making every group, also those of others.
+    """Makes a group of each list of ranks; returns this rank's group, if there is one.
+
+    Collectives: all ranks must call this, also those in no group.
+    """
     rank_group = None
     for ranks in members:
         group = dist.new_group(ranks, timeout=timeout)
@@ -300,11 +311,11 @@ def own_group(rank: int, members: list[list[int]], timeout: timedelta) -> dist.P
 def choose_device(launch: Launch, device: DeviceChoice = "auto") -> torch.device:
     """Chooses this rank's device and makes it current.
 
-    A rank on the CPU takes its share of the cores, unless OMP_NUM_THREADS says how many.
+    A rank on the CPU takes its share of the cores, unless OMP_NUM_THREADS gives a number.
 
     Raises:
-        ValueError: device is none of the choices, or "cuda" without a GPU.
-        LaunchError: more ranks on this host than GPUs.
+        ValueError: device is none of the choices, or it is "cuda" and torch finds no GPU.
+        LaunchError: this host has more ranks than GPUs.
     """
     if device not in ("auto", "cuda", "cpu"):
         raise ValueError(f"device must be auto, cuda or cpu, got {device!r}")
@@ -314,9 +325,10 @@ def choose_device(launch: Launch, device: DeviceChoice = "auto") -> torch.device
     if num_gpus == 0:
         if device == "cuda":
             raise ValueError("device must be auto or cpu where torch finds no GPU, got cuda")
-        # torchrun says 1 to several ranks where nobody says anything.
-        said = os.environ.get("OMP_NUM_THREADS")
-        if not said or (said == "1" and launch.launcher == "torchrun" and local_world_size > 1):
+        # For several ranks torchrun sets OMP_NUM_THREADS to 1, unless the user has set it.
+        threads = os.environ.get("OMP_NUM_THREADS")
+        is_default = threads == "1" and launch.launcher == "torchrun" and local_world_size > 1
+        if not threads or is_default:
             torch.set_num_threads(max(1, _num_cores() // local_world_size))
         return torch.device("cpu")
     if 1 < num_gpus < local_world_size:
@@ -326,7 +338,7 @@ def choose_device(launch: Launch, device: DeviceChoice = "auto") -> torch.device
             f"and {num_gpus} GPUs: start fewer ranks, or hide the GPUs with CUDA_VISIBLE_DEVICES= "
             "to use the CPU"
         )
-    # A launcher may show every rank no GPU but its own; if all see the same one, `meet` says so.
+    # A launcher may show each rank its own GPU alone; `meet` refuses ranks that share one.
     index = 0 if num_gpus == 1 else local_rank
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -1,6 +1,6 @@
 """The launcher of this process and its rank, from environment variables alone.
 
-docs/ranks.md has the table of variables and says which launcher wins where several have left some.
+docs/ranks.md has the table of variables, and the order in which launchers win if several set some.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple
 
 LauncherName = Literal["torchrun", "openmpi", "mvapich2", "mpich", "slurm", "environment", "single"]
 MPI_LAUNCHERS: tuple[LauncherName, ...] = ("openmpi", "mvapich2", "mpich")
-# Below the ports that Linux gives out by itself, above those of services.
+# Ports for the ranks' store: below those that Linux assigns, above those of services.
 FIRST_PORT, NUM_PORTS = 10000, 20000
 
 
 class LaunchError(ValueError):
-    """A variable is missing, or contradicts another one; the text names it and what to do."""
+    """An error in a launcher's variables; its text names the variable and what to do."""
 
 
 class Variables(NamedTuple):
@@ -45,7 +45,7 @@ MPI: dict[LauncherName, Variables] = {
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    # MPICH, Intel MPI and whatever else starts its ranks by hydra.
+    # MPICH, Intel MPI and others that start ranks by hydra.
     "mpich": Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
@@ -56,8 +56,8 @@ class Launch:
 
     Args:
         variables: the launcher's names, for messages.
-        local_rank, local_world_size: among the ranks of this host; None: only MPI can tell.
-        address, port: of the store in which the ranks meet; None: they agree on it over MPI.
+        local_rank, local_world_size: place among the ranks of this host; None: MPI must tell.
+        address, port: place of the store in which ranks meet; None: ranks agree on it over MPI.
         agent_store: the launcher hosts that store; otherwise rank 0 does, and it ends with rank 0.
     """
 
@@ -73,7 +73,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Reads the launcher whose variables are there, the innermost if several are.
+    """Reads the variables of the launcher; of several launchers the innermost counts.
 
     Raises:
         LaunchError: a variable is missing, is no number, or contradicts another one.
@@ -88,19 +88,18 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         return _read_single(environment)
     if other is None:
         return _read_torch(environment, "environment")
-    world_size = _integer(environment, TORCH.world_size, 1, beside=TORCH.rank)
+    world_size = _integer(environment, TORCH.world_size, 1, companion=TORCH.rank)
     if world_size > other.world_size:
-        # Every task has started several ranks on its own.
+        # Each of the other launcher's tasks has started several ranks.
         return _read_torch(environment, "environment")
     _require_no_contradiction(environment, other)
     return other
 
 
 def rank_from_environment(environment: Mapping[str, str] | None = None) -> int:
-    """Returns the rank before anything is initialised; 0 without a launcher, or if its variables
-    are wrong.
+    """Returns the rank before anything is initialised; 0 without a launcher.
 
-    Then every rank takes itself for the one that has to say so.
+    With wrong variables the rank is 0, too: every rank then reports the error.
     """
     try:
         return read_launch(os.environ if environment is None else environment).rank
@@ -130,13 +129,13 @@ def _read_mpi(environment: Mapping[str, str]) -> Launch | None:
     for launcher, variables in MPI.items():
         if variables.rank not in environment:
             continue
-        is_whole = variables.local_rank in environment
-        if launcher == "mpich" and not is_whole and _is_slurm_step(environment):
-            # srun --mpi=pmi2 sets rank and size as well, and nothing about the host.
+        has_local_rank = variables.local_rank in environment
+        if launcher == "mpich" and not has_local_rank and _is_slurm_step(environment):
+            # srun --mpi=pmi2 sets rank and size, too, but no place on the host.
             return None
         rank, world_size = _place(environment, variables)
         local_rank, local_world_size = None, None
-        if is_whole:
+        if has_local_rank:
             local_rank, local_world_size = _local_place(environment, variables, world_size)
         address, port = _meeting_point(environment)
         return Launch(
@@ -146,15 +145,14 @@ def _read_mpi(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _is_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Returns True if srun has started this process; a batch script has most of the variables
-    too."""
+    """Tells whether srun has started this process; a batch script has most variables, too."""
     return "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment
 
 
 def _read_slurm(environment: Mapping[str, str]) -> Launch | None:
     if not _is_slurm_step(environment):
         return None
-    # SLURM_NTASKS may be the allocation's.
+    # Not SLURM_NTASKS, which may count the tasks of the allocation.
     variables = Variables(
         "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
     )
@@ -171,7 +169,7 @@ def _read_slurm(environment: Mapping[str, str]) -> Launch | None:
     if port is None:
         job = _integer(environment, "SLURM_JOB_ID", 0)
         step = _integer(environment, "SLURM_STEP_ID", 0) if "SLURM_STEP_ID" in environment else 0
-        # Another job may share the host, and another step of this one does.
+        # Another job may share the host, and other steps of this job do.
         port = FIRST_PORT + (job * 31 + step) % NUM_PORTS
     return Launch("slurm", variables, rank, world_size, local_rank, local_world_size, address, port)
 
@@ -195,7 +193,7 @@ def _read_single(environment: Mapping[str, str]) -> Launch:
 
 
 def _require_no_contradiction(environment: Mapping[str, str], launch: Launch) -> None:
-    """Refuses torch's own variables that contradict another launcher's."""
+    """Raises LaunchError if torch's variables contradict those of another launcher."""
     known = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
     for name, theirs, value in zip(TORCH, launch.variables, known, strict=True):
         if name in environment and value is not None and _integer(environment, name, 0) != value:
@@ -206,8 +204,8 @@ def _require_no_contradiction(environment: Mapping[str, str], launch: Launch) ->
 
 
 def _place(environment: Mapping[str, str], variables: Variables) -> tuple[int, int]:
-    world_size = _integer(environment, variables.world_size, 1, beside=variables.rank)
-    rank = _integer(environment, variables.rank, 0, beside=variables.world_size)
+    world_size = _integer(environment, variables.world_size, 1, companion=variables.rank)
+    rank = _integer(environment, variables.rank, 0, companion=variables.world_size)
     _require_below(variables.rank, rank, variables.world_size, world_size)
     return rank, world_size
 
@@ -216,8 +214,8 @@ def _local_place(
     environment: Mapping[str, str], variables: Variables, world_size: int
 ) -> tuple[int, int]:
     size_name, rank_name = variables.local_world_size, variables.local_rank
-    local_world_size = _integer(environment, size_name, 1, beside=variables.rank)
-    local_rank = _integer(environment, rank_name, 0, beside=variables.rank)
+    local_world_size = _integer(environment, size_name, 1, companion=variables.rank)
+    local_rank = _integer(environment, rank_name, 0, companion=variables.rank)
     if local_world_size > world_size:
         raise LaunchError(
             f"{size_name} must be at most {variables.world_size}, {world_size}, got "
@@ -237,11 +235,11 @@ def _meeting_point(environment: Mapping[str, str]) -> tuple[str | None, int | No
 
 
 def _integer(
-    environment: Mapping[str, str], name: str, least: int, *, beside: str | None = None
+    environment: Mapping[str, str], name: str, least: int, *, companion: str | None = None
 ) -> int:
     text = environment.get(name)
     if text is None:
-        rule = "be set" if beside is None else f"be set beside {beside}"
+        rule = "be set" if companion is None else f"be set beside {companion}"
         raise LaunchError(f"{name} must {rule}, got none: the launcher sets it on every rank")
     # int() also takes " 1" and "1_0".
     if not re.fullmatch(r"[0-9]+", text, flags=re.ASCII) or int(text) < least:
@@ -268,8 +266,8 @@ def expand_counts(text: str, name: str = "text") -> list[int]:
         LaunchError: text is no such list.
     """
     counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
+    for entry in text.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", entry)
         if match is None:
             raise LaunchError(f"{name} must be a list such as 4(x2),3, got {text!r}")
         counts += [int(match[1])] * int(match[2] or 1)
@@ -282,20 +280,20 @@ def expand_hosts(text: str, name: str = "text") -> list[str]:
     Raises:
         LaunchError: text is no such list.
     """
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    entries = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     try:
-        if not parts or ",".join(parts) != text:
+        if not entries or ",".join(entries) != text:
             raise ValueError(text)
-        return [host for part in parts for host in _expand_part(part)]
+        return [host for entry in entries for host in _expand_entry(entry)]
     except ValueError:
         raise LaunchError(
             f"{name} must be a list of nodes such as node[003-005,7],other, got {text!r}"
         ) from None
 
 
-def _expand_part(part: str) -> list[str]:
-    # Names and contents of brackets, in turn.
-    pieces = re.split(r"\[(.*?)\]", part)
+def _expand_entry(entry: str) -> list[str]:
+    # Text outside brackets alternates with the contents of brackets.
+    pieces = re.split(r"\[(.*?)\]", entry)
     choices = [
         [item for span in piece.split(",") for item in _expand_span(span)] if place % 2 else [piece]
         for place, piece in enumerate(pieces)

@@ -1,4 +1,4 @@
-"""Meeting of ranks: rank 0's address, a store, and keys in it that are theirs alone."""
+"""Meeting of ranks: rank 0's address, a store, and keys in it that belong to one attempt alone."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from cce_dist.distributed.launchers import MPI_LAUNCHERS, Launch, LaunchError
 
 # Rank 0 looks this often for ranks that have come.
 POLL_S = 0.01
-# Rank 0 lets others read so long why there will be no job, and read the store at the end.
+# Most seconds that rank 0 waits until all others have read an error, or have left the store.
 LET_HEAR_S = 2.0
-# Of facts that ranks tell one another: no two may say the same, where it is not None.
+# Name of a rank's fact that must be another one on each rank, unless it is None.
 OWN_GPU = "gpu"
 
 
 class JoinError(RuntimeError):
-    """Ranks did not come, or rank 0 cannot be reached; the text names them."""
+    """An error of ranks that did not come, or did not reach rank 0; the text names the ranks."""
 
 
 def locate(launch: Launch, timeout: timedelta) -> tuple[Launch, dist.Store | None]:
-    """Fills in facts that only MPI can tell: places on the host, rank 0's address, a free port.
+    """Fills in the fields that MPI must tell: place on the host, rank 0's address, a free port.
 
     Returns:
-        launch: nothing of it is None any more, if there are several ranks.
-        server: the store, on rank 0 if it had to choose the port. Nobody can take it any more.
+        launch: no field of it is None, if there are several ranks.
+        server: the store, on rank 0 if rank 0 had to choose the port, which is then in use; else
+            None.
     Raises:
-        LaunchError: mpi4py is needed and not there, or sees other ranks than mpirun has started.
-    Collectives: over MPI a split and, without MASTER_PORT, a broadcast; none if all is known.
+        LaunchError: mpi4py is needed and missing, or sees other ranks than mpirun has started.
+    Collectives: over MPI a split and, without MASTER_PORT, a broadcast; none if no field is None.
     """
     known = (launch.local_rank, launch.address, launch.port)
     if launch.launcher not in MPI_LAUNCHERS or None not in known:
@@ -46,7 +47,7 @@ def locate(launch: Launch, timeout: timedelta) -> tuple[Launch, dist.Store | Non
     launch = replace(launch, local_rank=node.Get_rank(), local_world_size=node.Get_size())
     server, endpoint = None, None
     if launch.rank == 0 and launch.port is None:
-        # A name, since many hosts know themselves by 127.0.1.1.
+        # A name, not a number: many hosts resolve their own name to 127.0.1.1.
         alone = launch.local_world_size == launch.world_size
         address = launch.address or ("127.0.0.1" if alone else socket.gethostname())
         server = _host_store(address, 0, timeout)
@@ -82,7 +83,7 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     """Opens the store at launch.address, hosted by the launcher or else by rank 0.
 
     Raises:
-        JoinError: it cannot be hosted or reached.
+        JoinError: the store cannot be hosted or reached.
     """
     assert launch.address is not None and launch.port is not None
     try:
@@ -92,9 +93,9 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
             launch.address, launch.port, is_master=False, timeout=timeout, wait_for_workers=False
         )
     except dist.DistError as error:
-        what = "host" if launch.rank == 0 and not launch.agent_store else "reach"
+        verb = "host" if launch.rank == 0 and not launch.agent_store else "reach"
         raise JoinError(
-            f"rank {launch.rank} cannot {what} the ranks' store at MASTER_ADDR="
+            f"rank {launch.rank} cannot {verb} the ranks' store at MASTER_ADDR="
             f"{launch.address} MASTER_PORT={launch.port}: {str(error).splitlines()[0]}"
         ) from None
 
@@ -112,22 +113,22 @@ def meet(
     facts: Mapping[str, Any],
     timeout: timedelta,
 ) -> dist.Store:
-    """Waits until all ranks are here, and gives them keys that nobody has ever used.
+    """Waits until all ranks have come, and returns a store for keys of this attempt alone.
 
-    torchrun keeps its store when it restarts the ranks, and what earlier ones have left there must
-    not be mistaken for these ones': gloo would connect to the addresses of the dead. Its restart
-    count does not tell the attempts apart. It does not count changes of membership, and an agent
-    that comes later begins at 0. So each process says hello with a number of its own, and rank 0
-    answers that very number with the name of this attempt.
+    When torchrun restarts the ranks, it keeps its store with the keys of earlier attempts: gloo
+    would connect to the addresses of dead ranks. torchrun's restart count does not tell attempts
+    apart. It does not count changes of membership, and it starts at 0 for an agent that comes
+    later. So each process writes a hello with a random number, and rank 0 answers that number with
+    the name of this attempt.
 
     Args:
-        facts: plain values that must be the same on all ranks, by the names that messages give
-            them; but OWN_GPU must differ wherever it is not None.
+        facts: plain values that must be the same on all ranks, by their names in messages; but
+            OWN_GPU must differ unless it is None.
     Returns:
         A view of `store` with a prefix of this attempt.
     Raises:
         LaunchError: on every rank, if facts contradict one another.
-        JoinError: ranks have not come in time, whom rank 0 names.
+        JoinError: some ranks have not come in time; rank 0 names them.
     """
     common = dist.PrefixStore("cce_dist/join", store)
     if rank == 0:
@@ -157,9 +158,9 @@ def meet(
 def _gather(
     store: dist.Store, attempt: str, world_size: int, facts: Mapping[str, Any], timeout: timedelta
 ) -> dict[int, Mapping[str, Any]]:
-    """Facts by rank, of those who have come in time, on rank 0."""
+    """Gathers, on rank 0, the facts of the ranks that have come in time."""
     facts_by_rank: dict[int, Mapping[str, Any]] = {0: facts}
-    # The last hello of each rank that was answered; an earlier attempt's will stay alone.
+    # The last answered hello of each rank. Nobody reacts to the answer of a dead rank's hello.
     answered: dict[int, str] = {}
     deadline = time.monotonic() + timeout.total_seconds()
     while len(facts_by_rank) < world_size:
@@ -181,29 +182,32 @@ def _gather(
 def _ask(
     store: dist.Store, rank: int, world_size: int, facts: Mapping[str, Any], timeout: timedelta
 ) -> tuple[str, str | None, bool]:
-    """Asks on the other ranks: the attempt's name, its error, and whether all came."""
+    """Says hello to rank 0; returns the attempt's name, its error, and whether all ranks came."""
     number = uuid.uuid4().hex
     store.set(f"hello/{rank}", json.dumps({"number": number, "facts": dict(facts)}))
     try:
         store.wait([f"answer/{number}"], timeout)
         attempt = store.get(f"answer/{number}").decode()
         store.set(f"{attempt}/here/{number}", "")
-        # Rank 0 says who stays away when its time is over: a little later than this one's.
+        # Rank 0 names absent ranks when its time is over, which may be later than this rank's.
         store.wait([f"{attempt}/verdict"], timeout + timedelta(seconds=LET_HEAR_S))
         error, all_here = json.loads(store.get(f"{attempt}/verdict"))
         store.add(f"{attempt}/heard", 1)
-    except dist.DistError as lost:
+    except dist.DistError as failure:
         raise JoinError(
             f"rank {rank} of {world_size} has heard nothing of rank 0 within "
-            f"{timeout.total_seconds():g} s ({str(lost).splitlines()[0]}): it has failed, or "
+            f"{timeout.total_seconds():g} s ({str(failure).splitlines()[0]}): it has failed, or "
             "is of another WORLD_SIZE or MASTER_ADDR"
         ) from None
     return attempt, error, all_here
 
 
-def part(store: dist.Store, rank: int, world_size: int, *, host: bool) -> None:
-    """Parts at the end of a job: rank 0, if it hosts the store, stays until no other rank needs
-    it."""
+def leave_store(store: dist.Store, rank: int, world_size: int, *, host: bool) -> None:
+    """Leaves the store at the end of a job.
+
+    Args:
+        host: rank 0 hosts the store, and waits until all other ranks have left.
+    """
     if not host:
         return
     if rank > 0:

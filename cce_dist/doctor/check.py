@@ -1,4 +1,4 @@
-"""Checks: their findings, and how findings of many ranks become a row."""
+"""Checks of one rank, and their joining into rows for all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 Status = Literal["ok", "skipped", "warning", "failure"]
 # From the best to the worst; only a failure fails the whole.
 STATUSES: tuple[Status, ...] = ("skipped", "ok", "warning", "failure")
-# As much of an error's message; torch adds pages of C++ frames to some.
+# Most characters of an error: torch adds pages of C++ frames to some.
 LONGEST = 300
 
 
@@ -55,13 +55,12 @@ def worst(checks: Iterable[Check]) -> Status:
 def first_line(error: BaseException) -> str:
     """Returns the type of an error and the beginning of its text."""
     lines = str(error).strip().splitlines()
-    said = lines[0] if lines else ""
-    return f"{type(error).__name__}: {said}"[:LONGEST]
+    text = lines[0] if lines else ""
+    return f"{type(error).__name__}: {text}"[:LONGEST]
 
 
 def guarded(name: str, function: Callable[..., list[Check]], *args: Any) -> list[Check]:
-    """Runs a group of checks; an exception becomes a failure, so that the other checks still
-    run."""
+    """Runs a group of checks; an exception becomes a failure, so that other groups still run."""
     try:
         return function(*args)
     except Exception as error:
@@ -89,8 +88,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def across_ranks(everywhere: Sequence[Sequence[Check]]) -> list[Check]:
-    """Joins the ranks' rows by name, in the order of the first rank that has it: the worst of all
-    ranks, and which ranks those are, unless all observed the same."""
+    """Joins the ranks' checks of each name into a row, in the order in which names first occur.
+
+    A row has the worst check, and names its ranks unless all ranks observed the same.
+    """
     by_name: dict[str, dict[int, Check]] = {}
     for rank, checks in enumerate(everywhere):
         for check in checks:
@@ -101,7 +102,7 @@ def across_ranks(everywhere: Sequence[Sequence[Check]]) -> list[Check]:
 def _joined(by_rank: Mapping[int, Check], num_ranks: int) -> Check:
     status = max((check.status for check in by_rank.values()), key=STATUSES.index)
     bad = {rank: check for rank, check in by_rank.items() if check.status == status}
-    # Of ranks that are equally bad, the one whose error is the largest.
+    # Among equally bad ranks, show the largest error.
     shown = max(bad.values(), key=lambda check: check.numbers.get("share", 0.0))
     if len({check.observed for check in by_rank.values()}) == 1 and len(by_rank) == num_ranks:
         return shown

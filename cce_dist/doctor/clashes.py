@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cce_dist.doctor.check import Check, Status
 from cce_dist.doctor.facts import Facts
 
-# Variables of NCCL's "Debugging" section that take a path or an algorithm away.
+# Variables of NCCL's "Debugging" section that switch a path or an algorithm off.
 NCCL_DEBUGGING = (
     "NCCL_ALGO",
     "NCCL_IB_DISABLE",
@@ -20,16 +20,18 @@ NCCL_DEBUGGING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Clash:
-    """
+    """A combination of versions or settings that is known to fail.
+
     Args:
-        applies: to the facts of a process, and to a job of so many pipeline ranks.
-        status: the row's status where it applies, "warning" or "failure".
+        applies: whether a process with these facts, in a job of so many pipeline ranks, has it.
+        status: the row's status if the clash applies, "warning" or "failure".
+        problem: a sentence for the row.
     """
 
     name: str
     applies: Callable[[Facts, int], bool]
     status: Status
-    what: str
+    problem: str
     remedy: str
     source: str
 
@@ -44,7 +46,7 @@ def is_before(facts: Facts, package: str, *version: int) -> bool:
 
 
 def nccl_debugging(facts: Facts) -> list[str]:
-    """Lists the variables set for debugging; 0 turns a switch off."""
+    """Lists the debugging variables that are set; the value 0 counts as not set."""
     return [name for name in NCCL_DEBUGGING if facts.environment.get(name, "0") not in ("", "0")]
 
 
@@ -71,7 +73,7 @@ CLASHES = (
             and is_at_least(facts, "numpy", 2, 4)
         ),
         status="failure",
-        what="Triton up to 3.6 interprets loops by int() of an array, an error since NumPy 2.4",
+        problem="Triton up to 3.6 interprets loops by int() of an array, an error since NumPy 2.4",
         remedy='pip install "numpy<2.4", or Triton 3.7',
         source="https://github.com/triton-lang/triton/issues/9171",
     ),
@@ -79,17 +81,17 @@ CLASHES = (
         name="torch's pipelines: a step after an eval",
         applies=lambda facts, pp: pp > 1 and is_before(facts, "torch", 2, 13),
         status="warning",
-        what="torch before 2.13 makes receive buffers at a schedule's first call: a step fails "
+        problem="torch before 2.13 makes receive buffers at a schedule's first call: a step fails "
         "after an eval",
-        remedy="use the contexts of docs/pipelines.md, which make them anew; or torch 2.13",
+        remedy="use the contexts of docs/pipelines.md, which make new buffers; or torch 2.13",
         source="docs/pipelines.md",
     ),
     Clash(
         name="torch's pipelines: zero-bubble schedules",
         applies=lambda facts, pp: pp > 1 and is_before(facts, "torch", 2, 13),
         status="warning",
-        what="torch before 2.13 cannot make the weights' gradients of an autograd.Function apart: "
-        "a step fails with the head on the last stage",
+        problem="torch before 2.13 cannot compute an autograd.Function's weight gradients apart: a "
+        "step fails with the head on the last stage",
         remedy="the vocabulary over the pipeline, another schedule, or torch 2.13",
         source="https://github.com/pytorch/pytorch/issues/166577",
     ),
@@ -97,16 +99,16 @@ CLASHES = (
         name="torch's pipelines: ZBV's eval",
         applies=lambda facts, pp: pp > 1 and (facts.version("torch") or ())[:2] == (2, 13),
         status="warning",
-        what="torch 2.13's ScheduleZBVZeroBubble.eval fails where a rank hands a gradient to "
+        problem="torch 2.13's ScheduleZBVZeroBubble.eval fails where a rank hands a gradient to "
         "itself",
-        remedy="`cce-dist train` goes round it; elsewhere evaluate by another schedule",
+        remedy="`cce-dist train` avoids the failure; elsewhere evaluate with another schedule",
         source="cce_dist/train/pipeline/step.py",
     ),
     Clash(
         name="torchrun's restarts and the store",
         applies=lambda facts, pp: _restarts(facts),
         status="warning",
-        what="with --max-restarts the store outlives the workers, and restarted ones may read "
+        problem="with --max-restarts the store outlives the workers, and restarted ones may read "
         "addresses of dead ones",
         remedy="`cce-dist train` keeps its attempts apart; for other scripts: "
         "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
@@ -120,7 +122,7 @@ CLASHES = (
             and is_at_least(facts, "torch", 2, 13)
         ),
         status="warning",
-        what="megatron-core 0.14's Megatron-FSDP asks torch for what 2.13 has no longer",
+        problem="megatron-core 0.14's Megatron-FSDP uses names that torch 2.13 has no longer",
         remedy="megatron-core 0.15 or later, or an older torch",
         source="docs/megatron.md#supported-refused-untested",
     ),
@@ -132,7 +134,8 @@ CLASHES = (
             and not _one_connection(facts)
         ),
         status="warning",
-        what="before Blackwell, Megatron with tensor or context parallelism asserts that it is 1",
+        problem="before Blackwell, Megatron with tensor or context parallelism asserts that the "
+        "variable is 1",
         remedy="for Megatron's jobs without FSDP: export CUDA_DEVICE_MAX_CONNECTIONS=1",
         source="https://github.com/NVIDIA/Megatron-LM/issues/5105",
     ),
@@ -140,15 +143,15 @@ CLASHES = (
         name="NCCL's settings for debugging",
         applies=lambda facts, pp: bool(facts.gpus) and bool(nccl_debugging(facts)),
         status="warning",
-        what="a setting of NCCL's for debugging is on: slower collectives, crashes or hangs",
-        remedy="unset what of these is set: " + ", ".join(NCCL_DEBUGGING),
+        problem="a setting of NCCL's for debugging is on: slower collectives, crashes or hangs",
+        remedy="unset these variables: " + ", ".join(NCCL_DEBUGGING),
         source="https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html",
     ),
 )
 
 
 def check_clashes(facts: Facts, pp: int) -> list[Check]:
-    """Returns a row for each clash that applies, or a row that says that none does."""
+    """Returns a row for each clash that applies, or a single row that says none applies."""
     clashes = [clash for clash in CLASHES if clash.applies(facts, pp)]
     if not clashes:
         return [Check(name="clashes", status="ok", observed=f"none of {len(CLASHES)} known ones")]
@@ -156,7 +159,7 @@ def check_clashes(facts: Facts, pp: int) -> list[Check]:
         Check(
             name=clash.name,
             status=clash.status,
-            observed=f"{clash.what} ({clash.source})",
+            observed=f"{clash.problem} ({clash.source})",
             remedy=clash.remedy,
         )
         for clash in clashes

@@ -1,4 +1,4 @@
-"""The loss's collectives at the sizes of a job: right, and how fast beside what is expected."""
+"""Checks of the loss's collectives at a job's sizes: their results and their times."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cce_dist.distributed import own_group
 from cce_dist.doctor.check import Check
+from cce_dist.doctor.facts import RankFacts
 from cce_dist.doctor.links import TOO_SLOW, Link, link_of
 from cce_dist.doctor.ranks import Ranks
 from cce_dist.ranks.gather import start_all_gather
@@ -26,7 +27,7 @@ from cce_dist.ranks.transport import group_rank, group_size
 
 WARM_UP = 3
 FEWEST, MOST = 3, 30
-# All calls of one row take about so long.
+# About the time that all calls of one row take together.
 SECONDS_A_ROW = 1.5
 TINY = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -37,7 +38,7 @@ class Job:
     """The sizes and the dtype of the loss whose collectives are measured.
 
     Args:
-        bandwidth: bytes/s to expect in place of the table's.
+        bandwidth: expected bytes/s, in place of the table's; None: the table's.
     """
 
     tokens: int
@@ -54,19 +55,19 @@ class Measured:
     """A collective on one group.
 
     Args:
-        is_right: calls it once, and looks at the result.
-        bus_bytes: what the slowest link of a ring carries, as nccl-tests count for the bandwidth of
-            the bus: of S bytes (W - 1) / W of an all-gather or reduce-scatter, twice of an
-            all-reduce.
+        is_right: calls the collective once, and checks its result.
+        bus_bytes: bytes over the slowest link of a ring, by which nccl-tests define the bandwidth
+            of the bus: (W - 1) / W of all S bytes for an all-gather or a reduce-scatter, twice as
+            much for an all-reduce.
         steps: number of collectives that follow one another.
-        scatters: the sum is a reduce-scatter.
+        scatters: the collective is a sum by reduce-scatter.
     """
 
     call: Callable[[], Any]
     is_right: Callable[[], bool]
     bus_bytes: float
     steps: int
-    what: str
+    description: str
     scatters: bool = False
 
 
@@ -74,9 +75,9 @@ class Measured:
 def groups_of(
     ranks: Ranks, job: Job, device: torch.device
 ) -> Iterator[list[tuple[str, dist.ProcessGroup, list[int]]]]:
-    """Yields this rank's groups that may share a vocabulary: their names and members.
+    """Yields this rank's groups that may share a vocabulary: name, group and members.
 
-    Collectives: those of making groups. They are destroyed at the end.
+    Collectives: those that make groups. The groups are destroyed at the end.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=ranks.timeout)
@@ -98,33 +99,34 @@ def groups_of(
         broken = True
         raise
     finally:
-        # NCCL would wait here for ranks in a collective, and nobody would see the exception.
+        # NCCL would wait here for ranks in a collective, and hide the exception.
         if not broken or device.type != "cuda":
             dist.destroy_process_group()
 
 
 def check_collectives(
-    ranks: Ranks, job: Job, device: torch.device, everyone: Sequence[dict[str, Any]]
+    ranks: Ranks, job: Job, device: torch.device, everyone: Sequence[RankFacts]
 ) -> list[Check]:
-    """Returns three rows for each kind of group: the smallest collective, the merge, the hidden
-    gradient's sum. All groups of a kind run side by side, as in a job; the figures are the slowest
-    rank's.
+    """Returns three rows for each kind of group: the smallest collective, the merge, and the sum.
 
-    Collectives: of all ranks alike.
+    The sum is that of the hidden gradient. All groups of a kind run at the same time, as in a job;
+    figures are those of the slowest rank.
+
+    Collectives: all ranks of the job must call this.
     """
     checks: list[Check] = []
     with groups_of(ranks, job, device) as groups:
         if not groups:
-            reason = "every rank holds the whole vocabulary: the loss has none"
+            reason = "the loss has none: every rank holds the whole vocabulary"
             return [Check(name="collectives", status="skipped", observed=reason)]
         for name, group, members in groups:
             link = link_of([everyone[rank] for rank in members], _num_cores())
-            for what in ("latency", "merge", "sum"):
-                measured = _make(what, job, group, device)
-                seconds, right = _measure(ranks, f"{name}/{what}", measured, device)
-                if what == "latency":
+            for kind in ("latency", "merge", "sum"):
+                measured = _make(kind, job, group, device)
+                seconds, right = _measure(ranks, f"{name}/{kind}", measured, device)
+                if kind == "latency":
                     tiny = seconds
-                label = f"{what}, {name} {len(members)}"
+                label = f"{kind}, {name} {len(members)}"
                 check = judge(label, measured, len(members), seconds, tiny, link, job.bandwidth)
                 checks.append(check if right else _wrong(label, measured))
     return checks
@@ -136,13 +138,13 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _make(what: str, job: Job, group: dist.ProcessGroup, device: torch.device) -> Measured:
+def _make(kind: str, job: Job, group: dist.ProcessGroup, device: torch.device) -> Measured:
     size, rank = group_size(group), group_rank(group)
     share = (size - 1) / size
-    if what == "sum":
+    if kind == "sum":
         return _make_sum(job, group, device)
-    # As the merge sends them: two numbers a token, behind a header.
-    count = TINY if what == "latency" else 2 * job.tokens + 8
+    # The merge sends a header, and two numbers for each token.
+    count = TINY if kind == "latency" else 2 * job.tokens + 8
     mine = torch.full((count,), float(rank), device=device)
 
     def gather() -> Tensor:
@@ -168,7 +170,7 @@ def _make_sum(job: Job, group: dist.ProcessGroup, device: torch.device) -> Measu
     def is_right() -> bool:
         grad.fill_(1.0)
         right = bool((reduce() == size).all())
-        # Summed in place over and over, ones would not stay finite.
+        # Ones would become infinite when they are summed in place over and over.
         grad.zero_()
         return right
 
@@ -185,8 +187,10 @@ def _make_sum(job: Job, group: dist.ProcessGroup, device: torch.device) -> Measu
 def _measure(
     ranks: Ranks, phase: str, measured: Measured, device: torch.device
 ) -> tuple[float, bool]:
-    """Measures a call: the median of many in seconds on the slowest rank; and whether all ranks'
-    results are right."""
+    """Returns the median seconds of a call on the slowest rank, and whether all results are right.
+
+    Collectives: all ranks of the job must call this.
+    """
     right = measured.is_right()
     first = max(_times(measured.call, WARM_UP, device))
     first = max(ranks.share(f"{phase}/first", first))
@@ -223,11 +227,12 @@ def judge(
     link: Link,
     bandwidth: float | None,
 ) -> Check:
-    """Returns the row of a collective with right results: a warning where it takes more than
-    TOO_SLOW times the expected time.
+    """Returns the row of a collective with right results.
+
+    It is a warning if the collective takes more than TOO_SLOW times the expected time.
 
     Args:
-        tiny: seconds of the smallest collective, for where its figure is not known.
+        tiny: measured seconds of the smallest collective, used if the link has no figure for it.
         bandwidth: as in `Job`.
     """
     known = link.expected
@@ -236,7 +241,7 @@ def judge(
     if rate is None and known is not None:
         rate = (known.scattered if measured.scatters else None) or known.bandwidth
     source = "as given by --bandwidth" if bandwidth else known.source if known else ""
-    # Without an expected time of a small collective, the large one's adds its measured time.
+    # If the link has no figure for a small collective, add the measured time of the smallest.
     expected = None
     if rate is not None and (latency is not None or measured.steps * tiny < seconds / 2):
         base = tiny if latency is None else latency
@@ -249,7 +254,7 @@ def judge(
     return Check(
         name=name,
         status="warning" if slow else "ok",
-        observed=f"{_duration(seconds)}{speed}: {measured.what}; {link.kind}",
+        observed=f"{_duration(seconds)}{speed}: {measured.description}; {link.kind}",
         expected="no figure for this link"
         if expected is None
         else f"{_duration(expected)}, at most {TOO_SLOW:g} times that ({source})",
@@ -269,9 +274,10 @@ def _wrong(name: str, measured: Measured) -> Check:
     return Check(
         name=name,
         status="failure",
-        observed=f"wrong numbers came back: {measured.what}",
+        observed=f"wrong numbers came back: {measured.description}",
         expected="each rank's numbers, or their sum",
-        remedy="do not train on this: NCCL_DEBUG=INFO, another NCCL, the GPUs' and links' errors",
+        remedy="do not train here: look at NCCL_DEBUG=INFO and at the GPUs' and links' errors, or "
+        "try another NCCL",
     )
 
 

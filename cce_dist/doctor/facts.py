@@ -1,6 +1,6 @@
 """This process's surroundings as plain values: versions, environment, GPUs, host.
 
-Nothing here needs torch; what torch knows is added where it can be imported.
+Nothing here needs torch. If torch can be imported, its facts about GPUs are added.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import re
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,8 +25,9 @@ PACKAGES = (
     "mpi4py",
     "transformer-engine",
 )
-# Variables that the checks look at. No others: the environment may hold secrets.
+# Prefixes of the variables that are kept. Others are not read: they may hold secrets.
 PREFIXES = ("NCCL_", "GLOO_", "TRITON_", "TORCH_", "TORCHELASTIC_", "CUDA_", "CCE_DIST_")
+# Time limit of nvidia-smi.
 SECONDS = 20.0
 
 
@@ -45,13 +46,15 @@ class Facts:
     """The facts of a process.
 
     Args:
-        versions: of PACKAGES and python; those not installed are not in it.
+        versions: versions of python and of those of PACKAGES that are installed.
         sources: digest of the files of cce_dist, the same for the same code.
-        driver: NVIDIA's, its version; None: none is loaded.
+        environment: variables with one of PREFIXES.
+        driver: version of NVIDIA's driver; None: no driver is loaded.
         cuda: version that torch was built for; None: a CPU build, or no torch.
-        nccl: as torch brings it.
-        links: between GPUs of this host, "NV18", "PIX", ...: by their uuids, smaller first.
-        why_no_gpu: torch's error when it was asked for GPUs.
+        nccl: version of the NCCL that torch brings; None: torch has no NCCL, or no GPU.
+        links: kinds of the links between GPUs of this host, "NV18", "PIX", ...; a key has the
+            uuids of both GPUs, the smaller first.
+        why_no_gpu: torch's error when it looked for GPUs.
     """
 
     host: str
@@ -66,17 +69,47 @@ class Facts:
     why_no_gpu: str = ""
 
     def version(self, package: str) -> tuple[int, ...] | None:
-        """Returns (2, 13, 0) of "2.13.0+cu130"; None where it is not installed, or no number."""
+        """Returns a version's numbers, (2, 13, 0) of "2.13.0+cu130".
+
+        None: the package is not installed, or its version does not begin with a number.
+        """
         return numbers_of(self.versions.get(package, ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """The facts of a rank that every other rank gets.
+
+    Args:
+        clock: seconds since 1970, read when all ranks have left the same wait.
+        gpu, capability: uuid and compute capability of the rank's GPU; None: the rank has none.
+        links: as in `Facts`, each with both uuids and its kind.
+        has_gpus: torch finds GPUs, although the rank may have none.
+    """
+
+    host: str
+    clock: float = 0.0
+    gpu: str | None = None
+    capability: tuple[int, int] | None = None
+    links: Sequence[tuple[str, str, str]] = ()
+    has_gpus: bool = False
+    sources: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    cuda: str | None = None
+    nccl: str | None = None
 
 
 def numbers_of(version: str) -> tuple[int, ...] | None:
     match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match.group().split(".")) if match else None
+    return tuple(int(number) for number in match.group().split(".")) if match else None
 
 
 def gather_facts(*, with_torch: bool) -> Facts:
-    """Facts of this process; with torch, which must be importable, what it knows of GPUs too."""
+    """Gathers the facts of this process.
+
+    Args:
+        with_torch: imports torch, and adds the facts that it has about GPUs.
+    """
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -106,8 +139,10 @@ def _digest() -> str:
 
 
 def _driver() -> str | None:
-    """Returns the version of the kernel's module, else of nvidia-smi: a container may have only one
-    of them."""
+    """Returns the version that the kernel's module states, else nvidia-smi.
+
+    A container may have only one of them.
+    """
     path = Path("/proc/driver/nvidia/version")
     if path.exists():
         match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", path.read_text(errors="replace"))
@@ -144,10 +179,10 @@ def _ask_torch(facts: Facts) -> Facts:
         gpus = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
         facts = replace(facts, gpus=gpus)
         if dist.is_available() and dist.is_nccl_available():
-            facts = replace(facts, nccl=".".join(str(part) for part in nccl.version()))
+            facts = replace(facts, nccl=".".join(str(number) for number in nccl.version()))
     except Exception as error:
         return replace(facts, why_no_gpu=str(error).strip().splitlines()[0])
-    # Whatever CUDA_VISIBLE_DEVICES lets torch see.
+    # All GPUs of the host, whichever of them CUDA_VISIBLE_DEVICES shows to torch.
     uuids = _nvidia_smi("--query-gpu=index,uuid", "--format=csv,noheader")
     return replace(facts, links=read_links(_nvidia_smi("topo", "-m"), uuids))
 
@@ -155,8 +190,13 @@ def _ask_torch(facts: Facts) -> Facts:
 def _gpu(index: int) -> Gpu:
     import torch
 
-    seen = torch.cuda.get_device_properties(index)
-    return Gpu(seen.name, _bare(str(seen.uuid)), seen.total_memory, (seen.major, seen.minor))
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(
+        properties.name,
+        _bare(str(properties.uuid)),
+        properties.total_memory,
+        (properties.major, properties.minor),
+    )
 
 
 def _bare(uuid: str) -> str:
@@ -164,13 +204,15 @@ def _bare(uuid: str) -> str:
 
 
 def read_links(matrix: str, indices: str) -> dict[tuple[str, str], str]:
-    """Reads the output of `nvidia-smi topo -m` and `--query-gpu=index,uuid`: links by uuids,
-    smaller first."""
+    """Reads the outputs of `nvidia-smi topo -m` and `--query-gpu=index,uuid`.
+
+    Returns: kinds of links by the uuids of both GPUs, the smaller uuid first.
+    """
     uuids = {}
     for line in indices.splitlines():
         index, _, uuid = line.partition(",")
         uuids[f"GPU{index.strip()}"] = _bare(uuid)
-    # The head of the matrix is underlined on terminals, and elsewhere too.
+    # nvidia-smi underlines the matrix's head, even where it does not write to a terminal.
     lines = re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()
     head = next((line.split() for line in lines if line.split()[:1] == ["GPU0"]), [])
     columns = [name for name in head if re.fullmatch(r"GPU\d+", name)]

@@ -14,7 +14,7 @@ GIB = 2**30
 def check_driver(facts: Facts) -> Check:
     """Checks that the driver is new enough for the CUDA of torch."""
     if facts.driver is None and facts.gpus:
-        unknown = "of unknown version: neither /proc/driver/nvidia nor nvidia-smi says it"
+        unknown = "of unknown version: neither /proc/driver/nvidia nor nvidia-smi states it"
         return Check(
             name="driver", status="warning", observed=unknown, remedy="put nvidia-smi on PATH"
         )
@@ -29,7 +29,7 @@ def check_driver(facts: Facts) -> Check:
     driver = (numbers_of(facts.driver) or (0,))[0]
     expected = f">= {oldest} for CUDA {cuda}" if oldest else ""
     too_old = oldest is not None and driver < oldest
-    # With NVIDIA's compatibility package an older one works too; then torch finds its GPUs.
+    # An older driver works with NVIDIA's compatibility package: torch then finds its GPUs.
     status = "ok" if not too_old else "warning" if facts.gpus else "failure"
     return Check(
         name="driver",
@@ -66,7 +66,7 @@ def check_gpus(facts: Facts) -> Check:
         status="failure",
         observed=f"torch can use none: {facts.why_no_gpu or 'it counts 0'}",
         expected="at least one",
-        remedy="see whether nvidia-smi lists them, and whether the container was given them",
+        remedy="see whether nvidia-smi lists GPUs, and whether the container was given any",
     )
 
 
@@ -79,10 +79,10 @@ def _check_usable(facts: Facts) -> Check:
         kinds[kind] = kinds.get(kind, 0) + 1
     remedy = ""
     if len(kinds) > 1:
-        remedy = "the slowest of them sets the pace: choose by CUDA_VISIBLE_DEVICES"
+        remedy = "the slowest GPU sets the pace: choose GPUs by CUDA_VISIBLE_DEVICES"
     if any(gpu.capability < LEAST_CAPABILITY for gpu in facts.gpus):
-        remedy = "eager torch computes the loss on the older ones, slower and in more memory"
-    least = ".".join(str(part) for part in LEAST_CAPABILITY)
+        remedy = "eager torch computes the loss on the older GPUs, slower and in more memory"
+    least = ".".join(str(number) for number in LEAST_CAPABILITY)
     return Check(
         name="GPUs",
         status="warning" if remedy else "ok",
@@ -93,4 +93,4 @@ def _check_usable(facts: Facts) -> Check:
 
 
 def _dotted(gpu: Gpu) -> str:
-    return ".".join(str(part) for part in gpu.capability)
+    return ".".join(str(number) for number in gpu.capability)

@@ -1,15 +1,16 @@
-"""Links between the ranks of a group, and the time that its collectives should take there.
+"""Links between the ranks of a group, and figures of collectives over these links.
 
-Only what was measured or published: where nothing is known there is no expectation.
+Figures are measured or published ones. For other links no time is expected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-# A collective that takes more than so many times the expected time gets a warning.
+from cce_dist.doctor.facts import RankFacts
+
+# A collective that takes more than this many times the expected time gets a warning.
 TOO_SLOW = 2.0
 HERE = "docs/doctor.md#expected-figures"
 ON_GPUS = (
@@ -21,12 +22,13 @@ ON_CORES = "look for other work on these cores"
 
 @dataclass(frozen=True)
 class Expected:
-    """
+    """Figures of the collectives over a link.
+
     Args:
-        bandwidth: of the bus as nccl-tests define it, bytes/s of a large collective.
-        latency: seconds of a small one by number of ranks.
-        source: where the figures are from.
-        scattered: the bandwidth where a sum is a reduce-scatter; None: the same.
+        bandwidth: bytes/s of the bus in a large collective, as nccl-tests define it.
+        latency: seconds of a small collective, by number of ranks.
+        source: origin of the figures.
+        scattered: the bandwidth of a sum by reduce-scatter; None: `bandwidth`.
     """
 
     bandwidth: float
@@ -37,11 +39,12 @@ class Expected:
 
 @dataclass(frozen=True)
 class Link:
-    """
+    """A link between the ranks of a group.
+
     Args:
-        kind: in words.
-        expected: None where nobody has measured it.
-        advice: where it is slower.
+        kind: a phrase for the report.
+        expected: figures of such a link; None: there are none.
+        advice: remedy for a link that is slower.
     """
 
     kind: str
@@ -49,34 +52,36 @@ class Link:
     advice: str = ON_GPUS
 
 
-# By the major compute capability, and the number of links between two GPUs.
+# Figures of NVLink by the major compute capability, and the number of links between two GPUs.
 NVLINK = {
     (8, 12): Expected(200e9, {}, "https://github.com/NVIDIA/nccl-tests/issues/149, and 178"),
     (9, 18): Expected(320e9, {2: 35e-6, 4: 77e-6}, f"2 and 4 H200s, {HERE}"),
 }
-# Its reduce-scatter sums everything on every rank.
+# Gloo's reduce-scatter sums everything on every rank.
 GLOO = Expected(0.8e9, {2: 0.5e-3}, f"2 ranks on 2 cores, {HERE}", scattered=0.1e9)
 
 
-def link_of(members: Sequence[dict[str, Any]], cores: int) -> Link:
-    """Returns the link of a group whose ranks describe themselves so (`ranks.describe`).
+def link_of(members: Sequence[RankFacts], cores: int) -> Link:
+    """Returns the link between the ranks of a group.
 
     Args:
-        cores: of this host, for this process.
+        cores: number of this host's cores that this process may use.
     """
-    hosts = {one["host"] for one in members}
+    hosts = {facts.host for facts in members}
     if len(hosts) > 1:
         return Link(f"the network between {len(hosts)} hosts")
-    if any(one["gpu"] is None for one in members):
-        # More ranks than cores wait for each other's turns.
+    gpus = [(facts.gpu, facts.capability) for facts in members]
+    uuids = sorted(uuid for uuid, _ in gpus if uuid is not None)
+    if len(uuids) < len(members):
+        # With more ranks than cores, ranks wait for a core.
         expected = GLOO if len(members) <= cores else None
         return Link("gloo on one host", expected, ON_CORES)
-    return _between_gpus(members)
+    majors = {capability[0] for _, capability in gpus if capability is not None}
+    known = {(first, second): kind for first, second, kind in members[0].links}
+    return _between_gpus(uuids, majors, known)
 
 
-def _between_gpus(members: Sequence[dict[str, Any]]) -> Link:
-    known = {(first, second): kind for first, second, kind in members[0]["links"]}
-    uuids = sorted(one["gpu"] for one in members)
+def _between_gpus(uuids: list[str], majors: set[int], known: dict[tuple[str, str], str]) -> Link:
     pairs = [(a, b) for i, a in enumerate(uuids) for b in uuids[i + 1 :]]
     kinds = {known.get(pair, "unknown") for pair in pairs}
     if "unknown" in kinds:
@@ -87,7 +92,6 @@ def _between_gpus(members: Sequence[dict[str, Any]]) -> Link:
     if len(kinds) > 1:
         return Link(f"NVLink of several widths ({', '.join(sorted(kinds))})")
     (kind,) = kinds
-    majors = {one["capability"][0] for one in members}
     count = int(kind[2:]) if kind[2:].isdigit() else 0
     expected = NVLINK.get((majors.pop(), count)) if len(majors) == 1 else None
     return Link(f"NVLink, {count} links", expected)

@@ -24,11 +24,11 @@ from cce_dist.testing.places import (
 from cce_dist.testing.tolerance import check_outputs
 
 GRADIENTS = ("filtered", "exact", "in_forward")
-# Tokens, classes, dims: from 4096 classes on the filter drops columns; the rest is no multiple of a
-# tile. The second is for the interpreter.
+# Tokens, classes, dims. The filter drops columns from 4096 classes on; no size is a multiple of a
+# tile's.
 SHAPE = ((2, 200), 4500, 64)
 INTERPRETED_SHAPE = ((2, 70), 4100, 16)
-# Of the loss, as a loss scaler does it: fp16's smallest number is no part of the comparison.
+# The loss's upstream gradient. Like a loss scaler it lifts gradients above fp16's smallest number.
 UPSTREAM = 1024.0
 RULE = "errors within the rule of docs/numerics.md#tolerances"
 
@@ -37,16 +37,15 @@ RULE = "errors within the rule of docs/numerics.md#tolerances"
 class Tried:
     """The results of a dtype in a place, by gradient mode."""
 
-    # Of each output, the error over the allowed one.
+    # The error of each output over the allowed error.
     shares: dict[str, dict[str, float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    not_started: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
 def places(facts: Facts) -> list[Place]:
-    """Lists the places where the loss computes here by default, and the interpreter if it was asked
-    for."""
+    """Lists the places where the loss computes by default, and the interpreter if it is on."""
     if facts.gpus:
         from cce_dist.backends.triton.launch.tiles import why_not
 
@@ -59,7 +58,7 @@ def check_numerics(facts: Facts, seconds: float) -> list[Check]:
     """Returns a row for each backend and dtype: every gradient mode, forward and all gradients.
 
     Args:
-        seconds: no mode starts later than that; what is left out is "skipped", by name.
+        seconds: no mode starts later; a row names the modes that did not start, and is "skipped".
     """
     deadline = time.perf_counter() + seconds
     speed_up_interpreter()
@@ -76,7 +75,7 @@ def _try(place: Place, dtype: str, deadline: float) -> Tried:
     started = time.perf_counter()
     for gradient in GRADIENTS:
         if time.perf_counter() >= deadline:
-            tried.left.append(gradient)
+            tried.not_started.append(gradient)
             continue
         try:
             case = make_case(place, dtype, gradient)
@@ -107,13 +106,13 @@ def _row(place: Place, dtype: str, tried: Tried, seconds: float) -> Check:
     if tried.failures:
         wrong = "; ".join(f"{name}: {why}" for name, why in tried.failures.items())
         status, figures = "failure", f"{wrong}{'; ' if figures else ''}{figures}"
-        remedy = "do not train with this: report it, with the versions above"
-    elif tried.left:
-        left = f"{', '.join(tried.left)} not started within {seconds:g} s"
-        status, figures = "skipped", f"{figures}; {left}" if figures else left
-        # On a busy CPU eager torch or the interpreter may be as late, and leave nothing behind.
-        kept = "; what was compiled is kept" if place.compiles else ", or fewer other processes"
-        remedy = f"--seconds {max(2 * seconds, 60):g}{kept}"
+        remedy = "do not train with these kernels: report this, with the versions above"
+    elif tried.not_started:
+        late = f"{', '.join(tried.not_started)} not started within {seconds:g} s"
+        status, figures = "skipped", f"{figures}; {late}" if figures else late
+        # Compiled kernels stay in Triton's cache; nothing else does, and a busy CPU may be late.
+        hint = "; compiled kernels are kept" if place.compiles else ", or fewer other processes"
+        remedy = f"--seconds {max(2 * seconds, 60):g}{hint}"
     else:
         status = "ok"
     return Check(
@@ -126,7 +125,7 @@ def _row(place: Place, dtype: str, tried: Tried, seconds: float) -> Check:
             "share": max(largest.values(), default=0.0),
             "shares": tried.shares,
             "failed": sorted(tried.failures),
-            "not_started": tried.left,
+            "not_started": tried.not_started,
             "wall_seconds": tried.seconds,
         },
     )

@@ -1,7 +1,7 @@
-"""The ranks of the job that this process is one of: who is there, and whether all are alike.
+"""Checks of the ranks of this process's job: which ranks are there, and whether all are alike.
 
-They speak through the launcher's store, so that this works where no process group could be made,
-and so that whoever waits can name the rank that does not come.
+Ranks talk through the launcher's store. It works where no process group can be made, and lets a
+rank that waits name the ranks that did not come.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,13 +25,13 @@ from cce_dist.distributed import joining as distributed
 from cce_dist.distributed.launchers import Launch, read_launch
 from cce_dist.distributed.rendezvous import locate, meet, open_store
 from cce_dist.doctor.check import Check, name_ranks
-from cce_dist.doctor.facts import Facts
+from cce_dist.doctor.facts import Facts, RankFacts
 
-# For the store's answer, where everything hangs.
+# Time to wait for the store's answer once a rank hangs.
 ASK_SECONDS = 3.0
-# Hosts whose clocks are further apart write logs that cannot be put in order.
+# With clocks further apart, logs of several hosts cannot be put in order.
 LARGEST_SKEW_S = 2.0
-# What every rank must have alike.
+# Packages of which every rank must have the same version.
 ALIKE = ("python", "torch", "triton", "numpy", "cce-dist", "megatron-core", "mpi4py")
 
 
@@ -44,7 +44,7 @@ class Ranks:
     """This process among those of the job. Methods raise AbsentRanks after `timeout` seconds.
 
     Args:
-        store: keys of this attempt alone.
+        store: a store whose keys belong to this attempt alone.
     """
 
     launch: Launch
@@ -60,8 +60,11 @@ class Ranks:
         return self.launch.world_size
 
     def share(self, phase: str, value: Any) -> list[Any]:
-        """Gathers every rank's value, by rank; values are JSON. Every phase has a name of its
-        own."""
+        """Gathers every rank's value, by rank; JSON must be able to hold the values.
+
+        Args:
+            phase: a name that no other call uses.
+        """
         self.store.set(f"{phase}/{self.rank}", json.dumps(value))
         keys = [f"{phase}/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + self.timeout
@@ -74,7 +77,7 @@ class Ranks:
         return [json.loads(self.store.get(key)) for key in keys]
 
     def _absent(self, phase: str) -> str:
-        # The store of a rank that died cannot be asked any more.
+        # A store dies with the rank that hosts it.
         try:
             absent = [x for x in range(self.size) if not self.store.check([f"{phase}/{x}"])]
         except dist.DistError:
@@ -83,7 +86,7 @@ class Ranks:
         return f"{who} did not come to {phase} within {self.timeout:g} s"
 
     def leave(self) -> None:
-        """Exchanges every rank's last word: rank 0 may host the store, and goes last."""
+        """Tells that this rank is done. Rank 0 leaves last, since it may host the store."""
         self.store.set(f"left/{self.rank}", "")
         if self.rank == 0:
             keys = [f"left/{rank}" for rank in range(self.size)]
@@ -97,7 +100,8 @@ def join(timeout: float, alike: Mapping[str, Any]) -> Ranks:
     Args:
         alike: plain values that must be the same on every rank, by name.
     Raises:
-        LaunchError: they are not, or the launcher's variables contradict each other or are missing.
+        LaunchError: these values differ between ranks, or the launcher's variables contradict each
+            other or are missing.
         JoinError: not all ranks are here within `timeout` seconds.
     """
     limit = timedelta(seconds=timeout)
@@ -114,7 +118,7 @@ def join(timeout: float, alike: Mapping[str, Any]) -> Ranks:
 def ends_within(seconds: float, ranks: Ranks, phase: str) -> Iterator[None]:
     """Ends this process with exit code 1 and a message if the phase takes longer.
 
-    For what no exception gets out of: a kernel or a collective that waits for ever.
+    No exception ends a kernel or a collective that waits for ever.
     """
     ranks.store.set(f"began {phase}/{ranks.rank}", "")
 
@@ -145,11 +149,13 @@ def _absent(ranks: Ranks, phase: str) -> str:
 
 
 def choose_device(ranks: Ranks, facts: Facts) -> torch.device:
-    """Makes this rank's GPU current and returns it; without a GPU returns the CPU, which
-    `check_devices` judges."""
+    """Makes this rank's GPU current and returns it.
+
+    Without a GPU for this rank it returns the CPU, which `check_devices` judges.
+    """
     if not facts.gpus and ranks.size > 1:
         return distributed.choose_device(ranks.launch, "cpu")
-    # A launcher may show every rank no GPU but its own.
+    # A launcher may show each rank its own GPU alone.
     index = 0 if len(facts.gpus) == 1 else ranks.launch.local_rank or 0
     if index >= len(facts.gpus):
         return torch.device("cpu")
@@ -157,34 +163,38 @@ def choose_device(ranks: Ranks, facts: Facts) -> torch.device:
     return torch.device("cuda", index)
 
 
-def describe(ranks: Ranks, facts: Facts, device: torch.device) -> dict[str, Any]:
-    """Returns this rank's facts for the other ranks; JSON."""
+def gather_rank_facts(ranks: Ranks, facts: Facts, device: torch.device) -> list[RankFacts]:
+    """Gathers the facts of every rank, by rank.
+
+    Raises:
+        AbsentRanks: some ranks did not come in time.
+    """
     gpu = facts.gpus[device.index] if device.type == "cuda" else None
-    return {
-        "host": facts.host,
-        "clock": time.time(),
-        "gpu": None if gpu is None else gpu.uuid,
-        "capability": None if gpu is None else list(gpu.capability),
-        "links": [[*pair, kind] for pair, kind in facts.links.items()],
-        "has_gpus": bool(facts.gpus),
-        "sources": facts.sources,
-        "versions": dict(facts.versions),
-        "cuda": facts.cuda,
-        "nccl": facts.nccl,
-        "environment": dict(facts.environment),
-    }
+    mine = RankFacts(
+        host=facts.host,
+        clock=time.time(),
+        gpu=None if gpu is None else gpu.uuid,
+        capability=None if gpu is None else gpu.capability,
+        links=[(*pair, kind) for pair, kind in facts.links.items()],
+        has_gpus=bool(facts.gpus),
+        sources=facts.sources,
+        versions=dict(facts.versions),
+        cuda=facts.cuda,
+        nccl=facts.nccl,
+    )
+    return [RankFacts(**fields) for fields in ranks.share("its description", asdict(mine))]
 
 
-def check_devices(everyone: Sequence[dict[str, Any]]) -> Check:
+def check_devices(everyone: Sequence[RankFacts]) -> Check:
     """Checks that every rank has a GPU of its own, or that none has any."""
     expected = "a GPU of its own for every rank, or none for any"
     owners: dict[str, list[int]] = {}
-    for rank, one in enumerate(everyone):
-        if one["gpu"] is not None:
-            owners.setdefault(one["gpu"], []).append(rank)
+    for rank, facts in enumerate(everyone):
+        if facts.gpu is not None:
+            owners.setdefault(facts.gpu, []).append(rank)
     shared = [ranks for ranks in owners.values() if len(ranks) > 1]
-    without = [rank for rank, one in enumerate(everyone) if one["gpu"] is None]
-    if not owners and not any(one["has_gpus"] for one in everyone):
+    without = [rank for rank, facts in enumerate(everyone) if facts.gpu is None]
+    if not owners and not any(facts.has_gpus for facts in everyone):
         return Check(name="devices", status="ok", observed="every rank on the CPU, over gloo")
     problems = [f"{name_ranks(ranks)} share a GPU" for ranks in shared]
     if without:
@@ -201,16 +211,16 @@ def check_devices(everyone: Sequence[dict[str, Any]]) -> Check:
     )
 
 
-def check_alike(everyone: Sequence[dict[str, Any]]) -> Check:
+def check_alike(everyone: Sequence[RankFacts]) -> Check:
     """Checks that all ranks have the same code and the same libraries."""
     seen: dict[str, list[Any]] = {
-        name: [one["versions"].get(name) for one in everyone] for name in ALIKE
+        name: [facts.versions.get(name) for facts in everyone] for name in ALIKE
     }
-    seen["sources of cce_dist"] = [one["sources"] for one in everyone]
-    seen["CUDA"] = [one["cuda"] for one in everyone]
-    seen["NCCL"] = [one["nccl"] for one in everyone]
+    seen["sources of cce_dist"] = [facts.sources for facts in everyone]
+    seen["CUDA"] = [facts.cuda for facts in everyone]
+    seen["NCCL"] = [facts.nccl for facts in everyone]
     different = [f"{name}: {_by_value(values)}" for name, values in seen.items() if _differ(values)]
-    version, sources = everyone[0]["versions"].get("cce-dist", "a checkout"), everyone[0]["sources"]
+    version, sources = everyone[0].versions.get("cce-dist", "a checkout"), everyone[0].sources
     return Check(
         name="software",
         status="failure" if different else "ok",
@@ -234,11 +244,11 @@ def _by_value(values: Sequence[Any]) -> str:
     )
 
 
-def check_clocks(everyone: Sequence[dict[str, Any]]) -> Check | None:
-    """Compares the hosts' clocks as all ranks left the same wait; None: there is a single host."""
+def check_clocks(everyone: Sequence[RankFacts]) -> Check | None:
+    """Compares the clocks that the hosts read at the same time; None: there is a single host."""
     hosts: dict[str, float] = {}
-    for one in everyone:
-        hosts.setdefault(one["host"], one["clock"])
+    for facts in everyone:
+        hosts.setdefault(facts.host, facts.clock)
     if len(hosts) < 2:
         return None
     apart = max(hosts.values()) - min(hosts.values())

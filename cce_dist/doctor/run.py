@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cce_dist.distributed.launchers import rank_from_environment
 from cce_dist.doctor.check import Check, across_ranks, first_line, guarded, worst
 from cce_dist.doctor.clashes import check_clashes
-from cce_dist.doctor.facts import Facts, gather_facts
+from cce_dist.doctor.facts import Facts, RankFacts, gather_facts
 from cce_dist.doctor.gpus import check_driver, check_gpus
 from cce_dist.doctor.software import (
     check_hopper_forward,
@@ -25,23 +25,26 @@ from cce_dist.doctor.software import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from cce_dist.doctor.ranks import Ranks
 
-# A mode that has begun compiles for as long, or is interpreted; then a rank counts as hung.
+# A mode may take this long to compile, or to be interpreted; then the rank counts as hung.
 LONGEST_TRIAL_S = 120.0
-# Whoever waits for a rank names it first, and is ended only if that does not get out.
+# A rank that waits too long raises an error that names the absent ranks. It is ended only if it has
+# not raised after this much more time.
 MARGIN_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The choice of things to examine.
+    """The arguments of an examination.
 
     Args:
         tp: ranks that share the vocabulary; None: all that pp leaves.
-        seconds: of numerics, after which no further mode starts; 0 leaves numerics out.
+        seconds: time of the numerics, after which no further mode starts; 0: no numerics.
         timeout: seconds that a rank may keep the others waiting.
-        bandwidth: GB/s that the collectives' bus should reach; None: as the table says.
+        bandwidth: GB/s that the collectives' bus should reach; None: those of `links`.
     """
 
     tp: int | None = None
@@ -56,10 +59,10 @@ class Request:
     bandwidth: float | None = None
 
     def mesh(self, size: int) -> tuple[int, int, int]:
-        """Returns dp, pp, tp of so many ranks.
+        """Returns dp, pp, tp of `size` ranks.
 
         Raises:
-            ValueError: they do not divide; sequence parallelism does not divide the tokens.
+            ValueError: pp x tp do not divide the ranks or, with sequence parallelism, the tokens.
         """
         from cce_dist.distributed import split_ranks
 
@@ -77,9 +80,9 @@ class Report:
     """The result of an examination.
 
     Args:
-        checks: a row each, of all ranks together.
-        by_rank: the rows of each rank that were its own.
-        mesh: dp, pp, tp; None where the ranks did not join.
+        checks: the rows, of all ranks together.
+        by_rank: each rank's checks, before they were joined.
+        mesh: dp, pp, tp; None: the ranks did not join.
     """
 
     rank: int
@@ -109,11 +112,11 @@ class Report:
 
 
 def examine(request: Request) -> Report:
-    """Examines everything, in the order in which one thing needs another.
+    """Makes all checks; a check comes after the checks that it depends on.
 
     Raises:
         ValueError: the request does not fit the ranks, or the launcher's variables are wrong.
-    Collectives: on every rank of the job alike.
+    Collectives: all ranks of the job must call this.
     """
     torch_row = check_torch()
     facts = gather_facts(with_torch=torch_row.status == "ok")
@@ -167,7 +170,7 @@ def _examine_ranks(request: Request, facts: Facts, checks: list[Check]) -> Repor
 
 
 def _alone(rank: int, facts: Facts, checks: Sequence[Check], error: Exception) -> Report:
-    """Reports on a rank that the others have left, or that left them."""
+    """Returns the report of a rank that has no contact with the others."""
     row = Check(
         name="ranks",
         status="failure",
@@ -181,20 +184,20 @@ def _alone(rank: int, facts: Facts, checks: Sequence[Check], error: Exception) -
 def _with_ranks(
     request: Request, facts: Facts, checks: list[Check], ranks: Ranks, mesh: tuple[int, int, int]
 ) -> Report:
-    from cce_dist.doctor import ranks as job
+    from cce_dist.doctor import ranks as rank_checks
 
-    # So that the clocks are read at the same time.
+    # All ranks leave this wait together, and then read their clocks.
     ranks.share("the beginning", None)
-    device = job.choose_device(ranks, facts)
-    everyone = ranks.share("its description", job.describe(ranks, facts, device))
-    hosts = list(dict.fromkeys(one["host"] for one in everyone))
+    device = rank_checks.choose_device(ranks, facts)
+    everyone = rank_checks.gather_rank_facts(ranks, facts, device)
+    hosts = list(dict.fromkeys(member.host for member in everyone))
     mesh_row = _mesh_row(request, mesh, hosts, ranks.launch.launcher)
-    joint = [mesh_row, job.check_devices(everyone), job.check_alike(everyone)]
-    joint += [row for row in [job.check_clocks(everyone)] if row is not None]
+    joint = [mesh_row, rank_checks.check_devices(everyone), rank_checks.check_alike(everyone)]
+    joint += [row for row in [rank_checks.check_clocks(everyone)] if row is not None]
     limit = request.seconds + LONGEST_TRIAL_S
-    with job.ends_within(limit, ranks, "the numerics"):
+    with rank_checks.ends_within(limit, ranks, "the numerics"):
         checks = checks + _numerics(request, facts)
-    # They may finish that far apart.
+    # Ranks may finish their numerics this far apart.
     patient = replace(ranks, timeout=request.timeout + limit)
     shared = patient.share("the numerics", [check.as_json() for check in checks])
     by_rank = [[Check.from_json(row) for row in rows] for rows in shared]
@@ -238,8 +241,8 @@ def _collectives(
     request: Request,
     ranks: Ranks,
     mesh: tuple[int, int, int],
-    device: Any,
-    everyone: Sequence[dict[str, Any]],
+    device: torch.device,
+    everyone: Sequence[RankFacts],
     joint: Sequence[Check],
 ) -> list[Check]:
     if ranks.size == 1:
@@ -248,10 +251,10 @@ def _collectives(
     if any(row.name == "devices" and row.status == "failure" for row in joint):
         reason = "not without a GPU for each rank"
         return [Check(name="collectives", status="skipped", observed=reason)]
-    from cce_dist.doctor import ranks as job
+    from cce_dist.doctor import ranks as rank_checks
     from cce_dist.doctor.collectives import Job, check_collectives
 
-    of = Job(
+    sizes = Job(
         tokens=request.tokens,
         dim=request.dim,
         dtype=request.dtype,
@@ -260,5 +263,5 @@ def _collectives(
         sequence_parallel=request.sequence_parallel,
         bandwidth=None if request.bandwidth is None else 1e9 * request.bandwidth,
     )
-    with job.ends_within(request.timeout + MARGIN_S, ranks, "the collectives"):
-        return check_collectives(ranks, of, device, everyone)
+    with rank_checks.ends_within(request.timeout + MARGIN_S, ranks, "the collectives"):
+        return check_collectives(ranks, sizes, device, everyone)

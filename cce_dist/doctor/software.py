@@ -1,4 +1,4 @@
-"""Python, torch, Triton, NumPy, NCCL, MPI, Megatron: there, importable, of versions that work."""
+"""Checks of Python, torch, Triton, NumPy, NCCL, MPI and Megatron: installed, of a good version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST_PYTHON = (3, 10)
 LEAST_TORCH = (2, 8)
 # The versions that the tests passed with: docs/megatron.md.
 MEGATRON = ((0, 14), (0, 19))
-# Asked in another process: importing mpi4py.MPI here would start MPI.
+# Code for another process: importing mpi4py.MPI in this one would start MPI.
 ASK_MPI = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI;"
     "print(MPI.Get_library_version())"
@@ -24,7 +24,7 @@ ASK_SECONDS = 30.0
 
 
 def dotted(version: tuple[int, ...]) -> str:
-    return ".".join(str(part) for part in version)
+    return ".".join(str(number) for number in version)
 
 
 def check_python() -> Check:
@@ -40,7 +40,7 @@ def check_python() -> Check:
 
 
 def check_torch() -> Check:
-    """Imports it: whether that works is the first question."""
+    """Checks that torch can be imported, and that its version and build will do."""
     expected = f">= {dotted(LEAST_TORCH)}"
     try:
         torch = importlib.import_module("torch")
@@ -70,8 +70,12 @@ def check_torch() -> Check:
 
 
 def check_triton(*, needed: bool) -> Check:
-    """Checks the kernels' compiler; without a GPU it is for the interpreter alone."""
-    expected = "what torch's CUDA wheel brings" if needed else "needed on GPUs alone"
+    """Checks Triton, which compiles kernels for GPUs, and interprets them elsewhere.
+
+    Args:
+        needed: there are GPUs.
+    """
+    expected = "the version that torch's CUDA wheel brings" if needed else "needed on GPUs alone"
     remedy = "install torch's CUDA wheel, which brings its version of triton"
     try:
         installed = importlib.util.find_spec("triton") is not None
@@ -93,8 +97,10 @@ def check_triton(*, needed: bool) -> Check:
 
 
 def check_hopper_forward(facts: Facts) -> Check | None:
-    """Checks that 16-bit forwards have their faster kernel; None: another kind of GPU, or no
-    Triton."""
+    """Checks that Hopper's faster kernel for 16-bit forwards can be compiled.
+
+    None: no GPU is a Hopper, or there is no Triton.
+    """
     if not any(gpu.capability == (9, 0) for gpu in facts.gpus) or "triton" not in facts.versions:
         return None
     from cce_dist.backends.triton.forward.hopper import RELEASES, why_no_gluon
@@ -110,7 +116,7 @@ def check_hopper_forward(facts: Facts) -> Check | None:
 
 
 def check_interpreter(facts: Facts) -> Check:
-    """Checks TRITON_INTERPRET, read when a kernel is decorated."""
+    """Checks TRITON_INTERPRET, which Triton reads when a kernel is decorated."""
     on = facts.environment.get("TRITON_INTERPRET", "0") == "1"
     if on and facts.gpus:
         return Check(
@@ -168,7 +174,7 @@ def check_megatron(facts: Facts) -> Check:
     expected = f"{least} to {most}, with which megatron_patch is tested"
     version = facts.version("megatron-core")
     if version is None:
-        # A checkout on the path is no installed package; this imports no more than its parent.
+        # A checkout on the path is no installed package. find_spec imports its parent alone.
         try:
             spec = importlib.util.find_spec("megatron.core")
         except ModuleNotFoundError:
@@ -178,7 +184,7 @@ def check_megatron(facts: Facts) -> Check:
         return Check(
             name="megatron-core",
             status="warning",
-            observed=f"a checkout, of no known version: {spec.origin}",
+            observed=f"a checkout of unknown version: {spec.origin}",
             expected=expected,
             remedy="python -m megatron_patch --check",
         )
@@ -203,7 +209,7 @@ def check_transformer_engine(facts: Facts) -> Check:
 
 
 def check_mpi(facts: Facts) -> Check:
-    """Checks mpi4py, and the library that it finds; MPI is not started."""
+    """Checks mpi4py and the MPI library that it finds, without starting MPI."""
     version = facts.versions.get("mpi4py")
     if version is None:
         return Check(name="MPI", status="skipped", observed="mpi4py is not installed")

@@ -19,7 +19,7 @@ PANEL = "Commands of a checkout"
 # The name of each command in the checkout's benchmarks/cli/app.py, and the first sentences of its
 # help, which --help shows without a checkout too.
 EXPERIMENTS = {
-    "filter": "What each filter threshold keeps, the error of its gradients, and its time.",
+    "filter": "Kept columns, error of the gradients and time of each filter threshold.",
     "tiles": "Tiles of the Triton kernels: candidates beside what the table holds, by time.",
     "first-call": "Seconds of a process's first loss and gradients, with and without compiled "
     "kernels.",
@@ -48,7 +48,7 @@ REPORT = {
 
 
 def find_checkout() -> Path | None:
-    """The folder of the checkout that this package is imported from; None: it is installed."""
+    """Returns the folder of the checkout that this package is imported from; None: installed."""
     root = Path(str(cce_dist.__file__)).parent.parent
     project = root / "pyproject.toml"
     if not project.is_file() or 'name = "cce-dist"' not in project.read_text(encoding="utf-8"):
@@ -72,7 +72,7 @@ def import_benchmarks(name: str, command: str) -> ModuleType:
                 err=True,
             )
         raise typer.Exit(2)
-    # Before a folder of that name in the current directory, say.
+    # The checkout comes first: the current directory may have a folder `benchmarks`, too.
     if sys.path[0] != str(root):
         sys.path.insert(0, str(root))
     return importlib.import_module(f"benchmarks.{name}")
@@ -86,14 +86,14 @@ class CheckoutGroup(TyperGroup):
     """A group of commands, CheckoutCommands among them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
+        name, command, remaining = super().resolve_command(ctx, args)
         # A shell that completes a command line must see no error.
         completes = ctx.resilient_parsing and find_checkout() is None
         if isinstance(command, CheckoutCommand) and not completes:
             module = import_benchmarks("cli.app", f"{ctx.command_path} {name}")
             group: Any = typer.main.get_command(module.app)
             command = group.commands[name]
-        return name, command, rest
+        return name, command, remaining
 
 
 def add_checkout_commands(app: typer.Typer, helps: Mapping[str, str]) -> None:

@@ -1,5 +1,4 @@
-"""Packages that a command needs beside torch, and the way to install them where they are
-missing."""
+"""Packages that commands need beside torch, and how to install those that are missing."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import importlib.util
 from pathlib import Path
 
 CORE = ""
-# Of each module that commands import: the extra of pyproject.toml that brings it.
+# Modules that commands import, each with the extra of pyproject.toml that brings it.
 EXTRAS = {
     "matplotlib": "train",
     "megatron": "megatron",
@@ -25,10 +24,10 @@ EXTRAS = {
 
 
 def need_modules(*names: str) -> None:
-    """Asks before the work for modules that its end imports.
+    """Checks that modules are installed, before work whose end imports them.
 
     Raises:
-        ModuleNotFoundError: of the first that is missing.
+        ModuleNotFoundError: a module is missing; the error names the first.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -36,9 +35,10 @@ def need_modules(*names: str) -> None:
 
 
 def explain_missing(error: ModuleNotFoundError, arguments: list[str]) -> str | None:
-    """Returns a line for the user; None where no extra would help.
+    """Returns a line that tells the user what to install; None if no extra brings the module.
 
-    Args: arguments: of the command line, as in sys.argv[1:].
+    Args:
+        arguments: arguments of the command line, as in sys.argv[1:].
     """
     name = (error.name or "").partition(".")[0]
     if name not in EXTRAS or importlib.util.find_spec(name) is not None:
@@ -51,8 +51,10 @@ def explain_missing(error: ModuleNotFoundError, arguments: list[str]) -> str | N
 
 
 def requirement(extra: str) -> str:
-    """Returns pip's requirement, quoted for a shell: an installed package by its name, a checkout
-    by its folder."""
+    """Returns pip's requirement for this package with an extra, quoted for a shell.
+
+    It is the package's name if that is installed, else the checkout's folder.
+    """
     try:
         importlib.metadata.distribution("cce-dist")
         place = "cce-dist"

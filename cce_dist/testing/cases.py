@@ -37,8 +37,8 @@ class Case:
 
     Args:
         options: keyword arguments that are no tensors.
-        bounds: rows [start, stop) of each rank; None leaves `vocab_shard` out: the even split.
-        vocab_size: fewer than the rows of the weight marks the rest as padding.
+        bounds: rows [start, stop) of each rank; None: the even split, without `vocab_shard`.
+        vocab_size: number of classes; the weight's further rows are padding. None: all rows count.
         trainable: names of the inputs that require a gradient.
         upstream: gradient of each output by name; "loss" may be left out (1, or a ramp over the
             tokens with reduction="none").
@@ -91,22 +91,22 @@ def run_case(group: Group | None, case: Case) -> dict[str, Tensor]:
     from cce_dist import linear_cross_entropy
 
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
-    whole = case.inputs
-    num_rows = len(whole.weight)
+    inputs = case.inputs
+    num_rows = len(inputs.weight)
     start, stop = case.bounds[rank] if case.bounds else even_bounds(num_rows, world)[rank]
     options = dict(case.options)
     if case.bounds is not None or case.vocab_size is not None:
         options["vocab_shard"] = VocabShard(start, stop, case.num_classes)
-    hidden = whole.hidden
+    hidden = inputs.hidden
     if options.get("sequence_parallel"):
         hidden = hidden.chunk(world)[rank]
 
     mine = {
         "hidden": hidden,
-        "weight": whole.weight[start:stop],
-        "bias": None if whole.bias is None else whole.bias[start:stop],
-        "token_weight": whole.token_weight,
-        "class_weight": whole.class_weight,
+        "weight": inputs.weight[start:stop],
+        "bias": None if inputs.bias is None else inputs.bias[start:stop],
+        "token_weight": inputs.token_weight,
+        "class_weight": inputs.class_weight,
     }
     leaves = {
         name: tensor.detach().to(case.device, copy=True).requires_grad_(name in case.trainable)
@@ -115,15 +115,17 @@ def run_case(group: Group | None, case: Case) -> dict[str, Tensor]:
     }
     main_grad = None
     if case.main_grad:
-        wide = torch.promote_types(whole.weight.dtype, torch.float32)
-        main_grad = torch.zeros(stop - start, whole.weight.shape[1], dtype=wide, device=case.device)
+        wide = torch.promote_types(inputs.weight.dtype, torch.float32)
+        main_grad = torch.zeros(
+            stop - start, inputs.weight.shape[1], dtype=wide, device=case.device
+        )
     with torch.autocast(
         case.device, dtype=case.autocast or torch.bfloat16, enabled=case.autocast is not None
     ):
         result = linear_cross_entropy(
             leaves["hidden"],
             leaves["weight"],
-            whole.targets.to(case.device),
+            inputs.targets.to(case.device),
             group=group,
             bias=leaves.get("bias"),
             token_weight=leaves.get("token_weight"),
@@ -156,39 +158,40 @@ def join_ranks(case: Case, results: Sequence[Mapping[str, Tensor]]) -> dict[str,
     """Joins the ranks' results; asserts that all ranks agree bitwise where they must."""
     joined = {}
     for name, first in results[0].items():
-        parts = [result[name] for result in results]
+        tensors = [result[name] for result in results]
         sliced = ["grad_weight", "grad_bias"]
         if case.options.get("sequence_parallel"):
             sliced.append("grad_hidden")
         if name in sliced:
-            joined[name] = torch.cat(parts)
+            joined[name] = torch.cat(tensors)
             continue
-        for rank, part in enumerate(parts):
-            assert torch.equal(part.nan_to_num(nan=1e38), first.nan_to_num(nan=1e38)), (
+        for rank, tensor in enumerate(tensors):
+            assert torch.equal(tensor.nan_to_num(nan=1e38), first.nan_to_num(nan=1e38)), (
                 f"{name} differs between rank 0 and rank {rank} by "
-                f"{float((part.double() - first.double()).abs().max())}"
+                f"{float((tensor.double() - first.double()).abs().max())}"
             )
         joined[name] = first
     return joined
 
 
 def golden_outputs(case: Case) -> dict[str, Tensor]:
-    """Computes the expected result of `run_case` from the reference in float64 on the unchanged
-    inputs."""
+    """Computes the expected result of `run_case` by the reference, in float64."""
     return _dense(case, lambda tensor: _rounded(tensor, case.computed_dtype), torch.float64)
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds to values that `dtype` can hold; the gradient passes unrounded, as no cast would let
-    it."""
+    """Rounds to values that `dtype` can hold; the gradient passes unrounded, unlike a cast's."""
     values = tensor.detach().to(dtype).double()
     change = torch.where(values == tensor.detach(), 0, values - tensor.detach())
     return tensor.double() + change
 
 
 def dense_outputs(case: Case, logits_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Computes the dense PyTorch recipe: logits in `logits_dtype` (None: the inputs'), fp32
-    softmax."""
+    """Computes the dense PyTorch recipe, with an fp32 softmax.
+
+    Args:
+        logits_dtype: dtype of the logits; None: the inputs'.
+    """
     rounded = case.computed_dtype
     dtype = logits_dtype or rounded
     softmax_dtype = torch.promote_types(dtype, torch.float32)
@@ -196,10 +199,10 @@ def dense_outputs(case: Case, logits_dtype: torch.dtype | None = None) -> dict[s
 
 
 def _dense(case: Case, cast: Any, softmax_dtype: torch.dtype) -> dict[str, Tensor]:
-    whole = case.inputs
+    inputs = case.inputs
     leaves: dict[str, Tensor] = {}
     for name in ("hidden", "weight", "bias", "token_weight"):
-        tensor = getattr(whole, name)
+        tensor = getattr(inputs, name)
         if tensor is None:
             continue
         # The gradients of the golden must not be rounded either.
@@ -219,10 +222,10 @@ def _dense(case: Case, cast: Any, softmax_dtype: torch.dtype) -> dict[str, Tenso
         return linear_cross_entropy_reference(
             leaves["hidden"],
             leaves["weight"],
-            whole.targets,
+            inputs.targets,
             logits=dense_logits,
             token_weight=leaves.get("token_weight"),
-            class_weight=whole.class_weight,
+            class_weight=inputs.class_weight,
             **meaning,
         )
 
@@ -241,7 +244,7 @@ def _dense(case: Case, cast: Any, softmax_dtype: torch.dtype) -> dict[str, Tenso
         leaf = leaves.get(name)
         if case.backward and leaf is not None:
             results[f"grad_{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    # Per token, for the rounding noise to expect in a sum of them.
+    # Losses of single tokens: their errors give the rounding noise of a sum.
     with torch.no_grad():
         results["token_loss"] = (
             reference(logits, {**meaning, "reduction": "none"}).loss

@@ -1,4 +1,4 @@
-"""Processes that need not import torch: forks of one that has, and has done nothing else."""
+"""Processes forked from a server that has imported torch, and has done nothing else."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-# What ranks of any kind import, and what torch.optim, torch.distributed.checkpoint, torch.compile
-# and Megatron's modules import when they are first used. Those not installed are left out.
+# Modules that ranks import, and modules that torch.optim, torch.distributed.checkpoint,
+# torch.compile and Megatron import at their first use. The server skips those not installed.
 IMPORTED = (
     "cce_dist.cli.main",
     "cce_dist.testing",
@@ -29,8 +29,8 @@ IMPORTED = (
 
 class _Fork(ForkServerProcess):
     def run(self) -> None:
-        # A million objects of modules, which never are garbage: each full collection looks at them
-        # for 0.3 s, and so copies what this process shares with the server.
+        # Modules hold a million objects that never become garbage. Each full collection would
+        # visit them for 0.3 s, and so copy the memory that this process shares with the server.
         gc.freeze()
         super().run()
 
@@ -41,11 +41,11 @@ class _ForkContext(ForkServerContext):
 
 @functools.cache
 def fork_context() -> ForkServerContext:
-    """Returns a context of multiprocessing: a fork starts in 0.1 s; a spawned process imports for
-    1.5 s or more.
+    """Returns a context of multiprocessing whose processes are forks of a server.
 
-    The server starts with the first process, from the environment of that moment. It has no
-    threads, and what tests have replaced in this process is not so there.
+    A fork starts in 0.1 s; a spawned process would import for 1.5 s or more. The server starts with
+    the first process, in the environment of that moment. It has no threads, and none of the
+    replacements that tests make in this process.
     """
     context = _ForkContext()
     context.set_forkserver_preload(list(IMPORTED))
@@ -54,8 +54,10 @@ def fork_context() -> ForkServerContext:
 
 @functools.cache
 def start_fork_server() -> None:
-    """Waits until the server has imported all: 10 s of a core, which the first process waits for
-    otherwise, in whoever's time."""
+    """Starts the server and waits until it has imported all modules, 10 s of a core.
+
+    Otherwise the test that starts the first process would wait.
+    """
     process: Any = fork_context().Process(target=_nothing)
     process.start()
     process.join()
@@ -77,9 +79,9 @@ def run_module(
     """Runs `python -m NAME ARGUMENTS`, in a process that has imported torch already.
 
     Args:
-        folder: for what it writes.
-        environment: in addition to this process's, as the first fork has found it.
-        path: folders in which modules are looked for first.
+        folder: folder for files with its stdout and stderr.
+        environment: variables that are added to the server's environment.
+        path: folders in which Python looks for modules first.
     """
     outputs = [folder / name for name in ("stdout", "stderr")]
     module_args = (
@@ -95,10 +97,10 @@ def run_module(
     code = process.exitcode
     process.kill()
     process.join()
-    said = [output.read_text() for output in outputs]
+    texts = [output.read_text() for output in outputs]
     if code is None:
-        raise TimeoutError(f"not done within {timeout} s: {said}")
-    return subprocess.CompletedProcess([name, *arguments], code, *said)
+        raise TimeoutError(f"{name} must end within {timeout} s, got so far: {texts}")
+    return subprocess.CompletedProcess([name, *arguments], code, *texts)
 
 
 def _be_module(

@@ -1,4 +1,4 @@
-"""Seeded inputs of a linear cross-entropy: what the logits look like decides what a test sees."""
+"""Seeded inputs of a linear cross-entropy; the shape of their softmax decides what a test sees."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def sample_targets(
     weight: Tensor,  # [V, D]
     generator: torch.Generator,
 ) -> Tensor:
-    """Targets drawn from the softmax of the logits, as a model's own text would be. [...] int64"""
+    """Draws targets [...] int64 from the softmax of the logits, like text of the model's own."""
     flat = hidden.reshape(-1, hidden.shape[-1]).double()
     ids = [
         torch.multinomial((rows @ weight.double().T).softmax(-1), 1, generator=generator)
@@ -81,7 +81,7 @@ def gaussian_inputs(
     generator: torch.Generator,
     dtype: torch.dtype = torch.float32,
 ) -> Inputs:
-    """Logits ~ N(0, 1), uniform targets: a model at initialisation. No filter ever pays here."""
+    """Draws logits ~ N(0, 1) and uniform targets: a model at initialisation. No filter pays."""
     shape = _shape(tokens)
     hidden = _normal(generator, *shape, dim)
     weight = _normal(generator, num_classes, dim) / math.sqrt(dim)
@@ -141,7 +141,7 @@ def large_logit_inputs(
     dtype: torch.dtype = torch.float32,
     largest: float = 1e4,
 ) -> Inputs:
-    """Logits up to +-`largest`, either sign in every row: a sum of exponentials must not overflow.
+    """Draws logits up to +-`largest`, of both signs in every row: exponentials would overflow.
 
     Columns come in pairs that nearly tie, so that the softmax is not one-hot everywhere.
     """
@@ -149,7 +149,7 @@ def large_logit_inputs(
     weight = inputs.weight.clone()
     weight[1::2] = weight[: num_classes // 2 * 2 : 2]
     logits = inputs.hidden.reshape(-1, dim) @ weight.T
-    # Half of it on either side: fp16 ends at 65504.
+    # Both factors share the scale: fp16 ends at 65504.
     scale = math.sqrt(largest / float(logits.abs().max())) if logits.numel() else 1.0
     hidden, weight = (inputs.hidden * scale).to(dtype), (weight * scale).to(dtype)
     return replace(inputs, hidden=hidden, weight=weight)
@@ -161,8 +161,7 @@ Allowed = Callable[[Row], bool]
 
 
 def pairwise(factors: Factors, allowed: Allowed = lambda row: True, *, seed: int = 0) -> list[Row]:
-    """Returns a covering set: every pair of values that `allowed` admits stands in at least one
-    row."""
+    """Returns rows in which every pair of values that `allowed` admits occurs at least once."""
     every = _candidates(factors, allowed, seed)
     pairs_of_rows = _standing(factors, every, 2)
     missing = functools.reduce(operator.or_, pairs_of_rows, 0)
@@ -178,9 +177,11 @@ def pairwise(factors: Factors, allowed: Allowed = lambda row: True, *, seed: int
 def each_choice(
     factors: Factors, allowed: Allowed = lambda row: True, *, seed: int = 0
 ) -> list[Row]:
-    """Returns as many rows as the longest factor has values, or a few more: every value that
-    `allowed` admits stands in at least one row. Of rows with as many new values the row with most
-    new pairs comes first."""
+    """Returns rows in which every value that `allowed` admits occurs at least once.
+
+    There are as many rows as the longest factor has values, or a few more. Among rows with as many
+    new values, the row with the most new pairs is taken first.
+    """
     every = _candidates(factors, allowed, seed)
     values, pairs = (_standing(factors, every, size) for size in (1, 2))
     missing, seen = functools.reduce(operator.or_, values, 0), 0
@@ -198,8 +199,10 @@ def each_choice(
 
 
 def _standing(factors: Factors, rows: Sequence[Row], size: int) -> list[int]:
-    """Returns, for each row, the set of combinations of `size` values, each with its factor's name,
-    that stand in the row. Sets are bits of an int, a hundred times as fast."""
+    """Returns for each row its combinations of `size` values, as bits of an int.
+
+    A value counts together with its factor's name. Bits are a hundred times as fast as sets.
+    """
     bits: dict[tuple, int] = {}
     sets = []
     for row in rows:

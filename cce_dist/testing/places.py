@@ -1,6 +1,6 @@
 """Places where a test computes: every backend on every device, and grids of tests over them.
 
-tests/conftest.py marks what these give by its argument `place`: "gpu", or "interpreter".
+tests/conftest.py marks each test by its argument `place`: "gpu", or "interpreter".
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Place:
 
     @property
     def interprets(self) -> bool:
-        """Triton's kernels run in its interpreter: thousands of times slower than compiled."""
+        """Tells whether Triton interprets kernels: thousands of times slower than compiled."""
         return self.backend == "triton" and self.device == "cpu"
 
     @property
     def compiles(self) -> bool:
-        """Triton's kernels are compiled, which takes longer than any test."""
+        """Tells whether Triton compiles kernels, which takes longer than any test."""
         return self.backend == "triton" and self.device == "cuda"
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword argument of `linear_cross_entropy` that chooses the backend."""
+        """Returns the keyword argument of `linear_cross_entropy` that chooses the backend."""
         return {"backend": self.backend}
 
     @property
@@ -71,15 +71,16 @@ def grid(
     allowed: Callable[[dict[str, Any]], bool] = lambda row: True,
     **factors: Factor,
 ) -> dict[str, Any]:
-    """Keywords of `pytest.mark.parametrize` for the argument `place` and the factors.
+    """Returns keywords of `pytest.mark.parametrize` for the argument `place` and the factors.
 
-    Torch takes the full product. Triton, slow to interpret and slower to compile, takes a covering
-    set: in the interpreter each pair of values stands in at least one test, on a GPU each value.
+    Torch runs the full product of the factors. Triton is slow to interpret and slower to compile,
+    so it runs a covering set: in the interpreter each pair of values occurs in at least one test,
+    on a GPU each value.
 
     Args:
         allowed: returns True for the rows {factor: name} to keep.
-        factors: values, their str() as ids, or a mapping from ids to values; of "dtype" (names)
-            each place gets those that it takes.
+        factors: values, whose str() are the ids, or a mapping from ids to values. For the factor
+            "dtype" the ids are names in DTYPES, and a place runs only the dtypes that it takes.
     """
     named = {
         name: dict(values) if isinstance(values, Mapping) else {str(x): x for x in values}

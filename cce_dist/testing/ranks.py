@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cce_dist.testing.forks import fork_context
 from cce_dist.testing.interpreter import speed_up_interpreter
 
-# After one rank failed, the others get this long to fail or finish on their own.
+# Time that the other ranks have to fail or finish after one rank has failed.
 GRACE_SECONDS = 5.0
 START_SECONDS = 120.0
 
@@ -41,7 +41,7 @@ class RankError(RuntimeError):
 
     def __init__(self, failures: dict[int, tuple[str, str]]) -> None:
         self.failures = failures
-        lines = [f"rank {rank}: {what}\n{trace}" for rank, (what, trace) in failures.items()]
+        lines = [f"rank {rank}: {message}\n{trace}" for rank, (message, trace) in failures.items()]
         super().__init__("\n".join(lines))
 
 
@@ -114,7 +114,7 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         for worker in self._workers:
-            # With its forks.
+            # Its forks are in its process group.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
             worker.kill()
@@ -154,21 +154,21 @@ class RankPool:
         failures: dict[int, tuple[str, str]] = {}
         pending = {connection: rank for rank, connection in enumerate(connections)}
         deadline = time.monotonic() + timeout
-        lost = False
+        broken = False
         while pending:
             answered = wait(list(pending), max(deadline - time.monotonic(), 0))
             ready = [connection for connection in pending if connection in answered]
             if not ready:
                 for rank in pending.values():
                     failures[rank] = (f"no answer in {timeout:.0f} s; the pool was killed", "")
-                lost = True
+                broken = True
                 break
             for connection in ready:
                 rank = pending.pop(connection)
                 try:
                     failure, result = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError) as error:
-                    failure, result, lost = (f"the process died: {error!r}", ""), None, True
+                    failure, result, broken = (f"the process died: {error!r}", ""), None, True
                 if failure is None:
                     results[rank] = result
                     continue
@@ -176,7 +176,7 @@ class RankPool:
                 grace = time.monotonic() + GRACE_SECONDS
                 if grace < deadline:
                     deadline, timeout = grace, GRACE_SECONDS
-        if lost:
+        if broken:
             self.close()
         return results, failures
 
@@ -191,16 +191,17 @@ def shared_pool() -> RankPool:
 
 @functools.cache
 def nccl_pool() -> RankPool:
-    """Returns a pool with a process a CUDA device, two or four of them, ended at exit. Kernels
-    compile in the first calls."""
+    """Returns the pool with a process on each of two or four CUDA devices, ended at exit.
+
+    Its timeout is long: kernels compile in the first calls.
+    """
     pool = RankPool(4 if torch.cuda.device_count() >= 4 else 2, timeout=250, backend="nccl")
     atexit.register(pool.close)
     return pool
 
 
 def _serve_all(prepare: Callable[[], object] | None, ranks: Sequence[tuple[Any, ...]]) -> None:
-    """Serves as ranks of the pool, each by a fork of this process; the process itself is the last
-    rank."""
+    """Serves all ranks: each by a fork of this process, and the last by the process itself."""
     os.setpgid(0, 0)
     if prepare is not None:
         prepare()
@@ -208,7 +209,7 @@ def _serve_all(prepare: Callable[[], object] | None, ranks: Sequence[tuple[Any, 
     for number, rank in enumerate(ranks):
         others = ranks[number + 1 :]
         if others and os.fork():
-            # A pipe ends when all who have it are gone.
+            # A pipe ends only when every process that holds it has closed it.
             rank[3].close()
             continue
         for other in others:
@@ -248,17 +249,17 @@ def _answer(payload: bytes, groups: dict[tuple[int, int], Any]) -> bytes:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            # As in pyproject.toml.
+            # The exception that pyproject.toml makes for the tests.
             warnings.filterwarnings("ignore", module=r"triton\.runtime\.interpreter")
             first, count, function, args = pickle.loads(payload)
             return pickle.dumps((None, function(groups[first, count], *args)))
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        return pickle.dumps(((what, traceback.format_exc()), None))
+        message = f"{type(error).__name__}: {error}"
+        return pickle.dumps(((message, traceback.format_exc()), None))
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Records (operator name, elements of its largest tensor) of every collective inside it."""
+    """A recorder of each collective in its context: (name, elements of the largest tensor)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,6 +274,6 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def count(self, *words: str) -> int:
-        """Counts the collectives with one of the words in their name, underscores left out."""
+        """Counts the collectives whose name, without underscores, has one of the words."""
         names = [name.replace("_", "") for name, _ in self.calls]
         return sum(any(word in name for word in words) for name in names)

@@ -1,8 +1,8 @@
 """The tolerance rule of the project: the largest error that a test accepts.
 
 The golden is the reference in float64 on the inputs already rounded to the tested dtype, the
-baseline the dense PyTorch recipe in that dtype. `promise` bounds any output, `gate` the outputs
-in fp32, where a bf16 baseline would leave room for a bug.
+baseline the dense PyTorch recipe in that dtype. `check_promise` bounds any output, `check_gate` the
+outputs in fp32, for which a bf16 baseline would leave room for a bug.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cce_dist.testing.cases import Case, dense_outputs, golden_outputs
 
-# float64: both sides round; a value of 1e-16 cannot be asked of another order of summation.
+# In float64 both sides round: another order of summation cannot agree to 1e-16.
 CLOSE64 = 1e-11
 
 
@@ -76,11 +76,11 @@ def check_promise(
     *,
     noise: float = 0.0,
 ) -> float:
-    """max err <= 2 (max err of the baseline + band) and rms err <= 1.5 rms err of the baseline.
+    """Checks max err <= 2 (baseline's max err + band) and rms err <= 1.5 (baseline's rms err).
 
     Args:
-        noise: error to expect of the baseline; its own error, a single number, may be 0 by luck.
-    Returns: the larger error over what it may be.
+        noise: expected error of the baseline; the error of a single number may be 0 by luck.
+    Returns: the larger of both errors over their bounds.
     Raises:
         AssertionError: the promise is broken, or a value is not finite where the golden is.
     """
@@ -105,52 +105,54 @@ def check_gate(
     scale: Tensor | None = None,
     noise: float = 0.0,
 ) -> float:
-    """rms err <= 4 (rms err of dense with fp32 logits + 2^-24 rms golden).
+    """Checks rms err <= 4 (rms err of dense with fp32 logits + 2^-24 rms golden).
 
     Args:
-        scale: what rounds, where that is not the golden itself: an entropy near 0 is the
+        scale: numbers whose rounding counts, if larger than the golden: an entropy near 0 is the
             difference of two numbers of lse's size.
-        noise: error to expect of the dense value; its own error, a single number, may be 0 by luck.
-    Returns: the error over what it may be.
+        noise: expected error of the dense value; the error of a single number may be 0 by luck.
+    Returns: the error over its bound.
     Raises:
-        AssertionError: the gate is closed, or a value is not finite where the golden is.
+        AssertionError: the error is above its bound, or a value is not finite where the golden is.
     """
     errors = _errors(name, ours, golden)
     theirs = max(_rms(_errors(f"{name} of dense fp32", dense_fp32, golden)), noise)
-    unit = _rms(golden) if scale is None else max(_rms(golden), _rms(scale))
-    got, bound = _rms(errors), 4 * (theirs + 2**-24 * unit)
+    size = _rms(golden) if scale is None else max(_rms(golden), _rms(scale))
+    got, bound = _rms(errors), 4 * (theirs + 2**-24 * size)
     if got > bound:
         raise AssertionError(_report(name, "gate, rms err", got, bound, errors, golden))
     return _share(got, bound)
 
 
 def check_close64(name: str, ours: Tensor, golden: Tensor, *, scale: Tensor | None = None) -> float:
-    """float64: max err <= 1e-11 max|golden|. Returns: the error over what it may be.
+    """Checks max err <= 1e-11 max|golden|, in float64.
 
+    Args:
+        scale: as for `check_gate`.
+    Returns: the error over its bound.
     Raises:
-        AssertionError: it is not.
+        AssertionError: the error is above its bound, or a value is not finite where the golden is.
     """
     errors = _errors(name, ours, golden)
-    unit = _largest(golden.double().abs())
+    size = _largest(golden.double().abs())
     if scale is not None:
-        unit = max(unit, _largest(scale.double().abs()))
-    got, bound = _largest(errors), CLOSE64 * unit
+        size = max(size, _largest(scale.double().abs()))
+    got, bound = _largest(errors), CLOSE64 * size
     if got > bound:
         raise AssertionError(_report(name, "float64, max err", got, bound, errors, golden))
     return _share(got, bound)
 
 
-# Statistics that cancel: their unit of rounding is that of the logits, not their own size.
+# Differences of large numbers: they round like the logits, whatever their own size.
 _CANCELLING = ("entropy", "mean_logit")
 
 
 def check_outputs(
     case: Case, outputs: Mapping[str, Tensor], *, but: tuple[str, ...] = ()
 ) -> dict[str, float]:
-    """Checks every output of `run_case` or `join_ranks` (except those named in `but`) against its
-    rule.
+    """Checks every output of `run_case` or `join_ranks`, except `but`, against its rule.
 
-    Returns: of each that has an error, how much of the allowed one it is.
+    Returns: by name of each output but `correct`: its error over the bound.
     Raises:
         AssertionError: an output misses its bound, is missing, or has the wrong dtype.
     """
@@ -197,8 +199,7 @@ def _output_dtype(case: Case, name: str) -> torch.dtype:
 
 
 def _sum_noise(golden: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> float:
-    """Returns the error that a sum (or mean) of token losses has if the errors of `dense` are
-    independent."""
+    """Returns the error of a sum (or mean) of token losses, if errors of tokens are independent."""
     errors = dense["token_loss"].double() - golden["token_loss"]
     if golden["loss"].ndim or not errors.numel():
         return 0.0

@@ -54,11 +54,11 @@ def convergence(
             about["seed"] = seed
             for step in STEPS:
                 grown = offset * step / STEPS[-1] / len(GROUPS)
-                found = {
+                nats = {
                     group: loss_at(step, group, seed) + grown * (1 + GROUPS.index(group))
                     for group in GROUPS
                 }
-                rows.append({"part": "curve", **about, "step": step, **found})
+                rows.append({"part": "curve", **about, "step": step, **nats})
             timing = {"steps": STEPS[-1], "seconds": 2.0, "median_step_ms": 20.0 + 100 * offset}
             rows.append({"part": "run", **about, **timing, "peak_gib": 1.5})
         failed = {"method": "screened", "seed": 0, "failed": "ValueError: not here"}
@@ -136,8 +136,8 @@ def classes() -> Record:
         for method, step in itertools.product(("filtered", "dense"), (0, 50, 100))
     ]
     for method, time, memory in (("filtered", 5.0, 10.0), ("dense", 4.0, 400.0)):
-        found = {"median_ms": time, "peak_mib": memory, "loss": 1.5}
-        rows.append({"part": "loss", "method": method, **found})
+        cells = {"median_ms": time, "peak_mib": memory, "loss": 1.5}
+        rows.append({"part": "loss", "method": method, **cells})
     return record_of("classes", rows)
 
 

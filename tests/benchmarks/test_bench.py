@@ -44,8 +44,8 @@ def test_bench_loss_writes_all_files(tmp_path: Path) -> None:
     parts = [f"--passes={part}" for part in all_parts]
     both = ["--inputs", "gaussian", "--inputs", "zipf", "--method", "dense", "--method", "filtered"]
     invoke("loss", *TINY, *files, *parts, *both, "--plots", str(tmp_path))
-    found = json.loads((tmp_path / "a.json").read_text())["rows"]
-    cases = [(row["inputs"], row["method"], row["part"]) for row in found]
+    stored = json.loads((tmp_path / "a.json").read_text())["rows"]
+    cases = [(row["inputs"], row["method"], row["part"]) for row in stored]
     assert cases == [
         (inputs, method, part)
         for inputs in ("gaussian", "zipf")
@@ -57,11 +57,11 @@ def test_bench_loss_writes_all_files(tmp_path: Path) -> None:
         )
         for part in parts
     ]
-    assert all(0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] for row in found)
-    dense = next(row for row in found if row["part"] == "loss+grad" and row["method"] == "dense")
+    assert all(0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] for row in stored)
+    dense = next(row for row in stored if row["part"] == "loss+grad" and row["method"] == "dense")
     gradients_mib = 4 * 16 * (64 + 500) / 2**20
     assert dense["peak_extra_mib"] == pytest.approx(dense["over_gradients_mib"] + gradients_mib)
-    assert len(read_csv(tmp_path / "a.csv")) == len(found)
+    assert len(read_csv(tmp_path / "a.csv")) == len(stored)
     for name in ("time-error.png", "time-memory.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 

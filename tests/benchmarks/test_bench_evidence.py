@@ -68,13 +68,13 @@ def of(rows: list[FidelityRow], method: str, group: str = "all") -> list[Fidelit
 def test_groups_are_tenths_of_the_text() -> None:
     inputs = skewed()
     assert inputs.token_counts is not None
-    whole, *tenths = groups_of(inputs, tenths=True)
+    of_all, *tenths = groups_of(inputs, tenths=True)
     (*tenths, never), by_ids = tenths[:-10], tenths[-10:]
-    assert [whole.name, never.name] == ["all", "never"]
+    assert [of_all.name, never.name] == ["all", "never"]
     assert [group.name for group in tenths] == [str(number) for number in range(1, 11)]
     assert never.times == (0, 0) and int(never.ids.sum()) == 20
     ids = torch.stack([group.ids for group in (*tenths, never)])
-    assert ids.sum(0).eq(1).all() and whole.ids.all()
+    assert ids.sum(0).eq(1).all() and of_all.ids.all()
     counts = inputs.token_counts
     shares = [float(counts[group.ids].sum() / counts.sum()) for group in tenths]
     # The most frequent id alone is more than a tenth.
@@ -95,11 +95,11 @@ def test_compare_groups_by_hand() -> None:
     inputs = skewed(40)
     groups = groups_of(inputs, tenths=True)
     golden = golden_gradients(inputs)
-    found = gradients(dense_loss, replace(inputs, hidden=inputs.hidden.bfloat16().float()))
-    compared = compare_groups(found, golden, groups)
+    rounded = gradients(dense_loss, replace(inputs, hidden=inputs.hidden.bfloat16().float()))
+    compared = compare_groups(rounded, golden, groups)
     for group in groups:
         for name, rows in (("hidden", group.tokens), ("weight", group.ids)):
-            ours, right = (getattr(x, name)[rows].double() for x in (found, golden))
+            ours, right = (getattr(x, name)[rows].double() for x in (rounded, golden))
             if not rows.any():
                 assert compared[group.name][f"grad_{name}_error"] is None
                 continue
@@ -110,7 +110,9 @@ def test_compare_groups_by_hand() -> None:
                 got = compared[group.name][f"grad_{name}_{key}"]
                 assert got == pytest.approx(float(value), rel=1e-6, abs=1e-12)
         rows = group.ids
-        by_row = (found.weight - golden.weight)[rows].norm(dim=1) / golden.weight[rows].norm(dim=1)
+        by_row = (rounded.weight - golden.weight)[rows].norm(dim=1) / golden.weight[rows].norm(
+            dim=1
+        )
         got = compared[group.name]["grad_weight_update_error"]
         assert got == pytest.approx(float(by_row.square().mean().sqrt()), rel=1e-5)
     starved = compare(products_by_row(torch.zeros(3, 2), torch.ones(3, 2)).sum(0))
@@ -122,9 +124,9 @@ def test_bench_fidelity_says_where_logits_were_screened() -> None:
     inputs = replace(made, hidden=made.hidden.bfloat16(), weight=made.weight.bfloat16())
     candidates = candidates_of(["filtered", "screened"], inputs, [1.0], [], "torch")
     rows = bench_fidelity(inputs, candidates, tenths=False, repeats=1)
-    own, listed = of(rows, "screened")
+    default, listed = of(rows, "screened")
     # A vocabulary as small keeps every column by itself.
-    assert own.screened is False and listed.screened is True
+    assert default.screened is False and listed.screened is True
     _, full = of(rows, "filtered")
     assert full.screened is None and full.grad_weight_error and listed.grad_weight_error
     assert listed.grad_weight_error < 1.1 * full.grad_weight_error
@@ -143,14 +145,19 @@ def test_bench_fidelity_rows() -> None:
         (row,) = of(rows, method)
         assert row.grad_weight_error is not None and row.grad_weight_error < 1e-5
         assert row.threshold is row.by is row.kept is None
-    own, listed = of(rows, "filtered")
+    default, listed = of(rows, "filtered")
     # A vocabulary as small keeps every column.
-    assert (own.threshold, own.default, own.kept, own.tail_mass) == (0.0, True, 1.0, 0.0)
+    assert (default.threshold, default.default, default.kept, default.tail_mass) == (
+        0.0,
+        True,
+        1.0,
+        0.0,
+    )
     assert (listed.threshold, listed.default, listed.by) == (keep, None, "mass")
     assert 0 < listed.kept < 1 and listed.tail_mass > 0 and listed.median_ms > 0
     (_, without) = of(rows, "no-tail")
     assert without.kept == listed.kept
-    assert without.grad_weight_error > listed.grad_weight_error > own.grad_weight_error
+    assert without.grad_weight_error > listed.grad_weight_error > default.grad_weight_error
     # Dropped columns were pushed down by less than they should be: rare ones above all.
     (_, rare), (_, right) = of(rows, "no-tail", "10"), of(rows, "filtered", "10")
     assert rare.grad_weight_norm_ratio < right.grad_weight_norm_ratio
@@ -161,23 +168,23 @@ def test_bench_fidelity_rows() -> None:
     assert [row.failed for row in of(rows, "cce")] == [
         "ModuleNotFoundError: No module named 'cut_cross_entropy'"
     ]
-    whole, *groups = [row for row in rows if row.method == "float64"]
-    assert whole.num_tokens == len(inputs.hidden) and whole.num_ids == V
+    of_all, *groups = [row for row in rows if row.method == "float64"]
+    assert of_all.num_tokens == len(inputs.hidden) and of_all.num_ids == V
     # Tenths of the text, and of the ids.
     for each in (groups[:-10], groups[-10:]):
-        assert sum(row.num_tokens or 0 for row in each) == whole.num_tokens
+        assert sum(row.num_tokens or 0 for row in each) == of_all.num_tokens
         for name in ("grad_hidden_share", "grad_weight_share"):
             assert sum(getattr(row, name) for row in each) == pytest.approx(1)
 
 
 def test_bench_fidelity_of_a_peer_that_filters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of Apple's: dense, and at the largest threshold a failure."""
+    """The dense loss stands in for Apple's, and fails at the largest threshold."""
     seen = []
 
-    def build(**options: object) -> object:
+    def build(name: str, filter_eps: object) -> object:
         def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-            seen.append(options["filter_eps"])
-            if options["filter_eps"] == 0.5:
+            seen.append(filter_eps)
+            if filter_eps == 0.5:
                 raise RuntimeError("no room")
             return dense_loss(hidden, weight, targets)
 
@@ -187,8 +194,8 @@ def test_bench_fidelity_of_a_peer_that_filters(monkeypatch: pytest.MonkeyPatch) 
     inputs = skewed(150)
     candidates = candidates_of(["cce"], inputs, [], [0.25, 0.5], "auto")
     rows = of(bench_fidelity(inputs, candidates, repeats=3, tenths=False), "cce")
-    own = torch.finfo(torch.float32).eps / 32
-    assert [row.threshold for row in rows] == [own, 0.25, 0.5]
+    default = torch.finfo(torch.float32).eps / 32
+    assert [row.threshold for row in rows] == [default, 0.25, 0.5]
     assert [row.default for row in rows] == [True, None, None]
     assert [row.failed for row in rows] == [None, None, "RuntimeError: no room"]
     assert seen[0] == "auto" and rows[0].kept == 1
@@ -208,11 +215,11 @@ def test_a_failure_of_ours_is_raised() -> None:
 def test_default_keep_is_what_the_loss_takes(dtype: torch.dtype) -> None:
     inputs = make_inputs("gaussian", Shape(200, 5000, 8), dtype=dtype)
     keep = default_keep(inputs, "torch")
-    found = []
+    grads = []
     for filter in (Filter(), Filter(keep=keep)):
-        made = LinearCrossEntropy(filter=filter, backend="torch")
-        found.append(gradients(made, inputs).weight)
-    assert torch.equal(*found)
+        loss = LinearCrossEntropy(filter=filter, backend="torch")
+        grads.append(gradients(loss, inputs).weight)
+    assert torch.equal(*grads)
 
 
 def test_sparsity_by_hand() -> None:
@@ -246,9 +253,9 @@ def test_sparsity_by_hand() -> None:
 
 def test_ranks_to_draw() -> None:
     assert ranks_to_draw(1) == [1]
-    found = ranks_to_draw(256000)
-    assert found[:4] == [1, 2, 3, 4] and found[-1] == 256000
-    assert len(found) < 90 and found == sorted(set(found))
+    ranks = ranks_to_draw(256000)
+    assert ranks[:4] == [1, 2, 3, 4] and ranks[-1] == 256000
+    assert len(ranks) < 90 and ranks == sorted(set(ranks))
 
 
 def test_bench_evidence_commands(tmp_path: Path) -> None:

@@ -147,8 +147,8 @@ def test_time_limit() -> None:
 
 
 def test_percentiles_ms() -> None:
-    found = percentiles_ms([0.001 * i for i in range(1, 12)])
-    assert found == pytest.approx({"median_ms": 6, "p10_ms": 2, "p90_ms": 10})
+    percentiles = percentiles_ms([0.001 * i for i in range(1, 12)])
+    assert percentiles == pytest.approx({"median_ms": 6, "p10_ms": 2, "p90_ms": 10})
     assert percentiles_ms([0.002]) == {"median_ms": 2, "p10_ms": 2, "p90_ms": 2}
 
 

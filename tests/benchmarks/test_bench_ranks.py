@@ -64,8 +64,8 @@ def shares_kept(group: Any) -> list[float | None]:
     inputs = make_inputs("zipf", Shape(256, 2048, 32))
     place = Place(group, VocabShard.chunked(2048, group.rank(), group.size()))
     part = replace(inputs, weight=inputs.weight[place.rows])
-    how = {"filter": Filter(keep=0.02), "group": group}
-    filtered = LinearCrossEntropy(gradient="filtered", backend="triton", **how)
+    keywords = {"filter": Filter(keep=0.02), "group": group}
+    filtered = LinearCrossEntropy(gradient="filtered", backend="triton", **keywords)
     exact = LinearCrossEntropy(gradient="exact", backend="triton", group=group)
     shares = [kept_share(filtered, part, exchanges=exchanges) for exchanges in (True, False)]
     return [*shares, kept_share(exact, part, exchanges=True)]

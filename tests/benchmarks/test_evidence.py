@@ -50,7 +50,7 @@ def test_write_record(tmp_path: Path) -> None:
         path.read_text().splitlines()
     )
     write_record(classes(), tmp_path)
-    assert [found.name for found in read_records(tmp_path, "classes")] == ["classes"]
+    assert [stored.name for stored in read_records(tmp_path, "classes")] == ["classes"]
     assert read_records(tmp_path / "none") == []
 
 
@@ -95,9 +95,13 @@ def test_read_record_refuses(spoil: Callable[[str], str], message: str, tmp_path
 def test_append_rows(tmp_path: Path) -> None:
     record = replace(classes(), rows=({"a": 1},), seeds=(0,))
     append_rows(record, tmp_path)
-    found = append_rows(replace(record, rows=({"a": 2},), seeds=(1,), date="later"), tmp_path)
-    assert (found.rows, found.seeds, found.date) == (({"a": 1}, {"a": 2}), (0, 1), record.date)
-    assert read_records(tmp_path) == [found]
+    appended = append_rows(replace(record, rows=({"a": 2},), seeds=(1,), date="later"), tmp_path)
+    assert (appended.rows, appended.seeds, appended.date) == (
+        ({"a": 1}, {"a": 2}),
+        (0, 1),
+        record.date,
+    )
+    assert read_records(tmp_path) == [appended]
     with pytest.raises(RecordError, match="commit was '0123abc', got 'else'"):
         append_rows(replace(record, commit="else"), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["classes.json"]
@@ -128,7 +132,7 @@ def test_verdict_within_the_spread() -> None:
     verdict = case.verdict("filtered")
     assert verdict.within and verdict.worst == pytest.approx(0.8)
     assert (verdict.step, verdict.group) == (end, "never")
-    assert verdict.rarest_at_end == pytest.approx(0.8 * 11 / 12)
+    assert case.in_spreads("filtered", end, RAREST) == pytest.approx(0.8 * 11 / 12)
     assert str(verdict) == "yes; at most +0.80 ± 0.00 (ids never trained on, step 80)"
     outside = case.verdict("no-tail")
     assert outside.within is False and outside.worst == pytest.approx(2.0)

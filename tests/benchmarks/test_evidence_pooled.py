@@ -92,8 +92,8 @@ def test_starts_are_apart() -> None:
             [(100, ("random", "checkpoint")), (200, ("random", "checkpoint")), (300, ("random",))]
         )
     ]
-    found = {pool.start: pool.vocab_sizes for pool in pools_of(both)}
-    assert found == {"random": [100, 200, 300], "checkpoint": [100, 200]}
+    pools = {pool.start: pool.vocab_sizes for pool in pools_of(both)}
+    assert pools == {"random": [100, 200, 300], "checkpoint": [100, 200]}
 
 
 def test_of_two_records_of_a_vocabulary_the_one_with_more_seeds_counts() -> None:

@@ -51,9 +51,9 @@ def test_commands_refuse_what_cannot_be_written(command: list[str], tmp_path: Pa
         tmp_path / "file" / "x": "must lie in a folder, got",
     }.items():
         done = CliRunner().invoke(app, [*command, str(path)])
-        said = " ".join(done.output.replace("│", " ").split())
+        error_lines = " ".join(done.output.replace("│", " ").split())
         assert done.exit_code == 2, done.output
-        assert f"{command[-1]} {message}" in said
+        assert f"{command[-1]} {message}" in error_lines
 
 
 def test_write_output(tmp_path: Path) -> None:
@@ -71,12 +71,12 @@ def test_doctor_whose_findings_cannot_be_written() -> None:
 
 def test_report_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for arguments, what in {
+    for arguments, message in {
         (): f"got docs/evidence, no folder in {tmp_path}: start in a checkout",
         ("--records", "."): "got ., which has none: start in a checkout",
     }.items():
         done = CliRunner().invoke(app, ["report", *arguments])
         assert done.exit_code == 2
-        said = " ".join(done.output.replace("│", " ").split())
-        assert "".join(what.split()) in "".join(said.split()), said
+        error_lines = " ".join(done.output.replace("│", " ").split())
+        assert "".join(message.split()) in "".join(error_lines.split()), error_lines
     assert not list(tmp_path.iterdir())

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "how", "expected"),
+    ("world_size", "sizes", "expected"),
     [
         (8, {"tp": 2}, (4, 2)),
         (8, {"tp": 2, "pp": 2, "dp": 2}, (2, 2)),
@@ -38,13 +38,13 @@ ROOT = Path(__file__).parents[2]
         (8, {"tp": 0}, "tp must divide the number of ranks, got tp=0"),
     ],
 )
-def test_split_ranks(world_size: int, how: dict[str, Any], expected: Any) -> None:
+def test_split_ranks(world_size: int, sizes: dict[str, Any], expected: Any) -> None:
     if isinstance(expected, str):
         with pytest.raises(ValueError) as caught:
-            split_ranks(world_size, **how)
+            split_ranks(world_size, **sizes)
         assert expected in str(caught.value)
     else:
-        assert split_ranks(world_size, **how) == expected
+        assert split_ranks(world_size, **sizes) == expected
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_choose_device(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "local_size", "said", "threads"),
+    ("launcher", "local_size", "omp_threads", "threads"),
     [
         ("single", 1, None, 6),
         ("single", 1, "3", None),
@@ -92,19 +92,19 @@ def test_threads_of_a_rank_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
     launcher: Any,
     local_size: int,
-    said: str | None,
+    omp_threads: str | None,
     threads: int | None,
 ) -> None:
     """None: as torch has them, by OMP_NUM_THREADS."""
-    found: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    numbers_set: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers_set.append)
     monkeypatch.setattr(distributed, "_num_cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if said is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    if omp_threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", omp_threads)
     launch = replace(launch_of(), launcher=launcher, local_rank=0, local_world_size=local_size)
     choose_device(launch, "cpu")
-    assert found == ([] if threads is None else [threads])
+    assert numbers_set == ([] if threads is None else [threads])
 
 
 def test_choose_device_refuses(gpus: Callable[[int], list[int]]) -> None:

@@ -97,7 +97,7 @@ def run_example(place: Place, source: str, output: Path) -> None:
 
 def test_the_example_gives_one_loss(tmp_path: Path) -> None:
     (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ranks.md").read_text(), re.S)
-    said = []
+    outputs = []
     for size in (1, 3):
         output = tmp_path / str(size)
         port = free_port()
@@ -111,6 +111,6 @@ def test_the_example_gives_one_loss(tmp_path: Path) -> None:
         for process in processes:
             process.join(30)
         assert [process.exitcode for process in processes] == [0] * size
-        said.append(output.read_text())
-    assert said[0].startswith("1 ranks by slurm: ")
-    assert said[1] == said[0].replace("1 ranks", "3 ranks")
+        outputs.append(output.read_text())
+    assert outputs[0].startswith("1 ranks by slurm: ")
+    assert outputs[1] == outputs[0].replace("1 ranks", "3 ranks")

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from cce_dist.distributed.launchers import LaunchError
-from cce_dist.distributed.rendezvous import JoinError, locate, meet, open_store, part
+from cce_dist.distributed.rendezvous import JoinError, leave_store, locate, meet, open_store
 from tests.distributed.distributed_places import PATIENCE, launch_of
 
 
@@ -120,7 +120,7 @@ def test_part_waits_for_those_who_use_the_store(server: dist.TCPStore) -> None:
                 order.append(rank)
             else:
                 store.set("rank 0 is about to leave", "")
-            part(store, rank, 3, host=True)
+            leave_store(store, rank, 3, host=True)
             if rank == 0:
                 order.append(rank)
 
@@ -209,8 +209,8 @@ def test_locate_over_mpi_of_two_hosts(
 
 def test_locate_asks_mpi_only_for_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mpi(monkeypatch, None)
-    whole = replace(launch_of(1, 2, address="h", port=7), local_rank=0, local_world_size=1)
-    assert locate(whole, PATIENCE) == (whole, None)
+    complete = replace(launch_of(1, 2, address="h", port=7), local_rank=0, local_world_size=1)
+    assert locate(complete, PATIENCE) == (complete, None)
     alone, _ = locate(launch_of(), PATIENCE)
     assert (alone.local_rank, alone.local_world_size) == (0, 1)
 

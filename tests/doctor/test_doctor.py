@@ -30,8 +30,8 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["doctor", *arguments])
 
 
-def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    (check,) = [check for check in found["checks"] if check["name"] == name]
+def row(name: str, report: dict[str, Any]) -> dict[str, Any]:
+    (check,) = [check for check in report["checks"] if check["name"] == name]
     return check
 
 
@@ -45,29 +45,29 @@ def test_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     done = run("--json", str(path), "--seconds", "50")
     assert done.exit_code == 0, done.output
     assert max(len(line) for line in done.output.splitlines()) <= 80
-    found = json.loads(path.read_text())
-    assert (found["exit_code"], found["ranks"]) == (0, 1)
-    assert found["mesh"] == {"dp": 1, "pp": 1, "tp": 1}
-    assert found["versions"]["torch"] == torch.__version__
-    statuses = {check["name"]: check["status"] for check in found["checks"]}
+    report = json.loads(path.read_text())
+    assert (report["exit_code"], report["ranks"]) == (0, 1)
+    assert report["mesh"] == {"dp": 1, "pp": 1, "tp": 1}
+    assert report["versions"]["torch"] == torch.__version__
+    statuses = {check["name"]: check["status"] for check in report["checks"]}
     for dtype in place.dtypes:
         name = f"numerics torch {dtype}"
         assert statuses[name] == "ok"
-        numbers = row(name, found)["numbers"]
+        numbers = row(name, report)["numbers"]
         assert set(numbers["shares"]) == {"filtered", "exact", "in_forward"}
         outputs = {"loss", "lse", "grad_hidden", "grad_weight"}
         assert all(set(shares) == outputs for shares in numbers["shares"].values())
         assert 0 < numbers["share"] <= 1
     assert statuses["collectives"] == "skipped"
-    assert len(found["by_rank"]) == 1
+    assert len(report["by_rank"]) == 1
 
 
 def test_prints_json_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     done = run("--json", "-", "--seconds", "0")
-    found = json.loads(done.output)
-    assert row("numerics", found)["status"] == "skipped"
+    report = json.loads(done.output)
+    assert row("numerics", report)["status"] == "skipped"
     keys = {"name", "status", "found", "expected", "remedy", "numbers"}
-    assert all(set(check) == keys for check in found["checks"])
+    assert all(set(check) == keys for check in report["checks"])
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (1, "")
-    found = json.loads(done.stdout)
-    assert row("torch", found)["status"] == "failure"
-    assert row("torch", found)["remedy"]
-    assert row("numerics", found)["status"] == row("ranks", found)["status"] == "skipped"
+    report = json.loads(done.stdout)
+    assert row("torch", report)["status"] == "failure"
+    assert row("torch", report)["remedy"]
+    assert row("numerics", report)["status"] == row("ranks", report)["status"] == "skipped"
 
 
 def test_names_need_torch() -> None:
@@ -167,7 +167,7 @@ def test_what_has_no_time_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     place = replace(TRITON_CUDA, dtypes=("fp32",))
     of_place(place, monkeypatch, "exact")
     (check,) = numerics.check_numerics(facts(), 1e-9)
-    assert check.remedy == "--seconds 60; what was compiled is kept"
+    assert check.remedy == "--seconds 60; compiled kernels are kept"
 
 
 @pytest.mark.interpreter

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cce_dist.doctor.collectives import Measured, judge
-from cce_dist.doctor.facts import read_links
+from cce_dist.doctor.facts import RankFacts, read_links
 from cce_dist.doctor.links import Expected, Link, link_of
 
 TOPOLOGY = """\
@@ -24,14 +25,14 @@ Legend:
 
 
 def test_read_links() -> None:
-    found = read_links(TOPOLOGY, "0, GPU-c\n1, GPU-a\n2, GPU-b\n")
-    assert found == {("a", "c"): "NV18", ("b", "c"): "PIX", ("a", "b"): "SYS"}
+    links = read_links(TOPOLOGY, "0, GPU-c\n1, GPU-a\n2, GPU-b\n")
+    assert links == {("a", "c"): "NV18", ("b", "c"): "PIX", ("a", "b"): "SYS"}
     assert read_links("", "") == {}
 
 
-def member(gpu: str | None, **changes: Any) -> dict[str, Any]:
-    links = [["a", "b", "NV18"], ["a", "c", "NV18"], ["b", "c", "NV18"], ["a", "d", "PIX"]]
-    return {"host": "node1", "gpu": gpu, "capability": [9, 0], "links": links} | changes
+def member(gpu: str | None, **changes: Any) -> RankFacts:
+    links = [("a", "b", "NV18"), ("a", "c", "NV18"), ("b", "c", "NV18"), ("a", "d", "PIX")]
+    return replace(RankFacts(host="node1", gpu=gpu, capability=(9, 0), links=links), **changes)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def member(gpu: str | None, **changes: Any) -> dict[str, Any]:
     [
         pytest.param([member("b"), member("a")], "NVLink, 18 links", True, id="nvlink"),
         pytest.param(
-            [member(x, capability=[10, 0]) for x in "ab"], "NVLink, 18", False, id="unmeasured"
+            [member(x, capability=(10, 0)) for x in "ab"], "NVLink, 18", False, id="unmeasured"
         ),
         pytest.param([member("a"), member("d")], "PCIe", False, id="pcie"),
         pytest.param([member("a"), member("z")], "unknown", False, id="unknown"),
@@ -48,7 +49,7 @@ def member(gpu: str | None, **changes: Any) -> dict[str, Any]:
         pytest.param([member(None)] * 4, "gloo", False, id="more ranks than cores"),
     ],
 )
-def test_link_of(members: list[dict[str, Any]], kind: str, expects: bool) -> None:
+def test_link_of(members: list[RankFacts], kind: str, expects: bool) -> None:
     link = link_of(members, cores=2)
     assert kind in link.kind
     assert (link.expected is not None) == expects

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from cce_dist.doctor import ranks as job
+from cce_dist.doctor.facts import RankFacts
 from cce_dist.testing import fork_context
 
 ROOT = Path(__file__).parents[2]
@@ -82,8 +83,8 @@ def _doctor(
     app(list(arguments), prog_name="cce-dist")
 
 
-def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    (check,) = [check for check in found["checks"] if check["name"] == name]
+def row(name: str, report: dict[str, Any]) -> dict[str, Any]:
+    (check,) = [check for check in report["checks"] if check["name"] == name]
     return check
 
 
@@ -93,18 +94,18 @@ def test_a_pipeline_of_tensor_parallel_ranks(tmp_path: Path) -> None:
     assert [code for code, _ in ended] == [0] * 4, ended
     assert [bool(output) for _, output in ended] == [True, False, False, False]
     assert max(len(line) for line in ended[0][1].splitlines()) <= 80
-    found = json.loads(path.read_text())
-    assert found["mesh"] == {"dp": 1, "pp": 2, "tp": 2}
-    assert (found["ranks"], len(found["by_rank"])) == (4, 4)
-    assert "128,000 of 256,000 classes a rank" in row("mesh", found)["found"]
+    report = json.loads(path.read_text())
+    assert report["mesh"] == {"dp": 1, "pp": 2, "tp": 2}
+    assert (report["ranks"], len(report["by_rank"])) == (4, 4)
+    assert "128,000 of 256,000 classes a rank" in row("mesh", report)["found"]
     for name in ("devices", "software"):
-        assert row(name, found)["status"] == "ok"
+        assert row(name, report)["status"] == "ok"
     # What nccl-tests count for a ring: 4 bytes, two numbers a token, and 6 bytes an element.
     expected = {"latency": 4.0, "merge": 4 * (2 * 256 + 8), "sum": 6.0 * 256 * 64}
     for group, size in (("tp", 2), ("pp x tp", 4)):
-        for what, num_bytes in expected.items():
-            numbers = row(f"{what}, {group} {size}", found)["numbers"]
-            rounds = size - 1 if what != "sum" else (size - 1) / size
+        for kind, num_bytes in expected.items():
+            numbers = row(f"{kind}, {group} {size}", report)["numbers"]
+            rounds = size - 1 if kind != "sum" else (size - 1) / size
             assert numbers["bus_bytes"] == pytest.approx(rounds * num_bytes)
             assert 0 < numbers["seconds"] < 10
 
@@ -115,12 +116,12 @@ def _other_software(rank: int) -> None:
 
     gather, reduce = run.gather_facts, collectives.reduce_grad_hidden
 
-    def other_facts(**how: Any) -> Any:
-        facts = gather(**how)
+    def other_facts(**keywords: Any) -> Any:
+        facts = gather(**keywords)
         return replace(facts, versions={**facts.versions, "torch": "2.12.0"}, sources="abc")
 
-    def wrong_sum(*args: Any, **how: Any) -> Any:
-        return reduce(*args, **how) + 1
+    def wrong_sum(*args: Any, **keywords: Any) -> Any:
+        return reduce(*args, **keywords) + 1
 
     if rank == 1:
         run.gather_facts, collectives.reduce_grad_hidden = other_facts, wrong_sum
@@ -131,14 +132,14 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     arguments = ("--sequence-parallel", "--json", str(path))
     ended = run_forked(2, tmp_path, *arguments, spoil=_other_software)
     assert [code for code, _ in ended] == [1, 1], ended
-    found = json.loads(path.read_text())
-    software = row("software", found)
+    report = json.loads(path.read_text())
+    software = row("software", report)
     assert software["status"] == "failure"
     assert "2.12.0 on rank 1" in software["found"]
     assert "abc on rank 1" in software["found"]
     assert "python" not in software["found"]
-    assert row("sum, tp 2", found)["status"] == "failure"
-    assert row("merge, tp 2", found)["status"] != "failure"
+    assert row("sum, tp 2", report)["status"] == "failure"
+    assert row("merge, tp 2", report)["status"] != "failure"
 
 
 def _silent(rank: int) -> None:
@@ -201,8 +202,8 @@ def test_ranks_with_other_arguments(tmp_path: Path) -> None:
 
 
 def test_devices() -> None:
-    def one(gpu: str | None, has_gpus: bool = True) -> dict[str, Any]:
-        return {"gpu": gpu, "has_gpus": has_gpus}
+    def one(gpu: str | None, has_gpus: bool = True) -> RankFacts:
+        return RankFacts(host="node1", gpu=gpu, has_gpus=has_gpus)
 
     check = job.check_devices
     assert check([one("a"), one("b")]).status == "ok"
@@ -215,8 +216,8 @@ def test_devices() -> None:
 
 
 def test_clocks() -> None:
-    def at(host: str, clock: float) -> dict[str, Any]:
-        return {"host": host, "clock": clock}
+    def at(host: str, clock: float) -> RankFacts:
+        return RankFacts(host=host, clock=clock)
 
     assert job.check_clocks([at("a", 1.0), at("a", 9.0)]) is None
     for clock, status in ((1.5, "ok"), (4.0, "warning")):
@@ -238,6 +239,6 @@ def test_under_torchrun() -> None:
         timeout=170,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["mesh"] == {"dp": 1, "pp": 1, "tp": 2}
-    assert row("sum, tp 2", found)["status"] in ("ok", "warning")
+    report = json.loads(done.stdout)
+    assert report["mesh"] == {"dp": 1, "pp": 1, "tp": 2}
+    assert row("sum, tp 2", report)["status"] in ("ok", "warning")

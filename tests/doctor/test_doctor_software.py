@@ -221,8 +221,8 @@ SITUATIONS: dict[str, tuple[Facts, Facts, int]] = {
 @pytest.mark.parametrize("clash", CLASHES, ids=lambda clash: clash.name)
 def test_clashes(clash: Any) -> None:
     applies, does_not, pp = SITUATIONS[clash.name]
-    found = [check.name for check in check_clashes(applies, pp)]
-    assert found == (OF_ONE_TORCH if clash.name in OF_ONE_TORCH else [clash.name])
+    names = [check.name for check in check_clashes(applies, pp)]
+    assert names == (OF_ONE_TORCH if clash.name in OF_ONE_TORCH else [clash.name])
     (check,) = check_clashes(does_not, pp if "pipelines" not in clash.name else 1)
     assert (check.name, check.status) == ("clashes", "ok")
     assert not clash.applies(does_not, pp)

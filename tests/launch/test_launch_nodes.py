@@ -96,9 +96,9 @@ def environment_of(pid: int) -> bytes:
 
 
 def wait_until(done: Callable[[], bool], timeout_s: float) -> None:
-    began = time.monotonic()
+    started = time.monotonic()
     while not done():
-        if time.monotonic() - began > timeout_s:
+        if time.monotonic() - started > timeout_s:
             raise TimeoutError(f"not within {timeout_s} s")
         time.sleep(0.02)
 

@@ -66,17 +66,17 @@ def bench_arguments(command: list[str], gpus: int) -> list[str]:
     options = get_args_parser().parse_args(arguments)
     assert program == "torchrun" and options.standalone and options.nproc_per_node == str(gpus)
     assert (options.module, options.training_script) == (True, "cce_dist")
-    first, *rest = options.training_script_args
+    first, *others = options.training_script_args
     assert first == "bench"
-    return rest
+    return others
 
 
 def parse(arguments: list[str]) -> Any:
     """By the benchmark's own parser, which refuses what it does not know."""
     group: Any = typer.main.get_command(cli.app)
     bench = group.commands["bench"]
-    name, command, rest = bench.resolve_command(bench.make_context("bench", arguments), arguments)
-    return command.make_context(name, rest)
+    name, command, others = bench.resolve_command(bench.make_context("bench", arguments), arguments)
+    return command.make_context(name, others)
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
@@ -91,9 +91,9 @@ def test_every_command_is_one_of_the_benchmark_s(copy: Path, gpus: int) -> None:
     if gpus == 1:
         asked = {"capture", "loss", "screen", "quantize", "fidelity", "probabilities", "converge"}
         assert named == asked | {"train"}
-        parts_of_runs = [c.params["part"] for c in contexts if c.info_name == "converge"]
-        # Of all methods, and of more seeds.
-        assert sorted(parts_of_runs) == ["0/3", "0/3", "1/3", "1/3", "2/3", "2/3"]
+        slices = [c.params["work_slice"] for c in contexts if c.info_name == "converge"]
+        # Three for all methods, and three for more seeds.
+        assert sorted(slices) == ["0/3", "0/3", "1/3", "1/3", "2/3", "2/3"]
     else:
         assert named == {"ranks", "pipeline", "train"}
     for context in contexts:

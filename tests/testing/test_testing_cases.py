@@ -31,15 +31,15 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inputs_are_seeded_and_shaped(family: str) -> None:
-    made = [
+    inputs = [
         FAMILIES[family]((3, 5), 70, 20, generator=generator(), dtype=torch.float16)
         for _ in range(2)
     ]
-    assert made[0].hidden.shape == (3, 5, 20) and made[0].weight.shape == (70, 20)
-    assert made[0].targets.shape == (3, 5) and made[0].targets.dtype == torch.int64
-    assert made[0].hidden.dtype == made[0].weight.dtype == torch.float16
+    assert inputs[0].hidden.shape == (3, 5, 20) and inputs[0].weight.shape == (70, 20)
+    assert inputs[0].targets.shape == (3, 5) and inputs[0].targets.dtype == torch.int64
+    assert inputs[0].hidden.dtype == inputs[0].weight.dtype == torch.float16
     for name in ("hidden", "weight", "targets"):
-        assert torch.equal(getattr(made[0], name), getattr(made[1], name))
+        assert torch.equal(getattr(inputs[0], name), getattr(inputs[1], name))
     empty = FAMILIES[family](0, 70, 20, generator=generator())
     assert empty.hidden.shape == (0, 20) and empty.targets.shape == (0,)
 
@@ -115,40 +115,46 @@ def test_each_choice_covers_every_allowed_value_in_few_rows() -> None:
 
 
 def test_grid_is_whole_for_torch_and_covers_pairs_in_the_interpreter() -> None:
-    made = grid(places=(TORCH_CPU, TRITON_CPU), size=(1, 2, 3), flag={"no": False, "yes": True},
+    keywords = grid(places=(TORCH_CPU, TRITON_CPU), size=(1, 2, 3), flag={"no": False, "yes": True},
                 dtype=("fp32", "bf16", "float64"))  # fmt: skip
-    assert made["argnames"] == ("place", "size", "flag", "dtype")
-    rows = {place: [row[1:] for row in made["argvalues"] if row[0] is place] for place in PLACES}
+    assert keywords["argnames"] == ("place", "size", "flag", "dtype")
+    rows = {
+        place: [row[1:] for row in keywords["argvalues"] if row[0] is place] for place in PLACES
+    }
     assert len(set(rows[TORCH_CPU])) == len(rows[TORCH_CPU]) == 3 * 2 * 3
     # Of these dtypes the interpreter takes one.
     assert {dtype for _, _, dtype in rows[TRITON_CPU]} == {"fp32"}
     assert {row[:2] for row in rows[TRITON_CPU]} == {
         (n, flag) for n in (1, 2, 3) for flag in (0, 1)
     }
-    assert made["ids"][0] == "torch_cpu-1-no-fp32" and len(set(made["ids"])) == len(made["ids"])
+    assert keywords["ids"][0] == "torch_cpu-1-no-fp32" and len(set(keywords["ids"])) == len(
+        keywords["ids"]
+    )
 
 
 def test_grid_takes_each_value_where_kernels_are_compiled() -> None:
     factors = {"size": (1, 2, 3), "flag": {"no": False, "yes": True}, "dtype": tuple(DTYPES)}
-    made = grid(places=(TORCH_CUDA, TRITON_CUDA), **factors)
-    rows = {place: [row[1:] for row in made["argvalues"] if row[0] is place] for place in PLACES}
+    keywords = grid(places=(TORCH_CUDA, TRITON_CUDA), **factors)
+    rows = {
+        place: [row[1:] for row in keywords["argvalues"] if row[0] is place] for place in PLACES
+    }
     assert len(rows[TORCH_CUDA]) == 3 * 2 * 4 and len(rows[TRITON_CUDA]) == 3
     for place, values in enumerate(((1, 2, 3), (False, True), TRITON_CUDA.dtypes)):
         assert {row[place] for row in rows[TRITON_CUDA]} == set(values)
     assert grid(places=(TRITON_CUDA,))["argvalues"] == [(TRITON_CUDA,)]
     assert len(grid(places=(TRITON_CUDA,), size=(1, 2, 3), flag=(0, 1))["argvalues"]) == 3
     # A value stands in a row that is allowed, or in none.
-    made = grid(
+    keywords = grid(
         places=(TRITON_CUDA,),
         allowed=lambda row: row["size"] == "3" or row["flag"] == "0",
         size=(1, 2, 3),
         flag=(0, 1),
     )
-    rows = {row[1:] for row in made["argvalues"]}
+    rows = {row[1:] for row in keywords["argvalues"]}
     assert {(1, 0), (2, 0), (3, 1)} <= rows <= {(1, 0), (2, 0), (3, 0), (3, 1)}
 
 
 def test_grid_leaves_out_what_is_not_allowed() -> None:
     allowed = lambda row: row["size"] != "2" or row["flag"] == "yes"  # noqa: E731
-    made = grid(places=(TORCH_CPU,), allowed=allowed, size=(1, 2), flag={"no": 0, "yes": 1})
-    assert [row[1:] for row in made["argvalues"]] == [(1, 0), (1, 1), (2, 1)]
+    keywords = grid(places=(TORCH_CPU,), allowed=allowed, size=(1, 2), flag={"no": 0, "yes": 1})
+    assert [row[1:] for row in keywords["argvalues"]] == [(1, 0), (1, 1), (2, 1)]

@@ -93,8 +93,8 @@ def test_rank_pool_keeps_its_processes_after_an_exception() -> None:
     with pytest.raises(RankError, match="planted at 1") as caught:
         pool.run(3, fail_on, (1,))
     assert set(caught.value.failures) == {1}
-    what, trace = caught.value.failures[1]
-    assert what == "ValueError: planted at 1" and "fail_on" in trace
+    message, trace = caught.value.failures[1]
+    assert message == "ValueError: planted at 1" and "fail_on" in trace
     with pytest.raises(RankError) as caught:
         pool.run(4, fail_on, (0, 3))
     assert set(caught.value.failures) == {0, 3}

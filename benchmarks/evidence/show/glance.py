@@ -63,12 +63,12 @@ def _of(records: Sequence[Record], kind: Kind) -> list[Record]:
 
 
 def _training(pools: Sequence[Pool]) -> Cells:
-    found: dict[str, list[Pool]] = {}
+    pools_by_method: dict[str, list[Pool]] = {}
     for pool in pools:
         for method in pool.methods:
-            found.setdefault(method, []).append(pool)
+            pools_by_method.setdefault(method, []).append(pool)
     cells = {}
-    for method, mine in found.items():
+    for method, mine in pools_by_method.items():
         verdicts = [pool.verdict(method) for pool in mine]
         seeds = sum(pool.num_seeds(method) for pool in mine)
         word = "yes" if all(verdict.within for verdict in verdicts) else "no"
@@ -83,9 +83,9 @@ def _gradients(record: Record) -> dict[str, Cells]:
     columns: dict[str, Cells] = {}
     for aspect, value in ASPECTS.items():
         ratios: dict[str, list[float]] = {}
-        for found in measured.values():
-            dense = value(found[REFERENCE]) if REFERENCE in found else None
-            for method, each in found.items():
+        for by_method in measured.values():
+            dense = value(by_method[REFERENCE]) if REFERENCE in by_method else None
+            for method, each in by_method.items():
                 if dense and (mine := value(each)) and method != REFERENCE:
                     ratios.setdefault(method, []).append(mine / dense)
         cells = {method: span(values, ".2f") for method, values in ratios.items()}
@@ -103,9 +103,9 @@ def _fewest_ranks(records: Sequence[Record]) -> list[tuple[str, list[Row]]]:
     def ranks(rows: Sequence[Row]) -> int:
         return min(show_end_to_end.ranks_of(row) for row in rows)
 
-    found = show_end_to_end.together(records)
-    found = [each for each in found if any(row["loss"] == REFERENCE for row in each[1])]
-    return sorted(found, key=lambda each: (ranks(each[1]), -len(each[1])))[:1]
+    sets = show_end_to_end.together(records)
+    sets = [each for each in sets if any(row["loss"] == REFERENCE for row in each[1])]
+    return sorted(sets, key=lambda each: (ranks(each[1]), -len(each[1])))[:1]
 
 
 def _steps(rows: Sequence[Row]) -> dict[str, Cells]:

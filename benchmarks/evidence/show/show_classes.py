@@ -14,7 +14,7 @@ COMPARED = {"median_ms": "time", "peak_mib": "memory"}
 
 
 def blocks(record: Record) -> list[Block]:
-    found: list[Block] = [
+    result: list[Block] = [
         Words(
             "Recognising instances among many classes: *top1* is the share of fresh views that are "
             "recognised among all classes. Loss and gradients, timed alone, are of one batch."
@@ -33,14 +33,14 @@ def blocks(record: Record) -> list[Block]:
         if any(line.points for line in lines):
             charts.append(Chart(title, Axis("views shown"), Axis(title), lines))
     if charts:
-        found.append(Figures(record.name, charts))
+        result.append(Figures(record.name, charts))
     if training:
         columns = ("step", "views", "seconds", "loss", "top1")
         rows = []
         for method in methods:
             last = [row for row in training if row["method"] == method][-1]
             rows.append([title_of(method), *(number(last.get(key), 4) for key in columns)])
-        found.append(Table(("at the end", *columns), rows))
+        result.append(Table(("at the end", *columns), rows))
     compared = _of(record, "loss")
     if compared:
         keys = ("median_ms", "peak_mib", "loss", "grad_hidden_error", "grad_weight_error")
@@ -55,13 +55,13 @@ def blocks(record: Record) -> list[Block]:
             for row in compared
         ]
         names = ("ms", "peak MiB", "loss", "hidden gradient, to dense", "weight gradient, to dense")
-        found.append(Table(("loss and gradients", *names), rows))
-    return found
+        result.append(Table(("loss and gradients", *names), rows))
+    return result
 
 
 def summary(records: Sequence[Record]) -> list[Block]:
     """Returns a table of our methods' time and memory, relative to dense."""
-    found = []
+    rows_shown = []
     for record in records:
         rows = {str(row["method"]): row for row in _of(record, "loss") if "failed" not in row}
         dense = rows.get("dense")
@@ -72,9 +72,9 @@ def summary(records: Sequence[Record]) -> list[Block]:
                 ratio = ours / theirs if ours and theirs else None
                 worse = ratio is not None and ratio > 1 and not is_tie(ratio)
                 cells.append("" if ratio is None else marked(f"{ratio:.3g}", worse))
-            found.append([record.title, title_of(name), *cells])
+            rows_shown.append([record.title, title_of(name), *cells])
     columns = ("of dense's", "method", *COMPARED.values())
-    return [Table(columns, found)] if found else []
+    return [Table(columns, rows_shown)] if rows_shown else []
 
 
 def _of(record: Record, part: str) -> list[Row]:

@@ -26,7 +26,7 @@ STARTS = {"random": "from random weights", "checkpoint": "from a checkpoint, on 
 
 
 def blocks(record: Record) -> list[Block]:
-    found: list[Block] = [
+    result: list[Block] = [
         Words(
             "Each seed has its own first weights (from a checkpoint: the same) and its own order "
             "of the text, the same for every method. Differences to dense are means over seeds, "
@@ -39,8 +39,8 @@ def blocks(record: Record) -> list[Block]:
         )
     ]
     for place, case in enumerate(cases_of(record), 1):
-        found += _case_blocks(record, place, case)
-    return found
+        result += _case_blocks(record, place, case)
+    return result
 
 
 def summary(records: Sequence[Record], pooled: Sequence[Sequence[str]] = ()) -> list[Block]:
@@ -60,24 +60,24 @@ def summary(records: Sequence[Record], pooled: Sequence[Sequence[str]] = ()) -> 
         for record, case in cases
     ]
     times = [row for row in times if any(row[2:])]
-    found: list[Block] = []
+    result: list[Block] = []
     if rows:
-        found.append(
+        result.append(
             Words(
                 f"In a row in which `{CONTROL}` is outside the spread, too, whose gradients are "
                 "right to rounding, nothing smaller than that is decided."
             )
         )
-        found.append(Table(("to dense, at most, in spreads", "runs", *map(title_of, OURS)), rows))
+        result.append(Table(("to dense, at most, in spreads", "runs", *map(title_of, OURS)), rows))
     if times:
-        found.append(
+        result.append(
             Words(
                 "A whole step's time, of dense's; runs side by side share a GPU, so that what a "
                 "job buys is better seen below."
             )
         )
-        found.append(Table(("a step's time", "runs", *map(title_of, OURS)), times))
-    return found
+        result.append(Table(("a step's time", "runs", *map(title_of, OURS)), times))
+    return result
 
 
 def _about(record: Record, case: Case) -> list[str]:
@@ -110,8 +110,8 @@ def _case_blocks(record: Record, place: int, case: Case) -> list[Block]:
     title = f"V={case.vocab_size}, {STARTS[case.start]}"
     short = f"V={case.vocab_size}, {case.start}"
     trained = [method for method in case.methods if case.seeds(method)]
-    found: list[Block] = [Words(f"**{title}**{_sizes(case)}")]
-    found.append(_table(case))
+    result: list[Block] = [Words(f"**{title}**{_sizes(case)}")]
+    result.append(_table(case))
     verdicts = [
         f"{title_of(method)}: within the spread of dense: {case.verdict(method)}"
         + _screened(case, method)
@@ -119,19 +119,19 @@ def _case_blocks(record: Record, place: int, case: Case) -> list[Block]:
         if method != REFERENCE
     ]
     if verdicts:
-        found.append(Points(verdicts))
+        result.append(Points(verdicts))
     control = case.verdict(CONTROL) if CONTROL in case.methods else None
     if control is not None and control.within is False:
-        found.append(
+        result.append(
             Words(
                 f"**These runs decide nothing that is smaller than {abs(control.worst):.2f} "
                 f"spreads:** so far `{CONTROL}` itself is from dense, by rounding alone."
             )
         )
     if trained:
-        found.append(Figures(f"{record.name}-{place}", _charts(case, trained, short)))
-        found.append(_perplexities(case, trained))
-    return found
+        result.append(Figures(f"{record.name}-{place}", _charts(case, trained, short)))
+        result.append(_perplexities(case, trained))
+    return result
 
 
 def _screened(case: Case, method: str) -> str:

@@ -56,15 +56,15 @@ def write_end_to_end(
 
 
 def blocks(record: Record) -> list[Block]:
-    found: list[Block] = [
+    result: list[Block] = [
         Words(
             "Whole training steps: forward, loss, backward, and AdamW. The largest batch is about "
             "the most that fits into the device's memory, found from two smaller ones."
         )
     ]
     for layout, rows in _layouts(record.rows).items():
-        found += [Words(f"**{layout}**"), _table(rows)]
-    return found
+        result += [Words(f"**{layout}**"), _table(rows)]
+    return result
 
 
 def summary(records: Sequence[Record]) -> list[Block]:
@@ -80,7 +80,7 @@ def summary(records: Sequence[Record]) -> list[Block]:
         "largest batch",
         "tokens/s at each one's largest batch",
     )
-    found = []
+    cells_by_row = []
     for title, rows in together(records):
         batches = batches_of(rows)
         for name in (name for name in _names(rows) if name in OURS):
@@ -90,8 +90,8 @@ def summary(records: Sequence[Record]) -> list[Block]:
             largest = [_over_best(name, at_largest(rows, key)) for key in ("batch", "tokens_per_s")]
             cells = ["; ".join(text for text in same if text), *largest]
             if any(cells):
-                found.append([title, title_of(name), *cells])
-    return [Table(columns, found)] if found else []
+                cells_by_row.append([title, title_of(name), *cells])
+    return [Table(columns, cells_by_row)] if cells_by_row else []
 
 
 def _over_best(ours: str, values: Mapping[str, float], where: str = "") -> str:
@@ -109,14 +109,14 @@ def together(records: Sequence[Record]) -> list[tuple[str, list[Row]]]:
 
     Rows of a set have the same device, commit, model and layout.
     """
-    found: dict[tuple[str, ...], dict[str, list[Row]]] = {}
+    sets: dict[tuple[str, ...], dict[str, list[Row]]] = {}
     for record in records:
         about = (record.machine.get("device", ""), record.commit, str(dict(record.settings)))
         for layout, rows in _layouts(record.rows).items():
-            found.setdefault((*about, layout), {}).setdefault(record.title, []).extend(rows)
+            sets.setdefault((*about, layout), {}).setdefault(record.title, []).extend(rows)
     return [
         (" and ".join(by_title), [row for rows in by_title.values() for row in rows])
-        for by_title in found.values()
+        for by_title in sets.values()
     ]
 
 
@@ -129,12 +129,12 @@ def batches_of(rows: Sequence[Row]) -> list[float]:
 
 
 def _layouts(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+    by_layout: dict[str, list[Row]] = {}
     for row in rows:
         words = [f"{key} {row[key]}" for key in ("dp", "tp") if key in row]
         words += [key.replace("_", " ") for key in ("fsdp", "sequence_parallel") if row.get(key)]
-        found.setdefault(", ".join(words), []).append(row)
-    return found
+        by_layout.setdefault(", ".join(words), []).append(row)
+    return by_layout
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
@@ -164,11 +164,11 @@ def at_largest(rows: Sequence[Row], key: str) -> dict[str, float]:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    found = []
+    cells = []
     for name in _names(rows):
         for row in _by_batch(rows, name):
             speed, dense = _value(row, "tokens_per_s"), speeds(rows, _value(row, "batch"))
-            found.append(
+            cells.append(
                 [
                     title_of(name),
                     number(row.get("batch")),
@@ -180,9 +180,9 @@ def _table(rows: Sequence[Row]) -> Table:
             )
         for row in rows:
             if row["loss"] == name and "failed" in row:
-                found.append([title_of(name), f"did not run: {row['failed']}", *[""] * 4])
+                cells.append([title_of(name), f"did not run: {row['failed']}", *[""] * 4])
     columns = ("loss", "batch of a rank", "tokens a step", "tokens/s", "of dense", "peak GiB")
-    return Table(columns, found)
+    return Table(columns, cells)
 
 
 def _value(row: Row, key: str) -> float:

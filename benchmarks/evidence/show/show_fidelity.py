@@ -27,7 +27,7 @@ class Measured(NamedTuple):
 
 
 def blocks(record: Record) -> list[Block]:
-    found: list[Block] = [
+    result: list[Block] = [
         Words(
             "Errors are relative, in the Frobenius norm, against gradients in float64. A curve is "
             "a method over its threshold; the mark is the threshold that it takes by itself. "
@@ -38,26 +38,26 @@ def blocks(record: Record) -> list[Block]:
         chart for name in _moments(record) for chart in _time_error(_of(record.rows, name), name)
     ]
     if charts:
-        found.append(Figures(f"{record.name}-time", charts))
+        result.append(Figures(f"{record.name}-time", charts))
     by_group = [
         chart for name in _moments(record) for chart in _by_group(_of(record.rows, name), name)
     ]
     if by_group:
-        found.append(Figures(f"{record.name}-groups", by_group))
+        result.append(Figures(f"{record.name}-groups", by_group))
     for name in _moments(record):
-        found += [Words(f"**{name}**"), _table(_of(record.rows, name))]
+        result += [Words(f"**{name}**"), _table(_of(record.rows, name))]
         failed = [
             f"{title_of(str(row['method']))} did not run: {row['failed']}"
             for row in _of(record.rows, name)
             if "failed" in row
         ]
         if failed:
-            found.append(Points(failed))
+            result.append(Points(failed))
         if (cosines := _cosines(_of(record.rows, name))) is not None:
-            found.append(cosines)
+            result.append(cosines)
         if in_full := _in_full(_of(record.rows, name)):
-            found.append(Points(in_full))
-    return found
+            result.append(Points(in_full))
+    return result
 
 
 def _in_full(rows: Sequence[Row]) -> list[str]:
@@ -66,16 +66,16 @@ def _in_full(rows: Sequence[Row]) -> list[str]:
     The method's rows at these thresholds show full logits.
     """
     asked = [row for row in rows if "screened" in row]
-    found = []
+    sentences = []
     for method in dict.fromkeys(str(row["method"]) for row in asked):
         mine = [row for row in asked if row["method"] == method]
         refused = [number(row.get("threshold")) for row in mine if not row["screened"]]
         if refused:
-            found.append(
+            sentences.append(
                 f"{title_of(method)}: 8 bits were not enough at {len(refused)} of {len(mine)} "
                 f"thresholds ({', '.join(refused)}), where logits are full"
             )
-    return found
+    return sentences
 
 
 # The numbers by which methods are compared, and their names.
@@ -92,7 +92,7 @@ def summary(records: Sequence[Record]) -> list[Block]:
 
     Each method has its own threshold.
     """
-    found: list[Block] = []
+    result: list[Block] = []
     for record in records:
         measured = measured_of(record)
         methods = list(dict.fromkeys(method for each in measured.values() for method in each))
@@ -104,14 +104,14 @@ def summary(records: Sequence[Record]) -> list[Block]:
             for rival in rivals
         ]
         if rows:
-            found += [Words(record.title), Table(("ours", "over", *ASPECTS), rows)]
+            result += [Words(record.title), Table(("ours", "over", *ASPECTS), rows)]
         refused = [
             _name(row) for row in record.rows if _is_default(row) and row.get("screened") is False
         ]
         if refused:
             text = f"{title_of('screened')}: full logits at {_joined(refused)}"
-            found.append(Words(marked(text, True)))
-    return found
+            result.append(Words(marked(text, True)))
+    return result
 
 
 def _compared(measured: Mapping[str, Mapping[str, Measured]], ours: str, rival: str) -> list[str]:
@@ -123,9 +123,9 @@ def _compared(measured: Mapping[str, Mapping[str, Measured]], ours: str, rival: 
     for value in ASPECTS.values():
         ratios = {
             name: first / second
-            for name, found in measured.items()
-            if ours in found and rival in found
-            if (first := value(found[ours])) and (second := value(found[rival]))
+            for name, by_method in measured.items()
+            if ours in by_method and rival in by_method
+            if (first := value(by_method[ours])) and (second := value(by_method[rival]))
         }
         worse = {name: ratio for name, ratio in ratios.items() if ratio > 1 and not is_tie(ratio)}
         better = [ratio for name, ratio in ratios.items() if name not in worse]
@@ -152,7 +152,7 @@ def measured_of(record: Record) -> dict[str, dict[str, Measured]]:
 
 
 def _measured(rows: Sequence[Row]) -> dict[str, Measured]:
-    found = {}
+    by_method = {}
     for row in rows:
         errors = [row.get(f"{name}_error") for name in GRADIENTS]
         values = [row.get("median_ms"), *errors]
@@ -162,8 +162,8 @@ def _measured(rows: Sequence[Row]) -> dict[str, Measured]:
             milliseconds, hidden, weight = (float(value or 0) for value in values)
             rarest = _in_rarest(rows, row)
             rare = float(rarest) if isinstance(rarest, float | int) else None
-            found[str(row["method"])] = Measured(milliseconds, hidden, weight, rare)
-    return found
+            by_method[str(row["method"])] = Measured(milliseconds, hidden, weight, rare)
+    return by_method
 
 
 def _is_default(row: Row) -> bool:
@@ -201,11 +201,13 @@ def _time_error(rows: Sequence[Row], moment: str) -> list[Chart]:
             ]
             mine.sort(key=lambda row: _number_of(row, "threshold"))
             points = _points(mine, "median_ms", f"{name}_error")
-            own = _points([row for row in mine if _is_default(row)], "median_ms", f"{name}_error")
+            default = _points(
+                [row for row in mine if _is_default(row)], "median_ms", f"{name}_error"
+            )
             shown = title_of(method)
             if len(points) > 1:
                 lines.append(Line(shown, points, look.colour, dashed=look.dashed))
-            lines.append(Line(shown, own, look.colour, marker=look.marker, joined=False))
+            lines.append(Line(shown, default, look.colour, marker=look.marker, joined=False))
         if any(line.points for line in lines):
             time, error = Axis("milliseconds", "log"), Axis(f"error of the {title}", "log")
             charts.append(Chart(f"{moment}: {title}", time, error, lines))
@@ -239,8 +241,8 @@ def _by_group(rows: Sequence[Row], moment: str) -> list[Chart]:
 
 def _points(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
     """Returns the points that a logarithmic chart can show."""
-    found = [(_number_of(row, x), _number_of(row, y)) for row in rows]
-    return [point for point in found if min(point) > 0]
+    points = [(_number_of(row, x), _number_of(row, y)) for row in rows]
+    return [point for point in points if min(point) > 0]
 
 
 def _number_of(row: Row, key: str) -> float:
@@ -261,14 +263,14 @@ def _table(rows: Sequence[Row]) -> Table:
         "grad_weight_cosine_distance": "1 - cosine, weight",
         "grad_weight_norm_ratio": "weight's norm over float64's",
     }
-    found = []
+    cells_by_row = []
     for row in rows:
         if _is_default(row) and row["method"] != GOLDEN and "failed" not in row:
             cells = [number(row.get(key)) for key in columns]
             rarest = number(_in_rarest(rows, row))
-            found.append([title_of(str(row["method"])), *cells, rarest])
+            cells_by_row.append([title_of(str(row["method"])), *cells, rarest])
     last = f"weight, {describe_group('10')}"
-    return Table(("method", *columns.values(), last), found)
+    return Table(("method", *columns.values(), last), cells_by_row)
 
 
 def _in_rarest(rows: Sequence[Row], of: Row) -> Cell:
@@ -285,7 +287,7 @@ def _cosines(rows: Sequence[Row]) -> Table | None:
     groups = [group for group in GROUPS if any(row.get("group") == group for row in rows)]
     if len(groups) < 2:
         return None
-    found = []
+    cells_by_row = []
     for method in _methods(rows):
         for name, title in GRADIENTS.items():
             cells = {
@@ -296,5 +298,7 @@ def _cosines(rows: Sequence[Row]) -> Table | None:
                 and "failed" not in row
             }
             if cells:
-                found.append([title_of(method), title, *(cells.get(group, "") for group in groups)])
-    return Table(("1 - cosine", "of the", *map(describe_group, groups)), found)
+                cells_by_row.append(
+                    [title_of(method), title, *(cells.get(group, "") for group in groups)]
+                )
+    return Table(("1 - cosine", "of the", *map(describe_group, groups)), cells_by_row)

@@ -21,12 +21,12 @@ class Together(NamedTuple):
 
 def together(records: Sequence[Record]) -> list[Together]:
     """Returns a part for each device that has records which differ only in their vocabulary."""
-    found: dict[str, list[Pool]] = {}
+    by_device: dict[str, list[Pool]] = {}
     for pool in pools_of(records):
-        found.setdefault(pool.device, []).append(pool)
+        by_device.setdefault(pool.device, []).append(pool)
     return [
         Together(f"All vocabularies together: {device}", _blocks(pools))
-        for device, pools in found.items()
+        for device, pools in by_device.items()
     ]
 
 
@@ -81,11 +81,11 @@ def _table(pool: Pool) -> Table:
 
 def summary_rows(records: Sequence[Record]) -> list[list[str]]:
     """Returns rows for show_convergence.summary, one for each device, settings and start."""
-    found: dict[tuple[str, str, str], list[Pool]] = {}
+    by_setting: dict[tuple[str, str, str], list[Pool]] = {}
     for pool in pools_of(records):
-        found.setdefault((pool.device, pool.settings, pool.start), []).append(pool)
+        by_setting.setdefault((pool.device, pool.settings, pool.start), []).append(pool)
     rows = []
-    for (device, _, start), pools in found.items():
+    for (device, _, start), pools in by_setting.items():
         cells = {name: _distance(pool, name) for pool in pools for name in pool.methods}
         about = [f"**all vocabularies** {STARTS[start]}, {device.split(',')[0]}", "together"]
         rows.append([*about, *(cells.get(name, "") for name in OURS)])

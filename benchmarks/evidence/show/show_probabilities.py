@@ -34,7 +34,7 @@ def blocks(record: Record) -> list[Block]:
         verticals=ranks,
         horizontals=[(value, f"threshold {value:.2g}") for value in thresholds],
     )
-    found: list[Block] = [
+    result: list[Block] = [
         Words(
             "Figure 3 of Cut Cross-Entropy (arXiv:2411.09009) on models of ours: each token's "
             "softmax sorted, and the mean over tokens at each rank. The paper finds less than "
@@ -44,17 +44,17 @@ def blocks(record: Record) -> list[Block]:
         Figures(record.name, [chart]),
     ]
     if sparse:
-        found.append(_table(sparse))
-    return found
+        result.append(_table(sparse))
+    return result
 
 
 def _table(rows: list[Row]) -> Table:
     shares = ("entries", "columns", "tiles", "tiles_sorted", "tiles_computed")
     names = ("entries", "columns of 128 tokens", "tiles", "tiles, sorted", "computed")
-    found = []
+    cells = []
     for row in rows:
         share = _value(row, "entries")
-        found.append(
+        cells.append(
             [
                 _name(row),
                 number(row.get("threshold")),
@@ -67,7 +67,7 @@ def _table(rows: list[Row]) -> Table:
             ]
         )
     ends = ("mass in them", "a token's, median", "most", "below 0.02 %")
-    return Table(("inputs", "threshold", "rank", *names, *ends), found)
+    return Table(("inputs", "threshold", "rank", *names, *ends), cells)
 
 
 def _name(row: Row) -> str:

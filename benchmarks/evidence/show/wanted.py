@@ -34,25 +34,25 @@ def is_on_gpu(record: Record) -> bool:
 def missing(records: Sequence[Record]) -> list[str]:
     """Returns a sentence for each gap; kinds without a record come first."""
     kinds = {record.kind for record in records}
-    found = [f"**{kind}**: no record at all" for kind in get_args(Kind) if kind not in kinds]
+    gaps = [f"**{kind}**: no record at all" for kind in get_args(Kind) if kind not in kinds]
     measured = [record for record in records if is_on_gpu(record)]
-    found += [
+    gaps += [
         f"**{kind}**: no record from a GPU"
         for kind in get_args(Kind)
         if kind in kinds and kind not in {record.kind for record in measured}
     ]
     if any(record.kind == "convergence" for record in measured):
-        found += _missing_runs(measured)
+        gaps += _missing_runs(measured)
     for kind in ("fidelity", "probabilities"):
         mine = [record for record in measured if record.kind == kind]
         steps = {row.get("step") for record in mine for row in record.rows}
         absent = [str(step) for step in STEPS if step not in steps]
         if mine and absent:
-            found.append(f"**{kind}**: steps {', '.join(absent)}")
+            gaps.append(f"**{kind}**: steps {', '.join(absent)}")
     trained = [record for record in measured if record.kind == "end-to-end"]
     if trained:
-        found += _missing_steps(trained)
-    return found
+        gaps += _missing_steps(trained)
+    return gaps
 
 
 def _missing_steps(records: Sequence[Record]) -> list[str]:
@@ -63,14 +63,14 @@ def _missing_steps(records: Sequence[Record]) -> list[str]:
         if "failed" not in row
     }
     sizes = {size for size, _ in done}
-    found = []
+    gaps = []
     for size, words in GPUS.items():
         absent = [loss for loss in TRAINED if (size, loss) not in done]
         if size not in sizes:
-            found.append(f"**end-to-end**: on {words}")
+            gaps.append(f"**end-to-end**: on {words}")
         elif absent:
-            found.append(f"**end-to-end**, on {words}: {', '.join(absent)}")
-    return found
+            gaps.append(f"**end-to-end**, on {words}: {', '.join(absent)}")
+    return gaps
 
 
 def _missing_runs(records: Sequence[Record]) -> list[str]:
@@ -86,7 +86,7 @@ def _missing_runs(records: Sequence[Record]) -> list[str]:
                     done[key] = max(done.get(key, 0), len(case.seeds(method)))
                 else:
                     refused.add(key)
-    found = []
+    gaps = []
     for vocab_size in VOCABULARIES:
         for start, words in STARTS.items():
             place = f"**convergence**, V={vocab_size} {words}"
@@ -97,10 +97,10 @@ def _missing_runs(records: Sequence[Record]) -> list[str]:
                 if done.get(key, 0) < NUM_SEEDS and key not in refused
             ]
             if short:
-                found.append(f"{place}: {NUM_SEEDS} seeds of {', '.join(short)}")
-            found += [
+                gaps.append(f"{place}: {NUM_SEEDS} seeds of {', '.join(short)}")
+            gaps += [
                 f"{place}: of {method} every step was refused, and computed in full"
                 for method, key in keys.items()
                 if key in refused and key not in done
             ]
-    return found
+    return gaps

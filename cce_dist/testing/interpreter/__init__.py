@@ -1,4 +1,4 @@
-"""Triton's interpreter, faster: for tests, and for the doctor where kernels are interpreted."""
+"""A faster interpreter of Triton kernels, for tests, and for the doctor."""
 
 from cce_dist.testing.interpreter.speed_up import speed_up_interpreter
 

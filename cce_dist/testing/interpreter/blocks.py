@@ -1,4 +1,4 @@
-"""Interpreted kernels' constructors of blocks, functions of a block, and products."""
+"""Stand-ins for functions that make blocks, for functions of a block, and for products."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cce_dist.testing.interpreter.ops import (
     plan_of,
 )
 
-# Of triton.language, and of its `math`.
+# Functions of triton.language and of its `math`.
 ELEMENTWISE: dict[str, Function] = {
     "exp2": np.exp2,
     "log2": np.log2,
@@ -72,7 +72,7 @@ def _arange(tools: Tools, slow: Function) -> Function:
         )
         if key not in known:
             result = slow(start, end)
-            # Shared from here on.
+            # The array is shared from here on.
             result.handle.data.flags.writeable = False
             known[key] = result.handle.data, result.handle.dtype, _like(result)
         return tools.tensor_of(*known[key])
@@ -81,7 +81,7 @@ def _arange(tools: Tools, slow: Function) -> Function:
 
 
 def _full(tools: Tools, slow: Function) -> Function:
-    """Returns the stand-in that makes a block of a number. -0.0 is 0 to Triton, too."""
+    """Returns the stand-in that fills a block with a number. Triton, too, takes -0.0 for 0."""
     constexpr, known = tools.core.constexpr, {}
 
     def full(shape: Any, value: Any, dtype: Any, _semantic: Any = None) -> Any:
@@ -136,7 +136,7 @@ def _elementwise(tools: Tools, slow: Function, compute: Function) -> Function:
 
 
 def _dot(tools: Tools, slow: Function) -> Function:
-    """Returns the stand-in that adds a product to `acc`; it knows no `input_precision`."""
+    """Returns the stand-in that adds a product to `acc`; `input_precision` changes nothing."""
     tensor, builder = tools.core.tensor, tools.interpreter.interpreter_builder
     plans: dict[Any, Any] = {}
 
@@ -157,8 +157,7 @@ def _dot(tools: Tools, slow: Function) -> Function:
 
 
 def _unary(tools: Tools, slow: Function, compute: Function, value: int) -> Function:
-    """Computes an operator that Triton makes of another and a number: 0 - x; -1 ^ x, where x comes
-    first."""
+    """Returns the stand-in of an operator that Triton computes as 0 - x, or as x ^ -1."""
     plans: dict[int, Any] = {}
 
     def plan_for(x: Any, result: Any) -> Plan | None:
@@ -189,14 +188,16 @@ def _where(tools: Tools, slow: Function) -> Function:
     number, typed_number, tensor_of = tools.number, tools.typed_number, tools.tensor_of
     plans: dict[Any, Any] = {}
 
-    def as_tensor(value: Any, beside: Any) -> Any:
+    def as_tensor(value: Any, other_operand: Any) -> Any:
         if type(value) is tensor:
             return value
         if type(value) not in (int, float):
             return None
-        if type(beside) is tensor:
-            return None if beside.dtype.is_ptr() else typed_number(value, beside.dtype)
-        return number(value) if type(beside) is type(value) else None
+        if type(other_operand) is tensor:
+            return (
+                None if other_operand.dtype.is_ptr() else typed_number(value, other_operand.dtype)
+            )
+        return number(value) if type(other_operand) is type(value) else None
 
     def where(condition: Any, x: Any, y: Any, _semantic: Any = None) -> Any:
         one = x.value if type(x) is constexpr else x

@@ -1,6 +1,6 @@
-"""The interpreter's loads and stores, of blocks by NumPy.
+"""Stand-ins for loads and stores, which copy blocks by NumPy.
 
-Triton's own copy one element after the other, 20 ns each; NumPy takes 3 ns (2 cores of an EPYC,
+Triton's loads and stores copy element by element, 20 ns each; NumPy takes 3 ns (2 cores of an EPYC,
 128 x 64 of fp32).
 """
 
@@ -14,23 +14,25 @@ import numpy as np
 
 from cce_dist.testing.interpreter.ops import UNKNOWN, Function, Makers, Tools
 
-# Below, Triton's own are faster.
+# Triton's loads and stores are faster for fewer elements.
 SMALL = 96
-# They say nothing to an interpreter.
+# Options for a compiler alone.
 HINTS = {"cache_modifier", "eviction_policy", "volatile"}
 ADDRESSES = 2**47
 
 
 def memory_functions(tools: Tools) -> Makers:
-    """Returns stand-ins for triton.language's load and store. The builder's functions of
-    descriptors are replaced at once."""
+    """Returns stand-ins for triton.language's load and store.
+
+    The builder's masked loads and stores, and its loads by a descriptor, are replaced at once.
+    """
     builder, native = tools.interpreter.interpreter_builder, tools.interpreter._interpreter
     read, write = _reading(native), _writing(native)
     masked_load = builder.create_masked_load
 
     def as_bools(mask: Any) -> Any:
-        # A descriptor's has no handle up to Triton 3.8. A comparison of numbers leaves an int32,
-        # which Triton 3.9 refuses.
+        # Up to Triton 3.8 a descriptor's mask has no handle. A comparison of numbers gives an
+        # int32 mask, which Triton 3.9 refuses.
         data = mask if isinstance(mask, np.ndarray) else mask.data
         return data if data.dtype == np.bool_ else data.astype(np.bool_)
 
@@ -56,9 +58,9 @@ def memory_functions(tools: Tools) -> Makers:
 
 
 def _memory() -> Callable[[Any], Any]:
-    """Returns all of this process's memory as an array of a dtype, from its second element on.
+    """Returns a function that gives this process's memory as an array, from its second element on.
 
-    Never an argument of what may raise: its repr would read it.
+    Pass the array to no function that may raise: a traceback's repr would read all of it.
     """
     known: dict[Any, Any] = {}
 
@@ -78,7 +80,7 @@ def _memory() -> Callable[[Any], Any]:
 
 
 def _indices(pointers: Any, size: int) -> Any:
-    """Returns indices into `_memory`; None where a pointer is not a multiple of the size."""
+    """Returns indices into `_memory`; None if a pointer is no multiple of the size."""
     if size == 1:
         return pointers.view(np.int64) - 1
     if (pointers & (size - 1)).any():
@@ -122,7 +124,7 @@ def _writing(native: Any) -> Function:
     memory_of = _memory()
 
     def write(pointers: Any, values: Any, mask: Any) -> None:
-        """Writes values; where pointers are equal, the last value is left."""
+        """Writes values; of several values for one pointer the last stays."""
         if mask is not None and mask.all():
             mask = None
         if values.shape != pointers.shape:
@@ -141,7 +143,7 @@ def _writing(native: Any) -> Function:
 
 
 def _descriptor_load(tools: Tools, slow: Function) -> Function:
-    """Returns a load of a matrix's block by rows; Triton's own load reads element by element."""
+    """Returns the stand-in that loads a matrix's block by rows; Triton reads element by element."""
     pad_zero = tools.interpreter._ir.PADDING_OPTION.PAD_ZERO
 
     def descriptor_load(desc: Any, indices: Any, *hints: Any, **more_hints: Any) -> Any:
@@ -152,19 +154,19 @@ def _descriptor_load(tools: Tools, slow: Function) -> Function:
         dtype = tools.interpreter._get_np_dtype(element)
         offsets = [int(index.data.item()) for index in indices]
         assert offsets[-1] * dtype.itemsize % 16 == 0, "block offset start must be 16-byte aligned"
-        first = [max(0, offset) for offset in offsets]
+        starts = [max(0, offset) for offset in offsets]
         sizes = [
-            min(int(size.data.item()), offset + block) - begin
-            for size, offset, block, begin in zip(
-                desc.shape, offsets, desc.block_shape, first, strict=True
+            min(int(size.data.item()), offset + block) - start
+            for size, offset, block, start in zip(
+                desc.shape, offsets, desc.block_shape, starts, strict=True
             )
         ]
         values = np.zeros(desc.block_shape, dtype)
         if min(sizes) > 0:
             strides = [int(stride.data.item()) * dtype.itemsize for stride in desc.strides]
             address = int(desc.base.data.item())
-            for begin, stride in zip(first, strides, strict=True):
-                address += begin * stride
+            for start, stride in zip(starts, strides, strict=True):
+                address += start * stride
             interface = {
                 "data": (address, False),
                 "shape": tuple(sizes),
@@ -173,8 +175,8 @@ def _descriptor_load(tools: Tools, slow: Function) -> Function:
                 "version": 3,
             }
             rows, columns = (
-                slice(begin - offset, begin - offset + size)
-                for begin, offset, size in zip(first, offsets, sizes, strict=True)
+                slice(start - offset, start - offset + size)
+                for start, offset, size in zip(starts, offsets, sizes, strict=True)
             )
             values[rows, columns] = np.asarray(SimpleNamespace(__array_interface__=interface))
         return tools.interpreter.TensorHandle(values, element)
@@ -183,7 +185,7 @@ def _descriptor_load(tools: Tools, slow: Function) -> Function:
 
 
 def _shapes_agree(shape: Any, *others: Any) -> bool:
-    """Returns True if `others` broadcast to `shape`, without a change of `shape`."""
+    """Tells whether `others` broadcast to `shape`, and leave `shape` as it is."""
     return all(
         each is None
         or each.size == 1

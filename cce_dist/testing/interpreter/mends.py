@@ -1,4 +1,4 @@
-"""Errors in the interpreters of Triton's releases, where the compiler is right."""
+"""Corrections of errors in the interpreters of Triton's releases; their compilers are right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def mend_interpreter(interpreter: Any, version: tuple[int, ...]) -> None:
-    """Mends the interpreter of this `version` of Triton, for good."""
+    """Corrects the interpreter of this `version` of Triton, in this process from here on."""
     if version < (3, 6):
         descriptor = interpreter.TensorDescHandle
         descriptor.validate = _checking_bytes(descriptor.validate)
@@ -23,8 +23,10 @@ def mend_interpreter(interpreter: Any, version: tuple[int, ...]) -> None:
 
 
 def _checking_bytes(validate: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Makes a descriptor check its strides' alignment in bytes; Triton up to 3.5 checks their
-    number of elements."""
+    """Makes a descriptor check the alignment of its strides in bytes.
+
+    Triton up to 3.5 takes their number of elements for bytes.
+    """
 
     def validate_in_bytes(self: Any) -> None:
         size = self.base.dtype.element_ty.primitive_bitwidth // 8
@@ -35,8 +37,11 @@ def _checking_bytes(validate: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _comparing_bf16(interpreter: Any, compare: Callable[..., Any]) -> Callable[..., Any]:
-    """Compares bf16 as numbers. Triton 3.9 makes a number beside bf16 bf16 too, and then compares
-    what stands for it in NumPy, uint16."""
+    """Compares bf16 as numbers.
+
+    Triton 3.9 turns a number that is compared with bf16 into bf16, too. It then compares the
+    uint16 in which NumPy holds the bits.
+    """
     bf16, fp32 = interpreter.tl.bfloat16, interpreter.tl.float32
 
     def widened(operand: Any) -> Any:
@@ -49,13 +54,12 @@ def _comparing_bf16(interpreter: Any, compare: Callable[..., Any]) -> Callable[.
 
 
 def _of_nothing_but_nan(min_max: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the first place as the place of the largest where all are NaN; Triton 3.9 raises
-    there."""
+    """Gives the first index as that of the largest if all values are NaN; Triton 3.9 raises."""
 
     def first_of_nan(index_of: Callable[..., Any]) -> Callable[..., Any]:
         def index(data: Any, *, axis: Any, keepdims: bool) -> Any:
-            lost = np.isnan(data).all(axis=axis, keepdims=True)
-            return index_of(np.where(lost, 0, data), axis=axis, keepdims=keepdims)
+            all_nan = np.isnan(data).all(axis=axis, keepdims=True)
+            return index_of(np.where(all_nan, 0, data), axis=axis, keepdims=keepdims)
 
         return index
 

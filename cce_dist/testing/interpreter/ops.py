@@ -1,8 +1,8 @@
-"""The interpreter's operations on blocks and numbers, each by one call of NumPy.
+"""Stand-ins for operations on blocks and numbers, each of which is one call of NumPy.
 
-Triton's own go through a dozen functions to find out what the operands' types alone decide. Here
-Triton computes the first result of each pair of types; what stands in for it from then on does so
-only if it gave the same bits, laid out alike.
+Triton's operations go through a dozen functions for decisions that depend on the operands' types
+alone. Here Triton computes the first result for each pair of types. NumPy computes the further
+results, if it gave the same bits in the same layout for the first one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# What NumPy computes with as the interpreter does: not bf16, nor floats of 8 bits.
+# Dtypes that the interpreter computes with in NumPy: not bf16, nor floats of 8 bits.
 NUMPY_DTYPES = {
     "int1": np.dtype(np.bool_),
     **{name: np.dtype(name) for name in ("int8", "int16", "int32", "int64")},
@@ -30,7 +30,7 @@ Function = Callable[..., Any]
 
 
 def divided(left: Any, right: Any) -> Any:
-    """Towards 0, as Triton divides integers."""
+    """Divides integers as Triton does, rounding towards 0."""
     return (left - np.fmod(left, right)) // right
 
 
@@ -48,7 +48,7 @@ ARITHMETIC: dict[str, Function] = {
     "lshift": np.left_shift,
     "rshift": np.right_shift,
 }
-# Up to Triton 3.8 they make a number a tensor before they look at the other operand.
+# Up to Triton 3.8 comparisons turn a number into a tensor whatever the other operand is.
 COMPARISONS: dict[str, Function] = {
     "lt": np.less,
     "le": np.less_equal,
@@ -65,10 +65,10 @@ class Plan(NamedTuple):
     compute: Function
     dtypes: tuple[Any, ...]  # NumPy's, of the operands
     casts: tuple[Any, ...] | None  # to which they are converted first
-    # Triton fills a block with a number before it computes. Without that a result may lie
-    # otherwise in memory, where the block beside it is not in C's order.
+    # Triton fills a block with a number operand before it computes. Without that block the result
+    # has another layout, if the other operand is not in C's order.
     fills: bool
-    handle_dtype: Any  # None: that of the operand whose handle decides
+    handle_dtype: Any  # None: the stand-in takes an operand's
     like: tuple[Any, ...]  # type, dtype, numel and shape of the result
 
 
@@ -102,7 +102,7 @@ def make_tools(interpreter: Any, core: Any) -> Tools:
 
 
 def _rules(interpreter: Any, core: Any) -> Rules:
-    """Asks this Triton, by an operation each."""
+    """Finds the rules of this Triton, each by an operation."""
     semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     maximum = inspect.unwrap(core.maximum)
     half, nan = (semantic.scalar_constant(float("nan"), core.dtype(name)) for name in FLOATS)
@@ -132,7 +132,7 @@ def operators(tools: Tools) -> Makers:
 
 
 def _add_codes(core: Any) -> None:
-    """Types get a `code`, a number that equal ones share."""
+    """Gives types a `code`, a number that equal types share."""
     codes: dict[Any, int] = {}
 
     class Code:
@@ -140,7 +140,7 @@ def _add_codes(core: Any) -> None:
             key: Any = instance.name
             if instance.is_block():
                 key = (instance.element_ty.name, instance.sizes)
-            # From here on an attribute of its own.
+            # From here on `code` is an attribute of this type.
             code = vars(instance)["code"] = codes.setdefault(key, len(codes))
             return code
 
@@ -148,7 +148,7 @@ def _add_codes(core: Any) -> None:
 
 
 def _tensor_of(interpreter: Any, core: Any) -> Function:
-    """Makes a tensor without what its constructor, and its handle's, check each time."""
+    """Returns a function that makes a tensor without the checks of its and its handle's class."""
     tensor, handle_class, new = core.tensor, interpreter.TensorHandle, object.__new__
 
     def tensor_of(data: Any, handle_dtype: Any, like: Any) -> Any:
@@ -165,7 +165,7 @@ def _tensor_of(interpreter: Any, core: Any) -> Function:
 
 
 def _number(interpreter: Any) -> Function:
-    """Returns the tensor that Triton makes of an int or a float, the same for equal numbers."""
+    """Returns a function that gives Triton's tensor of a number, the same for equal numbers."""
     by_type: dict[type, dict[Any, Any]] = {int: {}, float: {}}
     to_tensor = interpreter.interpreter_semantic.to_tensor
 
@@ -181,8 +181,10 @@ def _number(interpreter: Any) -> Function:
 
 
 def _typed_number(interpreter: Any) -> Function:
-    """Returns the tensor of a number in another operand's dtype, as arithmetic makes it; None where
-    it makes none."""
+    """Returns a function that gives the tensor of a number in the other operand's dtype.
+
+    It gives None if Triton's arithmetic makes no such tensor.
+    """
     by_type: dict[Any, dict[Any, Any]] = {}
     semantic = interpreter.interpreter_semantic
 
@@ -207,7 +209,7 @@ def _typed_number(interpreter: Any) -> Function:
 
 
 def dtype_of(operand: Any) -> Any:
-    """Returns NumPy's dtype of a tensor that NumPy computes with; None for another."""
+    """Returns NumPy's dtype of a tensor; None if NumPy cannot compute with it."""
     if operand.dtype.is_ptr():
         return POINTERS
     return NUMPY_DTYPES.get(operand.dtype.name)
@@ -228,9 +230,9 @@ def by_bits(tools: Tools, compute: Function, *operands: Any) -> Function:
         return compute
 
     def of_bits(*data: Any) -> Any:
-        # A copy of a block that was spread lies as that does.
-        spread = np.broadcast_arrays(*data)
-        return (compute(*[each.astype(np.int8) for each in spread]) & 1).astype(np.bool_)
+        # `astype` keeps the layout of a broadcast block.
+        broadcast = np.broadcast_arrays(*data)
+        return (compute(*[each.astype(np.int8) for each in broadcast]) & 1).astype(np.bool_)
 
     return of_bits
 
@@ -238,7 +240,7 @@ def by_bits(tools: Tools, compute: Function, *operands: Any) -> Function:
 def plan_of(
     compute: Function, operands: tuple[Any, ...], casts: tuple[Any, ...] | None, result: Any
 ) -> Plan | None:
-    """Returns a plan that gives `result`; None where there is none."""
+    """Returns a plan that gives `result`; None if NumPy does not give it."""
     dtypes = tuple([dtype_of(operand) for operand in operands])
     data = [operand.handle.data for operand in operands]
     if any(each.dtype is not dtype for each, dtype in zip(data, dtypes, strict=True)):
@@ -309,22 +311,22 @@ def _binary(
     compares: bool = False,
     is_division: bool = False,
 ) -> Function:
-    """Computes an operator; `swaps` for operators that come from the right operand."""
+    """Returns the stand-in of an operator; `swaps`: `self` is the right operand."""
     tensor, constexpr = tools.core.tensor, tools.core.constexpr
     number, typed_number, tensor_of = tools.number, tools.typed_number, tools.tensor_of
     makes_numbers = compares and not tools.rules.compares_in_dtype
     plans: dict[Any, Any] = {}
 
-    def as_tensor(value: Any, beside: Any) -> Any:
+    def as_tensor(value: Any, other_operand: Any) -> Any:
         if type(value) is constexpr:
             value = value.value
         if type(value) not in (int, float):
             return None
-        if makes_numbers or beside.dtype.is_ptr():
+        if makes_numbers or other_operand.dtype.is_ptr():
             return number(value)
-        if is_division and beside.dtype.name == "fp16":
+        if is_division and other_operand.dtype.name == "fp16":
             return None
-        return typed_number(value, beside.dtype)
+        return typed_number(value, other_operand.dtype)
 
     def operate(self: Any, other: Any, _semantic: Any = None) -> Any:
         operand = other if type(other) is tensor else as_tensor(other, self)
@@ -358,8 +360,11 @@ def _binary(
 
 
 def between(tools: Tools, slow: Function, choices: tuple[Function, Function]) -> Function:
-    """Computes the larger, or the smaller, of two; choices: NumPy's functions, the second skips
-    NaN."""
+    """Returns the stand-in of `maximum` or `minimum`.
+
+    Args:
+        choices: NumPy's functions; the first keeps NaN, the second skips it.
+    """
     tensor = tools.core.tensor
     compute = choices[tools.rules.skips_nan]
     operate = _binary(tools, slow, compute, compares=True)

@@ -1,6 +1,6 @@
-"""Triton's interpreter without work whose result it has already, or throws away.
+"""Triton's interpreter without work whose result is known already, or is thrown away.
 
-It takes most of the tests' time, and most of its own time goes to this.
+Tests spend most of their time in the interpreter, and it spends most of its time on such work.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from cce_dist.testing.interpreter.ops import make_tools, operators
 
 @functools.cache
 def speed_up_interpreter() -> None:
-    """Makes launches in this process compute the same bits from here on, in about an eighth of the
-    time, except products where NumPy rounds by place: equal products are rounded alike.
+    """Makes launches in this process compute the same bits in about an eighth of the time.
 
-    Does nothing where Triton is absent, or compiles.
+    Some products differ: where NumPy's rounding depends on a product's place in a block, torch
+    computes products, and rounds equal ones alike. Without Triton, or where it compiles, this does
+    nothing.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -39,8 +40,8 @@ def speed_up_interpreter() -> None:
     from triton.runtime import interpreter as triton_interpreter
 
     interpreter: Any = triton_interpreter
-    # Each sum and product of int32 is made in int64 too, and compared with the limits of int32;
-    # what was found is looked at with `debug` alone, which the interpreter never sets.
+    # Each sum and product of int32 is computed in int64, too, and compared with the limits of
+    # int32. Only `debug` uses the comparison, and the interpreter never sets `debug`.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     if not _rounds_alike(np.matmul) and _rounds_alike(_by_torch):
@@ -64,9 +65,9 @@ def speed_up_interpreter() -> None:
 
 
 def _rounds_alike(multiply: Callable[[Any, Any], Any]) -> bool:
-    """Returns True if equal rows times equal columns are equal, as tensor cores make them.
+    """Tells whether equal rows times equal columns are equal, as on tensor cores.
 
-    OpenBLAS's kernels for processors without AVX-512 add up the rows at a block's end otherwise.
+    OpenBLAS's kernels for processors without AVX-512 add up in another order at a block's end.
     """
     draw = np.random.default_rng(0)
     for rows, inner, columns in ((16, 32, 32), (64, 64, 64), (128, 64, 128)):
@@ -82,7 +83,7 @@ def _by_torch(left: Any, right: Any) -> Any:
 
 
 def _multiplying_by_torch(interpreter: Any, create_dot: Callable[..., Any]) -> Callable[..., Any]:
-    """Products in fp32 by torch's library in place of NumPy's."""
+    """Returns a builder's `create_dot` that computes products in fp32 by torch, not by NumPy."""
     is_float = {np.dtype(np.float16), np.dtype(np.float32)}
 
     def in_numpy(operand: Any) -> Any:
@@ -104,10 +105,10 @@ def _multiplying_by_torch(interpreter: Any, create_dot: Callable[..., Any]) -> C
 
 
 def _patching_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Replaces the builtins of a kernel's triton.language by interpreted ones, for good.
+    """Returns a `_patch_lang` that makes a kernel's triton.language interpreted, once for good.
 
-    The interpreter's own version does so at each launch and at each call of a device function, and
-    from Triton 3.6 on takes it back after each launch.
+    The interpreter's version does so at each launch and at each call of a device function. From
+    Triton 3.6 on it undoes that after each launch.
     """
     import triton.language as tl
     from triton.language import core
@@ -131,8 +132,10 @@ def _patching_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _stand_ins(interpreter: Any, core: Any) -> Callable[[Any, str, Any], Any]:
-    """Returns a function that replaces a member of triton.language, or of its tensor, by a faster
-    stand-in."""
+    """Returns a function that gives the stand-in of a member of triton.language or its tensor.
+
+    A member without a stand-in stays.
+    """
     tools = make_tools(interpreter, core)
     of_tensors = {**operators(tools), **methods(tools)}
     of_language = {**functions(tools), **memory_functions(tools)}
@@ -150,7 +153,7 @@ def _stand_ins(interpreter: Any, core: Any) -> Callable[[Any, str, Any], Any]:
 
 
 def _without_warnings(launch: Callable[..., None]) -> Callable[..., None]:
-    """Silences NumPy's warnings, of log2(0) = -inf and the like, which are meant."""
+    """Silences NumPy's warnings: kernels compute log2(0) = -inf and the like on purpose."""
 
     def launch_quietly(self: Any, *args: Any, **kwargs: Any) -> None:
         with np.errstate(all="ignore"):
@@ -160,8 +163,10 @@ def _without_warnings(launch: Callable[..., None]) -> Callable[..., None]:
 
 
 def _calling_directly(interpreter: Any, stand_in: Callable[..., Any]) -> Callable[..., None]:
-    """Replaces one builtin by itself with its argument `_semantic`, which need not be checked, or
-    by what stands in for that."""
+    """Returns a `_patch_attr` that replaces a builtin by its stand-in.
+
+    A builtin without one gets its argument `_semantic` without a check.
+    """
 
     def patch(owner: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
         function = inspect.unwrap(member)
@@ -177,12 +182,11 @@ def _calling_directly(interpreter: Any, stand_in: Callable[..., Any]) -> Callabl
 
 
 def _remembering(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Remembers NumPy's dtype of a Triton dtype; the interpreter's own version makes the whole
-    table anew."""
+    """Remembers NumPy's dtype of a Triton dtype; the interpreter makes a table at each call."""
     remembered = functools.cache(np_dtype)
 
     def np_dtype_of(dtype: Any) -> Any:
-        # A block has its element's. Pointers have no hash.
+        # A block has its element's dtype. Pointers have no hash.
         scalar = dtype.scalar
         return np_dtype(scalar) if scalar.is_ptr() else remembered(scalar)
 
@@ -190,7 +194,7 @@ def _remembering(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _remembering_shapes(make: Callable[..., None]) -> Callable[..., None]:
-    """Makes a block type check, count and write out a shape the first time alone."""
+    """Makes block types check, count and print a shape only the first time."""
     known: dict[Any, dict[str, Any]] = {}
 
     def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -225,7 +229,7 @@ def _sharing_types(core: Any) -> Callable[[Any, Any], Any]:
 
 
 def _remembering_types(to_ir: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Remembers the interpreter's type of a block type, which it makes anew for each operation."""
+    """Remembers the interpreter's type of a block type, which each operation would make anew."""
     known: dict[Any, Any] = {}
 
     def to_ir_of(self: Any, builder: Any) -> Any:
@@ -240,7 +244,7 @@ def _remembering_types(to_ir: Callable[[Any, Any], Any]) -> Callable[[Any, Any],
 
 
 def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
-    """Makes tensors of a shape share the constants that state it."""
+    """Makes tensors of a shape share the constants that hold the shape."""
     known: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
@@ -255,9 +259,11 @@ def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]]:
-    """Converts two operands for an operation. Checks and conversions depend on their types and on
-    numbers alone, and are found the first time. Operands of equal type, and a block of pointers
-    beside integers, stay as they are."""
+    """Returns a function that checks and converts the two operands of an operation.
+
+    Checks and conversions depend only on types and numbers, and are remembered. Operands of equal
+    type stay as they are, as do a block of pointers and an operand of integers.
+    """
     semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     check = semantic.binary_op_type_checking_impl
     tensor, dtype = core.tensor, core.dtype
@@ -311,7 +317,7 @@ def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]
 
 
 def _broadcasting_less(interpreter: Any, block_type: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Broadcasts two operands to a shape; operands that have it, as most do, are left alone."""
+    """Returns a function that broadcasts two operands; most have the shape already, and stay."""
     semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
     broadcast = semantic.broadcast_impl_value
 
@@ -344,13 +350,12 @@ def _broadcasting_less(interpreter: Any, block_type: Any) -> Callable[[Any, Any]
 
 
 def _equal_to_itself(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Compares types, most of which exist once, by identity: their names need not be compared."""
+    """Compares types by identity first: most types exist once, so that names rarely count."""
     return lambda self, other: self is other or equal(self, other)
 
 
 def _unwrapping_constants(unwrap: Callable[[Any], Any], core: Any) -> Callable[[Any], Any]:
-    """Returns the value of a constant; anything else that is no sequence is returned as it is, and
-    is tested first."""
+    """Returns a function that gives a constant's value; common types, which stay, come first."""
     sequences = (list, tuple, core.tuple)
     plain = {core.tensor, int, float, bool, type(None)}
 
