@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.evidence.methods import Look
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "cce-dist",  # the same numbers give the same bytes
     "svg.fonttype": "none",
     "font.family": "sans-serif",

@@ -110,8 +110,9 @@ def _measured(rows: Sequence[Row]) -> dict[str, Measured]:
     for row in rows:
         keys = ("median_ms", "grad_hidden_error", "grad_weight_error")
         if _is_default(row) and _was_screened(row) and all(key in row for key in keys):
-            numbers = (value_of(row, key) for key in keys)
-            by_method[str(row["method"])] = Measured(*numbers, _in_rarest(rows, row))
+            milliseconds, hidden, weight = (value_of(row, key) for key in keys)
+            rarest = _in_rarest(rows, row)
+            by_method[str(row["method"])] = Measured(milliseconds, hidden, weight, rarest)
     return by_method
 
 
