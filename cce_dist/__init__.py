@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cce_dist.core.old_names import install as _install_old_names
 
-# Code of before the folders, and what it has pickled, imports these.
+# Older code and its pickles import modules by their old names.
 _install_old_names()
 
 _why: Exception | None = None
@@ -23,16 +23,17 @@ try:
     from cce_dist.ranks.merge import all_reduce_logaddexp
     from cce_dist.vocab_shard import VocabShard
 except (ImportError, OSError) as error:
-    # Of our own files, not torch's.
+    # torch was imported, so one of our own modules is at fault.
     if sys.modules.get("torch") is not None:
         raise
-    # `cce-dist doctor` has to start where torch does not: it says why, as does every name here.
+    # `cce-dist doctor` must start where torch cannot be imported. It reports the error, and so does
+    # every name of this module.
     _why = error
 
 if TYPE_CHECKING:
     __version__: str
 else:
-    # A type checker would take any name for one of these.
+    # Type checkers do not see this function: with it they would accept any name.
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return _installed_version()
@@ -49,7 +50,7 @@ def _installed_version() -> str:
         return importlib.metadata.version("cce-dist")
     except importlib.metadata.PackageNotFoundError as error:
         raise AttributeError(
-            "cce_dist.__version__ is the installed package's, and cce-dist is not installed: "
+            "cce_dist.__version__ is known only if the package is installed, and cce-dist is not: "
             f"pip install {Path(__file__).parent.parent}"
         ) from error
 

@@ -7,7 +7,7 @@ from cce_dist.needs.extras import explain_missing
 
 
 def main() -> None:
-    """Run the command; a module that is missing is one line, and exit code 2."""
+    """Runs the command. A missing module is reported in one line, with exit code 2."""
     try:
         from cce_dist.cli.main import app
 

@@ -36,11 +36,12 @@ def largest_logits(
     backend: Backend = "auto",
     workspace_bytes: int | None = None,
 ) -> LargestLogits:
-    """Returns max and argmax, over this rank's rows, of logit_scale * softcap(hidden @ weight.T +
-    bias).
+    """Returns each token's largest logit over this rank's rows, and the row that has it.
 
-    The result is that of `logits.max(dim=-1)` on fp32 logits, which are never stored. Over several
-    ranks the caller takes the largest of the ranks' values. Not differentiable. No collectives.
+    Logits are logit_scale * softcap * tanh((hidden @ weight.T + bias) / softcap), in fp32 (float64
+    for float64 inputs), and are never stored. The result is that of `logits.max(dim=-1)`. Over
+    several ranks the caller takes the largest of the ranks' values. Not differentiable. No
+    collectives.
 
     Args: see `linear_cross_entropy`.
     Raises:

@@ -132,8 +132,9 @@ def _temperature_of_tokens(temperature: Tensor, targets: Tensor, entropy: bool) 
     require_tensor("temperature", temperature)
     if entropy and temperature.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "temperature must not require grad with entropy=True, whose derivative by it is not "
-            "computed: pass temperature.detach(), or take the entropy by a call of its own"
+            "temperature must not require grad with entropy=True: the entropy's derivative by "
+            "temperature is not computed; pass temperature.detach(), or call once more for the "
+            "entropy"
         )
     if temperature.dim() == 0 and isinstance(targets, Tensor):
         return temperature.expand(targets.shape)
@@ -145,7 +146,7 @@ def _mask_targets(targets: Tensor, mask: Tensor) -> Tensor:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask)
         raise ValueError(f"mask must be a bool tensor, got {got}")
     if not isinstance(targets, Tensor):
-        return targets  # the loss refuses it, and names it
+        return targets  # the loss refuses it by name
     require_tensor("mask", mask)
     require_tensor("targets", targets)
     if is_dtensor(mask) != is_dtensor(targets):

@@ -87,9 +87,9 @@ def linear_cross_entropy(
         shift: hidden[..., t, :] predicts targets[..., t + shift]; the last dim of the result is
             max(T - shift, 0). token_weight is shifted with targets.
         gradient: "filtered" computes the columns that matter and keeps the mass of the others
-            (`filter`). "exact" computes every column. "in_forward" computes the gradients beside
-            the loss, which must be a scalar. There backend "torch" computes every column, with one
-            matrix product less; backend "triton" filters, as both do for screened logits.
+            (`filter`). "exact" computes every column. "in_forward" computes the gradients in the
+            forward, and needs a scalar loss: backend "triton" filters; backend "torch" computes
+            every column, saves one matrix product, and filters with screened logits alone.
         logits: "screened" computes all logits in 8 bits, then the logits of columns that the filter
             keeps once more in full, for the loss too: docs/numerics.md#screened-logits. It needs
             16-bit hidden and gradient="filtered" or "in_forward". Backend "torch" has it as a
@@ -106,7 +106,7 @@ def linear_cross_entropy(
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
             one tile of 128 tokens. None: 64 MiB, and 8 KiB more for each token beyond 8,192, so
             that the time of a token stays the same. With logits="screened" 17 KiB a token if that
-            is more, up to the size of the weight's 8-bit copy, which is freed before.
+            is more, but at most the size of the weight's 8-bit copy, which is freed first.
         keep_logits: on a GPU, keep logits from the forward to the backward, which saves time. With
             gradient="exact" logits of as many columns as fit the workspace stay, in 16 bits (fp32
             for fp32 inputs), and the forward allocates the weight's gradient; None: False. With
@@ -171,7 +171,7 @@ def compute_loss(
     """Computes the loss eagerly, or traces it; results are DTensors where inputs are."""
     known = (QuantizedWeight, StepQuantizer)
     if quantized_weight is not None and not isinstance(quantized_weight, known):
-        rule = "what quantize_weight returns, or a StepQuantizer"
+        rule = "a QuantizedWeight, which quantize_weight returns, or a StepQuantizer"
         raise ValueError(f"quantized_weight must be {rule}, got {type(quantized_weight)}")
     parts = None
     if any(map(is_dtensor, inputs)):
@@ -182,16 +182,16 @@ def compute_loss(
     hidden, weight = cast_by_autocast(arrived(inputs.hidden), arrived(inputs.weight))
     inputs = Inputs(hidden, weight, *inputs[2:])
     if is_traced():
-        # It imports the compiler, which a tracing caller has imported already.
+        # The module imports the compiler, which a tracing caller has imported already.
         from cce_dist.frontend.compiled import compute as trace
 
         result = trace(inputs, options, group, vocab_shard, quantized_weight)
     else:
-        run = compute
+        compute_here = compute
         if is_fake(hidden):
-            from cce_dist.frontend.compiled import compute as run
+            from cce_dist.frontend.compiled import compute as compute_here
         with unseen_by_checkpointing():
-            result = run(inputs, options, group, vocab_shard, quantized_weight)
+            result = compute_here(inputs, options, group, vocab_shard, quantized_weight)
     return result if parts is None else parts.wrap(result)
 
 

@@ -20,7 +20,8 @@ Stat = Literal["lse", "entropy", "correct", "tail_mass", "logit_moments", "scree
 # unit per token, on average over a block. Measured: docs/numerics.md#the-default-filter.
 AUTO_KEEP = {"bfloat16": 2.0**-10.5, "float16": 2.0**-14}
 # The same if similar tokens stand side by side (backend "triton"): a column then matters to fewer
-# blocks, and a block's dropped columns are alike. Below FULL_ORDER tokens in proportion less.
+# blocks, and a block's dropped columns are alike. With fewer than FULL_ORDER tokens the limit is
+# lower in proportion.
 AUTO_KEEP_ORDERED = {"bfloat16": 2.0**-9.5, "float16": 2.0**-13.5}
 FULL_ORDER = 1024
 AUTO_KEEP_SHARE = {"float32": 2.0**-24, "float64": 2.0**-53}
@@ -284,15 +285,15 @@ class LossOptions:
             )
         if self.gradient == "in_forward" and self.reduction == "none":
             raise ValueError(
-                'gradient="in_forward" makes the gradients before the upstream gradient is '
-                'known, so it takes one scalar only: reduction="none" must be used with '
+                'gradient="in_forward" computes the gradients before the upstream gradient is '
+                'known, so the loss must be a scalar, got reduction="none": use '
                 'gradient="filtered" or "exact"'
             )
         has_filter = self.gradient == "filtered" or self.filter != Filter()
         if has_filter and self._reaches_every_column and self.filter.keep != 0:
             raise ValueError(
                 f"softcap={self.softcap!r} with label_smoothing={self.label_smoothing!r} gives "
-                "every column a gradient of its own, which no filter can keep; use "
+                "every column its own gradient, so that no filter can leave columns out; use "
                 'gradient="exact", or "in_forward" without a filter'
             )
 
@@ -300,29 +301,29 @@ class LossOptions:
         """Refuses options that 8-bit logits cannot serve."""
         if self._reaches_every_column:
             raise ValueError(
-                'logits="screened" computes the columns that a filter keeps exactly, and '
+                'logits="screened" needs a filter, and '
                 f"softcap={self.softcap!r} with label_smoothing={self.label_smoothing!r} gives "
-                'every column a gradient of its own, which none can keep; use logits="full" with '
-                'gradient="exact"'
+                "every column its own gradient, so that no filter can leave columns out; use "
+                'logits="full" with gradient="exact"'
             )
         if not self.filters:
             mode = f"gradient={self.gradient!r}"
             if self.gradient != "exact":
                 mode = f"filter={self.filter!r}"
             raise ValueError(
-                'logits="screened" computes the columns that the filter keeps exactly, and '
+                'logits="screened" needs a filter that leaves columns out, and '
                 f'{mode} keeps every column; use gradient="filtered" and a filter whose keep or '
                 'eps is above 0, or logits="full"'
             )
         wrong = [stat for stat in ("entropy", "correct", "logit_moments") if stat in self.stats]
         if wrong:
             raise ValueError(
-                f"stats={tuple(wrong)!r} would be those of 8-bit logits; leave them out, or use "
-                'logits="full"'
+                f'stats must not have {", ".join(map(repr, wrong))} with logits="screened", whose '
+                'logits have 8 bits; leave them out, or use logits="full"'
             )
 
     def workspace_for(self, num_tokens: int) -> int:
-        """Returns the bytes of a call's workspace for so many tokens."""
+        """Returns the bytes of the workspace of a call on `num_tokens` tokens."""
         if self.workspace_bytes is not None:
             return self.workspace_bytes
         return default_workspace_bytes(num_tokens)

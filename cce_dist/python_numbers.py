@@ -1,4 +1,4 @@
-"""Options that are numbers, of whatever kind, as Python's own; no torch."""
+"""Conversion of numeric options, such as numpy's scalars, to Python numbers; no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 
 def python_number(name: str, got: object) -> float | None:
-    """An int or a float as it is; numpy's scalars, tensors and arrays without dims as one of these,
-    for which a tensor on a device is waited for; None: it is no number.
+    """Returns a number as an int or a float; None: `got` is no number.
+
+    Numpy's scalars, and tensors and arrays without dims, are converted. For a tensor on a device
+    the host waits.
 
     Raises:
-        ValueError: a gradient would be lost, or torch.compile traces, to which numpy's scalars are
-            tensors without a value.
+        ValueError: `got` requires grad, and its gradient would be lost; or torch.compile traces,
+            for which numpy's scalars are tensors without a value.
     """
     if isinstance(got, bool):
         return None
@@ -22,8 +24,8 @@ def python_number(name: str, got: object) -> float | None:
     loaded = sys.modules.get("torch")
     if loaded is not None and loaded.compiler.is_compiling():
         raise ValueError(
-            f"{name} must be a Python number within torch.compile: pass float(...) of it, made "
-            "outside of what is compiled"
+            f"{name} must be a Python number within torch.compile: convert it by float(...) "
+            "outside of the compiled function"
         )
     if getattr(got, "requires_grad", False):
         raise ValueError(
@@ -33,14 +35,16 @@ def python_number(name: str, got: object) -> float | None:
     if "bool" in kind or "complex" in kind or getattr(got, "ndim", 0) != 0:
         return None
     if isinstance(got, int | float | numbers.Real) or kind:
-        is_whole = isinstance(got, numbers.Integral) or "int" in kind
-        return int(got) if is_whole else float(got)  # pyright: ignore[reportArgumentType]
+        is_integer = isinstance(got, numbers.Integral) or "int" in kind
+        return int(got) if is_integer else float(got)  # pyright: ignore[reportArgumentType]
     return None
 
 
 def use_python_numbers(options: Any, *names: str) -> None:
-    """Makes Python's numbers of those fields of a frozen dataclass that are others': what follows
-    compares, prints and compiles them."""
+    """Converts these fields of a frozen dataclass to Python numbers, in place.
+
+    Later code compares, prints and compiles them. A field that is no number stays as it is.
+    """
     for name in names:
         got = getattr(options, name)
         if got is None or isinstance(got, bool | str) or type(got) is int or type(got) is float:

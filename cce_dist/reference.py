@@ -34,7 +34,7 @@ def reference_logits(
     logit_scale: float = 1.0,
     temperature: Tensor | float = 1.0,  # [...] of each token
 ) -> Tensor:
-    """z / T with z = logit_scale * softcap * tanh((E . C + bias) / softcap), [..., V]."""
+    """Computes z / T with z = logit_scale * softcap * tanh((E . C + bias) / softcap), [..., V]."""
     logits = hidden @ weight.T
     if bias is not None:
         logits = logits + bias
@@ -61,9 +61,9 @@ def linear_cross_entropy_reference(
     token_weight: Tensor | None = None,
     class_weight: Tensor | None = None,
     temperature: Tensor | float = 1.0,  # of `token_logprobs`: logprobs are -nll
-    logits: Tensor | None = None,  # given: replaces those of hidden and weight (dense recipes)
+    logits: Tensor | None = None,  # [..., V] in place of `reference_logits` (dense recipes)
 ) -> Reference:
-    """Loss of `linear_cross_entropy`, from dense logits. No checks, no collectives."""
+    """Computes the loss of `linear_cross_entropy` from dense logits. No checks, no collectives."""
     if shift:
         hidden, targets = hidden[..., :-shift, :], targets[..., shift:]
         token_weight = None if token_weight is None else token_weight[..., shift:]

@@ -41,9 +41,10 @@ class VocabShard:
     def even(
         cls, num_rows: int, rank: int, world_size: int, vocab_size: int | None = None
     ) -> VocabShard:
-        """Megatron's rule: every rank holds `num_rows` rows, rank r those from r * num_rows on.
+        """Returns the shard of Megatron's rule: every rank holds `num_rows` rows, rank r the rows
+        from r * num_rows on.
 
-        `vocab_size` smaller than num_rows * world_size marks the rows beyond it as padding.
+        If `vocab_size` is smaller than num_rows * world_size, the rows beyond it are padding.
         """
         _require_rank(rank, world_size)
         _require_int("num_rows", num_rows, minimum=0)
@@ -59,8 +60,8 @@ class VocabShard:
 
     @classmethod
     def chunked(cls, vocab_size: int, rank: int, world_size: int) -> VocabShard:
-        """The split of torch.chunk and of DTensor's Shard(0): ceil(V / W) rows a rank, the last
-        ranks fewer, or none."""
+        """Returns the shard of torch.chunk's split, which is also that of DTensor's Shard(0):
+        ceil(V / W) rows a rank; the last ranks have fewer, or none."""
         _require_rank(rank, world_size)
         _require_int("vocab_size", vocab_size, minimum=1)
         size = -(-vocab_size // world_size)
@@ -69,7 +70,8 @@ class VocabShard:
 
     @classmethod
     def balanced(cls, vocab_size: int, rank: int, world_size: int) -> VocabShard:
-        """The first V mod W ranks hold one row more than the others."""
+        """Returns the shard of an even split: the first V mod W ranks hold one row more than the
+        others."""
         _require_rank(rank, world_size)
         _require_int("vocab_size", vocab_size, minimum=1)
         size, extra = divmod(vocab_size, world_size)
@@ -83,11 +85,11 @@ class VocabShard:
 
     @property
     def num_classes(self) -> int:
-        """Rows that enter the softmax."""
+        """Number of rows that enter the softmax."""
         return max(min(self.stop, self.vocab_size) - self.start, 0)
 
     def local_targets(self, targets: Tensor) -> Tensor:
-        """Row of each target in this shard; -1 where another rank holds it. [N] int64 -> [N]."""
+        """Returns each target's row in this shard, -1 where another rank holds it: [N] -> [N]."""
         mine = (targets >= self.start) & (targets < self.start + self.num_classes)
         return (targets - self.start).masked_fill(~mine, -1)
 

@@ -52,14 +52,14 @@ class HeadCall:
         hides = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
         if self.records and hides:
             raise PatchError(
-                "logits of the output layer are an argument of a torch.autograd.Function (a loss "
-                "or a checkpoint of its own), and autograd does not see there what they depend "
-                "on: call compute_language_model_loss, or hand over logits.clone()"
+                "logits of the output layer must not be an argument of a torch.autograd.Function "
+                "(such as a loss or a checkpoint), where autograd cannot record their computation: "
+                "call compute_language_model_loss, or pass logits.clone()"
             )
         if version_of(self.hidden) != self.version:
             raise PatchError(
-                "the output layer's input was changed in place after the output layer was called, "
-                "and the loss is computed from it: change a copy, or change it before the call"
+                "the output layer's input must not change in place after the call of the output "
+                "layer, since the loss is computed from it: change a copy, or change it before"
             )
 
     @contextlib.contextmanager
@@ -87,8 +87,8 @@ class DeferredLogits(Tensor):
 
     def __new__(cls, call: HeadCall) -> DeferredLogits:
         # The stand-in has no memory and no shape: a request for either goes to the logits.
-        like = {"dtype": call.hidden.dtype, "device": call.hidden.device}
-        self = Tensor._make_wrapper_subclass(cls, (), **like)
+        hidden = call.hidden
+        self = Tensor._make_wrapper_subclass(cls, (), dtype=hidden.dtype, device=hidden.device)
         self.call, self._logits = call, None
         return self
 
@@ -99,7 +99,7 @@ class DeferredLogits(Tensor):
         return cls(HeadCall(layer, hidden, weight, gathers, version_of(hidden)))
 
     @property
-    def is_made(self) -> bool:
+    def is_computed(self) -> bool:
         return self._logits is not None
 
     def materialize(self) -> Tensor:
@@ -190,6 +190,6 @@ class DeferredLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         raise PatchError(
-            f"{func} was called with the output layer's logits where torch functions are switched "
-            "off, and they are not made there: hand over logits.clone()"
+            f"{func} got the output layer's logits where torch functions are switched off, so that "
+            "they cannot be computed: pass logits.clone()"
         )

@@ -11,14 +11,14 @@ import torch.distributed as dist
 class PatchError(RuntimeError):
     """An error for a Megatron or a model that the patch does not support; names the flag to change.
 
-    It is a RuntimeError, which Megatron itself raises for a configuration that cannot run.
+    Megatron itself raises a RuntimeError for a configuration that cannot run, so this is one, too.
     """
 
 
 @contextmanager
 def failing_in(place: str) -> Iterator[None]:
-    """Adds `place` to errors of gloo and NCCL, which name an address at best and no pass of a
-    stage. Other errors are the caller's own, and stay as they are."""
+    """Adds `place` to errors of gloo and NCCL, which name an address at best, and never a stage's
+    pass. Other errors stay as they are."""
     try:
         yield
     except RuntimeError as error:

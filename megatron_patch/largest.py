@@ -23,10 +23,10 @@ def largest_logits(
     """
     if layer.sequence_parallel:
         size = layer.tp_group.size()
-        whole = hidden.new_empty(size * hidden.shape[0], *hidden.shape[1:])
+        gathered = hidden.new_empty(size * hidden.shape[0], *hidden.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(whole, hidden.contiguous(), group=layer.tp_group)
-        hidden = whole
+        gather(gathered, hidden.contiguous(), group=layer.tp_group)
+        hidden = gathered
     largest = cce_dist.largest_logits(
         hidden,
         weight,

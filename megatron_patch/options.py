@@ -22,7 +22,7 @@ class PatchOptions:
         gradient: "filtered" computes the columns that matter and keeps the mass of the others;
             "exact" computes every column.
         logits: "full"; or "screened", for 16-bit models with gradient="filtered": all logits in 8
-            bits, and those of the columns that matter once more exactly.
+            bits, and logits of the columns that matter once more in full precision.
         quantize_once: with "screened" one 8-bit copy of the head, V / tp (h + 8) bytes, serves all
             microbatches of a call of Megatron's schedule; False: each microbatch makes a copy.
         softcap: c of logits c tanh(z / c), as in Gemma; None: no cap. It applies to the loss
@@ -60,8 +60,8 @@ class PatchOptions:
                 raise ValueError(f"{name} must be one of {names}, got {getattr(self, name)!r}")
         if self.logits == "screened" and self.gradient != "filtered":
             raise ValueError(
-                "logits='screened' computes exactly what the filter keeps and needs "
-                f"gradient='filtered', got {self.gradient!r}"
+                "logits='screened' needs gradient='filtered', whose filter chooses the columns to "
+                f"compute in full precision, got {self.gradient!r}"
             )
         if not self.quantize_once and self.logits != "screened":
             raise ValueError(f"quantize_once=False needs logits='screened', got {self.logits!r}")
@@ -143,17 +143,17 @@ def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
         epilog="Each option can also be given as MEGATRON_PATCH_GRADIENT=exact and the like.",
         allow_abbrev=False,
     )
-    parser.add_argument("--check", action="store_true", help="say what would happen, and end")
+    parser.add_argument("--check", action="store_true", help="report the settings, and end")
     helps = {
         "gradient": "filtered or exact",
-        "logits": "full, or screened: in 8 bits, those that matter exactly",
+        "logits": "full, or screened: in 8 bits, but for the columns that matter",
         "quantize_once": "with screened, one 8-bit copy of the head a step: true or false",
         "softcap": "c of logits c tanh(z / c), as Gemma's",
         "vocab_size": "rows of the head from this one on are padding",
         "backend": "auto, torch or triton",
         "workspace_bytes": "bound of the logits in memory at once",
-        "keep_logits": "with exact or screened, logits stay where there is room: true or false",
-        "check_ranks": "compare what ranks must share before every loss: true or false",
+        "keep_logits": "with exact or screened, keep logits that fit the workspace: true or false",
+        "check_ranks": "compare the ranks' shared arguments before every loss: true or false",
         "vocab_over_pipeline": "the output layer's rows on all pipeline stages: true or false",
     }
     for name, text in helps.items():

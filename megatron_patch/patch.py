@@ -77,7 +77,7 @@ def apply(model: Any = None, options: PatchOptions | None = None, **keywords: ob
         if pipeline is None:
             _apply_to(models, wanted, seams)
         else:
-            _spread(models, wanted, seams, pipeline)
+            _shard_models(models, wanted, seams, pipeline)
         quantized.replace_schedules(schedules)
         return status()
     if _State.options is not None:
@@ -102,7 +102,7 @@ def apply(model: Any = None, options: PatchOptions | None = None, **keywords: ob
 
     if pipeline is not None:
         over_pipeline.replace_schedule(pipeline)
-        over_pipeline.spread_models_to_be_built(wanted, seams, pipeline)
+        over_pipeline.shard_new_models(wanted, seams, pipeline)
     setattr(seams.language_module, SETUP, setup)
     quantized.replace_schedules(schedules)
     _State.options, _State.seams, _State.setup = wanted, seams, setup
@@ -147,14 +147,14 @@ def patched(
 
 def status() -> Status:
     heads = tuple(sorted(type(model).__name__ for model in _State.models))
-    spread = over_pipeline.names_of_models()
-    seams = _State.seams if heads or spread or _State.options is not None else None
+    sharded = over_pipeline.names_of_models()
+    seams = _State.seams if heads or sharded or _State.options is not None else None
     return Status(
         _State.options,
         heads,
         None if seams is None else seams.version,
         None if seams is None else seams.file,
-        spread,
+        sharded,
     )
 
 
@@ -200,11 +200,11 @@ def _apply_to(models: list[Any], options: PatchOptions, seams: Seams) -> None:
         _State.seams = seams
 
 
-def _spread(
+def _shard_models(
     models: list[Any], options: PatchOptions, seams: Seams, pipeline: PipelineSeams
 ) -> None:
     for model in models:
-        over_pipeline.spread_model(model, options, seams, pipeline)
+        over_pipeline.shard_model(model, options, seams, pipeline)
     over_pipeline.replace_schedule(pipeline)
     _State.seams = _State.seams or seams
 

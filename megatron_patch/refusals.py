@@ -15,12 +15,12 @@ from megatron_patch.seams import LOSS, Seams, describe
 # Hooks of these modules only gather or free parameters, or note which module runs.
 HARMLESS = ("megatron.core.distributed", "torch.distributed", "torch.utils.module_tracker")
 _LOGITS = (
-    "which would read logits that are never made, as for distillation: remove it, or run without "
-    "the patch"
+    "which would read logits that the patch does not compute, as for distillation: remove it, or "
+    "run without the patch"
 )
 _GRADIENT = (
-    "which would read the gradient of logits that are never made: remove it, or run without the "
-    "patch"
+    "which would read the gradient of logits that the patch does not compute: remove it, or run "
+    "without the patch"
 )
 _COPY = (
     "which may write the weight between two microbatches, and one 8-bit copy serves both: set "
@@ -35,11 +35,11 @@ def why_not(model: Any, layer: Any, seams: Seams, options: PatchOptions) -> str 
         return why_changed(layer, seams, options)
     if getattr(config, "defer_embedding_wgrad_compute", False):
         return (
-            "defer_embedding_wgrad_compute keeps the gradient of logits, which are never made: "
+            "defer_embedding_wgrad_compute keeps the gradient of logits, which are not computed: "
             "drop --defer-embedding-wgrad-compute"
         )
     if max(getattr(x, "gtp_remat_size", None) or 1 for x in (config, layer)) > 1:
-        return "gtp_remat_size splits the head's rows once more: set it to 1"
+        return "gtp_remat_size splits the head's rows a second time: set it to 1"
     implementation = getattr(config, "cross_entropy_fusion_impl", "native")
     if getattr(config, "cross_entropy_loss_fusion", False) and implementation != "native":
         return (
@@ -48,20 +48,20 @@ def why_not(model: Any, layer: Any, seams: Seams, options: PatchOptions) -> str 
         )
     if options.logits == "screened" and _is_of_fp32(config):
         return (
-            "logits='screened' has not the digits of an fp32 model (params_dtype): set --bf16 or "
+            "logits='screened' has too few digits for an fp32 model (params_dtype): set --bf16 or "
             "--fp16, or drop --logits"
         )
     if layer.disable_grad_reduce:
-        return "disable_grad_reduce leaves the hidden gradient's sum to others: not supported"
+        return "disable_grad_reduce of output_layer must be False: the loss sums hidden's gradient"
     if LOSS in vars(model):
         return (
             f"{LOSS} of this model is replaced already, by {describe(vars(model)[LOSS])}, as for "
-            "distillation, which needs logits: run one of the two"
+            "distillation, which needs logits: use either that or the patch"
         )
     if "forward" in vars(layer):
         return (
             f"forward of this output_layer is replaced already, by "
-            f"{describe(vars(layer)['forward'])}: run one of the two"
+            f"{describe(vars(layer)['forward'])}: use either that or the patch"
         )
     return why_overridden(model, {LOSS: seams.loss}) or why_changed(layer, seams, options)
 
@@ -77,8 +77,8 @@ def why_overridden(model: Any, originals: dict[str, Any]) -> str | None:
             owner = next((each for each in type(model).__mro__ if name in vars(each)), type(model))
             return (
                 f"{owner.__module__}.{owner.__qualname__} overrides {name} by "
-                f"{describe(override)}, and the patch would leave out what it computes: run this "
-                "model without the patch"
+                f"{describe(override)}, which the patch would leave out: run this model without "
+                "the patch"
             )
     return None
 
@@ -86,17 +86,18 @@ def why_overridden(model: Any, originals: dict[str, Any]) -> str | None:
 def why_changed(layer: Any, seams: Seams, options: PatchOptions) -> str | None:
     """Returns the difference between a head and the head that Megatron built; None: they agree.
 
-    Every use of the head asks for it: models may change after they are built.
+    Every use of the head calls this function: models may change after they are built.
     """
     if _class_of(layer) is not seams.head:
         return (
             f"output_layer is a {type(layer).__qualname__}, not Megatron's ColumnParallelLinear: "
-            "switch off what replaces the head (--fp8-output-proj, quantization, a custom layer)"
+            "drop the option that replaces the head (--fp8-output-proj, quantization, a custom "
+            "layer)"
         )
     if seams.head.forward is not seams.forward:
         return (
             f"ColumnParallelLinear.forward has been replaced by {describe(seams.head.forward)}: "
-            "run one of the two"
+            "use either that or the patch"
         )
     if layer.bias is not None:
         return (
@@ -107,7 +108,7 @@ def why_changed(layer: Any, seams: Seams, options: PatchOptions) -> str | None:
 
 
 def _is_of_fp32(config: Any) -> bool:
-    """Tells whether a model computes in fp32: 16-bit ones are cast later, or within autocast."""
+    """Tells whether a model computes in fp32. A 16-bit model is cast later, or by autocast."""
     sixteen = any(getattr(config, name, False) for name in ("bf16", "fp16", "enable_autocast"))
     return config.params_dtype == torch.float32 and not sixteen
 

@@ -20,6 +20,8 @@ from megatron_patch.stock import why_not_stock
 
 # A patched head keeps its state under this name.
 MARK = "megatron_patch"
+# Arguments of ColumnParallelLinear.forward.
+_OF_MEGATRON = {"input_", "weight", "runtime_gather_output"}
 
 
 @dataclass
@@ -58,11 +60,10 @@ def _defer(
     input_: Tensor,
     weight: Tensor | None = None,
     runtime_gather_output: bool | None = None,
-    **ours: Any,
 ) -> DeferredLogits | None:
-    """Returns deferred logits for a call of the head; None: the head's forward must run."""
+    """Returns deferred logits for Megatron's call of a head; None: the head's forward must run."""
     gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
-    if ours or (gathers and not (self.training and torch.is_grad_enabled())):
+    if gathers and not (self.training and torch.is_grad_enabled()):
         return None
     _require_unchanged(self)
     return DeferredLogits.of(self, input_, weight, runtime_gather_output)
@@ -72,25 +73,26 @@ def _require_unchanged(layer: Any) -> None:
     """Checks a patched head.
 
     Raises:
-        PatchError: since `apply` the head has gained something that the patch would leave out.
+        PatchError: since `apply` something was added to the head that the patch would leave out.
     """
     patched: Patched = vars(layer)[MARK]
     reason = why_changed(layer, patched.seams, patched.options)
     ours = {"forward": _head_forward, "_call_impl": _head_call}
     for name, function in ours.items():
         if getattr(vars(layer).get(name), "__func__", None) is not function:
-            reason = f"{name} of output_layer has been replaced since: call remove() before that"
+            reason = f"{name} of output_layer was replaced after apply(): call remove() before that"
     if reason is not None:
-        raise PatchError(f"the loss needs no logits, but {reason}")
+        raise PatchError(f"the loss cannot do without logits: {reason}")
 
 
 def _head_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces the function that nn.Module.__call__ calls.
 
-    A call that computes nothing runs no hooks: FSDP's hooks wrap the head's input to learn of its
-    gradient, and must do so once.
+    A deferred call runs no hooks: FSDP's hooks wrap the head's input to observe its gradient, and
+    must do so once.
     """
-    deferred = _defer(self, *args, **kwargs)
+    # Other keywords are those of `_head_forward`, by which the patch itself calls the head.
+    deferred = _defer(self, *args, **kwargs) if kwargs.keys() <= _OF_MEGATRON else None
     return type(self)._call_impl(self, *args, **kwargs) if deferred is None else (deferred, None)
 
 
@@ -129,19 +131,19 @@ def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
     """Replaces compute_language_model_loss: labels [b, s] -> loss [b, s] fp32.
 
     Raises:
-        PatchError: since `apply` the model has gained something that the patch would leave out; or
-            the logits are made already, and their loss cannot follow the options.
+        PatchError: since `apply` something was added to the model that the patch would leave out;
+            or the logits are computed already, and Megatron's loss cannot follow the options.
     """
     patched: Patched | None = vars(self.output_layer).get(MARK)
     if patched is None:
         raise PatchError(
-            f"{type(self).__name__}: output_layer has been replaced since, by a "
+            f"{type(self).__name__}: output_layer was replaced after apply(), by a "
             f"{type(self.output_layer).__qualname__}: apply the patch after that, or run without it"
         )
     reason = why_overridden(self, {LOSS: patched.seams.loss})
     if reason is not None:
         raise PatchError(f"{type(self).__name__}: {reason}")
-    if isinstance(logits, DeferredLogits) and not logits.is_made:
+    if isinstance(logits, DeferredLogits) and not logits.is_computed:
         call = logits.call
         call.require_same()
         with torch.set_grad_enabled(call.records and torch.is_grad_enabled()):
@@ -162,9 +164,9 @@ def _require_plain(options: PatchOptions) -> None:
     for name in ("softcap", "vocab_size"):
         if getattr(options, name) is not None:
             raise PatchError(
-                f"{name}={getattr(options, name)!r} is of a loss without logits, but the model has "
-                "made its logits (something reads or changes them between output_layer and "
-                f"{LOSS}, or the head gathers them), and Megatron's loss of them knows no {name}: "
+                f"{name}={getattr(options, name)!r} needs a loss without logits, but the model has "
+                "computed its logits (something reads or changes them between output_layer and "
+                f"{LOSS}, or the head gathers them), and Megatron's loss has no {name}: "
                 f"drop {name}, or leave the logits alone"
             )
 

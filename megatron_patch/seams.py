@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_patch.errors import PatchError
 
@@ -91,8 +92,8 @@ def find_seams() -> Seams:
     """Finds the functions of Megatron that the patch replaces.
 
     Raises:
-        PatchError: there is no megatron.core, or a function is missing, takes other arguments or
-            is not Megatron's own.
+        PatchError: there is no megatron.core; or a function is missing, takes other arguments, or
+            is not Megatron's.
     """
     try:
         core = importlib.import_module("megatron.core")
@@ -111,12 +112,12 @@ def find_seams() -> Seams:
         )
         if parameters != wanted:
             raise PatchError(
-                f"{module}.{owner}.{name} must take ({wanted.replace(' ', ', ')}), found "
+                f"{module}.{owner}.{name} must take ({wanted.replace(' ', ', ')}), got "
                 f"({parameters.replace(' ', ', ')}) in megatron.core {version} ({file}): the patch "
                 "does not know this release; run without megatron_patch"
             )
         if is_replaced:
-            require_own(f"{module}.{owner}.{name}", function, modules[module], core)
+            require_original(f"{module}.{owner}.{name}", function, modules[module], core)
         classes[owner] = getattr(modules[module], owner)
     head, language_module = classes["ColumnParallelLinear"], classes["LanguageModule"]
     loss = getattr(language_module, LOSS)
@@ -130,7 +131,7 @@ def without_ours(function: Any) -> Any:
     return function
 
 
-def require_own(name: str, function: Any, module: Any, core: Any) -> None:
+def require_original(name: str, function: Any, module: Any, core: Any) -> None:
     """Checks that a function is Megatron's own.
 
     Raises:
@@ -139,13 +140,12 @@ def require_own(name: str, function: Any, module: Any, core: Any) -> None:
     """
     inside = tuple(Path(str(each.__file__)).parent for each in (core, torch))
     chain = list(_unwrapped(function))
-    is_own = _file_of(chain[-1]) == Path(module.__file__)
+    is_original = _file_of(chain[-1]) == Path(module.__file__)
     for each in chain:
-        if not is_own or not any(folder in _file_of(each).parents for folder in inside):
+        if not is_original or not any(folder in _file_of(each).parents for folder in inside):
             raise PatchError(
-                f"{name} is {describe(each)}, not Megatron's own in {module.__file__}: the patch "
-                "would leave out what it does; switch off what has replaced it, or run without "
-                "megatron_patch"
+                f"{name} must be Megatron's own in {module.__file__}, got {describe(each)}, which "
+                "the patch would leave out: undo that replacement, or run without megatron_patch"
             )
 
 
@@ -183,8 +183,26 @@ class PipelineSeams:
         schedule = getattr(self.schedules, SCHEDULE)
         return [x for x in _arguments(schedule) if x in OF_FINALIZING.split()]
 
-    def backward_step(self, **arguments: Any) -> Any:
+    def backward_step(
+        self,
+        inputs: list[Tensor | None],
+        outputs: list[Tensor],
+        output_grads: list[Tensor | None],
+        *,
+        config: Any,
+        model_type: Any,
+        num_stages: int,
+    ) -> list[Tensor | None]:
+        """Calls Megatron's backward_step; some releases do not take the last two arguments."""
         function = self.schedules.backward_step
+        arguments = {
+            "input_tensor": inputs,
+            "output_tensor": outputs,
+            "output_tensor_grad": output_grads,
+            "config": config,
+            "model_type": model_type,
+            "pipeline_model_parallel_size": num_stages,
+        }
         return function(**{name: arguments[name] for name in _arguments(function)})
 
 
@@ -202,13 +220,13 @@ def find_pipeline_seams() -> PipelineSeams:
         has = [] if function is None else _arguments(function)
         if [x for x in has if x not in besides.split()] != wanted.split():
             raise PatchError(
-                f"{SCHEDULES}.{name} must take ({wanted.replace(' ', ', ')}), found "
+                f"{SCHEDULES}.{name} must take ({wanted.replace(' ', ', ')}), got "
                 f"({', '.join(has)}) in megatron.core {seams.version} ({seams.file}): the patch "
                 "does not know this release; run without vocab_over_pipeline"
             )
     core = importlib.import_module("megatron.core")
     schedule = without_ours(getattr(schedules, SCHEDULE))
-    require_own(f"{SCHEDULES}.{SCHEDULE}", schedule, schedules, core)
+    require_original(f"{SCHEDULES}.{SCHEDULE}", schedule, schedules, core)
     return PipelineSeams(schedules, gpt_model, seams)
 
 
@@ -222,7 +240,7 @@ def find_schedules() -> Any:
     for name in SCHEDULES_OF_ALL_KINDS:
         if not callable(getattr(schedules, name, None)):
             raise PatchError(
-                f"{SCHEDULES}.{name} is not there: the patch does not know this release; run with "
+                f"{SCHEDULES}.{name} is missing: the patch does not know this release; run with "
                 "quantize_once=False, or logits='full'"
             )
     return schedules

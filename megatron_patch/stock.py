@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron_patch.seams import Seams, describe
 
 TOKENS = (2, 4)  # s, b
-# The probe's logits spread this much around this mean: no term of their log-sum-exp is near 0.
-SPREAD, MEAN = 3.0, 4.0
+# Standard deviation and mean of the probe's logits: their log-sum-exp is far from 0.
+DEVIATION, MEAN = 3.0, 4.0
 # fp32 losses near 20 round by 2e-6; a z-loss of 1e-6 log-sum-exp^2 exceeds this tolerance.
 LOSS_TOLERANCE = 1e-4
 # Megatron's fused loss rounds this gradient to bf16.
@@ -45,7 +45,7 @@ def _why_another_loss(model: Any, group: Any, weight: Tensor, seams: Seams) -> s
     generator = torch.Generator().manual_seed(0)
     size = group.size() * columns
     # The probe is the same on all ranks, so the reference needs no other rank.
-    every = torch.randn(*TOKENS, size, generator=generator) * SPREAD + MEAN
+    every = torch.randn(*TOKENS, size, generator=generator) * DEVIATION + MEAN
     labels = torch.randint(size, TOKENS, generator=generator).to(device)
     upstream = torch.rand(TOKENS, generator=generator).to(device)
     # Otherwise torch would compile fusions, for seconds.
@@ -69,17 +69,17 @@ def _why_another_loss(model: Any, group: Any, weight: Tensor, seams: Seams) -> s
             if loss.requires_grad:
                 (grad,) = torch.autograd.grad(loss, leaf, upstream)
         except RuntimeError as error:
-            raised = f"of fp32 logits it raises {type(error).__name__}: {error}"
+            raised = f"for fp32 logits it raises {type(error).__name__}: {error}"
             return f"{describe(seams.loss)} is not the cross-entropy of its logits: {raised}"
     off = (loss - right).detach().abs().max()
     grad_off = (grad - expected[..., mine]).abs().max()
     if off <= LOSS_TOLERANCE and grad_off <= GRADIENT_TOLERANCE:
         return None
     return (
-        f"{describe(seams.loss)} is not the cross-entropy of its logits: of the same logits it "
-        f"gives {float(loss.mean()):.6f} where that is {float(right.mean()):.6f}, and a gradient "
-        f"{float(grad_off):.2e} apart; a fork's, or what has replaced a function that it calls, "
-        "which the patch would leave out: run without megatron_patch"
+        f"{describe(seams.loss)} is not the cross-entropy of its logits: for the same logits it "
+        f"gives {float(loss.mean()):.6f}, cross-entropy {float(right.mean()):.6f}, and their "
+        f"gradients differ by {float(grad_off):.2e}. A fork has another loss, or a function that "
+        "it calls is replaced; the patch would leave that out: run without megatron_patch"
     )
 
 
@@ -103,8 +103,8 @@ def _why_another_head(layer: Any, weight: Tensor, seams: Seams) -> str | None:
         return None
     return (
         f"{describe(seams.forward)} does not give its input times the weight: logits up to "
-        f"{LARGEST:g} are off by {float(off):.3g}; a fork's, or what has replaced a function that "
-        "it calls, which the patch would leave out: run without megatron_patch"
+        f"{LARGEST:g} are off by {float(off):.3g}. A fork has another head, or a function that it "
+        "calls is replaced; the patch would leave that out: run without megatron_patch"
     )
 
 

@@ -37,9 +37,8 @@ IN_PLACE_OF_OTHERS = {
     "megatron_patch/deferred.py": {"max", "argmax"},
     "megatron_patch/pipeline/over_pipeline.py": {"schedule", "init"},
     "megatron_patch/quantized.py": {"schedule"},
-    "megatron_patch/replaced.py": {"_defer", "_head_call"},
+    "megatron_patch/replaced.py": {"_head_call"},
     "megatron_patch/pipeline/rows.py": {"sharded_state_dict"},
-    "megatron_patch/seams.py": {"backward_step"},
     "megatron_patch/pipeline/tied.py": {"__call__"},
 }
 

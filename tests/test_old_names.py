@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cce_dist.core.old_names import NEW_NAMES
+from cce_dist.core.old_names import NEW_FUNCTIONS, NEW_NAMES
 
 ROOT = Path(__file__).parent.parent
 # Packages that have been modules, the module each has been, and a name in it.
@@ -45,6 +45,8 @@ def test_each_old_name_is_the_module_itself() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert import_module(old) is module
+            for name, now in NEW_FUNCTIONS.get(old, {}).items():
+                assert getattr(module, name) is getattr(module, now)
 
 
 @pytest.mark.parametrize(("old", "new", "name"), NOW_PACKAGES, ids=lambda value: value)

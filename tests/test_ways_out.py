@@ -120,7 +120,7 @@ def of_fsdp2(group: dist.ProcessGroup, kind: str) -> str:
         ("alone", "call head.unshard() before the loss in the forward of the root"),
         ("unsharded", "right"),
         ("in_head", "right"),
-        ("resharded", "RuntimeError: weight's memory was freed before the backward"),
+        ("resharded", "RuntimeError: weight must stay in memory until the backward"),
     ],
 )
 def test_fsdp2_with_the_head_in_a_group_of_its_own(kind: str, said: str) -> None:

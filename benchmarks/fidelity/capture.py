@@ -136,7 +136,7 @@ def _tensors(job: Job, run: Run, num_tokens: int) -> dict[str, Tensor]:
     ids, targets = held_out[:num_tokens].view(-1, length), held_out[1 : num_tokens + 1]
     device, dtype = job.ranks.device, getattr(torch, job.config.dtype)
     hidden = [
-        forward_body(run.whole_model, some_ids.to(device), job.config) for some_ids in ids.split(8)
+        forward_body(run.decoder, some_ids.to(device), job.config) for some_ids in ids.split(8)
     ]
     return {
         "hidden": torch.cat(hidden).to(dtype).cpu(),

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from cce_dist import LinearCrossEntropy
-from cce_dist.backends.triton.launch.tiles import TABLE, Tiles, key_of, tiles_for, why_not
+from cce_dist.backends.triton.launch.tiles import TABLE, KernelTiles, key_of, tiles_for, why_not
 from cce_dist.bench.golden import LossFunction, dense_loss, errors, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.loss import WORST_ERROR_RATIO
@@ -19,7 +19,7 @@ from cce_dist.bench.machine import Part, Timer, Variant, interleaved_times, vari
 from cce_dist.bench.methods import describe_failure
 from cce_dist.bench.report import Cells
 
-# Candidates by element size: fields of `Tiles` that are tried in place of the table's. If a device
+# Candidates by element size: fields of `KernelTiles` that replace the table's. If a device
 # has no room for a candidate, its row says so.
 FORWARD: dict[int, Sequence[Mapping[str, int]]] = {
     2: (
@@ -109,7 +109,7 @@ def bench_tiles(inputs: BenchInputs, *, repeats: int = 10) -> list[Cells]:
 
 
 @contextmanager
-def tiles_of(tensor: Tensor, tiles: Tiles) -> Iterator[None]:
+def tiles_of(tensor: Tensor, tiles: KernelTiles) -> Iterator[None]:
     """Puts `tiles` into TABLE for the tensor's device and dtype, until the context ends."""
     key = key_of(tensor)
     before = TABLE[key]
@@ -120,7 +120,9 @@ def tiles_of(tensor: Tensor, tiles: Tiles) -> Iterator[None]:
         TABLE[key] = before
 
 
-def _with_tiles(tiles: Tiles, function: LossFunction, inputs: BenchInputs, part: Part) -> Variant:
+def _with_tiles(
+    tiles: KernelTiles, function: LossFunction, inputs: BenchInputs, part: Part
+) -> Variant:
     """Returns a variant whose timed part uses `tiles`; a forward before it uses the table's."""
     variant = variant_of(function, inputs, part)
 

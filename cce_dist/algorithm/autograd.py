@@ -1,7 +1,7 @@
 """The steps of `sharded` as autograd functions of hidden, weight and bias.
 
-Both return per-token vectors; whatever the loss makes of them (reduction, weights, z-loss) is
-ordinary autograd on [N], and comes back as the upstream gradient. No kernel knows of it.
+Both return per-token vectors [N]. Reduction, weights and z-loss are ordinary autograd on these
+vectors, which hands the upstream gradient back. No kernel knows the reduction.
 """
 
 from __future__ import annotations
@@ -21,35 +21,42 @@ from cce_dist.algorithm.plan import Plan
 from cce_dist.algorithm.saved import put_together, take_apart
 from cce_dist.backends.protocol import ExpectedBackward, Kept, LogitStore, Scores, WeightGrad
 from cce_dist.core.stats import Stats
-from cce_dist.core.types import Head, QuantizedRows, Tokens, Upstream, accumulate_dtype
+from cce_dist.core.types import (
+    Head,
+    QuantizedRows,
+    QuantizeOnce,
+    Tokens,
+    Upstream,
+    accumulate_dtype,
+)
 
-# nll, lse, smooth_logit [N] -> this chunk's part of the scalar loss; the slice says which tokens.
+# nll, lse, smooth_logit [N] of the tokens in the slice -> their share of the scalar loss.
 Objective = Callable[[Tensor, Tensor, Tensor | None, slice], Tensor]
 
 
 @dataclass(frozen=True)
 class Call:
-    """All that one call of the loss needs besides hidden, weight and bias."""
+    """The arguments of one call of the loss, but for hidden, weight and bias."""
 
     plan: Plan
     rows: Tensor | None  # [N]; None: every token
-    local_targets: Tensor  # [N]; both int32 where that holds them: they stay until the backward
+    local_targets: Tensor  # [N], like rows int32 where it fits: both stay until the backward
     count: Tensor | None  # [1] int32; None: all N tokens count
     device_type: str
     class_weight: Tensor | None  # [V_local] of this shard
-    quantized: QuantizedRows | None  # of this shard, where the caller keeps them
+    quantized: QuantizedRows | None  # of this shard; None: the caller keeps no copy
     grad_weight_into: Tensor | None
     tail_mass: bool  # report it
     record: bool  # a backward may follow
-    quantize_once: Callable[..., QuantizedRows | None] | None = None  # as Head's
+    quantize_once: QuantizeOnce | None = None
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """Cuts off rows beyond vocab_size: no step below sees padding."""
         options, rows = self.plan.options, slice(0, self.plan.shard.num_classes)
         if weight.numel() and not weight.untyped_storage().nbytes():
             raise RuntimeError(
-                "weight's memory was freed before the backward of linear_cross_entropy, as FSDP's "
-                "reshard() does; leave that to FSDP, which does so when the backward is done"
+                "weight must stay in memory until the backward of linear_cross_entropy, got memory "
+                "that was freed, as FSDP's reshard() does: FSDP calls it after the backward itself"
             )
         return Head(
             weight=weight[rows],
@@ -63,17 +70,17 @@ class Call:
         )
 
     def tokens(
-        self, hidden: Tensor, scale: Tensor | None = None, *, fill_later: bool = False
+        self, hidden: Tensor, scale: Tensor | None = None, *, defer_fill: bool = False
     ) -> Tokens:
-        """Args: fill_later: the backend's backward gathers hidden, beside its first kernels."""
+        """Args: defer_fill: the backend gathers hidden itself, while its first kernels run."""
         rows = None if self.rows is None else self.rows.long()
-        hidden, fill = self.plan.gather_hidden(hidden, fill_later=fill_later)
+        hidden, fill = self.plan.gather_hidden(hidden, defer_fill=defer_fill)
         return Tokens(hidden, rows, self.local_targets, self.count, fill, scale)
 
     def expect(
         self, tokens: Tokens, dtype: torch.dtype, needed: tuple[bool, ...]
     ) -> ExpectedBackward:
-        """Args: dtype: of the weight. needed: whether hidden, weight, bias need a gradient."""
+        """Args: dtype: the weight's. needed: whether hidden, weight, bias need a gradient."""
         into = self.grad_weight_into if needed[1] else None
         written = dtype if into is None else into.dtype
         return self.plan.expect(
@@ -105,10 +112,10 @@ class GradWeight:
 
 
 @dataclass(frozen=True)
-class Left:
-    """All that the forward leaves of the columns' masses."""
+class Selection:
+    """The columns that the backward keeps, or the scores from which it chooses them."""
 
-    scores: Scores | None  # for `choose_columns`; None: none, or `kept` was chosen from them
+    scores: Scores | None  # None: columns are not scored, or `kept` is chosen already
     kept: Kept | None
 
 
@@ -126,9 +133,9 @@ def pad_bias(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
 
 
 def _grad_of_scale(scale: Tensor, stats: Stats, upstream: Upstream) -> Tensor:
-    """Returns [N], the gradient by the factor s of a token's logits: d lse / ds is over s their
-    mean, which is lse less the entropy; d target_logit / ds is target_logit over s."""
-    # Its derivative would take the logits' variance; who asks for both is refused.
+    """Returns [N], the gradient by the factor s of a token's logits. d lse / ds is the mean logit,
+    lse - entropy, divided by s; d target_logit / ds is target_logit / s."""
+    # The entropy's derivative by s takes the logits' variance: `token_logprobs` refuses it.
     assert upstream.entropy is None and stats.entropy is not None
     total = torch.zeros_like(scale)
     if upstream.nll is not None:
@@ -138,7 +145,7 @@ def _grad_of_scale(scale: Tensor, stats: Stats, upstream: Upstream) -> Tensor:
     return total / scale
 
 
-# What both functions return besides their differentiable outputs, in this order.
+# The outputs of both functions that are not differentiable, in this order.
 def _plain_outputs(stats: Stats, tail: Tensor | None) -> tuple[Tensor | None, ...]:
     mean = stats.mean_logit
     if mean is not None and stats.origin_logit is not None:
@@ -186,8 +193,8 @@ class TwoPass(torch.autograd.Function):
             tail = call.plan.tail_mass(kept, stats.lse)
             scores = None
         if call.record:
-            # Autograd frees saved tensors in the backward; other attributes outlive it.
-            ctx.left, tensors = take_apart(Left(scores, kept))
+            # Autograd frees saved tensors after the backward; other attributes stay.
+            ctx.selection, tensors = take_apart(Selection(scores, kept))
             ctx.call = replace(call, class_weight=None, quantized=None, quantize_once=None)
             of_loss = (call.class_weight, stats.lse, stats.target_logit, stats.entropy)
             ctx.save_for_backward(hidden, weight, bias, scale, *of_loss, *tensors)
@@ -201,7 +208,7 @@ class TwoPass(torch.autograd.Function):
     def _store_logits(
         ctx: Any, call: Call, tokens: Tokens, head: Head, weight: Tensor, backward: ExpectedBackward
     ) -> LogitStore | None:
-        """Makes memory for logits; some of it may be that of the weight's gradient."""
+        """Allocates memory for logits; some of it may be memory of the weight's gradient."""
         spare = None
         if call.plan.keeps_logits and call.plan.screen is None:
             ctx.target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
@@ -218,7 +225,7 @@ class TwoPass(torch.autograd.Function):
         lse, target_logit, entropy, *tensors = saved
         call: Call = replace(ctx.call, class_weight=class_weight)
         _forget_buffer(ctx)
-        # Both are used up: another backward over a retained graph does without.
+        # This backward uses both up: a second one over a retained graph has neither.
         target, store, ctx.target, ctx.store = ctx.target, ctx.store, None, None
         upstream, stats = Upstream(*grads[:4]), Stats(lse, target_logit, entropy=entropy)
         if all(grad is None for grad in grads[:4]):
@@ -226,11 +233,11 @@ class TwoPass(torch.autograd.Function):
         grad_scale = _grad_of_scale(scale, stats, upstream) if ctx.needs_input_grad[3] else None
         if not any(ctx.needs_input_grad[:3]):
             return None, None, None, grad_scale, None
-        tokens, head = call.tokens(hidden, scale, fill_later=True), call.head(weight, bias)
-        left: Left = put_together(ctx.left, iter(tensors))
-        kept = left.kept
-        if left.scores is not None and upstream.entropy is None:
-            kept = sharded.choose_columns(tokens, head, call.plan, left.scores, stats)
+        tokens, head = call.tokens(hidden, scale, defer_fill=True), call.head(weight, bias)
+        selection: Selection = put_together(ctx.selection, iter(tensors))
+        kept = selection.kept
+        if selection.scores is not None and upstream.entropy is None:
+            kept = sharded.choose_columns(tokens, head, call.plan, selection.scores, stats)
         if target is None:
             target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
         out = sharded.backward(
@@ -250,9 +257,9 @@ class TwoPass(torch.autograd.Function):
 
 
 def _forget_buffer(ctx: Any) -> None:
-    """Forgets the caller's buffer, which a loss must not keep alive after its backward."""
+    """Drops the caller's buffer: a loss must not keep it alive after the backward."""
     into = ctx.call.grad_weight_into
-    # It is no saved tensor, which autograd would free: hooks would put a copy in its place.
+    # Autograd would free a saved tensor, but hooks would put a copy in its place.
     if into is not None and not _get_current_graph_task_keep_graph():
         ctx.call = replace(ctx.call, grad_weight_into=None)
 
@@ -267,7 +274,7 @@ class InForwardGrads:
 
     hidden: Tensor | None  # [num_rows, D]
     bias: Tensor | None  # [num_classes] in the accumulation dtype
-    weight: Tensor | None  # [V_local, D] as weight, to be handed on; or [num_classes, D] wider
+    weight: Tensor | None  # [V_local, D] as weight, or [num_classes, D] in the accumulation dtype
 
     def scale(self, upstream: Tensor) -> None:
         """Scales in place: there is room for one weight gradient, not for two."""
@@ -277,10 +284,10 @@ class InForwardGrads:
 
 
 class InForward(torch.autograd.Function):
-    """gradient="in_forward": the gradients of the scalar loss are made beside it.
+    """gradient="in_forward": the forward computes the gradients of the scalar loss.
 
     Outputs: the loss [], then lse, entropy and `_plain_outputs`, each [N]. The first backward
-    scales the gradients and hands them on; a later one over a retained graph makes them again.
+    scales the gradients; a later one over a retained graph computes them again.
     """
 
     jvp = staticmethod(_no_forward_mode)
@@ -297,14 +304,14 @@ class InForward(torch.autograd.Function):
         ctx.call, ctx.objective = replace(call, class_weight=None, quantized=None), objective
         ctx.quantized, tensors = take_apart(call.quantized)
         ctx.save_for_backward(hidden, weight, bias, call.class_weight, *tensors)
-        ctx.computed, loss, stats, tail = InForward._make(ctx, call, hidden, weight, bias)
+        ctx.computed, loss, stats, tail = InForward._compute(ctx, call, hidden, weight, bias)
         plain = _plain_outputs(stats, tail)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in plain if x is not None))
         return (loss, stats.lse, stats.entropy, *plain)
 
     @staticmethod
-    def _make(
+    def _compute(
         ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[InForwardGrads, Tensor, Stats, Tensor | None]:
         call.plan.require_same_sizes(hidden, len(call.local_targets))
@@ -327,20 +334,20 @@ class InForward(torch.autograd.Function):
             loss.add_(value.detach())
             return Upstream(grads[0], grads[1], grads[2] if smooth is not None else None)
 
-        whole = rows = None
+        grad_weight = rows = None
         if ctx.needs_input_grad[1]:
             classes = head.weight.shape[0]
             wide = call.plan.by_chunks or call.grad_weight_into is not None
-            if wide or not in_forward.scales_by_any(weight.dtype):
-                whole = rows = torch.empty_like(
+            if wide or not in_forward.holds_unscaled_gradients(weight.dtype):
+                grad_weight = rows = torch.empty_like(
                     head.weight,
                     dtype=loss.dtype,
                     memory_format=torch.contiguous_format,
                 )
             else:
-                whole = torch.empty_like(weight, memory_format=torch.contiguous_format)
-                whole[classes:].zero_()
-                rows = whole[:classes]
+                grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+                grad_weight[classes:].zero_()
+                rows = grad_weight[:classes]
         grads, tail = in_forward.grads_in_forward(
             tokens,
             head,
@@ -351,7 +358,8 @@ class InForward(torch.autograd.Function):
             bias=ctx.needs_input_grad[2],
             tail_mass=call.tail_mass,
         )
-        return InForwardGrads(grads.hidden, grads.bias, whole), loss, concatenate(chunks), tail
+        computed = InForwardGrads(grads.hidden, grads.bias, grad_weight)
+        return computed, loss, concatenate(chunks), tail
 
     @staticmethod
     @once_differentiable
@@ -364,7 +372,7 @@ class InForward(torch.autograd.Function):
             if grad is not None:
                 raise RuntimeError(
                     f'stats "{name}" cannot be differentiated with gradient="in_forward", whose '
-                    'gradients are made before the backward; use gradient="filtered" or "exact"'
+                    'forward computes the gradients; use gradient="filtered" or "exact"'
                     + (", or the option z_loss" if name == "lse" else "")
                 )
         _forget_buffer(ctx)
@@ -373,7 +381,7 @@ class InForward(torch.autograd.Function):
         if upstream is None:
             return None, None, None, None, None
         if computed is None:
-            computed, *_ = InForward._make(ctx, call, hidden, weight, bias)
+            computed, *_ = InForward._compute(ctx, call, hidden, weight, bias)
         computed.scale(upstream)
         grad_hidden = None if computed.hidden is None else computed.hidden.to(hidden.dtype)
         grad_weight = computed.weight

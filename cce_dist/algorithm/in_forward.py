@@ -23,21 +23,24 @@ def grads_in_forward(
     plan: Plan,
     upstream_of: Callable[[Stats, slice], Upstream],
     *,
-    hidden: bool,  # whether its gradient is needed, as bias's
-    weight: Tensor | None,  # [V_local, D] of its gradient, written; None: not needed
+    hidden: bool,  # whether its gradient is needed; so with bias
+    weight: Tensor | None,  # [V_local, D] memory for its gradient; None: not needed
     bias: bool,
-    tail_mass: bool,  # asked for
+    tail_mass: bool,  # whether to return it
 ) -> tuple[LocalGrads, Tensor | None]:
     """Takes all four steps, for an upstream gradient of 1.
 
-    By chunks of tokens there are three products of every column instead of four, and the weight's
-    gradient is in the accumulation dtype. Else all tokens are one chunk, which is filtered.
-    `upstream_of` is told the merged statistics of the tokens it is asked for.
+    `Plan.by_chunks` decides between two ways. A chunk of tokens keeps its logits, so every column
+    takes three matrix products instead of four; the weight's gradient has the accumulation dtype.
+    Otherwise all tokens are one chunk, and its columns are filtered.
 
+    Args: upstream_of: returns the upstream gradient of a slice of tokens, from their merged
+        statistics.
     Returns:
-        hidden: [num_rows, D] of this rank's tokens, in hidden's dtype, or in fp32.
-        [N] `Plan.tail_mass` if asked for.
-    Collectives: one all-gather a chunk of tokens, step 4's, and `tail_mass`'s.
+        The gradients; hidden's is [num_rows, D], in hidden's dtype or in fp32.
+        `Plan.tail_mass` [N]; None without `tail_mass`.
+    Collectives: those of `sharded.forward` for each chunk, those of step 4 once, and those of
+        `Plan.tail_mass`.
     """
     into = None if weight is None else WeightGrad(weight, accumulate=plan.by_chunks)
     if plan.by_chunks:
@@ -45,7 +48,7 @@ def grads_in_forward(
         dtype = accumulate_dtype(head.weight.dtype)
         nothing = head.weight.new_zeros(len(tokens), dtype=dtype)
         return grads, nothing if tail_mass else None
-    in_fp32 = not scales_by_any(head.weight.dtype)
+    in_fp32 = not holds_unscaled_gradients(head.weight.dtype)
     written = None if weight is None else weight.dtype
     expected = plan.expect(tokens, hidden=hidden, weight=written, bias=bias, in_fp32=in_fp32)
     store = plan.store_for(tokens, head, expected)
@@ -69,9 +72,9 @@ def grads_in_forward(
     return grads, tail
 
 
-def scales_by_any(dtype: torch.dtype) -> bool:
-    """Tells whether it can store gradients for an upstream gradient of 1: a mean over tokens puts
-    them below fp16's smallest number."""
+def holds_unscaled_gradients(dtype: torch.dtype) -> bool:
+    """Tells whether a dtype holds gradients for an upstream gradient of 1. In fp16 those of a mean
+    over tokens would be below the smallest number."""
     return dtype != torch.float16
 
 
@@ -84,8 +87,8 @@ def _grads_by_chunks(
     into: WeightGrad | None,
     needs_bias: bool,
 ) -> LocalGrads:
-    """Takes steps 1-3 over chunks of tokens, whose logits are kept in between, and step 4 at
-    once."""
+    """Takes steps 1 to 3 for each chunk of tokens, whose logits stay in memory from step 1 to step
+    3, and then step 4 once for all tokens."""
     weight = head.weight
     dtype = accumulate_dtype(weight.dtype)
     size = chunk_tokens(len(tokens), plan)
@@ -94,20 +97,21 @@ def _grads_by_chunks(
     bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs_bias else None
     if into is not None:
         into.rows.zero_()
-    # One empty chunk where there is no token: statistics and gradients keep their shapes.
+    # Without tokens there is one empty chunk, which gives statistics and gradients their shapes.
     for start in range(0, max(len(tokens), 1), size):
         at = slice(start, min(start + size, len(tokens)))
         chunk = tokens.alone(at.start, at.stop)
         store = buffer[: len(chunk)]
         stats, _ = sharded.forward(chunk, head, plan, score=False, store=store)
-        part = None
+        local_sum = None
         if needs_hidden:
-            part = SumOverRanks(None, scatter=False, num_rows=len(chunk), dtype=dtype)
+            # Step 4 follows once, over all chunks.
+            local_sum = SumOverRanks(None, scatter=False, num_rows=len(chunk), dtype=dtype)
         request = BackwardRequest(
             stats=stats,
             upstream=upstream_of(stats, at),
             kept=None,
-            hidden=part,
+            hidden=local_sum,
             weight=into,
             bias=needs_bias,
             store=store,
@@ -124,9 +128,10 @@ def _grads_by_chunks(
 
 
 def chunk_tokens(num_tokens: int, plan: Plan) -> int:
-    """Returns the tokens of a chunk, from numbers that all ranks share, so that they agree.
+    """Returns the number of tokens in a chunk: a multiple of TOKEN_BLOCK.
 
-    At most a quarter of the tokens: the chunk's logits [chunk, V_local] are in memory at once.
+    It follows from numbers that all ranks share, so ranks agree on it. The logits of a chunk,
+    [chunk, V_local], are in memory at once: a chunk has at most a quarter of the tokens.
     """
     columns = -(-plan.shard.vocab_size // group_size(plan.group))
     room = plan.options.workspace_for(num_tokens)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps autocast from a backward's fp32 products, where it runs within an autocast region."""
+    """Switches autocast off in a backward: it would cast the operands of fp32 products."""
 
     @functools.wraps(backward)
-    def run(ctx: Any, *grads: Tensor | None):
+    def wrapper(ctx: Any, *grads: Tensor | None):
         with torch.autocast(ctx.call.device_type, enabled=False):
             return backward(ctx, *grads)
 
-    return run
+    return wrapper
 
 
 class _Once(torch.autograd.Function):
@@ -31,18 +31,20 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         raise RuntimeError(
-            "linear_cross_entropy is differentiable once: its gradients were made with "
-            "create_graph=True, and a derivative of them was asked for; use dense logits there"
+            "linear_cross_entropy is differentiable once, got a backward through its gradients "
+            "(create_graph=True): compute the loss from dense logits there"
         )
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses a derivative of the gradients. torch's decorator of this name does nothing unless the
-    upstream gradient requires grad: gradients would count as constants, and a penalty of their norm
-    would have no effect."""
+    """Makes a derivative of the gradients raise a RuntimeError.
+
+    torch's decorator of this name acts only if the upstream gradient requires grad. Otherwise the
+    gradients would count as constants, and a penalty on their norm would have no effect.
+    """
 
     @functools.wraps(backward)
-    def run(ctx: Any, *grads: Tensor | None):
+    def wrapper(ctx: Any, *grads: Tensor | None):
         with torch.no_grad():
             input_grads = backward(ctx, *grads)
         if not torch.is_grad_enabled() or all(grad is None for grad in input_grads):
@@ -51,4 +53,4 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         marked = iter(_Once.apply(len(needed), *needed, *ctx.saved_tensors, *grads))
         return tuple(None if grad is None else next(marked) for grad in input_grads)
 
-    return run
+    return wrapper

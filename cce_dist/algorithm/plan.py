@@ -23,8 +23,8 @@ from cce_dist.backends.protocol import (
 from cce_dist.core.types import Head, Tokens, Wanted
 from cce_dist.options import SCREENED_BYTES_PER_TOKEN, LossOptions, Screen
 from cce_dist.ranks.gather import (
+    defer_gather_tokens,
     gather_bounds,
-    gather_tokens_later,
     require_same_sizes,
     sum_over_ranks,
 )
@@ -51,8 +51,8 @@ class Plan:
 
     @functools.cached_property
     def by_chunks(self) -> bool:
-        """Tells whether gradient="in_forward" goes over chunks of tokens. With a chunk's logits at
-        hand, leaving columns out would save nothing."""
+        """Tells whether gradient="in_forward" computes one chunk of tokens after another. A chunk's
+        logits stay in memory, so leaving columns out would save nothing."""
         options = self.options
         is_full = options.gradient == "in_forward" and options.logits == "full"
         return is_full and self.backend.traits.in_forward_by_chunks
@@ -63,13 +63,13 @@ class Plan:
 
     @functools.cached_property
     def screen(self) -> Screen | None:
-        """Returns how logits are screened; None: they are not, nor where every column is kept."""
+        """Returns the options of screening; None: full logits, also where every column is kept."""
         return None if self.options.logits == "full" or not self.filters else self.options.screen
 
     @property
     def keeps_logits(self) -> bool:
         """Tells whether the forward keeps logits for the backward, if the backend can. A screened
-        forward keeps the exact logits of the columns with which the backward begins."""
+        forward keeps exact logits, of the columns that the backward computes first."""
         keeps = self.options.keep_logits
         if keeps is None:
             return self.backward_is_next and self.screen is not None
@@ -78,8 +78,8 @@ class Plan:
     def column_filter(self, *, score: bool) -> ColumnFilter | None:
         """Returns the rule by which columns are kept; None: columns are not scored.
 
-        Args: score: a backward follows, or the mass that it drops is asked for. Screened logits
-            are filtered without, too.
+        Args: score: a backward follows, or the caller wants the dropped mass. Screened logits are
+            filtered in any case.
         """
         options = self.options
         if not self.filters or not (score or options.logits == "screened"):
@@ -91,9 +91,9 @@ class Plan:
         return Room(self.workspace_bytes(len(tokens), head), self.shares_device)
 
     def workspace_bytes(self, num_tokens: int, head: Head) -> int:
-        """Returns the workspace of a call on so many tokens. A screened one may take as much as the
-        weight's 8-bit copy took, which is gone before the backward: one chunk then holds what is
-        kept of a trained model. Not where the caller bounds it."""
+        """Returns the bytes of the workspace of a call on `num_tokens` tokens. Unless the caller
+        bounds it, a screened call may use as much as the weight's 8-bit copy took: the copy is
+        freed before the backward. One chunk then holds all kept columns of a trained model."""
         room = self.options.workspace_for(num_tokens)
         if self.screen is None or self.options.workspace_bytes is not None:
             return room
@@ -102,7 +102,7 @@ class Plan:
     def forward_request(
         self, tokens: Tokens, head: Head, *, score: bool, store: LogitStore | None = None
     ) -> ForwardRequest:
-        """Builds the request of step 1. Args: score: as of `column_filter`."""
+        """Builds the request of step 1. Args: score: as in `column_filter`."""
         rule, screen, bounds = self.column_filter(score=score), self.screen, None
         chooses = screen is not None or self.backend.traits.chooses_in_forward
         if rule is not None and chooses and group_size(self.group) > 1:
@@ -110,7 +110,7 @@ class Plan:
         return ForwardRequest(self.wanted, rule, screen, bounds, store, self.room(tokens, head))
 
     def hidden_sum(self, tokens: Tokens, dtype: torch.dtype) -> SumOverRanks:
-        """Builds step 4. Args: dtype: of the hidden gradient."""
+        """Builds the sum of step 4. Args: dtype: the hidden gradient's."""
         num_rows = tokens.hidden.shape[0]
         return SumOverRanks(self.group, self.options.sequence_parallel, num_rows, dtype)
 
@@ -118,12 +118,13 @@ class Plan:
         self,
         tokens: Tokens,
         *,
-        hidden: bool,  # whether its gradient is needed, as bias's
-        weight: torch.dtype | None,  # of its gradient; None: not needed
+        hidden: bool,  # whether its gradient is needed; so with bias
+        weight: torch.dtype | None,  # the dtype of its gradient; None: not needed
         bias: bool,
         accumulate: bool = False,
-        in_fp32: bool = False,  # as of `sharded.backward`
+        in_fp32: bool = False,  # as in `sharded.backward`
     ) -> ExpectedBackward:
+        """Describes the backward that may follow, for `store_for` and `warm_up`."""
         dtype = torch.float32 if in_fp32 else tokens.hidden.dtype
         return ExpectedBackward(
             hidden=self.hidden_sum(tokens, dtype) if hidden else None,
@@ -136,8 +137,8 @@ class Plan:
     def store_for(
         self, tokens: Tokens, head: Head, backward: ExpectedBackward, spare: Tensor | None = None
     ) -> LogitStore | None:
-        """Makes memory in which logits stay for the backward; None: none do. Args: as of a
-        backend."""
+        """Allocates memory in which logits stay for the backward; None: none stay. Args: as in
+        `Backend.store_for`."""
         if not self.keeps_logits:
             return None
         request = self.forward_request(tokens, head, score=True)
@@ -146,39 +147,41 @@ class Plan:
     def warm_up(
         self, tokens: Tokens, head: Head, backward: ExpectedBackward, store: LogitStore | None
     ) -> None:
-        """Lets a backend that compiles its kernels compile all of them at once, before the first
-        step. No collectives."""
+        """Lets the backend compile all kernels of the call at once, before the first step. No
+        collectives."""
         if self.filters:
             request = self.forward_request(tokens, head, score=True, store=store)
             self.backend.warm_up(tokens, head, request, backward)
 
     def gather_hidden(
-        self, hidden: Tensor, *, fill_later: bool
+        self, hidden: Tensor, *, defer_fill: bool
     ) -> tuple[Tensor, Callable[[], None] | None]:
-        """Gathers the tokens of all ranks under sequence parallel; else returns hidden itself. With
-        `fill_later` the function that is returned too fills the memory. Collectives: one all-gather
-        of hidden."""
+        """Gathers the tokens of all ranks under sequence parallel; else returns hidden itself.
+
+        Args: defer_fill: return a function that fills the gathered memory, and do not fill it yet.
+        Collectives: one all-gather of hidden, at once or in that function.
+        """
         if not self.options.sequence_parallel:
             return hidden, None
-        whole, fill = gather_tokens_later(hidden, self.group)
-        if fill_later:
-            return whole, fill
+        gathered, fill = defer_gather_tokens(hidden, self.group)
+        if defer_fill:
+            return gathered, fill
         fill()
-        return whole, None
+        return gathered, None
 
     def tail_mass(self, kept: Kept | None, lse: Tensor) -> Tensor:
         """Returns each token's probability mass whose gradient is approximated, [N]; with a softcap
-        p is weighted by its slope. Collectives: one all-gather of [N], none where nothing is
-        filtered."""
+        each probability is weighted by the softcap's slope. Collectives: one all-gather of [N];
+        none if nothing is filtered."""
         local = lse.new_zeros(lse.shape) if kept is None else kept.dropped_mass
         return sum_over_ranks(local, self.group) if self.filters else local
 
     def require_same_sizes(self, hidden: Tensor, num_tokens: int) -> None:
-        """Checks, before ranks say anything else, that they are about to send as much.
+        """Checks that all ranks are about to send tensors of the same sizes. No collective of the
+        call comes before it.
 
+        Args: num_tokens: the number of tokens to compute.
         Collectives: those of `gather.require_same_sizes`.
-
-        Args: num_tokens: that are computed.
         """
         wanted = sum(flag << place for place, flag in enumerate(astuple(self.wanted)))
         sizes = {

@@ -10,8 +10,8 @@ second and the last talk to the other ranks, once each:
     4  sum               every rank's part of the hidden gradient               ranks/hidden_sum.py
 
 `forward` is steps 1 and 2, `backward` is 3 and 4; `choose_columns` says between them which columns
-matter, where the gradient is filtered. What a step asks of the backend stands in plan.py; what a
-backend is, in backends/protocol.py; which one computes, in backends/choose.py.
+matter, if the gradient is filtered. plan.py builds each step's request to the backend,
+backends/protocol.py defines a backend, and backends/choose.py chooses one.
 
 The group may be tensor-parallel ranks, pipeline ranks, or their product.
 """
@@ -32,16 +32,16 @@ from cce_dist.ranks.merge import merge_stats
 def forward(
     tokens: Tokens, head: Head, plan: Plan, *, score: bool, store: LogitStore | None = None
 ) -> tuple[Stats, Scores | None]:
-    """Steps 1 and 2.
+    """Takes steps 1 and 2.
 
     Args:
-        score: record what `choose_columns` has to know of each column.
-        store: of `Plan.store_for`; filled.
+        score: record the scores from which `choose_columns` chooses.
+        store: memory of `Plan.store_for`, which the forward fills.
     Returns:
         Statistics over the whole vocabulary, [N] each, the same bits on every rank.
-        This rank's scores of its columns; None where none were asked for.
-    Collectives: those of `merge_stats`; before them, where columns are chosen in the forward, on
-        several ranks, all-gathers of [N] fp32.
+        This rank's scores of its columns; None without `score`.
+    Collectives: those of `merge_stats`; before them all-gathers of [N] fp32, if several ranks
+        choose columns in the forward.
     """
     request = plan.forward_request(tokens, head, score=score, store=store)
     local, scores = plan.backend.forward(tokens, head, request)
@@ -52,7 +52,7 @@ def forward(
 def choose_columns(
     tokens: Tokens, head: Head, plan: Plan, scores: Scores | None, stats: Stats
 ) -> Kept | None:
-    """The columns that each block keeps, by the lse of all ranks; None: all. No collectives."""
+    """Chooses the columns that each block keeps, by the merged lse; None: all. No collectives."""
     rule = plan.column_filter(score=True)
     if scores is None or rule is None:
         return None
@@ -67,13 +67,13 @@ def backward(
     upstream: Upstream,  # the loss's gradient by each token's statistics
     *,
     kept: Kept | None,  # of `choose_columns`
-    hidden: bool,  # whether its gradient is needed, as bias's
+    hidden: bool,  # whether its gradient is needed; so with bias
     weight: WeightGrad | None,  # None: not needed
     bias: bool,
     store: LogitStore | None = None,  # as the forward left it
-    in_fp32: bool = False,  # the hidden gradient, rather than in hidden's dtype or in fp32
+    in_fp32: bool = False,  # the hidden gradient is fp32, not of hidden's dtype
 ) -> LocalGrads:
-    """Steps 3 and 4. A backend starts step 4 itself, as early as it can: see `HiddenSum`.
+    """Takes steps 3 and 4. A backend starts step 4 itself, as early as it can: see `HiddenSum`.
 
     Collectives: those of `reduce_grad_hidden`; under sequence parallel hidden is gathered first.
     """
@@ -81,7 +81,7 @@ def backward(
         # One class has probability 1: a difference of two roundings is no gradient.
         upstream = replace(upstream, nll=0 * upstream.nll)
     if tokens.scale is not None:
-        # By the chain rule: logits are hidden times weight, times each token's factor.
+        # The chain rule: a token's logits are multiplied by its scale.
         upstream = upstream.scaled(tokens.scale)
     dtype = torch.float32 if in_fp32 else tokens.hidden.dtype
     request = BackwardRequest(

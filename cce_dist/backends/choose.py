@@ -19,17 +19,17 @@ def choose_backend(options: LossOptions, hidden: Tensor, num_tokens: int, column
     """Chooses the backend for "auto", "torch" or "triton".
 
     Raises:
-        ValueError: the one asked for by name cannot run, an explicit choice never falls back; or
-            the one that can run has not what the options ask for.
+        ValueError: options name a backend that cannot run, as an explicit choice never falls back;
+            or the backend that can run lacks a feature that the options ask for.
     """
     chosen = _choose(options.backend, hidden, num_tokens, columns)
-    # Where there is nothing to compute, there are no logits to keep.
+    # Without tokens or columns there are no logits to keep or to screen.
     if not num_tokens or not columns:
         return chosen
     by_kernels = chosen is not TORCH
     if options.keep_logits and not by_kernels:
         raise ValueError(
-            'keep_logits=True needs the kernels of backend="triton", and '
+            'keep_logits=True needs the kernels of backend="triton", but '
             f'backend={options.backend!r} took "torch" here; leave keep_logits out'
         )
     if options.logits == "screened":
@@ -46,11 +46,11 @@ def _check_screening(options: LossOptions, hidden: Tensor, by_kernels: bool) -> 
 
 
 def quantizer_for(backend: BackendName, weight: Tensor, screen: Screen) -> Any:
-    """Returns the module whose `moments_of` and `quantize_weight` make rows of 8 bits. Both
-    backends' rows are the same, but for the last digit of an fp32 number.
+    """Returns the module whose `moments_of` and `quantize_weight` make rows of 8 bits. The rows of
+    both backends differ in the last digit of their fp32 numbers alone.
 
     Raises:
-        ValueError: the backend asked for by name cannot run, or the weight is not of 16 bits.
+        ValueError: the named backend cannot run, or the weight is not of 16 bits.
     """
     from cce_dist.backends.triton.launch.tiles import (
         interpreted,
@@ -61,7 +61,7 @@ def quantizer_for(backend: BackendName, weight: Tensor, screen: Screen) -> Any:
 
     by_kernels = backend == "triton"
     if backend == "auto":
-        # The interpreter is for tests, which ask for it by name.
+        # The interpreter is for tests, which name it.
         by_kernels = not interpreted() and why_not(weight) is None
         if not by_kernels:
             warn_of_torch(weight)
@@ -84,10 +84,10 @@ def _choose(backend: BackendName, hidden: Tensor, num_tokens: int, columns: int)
     reason = why_not(hidden)
     if backend == "triton" and reason is not None:
         raise ValueError(
-            f'backend="triton" cannot run here: {reason}; use backend="torch", or "auto" to take '
-            "the fastest one that can run"
+            f'backend="triton" cannot run here: {reason}; use backend="torch", or "auto" for the '
+            "fastest one that can run"
         )
-    # The interpreter is for tests, which ask for it by name.
+    # The interpreter is for tests, which name it.
     if reason is not None or (backend == "auto" and interpreted()):
         warn_of_torch(hidden)
         return TORCH

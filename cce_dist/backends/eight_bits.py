@@ -1,4 +1,4 @@
-"""Rows in 8 bits, as both backends make them: formats, moments, a weight's common part."""
+"""Rows in 8 bits, the same in both backends: formats, moments, the quantised weight's vectors."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from torch import Tensor
 from cce_dist.core.types import QuantizedRows
 from cce_dist.options import Screen
 
-# Of a row's largest element: the largest of the format.
+# The largest number of each format: a row's largest element is scaled to it.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-# So many rows at least make the mean row that is subtracted: any row would do, but a flat softmax
-# shows how far off the mean it is.
+# The mean row, which is subtracted from each, is the mean of at least so many rows. Any row would
+# do, but its distance from the true mean shows in a flat softmax.
 CENTRE_ROWS = 16384
-# Of the columns with a mass so many nats or less from a block's threshold so many say what the
-# choice of columns costs a tail.
-NEAR_NATS, NEAR_COLUMNS = 0.5, 128
-# At most so much of a tail is given back to it: of one that is next to nothing the estimate may be
-# more than that.
-MOST_LOST = 0.5
-# centre, channel, across, [D] fp32 each -> see `torch_quantize.quantize`.
+# The mass that the choice of columns costs a tail is estimated from so many columns, whose masses
+# are at most so many nats from the block's threshold.
+NEAR_THRESHOLD_NATS, NEAR_THRESHOLD_COLUMNS = 0.5, 128
+# The largest share of a tail by which it is corrected: for a tail of next to nothing the estimate
+# can exceed the tail.
+MOST_LOST_SHARE = 0.5
+# Takes centre, channel and across, [D] fp32 each; returns as `backends.torch.quantize.quantize`.
 Quantize = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def screen_dtype(screen: Screen, weight: Tensor) -> torch.dtype:
-    """ "auto": int8, whose steps in a row's own scale are finer than e4m3's, and whose products are
-    summed exactly; e4m3 on compute capability 10 and 11, where Triton makes int8's as Ampere did.
-    docs/numerics.md#int8-or-e4m3"""
+    """Returns the 8-bit dtype that `screen` asks for.
+
+    "auto" is int8, whose steps relative to a row's scale are finer than e4m3's, and whose products
+    are summed exactly; but e4m3 on compute capability 10 and 11, where Triton computes int8
+    products as on Ampere. docs/numerics.md#int8-or-e4m3
+    """
     if screen.dtype == "auto" and weight.is_cuda:
         major, _ = torch.cuda.get_device_capability(weight.device)
         return torch.float8_e4m3fn if major in (10, 11) else torch.int8
@@ -46,18 +49,18 @@ class Moments:
 
     @classmethod
     def of_sums(cls, sums: Tensor, count: Tensor | int) -> Moments:
-        """Args: sums: [2, D] of the rows, and of their squares."""
+        """Divides sums of rows, and of their squares, [2, D], by the number of rows."""
         mean, square = sums / count
         return cls(mean, torch.addcmul(square, mean, mean, value=-1).clamp_min_(1e-30))
 
     def for_others(self) -> Moments:
-        """For rows like these, which may vary in a dim in which these hardly do, as few rows may
-        not: they would be rounded by its scale alone."""
+        """Returns moments for other rows like these. A few rows may hardly vary in a dim where the
+        others do; a least variance then keeps that dim's scale from swamping the rest."""
         return replace(self, variance=self.variance.maximum(2.0**-8 * self.variance.mean()))
 
 
 def every_for_centre(weight: Tensor) -> int:
-    """Returns k: each k-th row is enough for the weight's moments."""
+    """Returns k such that every k-th row is enough for the weight's moments."""
     return max(1, weight.shape[0] // CENTRE_ROWS)
 
 
@@ -67,15 +70,16 @@ def quantized_rows(
     """Makes a weight's rows in 8 bits.
 
     Args:
-        of_weight: its moments.
-        hidden: None: those of `into`, or else a mean of 0 and channels as they are.
-        into: written, in place of new memory.
-        quantize: the rows; it may write into `into.values` and `into.of_rows` by itself.
+        of_weight: moments of the weight.
+        hidden: moments of hidden states; None: those that `into` was made for, or without `into` a
+            mean of 0 and unscaled channels.
+        into: written and returned, in place of new memory.
+        quantize: quantises the rows; it may write to `into.values` and `into.of_rows` itself.
     """
     if hidden is None and into is None:
         channel, hidden_centre = torch.ones_like(of_weight.mean), torch.zeros_like(of_weight.mean)
     elif hidden is not None:
-        # What sticks out of either side is shared between the two.
+        # A dim in which one side varies more than the other is scaled on both, halfway each.
         ratio = torch.log2(hidden.variance / of_weight.variance)
         channel = torch.exp2(((ratio - ratio.mean()) / 4).round_())
         hidden_centre = hidden.mean
@@ -83,7 +87,7 @@ def quantized_rows(
         assert into is not None
         channel, hidden_centre = into.channel, into.hidden_centre
     values, of_rows, size = quantize(of_weight.mean, channel, hidden_centre)
-    # Both the tokens' shifts and the columns' have the means' product.
+    # The tokens' shifts and the columns' shifts both contain the means' product.
     mean = torch.cat([_mean_of_long(size), (of_weight.mean * hidden_centre).sum()[None]])
     inverse = 1 / channel
     for_hidden = torch.stack([inverse, -hidden_centre * inverse])
@@ -98,7 +102,7 @@ def quantized_rows(
 
 
 def _mean_of_long(rows: Tensor) -> Tensor:
-    """Takes the mean of [K, R] over R, in two steps: of a few rows torch's kernel has few
+    """Returns the mean of [K, R] over R, in two steps: for few rows torch's kernel starts few
     programs."""
     num_rows, length = rows.shape
     padded = F.pad(rows, (0, -length % 256))
@@ -114,8 +118,8 @@ class Rounding:
 
 
 def selects_by_errors(dtype: torch.dtype) -> bool:
-    """Tells whether errors are so large that their part in the choice of columns counts: int8's
-    cost a sixteenth of e4m3's, less than fp32 sums are off by."""
+    """Tells whether rounding errors change the choice of columns enough to be corrected for. int8's
+    cost a sixteenth of e4m3's, less than the error of fp32 sums."""
     return dtype != torch.int8
 
 
@@ -125,12 +129,15 @@ def correct_for_rounding(
     rows: QuantizedRows,
     logit_scale: float,
 ) -> Tensor:
-    """The tokens' shifts, without the bias of a sum of exponentials; [N] the variance of an 8-bit
-    logit's error. Source: docs/numerics.md#screened-logits."""
-    mean_norm, mean_rest, of_means = rows.mean
-    # Roundings on one side are as good as independent of the other. The variance is this over D.
-    summed = torch.addcmul(size[1] * mean_norm, size[0], mean_rest)
+    """Removes the bias of a sum of exponentials from the tokens' shifts, in place.
+
+    Returns: [N] the variance of an 8-bit logit's error.
+    Source: docs/numerics.md#screened-logits.
+    """
+    mean_norm, mean_remainder, of_means = rows.mean
+    # The two sides' rounding errors are nearly independent. Divided by D this is the variance.
+    summed = torch.addcmul(size[1] * mean_norm, size[0], mean_remainder)
     dim = rows.centre.shape[0]
-    # The mean of exp over an error of that variance is too large by half of it.
+    # An error of that variance raises the mean of exp by half of the variance.
     of_tokens[1].sub_(of_means).sub_(summed, alpha=0.5 * logit_scale / dim)
     return summed * (logit_scale**2 / dim)

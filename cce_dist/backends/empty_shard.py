@@ -1,6 +1,6 @@
 """The backend of a shard without columns, where the other ranks run the Triton backend.
 
-It has nothing to compute, and says to the other ranks all that they say to it.
+It computes nothing, but takes part in every exchange that the other ranks make.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cce_dist.vocab_shard import VocabShard
 
 
 class EmptyShard(TorchBackend):
-    """No columns: no lse, no mass, no gradient. The torch backend has its other methods."""
+    """A shard without columns: no lse, no mass, no gradient. Inherits the other methods."""
 
     traits = Traits(
         counts_on_device=True,

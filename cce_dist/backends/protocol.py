@@ -1,7 +1,7 @@
-"""A backend: one rank's share of the loss, without autograd and without knowing the ranks.
+"""The interface of a backend: one rank's share of the loss, without autograd or process groups.
 
-Everything that a caller may ask for stands in a request. A backend ignores a field that it has no
-use for: no caller asks which fields a backend uses, but for its traits.
+A request holds everything that a caller may ask for. A backend ignores the fields that it has no
+use for. Callers read its traits, and never ask which fields it uses.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from cce_dist.core.types import Head, LocalGrads, Picked, Tokens, Upstream, Want
 from cce_dist.options import Screen
 from cce_dist.vocab_shard import VocabShard
 
-# [N] fp32, log2: a lower bound of each token's lse over this shard -> [W, N], those of all shards.
+# Takes a lower bound of each token's lse over this shard, [N] fp32 log2; returns the bounds of all
+# shards, [W, N].
 Bounds = Callable[[Tensor], Tensor]
 
 
 class Scores(Protocol):
-    """A forward's record of each column for `keep`: a dataclass of tensors, opaque."""
+    """A forward's scores of each column, for `keep`: a dataclass of tensors, opaque to callers."""
 
 
 class Kept(Protocol):
-    """The columns that each block of 128 tokens keeps. Opaque, but for two properties."""
+    """The columns that each block of 128 tokens keeps. Callers see two properties alone."""
 
     @property
-    def dropped_mass(self) -> Tensor: ...  # [N] of this shard's other columns
+    def dropped_mass(self) -> Tensor: ...  # [N] of the columns of this shard that are not kept
 
     @property
-    def scores(self) -> Scores | None: ...  # those it was chosen from, where it has them still
+    def scores(self) -> Scores | None: ...  # that the choice was made from; None: freed
 
 
 class LogitStore(Protocol):
-    """Memory that a forward fills with logits and the backward uses up. Opaque."""
+    """Memory that a forward fills with logits, and that the backward overwrites. Opaque."""
 
 
 class HiddenSum(Protocol):
-    """Step 4: takes a backend's part of the hidden gradient, once, and sums it over the ranks.
+    """Step 4: the sum over ranks of each backend's part of the hidden gradient, made once.
 
     A backend that can overlap calls `start` as soon as only the weight's gradient is left to
-    compute. Another one calls `of_tokens` at the end. One rank has nothing to sum.
+    compute. Any other backend calls `of_tokens` at the end. One rank has nothing to sum.
     """
 
     @property
-    def is_local(self) -> bool: ...  # there is one rank: `start` must not be called
+    def is_local(self) -> bool: ...  # True for a single rank, which must not call `start`
 
     @property
-    def part_dtype(self) -> torch.dtype: ...  # of the part that `start` takes, or of the result
+    def part_dtype(self) -> torch.dtype: ...  # of `start`'s argument; of the result if is_local
 
     def start(
         self,
@@ -59,19 +60,19 @@ class HiddenSum(Protocol):
         *,
         finish: Callable[[], object] = lambda: None,
     ) -> Callable[[], Tensor]:
-        """Starts the sum. The current stream's later work runs beside it.
+        """Starts the sum, which overlaps the work that the current stream gets next.
 
-        Args: finish: completes `part` in place, on the stream that sums it.
-        Returns: a function that makes the stream wait, and returns the sum.
+        Args: finish: completes `part` in place, on the stream of the sum.
+        Returns: a function that makes the current stream wait, and returns the sum.
         """
         ...
 
     def of_tokens(
         self,
         part: Tensor,  # [N, D] of the computed tokens, in the accumulation dtype; overwritten
-        rows: Tensor | None,  # [N] int64, their rows of hidden; None: all of them
+        rows: Tensor | None,  # [N] int64: the tokens' rows of hidden; None: every row
     ) -> Tensor:
-        """Returns the sum of [num_rows, D], 0 at tokens that are not computed."""
+        """Returns the sum, [num_rows, D], 0 at tokens that are not computed."""
         ...
 
 
@@ -81,8 +82,8 @@ class ColumnFilter:
 
     threshold: float  # the score at which a column is kept
     by_largest: bool  # the score is the largest probability of one token, not the block's mass
-    tail: bool  # dropped columns are replaced by the product of their marginals
-    draws: bool  # some dropped columns stand for others in the hidden gradient
+    tail: bool  # the product of their marginals stands in for the dropped columns
+    draws: bool  # drawn columns stand in for other dropped columns in the hidden gradient
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ class ForwardRequest:
 
     wanted: Wanted
     filter: ColumnFilter | None  # None: columns are not scored
-    screen: Screen | None  # 8-bit logits, but for the columns kept, with `filter`; None: in full
-    bounds: Bounds | None  # exchanges bounds with other ranks; None: this rank does without
-    store: LogitStore | None  # filled
+    screen: Screen | None  # 8-bit logits, exact ones of kept columns; None: full precision
+    bounds: Bounds | None  # exchanges bounds with the other ranks; None: no exchange
+    store: LogitStore | None  # filled with logits
     room: Room
 
 
@@ -110,46 +111,46 @@ class WeightGrad:
     """The memory of the weight's gradient."""
 
     rows: Tensor  # [V_local, D], written
-    accumulate: bool  # added to `rows`, in the accumulation dtype
+    accumulate: bool  # the gradient is added to `rows`, in the accumulation dtype
 
 
 @dataclass(frozen=True)
 class ExpectedBackward:
     """Facts about a backward that are known before its forward."""
 
-    hidden: HiddenSum | None  # None: that gradient is not needed
-    weight: torch.dtype | None  # of its gradient; None: not needed
-    accumulate: bool  # as of `WeightGrad`
-    bias: bool
-    of_lse: bool  # the loss depends on lse beside nll
+    hidden: HiddenSum | None  # None: the hidden gradient is not needed
+    weight: torch.dtype | None  # dtype of the weight's gradient; None: not needed
+    accumulate: bool  # see `WeightGrad`
+    bias: bool  # the bias needs a gradient
+    of_lse: bool  # the loss depends on lse as well as on nll
 
 
 @dataclass(frozen=True)
 class BackwardRequest:
     """Step 3, and the start of step 4."""
 
-    stats: Stats  # merged over the ranks: lse, target logit; entropy, where upstream has it
+    stats: Stats  # merged over the ranks: lse, target logit, and entropy if upstream has one
     upstream: Upstream
     kept: Kept | None  # None: every column
-    hidden: HiddenSum | None  # None: that gradient is not needed, as are the others
-    weight: WeightGrad | None
-    bias: bool
+    hidden: HiddenSum | None  # None: the hidden gradient is not needed
+    weight: WeightGrad | None  # None: the weight's gradient is not needed
+    bias: bool  # the bias needs a gradient
     store: LogitStore | None  # as the forward left it
     room: Room
 
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about a backend that decide what is asked of it."""
+    """Facts about a backend by which callers choose their requests."""
 
-    counts_on_device: bool  # Tokens.count is a tensor: the host never waits for it
-    orders_tokens: bool  # blocks hold similar tokens: the default filter then keeps less
-    chooses_in_forward: bool  # columns are kept before lse is known: by bounds of all ranks
+    counts_on_device: bool  # Tokens.count is a tensor, and the host never waits for it
+    orders_tokens: bool  # blocks hold similar tokens, so the default filter keeps fewer columns
+    chooses_in_forward: bool  # chooses columns by all ranks' bounds, before lse is known
     in_forward_by_chunks: bool  # gradient="in_forward" keeps a chunk's logits, and never filters
 
 
 class Backend(Protocol):
-    """One rank's share of the four steps. No method communicates, but by what a request brings."""
+    """One rank's share of the four steps. Methods communicate through their request alone."""
 
     @property
     def traits(self) -> Traits: ...
@@ -160,13 +161,13 @@ class Backend(Protocol):
         ...
 
     def pick(self, ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
-        """Finds which of [N] targets count, and moves those to the front."""
+        """Moves the targets that count, of ids [N], to the front."""
         ...
 
     def forward(
         self, tokens: Tokens, head: Head, request: ForwardRequest
     ) -> tuple[Stats, Scores | None]:
-        """Computes statistics of every token over this shard, [N] each, and scores of columns."""
+        """Computes statistics of every token over this shard, [N] each, and the columns' scores."""
         ...
 
     def keep(
@@ -178,7 +179,7 @@ class Backend(Protocol):
         rule: ColumnFilter,
         room: Room,
     ) -> Kept | None:
-        """Chooses the columns that each block keeps; None: all of them."""
+        """Chooses the columns that each block keeps; returns None for all of them."""
         ...
 
     def backward(self, tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads:
@@ -197,19 +198,20 @@ class Backend(Protocol):
         backward: ExpectedBackward,
         spare: Tensor | None,
     ) -> LogitStore | None:
-        """Makes memory for logits that the backward would compute again; None: there is no use.
+        """Makes memory for logits that the backward would else compute again; None: no use for it.
 
-        Args: spare: [V_local, D] of the weight's gradient, which nobody reads before the backward.
+        Args: spare: the weight's gradient, [V_local, D], which nobody reads before the backward.
         """
         ...
 
     def scores_like(self, num_tokens: int, num_columns: int, weight: Tensor) -> Scores | None:
-        """Makes uninitialised scores of the right shapes on weight's device, for torch.compile;
-        None: their shapes depend on values, or there are none."""
+        """Makes uninitialised scores of the right shapes, on weight's device, for torch.compile.
+        Returns None if there are no scores, or if their shapes depend on values."""
         ...
 
     def warm_up(
         self, tokens: Tokens, head: Head, request: ForwardRequest, backward: ExpectedBackward
     ) -> None:
-        """Compiles what such a forward and its backward launch, where that takes a compiler."""
+        """Compiles the kernels of such a forward and its backward; a backend without kernels does
+        nothing."""
         ...

@@ -55,7 +55,7 @@ def evaluate(
 
     need_modules("tokenizers")
     request = Request(
-        run=run,
+        run_dir=run,
         texts=tuple(texts),
         checkpoint=checkpoint,
         tp=tp,
@@ -95,7 +95,7 @@ def show(findings: Findings) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    config, tokens = findings.config, findings.whole.score.tokens
+    config, tokens = findings.config, findings.total.score.tokens
     length = config.data.sequence_length
     lines = [
         f"{findings.checkpoint.folder}, {config.dtype}",
@@ -107,7 +107,7 @@ def show(findings: Findings) -> None:
         console.print(Text(line), soft_wrap=True)
     rows = [[str(path), *_cells(score)] for path, score in findings.texts]
     if len(rows) > 1:
-        rows.append(["all", *_cells(findings.whole)])
+        rows.append(["all", *_cells(findings.total)])
     columns = ("text", "tokens", "nats/token", "perplexity", "bits/byte")
     console.print(_table(columns, rows))
     rows = [

@@ -1,1 +1,1 @@
-"""Records that the layers hand over, and how a call uses memory, streams and tracers."""
+"""Records that the layers hand over; memory, side streams and tracers of a call."""

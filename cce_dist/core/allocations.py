@@ -1,4 +1,4 @@
-"""The memory that a piece of code allocates in tensors, on any device."""
+"""Measurement of the tensor memory that a piece of code allocates, on any device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Allocations:
     """Tensor storage allocated inside `track_allocations`, in bytes and elements.
 
-    Storage that existed before is not counted; storage freed inside is given back.
+    Storage that existed before is not counted. `live_bytes` falls when storage is freed.
     """
 
     largest_numel: int = 0
@@ -29,7 +29,7 @@ class Allocations:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            # Its address may be that of new storage once it is freed: forget it then.
+            # New storage may have the address of storage that was freed, whose key must go.
             if key not in self._seen and storage.nbytes():
                 self._seen[key] = weakref.finalize(storage, self._free, key, 0)
 
@@ -67,9 +67,9 @@ class _Tracker(TorchDispatchMode):
 
 @contextmanager
 def track_allocations() -> Iterator[Allocations]:
-    """Record every tensor that operators return inside, in eager mode, forward and backward.
+    """Records the tensors that operators return in the context: eager mode, forward and backward.
 
-    What one operator allocates and frees within itself is not seen.
+    Memory that one operator both allocates and frees is not seen.
     """
     allocations = Allocations()
     with _Tracker(allocations):

@@ -1,6 +1,6 @@
-"""Modules' old names: the same modules as under the new ones, and a warning that names these.
+"""Old names of modules: an import gives the module of the new name, and warns with that name.
 
-Python asks `_Finder` last, for a module that is nowhere: other imports are as fast as without it.
+Python asks `_Finder` last, only for a module that no other finder has: other imports stay fast.
 """
 
 from __future__ import annotations
@@ -53,24 +53,32 @@ NEW_NAMES = {
     "cce_dist.train.windows": "cce_dist.train.evaluate.windows",
 }
 
+# Functions of these modules that have new names, too.
+NEW_FUNCTIONS = {
+    "cce_dist.adapters.groups": {"own_groups": "make_groups", "own_couriers": "make_couriers"},
+    "cce_dist.adapters.microbatch": {"plainly": "without_autograd"},
+    "cce_dist.adapters.pipeline_rehearsal": {"rehearse_head": "warm_up_head"},
+    "cce_dist.adapters.pipelining": {"told_of_forwards": "observe_passes"},
+}
+
 
 def install() -> None:
-    """Let the old names be imported."""
+    """Makes the old names importable."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)
 
 
 def attributes_of(old: str, new: str) -> Callable[[str], Any]:
-    """Returns `__getattr__` of the package `old`, which has been the module that is now `new`."""
-    told: list[str] = []
+    """Returns `__getattr__` for the package `old`: the module of this name is now `new`."""
+    warned: list[str] = []
 
     def get(name: str) -> Any:
-        # A package's submodules are its own.
+        # Submodules of the package are not attributes of the old module.
         if name.startswith("__") or importlib.util.find_spec(f"{old}.{name}") is not None:
             raise AttributeError(f"module {old!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(new), name)
-        if not told:
-            told.append(name)
+        if not warned:
+            warned.append(name)
             _warn(old, new, stacklevel=2)
         return value
 
@@ -88,7 +96,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # The folder of the adapters is no more: a package that is empty.
+        # The folder of the adapters is gone; an empty package stands in for it.
         if fullname == ADAPTERS:
             return ModuleSpec(fullname, self, is_package=True)
         return ModuleSpec(fullname, self) if fullname in NEW_NAMES else None
@@ -99,11 +107,13 @@ class _Finder(MetaPathFinder, Loader):
         new = NEW_NAMES[spec.name]
         _warn(spec.name, new, stacklevel=2)
         module = importlib.import_module(new)
+        for old, name in NEW_FUNCTIONS.get(spec.name, {}).items():
+            setattr(module, old, getattr(module, name))
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Python has given the module the old name's spec.
+        # Python has replaced the module's spec by that of the old name.
         spec = module.__spec__
         if spec is not None and spec.loader_state is not None:
             module.__spec__ = spec.loader_state

@@ -1,9 +1,9 @@
-"""The phase of a step that this process is in, for those who watch over ranks.
+"""The phase of a step that this process is in, for code that watches over ranks.
 
-The loss tells of `merge` and `reduce`, where it talks to other ranks; a training job adds phases
-of its own. Nothing travels, and no device waits. Watchers are the process's, not a thread's:
-autograd and pipelines have threads of their own. A CUDA graph tells of its phases when it is
-captured, not when it replays.
+The loss reports the phases `merge` and `reduce`, in which it talks to other ranks; a training job
+adds phases. A report sends nothing, and no device waits for it. Watchers belong to the process, not
+to a thread: autograd and pipelines run threads. A CUDA graph reports its phases when it is
+captured, not when it is replayed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from typing import Protocol
 
 
 class Watcher(Protocol):
-    """Is called on the thread that is in the phase. An exception is raised there."""
+    """An observer, called on the thread that is in the phase; its exceptions are raised there."""
 
     def enter(self, phase: str, begins: bool) -> None:
-        """`begins` is False where a phase that was begun before is waited for."""
+        """Notes that a phase is entered.
+
+        Args: begins: False if the phase began earlier, and the process now waits for its end.
+        """
 
     def leave(self, phase: str, error: BaseException | None) -> None:
-        """Also after an `enter` that raised."""
+        """Notes that a phase is left, also if `enter` raised."""
 
 
 _watchers: tuple[Watcher, ...] = ()
@@ -28,7 +31,7 @@ _watchers: tuple[Watcher, ...] = ()
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Tells `watcher` of every phase of this process. The newest watcher is told first."""
+    """Reports every phase of this process to `watcher`, to the newest watcher first."""
     global _watchers
     _watchers = (watcher, *_watchers)
     try:
@@ -38,24 +41,24 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 def in_phase(name: str, *, begins: bool = True) -> _Phase:
-    """A context, or a decorator of a function, that is phase `name` of a step."""
+    """Makes a context, or a decorator of a function, of phase `name` of a step."""
     return _Phase(name, begins)
 
 
 class _Phase(ContextDecorator):
-    """Holds no state of an entry, since a decorated function may run on several threads."""
+    """A phase; it has no state of an entry: a decorated function may run on several threads."""
 
     def __init__(self, name: str, begins: bool) -> None:
         self.name, self.begins = name, begins
 
     def __enter__(self) -> None:
-        told: list[Watcher] = []
+        entered: list[Watcher] = []
         try:
             for watcher in _watchers:
-                told.append(watcher)
+                entered.append(watcher)
                 watcher.enter(self.name, self.begins)
         except BaseException as error:
-            for watcher in told:
+            for watcher in entered:
                 watcher.leave(self.name, error)
             raise
 

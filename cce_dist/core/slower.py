@@ -1,4 +1,4 @@
-"""The one place that says that a call takes a slower path than it could."""
+"""The warning that a call takes a slower path than it could."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import warnings
 
 @functools.cache
 def warn_slower(reason: str) -> None:
-    """Warns, once a process and reason.
+    """Warns, once a process for each reason, of a path that costs more than a tenth of the time.
 
-    Args: reason: what is slower and why, and what to do: of a path that costs more than a tenth.
+    Args: reason: the path, the reason why it is taken, and the remedy.
     """
     warnings.warn(f"cce_dist is slower than it could be: {reason}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Statistics of each token over some columns, and how two such results merge.
+"""Statistics of each token over some columns, and their merge over the shards.
 
 The (max, sum) pair of a log-sum-exp is kept as its logarithm; tiles, tensor-parallel ranks and
 pipeline ranks all merge by log-add-exp. Derivations: docs/numerics.md#online-merge.
@@ -27,15 +27,15 @@ class Stats:
     entropy: Tensor | None = None  # of the softmax over these columns alone
     max_logit: Tensor | None = None
     target_is_argmax: Tensor | None = None  # 1 where the first largest column is the target
-    # Means near 1000 would lose the digits of the spread: they are kept relative to a logit.
+    # A mean near 1000 has few digits left for the variance, so it is kept relative to a logit.
     origin_logit: Tensor | None = None
     mean_logit: Tensor | None = None  # minus origin_logit
     m2_logit: Tensor | None = None  # sum of squared deviations from the mean (Welford)
-    screened: Tensor | None = None  # 1 where logits were of 8 bits, but for those that matter
+    screened: Tensor | None = None  # 1 where logits had 8 bits, but for the kept columns
 
     @property
     def is_plain(self) -> bool:
-        """Tells whether there is nothing but lse and target logit."""
+        """Tells whether lse and target logit are the only fields."""
         return all(getattr(self, field.name) is None for field in fields(self)[2:])
 
     def pack(self) -> Tensor:
@@ -44,28 +44,27 @@ class Stats:
         return torch.stack([value for value in values if value is not None])
 
     def unpack(self, packed: Tensor) -> Stats:
-        """Reverses `pack` on [K, ...] rows: fields of `packed` where self has them."""
+        """Turns [K, ...] of `pack` into statistics with the fields that self has."""
         rows = iter(packed.unbind(0))
         present = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         return Stats(**{name: next(rows) for name in present})
 
     @property
     def adds_up(self) -> bool:
-        """Tells whether there is nothing but lse and fields that merge by adding."""
+        """Tells whether all fields but lse merge by adding."""
         others = (field.name for field in fields(self)[3:])
         return all(getattr(self, name) is None for name in others)
 
     def to_records(self) -> Tensor:
-        """Returns [N, K] where `adds_up`: base and sum, which stand for lse = base + log sum, and
-        the fields that are added. Any base will do: lse itself, with a sum of 1, or 0 over no
-        columns."""
+        """Returns records [N, K], if `adds_up`: base and sum, with lse = base + log sum, and the
+        fields that are added. The base is lse and the sum 1; over no columns the sum is 0."""
         added = [self.target_logit]
         if self.smooth_logit is not None:
             added.append(self.smooth_logit)
         return Stats.record_of(self.lse, *added)
 
     def from_records(self, records: Tensor) -> Stats:
-        """Returns the statistics that merged records stand for, with the fields that self has."""
+        """Turns merged records into statistics, with the fields that self has."""
         _, _, *added = records.unbind(1)
         return Stats(Stats.lse_of(records), *added)
 
@@ -81,16 +80,15 @@ class Stats:
 class MergeKernels(NamedTuple):
     """Kernels that merge lse and target logit of ranks, in place of `merge_parts`."""
 
-    # lse [N], target logit [N], the header's eight numbers -> what a rank sends, [8 + 2 N]
+    # lse [N], target logit [N], the header's eight numbers -> the message of a rank, [8 + 2 N]
     pack: Callable[[Tensor, Tensor, Sequence[int]], Tensor]
-    # What all ranks sent [W, 8 + 2 N], how many tokens count -> lse and target logit [2, N],
-    # whether it belongs together, [1], as `merge_header.is_sound`
+    # Messages of all ranks [W, 8 + 2 N], number of tokens that count [1] or None
+    # -> lse and target logit [2, N]; `merge_header.is_sound` [1]
     merge: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def zero_beyond(stats: Stats, count: Tensor) -> Stats:
-    """Returns the statistics with 0 at tokens that don't count, where the ranks' zeros have
-    merged."""
+    """Returns the statistics with 0 at tokens that don't count, where a merge of zeros is not 0."""
     packed = stats.pack()
     counts = torch.arange(packed.shape[1], device=packed.device) < count
     return stats.unpack(packed.where(counts, 0))
@@ -116,32 +114,44 @@ def merge_parts(
     Source: log-add-exp arXiv:1805.02867; mean and m2 by Chan, Golub and LeVeque (1983).
     """
     lse = logaddexp_parts(parts.lse)
-    merged: dict[str, Tensor] = {"lse": lse, "target_logit": parts.target_logit.sum(0)}
-    if parts.smooth_logit is not None:
-        merged["smooth_logit"] = parts.smooth_logit.sum(0)
+    entropy = max_logit = target_is_argmax = None
     if parts.entropy is not None:
         # Chain rule of entropy: H = sum_r share_r (H_r - log share_r); 0 log 0 = 0.
         log_share = parts.lse - lse
         surprise = parts.entropy - log_share.masked_fill(parts.lse == -torch.inf, 0)
-        merged["entropy"] = (log_share.exp() * surprise).sum(0)
+        entropy = (log_share.exp() * surprise).sum(0)
+    if parts.max_logit is not None:
+        max_logit = parts.max_logit.amax(0)
     if parts.max_logit is not None and parts.target_is_argmax is not None:
-        top = parts.max_logit.amax(0)
         # Equal logits: the lowest token id wins, as in torch.argmax over dense logits on CPU.
-        order = torch.where(parts.max_logit == top, first_class[:, None], torch.inf)
+        order = torch.where(parts.max_logit == max_logit, first_class[:, None], torch.inf)
         order = order.masked_fill((num_classes == 0)[:, None], torch.inf)
         winner = order.argmin(0, keepdim=True)
-        merged["max_logit"] = top
-        merged["target_is_argmax"] = parts.target_is_argmax.gather(0, winner)[0]
-    elif parts.max_logit is not None:
-        merged["max_logit"] = parts.max_logit.amax(0)
-    if parts.mean_logit is not None:
-        merged |= merge_moments(parts, num_classes)
-    if parts.screened is not None:
-        merged["screened"] = parts.screened.amin(0)
-    return Stats(**merged)
+        target_is_argmax = parts.target_is_argmax.gather(0, winner)[0]
+    moments = None if parts.mean_logit is None else merge_moments(parts, num_classes)
+    return Stats(
+        lse=lse,
+        target_logit=parts.target_logit.sum(0),
+        smooth_logit=None if parts.smooth_logit is None else parts.smooth_logit.sum(0),
+        entropy=entropy,
+        max_logit=max_logit,
+        target_is_argmax=target_is_argmax,
+        origin_logit=None if moments is None else moments.origin_logit,
+        mean_logit=None if moments is None else moments.mean_logit,
+        m2_logit=None if moments is None else moments.m2_logit,
+        screened=None if parts.screened is None else parts.screened.amin(0),
+    )
 
 
-def merge_moments(parts: Stats, num_classes: Tensor) -> dict[str, Tensor]:
+class Moments(NamedTuple):
+    """The merged moments of each token's logits, as in `Stats`: [N] each."""
+
+    origin_logit: Tensor
+    mean_logit: Tensor
+    m2_logit: Tensor
+
+
+def merge_moments(parts: Stats, num_classes: Tensor) -> Moments:
     """Merges mean and squared deviations of [W, N] parts over num_classes [W] columns each."""
     assert parts.origin_logit is not None
     assert parts.mean_logit is not None and parts.m2_logit is not None
@@ -151,4 +161,4 @@ def merge_moments(parts: Stats, num_classes: Tensor) -> dict[str, Tensor]:
     mean = (share * part_mean).sum(0)
     between = num_classes[:, None] * (part_mean - mean) ** 2
     m2 = (parts.m2_logit + between).sum(0)
-    return {"origin_logit": origin, "mean_logit": mean, "m2_logit": m2}
+    return Moments(origin, mean, m2)

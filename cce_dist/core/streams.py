@@ -1,4 +1,4 @@
-"""Work beside the caller's stream, on a GPU."""
+"""Side streams: on a GPU their kernels overlap those of the caller's stream."""
 
 from __future__ import annotations
 
@@ -9,36 +9,39 @@ import torch
 
 
 def start_on_side_stream(
-    device: torch.device, run: Callable[[], object], *, first: bool = True
+    device: torch.device, work: Callable[[], object], *, first: bool = True
 ) -> Callable[[], None]:
-    """Runs `run`, which allocates nothing, beside the current stream's later work; on a CPU
-    at once.
+    """Calls `work` on a side stream, where its kernels overlap the current stream's later work. On
+    a CPU it is called at once, and nothing overlaps.
 
-    Args: first: its kernels' programs come before those of the current stream that have not begun.
-    Returns: a function that makes the current stream wait for `run`. Call it whatever happens.
-    Until then the memory that `run` reads and writes has to stay; the memory that it holds does.
+    Args:
+        work: launches kernels, and allocates no memory.
+        first: the kernels' programs come before those of the current stream that have not started.
+    Returns: a function that makes the current stream wait for the kernels. Call it also after an
+    error. Until then the memory that the kernels read and write must not be freed; the function
+    keeps `work`, and all that `work` refers to.
     """
     if device.type != "cuda":
-        run()
+        work()
         return lambda: None
     caller = torch.cuda.current_stream(device)
     side = _side_stream(device, caller.cuda_stream, -1 if first else 0)
 
-    def wait(_holds: object = run) -> None:
+    def wait(_keeps: object = work) -> None:
         caller.wait_stream(side)
 
     side.wait_stream(caller)
     try:
         with torch.cuda.stream(side):
-            run()
+            work()
     except BaseException:
-        # Kernels that `run` has started use memory that the caller is about to give up.
+        # Kernels that `work` has launched use memory that the caller is about to free.
         wait()
         raise
     return wait
 
 
 @functools.cache
-def _side_stream(device: torch.device, of: int, priority: int) -> torch.cuda.Stream:
-    """Returns a side stream for each stream that calls: CUDA graphs capture them apart."""
+def _side_stream(device: torch.device, caller: int, priority: int) -> torch.cuda.Stream:
+    """Returns the side stream of a calling stream, each its own: CUDA graphs capture them apart."""
     return torch.cuda.Stream(device, priority=priority)

@@ -14,18 +14,18 @@ from torch.utils import checkpoint
 
 
 def is_fake(value: object) -> bool:
-    """Returns whether `value` is a tensor with a shape, a dtype and a device, and no values."""
-    # The common classes first: is_fake_tensor looks at all bases of a class.
+    """Tells whether `value` is a tensor with a shape, a dtype and a device, and no values."""
+    # The common classes come first: is_fake_tensor looks at all bases of a class.
     return type(value) not in (Tensor, nn.Parameter) and is_fake_tensor(value)
 
 
 def is_traced() -> bool:
-    """Returns whether torch.compile, torch.export or make_fx records this call as a graph of
+    """Tells whether torch.compile, torch.export or make_fx records this call as a graph of
     operators."""
     return torch.compiler.is_compiling() or get_proxy_mode() is not None
 
 
-# The two modes of `create_selective_checkpoint_contexts`: of the forward, and of its second run.
+# The modes of `create_selective_checkpoint_contexts`: for the forward, and for its recomputation.
 _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 
@@ -42,8 +42,8 @@ def unseen_by_checkpointing() -> AbstractContextManager[None]:
 def _without_selective() -> Iterator[None]:
     stack = dispatch._get_current_dispatch_mode_stack()
     first = next((i for i, mode in enumerate(stack) if isinstance(mode, _SELECTIVE)), len(stack))
-    # Modes are popped and pushed at the end of the stack: all modes above come off, and the others
-    # go on again.
+    # Only the end of the stack can change: all modes from the first selective mode on are popped,
+    # and the others are pushed again.
     above = stack[first:]
     others = [mode for mode in above if not isinstance(mode, _SELECTIVE)]
     _exchange(above, others)

@@ -13,6 +13,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from cce_dist.options import Screen
 
+# Returns a weight's 8-bit rows: those of an earlier call, or else those that the function makes;
+# None: each call makes its own.
+QuantizeOnce = Callable[[Tensor, "Screen", Callable[[], "QuantizedRows"]], "QuantizedRows | None"]
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which logits, sums and gradients are kept until they are stored."""
@@ -22,31 +26,31 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def largest_operand(dtype: torch.dtype) -> float:
     """Returns a power of two near which the largest d_logits of 16-bit operands are to lie.
 
-    fp16 spans 2^-24 to 2^16: what is above 1 serves tokens of small upstream gradients beside one
-    of a large one. The 2^8 above that are room for an entropy's d_logits, up to ln V times its
-    upstream gradient, and for sums of several.
+    fp16 spans 2^-24 to 2^16. With the largest at 2^8, tokens of small upstream gradients keep their
+    digits beside a token of a large one. Another 2^8 are left for an entropy's d_logits, up to ln V
+    times the upstream gradient, and for sums of several d_logits.
     """
     return 2.0**8 if dtype == torch.float16 else 1.0
 
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """A weight's rows in 8 bits: channel (row - centre) is about a scale times values."""
+    """A weight's rows in 8 bits: channel * (row - centre) is about the row's scale times values."""
 
-    values: Tensor  # [R, stride] int8 | float8_e4m3fn, the first D of a row
+    values: Tensor  # [R, stride] int8 | float8_e4m3fn; the first D of a row are values
     of_rows: Tensor  # [2, R] fp32 the scales; row . hidden_centre
     centre: Tensor  # [D] fp32
     channel: Tensor  # [D] fp32 powers of two; hidden states are divided by them
     hidden_centre: Tensor  # [D] fp32 subtracted from hidden states before that
     for_hidden: Tensor  # [2, D] fp32: 1 / channel; -hidden_centre / channel
-    # [3] fp32: means over rows of |channel (row - centre)|^2, and of the square of how far off that
-    # is; centre . hidden_centre
+    # [3] fp32: the mean over rows of |channel * (row - centre)|^2; the mean of the squared rounding
+    # error; centre . hidden_centre
     mean: Tensor
 
 
 @dataclass(frozen=True)
 class Head:
-    """One rank's rows of the LM head, without padded rows, and how they make logits."""
+    """One rank's rows of the LM head, without padded rows, and the options of its logits."""
 
     weight: Tensor  # [V_local, D]
     bias: Tensor | None  # [V_local], any float dtype
@@ -54,9 +58,8 @@ class Head:
     vocab_size: int  # V of the whole vocabulary
     softcap: float | None
     logit_scale: float
-    quantized: QuantizedRows | None = None  # the same rows, where the caller keeps them
-    # (weight, screen, what makes them) -> them, made or of an earlier call; None: each call's own.
-    quantize_once: Callable[..., QuantizedRows | None] | None = None
+    quantized: QuantizedRows | None = None  # the same rows in 8 bits; None: no copy is kept
+    quantize_once: QuantizeOnce | None = None  # None: each call quantises the rows
 
     def quantized_by(
         self,
@@ -64,7 +67,7 @@ class Head:
         tokens: Tokens,
         screen: Screen,
     ) -> Head:
-        """Returns the head with `quantized`, where one call makes that for others too."""
+        """Returns the head with `quantized`, if several calls share one copy; else itself."""
         if self.quantize_once is None:
             return self
         make = functools.partial(quantize, tokens, self.weight, screen)
@@ -73,15 +76,15 @@ class Head:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens that are computed: hidden may hold others (ignored, shifted out)."""
+    """The tokens that are computed; hidden may have more rows (tokens ignored or shifted out)."""
 
     hidden: Tensor  # [N_all, D]
     rows: Tensor | None  # [N] int64, rows of hidden; None: all of them
-    local_targets: Tensor  # [N] int64, or int32 where that holds them; -1 = not in this shard
+    local_targets: Tensor  # [N] int64, or int32 where it fits; -1 = not in this shard
     # [1] int32: only the first `count` tokens are computed, and the host doesn't know how many.
     count: Tensor | None = None
-    # Fills hidden, where ranks are still to gather it: on the stream that it is called on. Called
-    # again it does nothing.
+    # Gathers the ranks' tokens into hidden, on the stream on which it is called; a second call does
+    # nothing. None: hidden is there.
     fill: Callable[[], None] | None = None
     # [N] in the accumulation dtype: multiplies each token's logits, beside Head.logit_scale.
     scale: Tensor | None = None
@@ -90,8 +93,7 @@ class Tokens:
         return self.local_targets.shape[0]
 
     def take(self, start: int, stop: int) -> Tensor:
-        """Returns hidden of tokens [start, stop): a view, or a gathered copy where tokens are left
-        out."""
+        """Returns hidden of tokens [start, stop): a view, or a copy if hidden has more rows."""
         if self.rows is None:
             return self.hidden[start:stop]
         return self.hidden.index_select(0, self.rows[start:stop])
@@ -116,28 +118,28 @@ class Tokens:
         return Tokens(hidden, rows, targets, count, scale=scale)
 
     def alone(self, start: int, stop: int) -> Tokens:
-        """Returns a slice with nothing else in hidden: a copy where tokens are left out."""
+        """Returns a slice whose hidden has no other rows: a view, or a copy as `take` makes it."""
         return replace(self.slice(start, stop), hidden=self.take(start, stop), rows=None)
 
 
 class Picked(NamedTuple):
-    """The targets that count, of [N].
+    """The targets that count, out of N targets.
 
-    Where the host is not to wait for how many they are, there are N of each field, those that
-    count in front; else there are fields of theirs alone.
+    A backend that does not wait for their number has N entries in each field: first those of the
+    targets that count. Other backends have entries of these targets alone.
     """
 
-    targets: Tensor  # int64, 0 for those that don't count
-    rows: Tensor | None  # int64, where each came from; None: all count
-    count: Tensor | None = None  # [1] int32, how many count
-    counts: Tensor | None = None  # bool, which do; None: all
-    local_targets: Tensor | None = None  # int32, -1 = not in this shard; None: still to be found
-    in_range: Tensor | None = None  # [1] int32, 0 if one that counts is no class; None: as above
+    targets: Tensor  # int64, 0 for a target that does not count
+    rows: Tensor | None  # int64, the place among the N targets; None: all count
+    count: Tensor | None = None  # [1] int32, the number of targets that count
+    counts: Tensor | None = None  # bool, True for a target that counts; None: all count
+    local_targets: Tensor | None = None  # int32, -1 = not in this shard; None: not computed yet
+    in_range: Tensor | None = None  # [1] int32, 0 if a target is no class; None: not checked yet
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Optional statistics that the forward collects while a tile is at hand."""
+    """Optional statistics that the forward collects from the tiles of logits."""
 
     smooth_logit: bool = False
     entropy: bool = False
@@ -156,14 +158,15 @@ class Upstream:
     entropy: Tensor | None = None
 
     def scaled(self, factor: Tensor | float) -> Upstream:
-        """Returns all of them times `factor`, [N] or a number."""
+        """Returns the gradients times `factor`, which is [N] or a number."""
         values = (getattr(self, field.name) for field in fields(self))
         return Upstream(*(None if value is None else factor * value for value in values))
 
 
 @dataclass(frozen=True)
 class LocalGrads:
-    """The gradients that a backward returns; None where not needed."""
+    """The gradients that a backward returns; None: not needed."""
 
-    hidden: Tensor | None  # [num_rows, D] as hidden, summed over ranks; their rows under scatter
+    # [num_rows, D], summed over ranks; under sequence parallel this rank's rows
+    hidden: Tensor | None
     bias: Tensor | None  # [V_local] of this shard, complete, in the accumulation dtype

@@ -159,9 +159,9 @@ def _require_distinct_rows(row: Sequence[int]) -> None:
     raise ValueError(
         "every rank of the group must have rows of weight of its own, got the same values on ranks "
         + " and on ranks ".join(map(str, same))
-        + f": rows that several ranks have count several times. Pass weight.chunk({size})[rank] "
-        f"with vocab_shard=VocabShard.chunked(V, rank, {size}), or group=None where each rank has "
-        "a whole head; and let ranks draw their own rows where the head is made"
+        + f": equal rows on several ranks count several times. Pass weight.chunk({size})[rank] "
+        f"with vocab_shard=VocabShard.chunked(V, rank, {size}), or group=None if each rank has a "
+        "whole head; and seed each rank differently when the head is initialised"
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cce_dist.algorithm.autograd import Call, Left, TwoPass
+from cce_dist.algorithm.autograd import Call, Selection, TwoPass
 from cce_dist.algorithm.plan import Plan, plan_of, wanted_of
 from cce_dist.algorithm.saved import put_together, take_apart
 from cce_dist.backends.protocol import Scores
@@ -146,8 +146,8 @@ def two_pass(
     state: list[Tensor] = []
     if call.record and plan.backend.traits.counts_on_device:
         _, _, _, _, _, _, target_logit, _, *tensors = ctx.saved_tensors
-        left: Left = put_together(ctx.left, iter(tensors))
-        scores = left.scores if left.kept is None else left.kept.scores
+        selection: Selection = put_together(ctx.selection, iter(tensors))
+        scores = selection.scores if selection.kept is None else selection.kept.scores
         state = [target_logit, *take_apart(scores)[1]]
     apart = _apart([*outputs, *others, *state])
     end = 4 + len(others)
@@ -255,7 +255,7 @@ def two_pass_backward(
                 *tensors,
             ),
             needs_input_grad=tuple(needs),
-            left=Left(scores, None),
+            selection=Selection(scores, None),
             call=call,
             target=None,
             store=None,

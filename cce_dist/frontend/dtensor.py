@@ -41,11 +41,13 @@ def require_plain(name: str, value: object) -> None:
     if is_dtensor(value):
         raise ValueError(
             f"{name} must be a plain tensor here, got a DTensor placed {value.placements}: pass "  # pyright: ignore[reportAttributeAccessIssue]
-            f"{name}.to_local(), or call this where fully_shard has made it whole"
+            f"{name}.to_local(), or call within the forward of the module that fully_shard wraps"
         )
 
 
 class _Arrived(torch.autograd.Function):
+    """A tensor whose collective has ended."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
         return tensor.wait()
@@ -180,22 +182,22 @@ def _mesh_of(weight: DTensor) -> DeviceMesh:
         raise ValueError(
             f"weight must be placed Shard(0), got {list(weight.placements)}: every rank has all of "
             "it, and no vocabulary is shared. Pass weight.to_local() without group, and to_local() "
-            "of whatever else is a DTensor; where each rank has tokens of its own, "
+            "of every other DTensor; if ranks have different tokens, "
             "weight.to_local(grad_placements=[Partial()]) sums their gradients. Or redistribute "
-            "it to Shard(0)"
+            "weight to Shard(0)"
         )
     if mesh.ndim != 1:
         raise ValueError(
             f"weight must be a DTensor on a mesh of one dim, got {list(weight.placements)} on the "
-            f'dims {mesh.mesh_dim_names}: distribute it over one, as mesh["tp"]; a weight that '
-            "fully_shard has split is whole only within the forward of the module that it wraps, "
-            "so call the loss there, or weight's module.unshard() before the loss"
+            f'dims {mesh.mesh_dim_names}: distribute it over one, as mesh["tp"]. If fully_shard '
+            "split the weight, call the loss within the forward of the module that it wraps, where "
+            "the weight is whole, or call that module's unshard() before the loss"
         )
     return mesh
 
 
 def _group_of(mesh: DeviceMesh, group: Group | DeviceMesh | None, hidden: object) -> ProcessGroup:
-    """Returns the mesh's group; checks that its ranks are known to hold the same tokens."""
+    """Returns the mesh's group, if group or hidden shows that its ranks hold the same tokens."""
     mesh_group = mesh.get_group()
     asked = process_group(group, "where weight is a DTensor")
     if asked is not None:
@@ -212,14 +214,14 @@ def _group_of(mesh: DeviceMesh, group: Group | DeviceMesh | None, hidden: object
             f"over which weight is split, {mesh.mesh_dim_names}, if its ranks hold the same "
             "tokens; if fully_shard split it, their tokens differ, and the loss must be called "
             "within the forward of the module that fully_shard wraps and that holds the weight. "
-            "Where the head is in a group of its own, call head.unshard() before the loss in the "
-            "forward of the root, without reshard() until the backward is done, which does it"
+            "If fully_shard wraps the head by itself, call head.unshard() before the loss in the "
+            "forward of the root, and do not call reshard(): the backward does"
         )
     return mesh_group
 
 
 def _is_split(placement: Placement) -> TypeGuard[Shard]:
-    """Tells whether ranks hold a dim's parts in the order of ranks; not so with a strided shard.
+    """Tells whether ranks hold a dim's slices in rank order, as they do not in a strided shard.
 
     It uses isinstance, since type(placement) fails while torch 2.11 traces.
     """

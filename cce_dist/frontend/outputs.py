@@ -59,7 +59,7 @@ class Finish:
     ) -> Tensor | LossOutput:
         """Turns the outputs of `TwoPass` into the results of the loss."""
         loss = self.terms.per_token(nll, lse, smooth, slice(None))
-        loss = self._spread(loss) if self.options.reduction == "none" else loss.sum()
+        loss = self._scatter(loss) if self.options.reduction == "none" else loss.sum()
         return self.with_stats(loss, lse, entropy, plain)
 
     def with_stats(
@@ -72,16 +72,17 @@ class Finish:
         moments = None
         if max_logit is not None and mean is not None and m2 is not None:
             variance = m2 / self.vocab_size
-            moments = LogitMoments(*(self._spread(x) for x in (max_logit, mean, variance)))
+            moments = LogitMoments(*(self._scatter(x) for x in (max_logit, mean, variance)))
         return LossOutput(
             loss=loss,
-            lse=self._spread(lse) if "lse" in self.options.stats else None,
-            entropy=None if entropy is None else self._spread(entropy),
-            correct=None if is_argmax is None else self._spread(is_argmax.bool()),
-            tail_mass=None if tail is None else self._spread(tail),
+            lse=self._scatter(lse) if "lse" in self.options.stats else None,
+            entropy=None if entropy is None else self._scatter(entropy),
+            correct=None if is_argmax is None else self._scatter(is_argmax.bool()),
+            tail_mass=None if tail is None else self._scatter(tail),
             logit_moments=moments,
-            screened=None if screened is None else self._spread(screened.bool()),
+            screened=None if screened is None else self._scatter(screened.bool()),
         )
 
-    def _spread(self, values: Tensor) -> Tensor:
-        return self.picked.spread(values, self.shape, self.options.shift)
+    def _scatter(self, values: Tensor) -> Tensor:
+        """Scatters values [N] of the tokens that count to targets' (shifted) shape."""
+        return self.picked.scatter_to_shape(values, self.shape, self.options.shift)

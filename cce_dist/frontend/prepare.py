@@ -102,7 +102,7 @@ def scale_for(
     """
     if temperature is None:
         return None
-    # Only `token_logprobs` passes a temperature, and it has none of these options.
+    # Only `token_logprobs` passes a temperature, and it never sets these options.
     assert options.logits == "full" and options.gradient != "in_forward"
     assert options.label_smoothing == 0
     scale = scale_of_tokens(temperature, picked, options.shift, accumulate_dtype(hidden.dtype))
@@ -165,9 +165,9 @@ def cast_by_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def local_targets_of(picked: PickedTokens, shard: VocabShard) -> Tensor:
     if picked.local_targets is not None:
         return picked.local_targets
-    # A shard of the whole vocabulary holds every target: their range has been checked.
-    whole = shard.num_classes == shard.vocab_size
-    local = picked.targets if whole else shard.local_targets(picked.targets)
+    # A shard of the whole vocabulary holds every target: `check_target_range` has seen them.
+    has_all = shard.num_classes == shard.vocab_size
+    local = picked.targets if has_all else shard.local_targets(picked.targets)
     counts = picked.counts
     return local if counts is None else local.masked_fill(~counts, -1)
 

@@ -85,23 +85,25 @@ class QuantizedWeight:
         _check_screened(options)
         if options.screen != self.screen:
             raise ValueError(
-                f"quantized_weight was made for screen={self.screen}, got screen={options.screen}"
+                f"quantized_weight was made for screen={self.screen}, got screen={options.screen}; "
+                "make it anew with quantize_weight(weight, screen=...)"
             )
         if self.rows.values.shape[0] != num_classes or weight.dtype != self.dtype:
             raise ValueError(
-                f"quantized_weight has {self.rows.values.shape[0]} rows of {self.dtype}, and "
-                f"weight has {num_classes} that are no padding, of {weight.dtype}; make it anew "
-                "with quantize_weight"
+                f"quantized_weight must have the {num_classes} rows of weight that are no padding, "
+                f"of {weight.dtype}, got {self.rows.values.shape[0]} rows of {self.dtype}; make it "
+                "anew with quantize_weight"
             )
         if self.storage() is not weight.untyped_storage() or weight.data_ptr() != self.address:
             raise ValueError(
-                "quantized_weight is of another tensor than weight (autocast makes a new one for "
-                "each call); make it of the tensor that is passed, or leave it out"
+                "quantized_weight is of another tensor than weight (under autocast each call casts "
+                "weight to a new tensor); quantise the tensor that you pass as weight, or leave "
+                "quantized_weight out"
             )
         if version_of(weight) != self.version:
             raise ValueError(
-                "quantized_weight is of earlier values of weight, which has been written to since; "
-                "call quantized_weight.refresh(weight) after the optimiser's step"
+                "quantized_weight is of earlier values of weight, which has changed since; call "
+                "quantized_weight.refresh(weight) after the optimiser's step"
             )
 
 

@@ -26,7 +26,7 @@ class PickedTokens:
     # tokens come after them, with target 0.
     count: Tensor | None = None
     counts: Tensor | None = None  # [N] bool: True for a token that counts; None: all tokens count
-    # Set where a backend has found them: see `Picked`.
+    # None: the backend has not computed them. See `Picked`.
     local_targets: Tensor | None = None
     in_range: Tensor | None = None
 
@@ -36,7 +36,7 @@ class PickedTokens:
             return float(max(self.targets.shape[0], 1))
         return self.count[0].clamp_min(1)
 
-    def spread(self, values: Tensor, shape: torch.Size, shift: int) -> Tensor:
+    def scatter_to_shape(self, values: Tensor, shape: torch.Size, shift: int) -> Tensor:
         """Scatters values [N] to targets' (shifted) shape, with 0 elsewhere."""
         if self.rows is not None:
             empty = values.new_zeros(shape.numel())

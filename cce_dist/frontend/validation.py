@@ -54,8 +54,8 @@ def require_plain_call(weight: object) -> None:
     if torch._C._are_functorch_transforms_active():
         raise ValueError(
             "linear_cross_entropy must be called outside of torch.func's transforms (grad, vmap, "
-            "jvp, jacrev, ...), which its autograd functions have no rules for: take gradients by "
-            "backward() or torch.autograd.grad, and loop over what vmap would batch"
+            "jvp, jacrev, ...), for which its autograd functions have no rules: take gradients by "
+            "backward() or torch.autograd.grad, and write vmap's batch as a loop"
         )
     if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.is_nested:
         return
@@ -63,16 +63,16 @@ def require_plain_call(weight: object) -> None:
         return
     if weight.numel() and weight.device.type != "meta" and not weight.untyped_storage().nbytes():
         raise ValueError(
-            f"weight must be in memory, got one of shape {list(weight.shape)} whose memory was "
-            f"freed, as FSDP does outside of a forward: {_BY_FSDP}"
+            f"weight must be in memory, got a tensor of shape {list(weight.shape)} whose memory "
+            f"was freed, as FSDP does outside of a forward: {_BY_FSDP}"
         )
 
 
 _BY_FSDP = (
     "call the loss within the forward of the module that FSDP wraps and that holds the weight. Or "
-    "make it whole before: FullyShardedDataParallel, without gradients, by "
-    "FSDP.summon_full_params(model); fully_shard by unshard() of that module, without reshard() "
-    "until the backward is done"
+    "gather the weight before: for FullyShardedDataParallel by FSDP.summon_full_params(model), "
+    "without gradients; for fully_shard by that module's unshard(), without reshard() until the "
+    "backward is done"
 )
 
 
@@ -82,8 +82,8 @@ def _require_dtype(name: str, value: Tensor) -> None:
     rule = f"{name} must be bf16, fp16, fp32 or float64, got {value.dtype}"
     if value.dtype.itemsize == 1 and value.dtype != torch.bool:
         rule += (
-            f": a quantised {name} is not supported, and autocast casts none; pass it "
-            'dequantised in the other\'s dtype. (logits="screened" makes 8-bit copies of its own)'
+            f": a quantised {name} is not supported, and autocast does not cast it; dequantise it "
+            'to the other\'s dtype. (logits="screened" makes its 8-bit copies itself)'
         )
     raise ValueError(rule)
 
@@ -102,7 +102,7 @@ def check_hidden_and_weight(hidden: Tensor, weight: Tensor) -> None:
         raise ValueError(f"hidden must have shape [..., D] with D >= 1, got {list(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != dim:
         rule = f"weight must have shape [V_local, D] with D={dim} (from hidden), got "
-        by_fsdp = f"; if FSDP has left this part of it: {_BY_FSDP}" if weight.dim() == 1 else ""
+        by_fsdp = f"; if FSDP has split the weight: {_BY_FSDP}" if weight.dim() == 1 else ""
         raise ValueError(f"{rule}{list(weight.shape)}{by_fsdp}")
     if weight.dtype != hidden.dtype:
         raise ValueError(
@@ -130,8 +130,8 @@ def check_group_device(group: Group | None, hidden: object) -> None:
 
 
 _IDS = (
-    "class probabilities are not supported, class ids are: take argmax(-1) of one-hot rows, and "
-    "label_smoothing= for a share of every class"
+    "class probabilities are not supported, class ids are: pass argmax(-1) of one-hot rows; "
+    "label_smoothing gives every class a share"
 )
 
 
@@ -170,9 +170,9 @@ def check_targets(
 def check_target_range(
     targets: Tensor, vocab_size: int, ignore_index: int, in_range: Tensor | None = None
 ) -> None:
-    """Checks the range of `targets` [N], without the ignored ones.
+    """Checks the range of `targets` [N], in which ignored targets are 0.
 
-    Args: in_range: [1], 0 if a target is no class; None: not known yet.
+    Args: in_range: [1], 0 if a target is no class; None: computed here.
     """
     if targets.numel() == 0:
         return
@@ -224,8 +224,8 @@ def check_shard(shard: VocabShard | None, weight: Tensor, rank: int, world_size:
     if shard is None:
         if weight.shape[0] < 1:
             raise ValueError(
-                f"weight must have at least one row, got {list(weight.shape)}; a rank that holds "
-                "none of the vocabulary says so by vocab_shard"
+                f"weight must have at least one row, got {list(weight.shape)}; for a rank without "
+                "rows pass vocab_shard"
             )
         return VocabShard.even(weight.shape[0], rank, world_size)
     require_vocab_shard(shard)
@@ -233,7 +233,7 @@ def check_shard(shard: VocabShard | None, weight: Tensor, rank: int, world_size:
     if world_size == 1 and (shard.start != 0 or shard.stop < shard.vocab_size):
         raise ValueError(
             f"vocab_shard of a single rank must cover [0, vocab_size={shard.vocab_size}), got "
-            f"[{shard.start}, {shard.stop}): pass the group of the ranks that hold the rest"
+            f"[{shard.start}, {shard.stop}): pass group, with the ranks that hold the other rows"
         )
     return shard
 
@@ -274,8 +274,8 @@ def check_weights(
         )
     if token_weight is not None and token_weight.requires_grad and options.gradient == "in_forward":
         raise ValueError(
-            'token_weight must not require grad with gradient="in_forward", which makes the '
-            "gradients of hidden and weight only; pass token_weight.detach(), or use "
+            'token_weight must not require grad with gradient="in_forward", which computes no '
+            "gradient of token_weight; pass token_weight.detach(), or use "
             'gradient="filtered" or "exact"'
         )
 

@@ -57,24 +57,24 @@ def check_weight(
         if getattr(weight, name, None):
             raise ValueError(
                 "weight must have no gradient hooks, as DDP and FSDP put on parameters: none would "
-                "run; keep the head out of what they wrap"
+                "run; keep the head out of the modules that they wrap"
             )
 
 
 def check_product(
     group: ProcessGroup,
-    whole: ProcessGroup,
-    tensor: ProcessGroup | None,
-    scatters: bool,
+    vocab_group: ProcessGroup,
+    tensor_group: ProcessGroup | None,
+    sequence_parallel: bool,
 ) -> None:
-    """Checks that `whole`, whose ranks share the vocabulary, is the product of the other groups."""
-    size, of_vocab, of_tensor = group_size(group), group_size(whole), group_size(tensor)
-    if of_vocab != size * of_tensor:
+    """Checks that vocab_group, whose ranks share the vocabulary, is the product of the others."""
+    size, vocab, tensor = map(group_size, (group, vocab_group, tensor_group))
+    if vocab != size * tensor:
         raise ValueError(
-            f"vocab_group must have the ranks of group times those of tensor_group, {size} x "
-            f"{of_tensor}, got {of_vocab}"
+            f"vocab_group must have as many ranks as group times tensor_group, {size} x {tensor}, "
+            f"got {vocab}"
         )
-    if scatters and tensor is None:
+    if sequence_parallel and tensor_group is None:
         raise ValueError("sequence_parallel=True needs tensor_group, got None")
 
 
@@ -140,8 +140,8 @@ def _check_inputs(
 ) -> None:
     if embeds and not (args and all(args)):
         raise ValueError(
-            "tokens must be the first positional argument that the schedule is given on the rank "
-            "of the first stage, where the embedding is tied, got none"
+            "tokens must be the first positional argument of the schedule's step on the rank of "
+            "the first stage, since the embedding is tied, got none"
         )
     every = [_shapes(each) for each in args]
     # If some inputs come by keyword, input_args need not list the positional ones. Then
@@ -184,8 +184,8 @@ def check_output(stage: Any, output: Any) -> None:
         if [dtype for _, dtype in sent] != [dtype for _, dtype in expected]:
             advice = "give the stages output_args and input_args of the dtypes that autocast makes"
         raise ValueError(
-            f"what stage {stage.stage_index} makes of every microbatch must be {_named(expected)}, "
-            f"which the next stage expects, got {_named(sent)}; {advice}"
+            f"the output of stage {stage.stage_index} must be {_named(expected)}, as the next "
+            f"stage expects of every microbatch, got {_named(sent)}; {advice}"
         )
 
 
@@ -202,9 +202,10 @@ def _named(tensors: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
     return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in tensors)
 
 
-def check_same(group: ProcessGroup, **values: object) -> None:
+def check_same(group: ProcessGroup, values: Mapping[str, object]) -> None:
     """Compares values over all ranks of the group.
 
+    Args: values: this rank's, by the names that an error gives them; the same names on every rank.
     Raises:
         ValueError: on every rank, if a value differs between ranks.
     Collectives: one gather of objects over the group.

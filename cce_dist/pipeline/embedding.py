@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cce_dist.core.phases import in_phase
-from cce_dist.pipeline.comm.groups import own_couriers, own_groups, start_broadcast, start_reduce
+from cce_dist.pipeline.comm.groups import make_couriers, make_groups, start_broadcast, start_reduce
 from cce_dist.pipeline.head import TIMEOUT, PipelineHead
 from cce_dist.pipeline.warm_up import warm_up_embedding
 from cce_dist.ranks.gather import gather_tokens, require
@@ -40,10 +40,10 @@ class TiedEmbedding(nn.Module):
     Every rank makes it; the first stage's module calls it on its tokens. It has no parameter;
     gradients go to the head's weight. Every rank runs four phases of a microbatch:
 
-        ask        the first stage's rank begins to send the tokens to all ranks
-        look_up    the sum of all ranks' rows for the tokens begins, to the first stage's rank
-        give       that rank begins to send the gradient of the sum to all ranks
-        add        each rank adds the gradient to its own rows
+        ask        starts to send the tokens from the first stage's rank to all ranks
+        look_up    starts the sum of all ranks' rows for the tokens, on the first stage's rank
+        give       starts to send the gradient of the sum from that rank to all ranks
+        add        adds the gradient to this rank's rows
 
     Between `look_up` and `give` the first stage runs `forward`, which waits for the sum, and its
     backward, which keeps the gradient. Ranks must not wait for each other in different phases: call
@@ -67,12 +67,12 @@ class TiedEmbedding(nn.Module):
         super().__init__()
         self.head, self.root = head, root
         device, tensor = head.weight.device, head.tensor_group
-        self._asking, self._summing, self._giving = own_couriers(
+        self._asking, self._summing, self._giving = make_couriers(
             head.ranks, 3, timeout, device, paced=head.paced
         )
         self._tensor = None
         if tensor is not None:
-            (self._tensor,) = own_groups(dist.get_process_group_ranks(tensor), 1, timeout, device)
+            (self._tensor,) = make_groups(dist.get_process_group_ranks(tensor), 1, timeout, device)
         self._microbatches: dict[int, _Microbatch] = {}
         self._called = 0
         self.infers = False  # a schedule asks for shapes
@@ -83,7 +83,7 @@ class TiedEmbedding(nn.Module):
         return self.head.rank == self.root
 
     def ask(self, index: int, tokens: Tensor | None = None) -> None:
-        """Begins to send a microbatch's tokens to all ranks, without waiting.
+        """Starts to send a microbatch's tokens to all ranks, without waiting.
 
         Args: tokens: [...] of the microbatch on the rank of the first stage; None elsewhere.
         Raises:
@@ -99,12 +99,12 @@ class TiedEmbedding(nn.Module):
 
     @torch.no_grad()
     def look_up(self, index: int) -> None:
-        """Waits for the tokens, and begins the sum of their rows without waiting for it."""
+        """Waits for the tokens, and starts the sum of their rows without waiting for it."""
         batch, head = self._microbatches[index], self.head
         batch.wait()
-        mine, rows = self._own(batch.tokens)
+        mine, rows = self._local_rows(batch.tokens)
         vectors = rows.new_zeros(len(rows), head.hidden_shape[-1], dtype=head.hidden_dtype)
-        if head.own_shard.num_classes:
+        if head.shard.num_classes:
             vectors = head.weight.detach()[rows].to(head.hidden_dtype)
             vectors = vectors.masked_fill_(~mine[:, None], 0)
         batch.rows, batch.wait = vectors, start_reduce(self.root, self._summing, vectors)
@@ -133,7 +133,8 @@ class TiedEmbedding(nn.Module):
         batch.wait()
         vectors, batch.rows = batch.rows, None
         head, dtype = self.head, self.head.hidden_dtype
-        # These are rows, not a gradient, and only some ranks sum them: the phase must not count.
+        # `reduce_grad_hidden` sums rows here, not a gradient, and on some ranks only: watchers must
+        # not count it as another phase.
         with in_phase("reduce", begins=False):
             vectors = reduce_grad_hidden(
                 vectors, self._tensor, scatter=head.slices > 1, dtype=dtype
@@ -148,7 +149,7 @@ class TiedEmbedding(nn.Module):
 
     @torch.no_grad()
     def give(self, index: int) -> None:
-        """Begins to send the gradient of the rows to all ranks, without waiting."""
+        """Starts to send the gradient of the rows to all ranks, without waiting."""
         batch, head = self._microbatches[index], self.head
         if not self.is_first:
             # Only the first stage needs the sum; this rank has not waited for its end yet.
@@ -164,8 +165,8 @@ class TiedEmbedding(nn.Module):
         batch, head = self._microbatches.pop(index), self.head
         batch.wait()
         assert batch.rows is not None
-        if head.weight.requires_grad and head.own_shard.num_classes:
-            mine, rows = self._own(batch.tokens)
+        if head.weight.requires_grad and head.shard.num_classes:
+            mine, rows = self._local_rows(batch.tokens)
             head.grads.add_to_rows(rows, batch.rows.masked_fill(~mine[:, None], 0))
 
     def drop(self, index: int) -> None:
@@ -209,9 +210,9 @@ class TiedEmbedding(nn.Module):
         if self._tensor is not None:
             dist.destroy_process_group(self._tensor)
 
-    def _own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns [N] bool, True where this rank has the token's row; and [N] rows, 0 elsewhere."""
-        rows = self.head.own_shard.local_targets(tokens.reshape(-1))
+        rows = self.head.shard.local_targets(tokens.reshape(-1))
         mine = rows >= 0
         return mine, rows.clamp_min(0)
 

@@ -58,7 +58,7 @@ class FrequentRows:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Begins to send this rank's most frequent rows to all ranks.
+        """Starts to send this rank's most frequent rows to all ranks.
 
         Collectives: one all-gather of [num_rows, D] in weight's dtype; with a bias one more of
             [num_rows].
@@ -69,11 +69,11 @@ class FrequentRows:
         # Among equal counts lower rows go first: ids are often in the order of frequency.
         ranked = counts * number + torch.arange(number - 1, -1, -1, device=counts.device)
         chosen = ranked.topk(self.num_rows).indices
-        rows, group, begin = self.weight.detach()[chosen], self.courier.group, self.courier.begin
-        self._weights = start_all_gather(rows, group, async_op=True, begin=begin)
+        rows, group, issue = self.weight.detach()[chosen], self.courier.group, self.courier.issue
+        self._weights = start_all_gather(rows, group, async_op=True, issue=issue)
         if self.bias is not None:
             biases = self.bias.detach()[chosen]
-            self._biases = start_all_gather(biases, group, async_op=True, begin=begin)
+            self._biases = start_all_gather(biases, group, async_op=True, issue=issue)
 
     def forget(self) -> None:
         """Drops the other ranks' rows: the weight is about to change."""

@@ -55,11 +55,11 @@ class RowGradients:
         rows, bias, is_elsewhere = self._rows, self._bias, self._is_elsewhere
         self.forget()
         if rows is not None and not is_elsewhere:
-            whole = rows
+            padded = rows
             if len(rows) < len(self.weight):
-                whole = rows.new_zeros(self.weight.shape)
-                whole[: len(rows)] = rows
-            _add_grad(self.weight, whole, divide_by)
+                padded = rows.new_zeros(self.weight.shape)
+                padded[: len(rows)] = rows
+            _add_grad(self.weight, padded, divide_by)
         if bias is not None and self.bias is not None:
             padding = bias.new_zeros(len(self.bias) - len(bias))
             _add_grad(self.bias, torch.cat([bias, padding]), divide_by)

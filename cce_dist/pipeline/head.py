@@ -1,14 +1,15 @@
 """The vocabulary over pipeline ranks: the loss in phases that a schedule places between its own.
 
-A microbatch goes through four phases. Each begins a collective, for which the next phase waits:
+A microbatch goes through four phases. Each starts a collective, for which the next phase waits:
 
     post         sends hidden states and targets from the last stage's rank to all ranks
-    statistics   computes log-sum-exp and target logit of this rank's columns; begins the merge
-    gradients    computes loss and gradients; begins the sum of the hidden gradient
+    statistics   computes log-sum-exp and target logit of this rank's columns; starts the merge
+    gradients    computes loss and gradients; starts the sum of the hidden gradient
     take         returns the hidden gradient, which the last stage's backward needs
 
-With reduction "none" only the last stage's rank can differentiate what follows each token's loss.
-It reads the losses by `losses`, and `weigh` sends their gradient to all ranks before `gradients`.
+With reduction "none" the last stage's rank computes the scalar loss from each token's loss, and
+differentiates it: `losses` returns the tokens' losses, and `weigh` sends their gradient to all
+ranks before `gradients`.
 
 The weight's gradient never travels. Each kind of collective has its own group, so the order of
 microbatches must be the same on all ranks, but the order of phases may differ.
@@ -34,11 +35,11 @@ from cce_dist.frontend.prepare import prepare
 from cce_dist.frontend.quantized import StepQuantizer
 from cce_dist.options import LossOptions
 from cce_dist.pipeline.checks import check_microbatch, check_product, check_same, check_weight
-from cce_dist.pipeline.comm.groups import own_couriers, own_groups, start_broadcast, start_reduce
+from cce_dist.pipeline.comm.groups import make_couriers, make_groups, start_broadcast, start_reduce
 from cce_dist.pipeline.comm.neighbours import Neighbours
 from cce_dist.pipeline.frequent_rows import FrequentRows
 from cce_dist.pipeline.grads import RowGradients
-from cce_dist.pipeline.microbatch import Microbatch, plainly, start_forward
+from cce_dist.pipeline.microbatch import Microbatch, start_forward, without_autograd
 from cce_dist.pipeline.warm_up import warm_up_head
 from cce_dist.ranks.gather import gather_tokens
 from cce_dist.ranks.hidden_sum import reduce_grad_hidden
@@ -111,36 +112,36 @@ class PipelineHead:
         paced: bool | None = None,
     ) -> None:
         stages, tensor = (process_group(x, "of a pipeline") for x in (group, tensor_group))
-        whole = stages if vocab_group is None else process_group(vocab_group, "of a pipeline")
+        vocab = stages if vocab_group is None else process_group(vocab_group, "of a pipeline")
         check_weight(stages, weight, hidden_shape, options)
-        assert stages is not None and whole is not None
-        check_product(stages, whole, tensor, sequence_parallel)
-        check_same(whole, loss_scale=loss_scale, options=options)
+        assert stages is not None and vocab is not None
+        check_product(stages, vocab, tensor, sequence_parallel)
+        check_same(vocab, {"loss_scale": loss_scale, "options": options})
         self.weight, self.bias, self.class_weight = weight, bias, class_weight
-        self.shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
+        self._vocab_shard, self.options, self.loss_scale = vocab_shard, options, loss_scale
         self.hidden_shape = tuple(hidden_shape)
         self.hidden_dtype = weight.dtype
         self.group = stages
         self.rank, self.size = dist.get_rank(stages), dist.get_world_size(stages)
-        num_rows, place = weight.shape[0], (dist.get_rank(whole), dist.get_world_size(whole))
-        self.own_shard = vocab_shard or VocabShard.even(num_rows, *place)
+        place = dist.get_rank(vocab), dist.get_world_size(vocab)
+        self.shard = vocab_shard or VocabShard.even(weight.shape[0], *place)
         self.ranks = dist.get_process_group_ranks(stages)
         self.paced = weight.device.type == "cuda" if paced is None else paced
         make = functools.partial(
-            own_couriers, timeout=timeout, device=weight.device, paced=self.paced
+            make_couriers, timeout=timeout, device=weight.device, paced=self.paced
         )
         self._posting, self._summing = make(self.ranks, 2)
         self._weighing = make(self.ranks, 1)[0] if options.reduction == "none" else None
-        (self._merging,) = make(dist.get_process_group_ranks(whole), 1)
-        self.vocab_group = self._merging.group  # the head's own group
+        (self._merging,) = make(dist.get_process_group_ranks(vocab), 1)
+        self.vocab_group = self._merging.group  # of the argument's ranks
         self._tensor = None
         if tensor is not None:
             # A stage's tensor-parallel ranks run in step: they need not meet on the host.
             ranks = dist.get_process_group_ranks(tensor)
-            (self._tensor,) = own_groups(ranks, 1, timeout, weight.device)
+            (self._tensor,) = make_groups(ranks, 1, timeout, weight.device)
         self.tensor_group, self.slices = tensor, group_size(tensor) if sequence_parallel else 1
         self._microbatches: dict[int, Microbatch] = {}
-        self.grads = RowGradients(weight, bias, self.own_shard.num_classes)
+        self.grads = RowGradients(weight, bias, self.shard.num_classes)
         # The schedule sets it after a failed step, which leaves ranks at different phases.
         self.is_broken = False
         self._neighbours: Neighbours | None = None
@@ -149,12 +150,12 @@ class PipelineHead:
         self._quantizer = StepQuantizer() if self.screens and quantize_once else None
         self._frequent = None
         kernels = weight.device.type == "cuda" or options.backend == "triton"
-        if options.filters and kernels and group_size(whole) > 1:
-            self._frequent = FrequentRows(weight, bias, self.own_shard, self._merging)
+        if options.filters and kernels and group_size(vocab) > 1:
+            self._frequent = FrequentRows(weight, bias, self.shard, self._merging)
         warm_up_head(self)
 
     def start_step(self, *, record: bool = True) -> None:
-        """Begins a step, on every rank, before the first microbatch; does not wait.
+        """Starts a step, on every rank, before the first microbatch; does not wait.
 
         For the Triton backend's filter it sends all ranks the rows that tell most of a token's lse.
         A step without this call has the same loss, and its filter keeps more columns. The weight
@@ -194,7 +195,7 @@ class PipelineHead:
     def post(
         self, index: int, root: int, hidden: Tensor | None = None, targets: Tensor | None = None
     ) -> None:
-        """Begins to send a microbatch to all ranks, without waiting.
+        """Starts to send a microbatch to all ranks, without waiting.
 
         Args:
             root: the rank in the group that has the last stage.
@@ -220,18 +221,18 @@ class PipelineHead:
             if each not in self._microbatches:
                 self.post(each, root)
 
-    @plainly
+    @without_autograd
     def statistics(self, index: int, *, record: bool = True) -> None:
-        """Waits for the posted tensors, computes this rank's statistics, and begins their merge.
+        """Waits for the posted tensors, computes this rank's statistics, and starts their merge.
 
         Args:
             record: True if `gradients` follows, False if `value` does.
         Raises:
             ValueError: targets beyond the vocabulary, on every rank.
         """
-        batch = self._begun(index)
+        batch = self._under_way(index)
         if batch.posted is None:
-            raise RuntimeError(f"statistics must be asked for once a microbatch, got {index} again")
+            raise RuntimeError(f"statistics must be called once a microbatch, got {index} again")
         (hidden, targets, arrive), batch.posted = batch.posted, None
         arrive()
         if self.slices > 1:
@@ -239,9 +240,9 @@ class PipelineHead:
         inputs = Inputs(
             hidden, self.weight, targets, bias=self.bias, class_weight=self.class_weight
         )
-        group, quantizer = self._merging.group, self._quantizer
-        call, finish = prepare(inputs, self.options, group, self.shard, quantizer, record=record)
-        # Other ranks' kernels run beside this one's, at other microbatches.
+        group, shard, quantizer = self._merging.group, self._vocab_shard, self._quantizer
+        call, finish = prepare(inputs, self.options, group, shard, quantizer, record=record)
+        # Kernels that wait for other ranks run at the same time, for other microbatches.
         call = replace(call, plan=replace(call.plan, shares_device=True))
         tokens = call.tokens(hidden.reshape(-1, self.hidden_shape[-1]))
         head = call.head(self.weight.detach(), self.bias)
@@ -251,31 +252,31 @@ class PipelineHead:
             elsewhere = self._frequent.elsewhere(head)
         if self._frequent is not None and record:
             self._frequent.count(tokens.local_targets)
-        begin = self._merging.begin
+        issue = self._merging.issue
         batch.merge, batch.scores = start_forward(
-            tokens, head, call.plan, score=record, elsewhere=elsewhere, begin=begin
+            tokens, head, call.plan, score=record, elsewhere=elsewhere, issue=issue
         )
 
-    @plainly
+    @without_autograd
     def value(self, index: int) -> Tensor:
         """Waits for the merge, and ends the microbatch.
 
         Returns: on every rank the loss [], or with reduction "none" a loss for each target; fp32 or
             float64.
         """
-        return self._merged(self._begun(index, pop=True))[0]
+        return self._merged(self._under_way(index, pop=True))[0]
 
-    @plainly
+    @without_autograd
     def losses(self, index: int) -> Tensor:
         """Returns the losses of `value` with reduction "none", and does not end the microbatch."""
-        return self._merged(self._begun(index))[0]
+        return self._merged(self._under_way(index))[0]
 
     def weigh(self, index: int, root: int, grad_losses: Tensor | None = None) -> None:
-        """Begins to send the gradient of `losses` to all ranks, without waiting.
+        """Starts to send the gradient of `losses` to all ranks, without waiting.
 
         Args: grad_losses: fp32 or float64 in targets' shape, on the last stage's rank.
         """
-        batch, dtype = self._begun(index), accumulate_dtype(self.hidden_dtype)
+        batch, dtype = self._under_way(index), accumulate_dtype(self.hidden_dtype)
         assert self._weighing is not None
         if grad_losses is None:
             shape = self.targets_shape
@@ -283,14 +284,14 @@ class PipelineHead:
         batch.grad_losses = grad_losses.to(dtype).contiguous()
         batch.weighed = start_broadcast(root, self._weighing, batch.grad_losses)
 
-    @plainly
+    @without_autograd
     def gradients(self, index: int, root: int) -> Tensor:
-        """Waits for the merge, and begins the sum of the hidden gradient.
+        """Waits for the merge, and starts the sum of the hidden gradient.
 
         Adds this microbatch's part to the gradients of weight and bias.
         Returns: the loss [], on every rank.
         """
-        batch = self._begun(index)
+        batch = self._under_way(index)
         if self._weighing is not None and batch.weighed is None:
             raise RuntimeError('reduction="none" needs weigh before gradients')
         if batch.weighed is not None and self.rank != root:
@@ -301,7 +302,7 @@ class PipelineHead:
         out = sharded.backward(
             tokens,
             head,
-            # No group: this method begins the sum itself.
+            # No group: this method starts the sum itself.
             replace(call.plan, group=None),
             stats,
             upstream,
@@ -328,7 +329,7 @@ class PipelineHead:
         Returns: the hidden gradient [..., D] in hidden's dtype on the last stage's ranks; on other
             ranks a tensor without use.
         """
-        batch = self._begun(index, pop=True)
+        batch = self._under_way(index, pop=True)
         assert batch.summed is not None and batch.grad is not None
         batch.summed()
         if batch.weighed is not None:
@@ -373,7 +374,7 @@ class PipelineHead:
         if self._tensor is not None:
             dist.destroy_process_group(self._tensor)
 
-    def _begun(self, index: int, *, pop: bool = False) -> Microbatch:
+    def _under_way(self, index: int, *, pop: bool = False) -> Microbatch:
         if index not in self._microbatches:
             raise ValueError(f"index must be of a microbatch that is under way, got {index}")
         return self._microbatches.pop(index) if pop else self._microbatches[index]

@@ -17,7 +17,7 @@ from cce_dist.backends.protocol import ForwardRequest, Room, Scores
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Wanted
 from cce_dist.frontend.outputs import Finish
-from cce_dist.ranks.gather import Begin
+from cce_dist.ranks.gather import Issue
 from cce_dist.ranks.merge import start_merge_stats
 
 
@@ -45,9 +45,9 @@ def start_forward(
     *,
     score: bool,
     elsewhere: Head | None,  # some of the other ranks' rows; None: unknown
-    begin: Begin,  # begins the merge's collective
+    issue: Issue,  # issues the merge's collective
 ) -> tuple[Callable[[], Stats], Scores | None]:
-    """Runs `sharded.forward` and begins its merge without waiting.
+    """Runs `sharded.forward` and starts its merge without waiting.
 
     Returns: a function that waits for the merge; this rank's scores of its columns.
     """
@@ -63,15 +63,15 @@ def start_forward(
                 replace(tokens, local_targets=nobody), elsewhere, of_others
             )
             bound = known.lse / math.log(2)
-            bounds = functools.partial(_beside, bound)
+            bounds = functools.partial(_stack_bounds, bound)
         request = replace(request, bounds=bounds)
     local, scores = plan.backend.forward(tokens, head, request)
     kernels = plan.backend.merge_kernels
-    merge = start_merge_stats(local, plan.shard, plan.group, tokens.count, kernels, begin=begin)
+    merge = start_merge_stats(local, plan.shard, plan.group, tokens.count, kernels, issue=issue)
     return merge, scores
 
 
-def _beside(known: Tensor, local: Tensor) -> Tensor:
+def _stack_bounds(known: Tensor, local: Tensor) -> Tensor:
     return torch.stack([local, known])
 
 
@@ -79,7 +79,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def plainly(phase: Callable[P, R]) -> Callable[P, R]:
+def without_autograd(phase: Callable[P, R]) -> Callable[P, R]:
     """Runs a phase without autograd and outside of autocast, which would cast fp32 products."""
 
     @functools.wraps(phase)

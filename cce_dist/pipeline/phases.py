@@ -1,30 +1,42 @@
-"""Interfaces of a head and of a tied embedding over pipeline ranks, for the code that runs them."""
+"""Interfaces of a head and of a tied embedding over pipeline ranks, as schedules use them."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from cce_dist.options import LossOptions
+from cce_dist.pipeline.comm.neighbours import Neighbours
 from cce_dist.pipeline.grads import RowGradients
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class HeadPhases(Protocol):
-    """The interface of `PipelineHead`, which documents each phase."""
+    """The part of `PipelineHead` that schedules use; `PipelineHead` documents each phase."""
 
     weight: Tensor
+    options: LossOptions
     hidden_shape: tuple[int, ...]
     hidden_dtype: torch.dtype
+    vocab_group: ProcessGroup
     rank: int
+    size: int
     paced: bool
     grads: RowGradients
+    is_broken: bool
 
     @property
     def targets_shape(self) -> tuple[int, ...]: ...
 
     @property
     def weighs(self) -> bool: ...
+
+    def neighbours(self) -> Neighbours: ...
 
     def start_step(self, *, record: bool = True) -> None: ...
 
@@ -33,6 +45,8 @@ class HeadPhases(Protocol):
     def post(
         self, index: int, root: int, hidden: Tensor | None = None, targets: Tensor | None = None
     ) -> None: ...
+
+    def expect(self, index: int, root: int, count: int) -> None: ...
 
     def statistics(self, index: int, *, record: bool = True) -> None: ...
 
@@ -46,11 +60,15 @@ class HeadPhases(Protocol):
 
     def take(self, index: int) -> Tensor: ...
 
+    def finish_step(self, divide_by: int = 1) -> None: ...
+
     def forget(self) -> None: ...
 
 
 class EmbeddingPhases(Protocol):
-    """The interface of `TiedEmbedding`, which documents each phase."""
+    """The part of `TiedEmbedding` that schedules use; `TiedEmbedding` documents each phase."""
+
+    infers: bool
 
     @property
     def is_first(self) -> bool: ...
@@ -66,3 +84,11 @@ class EmbeddingPhases(Protocol):
     def give(self, index: int) -> None: ...
 
     def add(self, index: int) -> None: ...
+
+    def drop(self, index: int) -> None: ...
+
+    def look_up_all(self, tokens: Sequence[Tensor | None]) -> None: ...
+
+    def finish_all(self, *, backward: bool) -> None: ...
+
+    def finish_step(self) -> None: ...

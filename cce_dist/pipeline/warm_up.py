@@ -1,7 +1,7 @@
 """A run of every phase before the first step, to load the phases' kernels.
 
-A kernel's first launch loads it, and may wait for all work on the device. Within a step that work
-may wait for other ranks, and those for this rank.
+A kernel's first launch loads the kernel, and may wait for all work on the device. Within a step
+that work may wait for other ranks, which may wait for this rank.
 """
 
 from __future__ import annotations

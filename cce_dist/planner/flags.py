@@ -8,13 +8,15 @@ from itertools import groupby
 from cce_dist.planner.cost.job import MEGATRON_ROWS, OURS, Job
 from cce_dist.planner.models.model import Model
 
-# Values of --attention-backend with another name here.
+# Names of attention here -> values of --attention-backend, where the two differ.
 BACKENDS = {"cudnn": "fused"}
 
 
 def layout_string(layout: Sequence[int]) -> str:
-    """Writes Megatron's --pipeline-model-parallel-layout: E, the embedding, t, a layer, L, the
-    loss; stages are separated by |, in the order of the model."""
+    """Writes Megatron's --pipeline-model-parallel-layout.
+
+    E is the embedding, t a layer, L the loss. | separates the stages, in the order of the model.
+    """
     last = len(layout) - 1
     texts = []
     for index, count in enumerate(layout):
@@ -33,7 +35,7 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
     """Returns the flags of Megatron's training script for the job and its layout of layers.
 
     Raises:
-        ValueError: neither Megatron nor `megatron_patch` has such a job.
+        ValueError: neither Megatron nor `megatron_patch` can run the job.
     """
     _require_megatrons(model, job)
     flags = [
@@ -52,7 +54,7 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
         flags.append(f"--context-parallel-size {job.cp}")
     if job.ep > 1:
         flags.append(f"--expert-model-parallel-size {job.ep}")
-    # With one rank Megatron warns that there is none.
+    # Megatron warns about sequence parallelism with one rank.
     if job.sequence_parallel and job.tp > 1:
         flags.append("--sequence-parallel")
     if job.distributed_optimizer:
@@ -87,7 +89,7 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
 
 
 def patch_flags(job: Job) -> list[str]:
-    """Returns the command that runs Megatron's training script with our loss; docs/megatron.md."""
+    """Returns python's arguments to run Megatron's script with our loss; docs/megatron.md."""
     if job.loss not in OURS:
         return []
     over = ["--vocab-over-pipeline true"] if job.is_over_ranks else []
@@ -95,7 +97,11 @@ def patch_flags(job: Job) -> list[str]:
 
 
 def _require_megatrons(model: Model, job: Job) -> None:
-    """Raises ValueError: neither Megatron nor megatron_patch has such a job."""
+    """Checks that Megatron or megatron_patch can run the job.
+
+    Raises:
+        ValueError: neither can; the message says what both need.
+    """
     name = job.schedule_name
     if name not in ("1f1b", "interleaved", "vocab"):
         raise ValueError(f"schedule must be '1f1b' or 'interleaved' in Megatron, got {name!r}")
@@ -103,13 +109,13 @@ def _require_megatrons(model: Model, job: Job) -> None:
         raise ValueError("pp must be >= 2 under Megatron's interleaved 1F1B, got 1")
     if model.experts and job.tp > 1 and not job.sequence_parallel:
         raise ValueError(
-            f"sequence_parallel must be set in Megatron with experts and tp > 1, got tp {job.tp} "
-            "without it"
+            "sequence_parallel must be true in Megatron with experts and tp > 1, got false and tp "
+            f"{job.tp}"
         )
     if job.sequence_parallel and job.sequence // job.cp % job.tp:
         raise ValueError(
             f"sequence must be a multiple of cp * tp, {job.cp * job.tp}, under Megatron's "
-            f"sequence parallelism, which cuts each, got {job.sequence}"
+            f"sequence parallelism, got {job.sequence}"
         )
     if name == "interleaved" and job.microbatches % job.pp:
         raise ValueError(
@@ -118,12 +124,12 @@ def _require_megatrons(model: Model, job: Job) -> None:
         )
     if job.is_served:
         raise ValueError(
-            "schedule must be 'vocab' in megatron_patch with the vocabulary over "
-            f"{job.vocab_over}, got {name!r}, which is torch's"
+            f"schedule must be 'vocab' in megatron_patch with vocab_over {job.vocab_over!r}, got "
+            f"{name!r}, which only torch runs with it"
         )
     if job.is_over_ranks and job.pp == 1:
         raise ValueError(
-            f"pp must be >= 2 in megatron_patch with the vocabulary over {job.vocab_over}, got 1"
+            f"pp must be >= 2 in megatron_patch with vocab_over {job.vocab_over!r}, got 1"
         )
     if job.vocab_over == "pp" and job.tp > 1:
         raise ValueError(
@@ -136,14 +142,16 @@ def _require_megatrons(model: Model, job: Job) -> None:
         )
     if job.precision != "mixed":
         raise ValueError(
-            "precision must be 'mixed' in Megatron, whose 16-bit weights have fp32 ones beside "
-            f"them, and which has no autocast, got {job.precision!r}"
+            "precision must be 'mixed' in Megatron, which keeps fp32 copies of its 16-bit weights "
+            f"and has no autocast, got {job.precision!r}"
         )
 
 
 def layout_flags(job: Job, layout: Sequence[int]) -> list[str]:
-    """Returns the fewest flags that give this layout: none, the number of layers of the first and
-    the last stage, or the whole layout."""
+    """Returns the fewest flags that give this layout.
+
+    They are none, the number of layers of the first and the last stage, or the layout itself.
+    """
     if job.pp == 1:
         return []
     middle = set(layout[1:-1])
@@ -161,7 +169,7 @@ def layout_flags(job: Job, layout: Sequence[int]) -> list[str]:
 
 
 def torch_stages(layout: Sequence[int], *, has_head: bool = True) -> list[list[str]]:
-    """Modules of each stage, by the names of a decoder in torch: a run of layers is one slice."""
+    """Lists the modules of each stage by their names in a torch decoder; layers are one slice."""
     stages, first, last = [], 0, len(layout) - 1
     for index, count in enumerate(layout):
         modules = ["embed_tokens"] if index == 0 else []

@@ -1,4 +1,4 @@
-"""Chooses the number of layers of each stage."""
+"""The choice of a layout: the number of layers of each stage."""
 
 from __future__ import annotations
 
@@ -14,44 +14,43 @@ from .plan import Plan, even_layout, memory_of, plan_layout, stages_of
 
 Layout = tuple[int, ...]
 
-# What one search simulates: tasks, above which layouts are compared by their slowest rank alone;
-# and plans of few tasks.
+# Bounds of what a search simulates: tasks in all, and plans. If even the layouts to start from have
+# more tasks, the search compares them by their slowest rank alone.
 MANY_TASKS, MANY_PLANS = 60_000, 300
 
 
 def best_layout(costs: Costs, schedule: Schedule) -> Plan:
-    """Returns the plan of the fastest layout that fits; if none fits, the plan that needs the least
-    memory.
+    """Returns the plan of the fastest layout that fits; if none fits, of the one that needs least.
 
-    From an even layout and those of `balanced_layout`, one layer after the other is moved to
-    another stage as long as a step gets shorter.
+    The search starts from an even layout and those of `balanced_layout`, and moves one layer at a
+    time to another stage as long as a step gets shorter.
     """
-    parts = Parts(costs, schedule)
-    needs = {layout: peak_of(costs, schedule, layout) for layout in _starts(parts)}
-    fitting = [layout for layout, need in needs.items() if need <= parts.room]
+    estimates = LayoutEstimates(costs, schedule)
+    needs = {layout: peak_of(costs, schedule, layout) for layout in _starts(estimates)}
+    fitting = [layout for layout, need in needs.items() if need <= estimates.room]
     if not fitting:
         return plan_layout(costs, schedule, min(needs, key=lambda layout: needs[layout]))
-    begins = set(fitting)
+    starts = set(fitting)
     if len(set(costs.layers)) > 1:
-        # They counted as alike. Those that are level need not be faster.
-        begins |= set(map(parts.levelled, fitting))
+        # `balanced_layout` counts all layers as equal. A levelled layout need not be faster.
+        starts |= set(map(estimates.levelled, fitting))
     most = min(MANY_PLANS, MANY_TASKS // sum(map(len, schedule.orders)))
-    if most < len(begins):
-        return plan_layout(costs, schedule, min(begins, key=parts.loads))
-    plans = {layout: plan_layout(costs, schedule, layout) for layout in sorted(begins)}
-    for layout in sorted(begins):
-        _improve(parts, plans, layout, most)
-    return min(plans.values(), key=_order)
+    if most < len(starts):
+        return plan_layout(costs, schedule, min(starts, key=estimates.loads))
+    plans = {layout: plan_layout(costs, schedule, layout) for layout in sorted(starts)}
+    for layout in sorted(starts):
+        _improve(estimates, plans, layout, most)
+    return min(plans.values(), key=_speed_key)
 
 
 def fits_somehow(costs: Costs, schedule: Schedule) -> bool:
-    """Returns True where `best_layout` finds a layout that fits; nothing is simulated."""
-    parts = Parts(costs, schedule)
-    return any(peak_of(costs, schedule, layout) <= parts.room for layout in _starts(parts))
+    """Returns True if `best_layout` finds a layout that fits; nothing is simulated."""
+    estimates = LayoutEstimates(costs, schedule)
+    return any(peak_of(costs, schedule, layout) <= estimates.room for layout in _starts(estimates))
 
 
 def peak_of(costs: Costs, schedule: Schedule, layout: Layout) -> float:
-    """Returns bytes of the rank that takes most; nothing is simulated."""
+    """Returns the bytes of the rank that needs most memory; nothing is simulated."""
     stages = make_stages(costs, layout)
     return max(
         memory_of(costs, schedule, stages_of(schedule, stages, rank), rank).total
@@ -59,30 +58,29 @@ def peak_of(costs: Costs, schedule: Schedule, layout: Layout) -> float:
     )
 
 
-def _order(plan: Plan) -> tuple[float, float]:
-    """Sorts plans that fit, the best first."""
+def _speed_key(plan: Plan) -> tuple[float, float]:
+    """Returns the key that sorts plans that fit, the best first."""
     return round(plan.seconds, 9), plan.peak
 
 
-def _starts(parts: Parts) -> Iterator[Layout]:
-    """Yields layouts from which the search starts; the last helps where the others need too much
-    memory."""
-    yield even_layout(parts.costs.model.layers, parts.schedule.stages)
-    yield balanced_layout(parts)
-    if parts.schedule.chunks > 1:
-        yield balanced_layout(parts, is_thrifty=True)
+def _starts(estimates: LayoutEstimates) -> Iterator[Layout]:
+    """Yields the layouts from which the search starts; the last needs less memory."""
+    yield even_layout(estimates.costs.model.layers, estimates.schedule.stages)
+    yield balanced_layout(estimates)
+    if estimates.schedule.chunks > 1:
+        yield balanced_layout(estimates, is_thrifty=True)
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts that layouts consist of."""
+class LayoutEstimates:
+    """Estimates of any layout from the costs of its layers, without a simulation."""
 
     costs: Costs
     schedule: Schedule
 
     @property
     def room(self) -> float:
-        """Bytes of a rank."""
+        """The bytes that tensors of a rank may take."""
         return self.costs.hardware.usable * self.costs.hardware.memory
 
     @cached_property
@@ -92,34 +90,39 @@ class Parts:
 
     @cached_property
     def layer(self) -> Stage:
-        """The average addition of a layer to a stage."""
+        """The addition of the mean layer to a stage."""
         count = len(self.costs.layers)
-        without, inner = self.inner, make_stages(self.costs, [0, count, 0])[1]
-        names = ("parameters", "expert_parameters", "flops", "forward", "backward", "kept")
-        added = {name: (getattr(inner, name) - getattr(without, name)) / count for name in names}
-        return replace(inner, layers=1, **added)
+        empty, full = self.inner, make_stages(self.costs, [0, count, 0])[1]
+        return replace(
+            full,
+            layers=1,
+            parameters=(full.parameters - empty.parameters) / count,
+            expert_parameters=(full.expert_parameters - empty.expert_parameters) / count,
+            flops=(full.flops - empty.flops) / count,
+            forward=(full.forward - empty.forward) / count,
+            backward=(full.backward - empty.backward) / count,
+            kept=(full.kept - empty.kept) / count,
+        )
 
     @cached_property
     def inner(self) -> Stage:
-        """A stage without layers, neither first nor last. It has its share of a head that all ranks
-        share."""
+        """A stage without layers, neither first nor last, with a share of a head over all ranks."""
         return make_stages(self.costs, [0, 0, 0])[1]
 
     @cached_property
     def until(self) -> tuple[list[float], list[float]]:
-        """For each count of layers, from the model's first: seconds of their forward, and seconds
-        in all."""
-        each = make_stages(self.costs, [0, *[1] * len(self.costs.layers), 0])[1:-1]
-        forward = [one.forward - self.inner.forward for one in each]
+        """Seconds of the model's first n layers, at index n: of the forward, and of both passes."""
+        stages = make_stages(self.costs, [0, *[1] * len(self.costs.layers), 0])[1:-1]
+        forward = [stage.forward - self.inner.forward for stage in stages]
         both = [
-            first + one.backward - self.inner.backward
-            for first, one in zip(forward, each, strict=True)
+            seconds + stage.backward - self.inner.backward
+            for seconds, stage in zip(forward, stages, strict=True)
         ]
         return list(accumulate(forward, initial=0.0)), list(accumulate(both, initial=0.0))
 
     @cached_property
     def stages(self) -> list[list[int]]:
-        """Stages of each rank."""
+        """The stages of each rank."""
         schedule = self.schedule
         return [
             [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
@@ -128,7 +131,7 @@ class Parts:
 
     @cached_property
     def in_flight(self) -> dict[int, int]:
-        """Microbatches of each stage, at the most."""
+        """The most microbatches that are in flight in each stage."""
         return {
             stage: max(held.counts[chunk] for held in self.schedule.held[rank])
             for rank, mine in enumerate(self.stages)
@@ -136,7 +139,7 @@ class Parts:
         }
 
     def needs(self, rank: int, layout: list[int]) -> float:
-        """Returns bytes of a rank, where all layers are as the mean layer."""
+        """Returns the bytes of a rank, as if all layers were the mean layer."""
         stages, layer = [], self.layer
         for index in self.stages[rank]:
             base, count = self.empty[index], layout[index]
@@ -152,7 +155,7 @@ class Parts:
         return memory_of(self.costs, self.schedule, stages, rank).total
 
     def taken(self, layout: Layout) -> tuple[list[float], list[float]]:
-        """Returns seconds of each stage: of the forward, and of both passes."""
+        """Returns the seconds of each stage: of the forward, and of both passes."""
         forward, both = self.until
         ends = list(accumulate(layout, initial=0))
         cuts = list(zip(self.empty, ends, ends[1:], strict=False))
@@ -162,16 +165,19 @@ class Parts:
         )
 
     def loads(self, layout: Layout) -> tuple[list[float], float]:
-        """Returns a microbatch's seconds on each rank without a head over all of them, the slowest
-        first; of layouts alike in that, the better first.
+        """Returns a sort key: each rank's seconds of a microbatch, the slowest rank first; then
+        `least_seconds`.
 
-        Rounded: sums of the same numbers may differ in their last bits."""
+        A head over all ranks does not count. Seconds are rounded: sums of the same numbers in
+        another order may differ in their last bits.
+        """
         both = self.taken(layout)[1]
         each = (round(sum(both[stage] for stage in mine), 12) for mine in self.stages)
         return sorted(each, reverse=True), self.least_seconds(layout)
 
     def least_seconds(self, layout: Layout) -> float:
-        """Returns a lower bound of a step: a rank's own work, after the first microbatch's way."""
+        """Returns a lower bound of a step: the time in which the first microbatch reaches a rank,
+        then that rank's work."""
         forward, both = self.taken(layout)
         way = list(accumulate(forward, initial=0.0))
         count, head = self.schedule.microbatches, self.costs.head
@@ -181,26 +187,28 @@ class Parts:
         )
 
     def levelled(self, layout: Layout) -> Layout:
-        """Moves layers of the slowest rank to others, as long as no rank is as slow then and it
-        fits: layers need not be alike."""
+        """Moves layers away from the slowest rank, as long as `loads` gets smaller and the layout
+        fits."""
         best = self.loads(layout)
         while True:
             both = self.taken(layout)[1]
             slowest = max(self.stages, key=lambda mine: sum(both[s] for s in mine))
-            near = [(self.loads(each), each) for each in _moves(layout, slowest)]
-            for loads, each in sorted(near):
+            moved = [(self.loads(candidate), candidate) for candidate in _moves(layout, slowest)]
+            for loads, candidate in sorted(moved):
                 if loads >= best:
                     return layout
-                if peak_of(self.costs, self.schedule, each) <= self.room:
-                    best, layout = loads, each
+                if peak_of(self.costs, self.schedule, candidate) <= self.room:
+                    best, layout = loads, candidate
                     break
             else:
                 return layout
 
 
 def _moves(layout: Layout, sources: list[int]) -> Iterator[Layout]:
-    """Yields layouts with a layer of `sources` moved elsewhere. Only the first and the last stage
-    may be empty."""
+    """Yields layouts in which a stage of `sources` has given a layer to another stage.
+
+    Only the first and the last stage may be empty.
+    """
     last = len(layout) - 1
     for source in sources:
         if layout[source] > (0 < source < last):
@@ -212,62 +220,69 @@ def _moves(layout: Layout, sources: list[int]) -> Iterator[Layout]:
                     yield tuple(moved)
 
 
-def _improve(parts: Parts, plans: dict[Layout, Plan], layout: Layout, most: int) -> None:
-    """Adds better and better plans, the first from this layout's, until there are as many."""
-    every, best = list(range(parts.schedule.stages)), plans[layout]
+def _improve(
+    estimates: LayoutEstimates, plans: dict[Layout, Plan], layout: Layout, most: int
+) -> None:
+    """Adds better and better plans, starting from this layout's, until `plans` has `most` plans."""
+    every, best = list(range(estimates.schedule.stages)), plans[layout]
     while True:
-        near = [(parts.least_seconds(each), each) for each in _moves(best.layout, every)]
-        for least, each in sorted(near):
+        moved = [(estimates.least_seconds(each), each) for each in _moves(best.layout, every)]
+        for least, each in sorted(moved):
             if least >= best.seconds or len(plans) >= most:
                 return
-            if each in plans or peak_of(parts.costs, parts.schedule, each) > parts.room:
+            if each in plans or peak_of(estimates.costs, estimates.schedule, each) > estimates.room:
                 continue
-            plans[each] = plan_layout(parts.costs, parts.schedule, each)
-            if _order(plans[each]) < _order(best):
+            plans[each] = plan_layout(estimates.costs, estimates.schedule, each)
+            if _speed_key(plans[each]) < _speed_key(best):
                 best = plans[each]
                 break
         else:
             return
 
 
-def balanced_layout(parts: Parts, *, is_thrifty: bool = False) -> Layout:
-    """Gives layer by layer to the rank whose stages take least, as long as it has the memory, and
-    there to the stage that takes least, or if thrifty has the fewest microbatches in flight. All
-    layers count as the mean layer."""
-    layout = [0] * parts.schedule.stages
-    room, ranks = parts.room, list(range(parts.schedule.ranks))
-    full: set[int] = set()
-    takes = [stage.forward + stage.backward for stage in parts.empty]
+def balanced_layout(estimates: LayoutEstimates, *, is_thrifty: bool = False) -> Layout:
+    """Gives each layer to the fastest rank that has memory for it, and there to the fastest stage.
 
-    for _ in range(parts.costs.model.layers):
+    All layers count as the mean layer.
+
+    Args:
+        is_thrifty: a rank's layers go to its stage with the fewest microbatches in flight.
+    """
+    layout = [0] * estimates.schedule.stages
+    room, ranks = estimates.room, list(range(estimates.schedule.ranks))
+    full: set[int] = set()
+    takes = [stage.forward + stage.backward for stage in estimates.empty]
+
+    for _ in range(estimates.costs.model.layers):
         while True:
             if len(full) == len(ranks):
-                # Nothing fits: balanced all the same.
+                # No rank has memory for the layer: go on without the limit.
                 full, room = set(), float("inf")
             open_ = (rank for rank in ranks if rank not in full)
-            rank = min(open_, key=lambda r: (sum(takes[s] for s in parts.stages[r]), r))
-            mine = parts.stages[rank]
-            # One without layers is the embedding's or the head's alone, or has nothing to do.
-            key = parts.in_flight if is_thrifty else takes
+            rank = min(open_, key=lambda r: (sum(takes[s] for s in estimates.stages[r]), r))
+            mine = estimates.stages[rank]
+            key = estimates.in_flight if is_thrifty else takes
             stage = min(mine, key=lambda s: (key[s], s))
             layout[stage] += 1
-            if parts.needs(rank, layout) <= room:
+            if estimates.needs(rank, layout) <= room:
                 break
             layout[stage] -= 1
             full.add(rank)
-        takes[stage] += parts.layer.forward + parts.layer.backward
+        takes[stage] += estimates.layer.forward + estimates.layer.backward
     return _without_gaps(tuple(layout))
 
 
 def _without_gaps(layout: Layout) -> Layout:
-    """Gives each empty inner stage a layer of a largest stage. Only the first and the last may be
-    empty."""
+    """Gives each empty inner stage a layer of a largest stage.
+
+    Only the first and the last stage may be empty.
+    """
     filled = list(layout)
     for index in range(1, len(filled) - 1):
         if not filled[index]:
             largest = filled.index(max(filled))
             if filled[largest] == 1:
-                # Only the ends have one that is not needed there.
+                # Only the first and the last stage can do without their layer.
                 largest = 0 if filled[0] else len(filled) - 1
             filled[largest] -= 1
             filled[index] = 1

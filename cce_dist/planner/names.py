@@ -1,4 +1,4 @@
-"""Names that are nearly right."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str:
-    """Returns the end of a sentence that refuses `name`: the nearest of `names`, or nothing."""
+    """Returns the end of a message that refuses `name`: the nearest of `names`, or ""."""
     spelt = {each.lower(): each for each in names}
     matches = get_close_matches(name.lower(), spelt, n=1)
     return f"; the nearest is {spelt[matches[0]]!r}" if matches else ""

@@ -1,4 +1,4 @@
-"""A plan: what a layout of a model's layers takes, rank by rank, and in all."""
+"""A plan: the time and memory of a layout of a model's layers, for each rank and for all."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Memory:
     """Bytes of one rank at its peak, by kind.
 
     Args:
-        activations: of all microbatches in flight.
-        head: memory that the loss keeps and works with.
-        working: of a layer's backward, where that is more than the head's.
-        buffers: for what other stages send, where the framework allocates them at first.
+        activations: those of all microbatches in flight.
+        head: memory that the loss keeps, and that its passes need.
+        working: memory of a layer's backward beyond the head's.
+        buffers: receive buffers, if the framework allocates them for all microbatches at once.
     """
 
     weights: float
@@ -42,14 +42,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A pipeline rank.
+    """The plan of a pipeline rank; FLOPs and seconds are those of a microbatch.
 
     Args:
-        stages: of the model, the rank's own.
-        repeated: of its FLOPs, what other tensor-parallel ranks do as well, or is done for rows of
-            padding.
-        in_flight: microbatches whose activations it holds at once, in chunks.
-        head_seconds: of a microbatch, of forward and backward.
+        stages: the rank's stages.
+        repeated: the FLOPs that other tensor-parallel ranks do as well, or that rows of padding
+            cost.
+        head_seconds: the head's forward and backward.
+        in_flight: the most microbatches whose activations it holds at once, counted in chunks.
+        busy: seconds of a step in which it works.
     """
 
     rank: int
@@ -71,7 +72,8 @@ class Plan:
 
     Args:
         layout: layers of each stage, from the model's first.
-        optimizer_seconds: after the schedule, with what data-parallel ranks tell each other.
+        optimizer_seconds: seconds after the schedule: data-parallel communication and the
+            optimizer.
     """
 
     model: Model
@@ -104,15 +106,17 @@ class Plan:
 
     @property
     def utilization(self) -> float:
-        """Model FLOPs over what the GPUs could do in the step; nothing that is computed again or by
-        several ranks counts, and of attention the causal half."""
+        """Model FLOPs over the FLOPs that the GPUs could do in the step.
+
+        Attention counts by its causal half. Recomputed FLOPs, and FLOPs that several ranks repeat,
+        do not count.
+        """
         flops = sum(rank.flops - rank.repeated for rank in self.ranks) * self.job.microbatches
         return flops / (len(self.ranks) * self.seconds * self.hardware.flops)
 
     @property
     def binds(self) -> str:
-        """A sentence that names the limit of the step's time, or the reason why there is no
-        time."""
+        """The limit of the step's time, in words; memory, if the plan does not fit."""
         if not self.fits:
             worst = max(self.ranks, key=lambda rank: rank.memory.total)
             largest = max(vars(worst.memory), key=lambda name: getattr(worst.memory, name))
@@ -126,21 +130,27 @@ class Plan:
         if self.prediction.bubble > 0.3 and slowest.busy < 1.1 * mean:
             return f"the bubble: {self.prediction.bubble:.0%} of the time, too few microbatches"
         share = slowest.head_seconds / max(slowest.forward + slowest.backward, 1e-30)
-        what = f"compute of rank {slowest.rank}, {slowest.busy / mean:.2f} times the mean"
-        return what + (f"; its head takes {share:.0%} of it" if share > 0.02 else "")
+        text = f"compute of rank {slowest.rank}, {slowest.busy / mean:.2f} times the mean"
+        return text + (f"; its head takes {share:.0%} of it" if share > 0.02 else "")
 
 
 def even_layout(layers: int, stages: int) -> tuple[int, ...]:
-    """Splits layers as Megatron and torch do: evenly, with the remainder on the first stages. With
-    two stages more than layers the first has the embedding alone, and the last the head."""
+    """Splits layers as Megatron and torch do: evenly, with the remainder on the first stages.
+
+    With two stages more than layers the first stage has only the embedding, and the last only the
+    head.
+    """
     if stages == layers + 2:
         return (0, *[1] * layers, 0)
     return tuple(layers // stages + (index < layers % stages) for index in range(stages))
 
 
 def schedule_of(costs: Costs) -> Schedule:
-    """Returns the orders of the job. "vocab" is planned for an even layout, from the times that the
-    running side knows."""
+    """Returns the job's schedule.
+
+    "vocab" is planned for an even layout, from the times that the training code knows when it plans
+    the same order.
+    """
     job = costs.job
     if job.schedule_name != "vocab":
         return _fixed_schedule(
@@ -157,8 +167,8 @@ def schedule_of(costs: Costs) -> Schedule:
 
 
 def _times_of_sizes(costs: Costs, layout: Sequence[int]) -> Times:
-    """Returns the times by which megatron_patch plans: its parameters, whose products take most of
-    the time."""
+    """Returns the times by which megatron_patch plans: numbers of parameters, whose products take
+    most of the time."""
     first, largest = 0, 1.0
     for count in layout:
         largest = max(largest, sum(costs.parameters[first : first + count]))
@@ -172,7 +182,7 @@ def _times_of_sizes(costs: Costs, layout: Sequence[int]) -> Times:
 def _fixed_schedule(
     name: str, ranks: int, microbatches: int, chunks: int, framework: Literal["torch", "megatron"]
 ) -> Schedule:
-    """Returns a schedule without times; a search asks for the same schedule many times."""
+    """Makes a schedule that needs no times; cached, since a search makes it many times."""
     return make_schedule(name, ranks, microbatches, chunks=chunks, framework=framework)
 
 
@@ -184,14 +194,15 @@ def make_plan(
     Args:
         layout: layers of each of the pp * chunks stages; None: even.
     Raises:
-        ValueError: the model cannot be cut like this, the layout has other layers than the model,
-            or the schedule cannot have these numbers.
+        ValueError: the job cannot divide the model, the layout has another number of layers than
+            the model, or the schedule does not run with these numbers.
     """
     costs = costs_of(model, job, hardware)
     return plan_layout(costs, schedule_of(costs), layout)
 
 
 def plan_layout(costs: Costs, schedule: Schedule, layout: Sequence[int] | None = None) -> Plan:
+    """Plans a layout, as `make_plan`, from costs and a schedule that are known."""
     model, job, hardware = costs.model, costs.job, costs.hardware
     chosen = tuple(layout) if layout is not None else even_layout(model.layers, job.stages)
     if len(chosen) != job.stages or sum(chosen) != model.layers or min(chosen) < 0:
@@ -203,8 +214,8 @@ def plan_layout(costs: Costs, schedule: Schedule, layout: Sequence[int] | None =
     stages = make_stages(costs, chosen)
     prediction = simulate_schedule(schedule, stage_times(costs, stages))
     ranks = tuple(_rank_plan(costs, schedule, prediction, stages, rank) for rank in range(job.pp))
-    after = max(_after(costs, rank) for rank in ranks)
-    return Plan(model, job, hardware, chosen, ranks, prediction, after)
+    optimizer_seconds = max(_optimizer_seconds(costs, rank) for rank in ranks)
+    return Plan(model, job, hardware, chosen, ranks, prediction, optimizer_seconds)
 
 
 def stages_of(schedule: Schedule, stages: Sequence[Stage], rank: int) -> tuple[Stage, ...]:
@@ -216,20 +227,20 @@ def _rank_plan(
 ) -> RankPlan:
     mine = stages_of(schedule, stages, rank)
     head = costs.head
-    over = costs.job.is_over_ranks
+    is_over_ranks = costs.job.is_over_ranks
     parameters = sum(stage.parameters for stage in mine)
-    phases = head.forward + head.backward if over else 0.0
-    has_head = over or any(stage.head_seconds for stage in mine)
+    phases = head.forward + head.backward if is_over_ranks else 0.0
+    has_head = is_over_ranks or any(stage.head_seconds for stage in mine)
     padding = 3 * head.flops * (1 - costs.model.num_rows / costs.rows) if has_head else 0.0
-    alike = costs.job.tp if costs.job.vocab_over == "pp" else 1
+    num_copies = costs.job.tp if costs.job.vocab_over == "pp" else 1
     return RankPlan(
         rank=rank,
         stages=mine,
         parameters=parameters,
-        flops=sum(stage.flops for stage in mine) + (3 * head.flops if over else 0.0),
-        repeated=padding / alike + 3 * head.flops * (1 - 1 / alike),
-        forward=sum(stage.forward for stage in mine) + (head.forward if over else 0.0),
-        backward=sum(stage.backward for stage in mine) + (head.backward if over else 0.0),
+        flops=sum(stage.flops for stage in mine) + (3 * head.flops if is_over_ranks else 0.0),
+        repeated=padding / num_copies + 3 * head.flops * (1 - 1 / num_copies),
+        forward=sum(stage.forward for stage in mine) + (head.forward if is_over_ranks else 0.0),
+        backward=sum(stage.backward for stage in mine) + (head.backward if is_over_ranks else 0.0),
         head_seconds=sum(stage.head_seconds for stage in mine) + phases,
         in_flight=prediction.most_held[rank],
         busy=prediction.busy[rank],
@@ -238,37 +249,37 @@ def _rank_plan(
 
 
 def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int) -> Memory:
-    """Returns the memory of a rank with these stages; the schedule's order gives its
-    activations."""
+    """Returns the memory of a rank with these stages under the schedule."""
     job = costs.job
     order = schedule.held[rank]
     parameters = sum(stage.parameters for stage in mine)
     experts = sum(stage.expert_parameters for stage in mine)
-    shared, alone = parameters - experts, experts
+    shared, of_experts = parameters - experts, experts
     if job.distributed_optimizer:
-        shared, alone = shared / (job.dp * job.cp), alone / (job.dp * job.cp / job.ep)
+        shared /= job.dp * job.cp
+        of_experts /= job.dp * job.cp / job.ep
     held = [stage.kept for stage in mine]
     with_head = [stage.kept + stage.head_kept for stage in mine]
     activations = peak_of_held(order, held)
-    phases = beside = 0.0
+    phases = always_held = 0.0
     if job.is_over_ranks:
         phases = costs.head.kept + costs.head.working
-        # Of a thread, which has one microbatch at a time: nothing of others.
-        beside = 0.0 if job.is_served else costs.head.kept
-        # megatron_patch adds to Megatron's own gradient, where that is in fp32.
+        # The thread of a served head has one microbatch at a time, and keeps nothing of others.
+        always_held = 0.0 if job.is_served else costs.head.kept
+        # megatron_patch accumulates into Megatron's own gradient, if that is in fp32.
         if not (job.is_patched and job.precision == "mixed" and job.gradients == "fp32"):
-            beside += 4.0 * costs.head_parameters
+            always_held += 4.0 * costs.head_parameters
     working = [max(stage.head_working, stage.working - stage.head_kept) for stage in mine]
     peak = peak_of_held(order, with_head, working, phases=phases)
     if job.is_served:
-        # Whatever the schedule is at; a backward that is under way has freed some of its own.
+        # The phases may run at the schedule's peak; a backward under way has freed some memory.
         peak = max(peak, activations + phases)
-    peak += beside
+    peak += always_held
     without = peak_of_held(order, held, [stage.working for stage in mine])
     return Memory(
         weights=job.weight_bytes * parameters,
         gradients=job.gradient_bytes * parameters,
-        optimizer=job.state_bytes * (shared + alone),
+        optimizer=job.state_bytes * (shared + of_experts),
         activations=activations,
         head=max(0.0, peak - without),
         working=min(peak, without) - activations,
@@ -277,9 +288,11 @@ def memory_of(costs: Costs, schedule: Schedule, mine: Sequence[Stage], rank: int
 
 
 def _buffers(costs: Costs, schedule: Schedule, rank: int) -> float:
-    """Returns bytes of buffers of hidden size, for every microbatch. Torch's stages receive into
-    them. A schedule that knows nothing of a tied embedding over all ranks also holds its rows, then
-    their gradients, on the first rank."""
+    """Returns the bytes of a rank's buffers, which have the size of hidden for every microbatch.
+
+    torch's stages receive into such buffers. If a schedule does not know of a tied embedding over
+    all ranks, the first rank also holds the embedding's rows, and later their gradients.
+    """
     job, last = costs.job, schedule.stages - 1
     split = job.tp if job.sequence_parallel else 1
     size = job.tokens * costs.model.dim / split
@@ -289,20 +302,23 @@ def _buffers(costs: Costs, schedule: Schedule, rank: int) -> float:
         neighbours = sum((stage > 0) + (stage < last) for stage in mine)
         size_in_bytes += neighbours * job.microbatches * job.hidden_bytes * size
     if job.is_served and costs.is_embedding_shared and rank == 0:
-        # Those in flight have used their rows, and have no gradient of them yet.
+        # Microbatches in flight have used their rows, and have no gradient of the rows yet.
         started = peak_of_held(schedule.held[0], [1.0, *[0.0] * (schedule.chunks - 1)])
         size_in_bytes += 2.0 * size * (job.microbatches - started)
     return size_in_bytes
 
 
-def _after(costs: Costs, rank: RankPlan) -> float:
-    """Returns seconds of a rank after its last backward: gradients over data-parallel ranks,
-    clipping, the optimizer; of a tied head, the gradients of its two copies."""
+def _optimizer_seconds(costs: Costs, rank: RankPlan) -> float:
+    """Returns a rank's seconds after its last backward.
+
+    They are the sum of gradients over data-parallel ranks, clipping, the optimizer, and the sum of
+    gradients over the two copies of a tied head.
+    """
     job, hardware = costs.job, costs.hardware
     ranks = job.dp * job.cp
     seconds, owned = 0.0, rank.parameters
     if ranks > 1:
-        # Neighbours are tensor-parallel.
+        # Neighbouring ranks are tensor-parallel, so data-parallel ranks are tp apart.
         link = hardware.ring(ranks, apart=job.tp)
         share = (ranks - 1) / ranks
         rounds = 1.0 if job.distributed_optimizer else 2.0
@@ -322,13 +338,18 @@ def _after(costs: Costs, rank: RankPlan) -> float:
     return seconds + job.step_traffic * owned / hardware.bytes_per_second
 
 
-def _visible(costs: Costs, rank: RankPlan, seconds: float, beside: float) -> float:
-    """Returns the seconds of a sum of gradients, or a gather of weights, that a microbatch's
-    passes, which take `beside`, do not hide."""
+def _visible(costs: Costs, rank: RankPlan, seconds: float, passes: float) -> float:
+    """Returns the seconds of data-parallel communication that a microbatch's passes do not hide.
+
+    Args:
+        seconds: of the sum of gradients, or of the gather of weights.
+        passes: seconds of the passes that run at the same time.
+    """
     job = costs.job
-    # The embedding's gradient is the last to be made, and its rows the first to be needed.
-    alone = costs.embedding_parameters / rank.parameters if rank.rank == 0 else 0.0
-    # Interleaved, a chunk has made its gradients while others are still at a group of microbatches.
+    # The embedding's gradient is complete last, and its rows are needed first.
+    exposed = costs.embedding_parameters / rank.parameters if rank.rank == 0 else 0.0
+    # Interleaved: a chunk's gradients are complete while other chunks still have a group of
+    # microbatches to do.
     group = job.pp if job.schedule_name == "interleaved" else 1
-    last = (seconds - beside) / (job.chunks if group > 1 else 1)
-    return max(alone * seconds, last, seconds - group * beside)
+    last = (seconds - passes) / (job.chunks if group > 1 else 1)
+    return max(exposed * seconds, last, seconds - group * passes)

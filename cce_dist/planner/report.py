@@ -1,4 +1,4 @@
-"""A plan as plain values: what `--json` writes and the table shows."""
+"""A plan as plain values, for `--json` and the table."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ def describe(
     largest_of_layout: int | None = None,
     notes: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Describes a plan: seconds, bytes, FLOPs, of a rank of each tensor-parallel group.
+    """Describes a plan in seconds, bytes and FLOPs of one rank of each tensor-parallel group.
 
     Args:
-        largest: sequences of the largest microbatch that fits, by whichever layout.
-        largest_of_layout: by the plan's; None: the same.
+        pays: the comparison of the head's places, if there is one.
+        largest: sequences of the largest microbatch that fits, with any layout.
+        largest_of_layout: the same with the plan's layout; None: `largest`.
+        notes: sentences about the model; others are added.
     """
     job, model = plan.job, plan.model
     try:
@@ -34,7 +36,7 @@ def describe(
     if job.is_over_ranks and job.pp == 1:
         notes = (
             *notes,
-            f"vocab_over {job.vocab_over}: there is one pipeline rank alone",
+            f"vocab_over {job.vocab_over}: there is only one pipeline rank",
         )
     report: dict[str, Any] = {
         "model": asdict(model) | {"parameters": model.parameters},
@@ -85,7 +87,7 @@ def describe(
 def describe_rank(rank: RankPlan) -> dict[str, Any]:
     return {
         "rank": rank.rank,
-        # Of a head over all ranks, whose time is no stage's, each has its share of the parameters.
+        # A head over all ranks: each stage has a share of its parameters, no stage has its time.
         "stages": [
             {
                 "first_layer": stage.first_layer,

@@ -1,9 +1,10 @@
-"""The best plan of a job, whether another job is better, and what could be changed about it."""
+"""The best plan of a job, a comparison with other jobs, and changes with which a job fits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ def best_plan(model: Model, job: Job, hardware: Hardware) -> Plan:
 
 
 def largest_microbatch(plan: Plan) -> int:
-    """Sequences of the largest microbatch with which this layout fits; 0: not even one."""
+    """Returns the sequences of the largest microbatch with which this layout fits; 0: none fits."""
     room = plan.hardware.usable * plan.hardware.memory
     schedule = plan.prediction.schedule
 
@@ -42,11 +43,10 @@ def largest_microbatch(plan: Plan) -> int:
 def largest_of_layouts(
     model: Model, job: Job, hardware: Hardware, *, below: int | None = None
 ) -> int:
-    """Sequences of the largest microbatch with which some layout fits, which `best_plan` finds; 0:
-    not even one.
+    """Returns the sequences of the largest microbatch with which any layout fits; 0: none fits.
 
     Args:
-        below: one that does not fit.
+        below: a size that does not fit; only smaller sizes are tried.
     """
 
     def fits(count: int) -> bool:
@@ -57,8 +57,10 @@ def largest_of_layouts(
 
 
 def held_schedule(costs: Costs) -> Schedule:
-    """Returns an order that holds as much as the job's: of the planned order, which is slow to
-    make, no more microbatches than fill the pipeline."""
+    """Returns a schedule that holds as many microbatches at once as the job's.
+
+    The planned order is slow to compute, so it gets only the microbatches that fill the pipeline.
+    """
     job = costs.job
     if job.schedule_name == "vocab":
         job = replace(job, microbatches=min(job.microbatches, 2 * job.pp + 8))
@@ -66,12 +68,12 @@ def held_schedule(costs: Costs) -> Schedule:
 
 
 def _least_microbatch(job: Job) -> int:
-    """Sequences of which microbatches are multiples: tensor-parallel ranks share the tokens."""
+    """Returns the divisor of all microbatch sizes: tensor-parallel ranks share the tokens."""
     return job.tp // gcd(job.sequence // job.cp, job.tp) if job.sequence_parallel else 1
 
 
 def _largest(fits: Callable[[int], bool], step: int, below: int | None = None) -> int:
-    """Returns the largest multiple of `step` that fits, as far as smaller ones do."""
+    """Returns the largest multiple of `step` that fits, if all smaller multiples fit; 0: none."""
     if not fits(step) or (below is not None and below <= step):
         return 0
     least, most = 1, 2
@@ -88,13 +90,14 @@ def _largest(fits: Callable[[int], bool], step: int, below: int | None = None) -
 
 @dataclass(frozen=True)
 class Pays:
-    """A comparison of the vocabulary over pipeline ranks with the same loss on the last stage, with
-    the layers laid out for it.
+    """A comparison of two places of the same loss: the last stage, and all pipeline ranks.
 
     Args:
-        last, over: the best plans of both; over in the planned order, where no other was asked for.
-        verdict: a sentence that begins with yes or no.
-        planned: the best in the planned order, where another was asked for.
+        last: the best plan with the loss on the last stage.
+        over: the best plan with the vocabulary over the pipeline ranks, under the job's schedule if
+            that keeps the vocabulary there, else in the planned order.
+        verdict: a sentence that starts with yes or no.
+        planned: the best plan in the planned order; None: `over` is that plan.
     """
 
     last: Plan
@@ -122,7 +125,7 @@ def on_last_stage(job: Job) -> Job:
     loss = job.loss if job.loss in OURS else "filtered"
     schedule = job.schedule
     if job.schedule_name == "vocab":
-        # torch's 1F1B wants as many microbatches as stages.
+        # torch's 1F1B needs at least as many microbatches as stages.
         few = job.software.framework == "torch" and job.microbatches < job.pp
         schedule = "gpipe" if few else "auto"
     return replace(job, loss=loss, vocab_over="last", schedule=schedule)
@@ -134,15 +137,15 @@ def vocab_pays(
     """Compares the head's places; None: there is one pipeline rank, or no loss.
 
     Args:
-        best: the result of `best_plan` for the job itself; it is not searched again.
+        best: the job's own best plan, if it is known, so that it is not searched again.
     """
     if job.pp == 1 or job.loss == "none":
         return None
 
-    def best_of(each: Job) -> Plan:
-        if best is not None and best.job == each:
+    def best_of(candidate: Job) -> Plan:
+        if best is not None and best.job == candidate:
             return best
-        return best_plan(model, each, hardware)
+        return best_plan(model, candidate, hardware)
 
     last, planned = best_of(on_last_stage(job)), best_of(over_pipeline(job))
     if job.is_served:
@@ -152,7 +155,7 @@ def vocab_pays(
 
 
 def verdict_on(new: Plan, old: Plan) -> str:
-    """Says if a plan is better than another: a sentence that begins with yes or no."""
+    """Compares a plan with an older plan, in a sentence that starts with yes or no."""
     ratio = old.seconds / new.seconds
     memory = f"{new.peak / GIB:.1f} GiB at the most instead of {old.peak / GIB:.1f}"
     if not new.fits and not old.fits:
@@ -170,9 +173,11 @@ def verdict_on(new: Plan, old: Plan) -> str:
 
 
 class Advice(NamedTuple):
-    """Args:
-    fits: flags with which a job fits, None: none of those tried.
-    tried: the changes that were tried.
+    """Advice on a job that does not fit.
+
+    Args:
+        fits: flags with which the job fits; None: no change that was tried is enough.
+        tried: the flags of all changes together; "": one of them was enough.
     """
 
     fits: str | None
@@ -182,12 +187,13 @@ class Advice(NamedTuple):
 def nearest_that_fits(
     model: Model, job: Job, hardware: Hardware, layout: Sequence[int] | None = None
 ) -> Advice:
-    """Finds the first of a few changes, each on top of those before, with which the job fits: a
-    smaller microbatch, the optimizer over data-parallel ranks, full recompute, sequence parallelism
-    where there are tensor-parallel ranks, then more ranks.
+    """Finds the first change that is enough for the job to fit.
+
+    It tries the best layout, if another was requested; a smaller microbatch; then those of
+    `_changes`, each on top of the changes before it.
 
     Args:
-        layout: the requested layout, instead of the best.
+        layout: the requested layout; None: the best.
     """
     instead = ""
     if layout is not None:
@@ -201,7 +207,7 @@ def nearest_that_fits(
     last = job
     for change in _changes(job):
         try:
-            changed = replace(last, **change)  # pyright: ignore
+            changed = change(last)
             costs = costs_of(model, changed, hardware)
             last = changed
             if fits_somehow(costs, held_schedule(costs)):
@@ -211,29 +217,30 @@ def nearest_that_fits(
     return Advice(None, _flags_of(job, last) or "no change")
 
 
-def _changes(job: Job) -> Iterator[dict[str, object]]:
-    """Yields changes to try in order; a change is kept if the model can be cut like this."""
+def _changes(job: Job) -> Iterator[Callable[[Job], Job]]:
+    """Yields changes to try, in order: the optimizer over data-parallel ranks, the smallest
+    microbatch, full recompute, sequence parallelism, then more ranks."""
     if job.dp * job.cp > 1:
-        yield {"distributed_optimizer": True}
-    yield {"microbatch": _least_microbatch(job)}
-    yield {"recompute": "full"}
+        yield partial(replace, distributed_optimizer=True)
+    yield partial(replace, microbatch=_least_microbatch(job))
+    yield partial(replace, recompute="full")
     if job.tp > 1:
-        yield {"sequence_parallel": True}
+        yield partial(replace, sequence_parallel=True)
     tp, pp, cp = job.tp, job.pp, job.cp
     while tp < 8:
         tp *= 2
-        yield {"tp": tp}
-    yield {"sequence_parallel": tp > 1}
+        yield partial(replace, tp=tp)
+    yield partial(replace, sequence_parallel=tp > 1)
     while pp < 128:
         pp *= 2
-        yield {"pp": pp}
+        yield partial(replace, pp=pp)
     while cp < 16:
         cp *= 2
-        yield {"cp": cp}
+        yield partial(replace, cp=cp)
 
 
 def _flags_of(job: Job, changed: Job) -> str:
-    """Returns the command's flags in which the jobs differ."""
+    """Returns the command's flags that turn `job` into `changed`."""
     flags = []
     for name, value in vars(changed).items():
         if value != getattr(job, name):

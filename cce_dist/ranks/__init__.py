@@ -1,1 +1,1 @@
-"""All that ranks say to each other, over torch.distributed or MPI."""
+"""The collectives of the loss, over torch.distributed or MPI."""

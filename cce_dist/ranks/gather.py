@@ -24,8 +24,9 @@ from cce_dist.ranks.transport import (
 if TYPE_CHECKING:
     from cce_dist.ranks.transport import Group
 
-# Takes a function that issues a collective, and returns one that waits for it.
-Begin = Callable[[Callable[[], object]], Callable[[], object]]
+# Issues a collective: calls the function that it gets, now or later, and returns a function that
+# waits for the collective. See `Courier.issue`.
+Issue = Callable[[Callable[[], object]], Callable[[], object]]
 
 
 def all_gather(tensor: Tensor, group: Group | None) -> Tensor:
@@ -34,15 +35,18 @@ def all_gather(tensor: Tensor, group: Group | None) -> Tensor:
 
 
 def start_all_gather(
-    tensor: Tensor, group: Group | None, *, async_op: bool, begin: Begin | None = None
+    tensor: Tensor, group: Group | None, *, async_op: bool, issue: Issue | None = None
 ) -> Callable[[], Tensor]:
-    """Returns a function that returns the result of `all_gather`, and waits with `async_op`."""
+    """Starts `all_gather`; with `issue`, or with `async_op`, it does not wait.
+
+    Returns: a function that waits, and returns the gathered tensor.
+    """
     if group is None:
         return lambda: tensor[None]
     size, tensor = group.size(), tensor.contiguous()
     out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-    if begin is not None:
-        wait = begin(lambda: all_gather_into(out, tensor, group, async_op=True))
+    if issue is not None:
+        wait = issue(lambda: all_gather_into(out, tensor, group, async_op=True))
     else:
         work = all_gather_into(out, tensor, group, async_op=async_op)
         wait = None if work is None else work.wait
@@ -61,8 +65,11 @@ def gather_bounds(bound: Tensor, group: Group | None) -> Tensor:
 
 
 def require(condition: Tensor, message: Callable[[], str], async_message: str) -> None:
-    """Raises ValueError unless `condition` [] holds; on a GPU asserts without stopping the stream.
-    A fake tensor holds nothing, nor fails to."""
+    """Raises ValueError with message() unless `condition` [] is True.
+
+    On a GPU, and under a tracer, a device-side assertion with `async_message` takes its place: the
+    host does not wait.
+    """
     if condition.device.type == "cpu" and not is_traced() and not is_fake(condition):
         if not bool(condition):
             raise ValueError(message())
@@ -78,12 +85,14 @@ def gather_numbers(numbers: list[int], group: Group | None) -> list[list[int]]:
 
 @in_phase("merge", begins=False)
 def require_same_sizes(sizes: Mapping[str, int], device: torch.device, group: Group | None) -> None:
-    """Checks that all ranks are about to send as much, where the process would end if they did not:
-    gloo aborts when more arrives than fits. Over MPI ranks say so before each collective.
+    """Checks that all ranks are about to send tensors of the same sizes.
 
-    Args: sizes: the same names on every rank.
+    gloo ends the process if more bytes arrive than fit. On a GPU, and over MPI, where the ranks
+    compare sizes before each collective, this function does nothing.
+
+    Args: sizes: sizes by the names that an error gives them; the same names on every rank.
     Raises:
-        ValueError: on every rank; names what differs, and every rank's.
+        ValueError: on every rank; names the sizes that differ, and gives each rank's.
     Collectives: on the CPU over torch.distributed one all-gather of the sizes, int64.
     """
     if device.type != "cpu" or group_size(group) == 1 or adapter_of(group) is not None:
@@ -105,21 +114,24 @@ def sum_over_ranks(tensor: Tensor, group: Group | None) -> Tensor:
 
 def gather_tokens(hidden: Tensor, group: Group | None) -> Tensor:
     """Gathers [n, ...] of every rank: [W n, ...] in rank order. Collectives: one all-gather."""
-    whole, fill = gather_tokens_later(hidden, group)
+    gathered, fill = defer_gather_tokens(hidden, group)
     fill()
-    return whole
+    return gathered
 
 
-def gather_tokens_later(hidden: Tensor, group: Group | None) -> tuple[Tensor, Callable[[], None]]:
-    """Returns the memory of `gather_tokens`, and a function that fills it on the stream that it is
-    called on; called again it does nothing. Collectives: one all-gather, then."""
+def defer_gather_tokens(hidden: Tensor, group: Group | None) -> tuple[Tensor, Callable[[], None]]:
+    """Allocates the result of `gather_tokens`, and leaves the collective to the caller.
+
+    Returns: the memory [W n, ...]; and a function that fills it, on the stream on which it is
+    called. A second call does nothing. Collectives: one all-gather, in that function.
+    """
     if group is None:
         return hidden, lambda: None
     hidden = hidden.contiguous()
-    whole = hidden.new_empty(group.size() * hidden.shape[0], *hidden.shape[1:])
+    gathered = hidden.new_empty(group.size() * hidden.shape[0], *hidden.shape[1:])
 
     @functools.cache
     def fill() -> None:
-        all_gather_into(whole, hidden, group)
+        all_gather_into(gathered, hidden, group)
 
-    return whole, fill
+    return gathered, fill

@@ -1,4 +1,4 @@
-"""Step 4 as an object that a backend is handed: see `protocol.HiddenSum`."""
+"""Step 4: the sum of the hidden gradient over the ranks, which a backend starts."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SumOverRanks:
-    """The sum of every rank's part of the hidden gradient.
+    """The sum of the hidden gradients of all ranks; implements `protocol.HiddenSum`.
 
     Collectives: those of `reduce_grad_hidden`, once; none for one rank.
     """
 
     group: Group | None
     scatter: bool  # sequence parallel: each rank keeps its own rows
-    num_rows: int  # of hidden on all ranks, tokens that are not computed included
-    dtype: torch.dtype  # of a sum
+    num_rows: int  # rows of hidden on all ranks, tokens that are not computed included
+    dtype: torch.dtype  # the sum's
 
     @property
     def is_local(self) -> bool:
@@ -40,7 +40,7 @@ class SumOverRanks:
 
     @property
     def part_dtype(self) -> torch.dtype:
-        """Parts are summed in fp32; a single rank stores the result right away."""
+        """The dtype of this rank's part: ranks sum in fp32; a single rank stores the result."""
         return self.dtype if self.is_local else torch.float32
 
     def start(
@@ -52,12 +52,13 @@ class SumOverRanks:
         )
 
     def of_tokens(self, part: Tensor, rows: Tensor | None) -> Tensor:
-        """Without `scatter` only the computed tokens travel."""
+        """Sums the computed tokens' gradients: see `HiddenSum`. Without `scatter` only these tokens
+        travel."""
         if self.is_local:
             return self._at_rows(part, rows)
         if self.scatter:
-            whole = self._at_rows(part, rows)
-            return reduce_grad_hidden(whole, self.group, scatter=True, dtype=self.dtype)
+            grad = self._at_rows(part, rows)
+            return reduce_grad_hidden(grad, self.group, scatter=True, dtype=self.dtype)
         total = reduce_grad_hidden(part, self.group, scatter=False, dtype=self.dtype)
         return self._at_rows(total, rows)
 
@@ -78,17 +79,17 @@ def reduce_grad_hidden(
     """Sums the hidden gradients of all ranks; grad_hidden is overwritten.
 
     Returns:
-        [N, D], or with `scatter` (sequence parallel) this rank's rows [N / W, D]; in `dtype`, if
-        ranks had anything to sum.
-    Collectives: one reduce-scatter of grad_hidden over `group`; without `scatter` an all-gather of
-        the sum in `dtype` as well, or one all-reduce where that is no narrower, or N no multiple
-        of W.
+        [N, D] in `dtype`, or with `scatter` (sequence parallel) this rank's rows [N / W, D].
+        Without a group grad_hidden itself.
+    Collectives: one reduce-scatter of grad_hidden over `group`. Without `scatter` an all-gather of
+        the sum in `dtype` follows it; or, if `dtype` is no narrower than grad_hidden's or N is no
+        multiple of W, one all-reduce takes the place of both.
     """
     if group is None:
         return grad_hidden
-    run, result = _reduction(grad_hidden, group, scatter, dtype)
-    run()
-    return result
+    reduce, total = _reduction(grad_hidden, group, scatter, dtype)
+    reduce()
+    return total
 
 
 @in_phase("reduce")
@@ -98,24 +99,24 @@ def start_reduce_grad_hidden(
     *,
     scatter: bool,
     dtype: torch.dtype,
-    finish: Callable[[], object],  # completes grad_hidden, on the stream that sums it
+    finish: Callable[[], object],  # completes grad_hidden, on the stream of the sum
 ) -> Callable[[], Tensor]:
-    """Starts `reduce_grad_hidden`, on a GPU beside the current stream's later work.
+    """Starts `reduce_grad_hidden`; on a GPU it overlaps the current stream's later work.
 
-    Returns: a function that makes the stream wait, and returns the sum. Until then the memory of
-    grad_hidden, and of all that the stream has been given, has to stay.
+    Returns: a function that makes the current stream wait, and returns the sum. Until then
+    grad_hidden, and the tensors that `finish` uses, must not be freed.
     """
-    run, result = _reduction(grad_hidden, group, scatter, dtype)
+    reduce, total = _reduction(grad_hidden, group, scatter, dtype)
 
-    def finish_and_sum() -> None:
+    def finish_and_reduce() -> None:
         finish()
-        run()
+        reduce()
 
-    wait_for_it = start_on_side_stream(grad_hidden.device, finish_and_sum)
+    join = start_on_side_stream(grad_hidden.device, finish_and_reduce)
 
     def wait() -> Tensor:
-        wait_for_it()
-        return result
+        join()
+        return total
 
     return wait
 
@@ -123,32 +124,32 @@ def start_reduce_grad_hidden(
 def _reduction(
     grad: Tensor, group: Group, scatter: bool, dtype: torch.dtype
 ) -> tuple[Callable[[], None], Tensor]:
-    """Returns a function that calls the collectives of `reduce_grad_hidden`, and the sum, which
-    they will write. All memory is the caller's stream's, whichever stream they run on."""
+    """Returns a function that calls the collectives of `reduce_grad_hidden`, and the tensor of the
+    sum, which they write. The function allocates nothing, so it may run on another stream."""
     size, num_tokens = group.size(), grad.shape[0]
     narrows = dtype.itemsize < grad.element_size()
     if not scatter and not (num_tokens % size == 0 and narrows):
         total = torch.empty_like(grad, dtype=dtype) if dtype != grad.dtype else grad
 
-        def sum_up() -> None:
+        def reduce_all() -> None:
             all_reduce(grad, group)
             if total is not grad:
                 total.copy_(grad)
 
-        return sum_up, total
-    part = grad.view(size, num_tokens // size, *grad.shape[1:])[group.rank()]
-    # NCCL may store its sum over the summands, if the result is to lie elsewhere.
+        return reduce_all, total
+    rows = grad.view(size, num_tokens // size, *grad.shape[1:])[group.rank()]
+    # NCCL may store its sum in place of this rank's summand, unless that memory is the result.
     if not grad.is_cuda or dtype == grad.dtype:
-        part = torch.empty_like(part)
-    stored = torch.empty_like(part, dtype=dtype) if dtype != grad.dtype else part
-    whole = stored if scatter else torch.empty_like(grad, dtype=dtype)
+        rows = torch.empty_like(rows)
+    stored = torch.empty_like(rows, dtype=dtype) if dtype != grad.dtype else rows
+    total = stored if scatter else torch.empty_like(grad, dtype=dtype)
 
-    def sum_up_rows() -> None:
-        reduce_scatter_into(part, grad, group)
-        if stored is not part:
-            stored.copy_(part)
-        # An all-reduce is this and a gathering of sums, which would be rounded afterwards.
-        if whole is not stored:
-            all_gather_into(whole, stored, group)
+    def reduce_rows() -> None:
+        reduce_scatter_into(rows, grad, group)
+        if stored is not rows:
+            stored.copy_(rows)
+        # An all-reduce gathers wide sums. Here each rank rounds its rows first, and gathers those.
+        if total is not stored:
+            all_gather_into(total, stored, group)
 
-    return sum_up_rows, whole
+    return reduce_rows, total

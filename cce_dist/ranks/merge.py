@@ -1,7 +1,7 @@
-"""Step 2: log-add-exp over the ranks, and the same operator for whoever wants it alone.
+"""Step 2: log-add-exp over the ranks, and the same operator as a public function.
 
-Of a loss this file, gather.py and hidden_sum.py call collectives, and no other. A group of one rank
-has no second code path: its collectives return their input.
+This file, gather.py and hidden_sum.py call all collectives of a loss. A group of one rank has no
+second code path: its collectives return their input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from cce_dist.core.phases import in_phase
 from cce_dist.core.stats import MergeKernels, Stats, logaddexp_parts, merge_parts, zero_beyond
 from cce_dist.ranks.gather import (
-    Begin,
+    Issue,
     all_gather,
     require,
     require_same_sizes,
@@ -52,10 +52,10 @@ def all_reduce_logaddexp(
     """Returns log sum_r exp(tensor of rank r), the same bits on every rank, [...] in tensor's
     dtype.
 
-    -inf (an empty part) adds nothing. The sum is taken in rank order, in fp32 or float64; over MPI
-    in the order that MPI takes.
-    Collectives: one all-gather of `tensor` over `group`, on the CPU behind one of its sizes; over
-    MPI one all-reduce of twice as many fp32 or float64 by an operator of its own; none for None.
+    -inf (a rank without columns) adds nothing. The sum is taken in rank order, in fp32 or float64;
+    over MPI in MPI's order.
+    Collectives: one all-gather of `tensor` over `group`, on the CPU after one of its sizes. Over
+    MPI one all-reduce of twice as many fp32 or float64 numbers. None without a group.
     Not differentiable.
     Raises:
         ValueError: tensor is not floating, requires grad while grad mode is on, or, on the CPU, has
@@ -98,15 +98,16 @@ def merge_stats(
     """Merges every rank's statistics; all ranks get the same bits.
 
     Args:
-        count: [1] int32: only the first tokens count, the others get 0.
-        kernels: for lse and target logit alone; all ranks have them, or none.
-    Collectives: one all-gather over `group` of the fields of `local` that are present, packed:
-    4 (K N + 8) bytes a rank, K = 2 for the loss alone (8 (K N + 8) for float64). Over MPI one
-    all-reduce of N records instead, of 4 (K + 1) bytes, where all of K merge that way.
+        count: [1] int32: only the first `count` tokens count, the others get 0; None: all count.
+        kernels: merge lse and target logit, if `local` has no other field; on all ranks, or on
+            none.
+    Collectives: one all-gather over `group` of the K fields of `local`, packed: 4 (K N + 8) bytes a
+    rank, K = 2 for the loss alone (8 (K N + 8) for float64). Over MPI one all-reduce of N records
+    of 4 (K + 1) bytes instead, if all K fields merge by adding.
     Raises:
-        ValueError: the ranks' shards overlap or don't cover the vocabulary, they sent different
-            numbers of numbers, or all of them seem to have the same rows (on the CPU; a
-            device-side assertion on a GPU, where looking would stop the stream).
+        ValueError: the ranks' shards overlap or don't cover the vocabulary; the ranks sent
+            different amounts of numbers; or all ranks seem to have the same rows. On a GPU a
+            device-side assertion takes its place: the host does not wait.
     """
     return start_merge_stats(local, shard, group, count, kernels, async_op=False)()
 
@@ -120,10 +121,12 @@ def start_merge_stats(
     kernels: MergeKernels | None = None,
     *,
     async_op: bool = True,
-    begin: Begin | None = None,
+    issue: Issue | None = None,
 ) -> Callable[[], Stats]:
-    """Starts `merge_stats`. Returns: a function that waits for it, and returns the merged
-    statistics; without `async_op` it need not wait."""
+    """Starts `merge_stats`; with `issue`, or with `async_op`, it does not wait.
+
+    Returns: a function that waits, and returns the merged statistics.
+    """
     if group is None:
         return lambda: local
     adapter = adapter_of(group)
@@ -133,7 +136,7 @@ def start_merge_stats(
     if kernels is not None and local.is_plain:
         length = 2 * len(local.lse)
         payload = kernels.pack(local.lse, local.target_logit, digits_of(shard, length))
-        gather = start_all_gather(payload, group, async_op=async_op, begin=begin)
+        gather = start_all_gather(payload, group, async_op=async_op, issue=issue)
 
         def merge_by_kernel() -> Stats:
             parts = gather()
@@ -144,7 +147,7 @@ def start_merge_stats(
         return merge_by_kernel
     packed = local.pack()
     payload = torch.cat([encode(shard, packed.numel(), packed), packed.flatten()])
-    gather = start_all_gather(payload, group, async_op=async_op, begin=begin)
+    gather = start_all_gather(payload, group, async_op=async_op, issue=issue)
     return lambda: _merged(gather(), local, packed, count)
 
 
@@ -165,7 +168,7 @@ def _merged(parts: Tensor, local: Stats, packed: Tensor, count: Tensor | None) -
 
 
 def _fields(parts: Tensor, local: Stats, packed: Tensor) -> Stats:
-    """Turns the numbers of all ranks, [W, 8 + K N], into fields [W, N], those of `local`."""
+    """Turns the messages of all ranks, [W, 8 + K N], into the fields that `local` has, [W, N]."""
     rows = parts[:, NUM_DIGITS:].view(len(parts), *packed.shape)
     return local.unpack(rows.transpose(0, 1))
 

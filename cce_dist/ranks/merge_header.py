@@ -1,5 +1,7 @@
-"""The header of a rank's statistics in the merge: how many they are and of which rows; and whether
-the statistics of all ranks make one softmax."""
+"""The header of a rank's statistics in the merge: their length, and the rank's rows.
+
+The ranks check by it that their statistics belong to one softmax.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,14 @@ from cce_dist.vocab_shard import VocabShard
 DIGIT = 2**20
 NUM_DIGITS = 8
 
-# One head on every rank is told by these tokens: there are some, their log-sum-exps are the same on
-# all ranks but for rounding, and their targets' logits differ. Of a head that began at zero, whose
-# rows without targets are alike, these differ so much only when the log-sum-exps do, too.
+# The same head on every rank shows in the first LOOK_AT tokens, if there are LEAST_TOKENS: the
+# ranks' log-sum-exps are equal but for rounding (SAME), and the targets' logits span LEAST_SPREAD.
+# In a head that began at zero, rows without targets are alike on all ranks; but when its targets'
+# logits span as much, its log-sum-exps differ.
 LOOK_AT, LEAST_TOKENS = 256, 4
 SAME, LEAST_SPREAD = 2.0**-22, 1.0
 
-# On a GPU, where no number can be told.
+# The message on a GPU, where an assertion can print no numbers.
 RULE = (
     "vocab_shard of the ranks must tile [0, vocab_size), and every rank be called with the same "
     "tokens and its own rows of the head"
@@ -30,7 +33,7 @@ RULE = (
 
 
 def digits_of(shard: VocabShard, length: int) -> list[int]:
-    """Returns the header's digits. Args: length: how many numbers follow."""
+    """Returns the header's digits. Args: length: the number of numbers after the header."""
     values = (length, shard.start, shard.stop, shard.vocab_size)
     return [digit for value in values for digit in divmod(value, DIGIT)]
 
@@ -39,7 +42,7 @@ def encode(shard: VocabShard, length: int, like: Tensor) -> Tensor:
     """Returns the header, [8], of the dtype and on the device of `like`."""
     digits = digits_of(shard, length)
     if like.is_cuda:
-        # A copy from the host would wait for all that the device has still to do.
+        # A copy from the host would wait for all work of the device.
         return torch.cat([like.new_full((1,), digit) for digit in digits])
     return like.new_tensor(digits)
 
@@ -51,7 +54,7 @@ def decode(digits: Tensor) -> Tensor:
 
 
 def is_sound(headers: Tensor, stats: Stats, count: Tensor | None) -> Tensor:
-    """Tells whether the ranks' numbers belong together, [].
+    """Tells whether the ranks' statistics belong to one softmax, [] bool.
 
     Args:
         headers: [W, 8].
@@ -63,13 +66,13 @@ def is_sound(headers: Tensor, stats: Stats, count: Tensor | None) -> Tensor:
 
 
 def flaw(headers: Tensor, stats: Stats, count: Tensor | None) -> str:
-    """Says why the ranks' numbers do not belong together. Args: those of `is_sound`."""
+    """Describes the reason why `is_sound` is False. Args: as in `is_sound`."""
     decoded = decode(headers)
     if not _same_length(decoded):
-        # Beyond the length nothing else can be believed.
+        # With different lengths the rest of the numbers means nothing.
         return (
             "every rank of the group must send as many numbers to the merge, got by rank "
-            f"{decoded[:, 0].tolist()}: call all ranks with the same tokens and the same options"
+            f"{decoded[:, 0].tolist()}: call the loss with the same tokens and options on all ranks"
         )
     if not _tiles(decoded):
         return _does_not_tile(decoded)
@@ -77,32 +80,35 @@ def flaw(headers: Tensor, stats: Stats, count: Tensor | None) -> str:
 
 
 def require_records(numbers: Sequence[Sequence[int]]) -> None:
-    """Checks the `record_of` of all ranks, which know how long their statistics are.
+    """Checks the `record_of` of all ranks, whose statistics have the same length.
 
     Raises:
-        ValueError: they don't belong together.
+        ValueError: the ranks' statistics do not belong to one softmax.
     """
-    told = torch.tensor(numbers)
-    decoded, (seen, holds, differs) = decode(told[:, :NUM_DIGITS]), told[:, NUM_DIGITS:].unbind(1)
+    records = torch.tensor(numbers)
+    decoded = decode(records[:, :NUM_DIGITS])
+    hashes, holds, differs = records[:, NUM_DIGITS:].unbind(1)
     if not _tiles(decoded):
         raise ValueError(_does_not_tile(decoded))
-    same = seen[0] != 0 and bool((seen == seen[0]).all())
-    if same and len(seen) > 1 and holds.sum() <= 1 and differs.sum() > 0:
-        raise ValueError(whole_head_of(len(seen)))
+    same = hashes[0] != 0 and bool((hashes == hashes[0]).all())
+    if same and len(hashes) > 1 and holds.sum() <= 1 and differs.sum() > 0:
+        raise ValueError(whole_head_of(len(hashes)))
 
 
 def record_of(shard: VocabShard, local: Stats, count: Tensor | None) -> list[int]:
-    """Returns the header of statistics that no other rank sees, and the numbers that `_is_repeated`
-    looks at, [11]: a hash of log-sum-exps, 0 of too few; whether a target is here, and whether
-    targets' logits differ."""
+    """Returns 11 numbers for `require_records`, where no rank sees another rank's statistics.
+
+    They are the header; a hash of log-sum-exps, 0 if there are too few; whether this rank has a
+    target's row; and whether the targets' logits span LEAST_SPREAD.
+    """
     number = LOOK_AT if count is None else int(count)
     lse, target = local.lse[:LOOK_AT][:number], local.target_logit[:LOOK_AT][:number]
-    seen = 0
+    lse_hash = 0
     if len(lse) >= LEAST_TOKENS:
         digest = hashlib.blake2b(lse.numpy().tobytes(), digest_size=7).digest()
-        seen = int.from_bytes(digest, "little")
-    differs = seen != 0 and bool(target.max() - target.min() >= LEAST_SPREAD)
-    return [*digits_of(shard, len(local.lse)), seen, int((target != 0).any()), int(differs)]
+        lse_hash = int.from_bytes(digest, "little")
+    differs = lse_hash != 0 and bool(target.max() - target.min() >= LEAST_SPREAD)
+    return [*digits_of(shard, len(local.lse)), lse_hash, int((target != 0).any()), int(differs)]
 
 
 def whole_head_of(ranks: int) -> str:
@@ -137,18 +143,18 @@ def _tiles(decoded: Tensor) -> Tensor:
 
 
 def _is_repeated(stats: Stats, count: Tensor | None) -> Tensor:
-    """Tells whether all ranks seem to have the same rows, []. Statistics alone can tell: the rows
-    are never sent."""
+    """Tells whether all ranks seem to have the same rows, [] bool. It knows statistics alone: ranks
+    never send rows."""
     lse, target = stats.lse[:, :LOOK_AT], stats.target_logit[:, :LOOK_AT]
     if len(lse) == 1 or lse.shape[1] < LEAST_TOKENS:
         return torch.zeros((), dtype=torch.bool, device=lse.device)
     place = torch.arange(lse.shape[1], device=lse.device)
     counts = torch.ones_like(place, dtype=torch.bool) if count is None else place < count
-    # Of an empty shard, or of an overflow: the difference is NaN, and not the same.
+    # An empty shard or an overflow makes the difference NaN, so `same` is False.
     same = (lse - lse[0]).abs() <= SAME * lse[0].abs().clamp_min(1)
     of_targets = target.sum(0)
     lowest = of_targets.masked_fill(~counts, torch.inf).amin()
-    spread = of_targets.masked_fill(~counts, -torch.inf).amax() - lowest
+    highest = of_targets.masked_fill(~counts, -torch.inf).amax()
     holds = ((target != 0) & counts).any(1)
-    fine = (same | ~counts).all() & (spread >= LEAST_SPREAD)
-    return fine & (counts.sum() >= LEAST_TOKENS) & (holds.sum() <= 1)
+    repeats = (same | ~counts).all() & (highest - lowest >= LEAST_SPREAD)
+    return repeats & (counts.sum() >= LEAST_TOKENS) & (holds.sum() <= 1)

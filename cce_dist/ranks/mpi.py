@@ -2,7 +2,7 @@
 
     linear_cross_entropy(hidden, weight, targets, group=MPIGroup(comm))
 
-The merge is one all-reduce of MPI's, of N records, by an operator of ours: log-add-exp.
+The merge is one MPI all-reduce of N records, by our operator: log-add-exp.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _DTYPES = (
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "log-add-exp all-reduce")
 _GATHER, _REDUCE, _SCATTER, _MERGE = range(len(_KINDS))
 _NUMBERS = 11
-# Where launchers say how many ranks they have started.
+# Variables in which launchers give the number of ranks that they started.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-# A rank that waits gives up its core, first to whoever wants it, then for this long.
+# A waiting rank yields its core; after _SPIN_SECONDS it also sleeps, for _SLEEP_SECONDS at a time.
 _SPIN_SECONDS, _SLEEP_SECONDS = 1e-3, 1e-4
 
 
@@ -53,7 +53,7 @@ def _mpi() -> Any:
 
 
 class MPIGroup:
-    """An MPI communicator, where `linear_cross_entropy` and others take a group.
+    """A group of MPI ranks, for `linear_cross_entropy` and other functions that take a group.
 
     Tensors are on the CPU. Before each collective the ranks compare its kind and its size, in an
     all-gather of 128 bytes a rank. If ranks disagree, all of them raise; they wait for a missing
@@ -75,13 +75,13 @@ class MPIGroup:
         mpi = _mpi()
         intracomm: Any = mpi.COMM_WORLD if comm is None else comm
         if not isinstance(intracomm, mpi.Intracomm) or intracomm == mpi.COMM_NULL:
-            got = "COMM_NULL: no rank of it" if intracomm == mpi.COMM_NULL else type(intracomm)
+            got = "COMM_NULL" if intracomm == mpi.COMM_NULL else type(intracomm)
             raise ValueError(f"comm must be an MPI.Intracomm with the calling rank, got {got}")
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, in seconds, got {timeout}")
         _require_its_launcher(mpi)
         self._comm = intracomm.Dup()
-        # Whatever error handler comm has: a rank must be able to report an error.
+        # A rank must be able to report an error, whatever comm's error handler does.
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)
         self._timeout = timeout
         self._calls = 0
@@ -116,11 +116,11 @@ class MPIGroup:
 
     def all_reduce_logaddexp(self, records: Tensor, numbers: Sequence[int] = ()) -> list[list[int]]:
         """See `transport.RankGroup`."""
-        said = self._agree(_MERGE, records, numbers)
+        numbers_by_rank = self._agree(_MERGE, records, numbers)
         buffer = [_memory_of(records), len(records), record_type(records.dtype, records.shape[1])]
         operator = logaddexp_op(records.dtype)
         self._run(self._comm.Allreduce, _mpi().IN_PLACE, buffer, operator)
-        return said
+        return numbers_by_rank
 
     def _run(self, collective: Callable[..., None], *arguments: Any) -> None:
         """Runs a collective on which all ranks agree. MPI waits without a timeout."""
@@ -153,8 +153,8 @@ class MPIGroup:
             ranks = defaultdict(list)
             for rank, row in enumerate(rows):
                 ranks[_described(row)].append(rank)
-            told = "; ".join(f"{sorted(who)}: {what}" for what, who in ranks.items())
-            self._lost = f"ranks must make the same calls in the same order, got by rank {told}"
+            got = "; ".join(f"{sorted(of_call)}: {call}" for call, of_call in ranks.items())
+            self._lost = f"ranks must make the same calls in the same order, got by rank {got}"
             raise RuntimeError(f"{self._lost}. This is rank {self.rank()}")
         return [row[len(call) : len(call) + len(numbers)] for row in rows]
 
@@ -173,12 +173,12 @@ class MPIGroup:
 
 def _described(call: Sequence[int]) -> str:
     number, kind, numel, dtype, columns = call[:5]
-    what = f"{numel // max(columns, 1)} records of {columns}" if kind == _MERGE else f"{numel}"
-    return f"collective {number}, {_KINDS[kind]} of {what} {_DTYPES[dtype]}"
+    size = f"{numel // max(columns, 1)} records of {columns}" if kind == _MERGE else f"{numel}"
+    return f"collective {number}, {_KINDS[kind]} of {size} {_DTYPES[dtype]}"
 
 
 def _require_its_launcher(mpi: Any) -> None:
-    """Refuses the mpirun of another MPI library, whose ranks each believe they are alone."""
+    """Refuses the mpirun of another MPI library: each of its ranks would have a world of 1 rank."""
     started = max(int(os.environ.get(name, "1")) for name in _SIZES)
     if started > 1 and mpi.COMM_WORLD.Get_size() == 1:
         library = mpi.Get_library_version().partition("\n")[0].strip("\0 ")
@@ -218,8 +218,8 @@ def record_type(dtype: torch.dtype, num_fields: int) -> MPI.Datatype:
 
 @functools.cache
 def logaddexp_op(dtype: torch.dtype = torch.float32) -> MPI.Op:
-    """Makes the merge a commutative MPI.Op. It merges records (base, sum, others...): base +
-    log sum by log-add-exp, the others by adding.
+    """Makes a commutative MPI.Op that merges records (base, sum, others...): base + log sum by
+    log-add-exp, the others by adding.
 
         comm.Allreduce(MPI.IN_PLACE, [records, N, record_type(torch.float32, 3)], logaddexp_op())
 
@@ -256,12 +256,12 @@ def merge_records(a: Tensor, b: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def abort_on_exception(comm: MPI.Comm | None = None) -> Iterator[None]:
-    """Ends the job, on all ranks, when its block (or the function that it decorates) raises.
+    """Ends the job, on all ranks, if the block or the decorated function raises.
 
-    Under MPI the other ranks wait for a rank that has raised, unless this function or
-    `python -m mpi4py` ends the job. The traceback is printed first. `sys.exit(0)` ends no job.
+    Without it, or `python -m mpi4py`, the other ranks would wait for the rank that has raised. The
+    traceback is printed first. `sys.exit(0)` does not end the job.
 
-    Args: comm: its ranks are ended; None: MPI.COMM_WORLD.
+    Args: comm: the communicator whose ranks end; None: MPI.COMM_WORLD.
     """
     mpi = _mpi()
     try:

@@ -1,6 +1,6 @@
-"""The transport of a group's ranks: torch.distributed, or an adapter in its place.
+"""The transport of a group's collectives: torch.distributed, or an adapter in its place.
 
-The one place that knows which of them it is; `collectives` says what they tell each other.
+No other module distinguishes the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class RankGroup(Protocol):
-    """Ranks that talk without torch.distributed, as `adapters.mpi.MPIGroup`.
+    """Ranks that communicate without torch.distributed, as `ranks.mpi.MPIGroup` does.
 
     Every rank calls the same methods in the same order, with tensors of the same shape and dtype,
     which are contiguous and on `device_type`. A sum has the same bits on every rank.
@@ -36,15 +36,16 @@ class RankGroup(Protocol):
     def size(self) -> int: ...
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        """out [W n, ...]: every rank's tensor [n, ...], in rank order."""
+        """Gathers every rank's tensor [n, ...] into out [W n, ...], in rank order."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """The sum of fp32 or float64, in place."""
+        """Sums fp32 or float64 tensors over the ranks, in place."""
         ...
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor) -> None:
-        """out [n, ...]: this rank's part of the sum of tensor [W n, ...], fp32 or float64."""
+        """Sums tensor [W n, ...], fp32 or float64; writes this rank's rows of the sum to out
+        [n, ...]."""
         ...
 
     def all_reduce_logaddexp(
@@ -52,37 +53,37 @@ class RankGroup(Protocol):
         records: Tensor,  # [N, K >= 2] fp32 | float64
         numbers: Sequence[int],
     ) -> list[list[int]]:
-        """Merges in place: of a record (base, sum, others...), which stands for base + log sum, the
-        first two by log-add-exp, the others by adding.
+        """Merges records (base, sum, others...) over the ranks, in place: base + log sum by
+        log-add-exp, the others by adding.
 
-        Returns:
-            the at most eleven `numbers` of every rank, in rank order.
+        Args: numbers: at most eleven.
+        Returns: the `numbers` of every rank, in rank order.
         """
         ...
 
 
 def adapter_of(group: Group | None) -> RankGroup | None:
-    """Returns a group that is not torch's; None: it is. (`isinstance(group, RankGroup)` takes
-    16 us: it looks for each method.)"""
+    """Returns a group that is not torch's; None: it is torch's, or there is no group.
+    `isinstance(group, RankGroup)` would cost 16 us: RankGroup is a runtime-checkable protocol."""
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return None
     return group  # pyright: ignore[reportReturnType]
 
 
 def is_over_mpi(group: object) -> bool:
-    """Tells whether the group is an MPIGroup, also while torch.compile traces, which before 2.13
-    cannot ask for methods."""
-    # A caller that has made such a group has imported the module.
+    """Tells whether the group is an MPIGroup. It also works while torch.compile traces: before
+    2.13 a tracer cannot check for a protocol's methods."""
+    # A caller with an MPIGroup has imported the module.
     adapter = sys.modules.get("cce_dist.ranks.mpi")
     return adapter is not None and isinstance(group, adapter.MPIGroup)
 
 
 def resolve_group(group: Group | DeviceMesh | None) -> Group | None:
-    """The process group of a ProcessGroup, a 1-D DeviceMesh; what talks without torch.distributed
-    itself (`RankGroup`); or None (one rank).
+    """Returns the group of a ProcessGroup, of a 1-D DeviceMesh or of a `RankGroup`; None: one rank.
 
     Raises:
-        ValueError: another type, a mesh of several dims, or this process is not in the group.
+        ValueError: the group has another type, is a mesh of several dims, or does not contain this
+            process.
     """
     if group is None:
         return None
@@ -117,15 +118,16 @@ def resolve_group(group: Group | DeviceMesh | None) -> Group | None:
 
 
 def process_group(group: Group | DeviceMesh | None, for_what: str) -> ProcessGroup | None:
-    """`resolve_group`, where nothing but torch.distributed will do.
+    """Resolves a group as `resolve_group` does, for callers that need torch.distributed.
 
+    Args: for_what: ends the rule in the error's message, as in "of a pipeline".
     Raises:
-        ValueError: as there, or group is no process group; names `for_what`.
+        ValueError: `resolve_group` refuses the group, or it is no ProcessGroup.
     """
-    found = resolve_group(group)
-    if adapter_of(found) is not None:
+    resolved = resolve_group(group)
+    if adapter_of(resolved) is not None:
         raise ValueError(f"group must be a ProcessGroup {for_what}, got {type(group)}")
-    return found  # pyright: ignore[reportReturnType]
+    return resolved  # pyright: ignore[reportReturnType]
 
 
 def group_size(group: Group | None) -> int:
@@ -137,12 +139,15 @@ def group_rank(group: Group | None) -> int:
 
 
 def _single(name: str, until_2_12: str) -> Callable[..., Any]:
-    """torch 2.13 renamed the collectives on one tensor and warns of the old names."""
+    """Returns a collective on one tensor: torch 2.13 renamed these, and warns of the old names."""
     return getattr(dist, name, None) or getattr(dist, until_2_12)
 
 
 def all_gather_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: bool = False) -> Any:
-    """Returns: with `async_op` what waits for it, if anything has to."""
+    """Gathers every rank's tensor [n, ...] into out [W n, ...], in rank order.
+
+    Returns: with `async_op` a work whose `wait` waits; None: the gather is done.
+    """
     adapter = adapter_of(group)
     if adapter is not None:
         return adapter.all_gather(out, tensor)
@@ -151,6 +156,7 @@ def all_gather_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: bool
 
 
 def all_reduce(tensor: Tensor, group: Group) -> None:
+    """Sums a tensor over the ranks, in place."""
     adapter = adapter_of(group)
     if adapter is not None:
         adapter.all_reduce(tensor)
@@ -159,6 +165,7 @@ def all_reduce(tensor: Tensor, group: Group) -> None:
 
 
 def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> None:
+    """Sums tensor [W n, ...] over the ranks, and writes this rank's rows of the sum to out."""
     adapter = adapter_of(group)
     if adapter is not None:
         adapter.reduce_scatter(out, tensor)
@@ -167,7 +174,7 @@ def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> None:
 
 
 def device_of_numbers(group: Group | None) -> str:
-    """Returns the device from which every rank can send, whatever tensors it was called with."""
+    """Returns a device type from which every rank of the group can send numbers."""
     adapter = adapter_of(group)
     if adapter is not None:
         return adapter.device_type

@@ -1,4 +1,4 @@
-"""Checkpoints that do not depend on tp, pp or FSDP; the last checkpoint is always whole."""
+"""Checkpoints that do not depend on tp, pp or FSDP; the last checkpoint is always complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.model.decoder import count_parameters
-from cce_dist.train.model.fsdp import local_part
+from cce_dist.train.model.fsdp import local_shard
 from cce_dist.train.pipeline.stages import AnyDecoder
 
 from .checkpoint_files import read_state, read_tensors, write_state
@@ -26,7 +26,7 @@ from .progress import format_bytes
 from .ranks import Ranks
 
 # Keys that may differ between a checkpoint and the run that resumes it: they change neither
-# the loss nor the text. All other keys must agree; `parallel.*` and `batch` have their own rules.
+# the loss nor the text. All other keys must agree. `batch` times dp has a check of its own.
 FREE_KEYS = (
     "run.name",
     "run.out",
@@ -55,24 +55,30 @@ BYTES_A_PARAMETER = 12
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk.
+    """A complete checkpoint on disk.
 
     Args:
-        info: step, config, dp, data_key, cache, and the sizes of the files.
+        dp: number of data-parallel ranks that wrote it.
+        data_key: the key of `TokenCache`.
+        cache: absolute path of the run's data.cache; None: an old checkpoint does not have it.
+        config: the run's configuration, as JSON values.
     """
 
     folder: Path
     step: int
-    info: dict[str, Any]
+    dp: int
+    data_key: str
+    cache: Path | None
+    config: dict[str, Any]
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """Returns the checkpoint with the highest step; unfinished checkpoints have other names.
 
     Raises:
-        ConfigError: that checkpoint has lost a part since it was written.
+        ConfigError: one of its files is missing or has another size than when it was written.
     """
-    checkpoints = _whole_checkpoints(folder)
+    checkpoints = _complete_checkpoints(folder)
     return _open_checkpoint(checkpoints[-1]) if checkpoints else None
 
 
@@ -80,23 +86,24 @@ def find_checkpoint(folder: Path, step: int | None) -> Checkpoint:
     """Returns the checkpoint of a step, or the newest for `step=None`.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it has lost a part since it was written.
+        ConfigError: there is no such checkpoint, or one of its files is missing or has another
+            size than when it was written.
     """
-    checkpoints = _whole_checkpoints(folder)
+    checkpoints = _complete_checkpoints(folder)
     if not checkpoints:
-        raise ConfigError(f"{folder} must hold a checkpoint of cce-dist train, found none")
+        raise ConfigError(f"{folder} must hold a checkpoint of cce-dist train, got none")
     if step is None:
         return _open_checkpoint(checkpoints[-1])
     path = folder / _name_of(step)
     if path not in checkpoints:
-        steps = ", ".join(str(int(other.name.removeprefix("step_"))) for other in checkpoints)
+        steps = ", ".join(str(int(each.name.removeprefix("step_"))) for each in checkpoints)
         raise ConfigError(
-            f"{folder} must hold a checkpoint of step {step}, found those of steps {steps}"
+            f"{folder} must hold a checkpoint of step {step}, got checkpoints of steps {steps}"
         )
     return _open_checkpoint(path)
 
 
-def _whole_checkpoints(folder: Path) -> list[Path]:
+def _complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if (path / INFO_FILE).exists())
 
 
@@ -107,11 +114,12 @@ def _open_checkpoint(folder: Path) -> Checkpoint:
         got = path.stat().st_size if path.exists() else None
         if got != size:
             raise ConfigError(
-                f"checkpoint {folder} must have {name} of {size} bytes, got "
+                f"checkpoint {folder} must have the file {name} of {size} bytes, got "
                 f"{'none' if got is None else f'{got} bytes'}: restore the file, or remove the "
                 "checkpoint's folder to go on from the one before"
             )
-    return Checkpoint(folder, info["step"], info)
+    cache = Path(info["cache"]) if "cache" in info else None
+    return Checkpoint(folder, info["step"], info["dp"], info["data_key"], cache, info["config"])
 
 
 def _name_of(step: int) -> str:
@@ -157,7 +165,7 @@ def save_checkpoint(
                 _publish(partial, final, info)
                 _prune(folder, config.checkpoint.keep)
     except JobError:
-        # Every rank has ended its part. The remaining files only take up the missing space.
+        # No rank writes any more. Unfinished files only take up the missing space.
         if ranks.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -225,7 +233,7 @@ def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dp: int) -> Non
     Raises:
         ConfigError: names each key that changed, with both values.
     """
-    saved = _flatten(checkpoint.info["config"])
+    saved = _flatten(checkpoint.config)
     now = _flatten(config.model_dump(mode="json"))
     free = FREE_KEYS
     if now["optimizer.schedule"] == "constant":
@@ -236,7 +244,7 @@ def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dp: int) -> Non
         for key in sorted(saved.keys() | now.keys())
         if key not in free and saved.get(key) != now.get(key)
     ]
-    saved_batch = saved["batch"] * checkpoint.info["dp"]
+    saved_batch = saved["batch"] * checkpoint.dp
     if saved_batch != config.batch * dp:
         changed.append(
             f"  batch x data-parallel ranks was {saved_batch}, got {config.batch} x {dp}"
@@ -271,8 +279,8 @@ def _weights(model: AnyDecoder, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def _as_saved(name: str, tensor: Tensor, model: AnyDecoder, ranks: Ranks) -> Tensor:
-    """Returns a tensor, the parameter of this name or its moment, in its saved form."""
-    mesh = ranks.vocab_mesh if name in model.spread else ranks.mesh
+    """Returns the parameter of this name, or a moment of it, in its saved form."""
+    mesh = ranks.vocab_mesh if name in model.names_over_pipeline else ranks.mesh
     vocab_size = model.vocab_size if name in model.sharded_parameters() else None
     over_dp = isinstance(tensor, DTensor)
     # AdamW counts its steps in a scalar.
@@ -281,7 +289,7 @@ def _as_saved(name: str, tensor: Tensor, model: AnyDecoder, ranks: Ranks) -> Ten
     num_rows = tensor.shape[0] if vocab_size is None else vocab_size
     shape = torch.Size((num_rows, *tensor.shape[1:]))
     return DTensor.from_local(
-        local_part(tensor),
+        local_shard(tensor),
         mesh,
         [Replicate() if vocab_size is None else Shard(0), Shard(0) if over_dp else Replicate()],
         run_check=False,

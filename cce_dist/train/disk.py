@@ -22,11 +22,11 @@ GO_ON = (
 
 
 @contextmanager
-def writing(what: str, folder: Path, remedy: str = GO_ON) -> Iterator[None]:
+def writing(name: str, folder: Path, remedy: str = GO_ON) -> Iterator[None]:
     """Turns an OSError of files in `folder` into one message.
 
     Args:
-        what: the name of the thing being written, at the message's start.
+        name: name of the file or files, at the start of the message.
     Raises:
         JobError: with the reason, the free space and the remedy.
     """
@@ -34,7 +34,7 @@ def writing(what: str, folder: Path, remedy: str = GO_ON) -> Iterator[None]:
         yield
     except OSError as error:
         raise JobError(
-            f"{what} could not be written in {folder}: {reason_of(error)}; {_free_text(folder)}. "
+            f"{name} could not be written in {folder}: {reason_of(error)}; {_free_text(folder)}. "
             f"To do: {remedy}"
         ) from None
 

@@ -168,7 +168,7 @@ def _prepare_tokens(
     if checkpoint is None:
         return prepare_tokens(config.data, display.say)
     check_resumable(checkpoint, config, ranks.dp)
-    key = checkpoint.info["data_key"]
+    key = checkpoint.data_key
     cache = prepare_tokens(config.data, display.say, key=key)
     if cache.key != key:
         raise ConfigError(

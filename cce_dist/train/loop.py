@@ -1,9 +1,9 @@
-"""The training loop: one run from its first, or its resumed, step to its last.
+"""The training loop: a run from its first step, or the step after a checkpoint, to its last.
 
     ids -> Decoder (embedding sharded, body replicated or FSDP) -> hidden -> head loss (sharded)
         -> backward -> sync_gradients -> agree (norm, loss, stop) -> clip -> AdamW
 
-With a pipeline `Pipeline.step`, in pipeline/step.py, does all up to the backward. Read this first.
+With a pipeline, `Pipeline.step` (pipeline/step.py) does all up to the backward. Read this first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ from .checkpoint import (
     save_checkpoint,
 )
 from .errors import JobError
-from .metrics import append_metrics, peak_memory_bytes, reset_peak_memory, truncate_metrics
+from .metrics import (
+    append_metrics,
+    peak_memory_bytes,
+    reset_peak_memory,
+    truncate_metrics,
+)
 from .optimizer import (
     StepTotals,
     agree,
@@ -44,7 +49,7 @@ from .optimizer import (
     make_optimizer,
     sync_gradients,
 )
-from .progress import Display
+from .progress import Display, StepRecord
 from .ranks import Ranks
 from .stop import StopRequest
 
@@ -54,7 +59,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """The state that all runs of a job share."""
+    """The state that a job's runs share."""
 
     config: TrainConfig
     ranks: Ranks
@@ -67,9 +72,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """A model in training. `head` is "cce", or "dense" for the comparison.
+    """A model in training.
 
-    With a pipeline `pipeline` runs the model, and `head_loss` is its last stage's loss.
+    Args:
+        head: "cce", or "dense" for the comparison.
+        head_loss: the loss; with a pipeline that of its last stage.
+        pipeline: runs the model; None: the run has no pipeline.
     """
 
     folder: Path
@@ -80,8 +88,8 @@ class Run:
     pipeline: Pipeline | None = None
 
     @property
-    def whole_model(self) -> Decoder:
-        """The whole decoder, of a run without a pipeline."""
+    def decoder(self) -> Decoder:
+        """The model of a run without a pipeline."""
         assert isinstance(self.model, Decoder)
         return self.model
 
@@ -150,7 +158,7 @@ def train_step(job: Job, run: Run, step: int) -> bool:
     """Trains a step and writes it to metrics.jsonl; returns True if any rank was asked to stop."""
     config, ranks = job.config, job.ranks
     job.heartbeat.phase, job.heartbeat.step = "training", step
-    began = time.perf_counter()
+    started = time.perf_counter()
     is_log_step = step % config.log_every == 0 or step in (1, config.steps)
     ids, targets = job.batches.step(step, ranks.dp_rank, ranks.dp)
     ids, targets = ids.to(ranks.device), targets.to(ranks.device)
@@ -168,21 +176,20 @@ def train_step(job: Job, run: Run, step: int) -> bool:
     with in_phase("update"):
         totals, lr = update(job, run, step, loss)
     if ranks.is_main:
-        seconds = time.perf_counter() - began
-        record = {
-            "step": step,
-            "loss": totals.loss,
-            "tokens_per_s": ranks.dp * targets.numel() / seconds,
-            "peak_memory": max(totals.peaks),
-            "lr": lr,
-            "grad_norm": totals.grad_norm,
-        }
-        if run.pipeline is not None:
-            record["peak_memory_of_pp"] = ranks.largest_of_pp(totals.peaks)
-        if out is not None and out.tail_mass is not None:
-            record["tail_mass"] = float(out.tail_mass.mean())
-        if out is not None and out.screened is not None:
-            record["screened"] = bool(out.screened.all())
+        seconds = time.perf_counter() - started
+        tail_mass = None if out is None else out.tail_mass
+        screened = None if out is None else out.screened
+        record = StepRecord(
+            step=step,
+            loss=totals.loss,
+            tokens_per_s=ranks.dp * targets.numel() / seconds,
+            peak_memory=max(totals.peaks),
+            lr=lr,
+            grad_norm=totals.grad_norm,
+            peak_memory_of_pp=None if run.pipeline is None else ranks.largest_of_pp(totals.peaks),
+            tail_mass=None if tail_mass is None else float(tail_mass.mean()),
+            screened=None if screened is None else bool(screened.all()),
+        )
         append_metrics(run.folder, record)
         job.display.step(record, config.steps, is_log_step)
     return totals.stop
@@ -199,7 +206,7 @@ def stats_of(config: LossConfig) -> tuple[Stat, ...]:
 
 
 def update(job: Job, run: Run, step: int, loss: Tensor) -> tuple[StepTotals, float]:
-    """Updates the parameters by this rank's gradients.
+    """Sums the gradients over ranks and updates the parameters.
 
     Returns: the totals over all ranks; the learning rate.
     """
@@ -220,9 +227,9 @@ def update(job: Job, run: Run, step: int, loss: Tensor) -> tuple[StepTotals, flo
 def _require_finite(totals: StepTotals, step: int, config: TrainConfig) -> None:
     if not math.isfinite(totals.loss) or not math.isfinite(totals.grad_norm):
         raise JobError(
-            f"step {step} gave loss={totals.loss} and gradient norm={totals.grad_norm}: lower "
-            f"optimizer.lr (now {config.optimizer.lr}) or lengthen optimizer.warmup; "
-            "--resume goes back to the last checkpoint"
+            f"step {step} must give a finite loss and gradient norm, got loss={totals.loss} and "
+            f"gradient norm={totals.grad_norm}: lower optimizer.lr (now {config.optimizer.lr}) or "
+            "lengthen optimizer.warmup; --resume goes back to the last checkpoint"
         )
 
 
@@ -230,7 +237,7 @@ def forward_loss(
     run: Run, ids: Tensor, targets: Tensor, config: TrainConfig, stats: Sequence[Stat]
 ) -> LossOutput:
     with _autocast(ids.device, config):
-        return run.whole_model(
+        return run.decoder(
             ids, lambda hidden, weight: run.head_loss(hidden, weight, targets, stats)
         )
 

@@ -1,22 +1,24 @@
-"""metrics.jsonl: one JSON object a step, whole lines only."""
+"""metrics.jsonl: one JSON object for each step; an unfinished line does not count."""
 
 from __future__ import annotations
 
 import json
 import resource
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .disk import writing
+from .progress import StepRecord
 
 METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads every whole line; a killed job may have left half of a line at the end."""
+    """Reads every complete line; a killed job may have left half a line at the end."""
     path = run_dir / METRICS_FILE
     if not path.exists():
         return []
@@ -33,9 +35,10 @@ def truncate_metrics(run_dir: Path, step: int) -> None:
         partial.replace(run_dir / METRICS_FILE)
 
 
-def append_metrics(run_dir: Path, record: dict[str, Any]) -> None:
+def append_metrics(run_dir: Path, record: StepRecord) -> None:
+    values = {key: value for key, value in asdict(record).items() if value is not None}
     with writing(METRICS_FILE, run_dir), (run_dir / METRICS_FILE).open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(json.dumps(values) + "\n")
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.train.config.schema import OptimizerConfig, TrainConfig
-from cce_dist.train.model.fsdp import is_fully_sharded, local_part
+from cce_dist.train.model.fsdp import is_fully_sharded, local_shard
 from cce_dist.train.pipeline.stages import AnyDecoder
 
 from .collectives import sum_gradients, sum_over_world
@@ -100,12 +100,12 @@ def agree(
     """
     vocabulary = _squared_norm(model.sharded_parameters().values()) / model.num_vocabulary_copies
     body = _squared_norm(model.body_parameters().values()) / ranks.tp
-    part = (vocabulary + body) / (1 if is_fully_sharded(model) else ranks.dp)
+    squared_norm_here = (vocabulary + body) / (1 if is_fully_sharded(model) else ranks.dp)
     # Each rank adds to its own place, so that the sum also gives each rank's number.
     each = torch.zeros(2, ranks.world_size, dtype=torch.float64)
     each[0, ranks.rank], each[1, ranks.rank] = peak_memory, step
     total_loss, squared_norm, num_stops, *of_ranks = sum_over_world(
-        [loss.detach(), part, float(stop), each], ranks.device
+        [loss.detach(), squared_norm_here, float(stop), each], ranks.device
     )
     peaks, steps = of_ranks[: ranks.world_size], [int(x) for x in of_ranks[ranks.world_size :]]
     if len(set(steps)) > 1:
@@ -123,7 +123,7 @@ def clip_gradients(model: AnyDecoder, grad_norm: float, limit: float | None) -> 
 
 
 def _local_grads(parameters: Iterable[torch.nn.Parameter]) -> list[Tensor]:
-    return [local_part(p.grad) for p in parameters if p.grad is not None]
+    return [local_shard(p.grad) for p in parameters if p.grad is not None]
 
 
 def _squared_norm(parameters: Iterable[torch.nn.Parameter]) -> Tensor:

@@ -1,10 +1,10 @@
-"""The main rank's display while it trains: a bar on a terminal, plain lines elsewhere."""
+"""A step's record, and the main rank's display: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -13,8 +13,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .errors import JobError
 
-# Keys of a step's record that most steps lack.
-LOGGED = ("tail_mass", "screened")
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step's line of metrics.jsonl, which leaves out fields that are None.
+
+    Args:
+        loss: nats for each token, mean over the global batch.
+        peak_memory: bytes on the rank with the most.
+        peak_memory_of_pp: bytes by pipeline rank; None: no pipeline.
+        tail_mass, screened: statistics of the loss, in logged steps alone.
+    """
+
+    step: int
+    loss: float
+    tokens_per_s: float
+    peak_memory: int
+    lr: float
+    grad_norm: float
+    peak_memory_of_pp: list[int] | None = None
+    tail_mass: float | None = None
+    screened: bool | None = None
 
 
 class Display:
@@ -26,8 +45,9 @@ class Display:
         self.console = Console(soft_wrap=True, highlight=False)
         self.progress: Progress | None = None
         self.task = None
-        # Values of the last logged step.
-        self.logged: dict[str, Any] = {}
+        # The last measured values: most steps do not measure them.
+        self.tail_mass: float | None = None
+        self.screened: bool | None = None
 
     def say(self, text: str) -> None:
         if self.is_main:
@@ -45,13 +65,13 @@ class Display:
             self.console.print(shown)
         except OSError as error:
             raise JobError(
-                f"stdout cannot be written: {error.strerror}. To do: free space where it goes, and "
-                "start the same command with --resume"
+                f"stdout could not be written: {error.strerror}. To do: free space where it goes, "
+                "and start the same command with --resume"
             ) from None
 
     @contextmanager
     def training(self, title: str, start: int, steps: int) -> Iterator[None]:
-        self.logged = {}
+        self.tail_mass = self.screened = None
         if not self.is_main or not self.console.is_terminal:
             yield
             return
@@ -67,29 +87,30 @@ class Display:
             yield
         self.progress = None
 
-    def step(self, record: dict[str, Any], steps: int, is_log_step: bool) -> None:
+    def step(self, record: StepRecord, steps: int, is_log_step: bool) -> None:
         if not self.is_main:
             return
-        # A value that is not measured in every step: the bar keeps showing the last one.
-        self.logged |= {key: record[key] for key in LOGGED if key in record}
-        figures = _figures({**self.logged, **record})
+        if record.tail_mass is not None:
+            self.tail_mass = record.tail_mass
+        if record.screened is not None:
+            self.screened = record.screened
+        figures = self._figures(record)
         if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, completed=record["step"], figures=figures)
+            self.progress.update(self.task, completed=record.step, figures=figures)
         elif is_log_step:
-            self.say(f"step {record['step']}/{steps}  {figures}")
+            self.say(f"step {record.step}/{steps}  {figures}")
 
-
-def _figures(record: dict[str, Any]) -> str:
-    parts = [
-        f"loss {record['loss']:.4f}",
-        f"{record['tokens_per_s']:,.0f} tokens/s",
-        f"peak {format_bytes(record['peak_memory'])}",
-    ]
-    if "tail_mass" in record:
-        parts.append(f"tail mass {record['tail_mass']:.2e}")
-    if "screened" in record:
-        parts.append("screened" if record["screened"] else "not screened")
-    return "  ".join(parts)
+    def _figures(self, record: StepRecord) -> str:
+        figures = [
+            f"loss {record.loss:.4f}",
+            f"{record.tokens_per_s:,.0f} tokens/s",
+            f"peak {format_bytes(record.peak_memory)}",
+        ]
+        if self.tail_mass is not None:
+            figures.append(f"tail mass {self.tail_mass:.2e}")
+        if self.screened is not None:
+            figures.append("screened" if self.screened else "not screened")
+        return "  ".join(figures)
 
 
 def format_bytes(num_bytes: float) -> str:

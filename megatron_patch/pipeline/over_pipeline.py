@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from megatron_patch.errors import PatchError
 from megatron_patch.options import PatchOptions
+from megatron_patch.pipeline.arguments import Arguments
 from megatron_patch.pipeline.refusals import why_not_over_pipeline
-from megatron_patch.pipeline.rows import Rows, spread
+from megatron_patch.pipeline.rows import Rows, replace_output_layer
 from megatron_patch.pipeline.schedule import forward_backward, model_loss
-from megatron_patch.pipeline.step import Arguments
-from megatron_patch.pipeline.tied import SpreadEmbedding
+from megatron_patch.pipeline.tied import ShardedEmbedding
 from megatron_patch.seams import SCHEDULE, PipelineSeams, Seams, parallel_state
 
 
@@ -24,7 +24,7 @@ class _State:
 
     seams: PipelineSeams | None = None
     schedule: Any = None  # our schedule in Megatron's module
-    init: Any = None  # our initialiser in Megatron's class, where new models are spread
+    init: Any = None  # our initialiser in Megatron's class, which shards new models
     models: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
@@ -48,29 +48,29 @@ def replace_schedule(seams: PipelineSeams) -> None:
     _State.seams, _State.schedule = seams, schedule
 
 
-def spread_models_to_be_built(
-    options: PatchOptions, language_model: Seams, seams: PipelineSeams
-) -> None:
+def shard_new_models(options: PatchOptions, language_model: Seams, seams: PipelineSeams) -> None:
+    """Replaces GPTModel's initialiser: it puts a new model's vocabulary over the pipeline."""
     original = seams.gpt_model.__init__
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if _State.init is init:
-            spread_model(self, options, language_model, seams)
+            shard_model(self, options, language_model, seams)
 
     seams.gpt_model.__init__ = init
     _State.init = init
 
 
-def spread_model(
+def shard_model(
     model: Any, options: PatchOptions, language_model: Seams, seams: PipelineSeams
 ) -> None:
     """Puts a model's vocabulary over the pipeline.
 
     Raises:
-        PatchError: on all ranks of the pipeline, if a model on one rank cannot be spread.
-    Collectives: one gather of reasons over the pipeline, then the scatter of `spread`.
+        PatchError: on all ranks of the pipeline, if the model of one rank does not allow it.
+    Collectives: one all-gather of reasons over the pipeline, then the scatter of
+        `replace_output_layer`.
     """
     rows = [x for x in model.modules() if isinstance(x, Rows)]
     if rows:
@@ -87,11 +87,11 @@ def spread_model(
         raise PatchError(
             f"{type(model).__name__} cannot have its vocabulary over the pipeline: {reasons[0]}"
         )
-    rows = spread(model, options, requires_grad=everyone[-1][1])
+    rows = replace_output_layer(model, options, requires_grad=everyone[-1][1])
     if rows.is_tied:
         if model.pre_process:
             scatters = model.embedding.reduce_scatter_embeddings
-            model.embedding.word_embeddings = SpreadEmbedding(rows, reduce_scatters=scatters)
+            model.embedding.word_embeddings = ShardedEmbedding(rows, reduce_scatters=scatters)
         # Embedding and head are one parameter: Megatron has nothing to sum over stages.
         model.share_embeddings_and_output_weights = False
     if model.post_process:
@@ -103,7 +103,7 @@ def restore() -> None:
     """Puts back Megatron's class and its schedule. Models keep their rows."""
     seams = _State.seams
     if seams is not None:
-        # If other code has wrapped our function since, ours stays underneath, and spreads nothing.
+        # If other code has wrapped our function since, ours stays underneath, and shards nothing.
         if _State.init is not None and seams.gpt_model.__init__ is _State.init:
             seams.gpt_model.__init__ = _State.init.__wrapped__
         if getattr(seams.schedules, SCHEDULE) is _State.schedule:

@@ -16,14 +16,14 @@ from megatron_patch.stock import device_of, why_not_stock
 
 # Methods of GPTModel that nothing calls once a tied weight's rows are over the pipeline.
 OF_TIED = ("shared_embedding_or_output_weight", "tie_embeddings_and_output_weights_state_dict")
-_GONE = "which the patch would leave out, since it puts another module there: remove it"
+_GONE = "which the patch would leave out, since it replaces the module: remove it"
 
 # A field of Megatron's configuration, the value that works, the advice for any other value.
 PLAIN = (
     (
         "virtual_pipeline_model_parallel_size",
         None,
-        "an interleaved schedule has an order of its own: drop "
+        "an interleaved schedule has another order: drop "
         "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank",
     ),
     (
@@ -50,9 +50,9 @@ PLAIN = (
     ("cuda_graph_impl", "none", "graphs are captured in Megatron's order: drop --cuda-graph-impl"),
     ("enable_cuda_graph", False, "graphs are captured in Megatron's order: drop it"),
     ("external_cuda_graph", False, "graphs are captured in Megatron's order: drop it"),
-    ("init_model_with_meta_device", False, "the weights are not there: drop it"),
-    ("overlap_moe_expert_parallel_comm", False, "it is a schedule of its own: drop it"),
-    ("delay_wgrad_compute", False, "it is of another schedule: drop --delay-wgrad-compute"),
+    ("init_model_with_meta_device", False, "the weights have no values to scatter: drop it"),
+    ("overlap_moe_expert_parallel_comm", False, "it needs another schedule: drop it"),
+    ("delay_wgrad_compute", False, "it needs another schedule: drop --delay-wgrad-compute"),
     ("use_mup", False, "logits with a multiplier are not supported: drop --use-mup"),
 )
 
@@ -77,7 +77,7 @@ def why_not_over_pipeline(
             "--make-vocab-size-divisible-by"
         )
     if any(hasattr(x, "main_grad") or isinstance(x, DTensor) for x in model.parameters()):
-        return "it is wrapped for training already: apply the patch before DDP, and without FSDP"
+        return "the model is wrapped already: apply the patch before DDP, and do not use FSDP"
     if model.share_embeddings_and_output_weights:
         reason = _why_not_tied(model, pipeline)
         if reason is not None:
@@ -101,8 +101,8 @@ def _why_not_tied(model: Any, pipeline: PipelineSeams) -> str | None:
     if not model.embedding.scatter_to_sequence_parallel:
         return "scatter_embedding_sequence_parallel=False with a tied embedding is not supported"
     words = model.embedding.word_embeddings
-    own_class = importlib.import_module(LAYERS).VocabParallelEmbedding
-    if type(words) is not own_class or "forward" in vars(words):
+    stock_class = importlib.import_module(LAYERS).VocabParallelEmbedding
+    if type(words) is not stock_class or "forward" in vars(words):
         return (
             f"word_embeddings is a {type(words).__qualname__}, or its forward is replaced: with a "
             "tied embedding it must be Megatron's VocabParallelEmbedding"

@@ -20,8 +20,8 @@ from megatron_patch.stock import device_of
 
 NO_LOGITS = (
     "logits are asked for, but with vocab_over_pipeline no stage has all rows of the output layer: "
-    "generate and distil without the option (megatron_patch.gather_output_weight hands the weight "
-    "over)"
+    "generate and distil without the option (megatron_patch.gather_output_weight gathers the "
+    "weight)"
 )
 
 
@@ -106,7 +106,7 @@ def rows_of(model: Any) -> Rows:
     return rows[0]
 
 
-def spread(model: Any, options: PatchOptions, *, requires_grad: bool) -> Rows:
+def replace_output_layer(model: Any, options: PatchOptions, *, requires_grad: bool) -> Rows:
     """Puts `Rows` in place of a GPTModel's output layer, and of its tied embedding.
 
     The rows keep the values that Megatron initialised or loaded.
@@ -115,10 +115,11 @@ def spread(model: Any, options: PatchOptions, *, requires_grad: bool) -> Rows:
     config, tied = model.config, model.share_embeddings_and_output_weights
     num_rows = model.vocab_size // place()[1]
     device = next((x.device for x in model.parameters()), device_of(_group()))
-    whole = model.output_layer.weight.detach() if model.post_process else None
-    weight = torch.empty(num_rows, config.hidden_size, dtype=config.params_dtype, device=device)
-    _scatter(whole, weight)
-    rows = Rows(weight, options=options, is_tied=tied)
+    weight = model.output_layer.weight.detach() if model.post_process else None
+    shape = num_rows, config.hidden_size
+    shard = torch.empty(shape, dtype=config.params_dtype, device=device)
+    _scatter(weight, shard)
+    rows = Rows(shard, options=options, is_tied=tied)
     rows.weight.requires_grad_(requires_grad)
     for name, value in {
         "tensor_model_parallel": True,
@@ -141,11 +142,12 @@ def gather_output_weight(model: Any) -> Tensor | None:
         PatchError: the model's output layer is Megatron's own.
     """
     weight, group = rows_of(model).weight, _group()
-    mine = weight.detach().to(device_of(_group())).contiguous()
+    rows, chunks = weight.detach().to(device_of(group)).contiguous(), None
     last = group.size() - 1
-    parts = [torch.empty_like(mine) for _ in range(group.size())] if group.rank() == last else None
-    dist.gather(mine, parts, group=group, group_dst=last)
-    return None if parts is None else torch.cat(parts).to(weight.device)
+    if group.rank() == last:
+        chunks = [torch.empty_like(rows) for _ in range(group.size())]
+    dist.gather(rows, chunks, group=group, group_dst=last)
+    return None if chunks is None else torch.cat(chunks).to(weight.device)
 
 
 def scatter_output_weight(model: Any, weight: Tensor | None) -> None:
@@ -165,16 +167,17 @@ def scatter_output_weight(model: Any, weight: Tensor | None) -> None:
     _scatter(weight, target.data)
 
 
-def _scatter(whole: Tensor | None, rows: Tensor) -> None:
+def _scatter(weight: Tensor | None, rows: Tensor) -> None:
+    """Writes each stage's rows of the last stage's weight into `rows`."""
     group, device = _group(), device_of(_group())
-    last, mine = group.size() - 1, torch.empty_like(rows, device=device)
-    parts = None
+    last, received = group.size() - 1, torch.empty_like(rows, device=device)
+    chunks = None
     if group.rank() == last:
-        assert whole is not None
-        whole = whole.detach().to(device, rows.dtype)
-        parts = [part.contiguous() for part in whole.chunk(group.size())]
-    dist.scatter(mine, parts, group=group, group_src=last)
-    rows.copy_(mine)
+        assert weight is not None
+        weight = weight.detach().to(device, rows.dtype)
+        chunks = [chunk.contiguous() for chunk in weight.chunk(group.size())]
+    dist.scatter(received, chunks, group=group, group_src=last)
+    rows.copy_(received)
 
 
 def _group() -> Any:

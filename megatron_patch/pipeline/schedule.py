@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError, failing_in
+from megatron_patch.pipeline.arguments import Arguments
 from megatron_patch.pipeline.rows import NO_LOGITS, Rows
 from megatron_patch.pipeline.stages import Pipeline
-from megatron_patch.pipeline.step import Arguments, Step
+from megatron_patch.pipeline.step import Step
 from megatron_patch.refusals import why_hooked, why_overridden
 from megatron_patch.seams import LOSS, PipelineSeams, describe, parallel_state
 
@@ -31,7 +32,7 @@ def forward_backward(seams: PipelineSeams, rows: Rows, arguments: Arguments) -> 
         value = getattr(arguments, name)
         if isinstance(value, list):
             if len(value) != 1:
-                raise PatchError(f"{name} must be one of each stage, got {len(value)}")
+                raise PatchError(f"{name} must be a list of 1 on each stage, got {len(value)}")
             setattr(arguments, name, value[0])
     config = schedules.get_model_config(arguments.model)
     _require(seams, rows, arguments, config)
@@ -49,7 +50,9 @@ def forward_backward(seams: PipelineSeams, rows: Rows, arguments: Arguments) -> 
             rows.pipeline = Pipeline(rows, decoder, tuple(shape), config=config)
     pipeline: Pipeline = rows.pipeline
     if pipeline.is_broken:
-        raise RuntimeError("an earlier step failed and left ranks apart: start again")
+        raise RuntimeError(
+            "an earlier step failed and left ranks at different passes: start the job again"
+        )
     pipeline.head.reshape(tuple(shape))
     step = Step(seams, rows, arguments)
     pipeline.is_broken, rows.step = True, step
@@ -94,11 +97,11 @@ def _require(seams: PipelineSeams, rows: Rows, arguments: Arguments, config: Any
     elif arguments.adjust_tensor_shapes_fn is not None:
         reason = "adjust_tensor_shapes_fn changes shapes between stages"
     elif config.overlap_p2p_comm:
-        reason = "overlap_p2p_comm is of interleaved schedules: drop it"
+        reason = "overlap_p2p_comm needs an interleaved schedule: drop it"
     elif type(rows.weight) is not nn.Parameter or hasattr(rows.weight, "__fsdp_param__"):
-        reason = "FSDP shards the rows once more: use DDP, with the distributed optimizer"
+        reason = "FSDP shards the rows a second time: use DDP, with the distributed optimizer"
     elif _unwrapped(arguments.model).output_layer is not rows:
-        reason = "output_layer of the model has been replaced since"
+        reason = "output_layer of the model was replaced after apply()"
     elif "forward" in vars(rows):
         reason = f"forward of output_layer is replaced, by {describe(vars(rows)['forward'])}"
     else:

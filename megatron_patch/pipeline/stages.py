@@ -86,7 +86,7 @@ class Pipeline:
 
     @property
     def described(self) -> str:
-        """The shape and dtype of the hidden states that stages send."""
+        """Shape and dtype of the hidden states that stages send, for messages."""
         return f"{list(self.head.hidden_shape)} {self._dtype}"
 
     def order(self, num_microbatches: int, *, trains: bool) -> list[Pass]:
@@ -107,7 +107,7 @@ class Pipeline:
             self._orders[key] = orders[self.rank]
         return self._orders[key]
 
-    def begin(self, num_microbatches: int, *, trains: bool) -> None:
+    def start_step(self, num_microbatches: int, *, trains: bool) -> None:
         """Prepares for a step's passes."""
         self._to_come = {
             True: 0 if self.rank == 0 else num_microbatches,
@@ -126,9 +126,9 @@ class Pipeline:
     def send_backward(self, grad: Tensor | None) -> None:
         self._send(grad, forward=False)
 
-    def finish_sends(self, but: int = 0) -> None:
+    def finish_sends(self) -> None:
         for sent in self._sent.values():
-            _await(sent, but)
+            _await(sent, 0)
 
     def _receive(self, *, forward: bool) -> Tensor | None:
         """Receives a tensor that requires grad; returns None without a neighbour on that side."""
@@ -157,8 +157,9 @@ class Pipeline:
         sent.append((self._neighbours.send(tensor, forward=forward), tensor))
 
 
-def _await(sent: deque[tuple[Wait, Tensor]], but: int) -> None:
-    while len(sent) > but:
+def _await(sent: deque[tuple[Wait, Tensor]], at_most: int) -> None:
+    """Waits for the oldest sends, until at most so many are left unawaited."""
+    while len(sent) > at_most:
         wait, _ = sent.popleft()
         wait()
 
@@ -173,7 +174,7 @@ def _times_of(rows: Rows, decoder: Any, group: Any, config: Any) -> Times:
         stages = [stage for stage, trains in enumerate(trained) if not trains]
         raise PatchError(
             f"output_layer.weight is frozen on the stages {stages} alone: with vocab_over_pipeline "
-            "each of them has rows of it, freeze all or none"
+            "every stage has rows of it: freeze it on all stages, or on none"
         )
     head = rows.weight.numel() / max(*sizes, 1)
     again = getattr(config, "recompute_granularity", None) == "full"

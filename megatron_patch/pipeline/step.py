@@ -9,17 +9,17 @@ its gradient goes to all stages.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cce_dist.pipeline.phases import HeadPhases
 from cce_dist.pipeline.schedules.server import Waiting
 from megatron_patch.deferred import version_of
 from megatron_patch.errors import PatchError, failing_in
 from megatron_patch.head import IGNORED
+from megatron_patch.pipeline.arguments import Arguments
 from megatron_patch.pipeline.rows import Rows
 from megatron_patch.pipeline.stages import Pipeline
 from megatron_patch.pipeline.tied import TiedStep
@@ -30,8 +30,8 @@ _UNAWAITED = 2
 # Passes of a microbatch: the stage's work, and the result of other stages that it waits for.
 _PASSES = {
     "E": "look-up of its tokens, which come from the first stage",
-    "F": "forward of the layers, on what the stage before sends",
-    "S": "log-sum-exp of this stage's rows, on what the last stage sends",
+    "F": "forward of the layers, on hidden states of the stage before",
+    "S": "log-sum-exp of this stage's rows, on hidden states of the last stage",
     "U": "loss function, on the log-sum-exps of all stages",
     "T": "gradients of this stage's rows, by the log-sum-exps of all stages",
     "B": "backward of the layers, from the gradient that the other stages make",
@@ -39,29 +39,8 @@ _PASSES = {
 }
 
 
-@dataclass
-class Arguments:
-    """The arguments of Megatron's schedule."""
-
-    forward_step_func: Callable[..., Any]
-    data_iterator: Any
-    model: Any
-    num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
-    decoder_seq_length: int | None = None
-    forward_only: bool = False
-    collect_non_loss_data: bool = False
-    first_val_step: bool | None = None
-    adjust_tensor_shapes_fn: Any = None
-    p2p_communicator: Any = None
-    pg_collection: Any = None
-    grad_finalize_pgs: Any = None
-    force_all_reduce: bool = False
-
-
 class Step:
-    """A step's passes, in their order; `Waiting` uses `infers` and `grad`."""
+    """A step's passes, in their order; implements `server.Answers` for `Waiting`."""
 
     infers = False
 
@@ -69,7 +48,7 @@ class Step:
         self.seams, self.schedules = seams, seams.schedules
         self.rows, self.arguments = rows, arguments
         self.pipeline: Pipeline = rows.pipeline
-        self.head = self.pipeline.head
+        self.head: HeadPhases = self.pipeline.head
         self.root, self.is_last = self.pipeline.last, self.pipeline.rank == self.pipeline.last
         self.config = self.schedules.get_model_config(arguments.model)
         self.trains = not arguments.forward_only
@@ -97,7 +76,7 @@ class Step:
             timers("forward-backward", log_level=1).start(barrier=barrier)
         stage = f"stage {self.pipeline.rank} of {self.pipeline.size}"
         with failing_in(f"{stage}, the beginning of a step"):
-            self._begin()
+            self._start()
         passes = {
             "F": self._forward,
             "S": self._statistics,
@@ -111,7 +90,7 @@ class Step:
             if self.trains or kind != "B":
                 with failing_in(f"{stage}, microbatch {index}, {_PASSES[kind]}"):
                     passes[kind](index)
-        with failing_in(f"{stage}, the end of a step, where what is under way arrives"):
+        with failing_in(f"{stage}, the end of a step, which waits for the last transfers"):
             self._await_sums(0)
             self.pipeline.finish_sends()
             if self.tied is not None:
@@ -122,15 +101,15 @@ class Step:
             timers("forward-backward").stop()
         return self._store
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         if self.trains:
             self._sync.disable()
         # By its __call__: hooks that gather parameters run before it.
         self.rows()
         self.head.start_step(record=self.trains)
         if self.trains:
-            self._begin_grads()
-        self.pipeline.begin(self.arguments.num_microbatches, trains=self.trains)
+            self._sum_into_main_grad()
+        self.pipeline.start_step(self.arguments.num_microbatches, trains=self.trains)
 
     def _finish(self) -> None:
         arguments = self.arguments
@@ -213,7 +192,7 @@ class Step:
             raise PatchError(
                 f"hidden states of every microbatch must be {wanted}, by seq_length, "
                 f"micro_batch_size and pipeline_dtype, got {got}: pad microbatches to one shape, "
-                "and set pipeline_dtype to what stages make"
+                "and set pipeline_dtype to the dtype of the stages' outputs"
             )
 
     def _post(self, index: int, output: Any) -> Tensor:
@@ -223,9 +202,8 @@ class Step:
             raise PatchError(
                 "forward_step_func must return the model's losses as the model's "
                 "compute_language_model_loss returned them, unchanged, got "
-                f"{type(output).__name__}: compute with them in the loss function; where the model "
-                "is called without labels its logits are asked for, which vocab_over_pipeline has "
-                "not"
+                f"{type(output).__name__}: compute with them in the loss function, and call the "
+                "model with labels, since vocab_over_pipeline computes no logits"
             )
         hidden, labels, _ = accepted
         self._accepted = None
@@ -290,21 +268,22 @@ class Step:
         grad = torch.ones_like(output[0]) if self.is_last else self.pipeline.receive_backward()
         if index == self.arguments.num_microbatches - 1:
             self._sync.enable_for_last(self.pipeline.rank)
-        (sent,) = self.seams.backward_step(
-            input_tensor=received,
-            output_tensor=output,
-            output_tensor_grad=[grad],
+        (input_grad,) = self.seams.backward_step(
+            received,
+            output,
+            [grad],
             config=self.config,
             model_type=self.schedules.get_model_type(self.arguments.model),
-            pipeline_model_parallel_size=self.pipeline.size,
+            num_stages=self.pipeline.size,
         )
-        self.pipeline.send_backward(sent)
+        self.pipeline.send_backward(input_grad)
 
-    def _await_sums(self, but: int) -> None:
-        while len(self._unawaited) > but:
+    def _await_sums(self, at_most: int) -> None:
+        """Waits for the oldest sums, until at most so many are left unawaited."""
+        while len(self._unawaited) > at_most:
             self.head.take(self._unawaited.pop(0))
 
-    def _begin_grads(self) -> None:
+    def _sum_into_main_grad(self) -> None:
         main_grad = getattr(self.rows.weight, "main_grad", None)
         if main_grad is not None and main_grad.dtype == torch.float32:
             self.head.grads.add_into(main_grad)

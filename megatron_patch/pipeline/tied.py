@@ -14,15 +14,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from cce_dist.pipeline.embedding import TiedEmbedding
+from cce_dist.pipeline.phases import EmbeddingPhases
 from cce_dist.planner.orders.circles import asked_at
 from megatron_patch.errors import PatchError
+from megatron_patch.pipeline.arguments import Arguments
 from megatron_patch.pipeline.rows import Rows
 
 # While one microbatch's tokens are looked up, the tokens of so many others are on their way.
 AHEAD = 1
 
 
-class SpreadEmbedding(nn.Module):
+class ShardedEmbedding(nn.Module):
     """The first stage's word_embeddings, looked up in the rows of `Rows`."""
 
     def __init__(self, rows: Rows, *, reduce_scatters: bool) -> None:
@@ -72,7 +74,7 @@ class Recorder:
 class TiedStep:
     """The passes E and G of one call of the schedule, and the first stage's data."""
 
-    def __init__(self, embedding: TiedEmbedding, rows: Rows, arguments: Any) -> None:
+    def __init__(self, embedding: EmbeddingPhases, rows: Rows, arguments: Arguments) -> None:
         self.embedding, self.rows, self.arguments = embedding, rows, arguments
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
@@ -107,9 +109,9 @@ class TiedStep:
         self.arguments.forward_step_func(self.arguments.data_iterator, recorder)
         if len(recorder.calls) != 1:
             raise PatchError(
-                "forward_step_func must call the model that it is given, once, got "
-                f"{len(recorder.calls)} calls: with a tied embedding the first stage's data is "
-                "read before the model is run"
+                "forward_step_func must call its argument `model` once, got "
+                f"{len(recorder.calls)} calls: with a tied embedding the first stage reads its "
+                "data before the model runs"
             )
         self._calls[index] = args, kwargs = recorder.calls[0]
         tokens = args[0] if args else kwargs.get("input_ids")

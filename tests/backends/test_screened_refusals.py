@@ -34,10 +34,16 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"dtype": torch.float32, "backend": "torch"},
         r"cannot run here: hidden is torch.float32, whose digits",
     ),
-    "entropy": ({"stats": ("lse", "entropy")}, r"stats=\('entropy',\) would be those of 8-bit"),
+    "entropy": (
+        {"stats": ("lse", "entropy")},
+        r"stats must not have 'entropy' with logits=\"screened\"",
+    ),
     "no_effect": ({"logits": "full", "screen": Screen(max_kept=0.5)}, r"has no effect"),
     "no_screen": ({"screen": "int8"}, r"screen must be a cce_dist.Screen, got 'int8'"),
-    "no_copy": ({"quantized_weight": torch.ones(3)}, r"what quantize_weight returns"),
+    "no_copy": (
+        {"quantized_weight": torch.ones(3)},
+        r"a QuantizedWeight, which quantize_weight returns",
+    ),
 }
 
 

@@ -70,7 +70,7 @@ def test_kernels_correct_tails_as_torch_does(
 ) -> None:
     """By the same masses; also of two blocks that are one group, the last with no token that
     counts, and by every third run of columns."""
-    from cce_dist.backends.eight_bits import MOST_LOST
+    from cce_dist.backends.eight_bits import MOST_LOST_SHARE
     from cce_dist.backends.torch.screened import EightBit
     from cce_dist.backends.torch.tiles import TileSize
     from cce_dist.backends.triton import stats as triton_stats
@@ -78,34 +78,34 @@ def test_kernels_correct_tails_as_torch_does(
 
     corrected, samples = [], 16 if softcap is None else 64
 
-    def correct(run: Any, made: Any, rounding: Any, full: Tensor, threshold: float) -> Any:
+    def correct(state: Any, made: Any, rounding: Any, full: Tensor, threshold: float) -> Any:
         before = made.unkept.clone(), made.dropped.clone()
-        wait = correct_tail(run, made, rounding, full, threshold)
+        wait = correct_tail(state, made, rounding, full, threshold)
         wait()
-        head = replace(run.head, quantized=rounding.rows)
-        eight = EightBit.of(run.tokens, head, Screen(dtype=bits))
-        mass = run.parts["mass"].float().clamp_min(0)
-        mass[int(run.shape[0]) :] = 0
+        head = replace(state.head, quantized=rounding.rows)
+        eight = EightBit.of(state.tokens, head, Screen(dtype=bits))
+        mass = state.buffers.mass.float().clamp_min(0)
+        mass[int(state.shape[0]) :] = 0
         share = mass.view(len(mass) // per_group, per_group, -1).sum(1)
         share[:, torch.arange(share.shape[1]) // 16 % every != 0] = 0
         of_blocks = (share / share.sum(1, keepdim=True)).repeat_interleave(per_group, 0)
         expected = eight.tail_error(of_blocks, TileSize(128, 500))
-        count = int(run.count)
+        count = int(state.count)
         assert float(expected[:count].abs().max()) > 5e-4
         slope = (before[1] - before[0]).exp()[:count]
         off = expected[:count] * slope
         if bits == "e4m3":
-            counting = EightBit.of(run.tokens.slice(0, count), head, Screen(dtype=bits))
-            near = near_columns(run.parts["mass"], threshold, count)
-            assert bool((near.sum(1) > samples).any())
-            assert softcap is None or bool((near.sum(1) < samples).any())
-            lost = counting.selection_error(near, made.lse[:count])
-            of_kernels, launch = selection_error(run, made, full, threshold)
+            counting = EightBit.of(state.tokens.slice(0, count), head, Screen(dtype=bits))
+            near_threshold = near_columns(state.buffers.mass, threshold, count)
+            assert bool((near_threshold.sum(1) > samples).any())
+            assert softcap is None or bool((near_threshold.sum(1) < samples).any())
+            lost_mass = counting.selection_error(near_threshold, made.lse[:count])
+            of_kernels, launch = selection_error(state, made, full, threshold)
             launch()
-            size = float(lost.square().mean().sqrt())
-            torch.testing.assert_close(of_kernels[:count], lost, atol=0.01 * size, rtol=0.01)
+            size = float(lost_mass.square().mean().sqrt())
+            torch.testing.assert_close(of_kernels[:count], lost_mass, atol=0.01 * size, rtol=0.01)
             tail = (before[0][:count] - off - made.lse[:count]).exp()
-            off -= (lost / tail).clamp(-MOST_LOST, MOST_LOST).log1p()
+            off -= (lost_mass / tail).clamp(-MOST_LOST_SHARE, MOST_LOST_SHARE).log1p()
         for old, new in zip(before, (made.unkept, made.dropped), strict=True):
             found = (old - new)[:count]
             torch.testing.assert_close(found, off, atol=3e-6, rtol=2e-3)
@@ -115,7 +115,7 @@ def test_kernels_correct_tails_as_torch_does(
     correct_tail = triton_stats.correct_tail
     monkeypatch.setattr("cce_dist.backends.triton.stats.correct_tail", correct)
     for module in ("triton.screened.selection_error", "torch.screened"):
-        monkeypatch.setattr(f"cce_dist.backends.{module}.NEAR_COLUMNS", samples)
+        monkeypatch.setattr(f"cce_dist.backends.{module}.NEAR_THRESHOLD_COLUMNS", samples)
     tail_error = "cce_dist.backends.triton.screened.tail_error"
     monkeypatch.setattr(f"{tail_error}.MOST_GROUPS", 4 // per_group)
     monkeypatch.setattr(f"{tail_error}.every_for_centre", lambda _: every)
@@ -130,11 +130,11 @@ def test_kernels_correct_tails_as_torch_does(
 
 def near_columns(mass: Tensor, threshold: float, count: int) -> Tensor:
     """By the kernels' masses of blocks with tokens that count."""
-    from cce_dist.backends.eight_bits import NEAR_NATS
+    from cce_dist.backends.eight_bits import NEAR_THRESHOLD_NATS
 
     tokens = (count - 128 * torch.arange(-(-count // 128))).clamp_max(128)
     least = (threshold * tokens / 128)[:, None]
-    mass, reach = mass[: len(tokens)].float().abs(), math.exp(NEAR_NATS)
+    mass, reach = mass[: len(tokens)].float().abs(), math.exp(NEAR_THRESHOLD_NATS)
     return (mass * reach >= least) & (mass < least * reach)
 
 
@@ -142,7 +142,7 @@ def near_columns(mass: Tensor, threshold: float, count: int) -> Tensor:
 def test_what_the_choice_of_columns_costs_a_tail_is_known(seed: int) -> None:
     """Beside a tail that is chosen by exact masses, in the mean over tokens: some of a block are
     alike, so that a column's error is that of several, and of its mass."""
-    from cce_dist.backends.eight_bits import NEAR_NATS
+    from cce_dist.backends.eight_bits import NEAR_THRESHOLD_NATS
     from cce_dist.backends.torch.screened import EightBit
 
     made, num_columns, dim, keep = generator(seed), 20000, 32, 0.02
@@ -161,12 +161,12 @@ def test_what_the_choice_of_columns_costs_a_tail_is_known(seed: int) -> None:
         ((rounded - exact) * (mass < keep).repeat_interleave(128, 0)).sum(1).mean()
         for mass in masses
     ]
-    reach = math.exp(NEAR_NATS)
-    near = (masses[1] * reach >= keep) & (masses[1] < keep * reach)
-    found = eight.selection_error(near, lse[:, 0].float()).mean()
-    lost = off[0] - off[1]
-    assert float(lost) > 1e-4
-    assert abs(float(found - lost)) < 0.25 * float(lost)
+    reach = math.exp(NEAR_THRESHOLD_NATS)
+    near_threshold = (masses[1] * reach >= keep) & (masses[1] < keep * reach)
+    found = eight.selection_error(near_threshold, lse[:, 0].float()).mean()
+    lost_mass = off[0] - off[1]
+    assert float(lost_mass) > 1e-4
+    assert abs(float(found - lost_mass)) < 0.25 * float(lost_mass)
 
 
 @pytest.mark.parametrize("bits", EIGHT_BITS)

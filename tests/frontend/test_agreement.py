@@ -146,7 +146,7 @@ WITH_SAME_ROWS |= {kind: "[0, 1, 2]" for kind in ("whole", "whole_without_tokens
 def test_check_ranks_wants_other_rows_of_weight_on_every_rank(kind: str) -> None:
     # Targets are of several ranks, or there are none: nothing but the weight tells.
     for message in shared_pool().run(WORLD_SIZE, with_weights, kind):
-        assert f"the same values on ranks {WITH_SAME_ROWS[kind]}: rows that" in message, message
+        assert f"the same values on ranks {WITH_SAME_ROWS[kind]}: equal rows" in message, message
         assert "weight.chunk(3)[rank]" in message and "group=None" in message
 
 

@@ -93,7 +93,7 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     **{
         f"weight_{dtype}".removeprefix("torch."): (
             {"weight": torch.ones(V, D).to(dtype)},
-            rf"weight must be bf16, .*{dtype}: a quantised weight.*autocast casts none",
+            rf"weight must be bf16, .*{dtype}: a quantised weight.*autocast does not cast it",
         )
         for dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     },
@@ -111,7 +111,7 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "weight_of_one_dim": (
         {"weight": torch.ones(V * D // 2)},
-        rf"got \[{V * D // 2}\]; if FSDP has left.*within the forward.*summon_full_params.*unshard",
+        rf"got \[{V * D // 2}\]; if FSDP has split.*within the.*summon_full_params.*unshard",
     ),
     "targets_long": (
         {"targets": torch.zeros(N + 1, dtype=torch.int64)},

@@ -193,7 +193,7 @@ def another_release() -> None:
         pytest.raises(
             PatchError,
             match=r"ColumnParallelLinear.forward must take \(self, input_, weight, "
-            r"runtime_gather_output\), found \(self, input_, weight, more\) in megatron.core \d",
+            r"runtime_gather_output\), got \(self, input_, weight, more\) in megatron.core \d",
         ),
     ):
         megatron_patch.apply()

@@ -239,7 +239,7 @@ def what_has_no_gradient_is_refused() -> None:
     with torch.no_grad():
         hidden.mul_(2)
     for use in (lambda: model.compute_language_model_loss(labels, later), lambda: later + 1):
-        with pytest.raises(PatchError, match="input was changed in place after"):
+        with pytest.raises(PatchError, match="input must not change in place after"):
             use()
 
 
@@ -250,5 +250,5 @@ def options_that_only_our_loss_knows() -> None:
         with megatron_patch.patched(model, **{name: value}):
             logits, _ = model.output_layer(hidden)
             for changed_logits in (logits / 2, logits.mul_(2)):
-                with pytest.raises(PatchError, match=rf"{name}={value} is of a loss without"):
+                with pytest.raises(PatchError, match=rf"{name}={value} needs a loss without"):
                     model.compute_language_model_loss(labels, changed_logits)

@@ -127,14 +127,14 @@ def one_copy_a_step() -> None:
 
 
 def refusals() -> None:
-    with pytest.raises(PatchError, match=r"has not the digits of an fp32 model \(params_dtype\)"):
+    with pytest.raises(PatchError, match=r"has too few digits for an fp32 model \(params_dtype\)"):
         megatron_patch.apply(make_model(Setup(tp=2)), **OPTIONS)
     from megatron.core.pipeline_parallel import schedules
 
     names = [name for name in vars(schedules) if name.startswith("forward_backward_")]
     before = {name: getattr(schedules, name) for name in names}
     with mock.patch.object(schedules, names[0], None):
-        with pytest.raises(PatchError, match=rf"{names[0]} is not there"):
+        with pytest.raises(PatchError, match=rf"{names[0]} is missing"):
             megatron_patch.apply(**OPTIONS)
         assert megatron_patch.status().options is None
     model = make_model(SETUP)

@@ -171,7 +171,7 @@ def heads_that_change_once_they_are_patched() -> None:
         head_loss(model, hidden, labels)
     layer.bias = None
     model.output_layer = Adapter(layer)
-    with pytest.raises(PatchError, match=r"has been replaced since, by a .*Adapter"):
+    with pytest.raises(PatchError, match=r"was replaced after apply\(\), by a .*Adapter"):
         head_loss(model, hidden, labels)
     model.output_layer = layer
     head_loss(model, hidden, labels)
@@ -240,7 +240,7 @@ def functions_that_are_not_megatrons() -> None:
                     mock.patch.object(owner, name, other),
                     pytest.raises(
                         PatchError,
-                        match=rf"{owner.__name__}.{name} is megatron.core.*not Megatron's own in",
+                        match=rf"{owner.__name__}.{name} must be Megatron's own .* megatron.core",
                     ),
                 ):
                     megatron_patch.apply(*given, **EXACT)

@@ -204,7 +204,7 @@ def test_command_checks_and_refuses(
         (
             ("--gradient", "exact", "x.py"),
             {"MEGATRON_PATCH_LOGITS": "screened"},
-            "computes exactly what the filter keeps and needs gradient='filtered', got 'exact'",
+            "screened' needs gradient='filtered', whose filter chooses the columns",
         ),
         (("--logits", "8", "x.py"), {}, "logits must be one of 'full', 'screened', got '8'"),
         (("--quantize-once", "0", "x.py"), {}, "quantize_once=False needs logits='screened'"),

@@ -160,8 +160,8 @@ class Wrong:
 TARGETS = r"targets of every microbatch must be \[2, 5\] torch.int64, .*got \[3, 5\] torch.int64"
 INPUTS = r"must have one shape, \[\[2, 5, 16\]\], .* got \[\[3, 5, 16\]\] in microbatch 0; pad"
 OUTPUTS = (
-    r"what stage 0 makes of every microbatch must be \[2, 5, 16\] torch.float64, which the next "
-    r"stage expects, got \[3, 5, 16\] torch.float64; pad"
+    r"the output of stage 0 must be \[2, 5, 16\] torch.float64, as the next "
+    r"stage expects of every microbatch, got \[3, 5, 16\] torch.float64; pad"
 )
 WRONG: dict[str, Wrong] = {
     "another batch": Wrong(another_batch, {FIRST: INPUTS, LAST: TARGETS}),

@@ -68,7 +68,7 @@ MISTAKES: dict[str, tuple[str, Any]] = {
         lambda g: _head(g, options=LossOptions(stats=("lse",))),
     ),
     "vocab_group": (
-        "vocab_group must have the ranks of group times those of tensor_group, 2 x 2, got 2",
+        "vocab_group must have as many ranks as group times tensor_group, 2 x 2, got 2",
         lambda g: _head(g, tensor_group=g),
     ),
     "sequence_parallel": (
@@ -112,7 +112,7 @@ def ids(group: Any) -> None:
     held = [weakref.ref(head._microbatches[index].posted[0]) for index in given]  # pyright: ignore
     for index in given:
         head.statistics(index)
-    with pytest.raises(RuntimeError, match="asked for once a microbatch, got 7 again"):
+    with pytest.raises(RuntimeError, match="called once a microbatch, got 7 again"):
         head.statistics(7)
     losses = [head.gradients(index, root) for index in given]
     assert rank == root or not any(ref() is not None for ref in held)

@@ -122,7 +122,7 @@ def _over_ranks(row: dict[str, str], plan: Plan) -> tuple[float, float]:
     costs = costs_of(plan.model, plan.job, plan.hardware)
     middle = make_stages(costs, plan.layout)[1]
     shard = head_cost(plan.model, replace(plan.job, tp=8), plan.hardware)
-    visit = shard.forward + shard.backward - shard.told
+    visit = shard.forward + shard.backward - shard.communication
     ranks = plan.job.pp
     times = StageTimes(
         (middle.forward,) * ranks,

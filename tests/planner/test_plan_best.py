@@ -14,7 +14,7 @@ from cce_dist.planner.cost.hardware import GIB, HARDWARE
 from cce_dist.planner.cost.job import SOFTWARE, Job
 from cce_dist.planner.cost.stages import costs_of
 from cce_dist.planner.flags import layout_string
-from cce_dist.planner.layouts import Parts, balanced_layout, fits_somehow, peak_of
+from cce_dist.planner.layouts import LayoutEstimates, balanced_layout, fits_somehow, peak_of
 from cce_dist.planner.models.model import Model
 from cce_dist.planner.models.presets import find_model
 from cce_dist.planner.plan import Plan, even_layout, make_plan, plan_layout, schedule_of
@@ -60,9 +60,9 @@ def test_no_layout_of_a_few_layers_is_much_better(shape: str, model: str) -> Non
     found, every = best_plan(chosen, job, H200), all_plans(chosen, job, H200)
     assert found.fits
     assert found.seconds <= 1.03 * min(plan.seconds for plan in every)
-    parts = Parts(costs_of(chosen, job, H200), found.prediction.schedule)
+    estimates = LayoutEstimates(costs_of(chosen, job, H200), found.prediction.schedule)
     for plan in every:
-        assert parts.least_seconds(plan.layout) <= plan.prediction.seconds * (1 + 1e-9)
+        assert estimates.least_seconds(plan.layout) <= plan.prediction.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -83,13 +83,13 @@ def test_layers_go_where_fewest_are_in_flight() -> None:
     job = replace(SHAPES["interleaved"], sequence=8192)
     costs = costs_of(PLAIN, job, H200)
     schedule = schedule_of(costs)
-    parts = Parts(costs, schedule)
+    estimates = LayoutEstimates(costs, schedule)
     peaks = [
         peak_of(costs, schedule, layout)
         for layout in (
             even_layout(9, 4),
-            balanced_layout(parts),
-            balanced_layout(parts, is_thrifty=True),
+            balanced_layout(estimates),
+            balanced_layout(estimates, is_thrifty=True),
         )
     ]
     assert peaks[2] < min(peaks[:2])

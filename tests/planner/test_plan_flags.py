@@ -65,7 +65,7 @@ def test_all_of_megatrons_flags() -> None:
 @pytest.mark.parametrize(
     ("model", "values", "message"),
     [
-        ("mixtral-8x7b", {"tp": 2}, "sequence_parallel must be set in Megatron with experts"),
+        ("mixtral-8x7b", {"tp": 2}, "sequence_parallel must be true in Megatron with experts"),
         ("llama3-8b", {"chunks": 2}, "pp must be >= 2 under Megatron's interleaved 1F1B, got 1"),
         (
             "llama3-8b",

@@ -172,18 +172,18 @@ def test_nearest_that_fits_instead_of_a_layout() -> None:
         ({"microbatch": 1.5}, "microbatch must be an integer >= 1, got 1.5"),
         ({"loss": "dens"}, r"loss must be one of .*got 'dens'"),
         ({"recompute": "some"}, r"recompute must be one of .*got 'some'"),
-        ({"cp": 3}, "sequence must be a multiple of 2 cp, 6, got 4096; the nearest is 4098"),
+        ({"cp": 3}, "sequence must be a multiple of 2 . cp, 6, got 4096; the nearest is 4098"),
         ({"dp": 4, "ep": 3}, "ep must divide dp . cp, 4, got 3; the nearest is 2"),
         ({"vocab_over": "pp", "pp": 2}, r"loss must be one of \('exact', 'filtered'\) with"),
         (
             {"loss": "exact", "schedule": "vocab"},
-            "schedule 'vocab' is that of .* vocab_over must be 'pp' or 'pp-tp', got 'last'",
+            "vocab_over must be 'pp' or 'pp-tp' under schedule 'vocab', got 'last'",
         ),
-        ({"schedule": "zbv"}, "chunks must be 2 under 'zbv', got 1"),
-        ({"schedule": "1f1b", "chunks": 2}, "chunks must be 1 under '1f1b', got 2"),
+        ({"schedule": "zbv"}, "chunks must be 2 under schedule 'zbv', got 1"),
+        ({"schedule": "1f1b", "chunks": 2}, "chunks must be 1 under schedule '1f1b', got 2"),
         (
             {"loss": "exact", "vocab_over": "pp", "pp": 2, "chunks": 2},
-            "chunks must be 1 under 'vocab', got 2; 'interleaved' has 2 or more, 'zbv' has 2",
+            "chunks must be 1 under schedule 'vocab', got 2; 'interleaved' has 2 or more",
         ),
     ],
 )
@@ -196,7 +196,7 @@ def test_bad_jobs_are_refused(values: dict[str, Any], message: str) -> None:
     ("values", "message"),
     [
         ({"tp": 3}, "tp must divide the model's 32 heads, got 3; the nearest is 2"),
-        ({"pp": 40}, r"must be <= the model's 32 layers and two .* got 40 . 1 = 40; .* is 34"),
+        ({"pp": 40}, r"must be <= 34, the model's 32 layers and two .* got 40 . 1 = 40; .* is 34"),
         ({"pp": 8, "chunks": 8}, r"got 8 . 8 = 64; the largest pp with these chunks is 4"),
         ({"pp": 1, "chunks": 35}, r"got 1 . 35 = 35; even pp 1 can have no more than 34 chunks"),
         ({"dp": 2, "ep": 2}, "ep must divide the model's 0 experts, got 2; the nearest is 1"),

@@ -124,4 +124,4 @@ def test_each_stage_is_described(schedule: str) -> None:
 
 def test_one_pipeline_rank_is_noted() -> None:
     plan = make_plan(LLAMA, Job(loss="exact", vocab_over="pp"), H200)
-    assert any("there is one pipeline rank" in note for note in describe(plan)["notes"])
+    assert any("there is only one pipeline rank" in note for note in describe(plan)["notes"])

@@ -180,7 +180,7 @@ def test_fit_to_ranks(values: dict[str, Any], num_ranks: int, expected: dict[str
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"parallel": {"tp": "al"}}, "parallel.tp must be an integer or all, got 'al'"),
+        ({"parallel": {"tp": "al"}}, "parallel.tp must be an integer >= 1 or all, got 'al'"),
         (
             {"parallel": {"tp": "all", "pp": 3}},
             "parallel.pp x parallel.tp must divide the number of ranks, got pp=3 and tp=all on 8",
@@ -191,11 +191,11 @@ def test_fit_to_ranks(values: dict[str, Any], num_ranks: int, expected: dict[str
         ),
         (
             {"global_batch": 12, "batch": 2},
-            "global_batch and batch exclude each other, got 12 and 2: leave one of them out",
+            "exclude each other, got global_batch=12 and batch=2: leave one of them out",
         ),
         (
             {"global_batch": 12},
-            "global_batch must be a multiple of the data-parallel ranks, got 12 and 8",
+            "must be a multiple of the number of data-parallel ranks, 8, got 12: the nearest is 16",
         ),
     ],
     ids=str,

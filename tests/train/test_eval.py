@@ -119,7 +119,7 @@ def dense_nats(weights: dict[str, Tensor], ids: np.ndarray, stride: int) -> Tens
 
 
 def texts_of(out: Path, checkpoint: Checkpoint) -> list[np.ndarray]:
-    cache = open_tokens(out / "cache", checkpoint.info["data_key"])
+    cache = open_tokens(out / "cache", checkpoint.data_key)
     return encode_texts(cache, [(out / name).read_text() for name in ("a.txt", "b.txt")])
 
 
@@ -246,8 +246,8 @@ def test_score_beyond_the_largest_float() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        pytest.param({"run": Path("none")}, "must hold a checkpoint of .*, found none", id="run"),
-        pytest.param({"checkpoint": 7}, "step 7, found those of steps 6, 12", id="checkpoint"),
+        pytest.param({"run_dir": Path("none")}, "must hold a checkpoint of .*, got none", id="run"),
+        pytest.param({"checkpoint": 7}, "step 7, got checkpoints of steps 6, 12", id="checkpoint"),
         pytest.param({"tp": 3}, "--tp must divide the number of ranks, got tp=3", id="tp"),
         pytest.param({"batch": 0}, "--batch must be >= 1, got 0", id="batch"),
         pytest.param({"sequence_length": 1}, "--sequence-length must be >= 2", id="length"),
@@ -255,14 +255,14 @@ def test_score_beyond_the_largest_float() -> None:
     ],
 )
 def test_eval_refuses_options(out: Path, changes: dict[str, Any], message: str) -> None:
-    request = Request(**{"run": out / "run", "texts": (out / "a.txt",), **changes})
+    request = Request(**{"run_dir": out / "run", "texts": (out / "a.txt",), **changes})
     with pytest.raises(ConfigError, match=message):
         load_request(request, num_ranks=2)
 
 
 def test_eval_refuses_texts_and_tokenizers(out: Path, tmp_path: Path) -> None:
     def refuse(message: str, *, text: Path, **changes: Any) -> None:
-        request = Request(run=out / "run", texts=(text,), **changes)
+        request = Request(run_dir=out / "run", texts=(text,), **changes)
         config = load_request(request, num_ranks=1)
         with pytest.raises(ConfigError, match=message):
             _, _, tokens = read_texts(request, config)
@@ -276,7 +276,7 @@ def test_eval_refuses_texts_and_tokenizers(out: Path, tmp_path: Path) -> None:
     text.write_text("short")
     refuse(r"must have at least the 16 tokens of a window, got \d: add text, or", text=text)
     refuse("the tokenizer of .* must be in .*--cache", text=text, cache=tmp_path)
-    key = find_checkpoint(out / "run" / "checkpoints", None).info["data_key"]
+    key = find_checkpoint(out / "run" / "checkpoints", None).data_key
     shutil.copytree(out / "cache" / key, tmp_path / key)
     (tmp_path / key / "info.json").write_text('{"num_merged": 302}')
     refuse("must have at most the 301 ids of .*, got 302", text=text, cache=tmp_path)
@@ -294,7 +294,7 @@ def test_eval_finds_the_tokenizer_from_any_folder(
     assert found["cache"] == str(out / "cache")
     found["config"]["data"]["cache"] = "runs/.cache"
     info.write_text(json.dumps(found))
-    request = Request(run=run, texts=(out / "a.txt",))
+    request = Request(run_dir=run, texts=(out / "a.txt",))
     config = load_request(request, num_ranks=1)
     tokens = read_texts(request, config)[2]
     expected = texts_of(out, find_checkpoint(out / "run" / "checkpoints", None))

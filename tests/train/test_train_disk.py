@@ -29,6 +29,7 @@ from cce_dist.train.data.tokens import prepare_tokens
 from cce_dist.train.disk import require_space, writing
 from cce_dist.train.errors import ConfigError, JobError
 from cce_dist.train.metrics import append_metrics, read_metrics, truncate_metrics
+from cce_dist.train.progress import StepRecord
 from tests.support.torchrun import read_losses, run_command, run_forked_training
 
 pytestmark = pytest.mark.timeout(180)
@@ -168,20 +169,31 @@ def test_checkpoint_bytes_is_about_right(tmp_path: Path) -> None:
     newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
     assert newest is not None
     # torch puts about 1 KiB around each of some 40 tensors.
-    rest = sum(newest.info["files"].values()) - checkpoint_bytes(load_config(config))
+    sizes = json.loads((newest.folder / "run.json").read_text())["files"].values()
+    rest = sum(sizes) - checkpoint_bytes(load_config(config))
     assert 0 < rest < 2**17
 
 
 def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
-    append_metrics(tmp_path, {"step": 1})
+    record = StepRecord(1, 2.0, 3.0, 4, 5.0, 6.0)
+    append_metrics(tmp_path, record)
     (tmp_path / "metrics.jsonl.partial").symlink_to(FULL)
     with pytest.raises(JobError, match=r"metrics\.jsonl could not be written in .*: No space left"):
         truncate_metrics(tmp_path, 1)
-    assert read_metrics(tmp_path) == [{"step": 1}]
+    assert read_metrics(tmp_path) == [
+        {
+            "step": 1,
+            "loss": 2.0,
+            "tokens_per_s": 3.0,
+            "peak_memory": 4,
+            "lr": 5.0,
+            "grad_norm": 6.0,
+        }
+    ]
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to(FULL)
     with pytest.raises(JobError, match=r"No space left .* are free there\. To do: .*--resume"):
-        append_metrics(tmp_path, {"step": 2})
+        append_metrics(tmp_path, record)
 
 
 @pytest.mark.parametrize("name", ["report.md", "loss.png"])

@@ -26,8 +26,11 @@ from cce_dist.vocab_shard import VocabShard
 
 
 class TorchBackend:
-    """Tiles of the logits in torch's own operators. It compiles nothing, and keeps no logits but a
-    chunk's of gradient="in_forward", in a store of [N, V_local] in the accumulation dtype."""
+    """Tiles of the logits by torch's operators; nothing is compiled.
+
+    The one store of logits is gradient="in_forward"'s, of a chunk: [N, V_local] in the accumulation
+    dtype.
+    """
 
     traits = Traits(
         counts_on_device=False,
@@ -88,7 +91,7 @@ class TorchBackend:
 
 
 def _ready(tokens: Tokens) -> Tokens:
-    """The tokens with hidden gathered, and targets of the dtype that torch indexes by."""
+    """Returns the tokens with hidden gathered, and with int64 targets, by which torch indexes."""
     if tokens.fill is not None:
         tokens.fill()
     return replace(tokens, local_targets=tokens.local_targets.long())

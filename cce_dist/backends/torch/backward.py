@@ -1,8 +1,8 @@
 """Backward over this rank's shard, in chunked eager torch.
 
 d_logits of a tile are recomputed (or taken from in_forward's buffer), multiplied into grad_hidden
-and grad_weight, and forgotten. What the filter drops is replaced, block by block of 128 tokens,
-by the product of its two marginals: docs/numerics.md#the-tail.
+and grad_weight, and freed. For each block of 128 tokens, the product of its two marginals replaces
+the part of d_logits that the filter drops: docs/numerics.md#the-tail.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from cce_dist.backends.torch.tiles import (
 from cce_dist.core.types import Head, Tokens, Upstream, accumulate_dtype, largest_operand
 from cce_dist.options import TOKEN_BLOCK
 
-# From this share of kept columns on a tile is computed whole and masked: gathering rows of the
-# weight then costs more than the products it saves.
+# The share of kept columns from which a tile is computed whole and masked: gathering rows of the
+# weight then costs more than the products that it saves.
 MASK_FROM = 0.5
 
 
@@ -39,8 +39,8 @@ def gradients(
     """Computes the gradients of this rank's shard (no communication). Deterministic.
 
     d_logits = p (g_nll + g_lse) - onehot g_nll - g_entropy p (z - lse + entropy); sums in fp32
-    (float64 for float64 inputs), each element of the weight's gradient stored once. The store, if
-    there is one, is that of `torch_forward.statistics`, and overwritten.
+    (float64 for float64 inputs), each element of the weight's gradient stored once. A store holds
+    the logits of `forward.statistics`, and is overwritten.
 
     Returns:
         [N, D] in the accumulation dtype, this shard's part of the hidden gradient.
@@ -88,31 +88,32 @@ def gradients(
 
 @dataclass
 class _Factors:
-    """The upstream gradients as d_logits needs them, [N]; `unit` scales 16-bit operands."""
+    """The upstream gradients as d_logits needs them, [N]; 16-bit operands are divided by
+    `grad_scale`."""
 
     probability: Tensor  # g_nll + g_lse, the factor of p
     target: Tensor | None  # g_nll
     smooth: Tensor | None
     entropy: Tensor | None
-    unit: Tensor  # power of two: d_logits over it are at most near `largest_operand`
+    grad_scale: Tensor  # power of two; d_logits over it are at most about `largest_operand`
 
     @classmethod
     def of(cls, upstream: Upstream, lse: Tensor, head: Head) -> _Factors:
         parts = [g for g in (upstream.nll, upstream.lse) if g is not None]
         probability = sum(parts[1:], parts[0]) if parts else torch.zeros_like(lse)
         gradients = (probability, upstream.nll, upstream.smooth_logit, upstream.entropy)
-        unit = torch.ones((), dtype=lse.dtype, device=lse.device)
+        grad_scale = torch.ones((), dtype=lse.dtype, device=lse.device)
         if lse.shape[0]:
             largest = torch.stack([g.abs().amax() for g in gradients if g is not None]).amax()
             largest *= abs(head.logit_scale) / largest_operand(head.weight.dtype)
             exponent = largest.clamp_min(torch.finfo(lse.dtype).tiny).log2().floor()
-            unit = exponent.exp2()
-        return cls(probability, upstream.nll, upstream.smooth_logit, upstream.entropy, unit)
+            grad_scale = exponent.exp2()
+        return cls(probability, upstream.nll, upstream.smooth_logit, upstream.entropy, grad_scale)
 
 
 @dataclass
 class _Sums:
-    """The memory where gradients accumulate; `columns` is the vocabulary tile that is open."""
+    """The memory where gradients accumulate; `columns` is that of the open vocabulary tile."""
 
     hidden: Tensor | None
     bias: Tensor | None
@@ -169,7 +170,7 @@ class _Task:
     def whole_tile(
         self, i0: int, i1: int, columns: Tensor, mask: Tensor | None, stored: Tensor | None
     ) -> None:
-        """Computes all columns of the open vocabulary tile; those outside `mask` count as
+        """Computes all columns of the open vocabulary tile; columns outside `mask` count as
         dropped."""
         v0, v1 = self.sums.start, self.sums.stop
         hidden = self.tokens.take(i0, i1).to(self.operands)
@@ -209,7 +210,7 @@ class _Task:
                 self.sums.bias.index_add_(0, index, grad.sum(0))
 
     def drawn_blocks(self, i0: int, i1: int, drawn: Tensor, times: Tensor) -> Tensor:
-        """Computes columns that stand for others; returns their d_logits' sum, [i1 - i0]."""
+        """Adds the drawn columns' hidden gradient; returns the sum of their d_logits, [i1 - i0]."""
         total = torch.zeros_like(self.lse[i0:i1])
         if self.sums.hidden is None:
             return total
@@ -250,10 +251,10 @@ class _Task:
         return grad if self.head.logit_scale == 1 else grad.mul_(self.head.logit_scale)
 
     def _to_operand(self, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        # A mean over tokens puts d_logits below fp16's smallest number: scale, undo at the sum.
+        # A mean over tokens puts d_logits below fp16's smallest number: the sum undoes this scale.
         if grad.dtype == self.operands:
             return grad, None
-        return (grad / self.factors.unit).to(self.operands), self.factors.unit
+        return (grad / self.factors.grad_scale).to(self.operands), self.factors.grad_scale
 
 
 def _slope_of(z: Tensor, head: Head) -> Tensor | None:
@@ -265,7 +266,7 @@ def _slope_of(z: Tensor, head: Head) -> Tensor | None:
 
 @dataclass
 class _Tail:
-    """The dropped part, as the product of its marginals: mass of each token x share of columns."""
+    """The dropped part as the product of its marginals: each token's mass x each column's share."""
 
     share: Tensor  # [num_blocks, V_local]
     mass: Tensor  # [N] upstream times dropped mass
@@ -297,14 +298,15 @@ class _Tail:
 
     def add_hidden(self, grad_hidden: Tensor) -> None:
         for block, (i0, i1) in enumerate(spans(grad_hidden.shape[0], TOKEN_BLOCK)):
-            # Mass that drawn columns did not add is added at the centroid: rows still sum to zero.
-            rest = self.mass[i0:i1] - self.drawn_mass[i0:i1]
-            grad_hidden[i0:i1].addr_(rest, self.centroid[block])
+            # The centroid takes the mass that drawn columns did not add: rows still sum to zero.
+            undrawn_mass = self.mass[i0:i1] - self.drawn_mass[i0:i1]
+            grad_hidden[i0:i1].addr_(undrawn_mass, self.centroid[block])
 
 
 @dataclass
 class _MeanLogit:
-    """Label smoothing's mean logit without softcap is linear: a rank-one term of the gradient."""
+    """The gradient of label smoothing's mean logit, a rank-one term: without a softcap that mean is
+    linear in hidden."""
 
     factors: Tensor  # [N] upstream times logit_scale / V
     column_sum: Tensor  # [D] sum_v class_weight_v C_v

@@ -1,4 +1,4 @@
-"""The filter in eager torch: from the forward's column masses to what each block keeps."""
+"""The filter in eager torch: from the forward's column masses to each block's kept columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cce_dist.backends.eight_bits import NEAR_NATS
+from cce_dist.backends.eight_bits import NEAR_THRESHOLD_NATS
 from cce_dist.backends.protocol import ColumnFilter, Room
 from cce_dist.backends.torch.tiles import (
     TileSize,
@@ -23,11 +23,11 @@ from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
 
 @dataclass(frozen=True)
 class ColumnMasses:
-    """Records of the forward for the filter, one value per column and block of 128 tokens.
+    """The forward's scores for the filter, one value per column and block of 128 tokens.
 
-    `mass` is an upper bound of sum_i p_iv softcap'(z_iv) over the block's tokens: normalised by
-    the best lower bound of each token's lse at the time. `tile_bound` is that bound, with which
-    the mass is tightened once lse is known. docs/numerics.md#column-masses.
+    `mass` is an upper bound of sum_i p_iv softcap'(z_iv) over the block's tokens: it is normalised
+    by the best lower bound of each token's lse at the time. `tile_bound` is that lower bound; the
+    mass is tightened by it once lse is known. docs/numerics.md#column-masses.
     """
 
     mass: Tensor  # [num_blocks, V_local]
@@ -35,8 +35,8 @@ class ColumnMasses:
     tile_bound: Tensor  # [num_tiles, N]
     tile_columns: int
     log_slope_sum: Tensor  # [N] log sum_v exp(z_v) softcap'(z_v) over the shard
-    # Where the forward has chosen, because it screens: [num_blocks, V_local] bool, the columns
-    # kept; and [N] the log of the same sum over the other columns.
+    # Where a screened forward has already chosen: the kept columns, [num_blocks, V_local] bool; and
+    # the log of the sum above over the dropped columns, [N].
     mask: Tensor | None = None
     log_dropped: Tensor | None = None
 
@@ -48,12 +48,12 @@ class ColumnMask:
     mask: Tensor  # [num_blocks, V_local] bool
     dropped_mass: Tensor  # [N] sum of p softcap'(z) over this shard's dropped columns
     share: Tensor | None  # [num_blocks, V_local], rows sum to 1 or 0; None: no tail
-    drawn: Tensor | None = None  # [num_blocks, V_local] bool: columns that stand for others
-    times: Tensor | None = None  # [V_local] how often, where they do
+    drawn: Tensor | None = None  # [num_blocks, V_local] bool: columns that stand in for others
+    times: Tensor | None = None  # [V_local] how many times a drawn column counts
 
     @property
     def scores(self) -> None:
-        """The masses are not needed any more."""
+        """None: the masses are not needed any more."""
         return None
 
 
@@ -68,8 +68,8 @@ def keep_columns(
     """Turns scores into the columns that each block keeps; None if nothing is dropped.
 
     A column is kept if its score reaches the threshold or if it is the target of one of the block's
-    tokens; or where the forward has chosen (screened logits) as it has. Recomputes the smaller one
-    of kept and dropped columns once, for `dropped_mass`, if the forward has not summed that.
+    tokens. A screened forward's own choice stays. If the forward has not summed the dropped mass,
+    the logits of the kept columns, or of the dropped ones where they are fewer, are computed again.
     """
     if len(tokens) == 0:
         return None
@@ -89,14 +89,14 @@ def keep_columns(
     mass = scores.mass * _tighten(scores, lse)
     drawn = times = None
     if rule.draws:
-        # Of the data: the same for the same inputs, another one in the next step.
+        # The seed follows from the data: the same inputs draw the same, the next step draws anew.
         seed = scores.log_slope_sum[:1].float().view(torch.int32)
-        level = levels_of(mask.shape[1], seed)
+        draw_level = draw_levels_of(mask.shape[1], seed)
         full = _block_tokens(len(tokens), mass) / TOKEN_BLOCK
         ratio = DRAW_FACTOR * rule.threshold * full / mass.clamp_min(torch.finfo(mass.dtype).tiny)
         exponent = torch.frexp(ratio).exponent - 1
-        drawn = (exponent.clamp_min(0) + 1 == level) & (mass > 0) & ~mask
-        times = torch.exp2(level.to(mass.dtype))
+        drawn = (exponent.clamp_min(0) + 1 == draw_level) & (mass > 0) & ~mask
+        times = torch.exp2(draw_level.to(mass.dtype))
     return ColumnMask(mask, dropped, _shares(mass, mask), drawn, times)
 
 
@@ -107,7 +107,7 @@ def shares_of(scores: ColumnMasses, lse: Tensor, mask: Tensor) -> Tensor:
 
 
 def _shares(mass: Tensor, mask: Tensor) -> Tensor:
-    """Returns `shares_of`. Args: mass: written."""
+    """Returns each column's share of its block's dropped mass. Args: mass: overwritten."""
     share = mass.masked_fill_(mask, 0)
     share /= share.sum(1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
     return share
@@ -121,12 +121,13 @@ def reaches(scores: ColumnMasses, lse: Tensor, rule: ColumnFilter) -> Tensor:
     return score * _tighten(scores, lse) >= rule.threshold * full
 
 
-def near_threshold(scores: ColumnMasses, lse: Tensor, threshold: float) -> Tensor:
-    """Marks columns whose mass is at most NEAR_NATS from the threshold, [num_blocks, V_local]."""
+def mark_near_threshold(scores: ColumnMasses, lse: Tensor, threshold: float) -> Tensor:
+    """Marks columns whose mass is at most NEAR_THRESHOLD_NATS from the threshold,
+    [num_blocks, V_local]."""
     assert scores.mass is not None
     mass = scores.mass * _tighten(scores, lse)
     least = threshold * _block_tokens(lse.shape[0], mass) / TOKEN_BLOCK
-    reach = math.exp(NEAR_NATS)
+    reach = math.exp(NEAR_THRESHOLD_NATS)
     return (mass * reach >= least) & (mass < least * reach)
 
 
@@ -138,18 +139,19 @@ def keep_targets(mask: Tensor, tokens: Tokens) -> Tensor:
 
 
 def _tighten(scores: ColumnMasses, lse: Tensor) -> Tensor:
-    """Returns the factor of the forward's bounds of masses once lse is known."""
+    """Returns the factor that tightens the forward's masses, once lse is known."""
     tighten = max_over_blocks((scores.tile_bound - lse).T).exp()  # [blocks, tiles]
     return tighten.repeat_interleave(scores.tile_columns, 1)[:, : scores.mass.shape[1]]
 
 
-def levels_of(num_columns: int, seed: Tensor) -> Tensor:
-    """Draws a level j >= 1 for each column, with probability 2^-j: docs/numerics.md#drawn-columns.
+def draw_levels_of(num_columns: int, seed: Tensor) -> Tensor:
+    """Draws each column's level j >= 1, with probability 2^-j: docs/numerics.md#drawn-columns.
 
     Args:
         seed: [1] int32
     Returns:
-        [num_columns] int64, at most 24; those of `level_of` in kernels/filter/column_lists.py.
+        [num_columns] int64, at most 24; the same as `draw_level_of` in
+            kernels/filter/column_lists.py.
     """
     low = 2**32 - 1
     column = torch.arange(num_columns, device=seed.device)
@@ -161,8 +163,8 @@ def levels_of(num_columns: int, seed: Tensor) -> Tensor:
 
 
 def _block_tokens(num_tokens: int, like: Tensor) -> Tensor:
-    """Counts the tokens of each block, [num_blocks, 1]: mass is a sum over them, and the last has
-    fewer."""
+    """Returns the number of tokens in each block, [num_blocks, 1]: the last may have fewer, and so
+    less mass."""
     full = like.new_full((like.shape[0], 1), TOKEN_BLOCK)
     full[-1] = num_tokens - (like.shape[0] - 1) * TOKEN_BLOCK
     return full

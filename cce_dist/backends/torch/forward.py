@@ -11,8 +11,9 @@ from torch import Tensor
 from cce_dist.backends.protocol import ForwardRequest, Room
 from cce_dist.backends.torch.filter import ColumnMasses
 from cce_dist.backends.torch.tiles import (
-    Tiles,
+    LogitTiles,
     TileSize,
+    exact_tiles,
     find_targets,
     logits_tile,
     max_over_blocks,
@@ -20,7 +21,6 @@ from cce_dist.backends.torch.tiles import (
     spans,
     squash,
     sum_over_blocks,
-    tiles_of,
 )
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Wanted, accumulate_dtype
@@ -41,8 +41,8 @@ class _RunningStats:
         self.surplus = full(0) if wanted.entropy else None  # sum of exp(z - max) (z - max)
         self.smooth = full(0) if wanted.smooth_logit else None
         self.argmax = full(-1).long() if wanted.correct else None
-        # Of z - origin, with the token's first logit as origin: Welford's running mean of numbers
-        # near 1000 would be off by more than their spread allows.
+        # Moments of z - origin, where origin is the token's first logit: Welford's running mean of
+        # numbers near 1000 would be off by more than their variance allows.
         self.origin, self.mean, self.m2 = full(0), None, None
         if wanted.moments:
             self.mean, self.m2 = full(0), full(0)
@@ -55,7 +55,7 @@ class _RunningStats:
         first_column: int,
         class_weight: Tensor | None,  # [columns]
     ) -> Tensor:
-        """Folds one tile in; returns `base` [n], with which z now holds exp(z - base)."""
+        """Adds one tile; returns `base` [n]: z now holds exp(z - base)."""
         if self.mean is not None and self.m2 is not None:
             self._add_moments(tokens, z, first_column)
         if self.smooth is not None:
@@ -68,7 +68,7 @@ class _RunningStats:
             index = torch.where(tile_max > old_max, index + first_column, self.argmax[tokens])
             self.argmax[tokens] = index
         new_max = torch.maximum(old_max, tile_max)
-        # A tile that is -inf throughout (a masked vocabulary range) must not give inf - inf.
+        # A tile of -inf alone (a masked vocabulary range) must not give inf - inf.
         base = new_max.masked_fill(new_max == -torch.inf, 0)
         rescale = (old_max - base).exp_()
         z.sub_(base[:, None])
@@ -86,7 +86,7 @@ class _RunningStats:
         return base
 
     def _add_moments(self, tokens: slice, z: Tensor, first_column: int) -> None:
-        """Takes Chan's pairwise update; `first_column` columns were seen before this tile."""
+        """Adds one tile by Chan's pairwise update, after `first_column` earlier columns."""
         assert self.mean is not None and self.m2 is not None
         if first_column == 0:
             self.origin[tokens] = z[:, 0].masked_fill(z[:, 0].isinf(), 0)
@@ -106,12 +106,12 @@ def statistics(
     tokens: Tokens,
     head: Head,
     request: ForwardRequest,
-    tiles: Tiles | None = None,  # of other logits than the exact ones
+    tiles: LogitTiles | None = None,  # None: tiles of the exact logits
 ) -> tuple[Stats, ColumnMasses | None]:
     """Computes statistics of every token over this rank's shard (no communication).
 
-    Of `request` neither the screen nor the bounds are used. The store, if there is one, is a tensor
-    [N, V_local] in the accumulation dtype, filled with z.
+    `request.screen` and `request.bounds` are not read. A store is a tensor [N, V_local] in the
+    accumulation dtype, and is filled with z.
 
     Returns:
         Stats with fields [N] in fp32 | float64; deterministic.
@@ -123,7 +123,7 @@ def statistics(
     weight, dtype = head.weight, accumulate_dtype(head.weight.dtype)
     num_tokens, num_columns = len(tokens), weight.shape[0]
     size = TileSize.choose(weight, request.room.workspace_bytes)
-    tiles = tiles_of(tokens, head) if tiles is None else tiles
+    tiles = exact_tiles(tokens, head) if tiles is None else tiles
     softcapped_mean = wanted.smooth_logit and head.softcap is not None
     collect = Wanted(softcapped_mean, wanted.entropy, wanted.correct, wanted.moments)
     running = _RunningStats(num_tokens, weight, collect, head.softcap is not None)
@@ -139,7 +139,7 @@ def statistics(
         for i0, i1 in spans(num_tokens, size.tokens):
             at = slice(i0, i1)
             z, slope = of_columns(i0, i1)
-            # From the tile itself: nll is then a difference of numbers that share their rounding.
+            # Taken from the tile itself, so that nll's two terms share their rounding.
             rows, columns_of = find_targets(tokens.local_targets[at], slice(v0, v1))
             target_logit[rows + i0] = z[rows, columns_of]
             if store is not None:
@@ -150,7 +150,7 @@ def statistics(
                 scores.tile_bound[tile, at] = bound
                 scale = (base - bound).exp_().masked_fill_(bound == -torch.inf, 0)
                 blocks = slice(i0 // TOKEN_BLOCK, -(-i1 // TOKEN_BLOCK))
-                mass = z if slope is None else slope  # add() left exp(z - base) softcap' there
+                mass = z if slope is None else slope  # add() wrote exp(z - base) softcap' to it
                 scores.mass[blocks, v0:v1] = sum_over_blocks(scale, mass)
                 if scores.largest is not None:
                     scores.largest[blocks, v0:v1] = max_over_blocks(z.mul_(scale[:, None]))
@@ -163,8 +163,8 @@ def statistics(
 
 def largest(tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
     """Returns each token's largest logit over this shard, in the accumulation dtype, and the first
-    column that has it, int64, [N] each; -inf and 0 over no columns, NaN and 0 where a logit is no
-    number. Not differentiable."""
+    column that has it, int64, [N] each: -inf and 0 over no columns, NaN and 0 where a logit is NaN.
+    Not differentiable."""
     weight, size = head.weight, TileSize.choose(head.weight, room.workspace_bytes)
     value = weight.new_full((len(tokens),), -torch.inf, dtype=accumulate_dtype(weight.dtype))
     index = torch.zeros(len(tokens), dtype=torch.int64, device=weight.device)
@@ -214,14 +214,13 @@ def _finish(
         origin_logit=None if running.mean is None else running.origin,
         mean_logit=running.mean,
         m2_logit=running.m2,
-        # There is no logit of no column that might not have been.
+        # A shard without columns has no logit in full precision: it counts as screened.
         screened=torch.full_like(lse, head.weight.shape[0] == 0) if wanted.screened else None,
     )
 
 
 def _target_bound(tokens: Tokens, head: Head, size: TileSize) -> Tensor:
-    """Computes z of each token's target before any tile is computed, -inf where it isn't here:
-    [N]."""
+    """Computes z of each token's target before any tile, [N]; -inf where the target isn't here."""
     dtype = accumulate_dtype(head.weight.dtype)
     out = torch.full((len(tokens),), -torch.inf, dtype=dtype, device=head.weight.device)
     if head.weight.shape[0] == 0:
@@ -251,7 +250,8 @@ def weighted_column_sum(head: Head, size: TileSize) -> tuple[Tensor, Tensor | No
 
 
 def _mean_logit_by_linearity(tokens: Tokens, head: Head, size: TileSize) -> Tensor:
-    """sum_v class_weight_v z_v / V over this shard: E . (sum_v class_weight_v C_v) / V, [N]."""
+    """Computes sum_v class_weight_v z_v / V over this shard as E . (sum_v class_weight_v C_v) / V,
+    [N]."""
     total, bias = weighted_column_sum(head, size)
     parts = [
         tokens.take(i0, i1).to(total.dtype) @ total for i0, i1 in spans(len(tokens), size.tokens)

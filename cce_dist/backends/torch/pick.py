@@ -9,7 +9,7 @@ from cce_dist.core.types import Picked
 
 
 def pick(ids: Tensor, ignore_index: int) -> Picked:
-    """Picks the targets of [N] ids that are not ignored. The host waits for how many they are."""
+    """Picks the ids, of [N], that are not ignored. The host waits for their number."""
     rows = (ids != ignore_index).nonzero()[:, 0]
     if rows.shape[0] == ids.shape[0]:
         return Picked(ids, None)
@@ -17,12 +17,12 @@ def pick(ids: Tensor, ignore_index: int) -> Picked:
 
 
 def pick_on_device(ids: Tensor, ignore_index: int) -> Picked:
-    """Moves the targets of [N] ids that are not ignored to the front. The host doesn't wait."""
+    """Moves the ids, of [N], that are not ignored to the front. The host doesn't wait."""
     valid = ids != ignore_index
     seen = valid.cumsum(0)
     count = seen[-1:] if ids.shape[0] else seen.new_zeros(1)
     place = torch.arange(ids.shape[0], device=ids.device)
-    # Those that count keep their order at the front, the others theirs behind them.
+    # Tokens that count stand in front; both they and the others keep their order.
     at = torch.where(valid, seen - 1, count + place - seen)
     rows = torch.empty_like(place).scatter_(0, at, place)
     ids = torch.empty_like(ids).scatter_(0, at, ids.masked_fill(~valid, 0))

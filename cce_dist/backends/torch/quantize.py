@@ -1,6 +1,6 @@
 """Rows in 8 bits, by the arithmetic of kernels/screened/quantize.py, in eager torch.
 
-`values` and what they stand for are those of the kernels, so that either backend reads either's.
+The rows are the kernels' rows, so that each backend can read the other's.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from cce_dist.backends.torch.tiles import spans
 from cce_dist.core.types import QuantizedRows, Tokens
 from cce_dist.options import Screen
 
-# Numbers that are widened to fp32 at a time.
+# The most elements that are widened to fp32 at a time.
 CHUNK_ELEMENTS = 2**18
-# A row of values is this many long, or a multiple: the kernels' descriptors ask for 16 bytes.
+# The length of a row of values is a multiple of this: the kernels' descriptors ask for 16 bytes.
 ALIGNED = 16
 
 
 def moments_of(matrix: Tensor, *, every: int = 1) -> Moments:
-    """Computes the moments of rows. Args: every: only each `every`-th row is read."""
+    """Computes the moments of a matrix's rows. Args: every: reads each `every`-th row alone."""
     taken = matrix[::every]
     sums = torch.zeros(2, matrix.shape[1], dtype=torch.float32, device=matrix.device)
     for _, rows in _in_fp32(taken):
@@ -39,7 +39,7 @@ def moments_of(matrix: Tensor, *, every: int = 1) -> Moments:
 
 
 def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRows:
-    """Quantises the weight as it suits these tokens, for them and others."""
+    """Quantises the weight with channels that suit these tokens, for them and for others."""
     moments = moments_of(tokens.take(0, len(tokens))).for_others()
     return quantize_weight(weight, moments, screen_dtype(screen, weight))
 
@@ -59,7 +59,7 @@ def quantize_weight(
 def quantize(
     source: Tensor,  # [R, D]
     centre: Tensor,  # [D] fp32: subtracted from each row
-    channel: Tensor,  # [D] fp32: by which each is then multiplied
+    channel: Tensor,  # [D] fp32: multiplies each centred row
     across: Tensor,  # [D] fp32
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +67,7 @@ def quantize(
 
     Returns:
         [R, stride] of `dtype`, 0 beyond D.
-        [2, R] fp32: that scale; row . across.
+        [2, R] fp32: the scale; row . across.
         [2, R] fp32: |x|^2; |x - scale times numbers|^2.
     """
     num_rows, dim = source.shape
@@ -82,7 +82,7 @@ def quantize(
         rounded = _rounded(x * (1 / step)[:, None], dtype)
         values[at, :dim] = rounded
         norm, along = x.square().sum(1), (x * rounded).sum(1)
-        # With which the rounding has no part along the row itself.
+        # This scale leaves the rounding error no component along the row itself.
         scale = torch.where(along > 0, norm / along, step)
         of_rows[0, at], of_rows[1, at] = scale, (rows * across).sum(1)
         size[0, at] = norm
@@ -91,8 +91,8 @@ def quantize(
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds x over its row's scale to the nearest number of 8 bits, in fp32; ties to even."""
-    # The largest may have become larger than that by the division's rounding.
+    """Rounds x, already divided by its row's scale, to 8-bit numbers, in fp32; ties to even."""
+    # The division's rounding may have raised the largest element above the format's largest.
     x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
     return x.round() if dtype == torch.int8 else x.to(dtype).float()
 

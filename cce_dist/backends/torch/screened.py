@@ -1,7 +1,7 @@
-"""A forward in 8 bits whose columns that matter are computed again, exactly, in eager torch.
+"""A screened forward in eager torch: 8-bit logits, then exact ones of the columns that matter.
 
-What the kernels of screened/steps.py compute, of the same numbers: a reference for
-them, and for machines that have none. It saves no time. docs/numerics.md#screened-logits
+It computes the same as the kernels of triton/screened/steps.py, from the same 8-bit rows: as their
+reference, and for machines without them. It saves no time. docs/numerics.md#screened-logits
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from cce_dist.backends.eight_bits import (
-    MOST_LOST,
-    NEAR_COLUMNS,
-    NEAR_NATS,
+    MOST_LOST_SHARE,
+    NEAR_THRESHOLD_COLUMNS,
+    NEAR_THRESHOLD_NATS,
     correct_for_rounding,
     screen_dtype,
     selects_by_errors,
@@ -26,7 +26,7 @@ from cce_dist.backends.torch.filter import (
     ColumnMasses,
     gathered_logits,
     keep_targets,
-    near_threshold,
+    mark_near_threshold,
     reaches,
     shares_of,
 )
@@ -41,11 +41,11 @@ from cce_dist.options import TOKEN_BLOCK, Screen
 def screened_statistics(
     tokens: Tokens, head: Head, request: ForwardRequest
 ) -> tuple[Stats, ColumnMasses | None]:
-    """Computes statistics of every token over this rank's shard, of 8-bit logits, but for the exact
-    ones of columns that matter. Deterministic.
+    """Computes statistics of every token over this rank's shard, from exact logits of kept columns
+    and 8-bit logits of all others. Deterministic.
 
-    Args: request: with a screen and a filter; its bounds are called once.
-    Returns: as `torch_forward.statistics`.
+    Args: request: has a screen and a filter; its bounds are called once.
+    Returns: as `forward.statistics`.
     """
     screen, rule = request.screen, request.filter
     assert screen is not None and rule is not None
@@ -57,7 +57,7 @@ def screened_statistics(
     assert scores is not None
     lse = stats.lse
     if request.bounds is not None:
-        # A rank that holds little of a token's mass would else take its few columns for all.
+        # By its own lse, a rank that holds little of a token's mass would keep its few columns.
         lse = logaddexp_parts(request.bounds(lse / math.log(2)) * math.log(2))
     if eight is None:
         return stats, scores
@@ -66,11 +66,13 @@ def screened_statistics(
     if share <= screen.max_kept:
         size = TileSize.choose(head.weight, request.room.workspace_bytes)
         mask = keep_targets(mask, tokens)
-        near = None
+        near_threshold = None
         if not rule.by_largest and selects_by_errors(eight.rows.values.dtype):
-            near = near_threshold(scores, lse, rule.threshold)
-        screened = _Screened.of(eight, stats, scores, mask, near, size, (stats.lse - lse).exp())
-        # Not true of NaN either.
+            near_threshold = mark_near_threshold(scores, lse, rule.threshold)
+        screened = _Screened.of(
+            eight, stats, scores, mask, near_threshold, size, (stats.lse - lse).exp()
+        )
+        # False for a NaN too.
         if screened.error <= screen.max_error:
             return screened.stats, screened.scores
     return statistics(tokens, head, request)
@@ -78,7 +80,7 @@ def screened_statistics(
 
 @dataclass(frozen=True)
 class EightBit:
-    """Hidden states and the weight in 8 bits, and the logits that their products stand for."""
+    """Hidden states and the weight in 8 bits, and the logits that follow from their products."""
 
     tokens: Tokens
     head: Head
@@ -100,77 +102,82 @@ class EightBit:
         return cls(tokens, head, values, of_tokens, rows, variance)
 
     def tiles(self, v0: int, v1: int) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
-        """See `torch_tiles.Tiles`."""
+        """Computes tiles of the 8-bit logits: see `LogitTiles`."""
         return self._tiles_of(slice(v0, v1))
 
     def gathered(self, i0: int, i1: int, index: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(z, softcap'(z)) of some tokens and the columns `index`, [n, len(index)]."""
+        """Computes (z, softcap'(z)) of some tokens and the columns `index`, [n, len(index)]."""
         return self._tiles_of(index)(i0, i1)
 
     def tail_error(self, share: Tensor, size: TileSize) -> Tensor:
-        """Returns the error of the log of each token's tail, [N] nats, from all that the columns of
-        its block's tail share. Source: docs/numerics.md#the-bias-of-the-tail.
+        """Computes the error of the log of each token's tail, [N] nats, that the columns of its
+        block's tail share. Source: docs/numerics.md#the-bias-of-the-tail.
 
-        Args: share: [num_blocks, V_local] of each column that is not kept; their sum is 1, or 0.
+        Args: share: [num_blocks, V_local] of each column that is not kept; rows sum to 1 or 0.
         """
         rows, weight, scale = self.rows, self.head.weight, self.head.logit_scale
         dim = weight.shape[1]
         mean = share.new_zeros(len(share), dim)
-        square, rest_square = torch.zeros_like(mean), torch.zeros_like(mean)
+        square, remainder_square = torch.zeros_like(mean), torch.zeros_like(mean)
         for v0, v1 in spans(weight.shape[0], size.columns):
             x = (weight[v0:v1].float() - rows.centre) * rows.channel
-            rest = rows.values[v0:v1, :dim].float() * rows.of_rows[0, v0:v1, None] - x
-            for out, of_columns in ((mean, x), (square, x.square()), (rest_square, rest.square())):
+            remainder = rows.values[v0:v1, :dim].float() * rows.of_rows[0, v0:v1, None] - x
+            for out, of_columns in (
+                (mean, x),
+                (square, x.square()),
+                (remainder_square, remainder.square()),
+            ):
                 out += share[:, v0:v1] @ of_columns
-        spread = (square - mean.square()).clamp_min_(0)
+        variance = (square - mean.square()).clamp_min_(0)
         off = torch.empty_like(self.variance)
         for block, (i0, i1) in enumerate(spans(len(self.tokens), TOKEN_BLOCK)):
             x = (self.tokens.take(i0, i1).float() - rows.hidden_centre) / rows.channel
-            rest = self.hidden[i0:i1, :dim].float() * self.of_tokens[0, i0:i1, None] - x
-            second = rest.square() @ spread[block] + x.square() @ rest_square[block]
+            remainder = self.hidden[i0:i1, :dim].float() * self.of_tokens[0, i0:i1, None] - x
+            second = remainder.square() @ variance[block] + x.square() @ remainder_square[block]
             second = scale**2 * second - self.variance[i0:i1]
-            off[i0:i1] = scale * (rest @ mean[block]) + 0.5 * second
+            off[i0:i1] = scale * (remainder @ mean[block]) + 0.5 * second
         return off
 
-    def selection_error(self, near: Tensor, lse: Tensor) -> Tensor:
-        """Returns the part that each token's tail has lost because masses by these logits decide
-        which columns are left in it, [N] over exp(lse). Source:
-        docs/numerics.md#the-bias-of-the-tail.
+    def selection_error(self, near_threshold: Tensor, lse: Tensor) -> Tensor:
+        """Computes the mass that each token's tail loses because 8-bit masses choose its columns,
+        [N] over exp(lse). Source: docs/numerics.md#the-bias-of-the-tail.
 
         Args:
-            near: [num_blocks, V_local] bool: columns whose masses are near the threshold.
-            lse: [N] of these logits.
+            near_threshold: [num_blocks, V_local] bool: columns whose masses are near the threshold.
+            lse: [N] of the 8-bit logits.
         """
-        lost = torch.zeros_like(lse)
+        lost_mass = torch.zeros_like(lse)
         for block, (i0, i1) in enumerate(spans(len(self.tokens), TOKEN_BLOCK)):
-            index = near[block].nonzero()[:, 0]
+            index = near_threshold[block].nonzero()[:, 0]
             total = len(index)
             if total == 0:
                 continue
-            if total > NEAR_COLUMNS:
-                place = torch.arange(NEAR_COLUMNS, device=index.device)
-                index = index[(place * total + NEAR_COLUMNS - 1) // NEAR_COLUMNS]
+            if total > NEAR_THRESHOLD_COLUMNS:
+                place = torch.arange(NEAR_THRESHOLD_COLUMNS, device=index.device)
+                index = index[
+                    (place * total + NEAR_THRESHOLD_COLUMNS - 1) // NEAR_THRESHOLD_COLUMNS
+                ]
             hidden = self.tokens.take(i0, i1).to(operand_dtype(self.head.weight))
             z, _ = gathered_logits(hidden, self.head, index)
             off = self.gathered(i0, i1, index)[0].sub_(z)
             p = z.sub_(lse[i0:i1, None]).exp_()
             mass = p.sum(0)
             moved = torch.where(mass > 0, ((p * off.exp()).sum(0) / mass).log(), 0.0)
-            # What is common to all columns, or to a token's logits, moves the threshold alone.
+            # An error that all columns or all of a token's logits share moves the threshold alone.
             moved -= (mass * moved).sum() / mass.sum().clamp_min(1e-30)
             off -= (p * off).sum(1, keepdim=True) / p.sum(1, keepdim=True).clamp_min(1e-30)
-            lost[i0:i1] = (p * off) @ moved * (total / len(index) / (2 * NEAR_NATS))
-        return lost
+            lost_mass[i0:i1] = (p * off) @ moved * (total / len(index) / (2 * NEAR_THRESHOLD_NATS))
+        return lost_mass
 
     def _tiles_of(self, at: slice | Tensor) -> Callable[[int, int], tuple[Tensor, Tensor | None]]:
-        # Rows of e4m3 can't be gathered; as bytes they can.
+        # torch cannot gather rows of e4m3, but their bytes.
         columns = self.rows.values.view(torch.uint8)[at].view(self.rows.values.dtype).float()
         scale, shift = self.rows.of_rows[:, at]
         bias = None if self.head.bias is None else self.head.bias[at].float()
 
         def tile(i0: int, i1: int) -> tuple[Tensor, Tensor | None]:
             of_token, moved = self.of_tokens[:, i0:i1, None]
-            # int8: whole numbers, whose sums fp32 holds exactly up to some 1,000 dims.
+            # Products of int8 are whole numbers: fp32 sums them exactly up to some 1,000 dims.
             x = (self.hidden[i0:i1].float() @ columns.T).mul_(scale).mul_(of_token)
             x.add_(shift).add_(moved)
             return squash(x if bias is None else x.add_(bias), self.head)
@@ -180,7 +187,7 @@ class EightBit:
 
 @dataclass(frozen=True)
 class _Screened:
-    """Statistics with kept columns by their exact logits, all others by their 8-bit ones."""
+    """Statistics from exact logits of kept columns and 8-bit logits of all others."""
 
     stats: Stats
     scores: ColumnMasses
@@ -190,24 +197,24 @@ class _Screened:
     def of(
         cls,
         eight: EightBit,
-        stats: Stats,  # of 8-bit logits alone, as are scores
+        stats: Stats,  # like scores, from 8-bit logits alone
         scores: ColumnMasses,
         mask: Tensor,  # [num_blocks, V_local] bool: columns that are kept
-        near: Tensor | None,  # of `selection_error`, where that counts
+        near_threshold: Tensor | None,  # of `selection_error`, where that counts
         size: TileSize,
-        here: Tensor,  # [N] share of the mass over all ranks that this shard's columns have
+        here: Tensor,  # [N] this shard's share of the mass over all ranks
     ) -> _Screened:
         tokens, head = eight.tokens, eight.head
         kept = torch.full_like(stats.lse, -torch.inf)
         target_logit = torch.zeros_like(kept)
-        # Of exp(z - lse) over columns that are not kept, and of the same times softcap'(z).
+        # Sums over columns that are not kept: of exp(z - lse), and of exp(z - lse) softcap'(z).
         unkept, dropped = torch.empty_like(kept), torch.empty_like(kept)
         totals = (torch.ones_like(kept), (scores.log_slope_sum - stats.lse).exp())
         for block, (i0, i1) in enumerate(spans(len(tokens), TOKEN_BLOCK)):
             hidden = tokens.take(i0, i1).to(operand_dtype(head.weight))
             for index in mask[block].nonzero()[:, 0].split(size.columns):
                 z, _ = gathered_logits(hidden, head, index)
-                # nll is then a difference of two numbers that share the target's logit.
+                # From the same logits as lse, so that nll's two terms share the target's logit.
                 rows, at = find_targets(tokens.local_targets[i0:i1], index)
                 target_logit[i0 + rows] = z[rows, at]
                 kept[i0:i1] = torch.logaddexp(kept[i0:i1], z.logsumexp(1))
@@ -218,12 +225,12 @@ class _Screened:
                 out[i0:i1] = (total[i0:i1] - part).clamp_min_(0) if few_kept else part
         error = ((here * unkept).square() * eight.variance).mean().sqrt()
         off = eight.tail_error(shares_of(scores, stats.lse, mask), size)
-        # By softcap's mean slope there. Of a token without a tail nothing is off.
+        # Times softcap's mean slope over the tail. A token without a tail has no error.
         off = torch.where(unkept > 0, off * dropped / unkept, 0.0)
-        if near is not None:
-            lost = eight.selection_error(near, stats.lse) / (unkept * (-off).exp())
-            lost = lost.clamp(-MOST_LOST, MOST_LOST)
-            off = torch.where(unkept > 0, off - lost.log1p(), 0.0)
+        if near_threshold is not None:
+            lost_mass = eight.selection_error(near_threshold, stats.lse) / (unkept * (-off).exp())
+            lost_mass = lost_mass.clamp(-MOST_LOST_SHARE, MOST_LOST_SHARE)
+            off = torch.where(unkept > 0, off - lost_mass.log1p(), 0.0)
         log_unkept = stats.lse + unkept.log() - off
         lse = torch.logaddexp(kept, log_unkept)
         screened = None if stats.screened is None else torch.ones_like(lse)
@@ -238,7 +245,7 @@ class _Screened:
 def _sums(
     eight: EightBit, lse: Tensor, i0: int, i1: int, columns: Tensor, size: TileSize
 ) -> tuple[Tensor, Tensor]:
-    """Sums exp(z - lse), and that times softcap'(z), over some columns' 8-bit logits, [n]."""
+    """Sums exp(z - lse), and exp(z - lse) softcap'(z), over some columns' 8-bit logits, [n]."""
     plain, sloped = torch.zeros_like(lse), torch.zeros_like(lse)
     for index in columns.split(size.columns):
         z, slope = eight.gathered(i0, i1, index)

@@ -1,4 +1,4 @@
-"""Tiles of the logits in eager torch: their sizes, how one is made, how products accumulate."""
+"""Tiles of the logits in eager torch: their sizes, their computation, products that accumulate."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from cce_dist.options import TOKEN_BLOCK
 # its matrix products run as fast as those of larger tiles.
 CPU_TOKENS, CPU_COLUMNS = 512, 2048
 GPU_TOKENS, GPU_COLUMNS = 4096, 8192
-# First and last column -> first and last token -> (z, softcap'(z)) of that tile, which is its own.
-Tiles = Callable[[int, int], Callable[[int, int], tuple[Tensor, Tensor | None]]]
-# z, softcap's slope, the gradient, and one temporary of the same size.
+# Takes first and last column, then first and last token; returns (z, softcap'(z)) of the tile,
+# which the caller may overwrite.
+LogitTiles = Callable[[int, int], Callable[[int, int], tuple[Tensor, Tensor | None]]]
+# Tiles in memory at once: z, softcap's slope, the gradient, and one temporary.
 TILES_ALIVE = 4
 
 
@@ -103,7 +104,7 @@ def logits_tile(
     return squash(x, head, scale)
 
 
-def tiles_of(tokens: Tokens, head: Head) -> Tiles:
+def exact_tiles(tokens: Tokens, head: Head) -> LogitTiles:
     """Returns a function that computes tiles of the exact logits."""
     operands = operand_dtype(head.weight)
 
@@ -123,12 +124,12 @@ def tiles_of(tokens: Tokens, head: Head) -> Tiles:
 def sum_over_blocks(scale: Tensor, values: Tensor) -> Tensor:
     """Sums scale_i values_iv over each block of 128 tokens: [n], [n, C] -> [blocks, C]."""
     full = scale.shape[0] // TOKEN_BLOCK
-    whole, rest = full * TOKEN_BLOCK, scale.shape[0] - full * TOKEN_BLOCK
+    whole, remainder = full * TOKEN_BLOCK, scale.shape[0] - full * TOKEN_BLOCK
     sums = torch.bmm(
         scale[:whole].view(full, 1, TOKEN_BLOCK),
         values[:whole].view(full, TOKEN_BLOCK, values.shape[1]),
     )[:, 0]
-    if not rest:
+    if not remainder:
         return sums
     return torch.cat([sums, (scale[whole:, None] * values[whole:]).sum(0, keepdim=True)])
 

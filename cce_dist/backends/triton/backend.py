@@ -1,4 +1,4 @@
-"""The backend in Triton: where each method of it stands."""
+"""The backend in Triton: each method, and the module that has it."""
 
 from __future__ import annotations
 

@@ -12,55 +12,57 @@ import torch
 
 from cce_dist.backends.protocol import BackwardRequest
 from cce_dist.backends.triton.backward.filtered import products
-from cce_dist.backends.triton.backward.state import Backward, GradBuffers
-from cce_dist.backends.triton.launch.tiles import REST, UNTIL_HIDDEN, WHOLE
+from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
+from cce_dist.backends.triton.launch.tiles import AFTER_HIDDEN, ALL, UNTIL_HIDDEN
 from cce_dist.core.types import Head, LocalGrads, Tokens
 
 
 def backward(tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads:
     """Computes the gradients of this rank's shard. Deterministic.
 
-    The store is what the forward was given, and used up. A sum over ranks starts as soon as nothing
-    else but the weight's gradient is left to compute.
+    `request.store` is the forward's, and is overwritten. A sum over ranks starts as soon as only
+    the weight's gradient is left to compute.
 
-    Returns: hidden's in the dtype of its sum, or in fp32; 0 for tokens that don't count.
+    Returns: the hidden gradient in the dtype of its sum, or in fp32; 0 for tokens that don't count.
     Source: block-sparse products as in MegaBlocks, arXiv:2211.15841; docs/numerics.md#the-tail.
     """
-    run = Backward.of(tokens, head, request)
-    weight, hidden, into = run.weight, request.hidden, request.weight
+    state = BackwardState.of(tokens, head, request)
+    weight, hidden, into = state.weight, request.hidden, request.weight
     grad_hidden = grad_bias = rows = wait = None
     if request.bias:
         grad_bias = weight.new_empty(weight.shape[0], dtype=torch.float32)
     if hidden is not None:
-        shape = (run.pieces, len(tokens), weight.shape[1])
+        shape = (state.pieces, len(tokens), weight.shape[1])
         grad_hidden = weight.new_empty(shape, dtype=torch.float32)
     if into is not None:
-        # A buffer whose rows are not contiguous: through a copy, rather than a slower kernel.
+        # Rows that are not contiguous take a copy, rather than a slower kernel.
         whole = into.rows.stride(1) == 1 or into.rows.shape[1] == 1
         rows = into.rows if whole else into.rows.contiguous()
     accumulate = into is not None and into.accumulate
-    # Nothing else holds the pieces of the hidden gradient, nor the workspace.
+    # Only `launch` holds the workspace, and only it and `grad_hidden` the hidden gradient's pieces.
     launch = products(
-        run,
+        state,
         GradBuffers(grad_hidden, rows, grad_bias, accumulate),
         shares_device=request.room.shares_device,
     )
-    has_rest = hidden is not None and not hidden.is_local and (request.bias or into is not None)
-    launch(UNTIL_HIDDEN if has_rest else WHOLE)
+    in_two_stages = (
+        hidden is not None and not hidden.is_local and (request.bias or into is not None)
+    )
+    launch(UNTIL_HIDDEN if in_two_stages else ALL)
     if grad_hidden is not None:
-        grad_hidden = grad_hidden[0] if run.pieces == 1 else grad_hidden.sum(0)
-    if not has_rest:
-        # Its workspace makes room for the stored hidden gradient.
+        grad_hidden = grad_hidden[0] if state.pieces == 1 else grad_hidden.sum(0)
+    if not in_two_stages:
+        # Frees the workspace, which makes room for the stored hidden gradient.
         launch = None
     if grad_hidden is not None and hidden is not None:
         part = grad_hidden
         if hidden.is_local:
-            grad_hidden = run.finish_hidden(part, hidden.part_dtype)
+            grad_hidden = state.finish_hidden(part, hidden.part_dtype)
         else:
-            wait = hidden.start(part, finish=lambda: run.finish_hidden(part, part.dtype))
+            wait = hidden.start(part, finish=lambda: state.finish_hidden(part, part.dtype))
     try:
         if launch is not None:
-            launch(REST)
+            launch(AFTER_HIDDEN)
         if into is not None and rows is not None and rows is not into.rows:
             into.rows.copy_(rows)
     finally:

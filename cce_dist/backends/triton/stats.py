@@ -8,6 +8,8 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -17,9 +19,10 @@ from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, MassFactors, marks_of
 from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
+from cce_dist.backends.triton.forward.extras import Extras
 from cce_dist.backends.triton.forward.operands import Finished, Launch
 from cce_dist.backends.triton.forward.shares import mass_factors
-from cce_dist.backends.triton.forward.state import Forward
+from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.forward.targets import Placed, add_targets, start_products
 from cce_dist.backends.triton.launch.arguments import for_kernels
 from cce_dist.backends.triton.screened.quantize import quantize_for, start_sums
@@ -42,8 +45,8 @@ def forward(
 ) -> tuple[Stats, Marks | None]:
     """Computes statistics of every token over this rank's shard. Deterministic.
 
-    The store is KeptLogits without a filter, or ListedLogits with a screen. Bounds are exchanged
-    once for each of `EXCHANGES`.
+    `request.store` is a KeptLogits without a filter, or a ListedLogits with a screen.
+    `request.bounds` is called once for each of `EXCHANGES`.
 
     Args: order_as: dtype of the marks' order; None: `order_dtype`.
     Returns:
@@ -60,47 +63,52 @@ def forward(
         if rule is not None and len(tokens) > TOKEN_BLOCK:
             tokens, order = in_similar_order(tokens)
         every = request.store if isinstance(request.store, KeptLogits) else None
-        run = Forward.of(tokens, head, request.wanted, rule is not None, every, screen is not None)
+        state = ForwardState.of(
+            tokens, head, request.wanted, rule is not None, every, screen is not None
+        )
     finally:
         sums = None if wait_for_sums is None else wait_for_sums()
     rounding = None
     if screen is not None:
-        run, rounding = with_eight_bits(run, screen, sums)
-    launches = run.launches(bounds is not None)
-    shard_lower = run.parts["lower"] if bounds is None else run.parts["lower"].clone()
+        state, rounding = with_eight_bits(state, screen, sums)
+    buffers, launches = state.buffers, state.launches(bounds is not None)
+    shard_lower = buffers.lower if bounds is None else buffers.lower.clone()
     for launch in launches:
-        run.launch(rule, launch)
+        state.launch(rule, launch)
         if bounds is not None and launch.number in EXCHANGES:
             raise_lower(
-                bounds, shard_lower, run.parts, run.shape, len(tokens), launch.number, order
+                bounds, shard_lower, buffers, state.shape, len(tokens), launch.number, order
             )
-    last = Launch(launches[-1].number, 0, run.num_tiles, robust=True)
+    last = Launch(launches[-1].number, 0, state.num_tiles, robust=True)
     finished, screened, factors, placed = _merged(
-        run, last, len(launches), request, rounding, order, order_as
+        state, last, len(launches), request, rounding, order, order_as
     )
-    stats = Stats(placed.lse, placed.target_logit, **_others(run, finished, screened, order))
+    extras = _extras(state, finished, screened)
+    extras = extras if order is None else extras.in_order(order)
+    stats = extras.with_main(placed.lse, placed.target_logit)
     if rule is None:
         return stats, None
-    assert placed.log_dropped is not None and placed.seed is not None and factors is not None
+    assert placed.log_dropped is not None and placed.seed is not None
+    assert factors is not None and buffers.mass is not None
     marks = marks_of(
-        run.parts["mass"],
+        buffers.mass,
         factors,
-        run.count,
+        state.count,
         placed.log_dropped,
         placed.seed,
-        run.weight.dtype,
+        state.weight.dtype,
         threshold=rule.threshold,
-        # Columns are drawn by mass, which a threshold of the largest probability is not.
+        # Columns are drawn by mass: a threshold of the largest probability is no mass.
         draws=not rule.by_largest,
         order=placed.order,
     )
     if screened is not None and rounding is not None:
-        _compute_kept_columns(run, finished, marks, screened, rounding, request, placed, order)
+        _compute_kept_columns(state, finished, marks, screened, rounding, request, placed, order)
     return stats, marks
 
 
 def _compute_kept_columns(
-    run: Forward,
+    state: ForwardState,
     finished: Finished,
     marks: Marks,
     screened: Screened,
@@ -109,20 +117,20 @@ def _compute_kept_columns(
     placed: Placed,  # written
     order: Tensor | None,
 ) -> None:
-    """Computes exact logits of the columns kept, and corrects the 8-bit error of the others."""
+    """Computes exact logits of the kept columns, and corrects the 8-bit error of all others."""
     assert request.filter is not None and placed.log_dropped is not None
     listed = request.store if isinstance(request.store, ListedLogits) else None
     by_mass = None if request.filter.by_largest else request.filter.threshold
-    wait = correct_tail(run, finished, rounding, screened.full, by_mass)
+    wait = correct_tail(state, finished, rounding, screened.full, by_mass)
     try:
-        exact = sum_exact_columns(run, finished, marks, screened, request.room, listed)
+        exact = sum_exact_columns(state, finished, marks, screened, request.room, listed)
     finally:
         wait()
-    add_exact_columns(run, finished, screened, exact, order, placed.lse, placed.log_dropped)
+    add_exact_columns(state, finished, screened, exact, order, placed.lse, placed.log_dropped)
 
 
 def _merged(
-    run: Forward,
+    state: ForwardState,
     last: Launch,
     num_launches: int,
     request: ForwardRequest,
@@ -130,40 +138,36 @@ def _merged(
     order: Tensor | None,
     order_as: torch.dtype | None,
 ) -> tuple[Finished, Screened | None, MassFactors | None, Placed]:
-    """The splits merged, in full precision if 8 bits won't do, and the targets added."""
+    """Merges the splits, repeats the forward in full precision if 8 bits won't do, and adds the
+    targets."""
     screened = factors = None
-    run.launch(request.filter, last)
-    # Here, where small kernels follow: beside one of the forward's no other program has registers.
-    products = start_products(run)
+    state.launch(request.filter, last)
+    # Small kernels follow here. Beside the forward's own, no other program would find registers.
+    products = start_products(state)
     try:
-        finished = run.merge(last)
+        finished = state.merge(last)
         if request.screen is not None:
             assert rounding is not None
-            full, screened = guard(run, finished, rounding.variance, request.screen)
+            full, screened = guard(state, finished, rounding.variance, request.screen)
             for launch in (full.alone(), full.alone(robust=True)):
                 full.launch(request.filter, launch)
-            finished = run.merge(last)
-        if run.score:
+            finished = state.merge(last)
+        if state.score:
             full = None if screened is None else screened.full
-            factors = mass_factors(run, finished, num_launches, full)
+            factors = mass_factors(state, finished, num_launches, full)
     finally:
         of_targets = products()
-    placed = add_targets(run, finished, of_targets, order, order_as)
+    placed = add_targets(state, finished, of_targets, order, order_as)
     return finished, screened, factors, placed
 
 
-def _others(
-    run: Forward, finished: Finished, screened: Screened | None, order: Tensor | None
-) -> dict[str, Tensor]:
-    """The statistics that few ask for, by the name of `Stats`' field, in the caller's order."""
-    others = run.extras()
+def _extras(state: ForwardState, finished: Finished, screened: Screened | None) -> Extras:
+    """Returns the statistics that few callers ask for, in the order of the packed tokens."""
+    extras = state.extras()
     if finished.entropy is not None:
-        others["entropy"] = finished.entropy[: len(run.tokens)]
-    if run.wanted.screened:
-        counts = run.counts.to(finished.lse.dtype)
-        others["screened"] = 0 * counts if screened is None else counts * (1 - screened.full)
-    if order is None or not others:
-        return others
-    packed = torch.stack([*others.values()])
-    packed = torch.empty_like(packed).index_copy_(1, order, packed)
-    return dict(zip(others, packed.unbind(0), strict=True))
+        extras = replace(extras, entropy=finished.entropy[: len(state.tokens)])
+    if state.wanted.screened:
+        counts = state.counts.to(finished.lse.dtype)
+        of_screened = 0 * counts if screened is None else counts * (1 - screened.full)
+        extras = replace(extras, screened=of_screened)
+    return extras

@@ -1,4 +1,4 @@
-"""The first call of its kind: compile what forward and backward will start, side by side."""
+"""Before the first call of a kind: the kernels of forward and backward are compiled in parallel."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false
@@ -30,13 +30,13 @@ from cce_dist.core.slower import warn_slower
 from cce_dist.core.types import Head, Tokens, Upstream
 from cce_dist.options import TOKEN_BLOCK
 
-# What distinguishes the kernels that this process has compiled.
+# One key for each set of kernels that this process has compiled.
 _warmed_up: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True)
 class NoSum:
-    """A sum over ranks that are not asked."""
+    """A stand-in for the sum over ranks, which communicates nothing."""
 
     is_local: bool
     part_dtype: torch.dtype
@@ -54,11 +54,11 @@ class NoSum:
 def warm_up(
     tokens: Tokens, head: Head, request: ForwardRequest, backward: ExpectedBackward
 ) -> None:
-    """Compiles the kernels of a filtered loss and of its gradients, all at once; once.
+    """Compiles the kernels of a filtered loss and of its gradients in parallel, the first time.
 
-    They don't depend on the number of tokens, so a few stand for all. Nothing is read or written.
-    Kernels of rarer calls are compiled when they come: for upstream gradients of statistics, for
-    bounds that ranks exchange.
+    Binaries don't depend on the number of tokens, so a few tokens will do. Nothing is read or
+    written. The kernels of rarer calls, with gradients of statistics or an exchange of bounds, are
+    compiled at their first launch.
     """
     weight, num_blocks = head.weight, triton.cdiv(len(tokens), TOKEN_BLOCK)
     if interpreted() or torch.cuda.is_current_stream_capturing():
@@ -66,14 +66,14 @@ def warm_up(
     if not can_compile_only():
         warn_slower(
             f"triton {triton.__version__} compiles a first call's kernels one after the other, in "
-            "twice the time; 3.6 and later do so side by side"
+            "twice the time; 3.6 and later compile them side by side"
         )
         return
     hidden = backward.hidden
     if hidden is not None:
         hidden = NoSum(hidden.is_local, hidden.part_dtype)
     assert request.filter is not None
-    # Any will do for a binary that takes them as numbers.
+    # Kernels take the threshold as a number, so any will do; sizes of memory choose no binary.
     rule, room = replace(request.filter, threshold=1.0), Room(1)
     has = (head.bias is None, head.class_weight is None, head.softcap is None)
     has += (tokens.scale is None, request.wanted, rule, request.screen, request.store is not None)
@@ -88,7 +88,7 @@ def warm_up(
         store = ListedLogits(request.store.draws)
     request = replace(request, filter=rule, bounds=None, store=store, room=room)
     with compile_only(weight.device), torch.no_grad():
-        # No copy of the weight that one call makes for others: there are no numbers to make it of.
+        # Without `quantize_once`: an 8-bit copy that other calls share needs real numbers.
         _go_through(tokens, replace(head, quantize_once=None), request, backward, hidden)
 
 
@@ -100,17 +100,17 @@ def _go_through(
     hidden: HiddenSum | None,
 ) -> None:
     few = tokens.slice(0, min(len(tokens), 2 * TOKEN_BLOCK))
-    # This and `blocks_padded` are what the kernels do know of the number of tokens.
+    # Binaries depend on the number of tokens through `order_dtype` and `blocks_padded` alone.
     stats, marks = forward(few, head, request, order_as=order_dtype(len(tokens)))
     assert marks is not None and request.filter is not None
     marks = replace(marks, blocks_padded=blocks_padded(triton.cdiv(len(tokens), TOKEN_BLOCK)))
     weight = None
     if expected.weight is not None:
-        # Of the shape and the alignment, without the memory; whoever writes it gets an error.
+        # The shape and alignment of the gradient, without its memory: torch refuses to write to it.
         row = head.weight.new_empty(1, head.weight.shape[1], dtype=expected.weight)
         weight = WeightGrad(row.expand(head.weight.shape), expected.accumulate)
     upstream = Upstream(stats.lse, stats.lse if expected.of_lse else None, stats.smooth_logit)
-    later = BackwardRequest(
+    backward_request = BackwardRequest(
         stats=replace(stats, entropy=None),
         upstream=upstream,
         kept=keep(few, head, marks, stats.lse, request.filter, request.room),
@@ -120,4 +120,4 @@ def _go_through(
         store=request.store,
         room=request.room,
     )
-    triton_grads.backward(few, head, later)
+    triton_grads.backward(few, head, backward_request)

@@ -1,4 +1,4 @@
-"""Collectives that begin on the devices of all ranks at once.
+"""Collectives that start on the devices of all ranks at once.
 
 An NCCL kernel that waits for other ranks holds multiprocessors. A matrix product that is laid out
 for all multiprocessors takes up to twice as long beside such a kernel. So ranks that are at
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-Issue = Callable[[], Any]  # issues a collective; returns an object with `wait`
+Collective = Callable[[], Any]  # issues a collective; returns an object with `wait`
 Wait = Callable[[], object]
 
 JOIN_SECONDS = 5.0
@@ -25,7 +25,7 @@ JOIN_SECONDS = 5.0
 
 @dataclass
 class _Job:
-    issue: Issue
+    collective: Collective
     ready: Any  # event after the work that made its inputs, and after the last use of its outputs
     issued: threading.Event = field(default_factory=threading.Event)
     work: Any = None
@@ -41,13 +41,13 @@ def mark(device: torch.device) -> Any:
 
 
 class Courier:
-    """An issuer of one group's collectives, in the order of the calls of `begin`.
+    """An issuer of one group's collectives, in the order of the calls of `issue`.
 
     Args:
         group: used by this courier alone; `close` destroys it.
         meeting: a group of the same ranks over gloo. A thread then issues each collective, when
             the work on the caller's stream is done and all ranks have reached the collective.
-            None: `begin` issues it at once.
+            None: `issue` issues it at once.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class Courier:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def begin(self, issue: Issue, after: Any = None) -> Wait:
-        """Begins a collective without waiting.
+    def issue(self, collective: Collective, after: Any = None) -> Wait:
+        """Starts a collective without waiting.
 
         Args: after: an event of `mark`; the collective starts after the work before the event.
             None: after all work on the current stream.
-        Returns: a function that waits: the host waits for the collective to begin, the current
-            stream for it to end. It raises the error of `issue` or of the meeting.
+        Returns: a function that waits: the host waits until the collective has started, the
+            current stream until it ends. It raises the error of `collective` or of the meeting.
         """
         if self._meeting is None:
-            return issue().wait
+            return collective().wait
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="cce_dist courier", daemon=True)
             self._thread.start()
-        job = _Job(issue, after or mark(self._device))
+        job = _Job(collective, after or mark(self._device))
         self._jobs.put(job)
 
         def wait() -> None:
@@ -104,7 +104,7 @@ class Courier:
                     if job.ready is not None:
                         job.ready.synchronize()
                     dist.all_reduce(number, group=self._meeting)
-                    job.work = job.issue()
+                    job.work = job.collective()
             except BaseException as error:  # the caller's wait raises it
                 self._error = error
             job.issued.set()

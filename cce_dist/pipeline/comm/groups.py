@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from cce_dist.pipeline.comm.courier import Courier, Wait
 
 
-def own_groups(
+def make_groups(
     ranks: Sequence[int], count: int, timeout: datetime.timedelta, device: torch.device
 ) -> list[ProcessGroup]:
     """Makes groups of these ranks in this order, with new communicators and this timeout.
@@ -33,7 +33,7 @@ def own_groups(
     return groups
 
 
-def own_couriers(
+def make_couriers(
     ranks: Sequence[int],
     count: int,
     timeout: datetime.timedelta,
@@ -41,8 +41,11 @@ def own_couriers(
     *,
     paced: bool,
 ) -> list[Courier]:
-    """Makes couriers for new groups of `own_groups`; `paced`: ranks meet before each collective."""
-    groups = own_groups(ranks, count, timeout, device)
+    """Makes couriers for new groups of `make_groups`.
+
+    Args: paced: the ranks meet on the host before each collective.
+    """
+    groups = make_groups(ranks, count, timeout, device)
     meetings: list[Any] = [None] * count
     if paced:
         meetings = _groups(ranks, count, timeout, "cpu")
@@ -145,18 +148,18 @@ class _All:
 
 
 def start_broadcast(root: int, courier: Courier, *tensors: Tensor) -> Wait:
-    """Begins to copy rank `root`'s tensors into every rank's. Returns: a function that waits."""
+    """Starts to copy rank `root`'s tensors into every rank's. Returns: a function that waits."""
 
     def broadcast(tensor: Tensor) -> Any:
         return dist.broadcast(tensor, group=courier.group, group_src=root, async_op=True)
 
-    return courier.begin(lambda: _All([broadcast(tensor) for tensor in tensors]))
+    return courier.issue(lambda: _All([broadcast(tensor) for tensor in tensors]))
 
 
 def start_reduce(root: int, courier: Courier, tensor: Tensor) -> Wait:
-    """Begins to sum every rank's tensor into rank `root`'s; other ranks' tensors become undefined.
+    """Starts to sum every rank's tensor into rank `root`'s; other ranks' tensors become undefined.
 
     Returns: a function that waits.
     """
     group = courier.group
-    return courier.begin(lambda: dist.reduce(tensor, group=group, group_dst=root, async_op=True))
+    return courier.issue(lambda: dist.reduce(tensor, group=group, group_dst=root, async_op=True))

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist.pipeline.comm.courier import Courier, Wait
-from cce_dist.pipeline.comm.groups import connect_neighbours, own_couriers
+from cce_dist.pipeline.comm.groups import connect_neighbours, make_couriers
 
 
 class Neighbours:
     """Connections to the next rank and to the rank before, to send and to receive.
 
-    Both ranks must begin the transfers of one direction in the same order. The directions do not
+    Both ranks must start the transfers of one direction in the same order. The directions do not
     wait for each other, and a sender does not wait for its receiver while other ranks need it.
 
     Args:
@@ -41,45 +41,45 @@ class Neighbours:
         # For each neighbour's place: a courier for each direction, forward first.
         self._couriers: dict[int, list[Courier]] = {}
         if not paced:
-            both = own_couriers(ranks, 2, timeout, device, paced=False)
+            both = make_couriers(ranks, 2, timeout, device, paced=False)
             for courier in both:
                 connect_neighbours(courier.group, near, device)
-            self._own, self._couriers = both, dict.fromkeys(near, both)
+            self._issuers, self._couriers = both, dict.fromkeys(near, both)
             return
-        self._own = []
+        self._issuers = []
         # Pairs of neighbours: in each round every rank is in at most one pair.
         for first in (0, 1):
             left = self.rank - (self.rank - first) % 2
             pair = [x for x in (left, left + 1) if 0 <= x < self.size]
-            both = own_couriers([ranks[x] for x in pair], 2, timeout, device, paced=True)
-            self._own += both
+            both = make_couriers([ranks[x] for x in pair], 2, timeout, device, paced=True)
+            self._issuers += both
             for courier in both:
                 connect_neighbours(courier.group, range(len(pair)), device)
             self._couriers |= dict.fromkeys((x for x in pair if x != self.rank), both)
 
     def send(self, tensor: Tensor, *, forward: bool) -> Wait:
-        """Begins to send a tensor to the next rank (forward), or to the rank before.
+        """Starts to send a tensor to the next rank (forward), or to the rank before.
 
         Returns: a function that waits until the tensor is sent. It must not change before that.
         """
         target = self.rank + (1 if forward else -1)
         courier, peer = self._courier(target, forward)
-        return courier.begin(lambda: dist.isend(tensor, group=courier.group, group_dst=peer))
+        return courier.issue(lambda: dist.isend(tensor, group=courier.group, group_dst=peer))
 
     def receive(self, tensor: Tensor, *, forward: bool, after: Any = None) -> Wait:
-        """Begins to receive from the rank before (forward), or from the next rank.
+        """Starts to receive from the rank before (forward), or from the next rank.
 
-        Args: after: an event behind the last use of the tensor, as in `Courier.begin`.
+        Args: after: an event behind the last use of the tensor, as in `Courier.issue`.
         Returns: a function that waits until the tensor has arrived.
         """
         source = self.rank - (1 if forward else -1)
         courier, peer = self._courier(source, forward)
         receive = functools.partial(dist.irecv, tensor, group=courier.group, group_src=peer)
-        return courier.begin(receive, after)
+        return courier.issue(receive, after)
 
     def close(self) -> None:
         """Destroys the groups that the constructor made."""
-        for courier in self._own:
+        for courier in self._issuers:
             courier.close()
 
     def _courier(self, other: int, forward: bool) -> tuple[Courier, int]:

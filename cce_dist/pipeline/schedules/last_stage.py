@@ -40,8 +40,8 @@ class LastStageLoss:
     ) -> None:
         if options.get("reduction") == "none" or options.get("stats"):
             raise ValueError(
-                "reduction must be 'mean' or 'sum' and stats empty: a schedule calls backward on "
-                f"what loss_fn returns, got {options}"
+                "reduction must be 'mean' or 'sum' and stats empty, since a schedule calls "
+                f"backward on the result of loss_fn, got {options}"
             )
         if options.get("grad_weight_into") is not None:
             raise ValueError(

@@ -46,8 +46,8 @@ class Server(threading.Thread):
 
     # -- on the schedule's thread
 
-    def begun(self) -> None:
-        """Notes that a schedule begins to run its microbatches."""
+    def note_step(self) -> None:
+        """Notes that a schedule starts to run its microbatches."""
         self._steps += 1
         if self._steps > 1:
             raise RuntimeError("serving(schedule) must be around one step or eval, got a second")
@@ -81,7 +81,7 @@ class Server(threading.Thread):
             self.sent()
 
     def before_pass(self) -> None:
-        """Notes that a pass begins: the schedule has sent the outputs before it."""
+        """Notes that a pass starts: the schedule has sent the outputs of earlier passes."""
         self.sent()
         self.wait_for_input()
 

@@ -24,8 +24,7 @@ from cce_dist.pipeline.checks import (
     refuse_loss_kwargs,
 )
 from cce_dist.pipeline.comm.groups import connect_neighbours
-from cce_dist.pipeline.embedding import TiedEmbedding
-from cce_dist.pipeline.head import PipelineHead
+from cce_dist.pipeline.phases import EmbeddingPhases, HeadPhases
 from cce_dist.pipeline.schedules.server import Server
 
 # Actions of torch's schedules; in torch 2.15 another action waits for each send.
@@ -43,12 +42,14 @@ class VocabOverPipeline:
 
     After the context the losses are known, and weight.grad includes the step's gradient.
 
-    Args: embedding: every rank makes one, and the first stage's module calls it. All microbatches
-        are looked up before the first stage begins, and their gradients are sent after the last
-        microbatch: the first stage's rank holds N D numbers of each microbatch.
+    Args:
+        head: a `PipelineHead` over the schedule's stages.
+        embedding: a `TiedEmbedding`, which every rank makes and the first stage's module calls. All
+            microbatches are looked up before the first stage starts, and their gradients are sent
+            after the last microbatch: the first stage's rank holds N D numbers of each microbatch.
     """
 
-    def __init__(self, head: PipelineHead, *, embedding: TiedEmbedding | None = None) -> None:
+    def __init__(self, head: HeadPhases, *, embedding: EmbeddingPhases | None = None) -> None:
         check_scalar(head.options)
         self.head, self.embedding = head, embedding
         self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
@@ -62,7 +63,8 @@ class VocabOverPipeline:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def __call__(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
-        """Returns a placeholder for the loss, on the last stage; the context's end fills it in."""
+        """Returns a placeholder for the loss, on the last stage; the loss is in it after the
+        context."""
         refuse_loss_kwargs(loss_kwargs)
         if self._server is None:
             raise RuntimeError(
@@ -90,7 +92,7 @@ class VocabOverPipeline:
         stages, count = stages_of(schedule), schedule._n_microbatches
         root = _rank_of_last_stage(stages[0], self.head.size)
         if schedule not in self._agreed:
-            check_same(self.head.vocab_group, n_microbatches=count)
+            check_same(self.head.vocab_group, {"n_microbatches": count})
             self._agreed.add(schedule)
         server = self._server = Server(self.head, stages, root, count, backward, self._stream)
         self.head.is_broken, self.losses = True, []
@@ -103,8 +105,8 @@ class VocabOverPipeline:
             prepare_mode(schedule, backward=backward)
             with (
                 without_dry_run(stages, answers),
-                told_of_forwards(stages, server.forwarded, server.before_pass),
-                _told_of_step(schedule, stages, server, embedding),
+                observe_passes(stages, server.forwarded, server.before_pass),
+                _before_step(schedule, stages, server, embedding),
                 nullcontext() if backward else forwards_alone(schedule),
             ):
                 server.start()
@@ -145,7 +147,7 @@ def _rank_of_last_stage(stage: Any, size: int) -> int:
 
 
 @contextmanager
-def told_of_forwards(
+def observe_passes(
     stages: list[Any], forwarded: Callable[[], None], before: Callable[[], None] | None = None
 ) -> Iterator[None]:
     """Calls `before` ahead of each pass, and `forwarded` after each forward of the last stage.
@@ -195,8 +197,8 @@ def _replaced(
 
 
 @contextmanager
-def _told_of_step(
-    schedule: Any, stages: list[Any], server: Server, embedding: TiedEmbedding | None
+def _before_step(
+    schedule: Any, stages: list[Any], server: Server, embedding: EmbeddingPhases | None
 ) -> Iterator[None]:
     """Checks the arguments of a step before its first pass, and looks up its tokens."""
 
@@ -210,7 +212,7 @@ def _told_of_step(
             *others: Any,
             **keywords: Any,
         ) -> Any:
-            server.begun()
+            server.note_step()
             microbatches = arg_mbs, kwarg_mbs, target_mbs
             shape = server.head.targets_shape
             check_step(stages, microbatches, targets_shape=shape, embeds=embedding is not None)

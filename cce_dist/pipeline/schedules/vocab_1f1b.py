@@ -28,14 +28,13 @@ from torch.distributed.pipelining.schedules import (
 
 from cce_dist.pipeline.checks import check_same, check_scalar, check_step, refuse_loss_kwargs
 from cce_dist.pipeline.comm.courier import Wait, mark
-from cce_dist.pipeline.embedding import TiedEmbedding
-from cce_dist.pipeline.head import PipelineHead
+from cce_dist.pipeline.phases import EmbeddingPhases, HeadPhases
 from cce_dist.pipeline.schedules.server import Waiting, check_calls
 from cce_dist.pipeline.schedules.torch_schedules import (
     connect_stages,
     forwards_alone,
+    observe_passes,
     prepare_mode,
-    told_of_forwards,
     without_dry_run,
 )
 from cce_dist.planner.orders.circles import require_no_circle
@@ -72,14 +71,15 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             microbatches between forward and backward, if the head takes no longer than two stages
             and `times` have no latency (otherwise see planner/orders/vocab_1f1b.py). 1F1B's first
             rank holds one for each rank.
-        head: a head over the stage's group. After a step weight.grad includes its gradient.
-        embedding: every rank makes one, and the first stage's module calls it.
+        head: a `PipelineHead` over the stage's group. After a step weight.grad includes the step's
+            gradient.
+        embedding: a `TiedEmbedding`, which every rank makes and the first stage's module calls.
         times: durations of a microbatch's passes on a rank, in any unit. They give the order of
             passes; the result does not depend on them.
         slow_start: the first step and the first evaluation run two microbatches, one after the
-            other, before the rest: a GPU loads the stages' kernels at first use, and may then wait
-            for all work that it has begun. None: True on GPUs. It changes the order in which the
-            gradient of a tied embedding is summed.
+            other, before the other microbatches: a GPU loads the stages' kernels at first use, and
+            may then wait for all work that it has begun. None: True on GPUs. It changes the order
+            in which the gradient of a tied embedding is summed.
         scale_grads, chunking: see torch's schedules; scale_grads applies to the head, too.
     Raises:
         ValueError: the head is over other ranks; or ranks would wait for one another by `times`.
@@ -94,9 +94,9 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self,
         stage: PipelineStage,
         n_microbatches: int,
-        head: PipelineHead,
+        head: HeadPhases,
         *,
-        embedding: TiedEmbedding | None = None,
+        embedding: EmbeddingPhases | None = None,
         times: Times = Times(),  # noqa: B008 - frozen
         slow_start: bool | None = None,
         scale_grads: bool = True,
@@ -120,7 +120,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self._shown: dict[int, Tensor] = {}
         self._unawaited: list[int] = []
         self._sent: list[Wait] = []
-        self._begun: Any = None  # event behind the previous step
+        self._step_start: Any = None  # event behind all work before the step
         embeds = embedding is not None
         self._orders = [
             plan(head.size, n_microbatches, times, embeds=embeds)
@@ -142,20 +142,20 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         if self.head.is_broken:
             raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         if not self._agreed:
-            check_same(self.head.vocab_group, n_microbatches=self._n_microbatches)
+            check_same(self.head.vocab_group, {"n_microbatches": self._n_microbatches})
             self._agreed = True
         self.head.is_broken, self.losses = True, []
         self._called = self._forwards = 0
         answers = [self] if self.embedding is None else [self, self.embedding]
         self._lower(self._orders[self._has_backward in self._run_before])
-        self._begun = mark(self.head.weight.device)
+        self._step_start = mark(self.head.weight.device)
         if not self.head.paced:
             connect_stages(self._stages, self._connected)
         prepare_mode(self, backward=self._has_backward)
         self.head.start_step(record=self._has_backward)
         with (
             without_dry_run(self._stages, answers),
-            told_of_forwards(self._stages, self._forwarded),
+            observe_passes(self._stages, self._forwarded),
             nullcontext() if self._has_backward else forwards_alone(self),
         ):
             result = super().step(*args, **kwargs)
@@ -217,9 +217,9 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self.pipeline_order_with_comms[self.rank] = lowered + waiting
 
     def _action(self, phase: Pass) -> _Action:
-        (what,) = (held for held, kind in _KIND.items() if kind == phase.kind)
-        held = _Action(self.rank, what, phase.microbatch)
-        return _Action(self.rank, OVERLAP_F_B, phase.microbatch, (held,))
+        (name,) = (name for name, kind in _KIND.items() if kind == phase.kind)
+        named = _Action(self.rank, name, phase.microbatch)
+        return _Action(self.rank, OVERLAP_F_B, phase.microbatch, (named,))
 
     def _forwarded(self) -> None:
         self._forwards += 1
@@ -238,7 +238,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         return super()._step_microbatches(*microbatches, *others, **keywords)
 
     def _post(self, output: Tensor, target: Tensor, **loss_kwargs: Any) -> Tensor:
-        """Replaces loss_fn on the last stage: posts the microbatch, returns a placeholder."""
+        """Serves as loss_fn on the last stage: posts the microbatch, returns a placeholder."""
         refuse_loss_kwargs(loss_kwargs)
         if self.infers:
             return output.float().sum()
@@ -252,11 +252,11 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
     def _run_phase(self, action: _Action, ctx: Any) -> None:
         assert action.sub_actions is not None and action.microbatch_index is not None
         index, head, embedding = action.microbatch_index, self.head, self.embedding
-        what = action.sub_actions[0].computation_type
-        if what in (*_SENDS, *_RECEIVES):
-            self._carry(what, index)
+        name = action.sub_actions[0].computation_type
+        if name in (*_SENDS, *_RECEIVES):
+            self._carry(name, index)
             return
-        kind = _KIND[what]
+        kind = _KIND[name]
         if kind == "S":
             if head.rank != self.root:
                 head.expect(index, self.root, self._n_microbatches)
@@ -266,23 +266,23 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         elif embedding is not None:
             self._run_embedding(embedding, kind, index, ctx)
 
-    def _carry(self, what: Any, index: int) -> None:
+    def _carry(self, name: Any, index: int) -> None:
         """Sends or receives in place of torch, whose kernels would wait for the other stage."""
         (stage,), neighbours = self._stages, self.head.neighbours()
-        forward = what in (SEND_F, RECV_F)
+        forward = name in (SEND_F, RECV_F)
         way = "fwd" if forward else "bwd"
-        if what in _SENDS:
+        if name in _SENDS:
             for op in getattr(stage, f"get_{way}_send_ops")(index):
                 self._sent.append(neighbours.send(op.tensor, forward=forward))
             return
         ops = getattr(stage, f"get_{way}_recv_ops")(index)
         # Each microbatch has its own receiving tensor.
-        begun = self._begun
-        waits = [neighbours.receive(op.tensor, forward=forward, after=begun) for op in ops]
+        after = self._step_start
+        waits = [neighbours.receive(op.tensor, forward=forward, after=after) for op in ops]
         received = self.fwd_recv_ops if forward else self.bwd_recv_ops
         received[stage.stage_index, index] = [_Received(wait) for wait in waits]  # pyright: ignore
 
-    def _run_embedding(self, embedding: TiedEmbedding, kind: Kind, index: int, ctx: Any) -> None:
+    def _run_embedding(self, embedding: EmbeddingPhases, kind: Kind, index: int, ctx: Any) -> None:
         if kind == "E":
             if index == 0:
                 # Ask for all microbatches now, so that no rank waits for another's `ask`.
@@ -310,6 +310,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             # `_shown` has the tensor that loss_fn returned before the loss was known.
             self._shown.pop(index).copy_(loss)
 
-    def _await_sums(self, but: int) -> None:
-        while len(self._unawaited) > but:
+    def _await_sums(self, at_most: int) -> None:
+        """Waits for the oldest sums, until at most so many are left unawaited."""
+        while len(self._unawaited) > at_most:
             self.head.take(self._unawaited.pop(0))

@@ -1,6 +1,6 @@
-"""GPUs as numbers: what they could do at most, and which share of it a training step reaches.
+"""GPUs as numbers: their peak rates, and the shares of them that a training step reaches.
 
-docs/planner.md says where each number comes from, and which of them nobody here has measured.
+docs/planner.md has the source of each number, and says which numbers are not measured.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ class Hardware:
     """A GPU and its links to others.
 
     Args:
-        flops: dense bf16 products, FLOP/s, as its maker states them.
-        memory: bytes, 2**30 at least.
-        hbm: bytes/s, as stated.
+        flops: peak of dense bf16 products in FLOP/s, as the maker states it.
+        memory: bytes, at least 2**30.
+        hbm: peak of HBM in bytes/s, as stated.
         nvlink: bytes/s in one direction to the other GPUs of a host, as stated.
         network: bytes/s in one direction to other hosts, for each GPU.
-        gpus_per_host: NVLink connects so many ranks; tensor-parallel ranks are next to each other.
-        processors: streaming multiprocessors.
-        gemm, attention_forward, attention_backward: shares of flops; of a large product, and of
-            FlashAttention 2.
-        cudnn_forward, cudnn_backward: of the attention that TransformerEngine takes.
-        hbm_share, link_share: of hbm, and of nvlink and network.
-        latency: seconds that a collective takes however small it is.
-        usable: share of the memory that tensors may take; the rest is the context, the libraries'
-            own and what the allocator cannot use.
+        gpus_per_host: ranks that NVLink connects; tensor-parallel ranks are neighbours.
+        processors: number of streaming multiprocessors.
+        gemm: share of flops that a large product reaches.
+        attention_forward, attention_backward: shares of flops that FlashAttention 2 reaches.
+        cudnn_forward, cudnn_backward: shares of flops that TransformerEngine's attention reaches.
+        hbm_share: share of hbm that kernels reach.
+        link_share: share of nvlink and network that collectives reach.
+        latency: seconds of the smallest collective.
+        usable: share of the memory that tensors may take; the CUDA context, the libraries' buffers
+            and fragmentation take the rest.
     Raises:
-        ValueError: a number is not positive and finite, a share is above 1, or the memory is in
-            another unit.
+        ValueError: a number is not positive and finite, a share is above 1, or the memory is too
+            small to be in bytes.
     """
 
     flops: float
@@ -70,10 +71,10 @@ class Hardware:
                 raise ValueError(f"{name} must be a share, <= 1, got {getattr(self, name)!r}")
 
     def product(self, rows: float, columns: float, inner: float) -> float:
-        """Returns seconds of a matrix product, [rows, inner] by [inner, columns].
+        """Returns the seconds of a matrix product, [rows, inner] by [inner, columns].
 
-        Its tiles are computed in waves of one for each processor, the last of which is on average
-        half full. One that is smaller than a wave takes as long as a wave, or has smaller tiles.
+        Tiles are computed in waves of one tile a processor; the last wave is on average half full.
+        A product smaller than a wave takes as long as a wave, or has smaller tiles.
         """
         waves = max(rows * columns / (TILE * self.processors), 1 / 8)
         full = 2 * rows * columns * inner / (self.flops * self.gemm)
@@ -81,18 +82,17 @@ class Hardware:
 
     @property
     def bytes_per_second(self) -> float:
-        """The speed of reads and writes of HBM."""
+        """The rate of reads and writes of HBM."""
         return self.hbm * self.hbm_share
 
     def link(self, ranks: int) -> float:
-        """Returns bytes/s between two of as many neighbouring ranks."""
+        """Returns the bytes/s between two of `ranks` neighbouring ranks."""
         return self.link_share * (self.nvlink if ranks <= self.gpus_per_host else self.network)
 
     def ring(self, ranks: int, *, apart: int = 1) -> float:
-        """Returns bytes/s of a collective of as many ranks, each so many from the next.
+        """Returns the bytes/s of a collective of `ranks` ranks that are `apart` ranks apart.
 
-        Where they are on several hosts, rings enter and leave a host by the network of all its
-        ranks that take part.
+        On several hosts, rings enter and leave a host by the network links of all its members.
         """
         if ranks * apart <= self.gpus_per_host:
             return self.link_share * self.nvlink
@@ -111,7 +111,7 @@ HARDWARE = {
         gemm=0.77,
         attention_forward=0.55,
         attention_backward=0.45,
-        # No faster kernel there.
+        # cuDNN has no faster kernel there.
         cudnn_forward=0.55,
         cudnn_backward=0.45,
     ),
@@ -124,10 +124,10 @@ HARDWARE = {
 
 
 def require_units(values: Mapping[str, float]) -> None:
-    """Checks that numbers typed by a user are in the units of `Hardware`.
+    """Checks that numbers from a user may be in the units of `Hardware`.
 
     Raises:
-        ValueError: one cannot be; the message names the unit.
+        ValueError: a number is too small or too large for its unit, which the message names.
     """
     for name, unit in RATES.items():
         if 0 < values.get(name, 1e9) < 1e9:
@@ -137,8 +137,12 @@ def require_units(values: Mapping[str, float]) -> None:
 
 
 def find_hardware(name: str) -> Hardware:
-    """Raises ValueError: no preset has this name."""
+    """Returns a preset.
+
+    Raises:
+        ValueError: no preset has this name.
+    """
     if name.lower() not in HARDWARE:
-        near = nearest_name(name, HARDWARE)
-        raise ValueError(f"hardware must be one of {sorted(HARDWARE)}, got {name!r}{near}")
+        suggestion = nearest_name(name, HARDWARE)
+        raise ValueError(f"hardware must be one of {sorted(HARDWARE)}, got {name!r}{suggestion}")
     return HARDWARE[name.lower()]

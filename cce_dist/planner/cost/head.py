@@ -11,50 +11,51 @@ from .hardware import Hardware
 from .job import Job
 from .layer import collective
 
-# Bytes a logit through HBM beside the products, forward and backward; at the loss's peak; and kept
-# between the two. docs/planner.md.
+# Bytes of a logit: through HBM in forward and backward, without the products; at the loss's peak;
+# kept between forward and backward. docs/planner.md.
 NATIVE_TRAFFIC, NATIVE_PEAK = (20.0, 18.0), 10.0
 KEPT = 4.0
 CHUNKED_TRAFFIC, CHUNKED_PEAK, CHUNKS = 30.0, 6.0, 8
-# Of our kernels, beside one large product; measured on an H200, docs/planner.md.
+# Rates of our kernels over that of one large product; measured on an H200, docs/planner.md.
 STATISTICS, EXACT_BACKWARD, KEPT_PRODUCTS = 0.92, 0.87, 0.59
 
 
 @dataclass(frozen=True)
 class HeadCost:
-    """The cost of a microbatch on each rank that has a part of the vocabulary.
+    """The cost of a microbatch on each rank that has rows of the vocabulary.
 
     Args:
-        flops: of the forward, those of padding included.
-        forward, backward: seconds; of the phases S and T where it is over pipeline ranks.
-        told: of those, what its ranks spend telling each other.
+        flops: FLOPs of the forward, padding included.
+        forward, backward: seconds, of the phases S and T if the head is over pipeline ranks.
+        communication: those of the seconds in which the head's ranks communicate.
         kept: bytes from forward to backward.
-        working: bytes beside what is kept, at the most.
-        transient: of those, the weight's gradient in 16 bits.
+        working: the most bytes on top of `kept`.
+        transient: those of the working bytes that are the weight's gradient in 16 bits.
     """
 
     flops: float
     forward: float
     backward: float
-    told: float
+    communication: float
     kept: float
     working: float
     transient: float
 
 
 def rows_of_rank(model: Model, job: Job) -> float:
-    """Returns a rank's rows of the head, padding included."""
+    """Returns the number of a rank's rows of the head, padding included."""
     return job.padded_rows(model.num_rows) / job.head_ranks
 
 
 def head_cost(model: Model, job: Job, hardware: Hardware) -> HeadCost:
+    """Returns the cost of the head and the loss on a rank."""
     if job.loss == "none":
         return HeadCost(0, 0, 0, 0, 0, 0, 0)
     tokens, dim, rows = job.tokens, model.dim, rows_of_rank(model, job)
     logits = tokens * rows
     product = 2.0 * logits * dim
-    one = hardware.product(tokens, rows, dim)
-    told = _told(model, job, hardware)
+    product_seconds = hardware.product(tokens, rows, dim)
+    communication = _communication(model, job, hardware)
     gradient = 2.0 * rows * dim
     per_byte = 1 / hardware.bytes_per_second
     if job.loss in ("dense", "native"):
@@ -65,61 +66,63 @@ def head_cost(model: Model, job: Job, hardware: Hardware) -> HeadCost:
         after = 2 * logits + transient + 2.0 * tokens * dim
         return HeadCost(
             product,
-            one + traffic[0] * logits * per_byte + told[0],
-            2 * one + traffic[1] * logits * per_byte + told[1],
-            sum(told),
+            product_seconds + traffic[0] * logits * per_byte + communication[0],
+            2 * product_seconds + traffic[1] * logits * per_byte + communication[1],
+            sum(communication),
             KEPT * logits,
             max(peak * logits, after) - KEPT * logits,
             transient,
         )
     if job.loss == "chunked":
-        time = 3 * one + CHUNKED_TRAFFIC * logits * per_byte + sum(told)
+        time = 3 * product_seconds + CHUNKED_TRAFFIC * logits * per_byte + sum(communication)
         gradients = gradient + 2.0 * tokens * dim
         chunk = CHUNKED_PEAK * logits / CHUNKS
-        return HeadCost(product, time, 0.0, sum(told), gradients, chunk, gradient)
-    return _ours(model, job, hardware, told)
+        return HeadCost(product, time, 0.0, sum(communication), gradients, chunk, gradient)
+    return _ours(model, job, hardware, communication)
 
 
-def _ours(model: Model, job: Job, hardware: Hardware, told: tuple[float, float]) -> HeadCost:
+def _ours(
+    model: Model, job: Job, hardware: Hardware, communication: tuple[float, float]
+) -> HeadCost:
     tokens, dim, rows = job.tokens, model.dim, rows_of_rank(model, job)
     logits = tokens * rows
     product = 2.0 * logits * dim
-    one = hardware.product(tokens, rows, dim)
+    product_seconds = hardware.product(tokens, rows, dim)
     gradient = 2.0 * rows * dim
-    forward = one / STATISTICS
+    forward = product_seconds / STATISTICS
     if job.loss == "exact":
-        backward, marks = 3 * one / EXACT_BACKWARD, 0.0
+        backward, marks = 3 * product_seconds / EXACT_BACKWARD, 0.0
     else:
-        # Frequent tokens are next to each other: one rank keeps nearly as many as all.
+        # Frequent tokens have neighbouring ids: one rank keeps nearly as many columns as all.
         columns = min(job.kept_columns, rows)
         kept = 3 * hardware.product(tokens, columns, dim) / KEPT_PRODUCTS
         backward = kept + 2 * gradient / hardware.bytes_per_second
         marks = logits / 512 + 16 * rows
-    # The hidden gradient in fp32 and in 16 bits; packed hidden.
+    # The hidden gradient in fp32 and in 16 bits; hidden without ignored tokens.
     loose = 8.0 * tokens * dim + default_workspace_bytes(tokens)
     working = gradient + loose
     transient = gradient
     if job.is_over_ranks:
-        # Of the microbatches that are between the two phases, hidden and its gradient; the
-        # weight's gradient is added up in fp32.
+        # The microbatches between the two phases have hidden and its gradient; the weight's
+        # gradient is in fp32.
         working = 2 * gradient + 3 * 2.0 * tokens * dim + loose
         if job.is_served:
-            # One at a time, whose part is added in place.
+            # One microbatch at a time, whose weight gradient is added in place.
             working = 2.0 * tokens * dim + loose
-        told, transient = (0.0, 0.0), 0.0
+        communication, transient = (0.0, 0.0), 0.0
     return HeadCost(
         product,
-        forward + told[0],
-        backward + told[1],
-        sum(told),
+        forward + communication[0],
+        backward + communication[1],
+        sum(communication),
         marks + 8.0 * tokens,
         working,
         transient,
     )
 
 
-def _told(model: Model, job: Job, hardware: Hardware) -> tuple[float, float]:
-    """Forward and backward, of tensor-parallel ranks: statistics, the hidden gradient."""
+def _communication(model: Model, job: Job, hardware: Hardware) -> tuple[float, float]:
+    """Returns the seconds to merge statistics, and to sum the hidden gradient, over tp ranks."""
     if job.is_over_ranks:
         return 0.0, 0.0
     size = 2.0 * job.tokens * model.dim
@@ -129,14 +132,16 @@ def _told(model: Model, job: Job, hardware: Hardware) -> tuple[float, float]:
     if job.sequence_parallel:
         gather = collective(hardware, job.tp, size)
         return sums + gather, 2 * gather
-    # Ours reduces it in fp32.
+    # Our losses reduce the hidden gradient in fp32.
     width = 2 if job.loss in ("exact", "filtered") else 1
     return sums, collective(hardware, job.tp, width * size, rounds=2)
 
 
 def phase_latency(model: Model, job: Job, hardware: Hardware) -> float:
-    """Returns seconds between two phases of the head over pipeline ranks: the longest of a
-    broadcast of hidden, the merge, and the sum of its gradient (docs/pipelines.md)."""
+    """Returns the seconds between two phases of the head over pipeline ranks (docs/pipelines.md).
+
+    They are the longest of the broadcast of hidden, the merge, and the sum of hidden's gradient.
+    """
     ranks = job.pp * job.tp
     shared = job.tp if job.sequence_parallel else 1
     tokens, dim = job.tokens, model.dim
@@ -146,8 +151,7 @@ def phase_latency(model: Model, job: Job, hardware: Hardware) -> float:
 
 
 def phase_bytes(model: Model, job: Job) -> dict[str, float]:
-    """Returns the bytes that a rank sends or receives for a microbatch in each phase; N tokens, D
-    dims."""
+    """Returns the bytes that a rank sends or receives for a microbatch, by collective."""
     tokens, dim = job.tokens, model.dim
     shared = job.tp if job.sequence_parallel else 1
     return {

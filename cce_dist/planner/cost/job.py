@@ -1,4 +1,4 @@
-"""The training job: the inputs of a plan beside the model and the hardware."""
+"""The training job: the inputs of a plan other than the model and the hardware."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ class Software:
     """A framework's memory and traffic, in bytes; docs/planner.md derives the numbers.
 
     Args:
-        framework: whose order "interleaved" has.
-        gated_kept, gated_traffic: a token's and MLP dim's of a gated MLP: between forward and
+        framework: the framework whose order "interleaved" follows.
+        gated_kept, gated_traffic: bytes of a token and MLP dim of a gated MLP, between forward and
             backward, and through HBM in the forward. plain_*: of an MLP of two matrices.
         joint_qkv: queries, keys and values are one tensor, which lives as long as its values.
-        rope_traffic: a token's and dim's of queries and keys.
-        accumulate: a parameter's, of adding a microbatch's gradient to the others, beside reading
-            and writing those.
-        step: a parameter's, of clipping and of the optimizer with fp32 states; half with 16-bit
-            ones.
-        dense_traffic, dense_peak: a logit's, of the unfused loss: through HBM forward and backward
-            beside the products; at its peak.
+        rope_traffic: bytes of a token and dim of queries and keys.
+        accumulate: bytes of a parameter to add a microbatch's gradient, without reading and writing
+            the sum.
+        step: bytes of a parameter for clipping and the optimizer with fp32 states; with 16-bit
+            states half of it.
+        dense_traffic, dense_peak: bytes of a logit of the unfused loss: through HBM in forward and
+            backward, without the products; at the peak.
         transient_gradient: a weight's gradient is computed in 16 bits before it is added.
-        hidden: share of a tensor-parallel collective that goes unnoticed where the framework begins
-            it beside a product of the backward.
-        receives_apart: whether every microbatch has memory of its own for what comes from the
-            stages before and after, from the first step on.
-        attention: whose kernels, where a job does not say: "cudnn", which TransformerEngine takes,
-            or "flash".
+        hidden: share of a tensor-parallel collective that a product of the backward hides.
+        receives_apart: each microbatch has its own receive buffers for the stages before and after,
+            from the first step on.
+        attention: kernels of a job with attention="auto": "cudnn", as TransformerEngine takes, or
+            "flash".
     """
 
     framework: Literal["torch", "megatron"] = "megatron"
@@ -82,8 +81,8 @@ SOFTWARE = {
         transient_gradient=True,
         attention="flash",
     ),
-    # Modules in eager torch, queries, keys and values apart, F.cross_entropy of fp32 logits, its
-    # fused AdamW.
+    # Modules in eager torch with separate queries, keys and values, F.cross_entropy of fp32 logits,
+    # torch's fused AdamW.
     "torch": Software(
         framework="torch",
         gated_kept=8,
@@ -107,32 +106,32 @@ class Job:
     """A training job.
 
     Args:
-        sequence: tokens of one.
-        microbatch: sequences of one, on each data-parallel rank.
-        microbatches: of a step, on each data-parallel rank.
-        tp, pp, cp, dp: tensor-, pipeline-, context-, data-parallel ranks.
-        chunks: virtual stages of a pipeline rank.
-        ep: ranks among the dp * cp ones which share the experts.
-        distributed_optimizer: its states lie over the dp * cp ranks.
-        overlap_data: gradients are summed beside the last backward, and the distributed optimizer's
-            weights gathered beside the first forward.
-        overlap_tensor: tensor-parallel communication goes beside the products.
-        gradients: "fp32" or "bf16", as they are added up.
-        precision: "mixed", bf16 weights beside fp32 ones and moments; "bf16", 16 bits for all;
-            "fp32", fp32 for all, and products in bf16 under autocast.
-        recompute: "none"; "selective", attention's scores; "full", every layer by itself.
-        attention: "flash", FlashAttention 2; "cudnn"; "unfused", which makes scores and keeps their
-            softmax; "auto", what the software takes.
-        dropout: of scores and of what attention and the MLP give; masks are kept.
+        sequence: tokens of a sequence.
+        microbatch: sequences of a microbatch, on each data-parallel rank.
+        microbatches: microbatches of a step, on each data-parallel rank.
+        tp, pp, cp, dp: numbers of tensor-, pipeline-, context- and data-parallel ranks.
+        chunks: stages of a pipeline rank.
+        ep: number of ranks, of the dp * cp, that share the experts.
+        distributed_optimizer: the optimizer's states are sharded over the dp * cp ranks.
+        overlap_data: the last backward overlaps the sum of gradients, and the first forward the
+            gather of the distributed optimizer's weights.
+        overlap_tensor: products overlap tensor-parallel communication.
+        gradients: "fp32" or "bf16", the dtype in which gradients are accumulated.
+        precision: "mixed", bf16 weights with fp32 copies and moments; "bf16", 16 bits for all;
+            "fp32", fp32 for all, with products in bf16 under autocast.
+        recompute: "none"; "selective", attention's scores; "full", whole layers.
+        attention: "flash", FlashAttention 2; "cudnn"; "unfused", which computes all scores and
+            keeps their softmax; "auto", the software's.
+        dropout: dropout of scores and of the outputs of attention and MLP; its masks are kept.
         loss: "dense" (unfused), "native" (fused after the logits), "chunked", "exact", "filtered"
             (ours), or "none".
-        vocab_over: who has the vocabulary beside the tensor-parallel ranks: "last", the last stage;
-            "pp", the pipeline's ranks in place of tensor-parallel ones; "pp-tp", both.
-        schedule: of planner/schedules.py, or "auto".
-        kept_columns: of a block of 128 tokens that `filtered` computes again.
+        vocab_over: the ranks that share the vocabulary: "last", the last stage's tensor-parallel
+            ranks; "pp", the pipeline's ranks; "pp-tp", all tensor- and pipeline-parallel ranks.
+        schedule: a name of planner/orders/schedules.py, or "auto".
+        kept_columns: columns for which `filtered` computes the gradients of a block of 128 tokens.
     Raises:
-        ValueError: a number out of range, a word that is not known, options that exclude each
-            other; with the nearest number that works, where there is one.
+        ValueError: a number is out of range, a word is unknown, or options exclude each other. The
+            message has the nearest number that works, if there is one.
     """
 
     sequence: int = 4096
@@ -178,7 +177,7 @@ class Job:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
         if self.sequence % (2 * self.cp) and self.cp > 1:
             raise ValueError(
-                f"sequence must be a multiple of 2 cp, {2 * self.cp}, got {self.sequence}; the "
+                f"sequence must be a multiple of 2 * cp, {2 * self.cp}, got {self.sequence}; the "
                 f"nearest is {_nearest(self.sequence, 2 * self.cp)}"
             )
         if (self.dp * self.cp) % self.ep:
@@ -188,8 +187,7 @@ class Job:
             )
         if self.is_over_ranks and self.loss not in OURS:
             raise ValueError(
-                f"loss must be one of {OURS} with the vocabulary over {self.vocab_over}, got "
-                f"{self.loss!r}"
+                f"loss must be one of {OURS} with vocab_over {self.vocab_over!r}, got {self.loss!r}"
             )
         if self.overlap_tensor and self.tp > 1 and not self.sequence_parallel:
             raise ValueError("sequence_parallel must be true with overlap_tensor, got false")
@@ -199,15 +197,15 @@ class Job:
         name = self.schedule_name
         if name == "vocab" and not self.is_over_ranks:
             raise ValueError(
-                "schedule 'vocab' is that of the vocabulary over pipeline ranks: vocab_over must "
-                f"be 'pp' or 'pp-tp', got {self.vocab_over!r}"
+                "vocab_over must be 'pp' or 'pp-tp' under schedule 'vocab', got "
+                f"{self.vocab_over!r}"
             )
         wanted = {"zbv": (2, 2), "interleaved": (2, None)}.get(name, (1, 1))
         if self.chunks < wanted[0] or (wanted[1] is not None and self.chunks > wanted[1]):
-            others = "; 'interleaved' has 2 or more, 'zbv' has 2" if wanted == (1, 1) else ""
+            hint = "; 'interleaved' has 2 or more, 'zbv' has 2" if wanted == (1, 1) else ""
             raise ValueError(
-                f"chunks must be {wanted[0]}{'' if wanted[1] else ' or more'} under {name!r}, got "
-                f"{self.chunks}{others}"
+                f"chunks must be {wanted[0]}{'' if wanted[1] else ' or more'} under schedule "
+                f"{name!r}, got {self.chunks}{hint}"
             )
 
     @property
@@ -216,17 +214,17 @@ class Job:
 
     @property
     def is_served(self) -> bool:
-        """The vocabulary is over pipeline ranks under a schedule that knows nothing of it."""
+        """True if the head is over pipeline ranks, and the schedule does not order its phases."""
         return self.is_over_ranks and self.schedule_name != "vocab"
 
     @property
     def is_patched(self) -> bool:
-        """The planned order is megatron_patch's, rather than `ScheduleVocab1F1B`."""
+        """True if megatron_patch plans the order, and not `ScheduleVocab1F1B`."""
         return self.schedule_name == "vocab" and self.software.framework == "megatron"
 
     @property
     def attention_kernels(self) -> str:
-        """ "flash", "cudnn" or "unfused"."""
+        """The kernels of attention: "flash", "cudnn" or "unfused"."""
         return self.software.attention if self.attention == "auto" else self.attention
 
     @property
@@ -244,21 +242,25 @@ class Job:
 
     @property
     def head_ranks(self) -> int:
-        """Ranks that the vocabulary lies over."""
+        """The number of ranks that share the vocabulary."""
         return {"last": self.tp, "pp": self.pp, "pp-tp": self.pp * self.tp}[self.vocab_over]
 
     def rows_divisible_by(self, rows: int) -> int:
-        """Returns Megatron's --make-vocab-size-divisible-by for a vocabulary of as many rows: its
-        default, or the least with which the ranks of a pipeline have as many rows each."""
+        """Returns Megatron's --make-vocab-size-divisible-by for a vocabulary of `rows` rows.
+
+        It is the default, or the least with which all ranks of a pipeline have equally many rows.
+        """
         step = MEGATRON_ROWS * self.tp
         if self.is_over_ranks and -(-rows // step) * step % self.head_ranks:
             return lcm(MEGATRON_ROWS, self.pp)
         return MEGATRON_ROWS
 
     def padded_rows(self, rows: int) -> int:
-        """Returns the rows of the embedding and the head with padding. Megatron pads to a multiple
-        of its own times tp. Others pad to a multiple of the ranks that share the rows, where the
-        last may have fewer."""
+        """Returns the number of rows of the embedding and the head, padding included.
+
+        Megatron pads to a multiple of `rows_divisible_by` * tp, torch to a multiple of the number
+        of ranks that share the rows.
+        """
         step = self.head_ranks
         if self.software.framework == "megatron":
             step = self.rows_divisible_by(rows) * self.tp
@@ -277,23 +279,22 @@ class Job:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of a parameter, with the 16-bit copy that autocast makes."""
+        """Bytes of a parameter, autocast's 16-bit copy included."""
         return 6.0 if self.precision == "fp32" else 2.0
 
     @property
     def hidden_bytes(self) -> float:
-        """Bytes of a number of the hidden states that layers hand on."""
+        """Bytes of a number of the hidden states between layers."""
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of a parameter's optimizer state: two moments, and an fp32 weight beside a bf16
-        weight."""
+        """Bytes of a parameter's optimizer state: two moments, and a bf16 weight's fp32 copy."""
         return {"mixed": 12.0, "bf16": 4.0, "fp32": 8.0}[self.precision]
 
     @property
     def step_traffic(self) -> float:
-        """Bytes of a parameter's step."""
+        """Bytes that clipping and the optimizer move for a parameter."""
         return self.software.step * (0.5 if self.precision == "bf16" else 1.0)
 
     @property
@@ -301,8 +302,12 @@ class Job:
         return self.tp * self.pp * self.cp * self.dp
 
     def check_model(self, model: Model) -> None:
-        """Raises ValueError: the model cannot be cut like this; with the nearest that works."""
-        for what, is_cut in (
+        """Checks that the job can divide the model over its ranks.
+
+        Raises:
+            ValueError: it cannot; the message has the nearest number that works.
+        """
+        for rule, holds in (
             (f"divide the model's {model.heads} heads", model.heads % self.tp == 0),
             (f"divide the model's mlp_dim, {model.mlp_dim}", model.mlp_dim % self.tp == 0),
             (
@@ -311,36 +316,36 @@ class Job:
                 _is_shared(model.kv_heads, self.tp),
             ),
         ):
-            if not is_cut:
-                # One that none of these rules refuses.
+            if not holds:
+                # The nearest tp for which all of these rules hold.
                 divisors = _divisors(gcd(model.heads, model.mlp_dim))
                 works = [tp for tp in divisors if _is_shared(model.kv_heads, tp)]
                 raise ValueError(
-                    f"tp must {what}, got {self.tp}; the nearest is {_nearest_of(works, self.tp)}"
+                    f"tp must {rule}, got {self.tp}; the nearest is {_nearest_of(works, self.tp)}"
                 )
         self._check_linear(model)
         if self.ep > 1 and (not model.experts or model.experts % self.ep):
             shared = gcd(model.experts, self.dp * self.cp)
-            near = _nearest_of(_divisors(shared), self.ep) if model.experts else 1
+            nearest = _nearest_of(_divisors(shared), self.ep) if model.experts else 1
             raise ValueError(
                 f"ep must divide the model's {model.experts} experts, got {self.ep}; the nearest "
-                f"is {near}"
+                f"is {nearest}"
             )
         if 0 < model.positions < self.sequence:
             raise ValueError(
                 f"sequence must be <= the model's {model.positions} learned positions, got "
                 f"{self.sequence}"
             )
-        # The embedding and the head may have a stage each.
+        # The embedding and the head may each have a stage without layers.
         most = model.layers + 2
         if self.stages > most:
             largest = f"the largest pp with these chunks is {most // self.chunks}"
             if self.chunks > most:
                 largest = f"even pp 1 can have no more than {most} chunks"
             raise ValueError(
-                f"pp * chunks must be <= the model's {model.layers} layers and two more, for the "
-                f"embedding and the head alone, got {self.pp} * {self.chunks} = {self.stages}; "
-                f"{largest}"
+                f"pp * chunks must be <= {most}, the model's {model.layers} layers and two stages "
+                f"for the embedding and the head alone, got {self.pp} * {self.chunks} = "
+                f"{self.stages}; {largest}"
             )
         if self.sequence_parallel and self.tokens % self.tp:
             raise ValueError(
@@ -369,7 +374,7 @@ def _nearest(value: int, step: int) -> int:
 
 
 def _is_shared(heads: int, tp: int) -> bool:
-    """Each rank has as many, or as many ranks have the same one."""
+    """Returns True if each rank has equally many heads, or each head is on equally many ranks."""
     return heads % tp == 0 or tp % heads == 0
 
 

@@ -1,9 +1,9 @@
-"""The cost of a layer, and of the work around the layers: FLOPs, seconds and bytes of a microbatch.
+"""The cost of a layer: FLOPs, seconds and bytes of a microbatch.
 
-Every time is products at their rate, plus attention at its own, plus bytes through HBM, plus what
-tensor-parallel ranks tell each other. Of these nothing overlaps, but for the ring of context
-parallelism, a part of what Megatron begins beside a backward's products, and what a job asks for.
-docs/planner.md has the formulas.
+A time is the sum of products at their rate, attention at its own rate, bytes through HBM, and
+tensor-parallel communication. Three kinds of communication overlap with computation: the ring of
+context parallelism, a share of Megatron's collectives in the backward, and whatever the job's
+overlap_tensor hides. docs/planner.md has the formulas.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from cce_dist.planner.models.model import Model
 from .hardware import Hardware
 from .job import Job
 
-# A backward reads and writes twice as much as the forward.
+# Bytes that a backward moves, over those of its forward.
 BACKWARD = 2.0
-# Of attention, which makes its scores again: five products where the forward has two.
+# Time of attention's backward over its forward: it recomputes scores, five products to two.
 ATTENTION_BACKWARD = 2.5
-# Of a product whose input or result is sent beside it: num_splits of NeMo's recipes.
+# Pieces of a product that overlaps communication: num_splits of NeMo's recipes.
 PIECES = 4
 
 
@@ -29,9 +29,10 @@ class LayerCost:
     """The cost of a microbatch in a layer, on a rank.
 
     Args:
-        flops: of the forward, causal attention counted by half.
+        flops: FLOPs of the forward; attention counts by its causal half.
+        forward, backward: seconds.
         kept: bytes from forward to backward.
-        working: bytes beside them while the backward runs.
+        working: bytes on top of `kept` while the backward runs.
     """
 
     flops: float
@@ -42,8 +43,12 @@ class LayerCost:
 
 
 def collective(hardware: Hardware, ranks: int, size: float, *, rounds: float = 1.0) -> float:
-    """Returns seconds of a ring of as many ranks: `size` bytes of the whole tensor, one round for a
-    gather or a reduce-scatter, two for an all-reduce."""
+    """Returns the seconds of a ring collective.
+
+    Args:
+        size: bytes of the complete tensor.
+        rounds: 1 for a gather or a reduce-scatter, 2 for an all-reduce.
+    """
     if ranks == 1:
         return 0.0
     moved = rounds * (ranks - 1) / ranks * size
@@ -51,8 +56,7 @@ def collective(hardware: Hardware, ranks: int, size: float, *, rounds: float = 1
 
 
 def visible_tokens(model: Model, job: Job, index: int) -> float:
-    """Returns the average number of tokens that a token looks back at: half of the sequence, or the
-    window."""
+    """Returns the mean number of tokens that a token looks back at."""
     window = model.window if model.attention_of(index) == "window" else 0
     if not window or window >= job.sequence:
         return job.sequence / 2
@@ -82,11 +86,12 @@ def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerC
     # A mask of attention's output, and a mask of the MLP's.
     masks = 2.0 * tokens * model.dim / split if job.dropout else 0.0
     elementwise = (moved + masks) / hardware.bytes_per_second
-    told, told_again = _told(model, job, hardware, products, gradients)
-    told, told_again = (each + _sent(model, job, hardware, is_dense) for each in (told, told_again))
+    sent, sent_back = _communication(model, job, hardware, products, gradients)
+    to_experts = _expert_communication(model, job, hardware, is_dense)
+    sent, sent_back = sent + to_experts, sent_back + to_experts
     ring = _ring(model, job, hardware)
-    forward = products + max(attention.forward, ring) + elementwise + told
-    backward = gradients + max(attention.backward, 2 * ring) + BACKWARD * elementwise + told_again
+    forward = products + max(attention.forward, ring) + elementwise + sent
+    backward = gradients + max(attention.backward, 2 * ring) + BACKWARD * elementwise + sent_back
     kept = tokens * _kept(model, job, mlp_kept * width, index) + masks
     working = tokens * (4.0 * width / tp + 4.0 * model.dim / split)
     if job.recompute != "selective":
@@ -102,11 +107,12 @@ def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerC
 
 @dataclass(frozen=True)
 class _Attention:
-    """Between its products with weights.
+    """The cost of attention alone, without its products with weights.
 
     Args:
-        flops: of the forward, causal scores counted by half.
-        scores: bytes of what is kept of them.
+        flops: FLOPs of the forward; scores count by their causal half.
+        forward, backward: seconds.
+        scores: bytes that are kept of scores and their softmax.
     """
 
     flops: float
@@ -130,12 +136,12 @@ def _attention(model: Model, job: Job, hardware: Hardware, index: int) -> _Atten
             shares = hardware.cudnn_forward, hardware.cudnn_backward
         forward, backward = (flops / (hardware.flops * share) for share in shares)
         return _Attention(flops, forward, ATTENTION_BACKWARD * backward, 0.0)
-    # Products of all scores, which are in 16 bits: written and read, and so is their softmax.
+    # All scores are computed, in 16 bits; they and their softmax are each written and read.
     number = float(job.tokens) * job.sequence * model.heads / job.tp
     products = number * per_score / model.heads / (hardware.flops * hardware.gemm)
     traffic, scores = 8.0 * number, 2.0 * number
     if job.dropout:
-        # A softmax read and written once more, and a mask of a byte, which are kept as well.
+        # The softmax is read and written once more, with a mask of a byte; both are kept.
         traffic, scores = traffic + 5.0 * number, scores + 3.0 * number
     seconds = traffic / hardware.bytes_per_second
     return _Attention(flops, products + seconds, 2 * products + BACKWARD * seconds, scores)
@@ -146,7 +152,7 @@ def _linear_of(model: Model, index: int) -> LinearAttention | None:
 
 
 def _attention_traffic(model: Model, job: Job, index: int) -> float:
-    """Returns bytes of a token between its products with weights and attention, through memory."""
+    """Returns the bytes that rotary positions and gates of a token move through HBM."""
     linear = _linear_of(model, index)
     if linear:
         return linear.traffic
@@ -157,7 +163,7 @@ def _attention_traffic(model: Model, job: Job, index: int) -> float:
 
 
 def active_mlp_dim(model: Model, is_dense: bool, index: int) -> float:
-    """Returns the summed size of all MLPs that a token goes through."""
+    """Returns the sum of mlp_dim over all MLPs that a token goes through."""
     if index < model.dense_layers:
         return model.dense_mlp_dim
     if is_dense:
@@ -167,7 +173,7 @@ def active_mlp_dim(model: Model, is_dense: bool, index: int) -> float:
 
 
 def _shapes(model: Model, job: Job, is_dense: bool, index: int) -> list[tuple[float, float, float]]:
-    """Returns the forward's products on a rank: rows (tokens), columns, inner dims."""
+    """Returns the forward's products on a rank, as rows (tokens), columns and inner dims."""
     dim, tp, tokens = model.dim, job.tp, float(job.tokens)
     shapes = _attention_shapes(model, job, index)
     wide = 2 if model.gated else 1
@@ -175,13 +181,13 @@ def _shapes(model: Model, job: Job, is_dense: bool, index: int) -> list[tuple[fl
         width = active_mlp_dim(model, True, index) / tp
         return [*shapes, (tokens, wide * width, dim), (tokens, dim, width)]
     routed = model.experts_per_token or model.experts
-    for each, mlp_dim in (
+    for count, mlp_dim in (
         (routed, model.mlp_dim),
         (model.shared_experts, model.size_of_shared),
     ):
-        if each:
+        if count:
             width = mlp_dim / tp
-            shapes += [(each * tokens, wide * width, dim), (each * tokens, dim, width)]
+            shapes += [(count * tokens, wide * width, dim), (count * tokens, dim, width)]
     if model.shared_gate:
         shapes.append((tokens, 1, dim))
     return [*shapes, (tokens, model.experts, dim)]
@@ -215,8 +221,8 @@ def _copies(model: Model, is_dense: bool) -> float:
 
 
 def _kept(model: Model, job: Job, mlp: float, index: int) -> float:
-    """Returns bytes kept of a token, without attention's scores: inputs and outputs of the norms
-    and of attention, and the MLP's."""
+    """Returns the bytes kept of a token without attention's scores: inputs and outputs of norms,
+    attention and MLP."""
     split = job.tp if job.sequence_parallel else 1
     norms = model.dim * (job.hidden_bytes * model.norms + 2 * min(2, model.norms)) / split
     is_dense = index < model.dense_layers or not model.experts
@@ -230,7 +236,7 @@ def _attention_kept(model: Model, job: Job, index: int) -> float:
         return linear.kept
     queries, keys = model.heads * model.key_dim, model.kv_heads * model.key_dim
     values, out = model.kv_heads * model.head_value_dim, model.heads * model.head_value_dim
-    # A gate is kept, and so is attention's output before and after it.
+    # A gate is kept, and attention's output before and after it.
     attention = 2 * (queries + keys + values + out * (1 + 2 * model.query_gate))
     if job.software.joint_qkv and not model.positions:
         attention += 2 * (queries + keys)
@@ -240,12 +246,12 @@ def _attention_kept(model: Model, job: Job, index: int) -> float:
 def _products(
     model: Model, job: Job, hardware: Hardware, shapes: list[tuple[float, float, float]]
 ) -> tuple[float, float]:
-    """Returns seconds of the forward's products and of both gradients' products."""
+    """Returns the seconds of the forward's products, and of both gradients' products."""
     pieces = _pieces(job)
     forward = backward = 0.0
     for rows, columns, inner in shapes:
         forward += pieces * hardware.product(rows / pieces, columns, inner)
-        # What a rank has the sum of in the forward, it gathers the gradient of.
+        # The gradient of a product's result is gathered where the forward reduces the result.
         cut = pieces if columns == model.dim else 1
         backward += cut * hardware.product(rows / cut, inner, columns)
         backward += hardware.product(columns, inner, rows)
@@ -253,29 +259,29 @@ def _products(
 
 
 def _pieces(job: Job) -> int:
-    """Returns the number of pieces of a product: a piece is sent while the next is computed."""
+    """Returns the number of pieces of a product; each is sent while the next is computed."""
     return min(job.tp, PIECES) if job.overlap_tensor else 1
 
 
-def _told(
+def _communication(
     model: Model, job: Job, hardware: Hardware, products: float, gradients: float
 ) -> tuple[float, float]:
-    """Returns seconds of a layer's tensor-parallel communication, forward and backward, that
-    nothing hides."""
+    """Returns the seconds of tensor-parallel communication, forward and backward, that no product
+    hides."""
     size = 2.0 * job.tokens * model.dim
     if job.sequence_parallel:
         seconds, again = 4 * collective(hardware, job.tp, size), 1.5
     else:
         seconds, again = 2 * collective(hardware, job.tp, size, rounds=2), 1.0
-    # As many in the backward, or half more where inputs are gathered again.
+    # The backward has as many collectives, or half more where inputs are gathered again.
     if not job.overlap_tensor:
         return seconds, (again - job.software.hidden) * seconds
     piece = seconds / _pieces(job)
     return max(piece, seconds - products), max(piece, again * seconds - gradients)
 
 
-def _sent(model: Model, job: Job, hardware: Hardware, is_dense: bool) -> float:
-    """Returns seconds of tokens to experts of other ranks, and back."""
+def _expert_communication(model: Model, job: Job, hardware: Hardware, is_dense: bool) -> float:
+    """Returns the seconds in which tokens go to experts of other ranks, and back."""
     if job.ep == 1 or is_dense:
         return 0.0
     ranks = job.ep * job.tp
@@ -284,7 +290,7 @@ def _sent(model: Model, job: Job, hardware: Hardware, is_dense: bool) -> float:
 
 
 def _ring(model: Model, job: Job, hardware: Hardware) -> float:
-    """Returns seconds that keys and values take to every context-parallel rank."""
+    """Returns the seconds in which keys and values go to every context-parallel rank."""
     if job.cp == 1:
         return 0.0
     each = 2.0 * job.tokens * model.kv_heads * (model.key_dim + model.head_value_dim) / job.tp

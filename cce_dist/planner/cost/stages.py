@@ -1,4 +1,4 @@
-"""A layout's stages: what each takes in time and memory, before any schedule is looked at."""
+"""A layout's stages: the time and memory of each, whatever the schedule."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class Stage:
     """A stage of the pipeline, on a rank of its tensor-parallel group.
 
     Args:
-        first_layer, layers: its first layer in the model, and their number.
-        parameters: with the embedding and the head where they are here.
-        expert_parameters: of those, the ones that data-parallel ranks do not share.
-        flops: forward and backward of a microbatch, what is computed again left out.
-        forward, backward: seconds of a microbatch.
-        head_seconds: of those, the head's, where it is here.
+        first_layer: index in the model of the stage's first layer.
+        layers: number of its layers.
+        parameters: its parameters, with the embedding and the head if the stage has them.
+        expert_parameters: those of the parameters that are experts', which ep ranks share.
+        flops: forward and backward of a microbatch, without recomputed FLOPs.
+        forward, backward: seconds of a microbatch, with the head's.
+        head_seconds: the head's seconds, forward and backward; 0: the stage has no head.
         kept: bytes of a microbatch from forward to backward, without the head's.
-        working: bytes beside them while the backward runs.
-        head_kept, head_working: the head's.
+        working: bytes on top of `kept` while the backward runs, without the head's.
+        head_kept, head_working: the same of the head.
     """
 
     first_layer: int
@@ -47,7 +48,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a model, a job and hardware that layouts consist of."""
+    """The costs of a job's layers and head, of which those of a layout are sums."""
 
     model: Model
     job: Job
@@ -58,13 +59,15 @@ class Costs:
 
     @property
     def rows(self) -> int:
-        """Rows of the embedding and the head, with padding."""
+        """Rows of the embedding and the head, padding included."""
         return self.job.padded_rows(self.model.num_rows)
 
     @property
     def embedding_parameters(self) -> float:
-        """Parameters on the first stage, or on every rank where the head is over all and tied to
-        the embedding."""
+        """Parameters of the embedding on a rank that has rows of it.
+
+        Those are the first stage's ranks, or all ranks if a tied head is over all of them.
+        """
         ranks = self.job.head_ranks if self.is_embedding_shared else self.job.tp
         rows = (self.rows + self.model.more_rows) / ranks
         return (rows + self.model.positions) * self.model.dim
@@ -77,17 +80,17 @@ class Costs:
 
     @property
     def head_bias(self) -> float:
-        """Parameters of the head that no embedding has."""
+        """Parameters of the head's bias on a rank, which a tied embedding does not have."""
         return self.rows * self.model.head_bias / self.job.head_ranks
 
     @property
     def is_embedding_shared(self) -> bool:
-        """Over all ranks, in the rows of the head."""
+        """True if the embedding is over all ranks, tied to the head."""
         return self.job.is_over_ranks and self.model.tied
 
     @property
     def embedding_seconds(self) -> float:
-        """Seconds of a microbatch in the forward; the backward takes about as long."""
+        """Seconds of a microbatch in the embedding's forward; its backward takes about as long."""
         size = self.job.tokens * self.model.dim
         seconds = 4.0 * size / self.hardware.bytes_per_second
         if not self.is_embedding_shared:
@@ -97,27 +100,31 @@ class Costs:
 
     @property
     def latency(self) -> float:
-        """Until the next stage has a microbatch's hidden states."""
+        """Seconds until the next stage has a microbatch's hidden states."""
         job, ranks = self.job, self.job.pp * self.job.tp
         if job.pp == 1:
             return 0.0
         size = job.hidden_bytes * job.tokens * self.model.dim
         size /= job.tp if job.sequence_parallel else 1
-        # Neighbouring stages are on one host as long as tensor-parallel groups are.
+        # Stages are on one host if all ranks of the tensor-parallel groups are.
         return self.hardware.latency / 2 + size / self.hardware.link(ranks)
 
 
 @lru_cache(maxsize=64)
 def costs_of(model: Model, job: Job, hardware: Hardware) -> Costs:
-    """Raises ValueError: the model cannot be cut like this."""
+    """Computes the costs of a model's layers and head on a rank of the job.
+
+    Raises:
+        ValueError: the job cannot divide the model over its ranks.
+    """
     job.check_model(model)
-    alike: dict[tuple[bool, str], LayerCost] = {}
+    cost_of_kind: dict[tuple[bool, str], LayerCost] = {}
     layers = []
     for index in range(model.layers):
         key = (index < model.dense_layers, model.attention_of(index))
-        if key not in alike:
-            alike[key] = layer_cost(model, job, hardware, index)
-        layers.append(alike[key])
+        if key not in cost_of_kind:
+            cost_of_kind[key] = layer_cost(model, job, hardware, index)
+        layers.append(cost_of_kind[key])
     parameters = tuple(
         layer_parameters_per_rank(model, job, index) for index in range(model.layers)
     )
@@ -125,7 +132,7 @@ def costs_of(model: Model, job: Job, hardware: Hardware) -> Costs:
 
 
 def make_stages(costs: Costs, layout: Sequence[int]) -> list[Stage]:
-    """Makes stages with these numbers of layers, from the model's first stage to its last."""
+    """Makes stages with these numbers of layers, in the order of the model."""
     last = len(layout) - 1
     stages, first = [], 0
     for index, count in enumerate(layout):
@@ -150,7 +157,7 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
         forward += costs.embedding_seconds
         backward += costs.embedding_seconds
     has_head = is_last and not job.is_over_ranks
-    # On one rank with the embedding: alone, or at the end of a V.
+    # The first and the last stage are on one rank without a pipeline, and under ZBV.
     is_tied_here = model.tied and (job.pp == 1 or job.schedule_name == "zbv")
     if has_head:
         parameters += costs.head_bias if is_tied_here else costs.head_parameters
@@ -158,17 +165,17 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
         forward, backward = forward + head.forward, backward + head.backward
         seconds = head.forward + head.backward
         if is_tied_here:
-            # One gradient for both uses: it waits for the embedding's.
+            # The head's gradient is held until it is added to the embedding's.
             working += head.transient
     if is_last:
         # The last norm's input and output.
         split = job.tp if job.sequence_parallel else 1
         kept += (job.hidden_bytes + 2.0) * job.tokens * model.dim / split
     if is_first and not costs.is_embedding_shared:
-        # Zeros for each row, and read again to be added: no kernel adds a token's to the others'.
-        whole = max(4.0 - job.software.accumulate, 0.0) * costs.embedding_parameters
-        backward += whole / hardware.bytes_per_second
-        # The embedding's gradient is made whole when nothing else of the microbatch is left.
+        # The gradient has all rows: zeros are written, then read for the sum of tokens' rows.
+        zeroed = max(4.0 - job.software.accumulate, 0.0) * costs.embedding_parameters
+        backward += zeroed / hardware.bytes_per_second
+        # That gradient exists when all else of the microbatch has been freed.
         embedding_gradient = 2.0 * costs.embedding_parameters
         working = max(
             working,
@@ -206,7 +213,7 @@ def _expert_parameters(costs: Costs, first: int, count: int) -> float:
 
 
 def stage_times(costs: Costs, stages: Sequence[Stage]) -> StageTimes:
-    """Returns the stages' times for planner/predict.py."""
+    """Returns the stages' times for planner/orders/predict.py."""
     forward = tuple(stage.forward for stage in stages)
     backward = tuple(stage.backward for stage in stages)
     job, head = costs.job, costs.head

@@ -1,13 +1,17 @@
-"""Keys of a config.json by what they mean to a plan: refused with a value that changes what is
-computed and is not modelled, or of no weight in memory and FLOPs. What is neither, and is not read,
-is named in a note."""
+"""Keys of a config.json by their meaning to a plan.
+
+A key is read, or refused with a value that changes the computation and is not modelled, or known
+not to matter to memory and FLOPs. A note names every other key.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Values with which these keys change nothing; with others they are not understood.
+from .huggingface_types import DEFAULTS, NAMES
+
+# Keys that are refused, unless they have one of these values, which change nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1, None),
     "decoder_sparse_step": (1, None),
@@ -19,9 +23,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "attention_out_bias": (False, None),
     "lm_head_bias": (False, None),
 }
-# Keys that change the numbers, and the types whose files have them; those with use_sliding_window
-# have no window without it.
-OWN: dict[str, tuple[str, ...]] = {
+# Keys that change the numbers, and the types for which they are modelled. Types with the key
+# use_sliding_window, which REFUSED has, never use sliding_window.
+KEYS_OF_TYPES: dict[str, tuple[str, ...]] = {
     "num_local_experts": ("mixtral",),
     "num_experts": ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text"),
     "n_routed_experts": ("deepseek_v3",),
@@ -83,13 +87,13 @@ OWN: dict[str, tuple[str, ...]] = {
         "cohere",
     ),
 }
-# Parts below that are modelled in files of some types.
+# Topics of _UNMODELLED that are modelled in some types.
 _MODELLED = {
     "linear attention": ("qwen3_5_text", "qwen3_5_moe_text"),
     "cross attention": ("mllama_text_model",),
 }
-# What a model with one of these has that no model here has.
-_ELSE: dict[str, tuple[str, ...]] = {
+# Topic -> keys of models that have it. A model here has it only in the types of _MODELLED.
+_UNMODELLED: dict[str, tuple[str, ...]] = {
     "state-space or recurrent layers": (
         "ssm_cfg",
         "ssm_state_size",
@@ -149,10 +153,10 @@ _ELSE: dict[str, tuple[str, ...]] = {
     ),
     "norms of queries and keys": ("qk_norm",),
 }
-_ELSEWHERE = {key: what for what, keys in _ELSE.items() for key in keys}
+_TOPIC_OF = {key: topic for topic, keys in _UNMODELLED.items() for key in keys}
 
-# By topic, nothing that has a size or takes time that is modelled.
-_TOPICS = {
+# Keys, by topic, that change no modelled size or time.
+_HARMLESS_TOPICS = {
     "names": "architectures auto_map finetuning_task id2label label2id model_type name_or_path "
     "prefix problem_type task_specific_params tokenizer_class transformers_version "
     "is_llama_config unsloth_fixed unsloth_version",
@@ -175,10 +179,10 @@ _TOPICS = {
     "num_beam_groups num_beams num_return_sequences remove_invalid_values repetition_penalty "
     "suppress_tokens temperature top_k top_p typical_p",
 }
-_HARMLESS = {key for keys in _TOPICS.values() for key in keys.split()}
+_HARMLESS = {key for keys in _HARMLESS_TOPICS.values() for key in keys.split()}
 _HARMLESS_ENDS = ("_token_id", "_dropout", "_dropout_prob", "_pdrop")
 _HARMLESS_STARTS = ("_", "summary_", "encoder_no_repeat_", "begin_suppress_", "forced_")
-# Of as little weight, in files of one type.
+# Keys that change no modelled size or time in files of one type.
 HARMLESS_OF: dict[str, tuple[str, ...]] = {
     "cohere": ("logit_scale",),
     "granite": (
@@ -191,7 +195,7 @@ HARMLESS_OF: dict[str, tuple[str, ...]] = {
     "qwen3_5_text": ("mamba_ssm_dtype", "mlp_only_layers", "mtp_use_dedicated_embeddings"),
     "qwen3_5_moe_text": ("mamba_ssm_dtype", "mtp_use_dedicated_embeddings"),
     "smollm3": ("no_rope_layer_interval", "no_rope_layers"),
-    # Of these transformers reads norm_epsilon alone.
+    # transformers reads norm_epsilon alone of these.
     "starcoder2": (
         "attention_softmax_in_fp32",
         "mlp_type",
@@ -203,24 +207,36 @@ HARMLESS_OF: dict[str, tuple[str, ...]] = {
 
 
 def require_modelled(config: Mapping[str, Any], kind: str) -> None:
-    """Raises ValueError: a key, which the message names, says of the model what is not modelled."""
+    """Checks that the planner models what the keys say of the model.
+
+    Raises:
+        ValueError: a key has a value that is not modelled; the message names both.
+    """
     for key, harmless in REFUSED.items():
         if key in config and config[key] not in harmless:
-            raise ValueError(f"{key} = {config[key]!r} of {kind} is not understood")
-    for key, kinds in OWN.items():
-        if config.get(key) and kind not in kinds:
-            raise ValueError(f"{key} = {config[key]!r} of {kind} is not understood")
-    for key in config:
-        if config[key] and key in _ELSEWHERE and kind not in _MODELLED.get(_ELSEWHERE[key], ()):
+            allowed = " or ".join(map(repr, harmless))
             raise ValueError(
-                f"{key} = {config[key]!r} of {kind} is not modelled: {_ELSEWHERE[key]}"
+                f"{key} of {kind} must be {allowed}, got {config[key]!r}: other values are not "
+                "modelled"
+            )
+    for key, kinds in KEYS_OF_TYPES.items():
+        if config.get(key) and kind not in kinds:
+            raise ValueError(
+                f"{key} of {kind} must be absent, got {config[key]!r}: the planner models it for "
+                f"{', '.join(kinds)} alone"
+            )
+    for key, value in config.items():
+        topic = _TOPIC_OF.get(key)
+        if value and topic is not None and kind not in _MODELLED.get(topic, ()):
+            raise ValueError(
+                f"{key} of {kind} must be absent, got {value!r}: the planner does not model {topic}"
             )
 
 
 def keys_not_used(config: Mapping[str, Any], read: Iterable[str]) -> list[str]:
-    """Keys of a file that nobody has read, and that may matter; one of null says nothing."""
-    absent = (key for key in _ELSEWHERE if not config.get(key))
-    known = {*read, *REFUSED, *OWN, *absent, *_HARMLESS}
+    """Lists the keys of a file that were not read and may matter; a key of null does not."""
+    absent = (key for key in _TOPIC_OF if not config.get(key))
+    known = {*read, *REFUSED, *KEYS_OF_TYPES, *absent, *_HARMLESS}
     return sorted(
         key
         for key, value in config.items()
@@ -229,3 +245,57 @@ def keys_not_used(config: Mapping[str, Any], read: Iterable[str]) -> list[str]:
         and not key.endswith(_HARMLESS_ENDS)
         and not key.startswith(_HARMLESS_STARTS)
     )
+
+
+class KeyReader:
+    """A reader of one file's keys.
+
+    Attributes:
+        read_keys: keys that were read, and keys of the type that do not matter.
+        notes: a sentence for each default taken; the caller adds others.
+    """
+
+    def __init__(self, config: Mapping[str, Any], kind: str) -> None:
+        self.config, self.kind = config, kind
+        self.notes: list[str] = []
+        self.read_keys = set(HARMLESS_OF.get(kind, ()))
+        self.names = NAMES.get(kind, {})
+        self.defaults = DEFAULTS.get(kind, {})
+
+    def value(self, key: str) -> Any:
+        """Returns a key's value; None: the file has none."""
+        self.read_keys.add(key)
+        return self.config.get(key)
+
+    def size(self, key: str) -> int:
+        """Returns an integer >= 1, or the type's default if the file does not have the key."""
+        name = self.names.get(key, key)
+        value = self.value(name)
+        # A type's default is for files without the key: null is refused.
+        if name not in self.config and name in self.defaults:
+            return int(self.value_or_default(name, None))
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} of {self.kind} must be an integer >= 1, got {value!r}")
+        return value
+
+    def value_or_default(self, key: str, default: Any) -> Any:
+        """Returns a key's value; else notes and returns the type's default, or `default`."""
+        value = self.value(key)
+        if value is not None:
+            return value
+        value = self.defaults.get(key, default)
+        self.notes.append(f"{key}: not in the file, {value} as in transformers")
+        return value
+
+    def integer_or_default(self, key: str, default: Any, *, least: int = 0) -> int:
+        """Returns `value_or_default`, an integer >= `least`."""
+        value = self.value_or_default(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            rule = f"an integer >= {least}"
+            raise ValueError(f"{key} of {self.kind} must be {rule}, got {value!r}")
+        return value
+
+    def integer_or_zero(self, key: str) -> int:
+        """Returns 0 if the file has null, or if the file and the type's defaults lack the key."""
+        has_default = key not in self.config and key in self.defaults
+        return self.integer_or_default(key, 0) if has_default or self.value(key) else 0

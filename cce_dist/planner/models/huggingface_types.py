@@ -1,8 +1,12 @@
-"""The differences between transformers' model types: their keys' names, the constants of a type,
-and the defaults where a file does not say."""
+"""The differences between transformers' model types.
+
+For each type: the names of its keys, the traits of all its models, and transformers' defaults for
+keys that a file leaves out.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 _GPT2 = {
@@ -13,56 +17,83 @@ _GPT2 = {
     "max_position_embeddings": "n_positions",
 }
 _GPT_NEO = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
-# Keys of transformers' common names -> those of a type.
+# transformers' common name of a key -> its name in files of the type.
 NAMES = {"gpt2": _GPT2, "gpt_neo": _GPT_NEO}
 
-_ALL_BIASES = {"norm_bias": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
-FIXED: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "ministral": {},
-    "ministral3": {},
-    "mixtral": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen2_vl_text": {"qkv_bias": True},
-    "qwen2_5_vl_text": {"qkv_bias": True},
-    "qwen2_moe": {"shared_experts": 1, "shared_gate": True},
-    "qwen3": {"qk_norm": True},
-    "qwen3_moe": {"qk_norm": True},
-    "qwen3_5_text": {"qk_norm": True, "query_gate": True},
-    "qwen3_5_moe_text": {
-        "qk_norm": True,
-        "query_gate": True,
-        "shared_experts": 1,
-        "shared_gate": True,
-    },
-    "gemma": {},
-    "gemma2": {"norms": 4},
-    "gemma3_text": {"norms": 4, "qk_norm": True},
-    "phi3": {},
-    "phi": {"gated": False, "norms": 1, "head_bias": True, **_ALL_BIASES},
-    "gpt2": {"gated": False, **_ALL_BIASES},
-    "gpt_neo": {"gated": False, **_ALL_BIASES, "qkv_bias": False},
-    "gpt_neox": {"gated": False, **_ALL_BIASES},
-    "deepseek_v3": {},
-    "olmo": {"norm_weight": False},
-    # Norms after each half of a layer, none before.
-    "olmo2": {"qk_norm": True, "qk_norm_heads": True},
-    "olmo3": {"qk_norm": True, "qk_norm_heads": True},
-    "exaone4": {"qk_norm": True},
-    "granite": {},
-    "glm4": {"norms": 4},
-    "smollm3": {},
-    # Attention and MLP beside each other, of one norm.
-    "cohere": {"norms": 1},
-    "starcoder2": {"gated": False, "norm_bias": True},
-    "stablelm": {"norm_bias": True},
-    # Rows for images, in the embedding alone.
-    "mllama_text_model": {"more_rows": 8},
+
+@dataclass(frozen=True)
+class Biases:
+    """The parts of a layer that have biases: queries, keys and values; attention's output; MLP."""
+
+    qkv: bool = False
+    out: bool = False
+    mlp: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypeTraits:
+    """Traits that all models of a type have; the fields are those of `Model`."""
+
+    gated: bool = True
+    norms: int = 2
+    norm_weight: bool = True
+    norm_bias: bool = False
+    biases: Biases = Biases()
+    head_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_heads: bool = False
+    query_gate: bool = False
+    shared_experts: int = 0
+    shared_gate: bool = False
+    more_rows: int = 0
+
+
+_ALL = Biases(qkv=True, out=True, mlp=True)
+TRAITS: dict[str, TypeTraits] = {
+    "llama": TypeTraits(),
+    "mistral": TypeTraits(),
+    "ministral": TypeTraits(),
+    "ministral3": TypeTraits(),
+    "mixtral": TypeTraits(),
+    "qwen2": TypeTraits(biases=Biases(qkv=True)),
+    "qwen2_vl_text": TypeTraits(biases=Biases(qkv=True)),
+    "qwen2_5_vl_text": TypeTraits(biases=Biases(qkv=True)),
+    "qwen2_moe": TypeTraits(shared_experts=1, shared_gate=True),
+    "qwen3": TypeTraits(qk_norm=True),
+    "qwen3_moe": TypeTraits(qk_norm=True),
+    "qwen3_5_text": TypeTraits(qk_norm=True, query_gate=True),
+    "qwen3_5_moe_text": TypeTraits(
+        qk_norm=True, query_gate=True, shared_experts=1, shared_gate=True
+    ),
+    "gemma": TypeTraits(),
+    "gemma2": TypeTraits(norms=4),
+    "gemma3_text": TypeTraits(norms=4, qk_norm=True),
+    "phi3": TypeTraits(),
+    "phi": TypeTraits(gated=False, norms=1, norm_bias=True, biases=_ALL, head_bias=True),
+    "gpt2": TypeTraits(gated=False, norm_bias=True, biases=_ALL),
+    "gpt_neo": TypeTraits(gated=False, norm_bias=True, biases=Biases(out=True, mlp=True)),
+    "gpt_neox": TypeTraits(gated=False, norm_bias=True, biases=_ALL),
+    "deepseek_v3": TypeTraits(),
+    "olmo": TypeTraits(norm_weight=False),
+    # A norm after each half of a layer, none before.
+    "olmo2": TypeTraits(qk_norm=True, qk_norm_heads=True),
+    "olmo3": TypeTraits(qk_norm=True, qk_norm_heads=True),
+    "exaone4": TypeTraits(qk_norm=True),
+    "granite": TypeTraits(),
+    "glm4": TypeTraits(norms=4),
+    "smollm3": TypeTraits(),
+    # Attention and MLP run in parallel, after one norm.
+    "cohere": TypeTraits(norms=1),
+    "starcoder2": TypeTraits(gated=False, norm_bias=True),
+    "stablelm": TypeTraits(norm_bias=True),
+    # The embedding alone has rows for images.
+    "mllama_text_model": TypeTraits(more_rows=8),
 }
+# Types whose head is tied where the file does not say.
 TIED = {"gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "smollm3", "cohere", "starcoder2"}
-# Where the file does not say: vocab_size, hidden_size, num_hidden_layers, num_attention_heads,
-# intermediate_size, num_key_value_heads; None: as many as of queries, or none.
+# Defaults of vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size and
+# num_key_value_heads. None: transformers has no default; num_key_value_heads is then the number of
+# query heads.
 _SIZES: dict[str, tuple[int | None, ...]] = {
     "llama": (32000, 4096, 32, 32, 11008, None),
     "mistral": (32000, 4096, 32, 32, 14336, 8),
@@ -79,7 +110,7 @@ _SIZES: dict[str, tuple[int | None, ...]] = {
     "qwen3_5_moe_text": (248320, 2048, 40, 16, None, 2),
     "gemma": (256000, 3072, 28, 16, 24576, 16),
     "gemma2": (256000, 2304, 26, 8, 9216, 4),
-    # Text configs of Gemma 3's larger models leave out whatever is so.
+    # Text configs of Gemma 3's larger models leave out keys that have these values.
     "gemma3_text": (262208, 2304, 26, 8, 9216, 4),
     "phi3": (32064, 3072, 32, 32, 8192, None),
     "phi": (51200, 2048, 24, 32, 8192, None),
@@ -116,7 +147,7 @@ _QWEN3_5 = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-_MORE_DEFAULTS: dict[str, dict[str, Any]] = {
+_OTHER_DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "ministral": {"sliding_window": 4096},
     "ministral3": {"head_dim": 128},
@@ -168,26 +199,26 @@ def _defaults(kind: str) -> dict[str, Any]:
     names = NAMES.get(kind, {})
     sizes = zip(_SIZE_KEYS, _SIZES[kind], strict=True)
     defaults = {names.get(key, key): value for key, value in sizes if value is not None}
-    return defaults | _MORE_DEFAULTS.get(kind, {})
+    return defaults | _OTHER_DEFAULTS.get(kind, {})
 
 
-DEFAULTS: dict[str, dict[str, Any]] = {kind: _defaults(kind) for kind in FIXED}
-# Types with a window in all layers but each n-th (0: in all), where layer_types does not say; None:
-# sliding_window_pattern does.
+DEFAULTS: dict[str, dict[str, Any]] = {kind: _defaults(kind) for kind in TRAITS}
+# Types with a window in all layers but each n-th, for files without layer_types. 0: all layers have
+# a window. None: n is the key sliding_window_pattern.
 WINDOWS = {"gemma2": 2, "gemma3_text": None, "exaone4": None, "olmo3": 4, "ministral": 0}
 LINEAR = ("qwen3_5_text", "qwen3_5_moe_text")
-# The key that decides of biases, what it is without one, and which biases; other types have
-# attention_bias and mlp_bias.
-BIASES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
-    "qwen2_moe": ("qkv_bias", True, ("qkv_bias",)),
-    "glm4": ("attention_bias", True, ("qkv_bias",)),
-    "starcoder2": ("use_bias", True, ("qkv_bias", "out_bias", "mlp_bias")),
-    "stablelm": ("use_qkv_bias", False, ("qkv_bias",)),
+# The key that decides whether a type has biases, its default, and the biases that it decides. All
+# other types have the keys attention_bias and mlp_bias.
+BIASES: dict[str, tuple[str, bool, Biases]] = {
+    "qwen2_moe": ("qkv_bias", True, Biases(qkv=True)),
+    "glm4": ("attention_bias", True, Biases(qkv=True)),
+    "starcoder2": ("use_bias", True, _ALL),
+    "stablelm": ("use_qkv_bias", False, Biases(qkv=True)),
 }
-# The key that gives each head of queries and keys a norm.
+# The key that decides whether each head of queries and keys has a norm.
 QK_NORMS = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}
-# Keys that decide of a bias or a gate in other types, and that transformers does not read in these:
-# all models of the type have it, or another key decides.
+# Keys that decide in other types whether a bias or a gate exists. In these types transformers does
+# not read them: all models of the type have the bias or gate, or another key decides.
 UNREAD: dict[str, tuple[str, ...]] = {
     "gpt2": ("attention_bias",),
     "gpt_neo": ("attention_bias",),
@@ -201,7 +232,7 @@ UNREAD: dict[str, tuple[str, ...]] = {
     "stablelm": ("attention_bias",),
     "starcoder2": ("attention_bias",),
 }
-# Types whose heads are hidden_size / num_attention_heads wide, whatever head_dim says.
+# Types whose heads have hidden_size / num_attention_heads dims; transformers ignores head_dim.
 EVEN_HEADS = (
     "gpt2",
     "gpt_neo",
@@ -211,7 +242,7 @@ EVEN_HEADS = (
     "qwen2_5_vl_text",
     "stablelm",
 )
-# Text models that transformers takes where a text_config has no model_type, by the model with it.
+# Model type -> the type of its text model, for files whose text_config has no model_type.
 TEXT_OF = {
     "gemma3": "gemma3_text",
     "glmasr": "llama",
@@ -229,8 +260,8 @@ TEXT_OF = {
     "smolvlm": "llama",
     "voxtral": "llama",
 }
-# What transformers takes of a text_config in place of the text model's own defaults.
-PART_DEFAULTS: dict[str, dict[str, Any]] = {
+# Model type -> defaults of its text_config that replace those of the text model's type.
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "glmasr": {
         "vocab_size": 59264,
         "hidden_size": 2048,
@@ -248,5 +279,5 @@ PART_DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
 }
-# Models whose file may have the text model's keys beside the other parts.
+# Model types whose file may have the text model's keys at the top level.
 FLAT = ("qwen2_5_vl", "qwen2_vl")

@@ -1,8 +1,8 @@
 """Linear attention by the gated delta rule, arXiv:2412.06464: parameters, FLOPs and bytes.
 
-Keys and values of a token change a state of [key_dim, value_dim] numbers for each head of values.
-Kernels take the tokens in chunks: scores within a chunk, and the state between chunks. A causal
-convolution of each channel stands before that, and a gated norm of each head after it.
+Each head of values has a state of [key_dim, value_dim] numbers, changed by a token's key and value.
+Kernels take the tokens in chunks: scores within a chunk, the state between chunks. A causal
+convolution of each channel comes first, a gated norm of each head last.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class LinearAttention:
     """Sizes of linear attention.
 
     Args:
-        key_heads, key_dim: heads of queries and of keys, and dims of one.
-        value_heads, value_dim: heads of values, and dims of one.
-        kernel: tokens of the convolution.
+        key_heads, key_dim: number of heads of queries, and of keys, and their dims.
+        value_heads, value_dim: number of heads of values, and their dims.
+        kernel: tokens that the convolution sees.
     Raises:
-        ValueError: a size below 1, value_heads that key_heads do not divide.
+        ValueError: a size is below 1, or key_heads do not divide value_heads.
     """
 
     key_heads: int
@@ -49,38 +49,42 @@ class LinearAttention:
 
     @property
     def channels(self) -> int:
-        """Numbers of a token's queries, keys and values: what the convolution takes."""
+        """Numbers of a token's queries, keys and values, the convolution's input."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
     def columns(self) -> int:
-        """Numbers that a token's hidden state is multiplied into: channels, a gate of the values,
-        and two numbers for each head of values."""
+        """Columns of the product with a token's hidden state: channels, a gate of the values, and
+        two numbers for each head of values."""
         return self.channels + self.values + 2 * self.value_heads
 
     def parameters(self, dim: int) -> int:
-        """Matrices, convolution, a decay and its bias for each head of values, the heads' norm."""
+        """Returns the parameters: matrices, convolution, the heads' norm, and for each head of
+        values a decay and its bias."""
         matrices = dim * (self.columns + self.values)
         return matrices + self.kernel * self.channels + 2 * self.value_heads + self.value_dim
 
     @property
     def flops(self) -> float:
-        """FLOPs of a token's convolution and delta rule, forward, scores of a chunk in full."""
+        """FLOPs of a token's convolution and delta rule, forward; scores count in full."""
         scores = CHUNK * (4 * self.key_dim + 2 * self.value_dim)
-        # Two triangular systems of a chunk's size, for new values and for decayed keys.
+        # Two triangular systems of a chunk's size: for new values and for decayed keys.
         solved = CHUNK * (self.key_dim + self.value_dim)
         state = 6 * self.key_dim * self.value_dim
         return 2.0 * self.kernel * self.channels + self.value_heads * (scores + solved + state)
 
     @property
     def kept(self) -> float:
-        """Bytes of a token from forward to backward: channels before and after the convolution,
-        the gate, values before and after the norm, a row of a chunk's system for each head of
-        values, in 16 bits; decay and strength of each head in fp32."""
+        """Bytes of a token from forward to backward.
+
+        In 16 bits: channels before and after the convolution, the gate, values before and after the
+        norm, and a row of a chunk's system for each head of values. In fp32: decay and strength of
+        each head.
+        """
         numbers = 2 * self.channels + 3 * self.values + CHUNK * self.value_heads
         return 2.0 * numbers + 8.0 * self.value_heads
 
     @property
     def traffic(self) -> float:
-        """Bytes of a token through memory, forward: whatever is kept is written, and read once."""
+        """Bytes of a token through HBM, forward: the kept numbers are written, and read once."""
         return 2 * self.kept

@@ -1,4 +1,4 @@
-"""Decoder language models as numbers: parameters of a layer, of the head, in all."""
+"""Decoder language models as numbers: sizes, and the numbers of parameters that follow."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ class Model:
 
     Args:
         classes: V of the loss, the tokenizer's size.
-        rows: of the embedding and the head, padding included; None: classes.
-        more_rows: further rows, of the embedding alone.
-        mlp_dim: of one expert where there are several.
-        head_dim: None: dim / heads.
-        gated: three matrices in the MLP rather than two.
-        norms: of a layer, before or after its two halves.
-        norm_weight, norm_bias: vectors of each norm, the last one's too.
-        positions: learned ones, a vector each.
-        experts: 0: one MLP without a router.
+        rows: rows of the embedding and the head, padding included; None: classes.
+        more_rows: further rows of the embedding alone.
+        mlp_dim: inner size of the MLP, or of one expert.
+        head_dim: dims of an attention head; None: dim / heads.
+        gated: the MLP has three matrices; False: two.
+        norms: number of norms of a layer.
+        norm_weight, norm_bias: each norm, the final norm included, has such a vector.
+        positions: number of learned positions, a vector each; 0: positions are computed.
+        experts: number of experts; 0: one MLP without a router.
         experts_per_token: experts that a token goes through; 0: all.
-        shared_experts, shared_mlp_dim: that every token goes through; of one, 0: mlp_dim.
-        shared_gate: a vector that says how much of what they give is taken.
-        dense_layers, dense_mlp_dim: the first layers, which have one MLP of that size instead.
-        qk_norm: a norm of queries and one of keys, over a head.
-        qk_norm_heads: those have weights for each head, or are over all heads at once.
+        shared_experts: number of experts that every token goes through.
+        shared_mlp_dim: inner size of a shared expert; 0: mlp_dim.
+        shared_gate: a vector gates the shared experts' output.
+        dense_layers, dense_mlp_dim: number of first layers that have one MLP, and its inner size.
+        qk_norm: attention has a norm of queries and a norm of keys, over a head.
+        qk_norm_heads: these norms have weights for each head, or are over all heads at once.
         window, window_every: tokens that attention looks back at, in all but each window_every-th
             layer (0: in every layer); a window of 0: all tokens.
-        window_offset: each window_every-th comes so many layers earlier.
-        kv_rank, query_rank, rope_dim, value_dim: of multi-head latent attention, arXiv:2405.04434:
-            what keys and values, and queries, are made from; dims of a head with positions, beside
-            those of head_dim; dims of a value. 0: other attention (query_rank: from hidden).
-        query_gate: queries are made with a gate of their size, for the values of each head.
-        linear, linear_every: attention of all but each linear_every-th layer (0: of every layer);
-            None: no layer has linear attention.
-        image_layers: indices of layers with cross attention to images. Text passes them by, so
-            they have parameters and take no time.
-        buffers: numbers beside the parameters that a checkpoint holds, such as causal masks.
+        window_offset: each window_every-th layer comes so many layers earlier.
+        kv_rank, query_rank: ranks of keys and values, and of queries, in multi-head latent
+            attention, arXiv:2405.04434. A kv_rank of 0: other attention. A query_rank of 0: queries
+            are computed from hidden.
+        rope_dim, value_dim: in latent attention, dims of a head with positions, in addition to
+            head_dim, and dims of a value.
+        query_gate: attention has a gate of the queries' size for the values of each head.
+        linear, linear_every: linear attention of all but each linear_every-th layer (0: of every
+            layer); None: no layer has linear attention.
+        image_layers: indices of layers with cross attention to images. Text skips them, so they
+            have parameters and take no time.
+        buffers: numbers in a checkpoint that are no parameters, such as causal masks.
     Raises:
-        ValueError: a size below 1, heads that kv_heads do not divide, more classes than rows, a
-            part of what the model does not have.
+        ValueError: a size is below 1, kv_heads do not divide heads, classes exceed rows, or a size
+            belongs to a part that the model does not have.
     """
 
     classes: int
@@ -94,9 +97,7 @@ class Model:
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads, {self.heads}, got {self.kv_heads}")
         if self.head_dim is None and self.dim % self.heads:
-            raise ValueError(
-                f"heads must divide dim, {self.dim}, where head_dim is not given, got {self.heads}"
-            )
+            raise ValueError(f"heads must divide dim, {self.dim}, got {self.heads}: set head_dim")
         if self.num_rows < self.classes:
             raise ValueError(f"rows must be >= classes, {self.classes}, got {self.rows}")
         if self.experts_per_token > self.experts:
@@ -126,7 +127,7 @@ class Model:
 
     @property
     def size_of_head(self) -> int:
-        """head_dim, of attention."""
+        """head_dim, or its default."""
         return self.dim // self.heads if self.head_dim is None else self.head_dim
 
     @property
@@ -141,7 +142,7 @@ class Model:
 
     @property
     def attention_matrices(self) -> int:
-        """Numbers in attention's matrices."""
+        """Number of parameters of attention's matrices."""
         if self.kv_rank:
             inner = self.heads * self.key_dim
             queries = inner * (self.query_rank or self.dim) + self.dim * self.query_rank
@@ -178,11 +179,12 @@ class Model:
         kind = self.attention_of(index)
         if kind == "linear" and self.linear:
             return self.linear.parameters(self.dim)
-        # Norms of a head's queries and keys, and gates of attention and MLP, of a number each.
+        # Norms of a head's queries and keys, and two gates of one number each.
         image = 2 * self.size_of_head + 2 if kind == "image" else 0
         return self.attention_parameters + image
 
     def mlp_of(self, mlp_dim: int) -> int:
+        """Returns the parameters of an MLP of this inner size."""
         inner = 2 if self.gated else 1
         biases = (inner * mlp_dim + self.dim) * self.mlp_bias
         return (inner + 1) * self.dim * mlp_dim + biases
@@ -190,11 +192,11 @@ class Model:
     @property
     def mlp_parameters(self) -> int:
         """Parameters of all experts, their router and the shared experts' gate."""
-        one = self.mlp_of(self.mlp_dim)
+        expert = self.mlp_of(self.mlp_dim)
         if not self.experts:
-            return one
+            return expert
         shared = self.shared_experts * self.mlp_of(self.size_of_shared)
-        return self.experts * (one + self.dim) + shared + self.dim * self.shared_gate
+        return self.experts * (expert + self.dim) + shared + self.dim * self.shared_gate
 
     @property
     def size_of_shared(self) -> int:
@@ -208,7 +210,7 @@ class Model:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of a layer that is not among the dense layers."""
+        """Parameters of a layer after the dense layers."""
         return self.parameters_of_layer(self.layers)
 
     def parameters_of_layer(self, index: int) -> int:
@@ -244,7 +246,7 @@ def _gpt2(dim: int, layers: int, heads: int, positions: int, saved: int, qkv_bia
         out_bias=True,
         mlp_bias=True,
         positions=positions,
-        # Causal masks of as many layers.
+        # Causal masks of `saved` layers.
         buffers=saved * positions**2,
     )
 

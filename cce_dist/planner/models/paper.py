@@ -1,13 +1,13 @@
 """Table A3 and Figure 1 of Cut Cross-Entropy, arXiv:2411.09009, from configurations alone.
 
-What reproduces the table, MB being 2^20 bytes and N = 65,536 tokens:
+These formulas reproduce the table, with MB of 2^20 bytes and N = 65,536 tokens:
 
     logits                 N V 4 bytes: one fp32 matrix, V of the tokenizer
     activations            N D L 2 bytes: a 16-bit vector a token and layer, as full recompute keeps
     weights and optimizer  8 bytes a number: weight, gradient and two moments in 16 bits, of all
                            that the checkpoint holds, saved buffers included
-    largest batch          what of 16 GPUs of 75 GiB the weights leave, over logits and activations,
-                           or over activations alone
+    largest batch          memory of 16 GPUs of 75 GiB that the weights leave, over logits and
+                           activations, or over activations alone
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BYTES_OF_NUMBER = 8
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """A line of Table A3; MB of all GPUs, tokens."""
+    """A row of Table A3, in MB of all GPUs and in tokens."""
 
     logits_mb: float
     activations_mb: float
@@ -37,7 +37,7 @@ class MemoryRow:
         return self.batch_after / self.batch_before
 
 
-# As printed: MB, MB, MB, tokens, tokens; and the increase with one decimal.
+# The printed row, and the printed increase, which has one decimal.
 PRINTED: dict[str, tuple[MemoryRow, float]] = {
     "GPT2": (MemoryRow(12564, 1152, 1045, 5866190, 69845595), 11.9),
     "GPT Neo (1.3B)": (MemoryRow(12564, 6144, 10421, 4268047, 12996042), 3.0),
@@ -69,8 +69,7 @@ def memory_row(model: Model) -> MemoryRow:
 
 @dataclass(frozen=True)
 class Deviation:
-    """The deviation of computed from printed values: the largest of the columns of MB, of the
-    columns of tokens, and of the rounded increase."""
+    """The largest deviation of computed from printed values: in MB, in tokens, in the increase."""
 
     mb: float
     tokens: float
@@ -82,7 +81,11 @@ class Deviation:
 
 
 def deviation(name: str) -> Deviation:
-    """Raises KeyError: the table has no such model."""
+    """Compares a model's computed row with the printed row.
+
+    Raises:
+        KeyError: the table has no such model.
+    """
     printed, increase = PRINTED[name]
     computed = memory_row(PAPER[name])
     in_mb = ("logits_mb", "activations_mb", "weights_mb")

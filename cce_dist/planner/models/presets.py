@@ -97,21 +97,20 @@ def _plain(name: str) -> str:
 
 
 def model_names() -> list[str]:
-    """Presets, those of the paper after the others; a paper's model that is one of them is left
-    out."""
+    """Lists the presets, then the paper's models that are no presets."""
     known = {_plain(name) for name in MODELS}
     return [*MODELS, *(name for name in PAPER if _plain(name) not in known)]
 
 
 def find_model(name: str) -> Model:
-    """Finds a preset, however its name is spelt.
+    """Finds a preset; case, spaces, hyphens and parentheses of the name do not matter.
 
     Raises:
-        ValueError: none has this name.
+        ValueError: no preset has this name.
     """
-    for names in (MODELS, PAPER):
-        for other, model in names.items():
-            if _plain(other) == _plain(name):
+    for presets in (MODELS, PAPER):
+        for preset, model in presets.items():
+            if _plain(preset) == _plain(name):
                 return model
     raise ValueError(
         f"model must be a config.json or one of {model_names()}, got {name!r}, which is neither "

@@ -1,5 +1,4 @@
-"""Finds ranks that would wait for one another in an order, where a collective waits for all
-ranks."""
+"""A check that ranks never wait for one another in a circle, if collectives wait for all ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +9,19 @@ from .vocab_1f1b import Pass
 
 
 def asked_at(index: int, count: int, ahead: int | None) -> range:
-    """Returns the microbatches, of `count`, whose tokens are asked for at E of microbatch
-    `index`."""
+    """Returns the microbatches, of `count`, whose tokens E of microbatch `index` asks for.
+
+    Args:
+        ahead: as in `require_no_circle`.
+    """
     ahead = count if ahead is None else ahead
     return range(0 if index == 0 else min(index + ahead, count), min(index + ahead + 1, count))
 
 
 class _Step(NamedTuple):
-    """A step of a rank's stream for a pass: begin a collective, or wait for it."""
+    """A step of a rank's stream for a pass: it starts a collective, or waits for it."""
 
-    what: Literal["begin", "wait"]
+    action: Literal["start", "wait"]
     name: str
     microbatch: int
 
@@ -27,15 +29,16 @@ class _Step(NamedTuple):
 def require_no_circle(
     orders: Sequence[Sequence[Pass]], *, ahead: int | None = None, unawaited: int | None = None
 ) -> None:
-    """Checks that an order can run where no collective ends before all of its ranks have begun it,
-    as NCCL's may not, and each kind of collective follows the order of microbatches.
+    """Checks that an order can run if no collective ends before all of its ranks have started it.
+
+    NCCL's collectives may wait so. Each kind of collective follows the order of microbatches.
 
     Args:
-        ahead: E of a microbatch asks for the tokens of the one so many later; None: the first E
-            for all of them.
-        unawaited: the most sends to a neighbour that a rank has under way; None: any number.
+        ahead: E of a microbatch asks for the tokens of the microbatch so many later; None: the
+            first E asks for all of them.
+        unawaited: the most unfinished sends to a neighbour that a rank may have; None: any number.
     Raises:
-        ValueError: it cannot.
+        ValueError: ranks would wait for one another; the message names them.
     """
     ranks = len(orders)
     count = 1 + max(each.microbatch for each in orders[0])
@@ -50,28 +53,30 @@ def require_no_circle(
         [step for each in order for step in _steps(each, rank, rules)]
         for rank, order in enumerate(orders)
     ]
-    begun: dict[tuple[str, int], int] = {}
+    started: dict[tuple[str, int], int] = {}
     at, moved = [0] * ranks, True
     while moved:
         moved = False
         for rank, todo in enumerate(steps):
             while at[rank] < len(todo):
-                what, name, index = todo[at[rank]]
-                if what == "begin":
-                    begun[name, index] = begun.get((name, index), 0) + 1
-                elif begun.get((name, index), 0) < (2 if ":" in name else ranks):
+                action, name, index = todo[at[rank]]
+                if action == "start":
+                    started[name, index] = started.get((name, index), 0) + 1
+                elif started.get((name, index), 0) < (2 if ":" in name else ranks):
                     break
                 at[rank] += 1
                 moved = True
     stuck = {rank: todo[at[rank]][1:] for rank, todo in enumerate(steps) if at[rank] < len(todo)}
     if stuck:
         raise ValueError(
-            f"times must give an order in which no ranks wait for one another, got ranks that wait "
+            "times must give an order in which no ranks wait for one another, got ranks that wait "
             f"for {stuck}"
         )
 
 
 class _Rules(NamedTuple):
+    """The rules of an order; `asks` are the microbatches that each E asks for."""
+
     last: int
     embeds: bool
     weighs: bool
@@ -80,18 +85,21 @@ class _Rules(NamedTuple):
 
 
 def _steps(each: Pass, rank: int, rules: _Rules) -> list[_Step]:
-    """Lists a pass's steps. Between two ranks ("a:b") the receiver begins when it waits, and the
-    sender does not wait."""
+    """Lists a pass's steps.
+
+    The name of a message has both ranks, as "F0:1". Its receiver starts it and waits at once; its
+    sender does not wait.
+    """
     kind, index, last = each.kind, each.microbatch, rules.last
 
     def receive(name: str) -> list[_Step]:
-        return [_Step("begin", name, index), _Step("wait", name, index)]
+        return [_Step("start", name, index), _Step("wait", name, index)]
 
     def send(name: str) -> list[_Step]:
         before = index - rules.unawaited
         return [
             *([_Step("wait", name, before)] if before >= 0 else []),
-            _Step("begin", name, index),
+            _Step("start", name, index),
         ]
 
     steps: list[_Step] = []
@@ -103,20 +111,20 @@ def _steps(each: Pass, rank: int, rules: _Rules) -> list[_Step]:
         if rank < last:
             steps += send(f"F{rank}:{rank + 1}")
         else:
-            steps.append(_Step("begin", "post", index))
+            steps.append(_Step("start", "post", index))
     elif kind == "S":
         if rank < last:
-            steps.append(_Step("begin", "post", index))
-        steps += [_Step("wait", "post", index), _Step("begin", "merge", index)]
+            steps.append(_Step("start", "post", index))
+        steps += [_Step("wait", "post", index), _Step("start", "merge", index)]
         if rules.weighs and rank < last:
-            steps.append(_Step("begin", "upstream", index))
+            steps.append(_Step("start", "upstream", index))
     elif kind == "U":
-        steps += [_Step("wait", "merge", index), _Step("begin", "upstream", index)]
+        steps += [_Step("wait", "merge", index), _Step("start", "upstream", index)]
     elif kind == "T":
         steps.append(_Step("wait", "merge", index))
         if rules.weighs and rank < last:
             steps.append(_Step("wait", "upstream", index))
-        steps.append(_Step("begin", "sum", index))
+        steps.append(_Step("start", "sum", index))
         if rank < last and index >= 2:
             steps.append(_Step("wait", "sum", index - 2))
     elif kind == "B":
@@ -124,10 +132,10 @@ def _steps(each: Pass, rank: int, rules: _Rules) -> list[_Step]:
         if rank:
             steps += send(f"B{rank}:{rank - 1}")
     elif kind == "E":
-        steps += [_Step("begin", "ask", other) for other in rules.asks[index]]
-        steps += [_Step("wait", "ask", index), _Step("begin", "rows", index)]
+        steps += [_Step("start", "ask", asked) for asked in rules.asks[index]]
+        steps += [_Step("wait", "ask", index), _Step("start", "rows", index)]
     else:
-        steps += [_Step("wait", "rows", index), _Step("begin", "give", index)]
+        steps += [_Step("wait", "rows", index), _Step("start", "give", index)]
         if index:
             steps.append(_Step("wait", "give", index - 1))
     return steps

@@ -1,4 +1,4 @@
-"""A step's time from each stage's times: measured ones, or those of the cost model."""
+"""A step's time, from each stage's times, which are measured or come from the cost model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .served import Served, run_served
 from .timeline import Timeline, Work, run_orders
 from .vocab_1f1b import Times
 
-# Of a cycle: what three runs on two H200s spent between its passes, of which nobody knows on what;
-# in the planned order, and with a thread beside 1F1B. docs/planner.md#validation
+# Shares of a cycle that three runs on two H200s lost between passes, for an unknown reason: in the
+# planned order, and with a thread in parallel to 1F1B. docs/planner.md#validation
 STALLED, STALLED_SERVED = 0.1, 0.2
 
 
@@ -22,18 +22,19 @@ class StageTimes:
     """Seconds (or any unit) of one microbatch, in the order of the model's stages.
 
     Args:
-        forward, backward: of each stage; the head's are part of the last stage's, unless it is
-            over all ranks.
-        statistics, gradients: of the head's two phases, where it is over all ranks; one time a
-            rank.
-        embedding: of each rank's rows, forward and again backward; over all ranks as well.
-        latency: until the next stage has what a stage sends.
-        head_latency: of a collective of the head.
-        stalled: each rank's in every cycle of the head over all ranks, between its passes.
-        weight_share: of a backward that is split, the part which makes the weights' gradients.
-        chunks: stages of a rank.
+        forward, backward: times of each stage; the last stage's include the head, unless the head
+            is over all ranks.
+        statistics, gradients: times of S and T of a head over all ranks, one for each rank; (): the
+            head is not over all ranks.
+        embedding: times of E, and again of G, of an embedding over all ranks, one for each rank.
+        latency: time until the next stage has a stage's output.
+        head_latency: time of a collective of the head.
+        stalled: time that a rank loses between passes, in every cycle of a head over all ranks.
+        weight_share: share of a split backward that computes the weights' gradients.
+        chunks: number of stages of a rank.
     Raises:
-        ValueError: lists of other lengths, or a time that is negative or not finite.
+        ValueError: the numbers of times do not fit together, or a time is negative or not
+            finite.
     """
 
     forward: tuple[float, ...]
@@ -79,11 +80,10 @@ class StageTimes:
         return bool(self.statistics or self.gradients)
 
     def with_stalls(self, *, served: bool = False) -> StageTimes:
-        """Returns the same times with `stalled`, as this library was measured.
+        """Returns the same times with `stalled` as it was measured for this library.
 
         Args:
-            served: under a schedule that knows nothing of the head over all ranks, instead of the
-                planned order.
+            served: a thread serves the head; False: the planned order.
         """
         share = STALLED_SERVED if served else STALLED
         each = replace(self, stalled=0.0).slowest()
@@ -91,12 +91,14 @@ class StageTimes:
         return replace(self, stalled=share * (stages + each.statistics + each.gradients))
 
     def slowest(self) -> Times:
-        """Returns a cycle for all ranks, for planner/orders.py; without latency, as in the plans of
-        train, bench and megatron_patch."""
+        """Returns one cycle for all ranks, for `plan_vocab_order`.
+
+        It has no latency, like the times by which train, bench and megatron_patch plan.
+        """
         return Times(
             forward=max(self.forward),
             backward=max(self.backward),
-            # It is anywhere between two passes.
+            # A rank may stall between any two passes.
             statistics=max(self.statistics) + self.stalled,
             gradients=max(self.gradients),
             embedding=max(self.embedding, default=0.0),
@@ -110,8 +112,8 @@ class Prediction:
     Args:
         seconds: until the last rank is done.
         closed_form: the same by formula, None where there is none.
-        busy: each rank's own work.
-        most_held: microbatches that each rank holds at once, in chunks of its own.
+        busy: time in which each rank works.
+        most_held: the most microbatches that each rank holds at once, counted in its chunks.
     """
 
     seconds: float
@@ -123,8 +125,8 @@ class Prediction:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait."""
-        # StageTimes are not all 0; sums of the same numbers may differ in their last bit.
+        """The share of the ranks' time in which they wait."""
+        # Sums of the same numbers may differ in their last bit. `StageTimes` are not all 0.
         return max(0.0, 1 - sum(self.busy) / (len(self.busy) * self.seconds))
 
 
@@ -140,11 +142,11 @@ def predict(
     """Predicts a step of `microbatches` by simulating the schedule's own order.
 
     Args:
-        weighs: of "vocab", that the last rank alone knows the gradient of each token's loss, as in
+        weighs: under "vocab" the last rank alone knows the gradient of each token's loss, as in
             Megatron.
     Raises:
-        ValueError: the schedule does not fit the number of stages or microbatches, or needs the
-            head's times, or has no use for them.
+        ValueError: the schedule does not run with these stages or microbatches, or the head's times
+            are missing or do not fit together.
     """
     stages = len(times.forward)
     if stages % chunks:
@@ -160,7 +162,7 @@ def predict(
         raise ValueError(f"chunks must be those of the times, {times.chunks}, got {chunks}")
     if times.embedding and not times.is_over_ranks:
         raise ValueError("embedding must be given with statistics and gradients, got it alone")
-    schedule_order = make_schedule(
+    orders = make_schedule(
         schedule,
         ranks,
         microbatches,
@@ -170,10 +172,12 @@ def predict(
         embeds=bool(times.embedding),
         weighs=weighs,
     )
-    return simulate_schedule(schedule_order, times)
+    return simulate_schedule(orders, times)
 
 
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
+    """Predicts a step by simulating the schedule."""
+
     def work(rank: int, kind: str, chunk: int) -> Work:
         if kind in "STUEG":
             return _work_of_head(schedule, times, rank, kind)
@@ -196,14 +200,14 @@ def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
 def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, kind: str, chunk: int) -> Work:
     stage, last = schedule.stage(rank, chunk), schedule.stages - 1
 
-    def near(other: int) -> float:
-        """Returns True if two stages are on the same rank: they send each other nothing."""
-        return 0.0 if schedule.rank(other) == rank else times.latency
+    def latency_from(sender: int) -> float:
+        """Returns 0 if the stages are on the same rank, which then sends nothing."""
+        return 0.0 if schedule.rank(sender) == rank else times.latency
 
     if kind == "F":
         taken, opens = times.forward[stage], ("F", stage)
         if stage:
-            return Work(taken, ("F", stage - 1), near(stage - 1), opens)
+            return Work(taken, ("F", stage - 1), latency_from(stage - 1), opens)
         if times.embedding and schedule.name == "vocab":
             return Work(taken, "E", times.head_latency, opens)
         return Work(taken, opens=opens)
@@ -212,11 +216,11 @@ def _work_of_stage(schedule: Schedule, times: StageTimes, rank: int, kind: str, 
         return Work(backward * times.weight_share)
     taken = backward * (1 - times.weight_share) if kind == "I" else backward
     if stage < last:
-        return Work(taken, ("B", stage + 1), near(stage + 1), ("B", stage))
+        return Work(taken, ("B", stage + 1), latency_from(stage + 1), ("B", stage))
     if schedule.name == "vocab":
         return Work(taken, "T", times.head_latency, ("B", stage))
     if times.is_over_ranks:
-        # Open when the sum has arrived.
+        # The gate opens when the sum has arrived: no further delay.
         return Work(taken, "T", 0.0, ("B", stage))
     return Work(taken, ("F", stage), 0.0, ("B", stage))
 
@@ -227,7 +231,7 @@ def _work_of_head(schedule: Schedule, times: StageTimes, rank: int, kind: str) -
     if schedule.weighs:
         waits["T"] = "U"
     if kind == "U":
-        # A few numbers a token.
+        # U computes a few numbers for each token: no time.
         return Work(0.0, waits[kind], times.head_latency, kind)
     lists = {"S": times.statistics, "T": times.gradients}
     taken = lists.get(kind, times.embedding)[rank] + (times.stalled if kind == "S" else 0.0)
@@ -245,12 +249,11 @@ def _served(schedule: Schedule, times: StageTimes) -> Served:
 
 
 def closed_form(schedule: Schedule, times: StageTimes) -> float | None:
-    """Returns a step's time by formula, p2p latencies left out; of uneven stages, where a formula
-    is known.
+    """Returns a step's time by formula, without latencies between stages; None: none is known.
 
-    gpipe: exact. 1f1b: (m - 1) max(F + B) + sum(F + B), exact where the last stage is the slowest
-    in both, or all are alike. interleaved: even stages alone. vocab: m cycles of the slowest, and
-    one microbatch on its way through the other stages.
+    gpipe: exact. 1f1b: (m - 1) max(F + B) + sum(F + B), exact if the last stage is the slowest in
+    both passes, or all stages are equal. interleaved: for equal stages alone. vocab: m cycles of
+    the slowest rank, and one microbatch's way through the other stages.
     """
     count, ranks = schedule.microbatches, schedule.ranks
     forward, backward = times.forward, times.backward

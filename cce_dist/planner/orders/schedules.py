@@ -1,7 +1,7 @@
-"""Schedules of torch and Megatron, and ours: each rank's tasks in order.
+"""Schedules of torch, of Megatron and of this library: each rank's tasks in order.
 
-A pipeline of p ranks has p * chunks stages. Stage s is chunk s // p of rank s % p ("loop"); under
-ZBV a rank has the stages r and 2 p - 1 - r ("v"), so that the first rank has the last stage, too.
+A pipeline of p ranks has p * chunks stages. Stage s is chunk s // p of rank s % p. Under ZBV rank r
+has the stages r and 2 p - 1 - r, so the first rank also has the last stage.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ NAMES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zbv", "vocab")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Args:
-    orders: each rank's tasks.
-    chunks: stages of a rank.
+    """A schedule's tasks.
+
+    Args:
+        orders: each rank's tasks, in order.
+        chunks: number of stages of a rank.
     """
 
     name: Name
@@ -34,7 +36,7 @@ class Schedule:
 
     @cached_property
     def held(self) -> tuple[tuple[Held, ...], ...]:
-        """The peaks of each rank's order."""
+        """The peaks of each rank's order, by `held_of`."""
         return tuple(held_of(order, self.chunks) for order in self.orders)
 
     @property
@@ -51,7 +53,7 @@ class Schedule:
         return chunk * self.ranks + rank
 
     def rank(self, stage: int) -> int:
-        """The rank of a stage."""
+        """Returns the rank of a stage."""
         if self.name == "zbv" and stage >= self.ranks:
             return self.stages - 1 - stage
         return stage % self.ranks
@@ -62,7 +64,7 @@ class Schedule:
 
     @cached_property
     def weighs(self) -> bool:
-        """The last rank has a pass U, without which no rank has a T."""
+        """True if the last rank has passes U, for which each T waits."""
         return any(kind == "U" for kind, _, _ in self.orders[-1])
 
 
@@ -81,10 +83,11 @@ def make_schedule(
 
     Args:
         chunks: stages of a rank; >= 2 for "interleaved", 2 for "zbv", else 1.
-        framework: whose "interleaved", and whose rules for the number of microbatches.
-        times, embeds, weighs: of "vocab", as planner/orders.py has them.
+        framework: the framework whose "interleaved" it is, and whose rules for the number of
+            microbatches hold.
+        times, embeds, weighs: arguments of `plan_vocab_order`, for "vocab" alone.
     Raises:
-        ValueError: an unknown name, or numbers that the schedule cannot have.
+        ValueError: the name is unknown, or the schedule does not run with these numbers.
     """
     for key, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if value < 1:
@@ -95,10 +98,10 @@ def make_schedule(
         raise ValueError(f"framework must be 'torch' or 'megatron', got {framework!r}")
     least, most = {"interleaved": (2, None), "zbv": (2, 2)}.get(name, (1, 1))
     if chunks < least or (most is not None and chunks > most):
-        asked = f"{least}" if most == least else f">= {least}"
-        raise ValueError(f"chunks (stages a rank) must be {asked} for {name!r}, got {chunks}")
+        rule = f"{least}" if most == least else f">= {least}"
+        raise ValueError(f"chunks (stages of a rank) must be {rule} for {name!r}, got {chunks}")
     every = range(ranks)
-    # One for all ranks that have it.
+    # Ranks share equal tasks: there may be half a million.
     task = lru_cache(maxsize=None)(Task)
     if name == "gpipe":
         orders = [_gpipe(microbatches)] * ranks
@@ -135,21 +138,21 @@ def _one_f_one_b(rank: int, ranks: int, microbatches: int, task: MakeTask) -> li
 
 
 def _round(ranks: int, microbatches: int, framework: str) -> int:
-    """Microbatches that go through a chunk before the next chunk's turn."""
+    """Returns the number of microbatches that pass a chunk before the next chunk's turn."""
     if framework == "torch":
         rounds = max(1, microbatches // ranks)
         if microbatches % rounds:
-            near = microbatches // rounds * rounds
+            nearest = microbatches // rounds * rounds
             raise ValueError(
                 f"microbatches must be a multiple of {rounds}, the number of rounds under torch's "
-                f"interleaved 1F1B of {ranks} ranks, got {microbatches}; the nearest is {near}"
+                f"interleaved 1F1B of {ranks} ranks, got {microbatches}; the nearest is {nearest}"
             )
         return microbatches // rounds
     if microbatches % ranks:
-        near = max(1, round(microbatches / ranks)) * ranks
+        nearest = max(1, round(microbatches / ranks)) * ranks
         raise ValueError(
             f"microbatches must be a multiple of the pipeline's ranks, {ranks}, under Megatron's "
-            f"interleaved 1F1B, got {microbatches}; the nearest is {near}"
+            f"interleaved 1F1B, got {microbatches}; the nearest is {nearest}"
         )
     return ranks
 
@@ -157,8 +160,11 @@ def _round(ranks: int, microbatches: int, framework: str) -> int:
 def _interleaved(
     rank: int, ranks: int, microbatches: int, chunks: int, group: int, task: MakeTask
 ) -> list[Task]:
-    """Orders a rank's interleaved 1F1B; Megatron's and torch's differ only in the size of a
-    round."""
+    """Orders a rank's tasks of interleaved 1F1B.
+
+    Args:
+        group: result of `_round`, in which alone Megatron and torch differ.
+    """
     total = chunks * microbatches
     warm = min(total, (chunks - 1) * group + 2 * (ranks - 1 - rank))
     turn = chunks * group
@@ -177,8 +183,10 @@ def _interleaved(
 
 
 def _zbv(rank: int, ranks: int, microbatches: int, task: MakeTask) -> list[Task]:
-    """Orders a rank's tasks as torch's ScheduleZBVZeroBubble, which plans at least 2 p - 1
-    microbatches and leaves out those that do not exist."""
+    """Orders a rank's tasks as torch's ScheduleZBVZeroBubble.
+
+    torch plans at least 2 p - 1 microbatches, and leaves out those that do not exist.
+    """
     planned = max(2 * ranks - 1, microbatches)
     done = {("F", 0): 0, ("F", 1): 0, ("I", 0): 0, ("I", 1): 0, ("W", 0): 0, ("W", 1): 0}
     tasks: list[Task] = []
@@ -212,7 +220,7 @@ def _zbv(rank: int, ranks: int, microbatches: int, task: MakeTask) -> list[Task]
 
 
 class Held(NamedTuple):
-    """Microbatches that a rank holds of each chunk while it does a task of one kind."""
+    """The microbatches that a rank holds during a task of `kind` and `chunk`, counted by chunk."""
 
     kind: Literal["F", "B", "head"]
     chunk: int
@@ -220,11 +228,14 @@ class Held(NamedTuple):
 
 
 def held_of(order: Sequence[Task], chunks: int) -> tuple[Held, ...]:
-    """Returns an order's peaks. A peak is left out if another needs at least as much of every
-    chunk: a few remain, however many microbatches there are."""
+    """Returns the peaks of an order.
+
+    A peak is left out if another of its kind and chunk holds at least as much of every chunk. So
+    their number does not grow with that of the microbatches.
+    """
     frees = "W" if "W" in {kind for kind, _, _ in order} else "B"
     if chunks == 1:
-        return _held_of_one(order, frees)
+        return _held_of_one_chunk(order, frees)
     now, peaks = [0] * chunks, set()
     for kind, _, chunk in order:
         if kind == "F":
@@ -246,21 +257,21 @@ def _largest(peaks: set[tuple[Any, int, tuple[int, ...]]]) -> Iterator[Held]:
     for kind, chunk, counts in sorted(peaks, reverse=True):
         if (kind, chunk) != same:
             same, kept = (kind, chunk), []
-        if not any(all(map(ge, other, counts)) for other in kept):
+        if not any(all(map(ge, larger, counts)) for larger in kept):
             kept.append(counts)
             yield Held(kind, chunk, counts)
 
 
-def _held_of_one(order: Sequence[Task], frees: str) -> tuple[Held, ...]:
+def _held_of_one_chunk(order: Sequence[Task], frees: str) -> tuple[Held, ...]:
     now, most = 0, dict.fromkeys(("B", "F", "head"), -1)
     for kind, _, _ in order:
-        what = "head"
+        held_kind = "head"
         if kind == "F":
-            now, what = now + 1, "F"
+            now, held_kind = now + 1, "F"
         elif kind in "BIW":
-            what = "B"
-        if now > most[what]:
-            most[what] = now
+            held_kind = "B"
+        if now > most[held_kind]:
+            most[held_kind] = now
         if kind == frees:
             now -= 1
     return tuple(Held(kind, 0, (count,)) for kind, count in most.items() if count >= 0)  # pyright: ignore
@@ -273,12 +284,12 @@ def peak_held(
     *,
     phases: float = 0.0,
 ) -> float:
-    """Returns the most that a rank holds at once in the order of its tasks, in the unit of `held`.
+    """Returns the most memory that a rank needs in the order of its tasks, in the unit of `held`.
 
     Args:
-        held: of a microbatch in each chunk, from its forward to its backward (or to W).
-        working: while a backward of each chunk runs, beside what is held; None: nothing.
-        phases: while a task of the head over all ranks runs.
+        held: memory of a microbatch, by chunk, from its forward to its backward (or to W).
+        working: further memory while a backward runs, by chunk; None: 0.
+        phases: further memory while a task of the head over all ranks runs.
     """
     return peak_of_held(held_of(order, len(held)), held, working, phases=phases)
 
@@ -290,11 +301,11 @@ def peak_of_held(
     *,
     phases: float = 0.0,
 ) -> float:
-    """Returns `peak_held` of an order that was counted before."""
+    """Returns `peak_held` of an order whose peaks are known, by `held_of`."""
     most = 0.0
     for kind, chunk, counts in every:
-        beside = phases if kind == "head" else 0.0
+        further = phases if kind == "head" else 0.0
         if kind == "B" and working:
-            beside = working[chunk]
-        most = max(most, sum(map(mul, counts, held)) + beside)
+            further = working[chunk]
+        most = max(most, sum(map(mul, counts, held)) + further)
     return most

@@ -1,11 +1,11 @@
-"""The vocabulary over all ranks under a schedule that knows nothing of it.
+"""A simulation of the vocabulary over all ranks under a schedule that does not order its phases.
 
-As `VocabOverPipeline` runs it: on every rank a thread, with a stream of
-high priority, takes one microbatch after the other: what the last stage has made goes to all, S on
-all of them, the merge, T on all of them, the sum, which the last stage's backward waits for. The
-next microbatch begins after that sum. The schedule's passes and these share the GPU: S and T run
-when they can, and a pass that is under way takes as much longer. With the input embedding over all
-ranks, E of all microbatches comes before the first pass, and G of all after the last.
+`VocabOverPipeline` runs it so: a thread on every rank, with a stream of high priority, takes one
+microbatch after the other. The last stage's hidden states go to all ranks; all ranks do S, merge,
+do T, and sum the hidden gradient, for which the last stage's backward waits. The next microbatch
+starts after that sum. The thread and the schedule's passes share the GPU: S and T run as soon as
+they can, and a pass under way takes longer by their time. If the input embedding is over all ranks,
+E of all microbatches comes before the first pass, and G of all after the last.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .timeline import (
     require_ends,
 )
 
-# Of the thread, among the ranks' events.
+# The thread's number among the numbers of ranks in events.
 _HEAD = -1
 
 
 @dataclass(frozen=True)
 class Served:
-    """The thread's work for each microbatch, one number a rank.
+    """The thread's work for a microbatch.
 
     Args:
-        statistics, gradients: seconds of S and of T.
-        embedding: of E, and of G; (): the first stage's own.
-        latency: of each collective: before S, between S and T, after T.
-        last: the last stage, whose forward gives and whose backward takes.
+        statistics, gradients: seconds of S and T on each rank.
+        embedding: seconds of E, and of G, on each rank; (): the embedding is on the first stage.
+        latency: seconds of each collective: before S, between S and T, after T.
+        last: the last stage, for which the thread computes loss and gradient.
     """
 
     statistics: Sequence[float]
@@ -53,13 +53,13 @@ class Served:
 def run_served(
     orders: Sequence[Sequence[Task]], work: Callable[[int, str, int], Work], head: Served
 ) -> Timeline:
-    """Runs `run_orders` of the schedule's own passes, beside the thread's.
+    """Simulates a schedule's passes, as `run_orders`, and the thread's phases.
 
     Args:
-        work: as of `run_orders`; the last stage's backward waits for the gate "T", which is open
-            when a microbatch's sum is there.
+        work: as in `run_orders`; the last stage's backward waits for the gate "T", which opens when
+            the microbatch's sum has arrived.
     Raises:
-        ValueError: the ranks wait for one another.
+        ValueError: ranks wait for one another in a circle.
     """
     count = count_microbatches(orders)
     gates = Gates(count, {})
@@ -67,14 +67,14 @@ def run_served(
     ranks = [
         _Rank(order, gates.lanes(rank, order, work), before) for rank, order in enumerate(orders)
     ]
-    simulation = _Run(ranks, head, gates.named(("F", head.last)), gates.named("T"), before)
+    simulation = _Simulation(ranks, head, gates.named(("F", head.last)), gates.named("T"), before)
     simulation.run()
     require_ends(orders, [rank.ends for rank in ranks])
     return simulation.timeline(count)
 
 
 class _Rank:
-    """A rank's progress: its next task, which has an end once it waits for nothing."""
+    """A rank's progress through its order."""
 
     def __init__(
         self, order: Sequence[Task], lanes: Mapping[str, Mapping[int, Lane]], free: float
@@ -82,36 +82,41 @@ class _Rank:
         self.order, self.lanes, self.free = order, lanes, free
         self.starts: list[float] = []
         self.ends: list[float] = []
-        self.running = math.inf  # until when; inf: it waits
-        self.busy_until = free  # with the head
-        self.worked = 0.0
+        self.running = math.inf  # end of the running task; inf: the rank waits
+        self.busy_until = free  # end of the thread's phase
+        self.worked = 0.0  # seconds of its tasks, without delays by phases
 
     def interrupt(self, at: float, seconds: float) -> None:
-        """Gives the GPU to the head from `at`."""
+        """Gives the GPU to the thread for `seconds` from `at`."""
         self.busy_until = at + seconds
         if at < self.running < math.inf:
             start = self.starts[-1]
-            # A task that has not begun begins after it.
+            # A task whose start lies ahead starts after the phase; a running task is extended.
             late = seconds if start < at else max(0.0, self.busy_until - start)
             self.starts[-1] = start if start < at else start + late
             self.running += late
 
 
 @dataclass
-class _Run:
+class _Simulation:
+    """The state of the ranks and of the thread, which runs on all ranks alike."""
+
     ranks: list[_Rank]
     head: Served
-    gives: Gate  # the last stage's forward
-    takes: Gate  # its backward
-    free: float  # when the thread is, of its last microbatch
+    hidden: Gate  # opens after the last stage's forward
+    summed: Gate  # opens when the hidden gradient is summed
+    free: float  # time at which the thread ended its last microbatch
     events: list[tuple[float, int]] = field(default_factory=list)
-    num_given: int = 0  # microbatches that the last stage has given
-    served: int = 0
-    phase: str = ""  # that is to come; "": the thread waits for a microbatch
+    num_ready: int = 0  # microbatches whose last forward has ended
+    served: int = 0  # microbatches that the thread has ended
+    phase: str = ""  # the thread's next phase; "": it waits for a microbatch
     phases: list[Phase] = field(default_factory=list)
 
     def run(self) -> None:
-        """Events in the order of time. A rank's is the end of its task as it was when it began."""
+        """Handles events in the order of time.
+
+        A rank's event is the end of its task, as known at its start; a phase may delay it.
+        """
         for number in range(len(self.ranks)):
             self._start(number, 0.0)
         while self.events:
@@ -129,14 +134,14 @@ class _Run:
             opens = rank.lanes[kind][chunk].opens
             if opens is not None:
                 self._open(opens, index, now)
-            if opens is self.gives:
-                self.num_given += 1
+            if opens is self.hidden:
+                self.num_ready += 1
                 if not self.phase:
-                    self._begin(now)
+                    self._start_microbatch(now)
             self._start(number, now)
 
     def _start(self, number: int, now: float) -> None:
-        """Starts the rank's next task, if it has a task that waits for nothing."""
+        """Starts the rank's next task, unless it waits at a gate."""
         rank = self.ranks[number]
         if len(rank.ends) == len(rank.order):
             return
@@ -160,9 +165,9 @@ class _Run:
             for number in gate.waiting.pop(index):
                 self._start(number, now)
 
-    def _begin(self, now: float) -> None:
-        """Begins the next microbatch, if the last stage has given it."""
-        self.phase = "S" if self.served < self.num_given else ""
+    def _start_microbatch(self, now: float) -> None:
+        """Starts the thread's next microbatch, if its last forward has ended."""
+        self.phase = "S" if self.served < self.num_ready else ""
         if self.phase:
             heappush(self.events, (now + self.head.latency, _HEAD))
 
@@ -171,8 +176,8 @@ class _Run:
         if self.phase == "sum":
             self.served += 1
             self.free = now
-            self._open(self.takes, index, now)
-            self._begin(now)
+            self._open(self.summed, index, now)
+            self._start_microbatch(now)
             return
         lists = {"S": head.statistics, "T": head.gradients}
         for rank, seconds in zip(self.ranks, lists[self.phase], strict=True):
@@ -187,12 +192,12 @@ class _Run:
             [rank.starts for rank in self.ranks],
             [rank.ends for rank in self.ranks],
             [*self._rows("E", count, 0.0), *self.phases, *self._rows("G", count, self._after())],
-            # The passes' seconds beside their seconds alone.
+            # By how much the phases have extended each rank's tasks.
             [sum(map(sub, rank.ends, rank.starts)) - rank.worked for rank in self.ranks],
         )
 
     def _rows(self, kind: str, count: int, start: float) -> list[Phase]:
-        """Runs E or G of all microbatches, one after the other."""
+        """Returns E or G of all microbatches, one after the other."""
         if not self.head.embedding:
             return []
         each, rows = max(self.head.embedding) + self.head.latency, self.head.embedding

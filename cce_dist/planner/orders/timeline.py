@@ -1,4 +1,4 @@
-"""Ranks that work through fixed orders, where a task may wait for what other ranks have done."""
+"""A simulation of ranks that work through fixed orders, and wait for tasks of other ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import NamedTuple
 
 
 class Task(NamedTuple):
-    """F and B: forward and backward of a microbatch through a stage, the `chunk`-th of its rank's.
-    I and W: a backward in two, gradients of the inputs and of the weights. S, T, U, E, G: of the
-    vocabulary over all ranks (planner/orders.py)."""
+    """A task of a rank, for a microbatch.
+
+    F and B are forward and backward of the rank's `chunk`-th stage. I and W are the two halves of a
+    split backward: gradients of the inputs, and of the weights. S, T, U, E and G belong to a
+    vocabulary over all ranks (planner/orders/vocab_1f1b.py).
+    """
 
     kind: str
     microbatch: int
@@ -20,11 +23,11 @@ class Task(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The time of a rank's tasks of a kind and chunk; the gates they wait for and announce.
+    """The seconds of a rank's tasks of one kind and chunk, and the gates that they use.
 
-    A gate is one of each microbatch. A task starts when that of its microbatch which it waits for
-    has been open for the delay; when it ends it knocks at that of `opens`, which is open at the
-    last of its knocks.
+    A gate opens once for each microbatch. A task starts `delay` seconds after the gate `waits` has
+    opened for its microbatch. A task that ends arrives at the gate `opens`, which opens when the
+    last of its tasks has arrived.
     """
 
     seconds: float
@@ -40,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A phase that all ranks begin at once, beside their tasks."""
+    """A phase that all ranks start at the same time, in parallel to their tasks."""
 
     task: Task
     start: float
@@ -52,7 +55,7 @@ class Timeline:
     """The times of each rank's tasks, in its order.
 
     Args:
-        phases: phases that ran beside them, in the order of time.
+        phases: phases that ran in parallel to the tasks, in the order of time.
         paused: seconds of each rank's tasks in which phases ran instead; (): none.
     """
 
@@ -64,12 +67,12 @@ class Timeline:
 
     @cached_property
     def ranks(self) -> tuple[tuple[Span, ...], ...]:
-        """Tasks and then phases."""
+        """The spans of each rank: its tasks, then the phases."""
         each = zip(self.orders, self.starts, self.ends, strict=True)
         spans_of_ranks = []
         for rank, columns in enumerate(each):
-            beside = (Span(task, at, at + taken[rank]) for task, at, taken in self.phases)
-            spans_of_ranks.append((*map(Span, *columns), *beside))
+            phases = (Span(task, at, at + taken[rank]) for task, at, taken in self.phases)
+            spans_of_ranks.append((*map(Span, *columns), *phases))
         return tuple(spans_of_ranks)
 
     @cached_property
@@ -88,18 +91,24 @@ class Timeline:
 
 
 class Gate:
-    """For each microbatch: the time at which the gate opened (None before), the missing knocks, and
-    the ranks that wait."""
+    """A gate that opens, for each microbatch, when the last of its tasks has arrived.
 
-    def __init__(self, microbatches: int, knocks: int) -> None:
+    Attributes:
+        opened: time of opening, by microbatch; None: closed.
+        latest: time of the last arrival, by microbatch.
+        missing: number of tasks that have not arrived, by microbatch.
+        waiting: ranks that wait, by microbatch.
+    """
+
+    def __init__(self, microbatches: int, arrivals: int) -> None:
         self.opened: list[float | None] = [None] * microbatches
         self.latest = [0.0] * microbatches
-        self.missing = [knocks] * microbatches
+        self.missing = [arrivals] * microbatches
         self.waiting: dict[int, list[int]] = {}
 
 
 class Lane(NamedTuple):
-    """`Work`, its gates found."""
+    """A `Work` with its gates in place of their names."""
 
     seconds: float
     waits: Gate | None
@@ -108,21 +117,25 @@ class Lane(NamedTuple):
 
 
 class Gates:
-    """Gates of a step, by name."""
+    """The gates of a step, by name.
 
-    def __init__(self, microbatches: int, knocks: Mapping[Hashable, int]) -> None:
-        self.microbatches, self.knocks = microbatches, knocks
-        self._found: dict[Hashable, Gate] = {}
+    Args:
+        arrivals: number of tasks that open a gate, by name; 1 for others.
+    """
+
+    def __init__(self, microbatches: int, arrivals: Mapping[Hashable, int]) -> None:
+        self.microbatches, self.arrivals = microbatches, arrivals
+        self._gates: dict[Hashable, Gate] = {}
 
     def named(self, name: Hashable) -> Gate:
-        if name not in self._found:
-            self._found[name] = Gate(self.microbatches, self.knocks.get(name, 1))
-        return self._found[name]
+        if name not in self._gates:
+            self._gates[name] = Gate(self.microbatches, self.arrivals.get(name, 1))
+        return self._gates[name]
 
     def lanes(
         self, rank: int, order: Sequence[Task], work: Callable[[int, str, int], Work]
     ) -> dict[str, dict[int, Lane]]:
-        """A rank's lanes, by kind and chunk."""
+        """Returns a rank's lanes, by kind and chunk."""
         lanes: dict[str, dict[int, Lane]] = {}
         for kind, chunk in {(kind, chunk) for kind, _, chunk in order}:
             seconds, waits, delay, opens = work(rank, kind, chunk)
@@ -138,33 +151,37 @@ def count_microbatches(orders: Sequence[Sequence[Task]]) -> int:
 def run_orders(
     orders: Sequence[Sequence[Task]],
     work: Callable[[int, str, int], Work],
-    knocks: Mapping[Hashable, int] | None = None,
+    arrivals: Mapping[Hashable, int] | None = None,
 ) -> Timeline:
-    """Returns the start and end of each rank's tasks, where a rank runs nothing but its next task.
+    """Simulates ranks that take their tasks in order; returns the tasks' starts and ends.
 
     Args:
-        work: of a rank's tasks of a kind and chunk.
-        knocks: the number that a gate needs to open; 1 where it is not named.
+        work: returns the `Work` of a rank's tasks of a kind and chunk.
+        arrivals: number of tasks that open a gate, by name; 1 for others.
     Raises:
-        ValueError: the ranks wait for one another.
+        ValueError: ranks wait for one another in a circle.
     """
-    gates = Gates(count_microbatches(orders), knocks or {})
+    gates = Gates(count_microbatches(orders), arrivals or {})
     starts: list[list[float]] = [[] for _ in orders]
     ends: list[list[float]] = [[] for _ in orders]
     ready = list(range(len(orders)))
     running = [
-        _run(rank, order, gates.lanes(rank, order, work), starts[rank], ends[rank], ready)
+        _run_rank(rank, order, gates.lanes(rank, order, work), starts[rank], ends[rank], ready)
         for rank, order in enumerate(orders)
     ]
     while ready:
-        # Until it waits at a gate, whose last knock puts it on the list again.
+        # A rank runs until it waits at a gate; the gate's opening puts it on the list again.
         next(running[ready.pop()], None)
     require_ends(orders, ends)
     return Timeline(orders, starts, ends)
 
 
 def require_ends(orders: Sequence[Sequence[Task]], ends: Sequence[Sequence[float]]) -> None:
-    """Raises ValueError: a rank has not come to the end of its order."""
+    """Checks that each rank has come to the end of its order.
+
+    Raises:
+        ValueError: some wait in a circle.
+    """
     stuck = [
         (rank, order[len(done)])
         for rank, (done, order) in enumerate(zip(ends, orders, strict=True))
@@ -174,19 +191,21 @@ def require_ends(orders: Sequence[Sequence[Task]], ends: Sequence[Sequence[float
         raise ValueError(f"orders must not wait in a circle, got ranks that wait: {stuck[:4]}")
 
 
-def _run(
+def _run_rank(
     rank: int,
     order: Sequence[Task],
-    mine: Mapping[str, Mapping[int, Lane]],
+    lanes: Mapping[str, Mapping[int, Lane]],
     starts: list[float],
     ends: list[float],
     ready: list[int],
 ) -> Iterator[None]:
-    """Runs a rank until it meets a closed gate. Half a million tasks are common: only calls of
-    lists here."""
+    """Runs a rank, and yields whenever it meets a closed gate.
+
+    Half a million tasks are common, so the loop calls only methods of lists and dicts.
+    """
     now = 0.0
     for kind, index, chunk in order:
-        seconds, waits, delay, opens = mine[kind][chunk]
+        seconds, waits, delay, opens = lanes[kind][chunk]
         if waits is not None:
             opened = waits.opened[index]
             while opened is None:

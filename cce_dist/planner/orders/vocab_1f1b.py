@@ -1,14 +1,20 @@
-"""Orders the passes of each pipeline rank, with the vocabulary over all ranks.
+"""The order of passes on each pipeline rank, with the vocabulary over all ranks.
 
-A microbatch is F on every rank from the first to the last, S on all of them (log-sum-exp of the
-rank's columns), T on all of them when all S are merged (gradients), and B from the last to the
-first when all T are summed. One cycle F, B, S, T is repeated on every rank, each begins one F later
-than the rank before it, and every pass takes the first slot of its kind after what it waits for.
-Only, each rank runs ahead: it begins with as many F as it will hold microbatches at once, so that
-no F waits for an S or T while the pipeline fills.
-Where the gradient of each token's loss is known to the last rank alone: U there (the gradient, and
-to all) between S and T. Where the input embedding is over all ranks, too: E on all of them (look
-the tokens up) before F of the first rank, and G (add the gradient to the rows) after its B.
+A microbatch takes these passes:
+
+    F   forward, on one rank after the other, from the first to the last
+    S   log-sum-exp of the rank's columns, on all ranks
+    T   gradients of the rank's columns, on all ranks, after the merge of all S
+    B   backward, on one rank after the other, from the last to the first, after the sum of all T
+    U   between S and T, on the last rank, if it alone knows the gradient of each token's loss: it
+        sends that gradient to all ranks
+    E   before F of the first rank, on all ranks, if they share the input embedding: looks tokens up
+    G   after B of the first rank, on all ranks, with E: adds the gradient to the embedding's rows
+
+Every rank repeats one cycle F, B, S, T, and starts one F later than the rank before it. A pass
+takes the first slot of its kind after the passes that it waits for. But each rank runs ahead: it
+starts with as many F as it will hold microbatches at once, so that no F waits for an S or T while
+the pipeline fills.
 Source: arXiv:2411.05288, its schedule of two barriers, which does not run ahead.
 """
 
@@ -22,11 +28,12 @@ from typing import Literal, NamedTuple
 Kind = Literal["F", "B", "S", "T", "U", "E", "G"]
 CYCLE: tuple[Kind, ...] = ("F", "B", "S", "T")
 EMBEDDING: tuple[Kind, ...] = ("E", "G")
-# Log-sum-exp is one product of four; the others are of the gradients.
+# S is one product of four; T is the other three.
 SHARE_OF_S = 0.25
+# Microbatches that pass one at a time at the start of `plan_slow_start`.
 SLOWLY = 2
-# Of a forward: how long collectives may take, if that is not known, where it costs no microbatch in
-# flight.
+# If the latency of collectives is unknown, an order allows for the first of these, in forwards,
+# that needs no further microbatch in flight.
 SPARE_LATENCIES = (0.25, 0.1, 0.05, 0.02)
 
 
@@ -40,7 +47,8 @@ class Times:
     """Times of a microbatch on a rank, in any unit.
 
     Raises:
-        ValueError: a time is not positive and finite, or latency negative.
+        ValueError: a time of a pass is not positive and finite, or latency or embedding is
+            negative or not finite.
     """
 
     forward: float = 1.0
@@ -78,14 +86,17 @@ def plan_vocab_order(
     weighs: bool = False,
     runs_ahead: bool = True,
 ) -> list[list[Pass]]:
-    """Orders each rank's passes; with `embeds` E and G as well, with `weighs` U on the last rank.
-    The cycle has no place for E, G and U but between its passes.
+    """Orders the passes of each rank.
 
-    Of one rank at most ranks + 2 microbatches are between F and B, where the head takes no longer
-    than two stages and latency is 0; ranks + 3 with a head of six stages, or a latency of F / 5,
-    or `weighs`, which may wait for a pass of the last rank. Where latency is 0 passes that wait for
-    a collective have a pass between, if that needs no microbatch more.
+    A rank has at most ranks + 2 microbatches between F and B if the head takes no longer than two
+    stages and latency is 0. It has ranks + 3 with a head as long as six stages, with a latency of
+    F / 5, or with `weighs`, since U may wait for a pass of the last rank. With a latency of 0 a
+    pass that waits for a collective comes one pass later, if that needs no further microbatch.
 
+    Args:
+        embeds: E and G are ordered as well, between passes of the cycle.
+        weighs: U is ordered on the last rank, between passes of the cycle.
+        runs_ahead: False: the repeated cycle alone.
     Raises:
         ValueError: ranks or microbatches below 1.
     """
@@ -99,10 +110,10 @@ def plan_vocab_order(
         if all(_held(spare, rank, cycle) <= _held(start, rank, cycle) for rank in every):
             start = spare
             break
-    # A cycle before the first rank's F, and a latency after its B.
+    # E comes a cycle before the first rank's F, G a latency after its B.
     start["E"] = [-cycle] * ranks
     start["G"] = [start["B"][0] + times.backward + times.latency] * ranks
-    # U before passes that begin at the same time.
+    # U comes before passes that start at the same time.
     kinds: list[Kind] = ["U", *CYCLE, *EMBEDDING] if embeds else ["U", *CYCLE]
     passes: dict[Kind, list[Pass]] = {}
     for kind in kinds:
@@ -115,11 +126,11 @@ def plan_vocab_order(
 
 
 def _first_starts(ranks: int, times: Times, weighs: bool) -> dict[Kind, list[float]]:
-    """Returns the time at which each rank begins each kind of the first microbatch's passes."""
+    """Returns the start of each of the first microbatch's passes on each rank, by kind."""
     cycle, every = times.cycle, range(ranks)
     offset: dict[Kind, float] = {}
     for kind in CYCLE:
-        offset[kind] = sum(times.of(other) for other in CYCLE[: len(offset)])
+        offset[kind] = sum(times.of(earlier) for earlier in CYCLE[: len(offset)])
 
     def slot(rank: int, kind: Kind, ready: float) -> float:
         """Returns the first start of `kind` on `rank` that is not before `ready`."""
@@ -131,7 +142,7 @@ def _first_starts(ranks: int, times: Times, weighs: bool) -> dict[Kind, list[flo
     start["S"] = [slot(rank, "S", arrived) for rank in every]
     merged = max(start["S"]) + times.statistics + times.latency
     if weighs:
-        # Between two passes of the last rank.
+        # U starts between two passes of the last rank.
         merged = min(slot(ranks - 1, kind, merged) for kind in CYCLE)
         start["U"] = [merged] * ranks
         merged += times.latency
@@ -145,21 +156,22 @@ def _first_starts(ranks: int, times: Times, weighs: bool) -> dict[Kind, list[flo
 
 
 def _held(start: dict[Kind, list[float]], rank: int, cycle: float) -> int:
-    """Returns the number of F that a rank begins before its first B."""
+    """Returns the number of F that a rank starts before its first B."""
     return math.ceil((start["B"][rank] - start["F"][rank]) / cycle - 1e-9)
 
 
-def _repeat(begins: dict[Kind, float], passes: dict[Kind, list[Pass]]) -> list[Pass]:
-    """Returns a rank's passes in the order in which they begin; ties follow the order of `begins`.
+def _repeat(starts: dict[Kind, float], passes: dict[Kind, list[Pass]]) -> list[Pass]:
+    """Returns a rank's passes in the order of their starts; ties follow the order of `starts`.
 
     Args:
-        begins: of the first microbatch's pass of each kind, in cycles; others follow one by one.
+        starts: in cycles, of the first microbatch's pass of each kind; each further microbatch
+            starts one cycle later.
     """
     turns: list[tuple[float, int, Kind]] = []
-    for kind, begin in begins.items():
-        # Sums of floats that ought to be equal.
-        number = math.floor(round(begin, 9))
-        turns.append((round(round(begin, 9) - number, 9), number, kind))
+    for kind, start in starts.items():
+        # Rounded, since sums of the same floats may differ in their last bits.
+        number = math.floor(round(start, 9))
+        turns.append((round(round(start, 9) - number, 9), number, kind))
     turns.sort(key=lambda turn: turn[0])
     count, numbers = len(passes["F"]), [turn[1] for turn in turns]
     first, last = min(numbers), max(numbers)
@@ -170,40 +182,42 @@ def _repeat(begins: dict[Kind, float], passes: dict[Kind, list[Pass]]) -> list[P
             order[cycle - at] for cycle in cycles for at, order in every if 0 <= cycle - at < count
         ]
 
-    # Cycles that have a pass of each kind, which are most where there are many microbatches.
+    # Cycles with a pass of each kind: most of them, if there are many microbatches.
     full = range(last, max(last, first + count))
     each = [passes[kind][full.start - at : full.stop - at] for _, at, kind in turns]
     return [
         *partly(range(first, min(last, first + count))),
-        *(one for cycle in zip(*each, strict=True) for one in cycle),
+        *(item for cycle in zip(*each, strict=True) for item in cycle),
         *partly(range(first + count, last + count)),
     ]
 
 
 def _run_ahead(orders: list[list[Pass]]) -> list[list[Pass]]:
-    """Puts the first microbatches' F before all else, and before these E, for which F of the first
-    rank would wait until all others have come to it."""
+    """Moves each rank's first F to the front, as many as it will hold microbatches.
+
+    Their E come before them: else the first rank's F would wait until all ranks reach that E.
+    """
     most = [most_in_flight(order) for order in orders]
     reordered = []
     for rank, order in enumerate(orders):
         ahead: dict[Kind, list[Pass]] = {"E": [], "F": []}
         limits: dict[Kind, int] = {"E": most[0], "F": most[rank]}
-        rest: list[Pass] = []
+        remaining: list[Pass] = []
         for each in order:
-            # Within each of the three as they were.
+            # E, F and the remaining passes each keep their order.
             kind, index = each
-            (ahead[kind] if index < limits.get(kind, 0) else rest).append(each)
-        reordered.append(ahead["E"] + ahead["F"] + rest)
+            (ahead[kind] if index < limits.get(kind, 0) else remaining).append(each)
+        reordered.append(ahead["E"] + ahead["F"] + remaining)
     return reordered
 
 
 def plan_slow_start(
     ranks: int, microbatches: int, times: Times, *, embeds: bool = False, weighs: bool = False
 ) -> list[list[Pass]]:
-    """Plans `plan_vocab_order` after `SLOWLY` microbatches that go through one after the other.
+    """Orders a first step: `SLOWLY` microbatches one at a time, the others as `plan_vocab_order`.
 
-    For the first step of its kind: on a GPU kernels and communicators, of the stages too, come to
-    the device at first use, which may wait for all that it has begun.
+    On a GPU the first use of a kernel or a communicator loads it, which may wait for all work that
+    was launched before.
     """
     slowly = min(SLOWLY, microbatches)
     orders: list[list[Pass]] = []
@@ -218,14 +232,14 @@ def plan_slow_start(
         planned = plan_vocab_order(
             ranks, microbatches - slowly, times, embeds=embeds, weighs=weighs
         )
-        for order, rest in zip(orders, planned, strict=True):
-            order += [Pass(kind, slowly + index) for kind, index in rest]
+        for order, following in zip(orders, planned, strict=True):
+            order += [Pass(kind, slowly + index) for kind, index in following]
     return orders
 
 
 def most_in_flight(order: Sequence[Pass]) -> int:
-    """Microbatches that a rank holds activations of at once, at the most."""
-    held = most = 0  # E and G hold tokens and one hidden state
+    """Returns the most microbatches whose activations a rank holds at once."""
+    held = most = 0  # E and G hold only tokens and one hidden state
     for kind, _ in order:
         held += (kind == "F") - (kind == "B")
         most = max(most, held)
@@ -233,11 +247,10 @@ def most_in_flight(order: Sequence[Pass]) -> int:
 
 
 def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, float]]:
-    """Returns the time at which each rank ends each pass, where a rank waits only for its next
-    pass.
+    """Returns the time at which each rank ends each pass, if it takes its passes in order.
 
     Raises:
-        ValueError: the ranks wait for one another.
+        ValueError: ranks wait for one another in a circle.
     """
     ranks = len(orders)
     ends: list[dict[Pass, float]] = [{} for _ in orders]
@@ -259,7 +272,7 @@ def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, 
             "T": [(last, "U")] if weighs else all_s,
             "B": [(rank + 1, "B")] if rank < last else [(x, "T") for x in range(ranks)],
         }
-        ends_before = [ends[other].get(Pass(kind, index)) for other, kind in needs[each.kind]]
+        ends_before = [ends[peer].get(Pass(kind, index)) for peer, kind in needs[each.kind]]
         if any(end is None for end in ends_before):
             return None
         remote = each.kind in "STUG" or (each.kind == "B" and rank == last)
@@ -272,11 +285,11 @@ def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, 
         for rank, order in enumerate(orders):
             while at[rank] < len(order):
                 each = order[at[rank]]
-                begin = ready(rank, each)
-                if begin is None:
+                ready_at = ready(rank, each)
+                if ready_at is None:
                     break
                 free = ends[rank][order[at[rank] - 1]] if at[rank] else 0.0
-                ends[rank][each] = max(begin, free) + times.of(each.kind)
+                ends[rank][each] = max(ready_at, free) + times.of(each.kind)
                 at[rank] += 1
                 moved = True
     if any(done < len(order) for done, order in zip(at, orders, strict=True)):
@@ -286,4 +299,5 @@ def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, 
 
 
 def makespan(orders: Sequence[Sequence[Pass]], times: Times) -> float:
+    """Returns the time at which the last rank ends its last pass."""
     return max(max(ends.values()) for ends in simulate(orders, times))

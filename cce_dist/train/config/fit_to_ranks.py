@@ -1,4 +1,4 @@
-"""Keys of a configuration that follow the number of ranks, for jobs whose ranks come and go."""
+"""Keys of a configuration that depend on the number of ranks, for jobs whose ranks come and go."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ ALL = "all"
 
 
 def fit_to_ranks(values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Replaces `parallel.tp: all` and `global_batch` by their numbers on so many ranks.
+    """Replaces `parallel.tp: all` by a number and `global_batch` by `batch`, for so many ranks.
 
-    The result has `parallel.tp` and `batch`, so later code need not know about the other forms.
-    Values that are not valid in themselves stay for validation to find.
+    Later code knows only those forms. Invalid values stay as they are: validation reports them.
 
     Raises:
         ConfigError: the two keys do not fit the number of ranks, or `batch`.
@@ -26,11 +25,11 @@ def fit_to_ranks(values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
         return values
     tp, pp = parallel.get("tp", 1), parallel.get("pp", 1)
     if isinstance(tp, str) and tp != ALL:
-        raise ConfigError(f"parallel.tp must be an integer or {ALL}, got {tp!r}")
+        raise ConfigError(f"parallel.tp must be an integer >= 1 or {ALL}, got {tp!r}")
     if not _is_count(pp) or not (tp == ALL or _is_count(tp)):
         return values
-    whole = values.get("global_batch")
-    if tp != ALL and not _is_count(whole):
+    global_batch = values.get("global_batch")
+    if tp != ALL and not _is_count(global_batch):
         return values
     try:
         dp, tp = split_ranks(num_ranks, tp=tp, pp=pp, prefix="parallel.")
@@ -38,17 +37,18 @@ def fit_to_ranks(values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
         raise ConfigError(str(error)) from None
     if parallel.get("tp") == ALL:
         parallel["tp"] = tp
-    if _is_count(whole):
+    if _is_count(global_batch):
         if "batch" in values:
             raise ConfigError(
-                f"global_batch and batch exclude each other, got {whole} and {values['batch']}: "
-                "leave one of them out"
+                f"global_batch and batch exclude each other, got global_batch={global_batch} and "
+                f"batch={values['batch']}: leave one of them out"
             )
-        if whole % dp:
+        if global_batch % dp:
             raise ConfigError(
-                f"global_batch must be a multiple of the data-parallel ranks, got {whole} and {dp}"
+                f"global_batch must be a multiple of the number of data-parallel ranks, {dp}, got "
+                f"{global_batch}: the nearest is {max(1, round(global_batch / dp)) * dp}"
             )
-        values["batch"], values["global_batch"] = whole // dp, None
+        values["batch"], values["global_batch"] = global_batch // dp, None
     return values
 
 

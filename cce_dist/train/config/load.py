@@ -187,11 +187,11 @@ def _is_union_branch(part: object) -> bool:
 
 def _suggest(key: str) -> str:
     known = list(_keys(TrainConfig))
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    if not near:
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    if not nearest:
         last = key.rsplit(".", 1)[-1]
-        near = [name for name in known if name.rsplit(".", 1)[-1] == last][:1]
-    return f"; did you mean {near[0]}?" if near else ""
+        nearest = [name for name in known if name.rsplit(".", 1)[-1] == last][:1]
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def describe_keys() -> list[tuple[str, str]]:

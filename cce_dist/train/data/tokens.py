@@ -58,8 +58,8 @@ def prepare_tokens(
     if key is not None and is_cached(config.cache, key):
         return open_tokens(config.cache, key)
     documents = collect_documents(config.paths, config.megabytes)
-    found_key = _cache_key(documents, config.vocab_size)
-    if not is_cached(config.cache, found_key):
+    text_key = _cache_key(documents, config.vocab_size)
+    if not is_cached(config.cache, text_key):
         # The work below may take minutes.
         require_space(config.cache, "data.cache", 0)
         num_chars = sum(len(text) for text in documents)
@@ -67,8 +67,8 @@ def prepare_tokens(
             f"training a byte-level BPE of {config.vocab_size} ids on {len(documents)} documents, "
             f"{num_chars / 1e6:.1f} M characters"
         )
-        _build(documents, config, found_key)
-    return open_tokens(config.cache, found_key)
+        _build(documents, config, text_key)
+    return open_tokens(config.cache, text_key)
 
 
 def is_cached(cache: Path, key: str) -> bool:

@@ -49,14 +49,14 @@ class Request:
     """The arguments of an evaluation.
 
     Args:
-        run: the run's folder, which has `checkpoints`.
+        run_dir: the run's folder, which has `checkpoints`.
         checkpoint: a step; None: the newest.
         tp: number of ranks that share the vocabulary; None: all ranks.
         batch, sequence_length, cache: None: the values of training.
         stride: None: sequence_length, windows without overlap.
     """
 
-    run: Path
+    run_dir: Path
     texts: tuple[Path, ...]
     checkpoint: int | None = None
     tp: int | None = None
@@ -95,8 +95,8 @@ def load_request(request: Request, num_ranks: int) -> TrainConfig:
         _, tp = split_ranks(num_ranks, tp=request.tp or "all", prefix="--")
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    checkpoint = find_checkpoint(request.run / "checkpoints", request.checkpoint)
-    values = copy.deepcopy(checkpoint.info["config"])
+    checkpoint = find_checkpoint(request.run_dir / "checkpoints", request.checkpoint)
+    values = copy.deepcopy(checkpoint.config)
     values["parallel"] = {"tp": tp, "timeout_s": values["parallel"]["timeout_s"]}
     if request.batch is not None:
         values["batch"] = request.batch
@@ -108,8 +108,8 @@ def load_request(request: Request, num_ranks: int) -> TrainConfig:
     length = config.data.sequence_length
     if request.stride is not None and request.stride > length:
         raise ConfigError(
-            f"--stride must be at most the {length} tokens of a window, beyond which tokens would "
-            f"be left out, got {request.stride}"
+            f"--stride must be at most the {length} tokens of a window, or tokens would be left "
+            f"out, got {request.stride}"
         )
     return config
 
@@ -129,16 +129,16 @@ def evaluate_texts(
     step, num_bytes, texts = _share_texts(request, config, ranks)
     windows = cut_windows(texts, request.texts, config.data.sequence_length, stride)
     heartbeat.phase = "loading a checkpoint"
-    checkpoint = find_checkpoint(request.run / "checkpoints", step)
+    checkpoint = find_checkpoint(request.run_dir / "checkpoints", step)
     model = Decoder(config, ranks)
     place(model, config, ranks)
     load_weights(checkpoint, model, ranks)
     heartbeat.phase = "evaluating"
     counts = count_ids(texts, config.data.vocab_size)
     groups = frequency_groups(counts)
-    began = time.perf_counter()
+    started = time.perf_counter()
     nats = sum_nll(model, windows, groups, config, ranks, heartbeat).reshape(len(texts), NUM_GROUPS)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     if not np.isfinite(nats).all():
         raise JobError(f"{checkpoint.folder} must give finite losses, got {nats.sum()} nats")
     num_tokens = [len(ids) - 1 for ids in texts]
@@ -149,7 +149,7 @@ def evaluate_texts(
         dp=ranks.dp,
         device=ranks.device.type,
         texts=score_texts(request.texts, num_tokens, num_bytes, nats.sum(1)),
-        whole=TextScore(Score(sum(num_tokens), float(nats.sum())), sum(num_bytes)),
+        total=TextScore(Score(sum(num_tokens), float(nats.sum())), sum(num_bytes)),
         groups=score_groups(counts, groups, nats.sum(0)),
         seconds=seconds,
     )
@@ -194,7 +194,7 @@ def read_texts(request: Request, config: TrainConfig) -> tuple[int, list[int], l
     Raises:
         ConfigError: a text or the tokenizer cannot be used.
     """
-    checkpoint = find_checkpoint(request.run / "checkpoints", request.checkpoint)
+    checkpoint = find_checkpoint(request.run_dir / "checkpoints", request.checkpoint)
     texts = [read_text(path, "TEXT") for path in request.texts]
     tokens = encode_texts(_open_tokenizer(request, checkpoint, config), texts)
     return checkpoint.step, [len(text.encode()) for text in texts], tokens
@@ -215,11 +215,11 @@ def _share_texts(
 
 
 def _open_tokenizer(request: Request, checkpoint: Checkpoint, config: TrainConfig) -> TokenCache:
-    caches, key = _caches(request, checkpoint, config), checkpoint.info["data_key"]
+    caches, key = _caches(request, checkpoint, config), checkpoint.data_key
     cache_dir = next((cache for cache in caches if is_cached(cache, key)), None)
     if cache_dir is None:
         raise ConfigError(
-            f"the tokenizer of {checkpoint.folder} must be in the run's data.cache, found no {key} "
+            f"the tokenizer of {checkpoint.folder} must be in the run's data.cache, got no {key} "
             f"in {caches[0]}, nor where the run was trained or is now: name the folder by --cache"
         )
     tokens = open_tokens(cache_dir, key)
@@ -238,6 +238,6 @@ def _caches(request: Request, checkpoint: Checkpoint, config: TrainConfig) -> li
         return [cache]
     # A relative cache is looked up from this folder, as in training, and beside the run, which may
     # have been moved with its cache.
-    places = [cache, Path(checkpoint.info.get("cache", cache))]
-    places += [above / cache for above in request.run.absolute().parents]
+    places = [cache, checkpoint.cache or cache]
+    places += [above / cache for above in request.run_dir.absolute().parents]
     return list(dict.fromkeys(places))

@@ -94,7 +94,7 @@ class Findings:
     dp: int
     device: str
     texts: list[tuple[Path, TextScore]]
-    whole: TextScore
+    total: TextScore
     groups: list[GroupScore]
     seconds: float
 
@@ -112,7 +112,7 @@ class Findings:
             "tp": config.parallel.tp,
             "device": self.device,
             "seconds": self.seconds,
-            **self.whole.as_json(),
+            **self.total.as_json(),
             "texts": [{"path": str(path), **score.as_json()} for path, score in self.texts],
             "frequency": [group.as_json() for group in self.groups],
         }

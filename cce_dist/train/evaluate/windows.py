@@ -38,15 +38,15 @@ class Windows:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def batch(self, which: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns ids and targets [B, length] int64, and text numbers [B].
+    def batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns ids and targets [B, length] int64 of these windows, and their text numbers [B].
 
         Targets that do not count are IGNORED.
         """
-        ids, targets = stack_sequences(self.tokens, self.starts[which], self.length)
-        num_scored = torch.from_numpy(self.num_scored[which])
+        ids, targets = stack_sequences(self.tokens, self.starts[indices], self.length)
+        num_scored = torch.from_numpy(self.num_scored[indices])
         is_scored = torch.arange(self.length) >= self.length - num_scored[:, None]
-        return ids, targets.masked_fill(~is_scored, IGNORED), torch.from_numpy(self.text[which])
+        return ids, targets.masked_fill(~is_scored, IGNORED), torch.from_numpy(self.text[indices])
 
 
 def cut_windows(
@@ -72,5 +72,5 @@ def cut_windows(
         num_scored.append(np.diff(first + length, prepend=0))
         text.append(np.full(len(first), number))
         offset += len(tokens)
-    joined = (np.concatenate(parts) for parts in (starts, num_scored, text))
+    joined = (np.concatenate(arrays) for arrays in (starts, num_scored, text))
     return Windows(np.concatenate(list(texts)), *joined, length=length)

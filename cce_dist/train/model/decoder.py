@@ -61,7 +61,7 @@ class Decoder(nn.Module):
     # For pipelines, see StagedDecoder: the number of ranks with the same rows of the vocabulary,
     # and the parameters that are over all ranks.
     num_vocabulary_copies = 1
-    spread: frozenset[str] = frozenset()
+    names_over_pipeline: frozenset[str] = frozenset()
 
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
 
 
 @contextmanager
-def whole_head(model: Decoder) -> Iterator[Tensor]:
+def gathered_head(model: Decoder) -> Iterator[Tensor]:
     """Provides this tp rank's whole head weight, after a forward and before a backward.
 
     Collectives: with FSDP one all-gather over dp, if that forward has not left the weight whole.
@@ -68,6 +68,6 @@ def whole_head(model: Decoder) -> Iterator[Tensor]:
         model.reshard()
 
 
-def local_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor; they share memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

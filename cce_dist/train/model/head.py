@@ -155,7 +155,11 @@ def loss_options(config: LossConfig) -> LossOptions:
         gradient=config.gradient,
         filter=Filter(keep=config.filter.keep, tail=config.filter.tail, eps=config.filter.eps),
         logits=config.logits,
-        screen=Screen(**config.screen.model_dump()),
+        screen=Screen(
+            dtype=config.screen.dtype,
+            max_kept=config.screen.max_kept,
+            max_error=config.screen.max_error,
+        ),
         backend=config.backend,
         workspace_bytes=config.workspace_bytes,
     )
@@ -171,13 +175,13 @@ def _dense_loss(
 ) -> LossOutput:
     """Computes the loss by the usual recipe: gather the head, make all logits, softmax in fp32."""
     slices = layout.sequence_parallel
-    whole = GatherRows.apply(weight, layout.group, layout.bounds, slices)
+    gathered = GatherRows.apply(weight, layout.group, layout.bounds, slices)
     if slices:
         rank, size = layout.group.rank(), layout.group.size()
         targets_here = targets.chunk(size)[rank]
     else:
         targets_here = targets
-    logits = _transform_logits(hidden @ whole.T, config)
+    logits = _transform_logits(hidden @ gathered.T, config)
     total = _objective(logits, targets_here, config).sum() / targets.numel()
     if slices:
         total = SumPartials.apply(total, layout.group)
@@ -211,7 +215,7 @@ def golden_loss(
     Collectives: one all-gather of the weight, with sequence parallelism one of hidden.
     """
     dtype = getattr(torch, config.dtype)
-    whole = GatherRows.apply(weight.to(dtype), layout.group, layout.bounds, False).double()
+    gathered = GatherRows.apply(weight.to(dtype), layout.group, layout.bounds, False).double()
     if layout.sequence_parallel:
         slices = [torch.empty_like(hidden) for _ in range(layout.group.size())]
         dist.all_gather(slices, hidden, group=layout.group)
@@ -219,6 +223,6 @@ def golden_loss(
     total = 0.0
     for first in range(0, targets.numel(), DENSE_CHUNK_TOKENS):
         tokens = slice(first, first + DENSE_CHUNK_TOKENS)
-        logits = _transform_logits(hidden[tokens].to(dtype).double() @ whole.T, config.loss)
+        logits = _transform_logits(hidden[tokens].to(dtype).double() @ gathered.T, config.loss)
         total += _objective(logits, targets[tokens], config.loss).sum().item()
     return total / targets.numel()

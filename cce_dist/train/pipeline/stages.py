@@ -48,19 +48,19 @@ class StagedDecoder(nn.Module):
         """Returns this rank's shard of each vocabulary parameter, if it has rows of it."""
         of_stage = VocabShard.chunked(self.vocab_size, ranks.tp_rank, ranks.tp)
         place = ranks.pp_rank * ranks.tp + ranks.tp_rank
-        spread = VocabShard.chunked(self.vocab_size, place, ranks.pp * ranks.tp)
+        of_pipeline = VocabShard.chunked(self.vocab_size, place, ranks.pp * ranks.tp)
         if self.tied and self.layout.over_pipeline:
-            return {"embedding": spread}
+            return {"embedding": of_pipeline}
         if self.tied:
             return {"embedding": of_stage} if self.has_first or self.has_last else {}
         shards = {"embedding": of_stage} if self.has_first else {}
         if self.layout.over_pipeline:
-            return {**shards, "head": spread}
+            return {**shards, "head": of_pipeline}
         return {**shards, "head": of_stage} if self.has_last else shards
 
     @property
-    def spread(self) -> frozenset[str]:
-        """Names of the parameters that are spread over all ranks of the pipeline."""
+    def names_over_pipeline(self) -> frozenset[str]:
+        """Names of the parameters that are sharded over all ranks of the pipeline."""
         return frozenset((self.head_name,) if self.layout.over_pipeline else ())
 
     @property

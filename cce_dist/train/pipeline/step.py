@@ -62,7 +62,7 @@ def check_split_backward(config: TrainConfig) -> None:
             before 2.13 cannot do so for an autograd.Function (torch issue 166577).
     """
     parallel = config.parallel
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    version = tuple(int(number) for number in torch.__version__.split(".")[:2])
     splits = parallel.schedule in SPLIT_BACKWARD and not parallel.vocab_over_pipeline
     if splits and version < (2, 13):
         raise ConfigError(
@@ -144,7 +144,7 @@ class Pipeline:
         hidden = hidden.contiguous()
         for tensor in (loss, hidden):
             dist.broadcast(tensor, group=self.group, group_src=self.layout.last_rank)
-        return loss, self._whole(hidden)
+        return loss, self._gather_sequences(hidden)
 
     def close(self) -> None:
         """Destroys the groups that the constructor made."""
@@ -161,17 +161,22 @@ class Pipeline:
 
     def _make_stages(self) -> list[PipelineStage]:
         layout, device = self.layout, self.ranks.device
-        return [
-            PipelineStage(
-                self._make_module(index).to(device),
-                index,
-                layout.num_stages,
-                device,
-                group=self.group,
-                **self._shapes(index),
+        stages = []
+        for index in self.model.held:
+            module = self._make_module(index).to(device)
+            input, output = self._examples(index)
+            stages.append(
+                PipelineStage(
+                    module,
+                    index,
+                    layout.num_stages,
+                    device,
+                    input_args=input,
+                    output_args=output,
+                    group=self.group,
+                )
             )
-            for index in self.model.held
-        ]
+        return stages
 
     def _make_module(self, index: int) -> Stage:
         model, slices = self.model, self._slices > 1
@@ -192,8 +197,8 @@ class Pipeline:
             head=model.head_weight if is_last and self.head is None else None,
         )
 
-    def _shapes(self, index: int) -> dict[str, Any]:
-        """Returns example tensors of a microbatch: without them torch runs each stage once more."""
+    def _examples(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns a stage's example input and output; without them torch runs it once more."""
         config, device = self.config, self.ranks.device
         sequences = config.batch // self.layout.microbatches
         length = config.data.sequence_length
@@ -203,7 +208,7 @@ class Pipeline:
             input = torch.zeros(sequences, length, dtype=torch.int64, device=device)
         if index == self.layout.num_stages - 1:
             output = hidden.to(getattr(torch, config.dtype))
-        return {"input_args": input, "output_args": output.clone().requires_grad_()}
+        return input, output.clone().requires_grad_()
 
     def _make_schedule(self, stages: list[PipelineStage], head: str) -> Any:
         name, count = self.layout.schedule, self.layout.microbatches
@@ -264,13 +269,13 @@ class Pipeline:
             self.model.head_weight.grad = copy.grad.to(self.model.head_weight.dtype)
             copy.grad = None
 
-    def _whole(self, hidden: Tensor) -> Tensor:
+    def _gather_sequences(self, hidden: Tensor) -> Tensor:
         """Gathers the sequences of all tp ranks, each of which has a slice of every microbatch."""
         if self._slices == 1:
             return hidden
-        parts = [torch.empty_like(hidden) for _ in range(self._slices)]
-        dist.all_gather(parts, hidden, group=self.ranks.tp_group)
-        split = [part.unflatten(0, (self.layout.microbatches, -1)) for part in parts]
+        slices = [torch.empty_like(hidden) for _ in range(self._slices)]
+        dist.all_gather(slices, hidden, group=self.ranks.tp_group)
+        split = [each.unflatten(0, (self.layout.microbatches, -1)) for each in slices]
         return torch.cat(split, 1).flatten(0, 1)
 
 

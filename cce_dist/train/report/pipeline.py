@@ -46,10 +46,9 @@ def _compare(
     layout = head_layout(config, ranks)
     if pipeline.head is None:
         weight = pipeline.model.head_weight
-        of_ours = (here.flatten(0, 1), weight, first_targets.flatten())
-        memory = measure_head(run.head_loss, *of_ours)[1]
+        memory = measure_head(run.head_loss, here.flatten(0, 1), weight, first_targets.flatten())[1]
     else:
-        memory, weight = _measure_spread(pipeline, here, first_targets), pipeline.head.weight
+        memory, weight = _measure_phases(pipeline, here, first_targets), pipeline.head.weight
         layout = HeadLayout(ranks.vocab_group, config.data.vocab_size, False)
         here = first
     here = here.flatten(0, 1)
@@ -57,11 +56,11 @@ def _compare(
     if run.head == "cce" and len(here) * config.data.vocab_size * 4 <= MEASURE_DENSE_BYTES:
         dense = make_head_loss(config, layout, "dense")
         dense_memory = measure_head(dense, here, weight, first_targets.flatten())[1]
-    whole = dataclasses.replace(layout, sequence_parallel=False)
+    unsliced = dataclasses.replace(layout, sequence_parallel=False)
     flat = hidden.flatten(0, 1), weight.detach(), targets.flatten()
     return Evaluation(
         loss=loss,
-        dense_loss=golden_loss(*flat, config, whole),
+        dense_loss=golden_loss(*flat, config, unsliced),
         memory=memory,
         dense_memory=dense_memory,
         num_tokens=targets.numel(),
@@ -69,7 +68,7 @@ def _compare(
     )
 
 
-def _measure_spread(pipeline: Pipeline, hidden: Tensor, targets: Tensor) -> Memory:
+def _measure_phases(pipeline: Pipeline, hidden: Tensor, targets: Tensor) -> Memory:
     """Measures the memory of a microbatch in the head's phases, on this rank."""
     head, root = pipeline.head, pipeline.layout.last_rank
     assert head is not None

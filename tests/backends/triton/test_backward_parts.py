@@ -18,10 +18,10 @@ from cce_dist.testing import TRITON_PLACES, Case, Place, grid, run_case, zipf_in
 pytest.importorskip("triton")
 
 from cce_dist.backends.triton import grads as triton_grads
-from cce_dist.backends.triton.backward import filtered as backward_filtered
 from cce_dist.backends.triton.backward import state as backward_state
-from cce_dist.backends.triton.backward.state import Backward
-from cce_dist.backends.triton.launch.tiles import REST
+from cce_dist.backends.triton.backward.filtered import FilteredMemory
+from cce_dist.backends.triton.backward.state import BackwardState
+from cce_dist.backends.triton.launch.tiles import AFTER_HIDDEN
 
 SMALL = {"workspace_bytes": 2**16}
 ALL = ("hidden", "weight", "bias")
@@ -90,17 +90,17 @@ def test_few_tokens_are_summed_in_pieces(
     case = Case(inputs, **{"trainable": ALL, **kind, "options": options}).at(place)
     expected = run_case(None, case)
     sums: list[int] = []
-    of = Backward.of
+    of = BackwardState.of
 
-    def remember(*args: Any) -> Backward:
-        run = of(*args)
-        sums.append(run.pieces)
-        return run
+    def remember(*args: Any) -> BackwardState:
+        state = of(*args)
+        sums.append(state.pieces)
+        return state
 
     # Two blocks, one slice of dims.
     monkeypatch.setattr(backward_state, "num_programs", lambda _: 10)
     monkeypatch.setattr(backward_state, "LEAST_OF_A_PIECE", 100)
-    monkeypatch.setattr(Backward, "of", remember)
+    monkeypatch.setattr(BackwardState, "of", remember)
     found = run_case(None, case)
     # Logits that are kept have taken the room.
     assert set(sums) == {1 if "keep_logits" in options else 2 if chunks else 5}
@@ -113,27 +113,27 @@ def test_workspace_is_gone_before_the_hidden_gradient_is_stored(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Which takes its memory, on one rank.
-    made: list[weakref.ref[Tensor]] = []
-    of_lists, finish = backward_filtered._of_lists, Backward.finish_hidden
+    workspaces: list[weakref.ref[Tensor]] = []
+    of, finish = FilteredMemory.of, BackwardState.finish_hidden
 
-    def remember(*args: Any) -> dict[str, Any]:
-        arguments = of_lists(*args)
-        made.append(weakref.ref(arguments["workspace_ptr"]))
-        return arguments
+    def remember(*args: Any) -> FilteredMemory:
+        memory = of(*args)
+        workspaces.append(weakref.ref(memory.workspace))
+        return memory
 
-    def look(self: Backward, *args: Any) -> Tensor:
-        assert made and not [ref for ref in made if ref() is not None]
+    def look(self: BackwardState, *args: Any) -> Tensor:
+        assert workspaces and not [ref for ref in workspaces if ref() is not None]
         return finish(self, *args)
 
-    monkeypatch.setattr(backward_filtered, "_of_lists", remember)
-    monkeypatch.setattr(Backward, "finish_hidden", look)
+    monkeypatch.setattr(FilteredMemory, "of", remember)
+    monkeypatch.setattr(BackwardState, "finish_hidden", look)
     inputs = zipf_inputs(130, 700, 16, generator=torch.Generator().manual_seed(0))
     run_case(None, Case(inputs, WAYS["filtered"]).at(place))
     # On a GPU the first call of its kind compiles first.
-    assert len(made) in ((1, 2) if place.compiles else (1,))
+    assert len(workspaces) in ((1, 2) if place.compiles else (1,))
 
 
-@pytest.mark.parametrize(**grid(places=TRITON_PLACES, at=["lists", "rest"]))
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, at=["lists", "after_hidden"]))
 def test_what_runs_beside_is_waited_for_after_an_error(
     place: Place, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,8 +154,8 @@ def test_what_runs_beside_is_waited_for_after_an_error(
     def fail(*_: Any, **__: Any) -> Any:
         raise MemoryError("no room for it")
 
-    def launch(part: int) -> None:
-        if part == REST:
+    def launch(stage: int) -> None:
+        if stage == AFTER_HIDDEN:
             fail()
 
     def start(self: Any, part: Tensor, *, finish: Callable[[], object]) -> Callable[[], Tensor]:

@@ -23,7 +23,7 @@ from cce_dist.backends.triton import stats as triton_stats
 from cce_dist.backends.triton.filter.marks import Marks, MassFactors, marks_of
 from cce_dist.backends.triton.forward import targets as forward_targets
 from cce_dist.backends.triton.forward.operands import Finished, Launch
-from cce_dist.backends.triton.forward.state import Forward
+from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.screened.steps import guard
 
 BLOCK = 128
@@ -107,14 +107,14 @@ def test_guard_adds_up_what_its_programs_found(
 ) -> None:
     num_tokens, count = 18 * BLOCK, 17 * BLOCK + 5
     tokens, head = problem(place, num_tokens, num_classes, count)
-    run = Forward.of(tokens, head, Wanted(), True, None, True)
-    plain = Forward.of(tokens, head, Wanted(), True, None, False)
+    state = ForwardState.of(tokens, head, Wanted(), True, None, True)
+    plain = ForwardState.of(tokens, head, Wanted(), True, None, False)
     mass = torch.rand(18, num_classes, generator=generator()) - 0.2
-    run.parts["mass"].copy_(mass)
+    state.buffers.mass.copy_(mass)
     made, fp32 = generator(), torch.float32
     lse, tail, variance = (torch.rand(num_tokens, generator=made) for _ in range(3))
     lower = lse / torch.log(torch.tensor(2.0)) + torch.randn(num_tokens, generator=made)
-    run.parts["lower"].copy_(lower)
+    state.buffers.lower.copy_(lower)
     unkept = (lse + tail.log()).to(place.device, fp32)
     finished = Finished(lse.to(place.device), unkept, unkept, None, unkept)
     whole = torch.maximum(lower.double() * torch.log(torch.tensor(2.0)), lse.double())
@@ -126,13 +126,13 @@ def test_guard_adds_up_what_its_programs_found(
         max_kept=allowed["by_kept"] if refused == "by_kept" else share + 1e-3,
         max_error=allowed["by_error"] if refused == "by_error" else error * 1.001,
     )
-    full, found = guard(run, finished, variance.to(place.device), screen)
+    full, found = guard(state, finished, variance.to(place.device), screen)
     wants = int(refused != "by_none")
     assert int(found.full) == wants
     assert full.shape.tolist() == [18 * wants, *plain.shape.tolist()[1:]]
     raised = (lse - 1 - 6 * variance.sqrt()) / torch.log(torch.tensor(2.0))
     expected = torch.where(torch.arange(num_tokens) < count, torch.maximum(raised, lower), lower)
-    torch.testing.assert_close(run.parts["lower"].cpu(), expected)
+    torch.testing.assert_close(state.buffers.lower.cpu(), expected)
 
 
 ANY_INT8 = Screen("int8", max_kept=1, max_error=10)
@@ -146,10 +146,10 @@ def test_forward_in_the_callers_order(
 ) -> None:
     corrected: list[Tensor] = []
 
-    def add_exact_columns(run: Forward, made: Finished, *args: Any) -> None:
+    def add_exact_columns(state: ForwardState, made: Finished, *args: Any) -> None:
         assert made.dropped is not None
         corrected.append(made.dropped)
-        add(run, made, *args)
+        add(state, made, *args)
 
     add = triton_stats.add_exact_columns
     monkeypatch.setattr(triton_stats, "add_exact_columns", add_exact_columns)
@@ -201,19 +201,19 @@ def test_target_products_are_waited_for_and_freed(
         wait = streams.start_on_side_stream(device, run)
         return lambda: (waited.append(True), wait())[1]
 
-    def merge(run: Forward, last: Launch) -> Finished:
+    def merge(state: ForwardState, last: Launch) -> Finished:
         assert products and not waited
         if fails:
             raise MemoryError("no room for it")
-        return merged(run, last)
+        return merged(state, last)
 
     def marks_of(*args: Any, **options: Any) -> Marks:
         assert waited == [True] and products[0]() is None
         return made(*args, **options)
 
-    merged, made = Forward.merge, triton_stats.marks_of
+    merged, made = ForwardState.merge, triton_stats.marks_of
     monkeypatch.setattr(forward_targets, "start_on_side_stream", start_on_side_stream)
-    monkeypatch.setattr(Forward, "merge", merge)
+    monkeypatch.setattr(ForwardState, "merge", merge)
     monkeypatch.setattr(triton_stats, "marks_of", marks_of)
     tokens, head = problem(place, 140, 300, 140)
     if fails:

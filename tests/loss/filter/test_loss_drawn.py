@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import Filter
-from cce_dist.backends.torch.filter import levels_of
+from cce_dist.backends.torch.filter import draw_levels_of
 from cce_dist.core.types import Tokens
 from cce_dist.options import DRAW_FACTOR
 from cce_dist.testing import (
@@ -282,7 +282,7 @@ def test_drawn_columns_on_a_group(place: Place, problem: str) -> None:
 @pytest.mark.parametrize("seed", SEEDS, ids=str)
 def test_levels_of_halve_from_level_to_level(seed: int) -> None:
     num_columns = 200_000
-    levels = levels_of(num_columns, torch.tensor([seed], dtype=torch.int32))
+    levels = draw_levels_of(num_columns, torch.tensor([seed], dtype=torch.int32))
     assert levels.shape == (num_columns,) and int(levels.min()) == 1 and int(levels.max()) <= 24
     counts = torch.bincount(levels, minlength=25).double()
     expected = num_columns * 2.0 ** -torch.arange(25).double()
@@ -291,7 +291,9 @@ def test_levels_of_halve_from_level_to_level(seed: int) -> None:
 
 
 def test_levels_of_two_seeds_are_independent() -> None:
-    first, *others = (levels_of(200_000, torch.tensor([seed], dtype=torch.int32)) for seed in SEEDS)
+    first, *others = (
+        draw_levels_of(200_000, torch.tensor([seed], dtype=torch.int32)) for seed in SEEDS
+    )
     for other in others:
         # sum_j 4^-j = 1/3 of the columns agree by chance.
         agree = float((first == other).double().mean())
@@ -321,7 +323,7 @@ def test_marks_of_draws_the_levels_of_torch(place: Place, seed: int) -> None:
     )
     assert marks.drawn.shape == (num_columns, 1)
     bits = marks.drawn.cpu() >> torch.arange(num_blocks) & 1
-    expected = levels_of(num_columns, torch.tensor([seed], dtype=torch.int32))
+    expected = draw_levels_of(num_columns, torch.tensor([seed], dtype=torch.int32))
     assert torch.equal(bits[:, :num_levels].bool(), expected[:, None] == levels)
     assert not bits[:, num_levels:].any()
     kept = marks.kept.cpu() >> torch.arange(num_blocks) & 1

@@ -144,7 +144,9 @@ def a_schedule_that_is_not_megatrons() -> None:
 
     with (
         changed(schedules, **{name: theirs}),
-        pytest.raises(PatchError, match=rf"{name} is .* \(.*\.py:\d+\), not Megatron's own in"),
+        pytest.raises(
+            PatchError, match=rf"{name} must be Megatron's own .*, got .* \(.*\.py:\d+\)"
+        ),
     ):
         megatron_patch.apply(**OPTIONS)
     assert megatron_patch.status().options is None
@@ -160,7 +162,7 @@ def calls_that_are_refused() -> None:
         schedule(model, adjust_tensor_shapes_fn=lambda *_: None)
     rows = model.output_layer
     model.output_layer = torch.nn.Sequential(rows)
-    with pytest.raises(PatchError, match="output_layer of the model has been replaced since"):
+    with pytest.raises(PatchError, match=r"output_layer of the model was replaced after apply\(\)"):
         schedule(model)
     model.output_layer = rows
     batch = microbatch(0, SETUP)
@@ -184,7 +186,7 @@ def another_release() -> None:
         changed(schedules, forward_step=forward_step),
         pytest.raises(
             PatchError,
-            match=r"schedules.forward_step must take \(forward_step_func, .* found \(step, more\) ",
+            match=r"schedules.forward_step must take \(forward_step_func, .* got \(step, more\) ",
         ),
     ):
         megatron_patch.apply(**OPTIONS)

@@ -80,7 +80,7 @@ def test_a_row_that_is_off_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"layers": 0}, "layers must be >= 1, got 0"),
         ({"heads": 12, "kv_heads": 5}, "kv_heads must divide heads, 12, got 5"),
-        ({"heads": 5, "kv_heads": 5}, "heads must divide dim, 64, where head_dim is not given"),
+        ({"heads": 5, "kv_heads": 5}, "heads must divide dim, 64, got 5: set head_dim"),
         ({"rows": 99}, "rows must be >= classes, 100, got 99"),
     ],
 )

@@ -16,7 +16,7 @@ from cce_dist.planner.cost.hardware import HARDWARE
 from cce_dist.planner.cost.job import Job
 from cce_dist.planner.cost.layer import layer_cost, visible_tokens
 from cce_dist.planner.models.huggingface import model_from_config, read_config
-from cce_dist.planner.models.huggingface_types import DEFAULTS, FIXED, TEXT_OF
+from cce_dist.planner.models.huggingface_types import DEFAULTS, TEXT_OF, TRAITS
 from cce_dist.planner.models.linear_attention import CHUNK, LinearAttention
 from cce_dist.planner.models.model import Model
 from cce_dist.planner.search import best_plan
@@ -196,7 +196,7 @@ def test_a_type_has_a_plan(name: str) -> None:
     assert plan.fits and sum(plan.layout) == model.layers
 
 
-@pytest.mark.parametrize("kind", FIXED)
+@pytest.mark.parametrize("kind", TRAITS)
 def test_a_file_of_a_type_alone_is_whole(kind: str) -> None:
     """transformers has a default for every size."""
     found = model_from_config({"model_type": kind})
@@ -282,9 +282,17 @@ def test_files_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
             {"model_type": "mistral3"}, "text_config of mistral3 must be an object", id="0"
         ),
         pytest.param(around("llava", VOXTRAL) | {"text_config": 3}, "an object, got 3", id="3"),
-        pytest.param({"model_type": "mistral", "attention_bias": True}, "of mistral is", id="bias"),
-        pytest.param({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm = True", id="norm"),
-        pytest.param({"model_type": "llama", "attn_output_gate": True}, "of llama is", id="gate"),
+        pytest.param(
+            {"model_type": "mistral", "attention_bias": True},
+            "of mistral must be absent",
+            id="bias",
+        ),
+        pytest.param(
+            {"model_type": "phi", "qk_layernorm": True},
+            "qk_layernorm of phi",
+            id="norm",
+        ),
+        pytest.param({"model_type": "llama", "attn_output_gate": True}, "of llama must", id="gate"),
         pytest.param({"model_type": "llama", "hidden_size": None}, "got None", id="null"),
         pytest.param(QWEN35 | {"layer_types": [FULL, LINEAR] * 32}, "each n-th of 64", id="order"),
         pytest.param(EXAONE4 | {"layer_types": None}, "must be an integer >= 1", id="letters"),
@@ -293,7 +301,7 @@ def test_files_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
         ),
         pytest.param(
             {"model_type": "qwen3", "layer_types": [LINEAR]},
-            "of qwen3 is not understood",
+            "of qwen3 must be 'full_attention'",
             id="kind",
         ),
     ],

@@ -286,7 +286,11 @@ def test_what_a_file_does_not_say_is_noted() -> None:
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention = True of"),
+        (
+            GEMMA3,
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention of gemma3_text must be False or",
+        ),
         (
             GEMMA3,
             {"num_hidden_layers": 4, "layer_types": [FULL, SLIDING, SLIDING, SLIDING]},
@@ -298,17 +302,33 @@ def test_what_a_file_does_not_say_is_noted() -> None:
             {"sliding_window_pattern": 0},
             "sliding_window_pattern of gemma3_text must be an integer >= 1, got 0",
         ),
-        (OLMO2, {"sliding_window_pattern": 4}, "sliding_window_pattern = 4 of olmo2 is not"),
-        (OLMO2, {"use_qk_norm": True}, "use_qk_norm = True of olmo2 is not understood"),
-        (OLMO2, {"mlp_bias": True}, "mlp_bias = True of olmo2 is not understood"),
-        (GRANITE, {"qk_layernorm": True}, "qk_layernorm = True of granite is not understood"),
-        (GRANITE, {"num_local_experts": 32}, "num_local_experts = 32 of granite is not"),
+        (
+            OLMO2,
+            {"sliding_window_pattern": 4},
+            "sliding_window_pattern of olmo2 must be absent, got 4",
+        ),
+        (OLMO2, {"use_qk_norm": True}, "use_qk_norm of olmo2 must be absent, got True"),
+        (OLMO2, {"mlp_bias": True}, "mlp_bias of olmo2 must be absent, got True"),
+        (GRANITE, {"qk_layernorm": True}, "qk_layernorm of granite must be absent, got True"),
+        (GRANITE, {"num_local_experts": 32}, "num_local_experts of granite must be absent, got 32"),
         # Windows in some layers before others, not in all but some.
-        (SMOLLM3, {"use_sliding_window": True}, "use_sliding_window = True of smollm3 is not"),
-        (SMOLLM3, {"layer_types": [FULL, SLIDING] * 18}, r"layer_types with \['sliding_attention"),
-        (QWEN2_MOE, {"use_sliding_window": True}, "use_sliding_window = True of qwen2_moe is not"),
-        (QWEN2_MOE, {"mlp_only_layers": [3]}, r"mlp_only_layers = \[3\] of qwen2_moe is not"),
-        (QWEN2_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 of qwen2_moe is not"),
+        (SMOLLM3, {"use_sliding_window": True}, "use_sliding_window of smollm3 must be False or"),
+        (
+            SMOLLM3,
+            {"layer_types": [FULL, SLIDING] * 18},
+            r"layer_types of smollm3 must .*got \['sliding_attention",
+        ),
+        (
+            QWEN2_MOE,
+            {"use_sliding_window": True},
+            "use_sliding_window of qwen2_moe must be False or",
+        ),
+        (
+            QWEN2_MOE,
+            {"mlp_only_layers": [3]},
+            r"mlp_only_layers of qwen2_moe must be \[\] or None, got \[3\]",
+        ),
+        (QWEN2_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step of qwen2_moe must be 1 or"),
         (
             QWEN2_MOE,
             {"shared_expert_intermediate_size": 0},
@@ -317,7 +337,7 @@ def test_what_a_file_does_not_say_is_noted() -> None:
         (
             QWEN2_MOE,
             {"model_type": "qwen3_moe", "head_dim": 128},
-            "shared_expert_intermediate_size = 5632 of qwen3_moe is not understood",
+            "shared_expert_intermediate_size of qwen3_moe must be absent, got 5632",
         ),
         (OLMO2, {"model_type": "granitemoe"}, r"model_type must be one of .*got 'granitemoe'"),
         (GEMMA3, {"model_type": "gemma3n_text"}, r"model_type must be .*got 'gemma3n_text'"),

@@ -131,7 +131,7 @@ def test_jobs_beside_it() -> None:
     assert pays.planned.job.schedule_name == "vocab" and pays.planned.seconds < pays.over.seconds
     with pytest.raises(ValueError, match=r"schedule must be 'vocab' in megatron_patch .* '1f1b'"):
         megatron_flags(LLAMA, replace(JOB, schedule="1f1b"), (8, 8, 8, 8))
-    with pytest.raises(ValueError, match="schedule 'vocab' is that of the vocabulary over"):
+    with pytest.raises(ValueError, match="must be 'pp' or 'pp-tp' under schedule 'vocab'"):
         Job(pp=4, schedule="vocab")
 
 

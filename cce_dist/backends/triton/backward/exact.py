@@ -1,6 +1,5 @@
-"""`exact`: the three products of every column, chunk by chunk of the vocabulary.
-
-Chunks, allocations, grids, launches.
+"""`exact`: the three products of every column, chunk by chunk of the vocabulary: chunks,
+allocations, grids, launches.
 """
 
 # Triton types a kernel's arguments as its compiler sees them.
@@ -9,13 +8,12 @@ Chunks, allocations, grids, launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from cce_dist.backends.triton.backward.state import Backward, GradBuffers
+from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.filter.kept_logits import Region, tiles_in
 from cce_dist.backends.triton.filter.lists import TILE
 from cce_dist.backends.triton.kernels.backward.exact_logits import (
@@ -26,8 +24,8 @@ from cce_dist.backends.triton.kernels.backward.exact_products import exact_produ
 from cce_dist.backends.triton.launch.arguments import descriptor_of, padded_dim
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import (
-    REST,
-    WHOLE,
+    AFTER_HIDDEN,
+    ALL,
     cached_blocks,
     num_programs,
     rounds_exp2,
@@ -35,153 +33,157 @@ from cce_dist.backends.triton.launch.tiles import (
 )
 from cce_dist.options import TOKEN_BLOCK
 
-# Multiprocessors that the last DDS leaves to NCCL's kernels, which start after it.
+# Multiprocessors that the last DDS leaves free for NCCL's kernels, which start after it.
 LEFT_TO_COLLECTIVES = 32
 
 
-def products_of_every_column(run: Backward, grads: GradBuffers) -> Callable[[int], None]:
+def products_of_every_column(state: BackwardState, grads: GradBuffers) -> Callable[[int], None]:
     """Prepares SDD, then DDS and DSD, of one chunk after the other.
 
-    Returns: a function that launches them, or a part: `REST` is the last chunk's DDS.
+    Returns: a function that launches a stage of them; `AFTER_HIDDEN` is the last chunk's DDS.
     """
-    weight, table, of_tokens = run.weight, run.table, run.of_tokens
-    padded = run.num_blocks * TOKEN_BLOCK
+    weight, per_token = state.weight, state.per_token
+    padded = state.num_blocks * TOKEN_BLOCK
     hidden = weight.new_empty(padded, padded_dim(weight))[:, : weight.shape[1]]
-    # In the order of the blocks. Those that don't count have d_logits of 0.
-    torch.index_select(run.hidden, 0, of_tokens.read_rows, out=hidden)
-    regions = list(_chunks(run))
-    # A pointer for each launch that is aligned as the first one's: one binary for all.
-    queue = torch.zeros(len(regions) + 1, 4, dtype=torch.int32, device=weight.device)
-    use_tma, block_k = takes_tma(weight), table.dims
-    common = run.product_arguments(grads)
+    # In the order of the blocks. Tokens that don't count have d_logits of 0.
+    torch.index_select(state.hidden, 0, per_token.read_rows, out=hidden)
+    regions = list(_chunks(state))
+    # A row of 16 bytes for each launch: pointers are aligned alike, so one binary serves all.
+    queues = torch.zeros(len(regions) + 1, 4, dtype=torch.int32, device=weight.device)
+    last = len(regions) - 1
 
-    def dds_and_dsd(index: int, region: Region, part: int) -> None:
-        left = LEFT_TO_COLLECTIVES if part == REST else 0
-        start(exact_products_kernel, (max(1, num_programs(weight) - left),))(
-            **common,
-            hidden=descriptor_of(hidden, block_k, table.columns, use_tma),
-            weight=descriptor_of(weight, block_k, table.columns, use_tma),
-            workspace_columns=descriptor_of(region.memory, TILE, block_k, use_tma),
-            workspace_tokens=descriptor_of(region.memory, block_k, TOKEN_BLOCK, use_tma),
-            workspace_ptr=region.memory,
-            row_ptr=of_tokens.rows,
-            queue_ptr=queue[index + 1 if part == REST else index],
-            part=part,
-            first_column=region.first_column,
-            num_columns=region.num_columns,
-            rows=region.memory.shape[0],
-            N=padded,
-            stride_hn=hidden.stride(0),
-            SLICE=table.columns,
-            BLOCK_K=block_k,
-            USE_TMA=use_tma,
-            IS_FIRST=index == 0,
-            num_warps=table.warps,
-            num_stages=table.stages,
-        )
-
-    def launch(part: int) -> None:
-        last = len(regions) - 1
-        if part == REST:
-            dds_and_dsd(last, regions[last], part)
+    def launch(stage: int) -> None:
+        if stage == AFTER_HIDDEN:
+            region, queue = regions[last], queues[last + 1]
+            _dds_and_dsd(state, grads, hidden, region, queue, stage, is_first=last == 0)
             return
         for index, region in enumerate(regions):
-            _d_logits(run, hidden, region)
-            dds_and_dsd(index, region, part if index == last else WHOLE)
+            _d_logits(state, hidden, region)
+            stage_of_chunk = stage if index == last else ALL
+            is_first = index == 0
+            _dds_and_dsd(
+                state, grads, hidden, region, queues[index], stage_of_chunk, is_first=is_first
+            )
 
     return launch
 
 
-# fp16 holds the difference to a reference that is not further below lse (log2) with an error of
-# 2^-8 at most where p is large, as bf16 holds p; and no such difference overflows.
+def _dds_and_dsd(
+    state: BackwardState,
+    grads: GradBuffers,
+    hidden: Tensor,
+    region: Region,
+    queue: Tensor,
+    stage: int,
+    *,
+    is_first: bool,
+) -> None:
+    weight, tiles, head, memory = state.weight, state.tiles, state.head, region.memory
+    use_tma, block_k, columns = takes_tma(weight), tiles.dims, tiles.columns
+    left = LEFT_TO_COLLECTIVES if stage == AFTER_HIDDEN else 0
+    start(exact_products_kernel, (max(1, num_programs(weight) - left),))(
+        hidden=descriptor_of(hidden, block_k, columns, use_tma),
+        weight=descriptor_of(weight, block_k, columns, use_tma),
+        workspace_columns=descriptor_of(memory, TILE, block_k, use_tma),
+        workspace_tokens=descriptor_of(memory, block_k, TOKEN_BLOCK, use_tma),
+        workspace_ptr=memory, class_weight_ptr=state.or_dummy(head.class_weight),
+        tail_ptr=state.or_dummy(state.sums), tail_bias_ptr=state.or_dummy(state.bias_sums),
+        row_ptr=state.per_token.rows, grad_hidden_ptr=state.or_dummy(grads.hidden),
+        grad_weight_ptr=state.or_dummy(grads.weight), grad_bias_ptr=state.or_dummy(grads.bias),
+        count_ptr=state.count, grad_scale_ptr=state.per_token.grad_scale, queue_ptr=queue,
+        pieces=state.pieces, num_rows=state.num_tokens, stage=stage,
+        first_column=region.first_column, num_columns=region.num_columns, rows=memory.shape[0],
+        N=state.num_blocks * TOKEN_BLOCK, V=weight.shape[0], D=weight.shape[1],
+        stride_hn=hidden.stride(0), stride_wv=weight.stride(0), stride_gv=grads.weight_stride,
+        TOKENS=TOKEN_BLOCK, TILE=TILE, SLICE=columns, BLOCK_K=block_k, PRECISION="ieee",
+        TAIL_PRECISION=state.tail_precision, USE_TMA=use_tma, WIDE=rounds_exp2(weight),
+        IS_FIRST=is_first, GROUPS=state.padded_groups, HAS_MEAN=state.mean is not None,
+        HAS_CLASS_WEIGHT=head.class_weight is not None, HAS_GRAD_HIDDEN=grads.hidden is not None,
+        HAS_GRAD_WEIGHT=grads.weight is not None, HAS_GRAD_BIAS=grads.bias is not None,
+        ACCUMULATE=grads.accumulate, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+
+
+# The furthest that a reference may be below lse, log2. Up to here fp16 holds a large logit's
+# difference to the reference with an error of at most 2^-8, as bf16 holds p, and does not overflow.
 FURTHEST = 16.0
 
 
-def _blocks_of_bad_ref(run: Backward, ref: Tensor) -> Tensor:
-    """Returns [num_blocks + 1] int32: 1 for blocks with a token whose reference was a poor bound
-    of lse (a sum had overflowed, or nothing was seen yet), then whether there is any."""
-    lse = run.of_tokens.factors[5]
-    counts = torch.arange(len(lse), device=lse.device) < run.count
+def _blocks_of_bad_ref(state: BackwardState, ref: Tensor) -> Tensor:
+    """Returns [num_blocks + 1] int32: 1 for each block with a token whose reference is a bad bound
+    of lse (a sum had overflowed, or nothing was seen yet); last, 1 if there is such a block."""
+    lse = state.per_token.factors[5]
+    counts = torch.arange(len(lse), device=lse.device) < state.count
     bad_ref = counts & ~((lse - ref).abs() <= FURTHEST)
     bad_ref = bad_ref.view(-1, TOKEN_BLOCK).any(1)
     return torch.cat([bad_ref, bad_ref.any(0, keepdim=True)]).int()
 
 
-def _arguments(run: Backward, region: Region) -> dict[str, Any]:
-    """Returns the arguments of the kernels that make d_logits."""
-    head, of_tokens = run.head, run.of_tokens
-    return {
-        "workspace_ptr": region.memory,
-        "class_weight_ptr": run.or_dummy(head.class_weight),
-        "upstream_ptr": of_tokens.factors,
-        "first_column": region.first_column,
-        "num_columns": region.num_columns,
-        "N": region.memory.shape[1],
-        "scale": of_tokens.scale,
-        "softcap": head.softcap or 1.0,
-        "BLOCK_N": TOKEN_BLOCK,
-        "WIDE": rounds_exp2(run.weight),
-        "HAS_SOFTCAP": head.softcap is not None,
-        "HAS_ENTROPY": run.has_entropy,
-        "HAS_SMOOTH": run.has_smooth,
-        "HAS_CLASS_WEIGHT": head.class_weight is not None,
-    }
-
-
-def _d_logits(run: Backward, hidden: Tensor, region: Region) -> None:
-    bad_ref = None if region.ref is None else _blocks_of_bad_ref(run, region.ref)
+def _d_logits(state: BackwardState, hidden: Tensor, region: Region) -> None:
+    bad_ref = None if region.ref is None else _blocks_of_bad_ref(state, region.ref)
     if bad_ref is not None:
-        _launch_logits(run, hidden, region, bad_ref, has_logits=True)
-    _launch_logits(run, hidden, region, bad_ref)
-    start(exact_targets_kernel, (run.num_blocks,))(
-        **_arguments(run, region), target_ptr=run.of_tokens.targets
+        _launch_logits(state, hidden, region, bad_ref, has_logits=True)
+    _launch_logits(state, hidden, region, bad_ref)
+    head, per_token = state.head, state.per_token
+    start(exact_targets_kernel, (state.num_blocks,))(
+        workspace_ptr=region.memory,
+        class_weight_ptr=state.or_dummy(head.class_weight),
+        target_ptr=per_token.targets,
+        upstream_ptr=per_token.factors,
+        first_column=region.first_column,
+        num_columns=region.num_columns,
+        N=region.memory.shape[1],
+        scale=per_token.scale,
+        softcap=head.softcap or 1.0,
+        BLOCK_N=TOKEN_BLOCK,
+        WIDE=rounds_exp2(state.weight),
+        HAS_SOFTCAP=head.softcap is not None,
+        HAS_ENTROPY=state.has_entropy,
+        HAS_SMOOTH=state.has_smooth,
+        HAS_CLASS_WEIGHT=head.class_weight is not None,
     )
 
 
 def _launch_logits(
-    run: Backward,
+    state: BackwardState,
     hidden: Tensor,
     region: Region,
     bad_ref: Tensor | None,
     *,
     has_logits: bool = False,
 ) -> None:
-    weight, head, table = run.weight, run.head, run.table
+    weight, head, tiles, per_token = state.weight, state.head, state.tiles, state.per_token
     # Logits that are there already take no product, and a smaller tile.
-    columns = table.dims if has_logits else table.columns
+    columns = tiles.dims if has_logits else tiles.columns
     use_tma = takes_tma(weight)
     start(exact_logits_kernel, (num_programs(weight) * (4 if has_logits else 1),))(
-        hidden=descriptor_of(hidden, TOKEN_BLOCK, table.dims, use_tma),
-        weight=descriptor_of(weight, columns, table.dims, use_tma),
+        hidden=descriptor_of(hidden, TOKEN_BLOCK, tiles.dims, use_tma),
+        weight=descriptor_of(weight, columns, tiles.dims, use_tma),
         workspace=descriptor_of(region.memory, columns, TOKEN_BLOCK, use_tma),
-        **_arguments(run, region),
-        bad_ref_ptr=run.or_dummy(bad_ref),
-        ONLY_BAD_REF=bad_ref is not None and not has_logits,
-        logit_ptr=region.as_logits(),
-        ref_ptr=run.or_dummy(region.ref),
-        bias_ptr=run.or_dummy(head.bias),
-        count_ptr=run.count,
-        cached_blocks=cached_blocks(weight, weight.element_size()),
-        V=weight.shape[0],
-        D=weight.shape[1],
-        stride_hn=hidden.stride(0),
-        stride_wv=weight.stride(0),
-        BLOCK_V=columns,
-        BLOCK_D=table.dims,
-        USE_TMA=use_tma,
-        PRECISION="ieee",
-        HAS_LOGITS=has_logits,
-        HAS_BIAS=head.bias is not None,
-        num_warps=table.warps,
-        # The tile that is stored through a descriptor needs room of its own.
-        num_stages=max(2, table.stages - 1),
-    )
+        workspace_ptr=region.memory, logit_ptr=region.as_logits(),
+        ref_ptr=state.or_dummy(region.ref), bad_ref_ptr=state.or_dummy(bad_ref),
+        bias_ptr=state.or_dummy(head.bias), class_weight_ptr=state.or_dummy(head.class_weight),
+        count_ptr=state.count, upstream_ptr=per_token.factors, first_column=region.first_column,
+        num_columns=region.num_columns,
+        cached_blocks=cached_blocks(weight, weight.element_size()), N=region.memory.shape[1],
+        V=weight.shape[0], D=weight.shape[1], stride_hn=hidden.stride(0),
+        stride_wv=weight.stride(0), scale=per_token.scale, softcap=head.softcap or 1.0,
+        BLOCK_N=TOKEN_BLOCK, BLOCK_V=columns, BLOCK_D=tiles.dims, USE_TMA=use_tma,
+        PRECISION="ieee", WIDE=rounds_exp2(weight), HAS_LOGITS=has_logits,
+        ONLY_BAD_REF=bad_ref is not None and not has_logits, HAS_BIAS=head.bias is not None,
+        HAS_SOFTCAP=head.softcap is not None, HAS_ENTROPY=state.has_entropy,
+        HAS_SMOOTH=state.has_smooth, HAS_CLASS_WEIGHT=head.class_weight is not None,
+        num_warps=tiles.warps,
+        # A tile that is stored through a descriptor takes the shared memory of a stage.
+        num_stages=max(2, tiles.stages - 1),
+    )  # fmt: skip
 
 
-def _chunks(run: Backward) -> Iterator[Region]:
-    """Yields the regions that the forward kept, then others in chunks that fit the workspace."""
-    weight, kept = run.weight, run.logits
-    columns, padded = run.table.columns, run.num_blocks * TOKEN_BLOCK
+def _chunks(state: BackwardState) -> Iterator[Region]:
+    """Yields the regions whose logits the forward kept, then the other columns in chunks that fit
+    the workspace."""
+    weight, kept = state.weight, state.logits
+    columns, padded = state.tiles.columns, state.num_blocks * TOKEN_BLOCK
     left, memory = weight.shape[0], None
     if kept is not None:
         yield from kept.regions
@@ -189,10 +191,10 @@ def _chunks(run: Backward) -> Iterator[Region]:
     num_tiles = triton.cdiv(left, columns)
     if num_tiles == 0:
         return
-    room = max(1, tiles_in(run.room, weight, padded))
+    room = max(1, tiles_in(state.room, weight, padded))
     if memory is not None:
         room = memory.shape[0] // columns
-    per_chunk = choose_tiles_per_chunk(num_tiles, room, run.num_blocks, num_programs(weight))
+    per_chunk = choose_tiles_per_chunk(num_tiles, room, state.num_blocks, num_programs(weight))
     if memory is None:
         memory = weight.new_empty(per_chunk * columns, padded)
     for tile in range(0, num_tiles, per_chunk):
@@ -201,7 +203,7 @@ def _chunks(run: Backward) -> Iterator[Region]:
 
 
 def choose_tiles_per_chunk(num_tiles: int, room: int, num_blocks: int, programs: int) -> int:
-    """Chooses the tiles of a chunk: of the larger half of those that fit the number whose SDD tasks
+    """Chooses the tiles of a chunk, from half of `room` to all of it: the number whose SDD tasks
     fill whole waves best."""
     if room >= num_tiles:
         return num_tiles

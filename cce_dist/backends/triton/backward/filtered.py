@@ -9,152 +9,177 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
 from cce_dist.backends.triton.backward.exact import products_of_every_column
-from cce_dist.backends.triton.backward.state import Backward, GradBuffers
+from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.filter.lists import TILE, Lists
+from cce_dist.backends.triton.kernels.backward.after_hidden import after_hidden_kernel
 from cce_dist.backends.triton.kernels.backward.filtered import filtered_kernel
-from cce_dist.backends.triton.kernels.backward.rest import rest_kernel
 from cce_dist.backends.triton.launch.arguments import descriptor_of
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import (
+    AFTER_HIDDEN,
     LEFT_TO_OTHERS,
-    REST,
     interpreted,
     num_programs,
+    rounds_exp2,
     takes_branches,
     takes_tma,
 )
 from cce_dist.options import TOKEN_BLOCK
 
-# Programs of what is left for each that the device has room for: most are one task, of some 30 us.
+# Programs of `after_hidden_kernel` for each that the device has room for: most have one task, of
+# some 30 us.
 SHORT = 16
+# Columns and dims of a task that stores columns which no block keeps.
+UNKEPT, UNKEPT_SLICE = 32, 256
 
 
-def products(run: Backward, grads: GradBuffers, *, shares_device: bool) -> Callable[[int], None]:
-    """Prepares SDD, DSD, DDS of every column, or of the columns kept, and the others' tail.
+def products(
+    state: BackwardState, grads: GradBuffers, *, shares_device: bool
+) -> Callable[[int], None]:
+    """Prepares SDD, DSD, DDS of every column, or of the kept columns and the others' tail.
 
     Args: shares_device: as of `protocol.Room`.
-    Returns: a function that launches a part of them: `WHOLE`, or first `UNTIL_HIDDEN` and later
-        `REST`.
+    Returns: a function that launches a stage of them: `ALL`; or first `UNTIL_HIDDEN`, then
+        `AFTER_HIDDEN`.
     """
-    if run.lists is None:
-        return products_of_every_column(run, grads)
-    return _listed(run, run.lists, grads, shares_device)
+    if state.lists is None:
+        return products_of_every_column(state, grads)
+    return _filtered_products(state, state.lists, grads, shares_device)
 
 
-def _inputs(run: Backward) -> dict[str, Any]:
-    """Returns the filtered kernel's arguments of tokens and columns, and its tiles."""
-    head, table, of_tokens = run.head, run.table, run.of_tokens
-    block_k = table.backward_dims
-    return {
-        "hidden_ptr": run.hidden,
-        "rows_ptr": of_tokens.read_rows,
-        "weight_ptr": run.weight,
-        "bias_ptr": run.or_dummy(head.bias),
-        "target_ptr": of_tokens.targets,
-        "upstream_ptr": of_tokens.factors,
-        "num_blocks": run.num_blocks,
-        "num_tiles": run.num_tiles,
-        "stride_hn": run.hidden.stride(0),
-        "scale": of_tokens.scale,
-        "softcap": head.softcap or 1.0,
-        "SLICE": table.slice_dims,
-        "at_once": table.slices_at_once,
-        "BLOCK_K": block_k,
-        "EVEN_K": run.weight.shape[1] % block_k == 0,
-        "STAGES": table.backward_stages,
-        "LIST_STAGES": 2 * table.backward_stages - 1,
-        "USE_TMA": takes_tma(run.weight),
-        "BRANCHES": takes_branches(run.weight),
-        "IS_INTERPRETED": interpreted(),
-        "HAS_BIAS": head.bias is not None,
-        "HAS_SOFTCAP": head.softcap is not None,
-    }
+@dataclass(frozen=True)
+class FilteredMemory:
+    """Memory that the kernels of the filtered products share."""
+
+    queue: Tensor  # [2 * max_chunks + 3] int32, zeros
+    workspace: Tensor  # [max_rows + TILE, 128] d_logits of a chunk
+    entries: Tensor  # [2, max_rows] int32
+    pair_rows: Tensor  # [max_pairs, TILE] int32
+    drawn_sum: Tensor  # [max_tasks, 128] fp32
+
+    @classmethod
+    def of(cls, state: BackwardState, lists: Lists) -> FilteredMemory:
+        weight = state.weight
+        max_tasks = triton.cdiv(lists.max_rows, state.tiles.pair * TILE) + state.num_blocks
+
+        def int32(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=torch.int32, device=weight.device)
+
+        queue = torch.zeros(2 * lists.max_chunks + 3, dtype=torch.int32, device=weight.device)
+        workspace = None if state.listed is None else state.listed.take_workspace()
+        if workspace is None:
+            workspace = lists.new_workspace(weight)
+        return cls(
+            queue=queue,
+            workspace=workspace,
+            # Zeros: past a list's end, its last step reads some column, and any will do.
+            entries=int32(2, lists.max_rows).zero_(),
+            pair_rows=int32(lists.max_pairs, TILE),
+            drawn_sum=weight.new_empty(max_tasks, TOKEN_BLOCK, dtype=torch.float32),
+        )
 
 
-def _listed(
-    run: Backward, lists: Lists, grads: GradBuffers, shares_device: bool
+def _filtered_products(
+    state: BackwardState, lists: Lists, grads: GradBuffers, shares_device: bool
 ) -> Callable[[int], None]:
-    weight, table = run.weight, run.table
-    queue = torch.zeros(2 * lists.max_chunks + 3, dtype=torch.int32, device=weight.device)
-    arguments = {**run.product_arguments(grads), **_inputs(run), **_of_lists(run, lists)}
-    arguments["queue_ptr"] = queue
-    programs = num_programs(weight) * (1 if interpreted() else table.residents)
-    together = {}
-    if not interpreted():
-        # Programs wait for each other: all of them must be there before the first begins.
-        together["launch_cooperative_grid"] = True
-        if shares_device:
-            programs = max(programs - LEFT_TO_OTHERS * table.residents, programs // 2)
+    memory = FilteredMemory.of(state, lists)
+    residents = state.tiles.residents
+    programs = num_programs(state.weight) * (1 if interpreted() else residents)
+    if shares_device and not interpreted():
+        programs = max(programs - LEFT_TO_OTHERS * residents, programs // 2)
 
-    def launch(part: int) -> None:
-        if part != REST:
-            start(filtered_kernel, (programs,))(
-                **arguments, part=part, num_warps=table.backward_warps, **together
-            )
-            return
-        taken = {name: arguments[name] for name in rest_kernel.arg_names if name in arguments}
-        start(rest_kernel, (SHORT * programs,))(**taken, num_warps=table.backward_warps)
+    def launch(stage: int) -> None:
+        if stage == AFTER_HIDDEN:
+            _launch_after_hidden(state, lists, grads, memory, SHORT * programs)
+        else:
+            _launch_filtered(state, lists, grads, memory, programs, stage)
 
     return launch
 
 
-def _of_lists(run: Backward, lists: Lists) -> dict[str, Any]:
-    """Returns the filtered kernel's lists of columns, and its workspace."""
-    assert run.kept is not None
-    weight, table, marks = run.weight, run.table, run.kept.marks
-    segment = table.pair * TILE
-    max_tasks = triton.cdiv(lists.max_rows, segment) + run.num_blocks
+def _launch_filtered(
+    state: BackwardState,
+    lists: Lists,
+    grads: GradBuffers,
+    memory: FilteredMemory,
+    programs: int,
+    stage: int,
+) -> None:
+    assert state.kept is not None
+    weight, head, tiles, marks = state.weight, state.head, state.tiles, state.kept.marks
+    per_token, listed, workspace = state.per_token, state.listed, memory.workspace
+    block_k, use_tma, or_dummy = tiles.backward_dims, takes_tma(weight), state.or_dummy
+    # Programs wait for each other: all of them must be there before the first one starts.
+    cooperative = {} if interpreted() else {"launch_cooperative_grid": True}
+    start(filtered_kernel, (programs,))(
+        hidden_ptr=state.hidden, rows_ptr=per_token.read_rows, weight_ptr=weight,
+        bias_ptr=or_dummy(head.bias), class_weight_ptr=or_dummy(head.class_weight),
+        target_ptr=per_token.targets, count_ptr=state.count, upstream_ptr=per_token.factors,
+        grad_scale_ptr=per_token.grad_scale, seed_ptr=marks.seed, kept_ptr=marks.kept,
+        drawn_ptr=marks.drawn, order_ptr=lists.order, starts_ptr=lists.starts,
+        blocks_ptr=lists.blocks, position_ptr=lists.position, num_blocks_ptr=lists.num_blocks,
+        num_active_ptr=lists.num_active, first_ptr=lists.first, num_chunks_ptr=lists.num_chunks,
+        base_ptr=lists.base, segment_ptr=lists.segment, share_ptr=or_dummy(state.share),
+        tail_ptr=or_dummy(state.sums), tail_bias_ptr=or_dummy(state.bias_sums),
+        entries_ptr=memory.entries, pair_rows_ptr=memory.pair_rows, workspace_ptr=workspace,
+        workspace_rows=descriptor_of(workspace, block_k, TOKEN_BLOCK, use_tma),
+        stored_ptr=workspace if listed is None else workspace.view(torch.float16),
+        ref_ptr=or_dummy(None if listed is None else listed.ref),
+        bad_ref_ptr=or_dummy(None if listed is None else listed.bad_ref),
+        drawn_sum_ptr=memory.drawn_sum, grad_hidden_ptr=or_dummy(grads.hidden),
+        drawn_total_ptr=state.drawn_total, grad_weight_ptr=or_dummy(grads.weight),
+        grad_bias_ptr=or_dummy(grads.bias), queue_ptr=memory.queue, pieces=state.pieces,
+        num_rows=state.num_tokens, stage=stage, num_blocks=state.num_blocks, V=weight.shape[0],
+        D=weight.shape[1], num_tiles=state.num_tiles, max_chunks=lists.max_chunks,
+        max_rows=lists.max_rows, words=marks.kept.shape[1], groups=state.groups,
+        at_once=tiles.slices_at_once, stride_hn=state.hidden.stride(0),
+        stride_wv=weight.stride(0), stride_gv=grads.weight_stride, scale=per_token.scale,
+        softcap=head.softcap or 1.0, TOKENS=TOKEN_BLOCK, TILE=TILE, SEGMENT=tiles.pair * TILE,
+        BLOCKS=marks.blocks_padded, SLICE=tiles.slice_dims, BLOCK_K=block_k,
+        EVEN_K=weight.shape[1] % block_k == 0, STAGES=tiles.backward_stages,
+        LIST_STAGES=2 * tiles.backward_stages - 1, PRECISION="ieee",
+        TAIL_PRECISION=state.tail_precision, USE_TMA=use_tma, IS_INTERPRETED=interpreted(),
+        WIDE=rounds_exp2(weight), BRANCHES=takes_branches(weight), GROUPS=state.padded_groups,
+        HAS_STORED=listed is not None, HAS_BIAS=head.bias is not None,
+        HAS_SOFTCAP=head.softcap is not None, HAS_DRAWN=lists.draws,
+        HAS_TAIL=state.share is not None, HAS_MEAN=state.mean is not None,
+        HAS_CLASS_WEIGHT=head.class_weight is not None, HAS_GRAD_HIDDEN=grads.hidden is not None,
+        HAS_GRAD_WEIGHT=grads.weight is not None, HAS_GRAD_BIAS=grads.bias is not None,
+        ACCUMULATE=grads.accumulate, UNKEPT=TILE if interpreted() else UNKEPT,
+        UNKEPT_SLICE=UNKEPT_SLICE, num_warps=tiles.backward_warps, **cooperative,
+    )  # fmt: skip
 
-    def int32(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int32, device=weight.device)
 
-    listed = run.listed
-    workspace = None if listed is None else listed.take_workspace()
-    if workspace is None:
-        workspace = lists.new_workspace(weight)
-    return {
-        "seed_ptr": marks.seed,
-        "kept_ptr": marks.kept,
-        "drawn_ptr": marks.drawn,
-        "order_ptr": lists.order,
-        "starts_ptr": lists.starts,
-        "blocks_ptr": lists.blocks,
-        "position_ptr": lists.position,
-        "num_blocks_ptr": lists.num_blocks,
-        "num_active_ptr": lists.num_active,
-        "first_ptr": lists.first,
-        "num_chunks_ptr": lists.num_chunks,
-        "base_ptr": lists.base,
-        "segment_ptr": lists.segment,
-        "share_ptr": run.or_dummy(run.share),
-        # Any column will do where a list ends before its last step.
-        "entries_ptr": int32(2, lists.max_rows).zero_(),
-        "pair_rows_ptr": int32(lists.max_pairs, TILE),
-        "workspace_ptr": workspace,
-        "workspace_rows": descriptor_of(
-            workspace, table.backward_dims, TOKEN_BLOCK, takes_tma(weight)
-        ),
-        "made_ptr": workspace if listed is None else workspace.view(torch.float16),
-        "ref_ptr": run.or_dummy(None if listed is None else listed.ref),
-        "bad_ref_ptr": run.or_dummy(None if listed is None else listed.bad_ref),
-        "HAS_MADE": listed is not None,
-        "drawn_sum_ptr": weight.new_empty(max_tasks, TOKEN_BLOCK, dtype=torch.float32),
-        "drawn_total_ptr": run.drawn_total,
-        "max_chunks": lists.max_chunks,
-        "max_rows": lists.max_rows,
-        "words": marks.kept.shape[1],
-        "groups": run.groups,
-        "SEGMENT": segment,
-        "BLOCKS": marks.blocks_padded,
-        "HAS_DRAWN": lists.draws,
-        "HAS_TAIL": run.share is not None,
-        "UNKEPT": TILE if interpreted() else 32,
-        "UNKEPT_SLICE": 256,
-    }
+def _launch_after_hidden(
+    state: BackwardState, lists: Lists, grads: GradBuffers, memory: FilteredMemory, programs: int
+) -> None:
+    weight, class_weight, tiles = state.weight, state.head.class_weight, state.tiles
+    or_dummy = state.or_dummy
+    start(after_hidden_kernel, (programs,))(
+        hidden_ptr=state.hidden, rows_ptr=state.per_token.read_rows,
+        class_weight_ptr=or_dummy(class_weight), grad_scale_ptr=state.per_token.grad_scale,
+        order_ptr=lists.order, starts_ptr=lists.starts, blocks_ptr=lists.blocks,
+        num_blocks_ptr=lists.num_blocks, num_active_ptr=lists.num_active,
+        first_ptr=lists.first, num_chunks_ptr=lists.num_chunks, share_ptr=or_dummy(state.share),
+        tail_ptr=or_dummy(state.sums), tail_bias_ptr=or_dummy(state.bias_sums),
+        pair_rows_ptr=memory.pair_rows, workspace_ptr=memory.workspace,
+        grad_weight_ptr=or_dummy(grads.weight), grad_bias_ptr=or_dummy(grads.bias),
+        num_blocks=state.num_blocks, V=weight.shape[0], D=weight.shape[1],
+        num_tiles=state.num_tiles, groups=state.groups, at_once=tiles.slices_at_once,
+        stride_hn=state.hidden.stride(0), stride_gv=grads.weight_stride, TOKENS=TOKEN_BLOCK,
+        TILE=TILE, SLICE=tiles.slice_dims, BLOCK_K=tiles.backward_dims,
+        LIST_STAGES=2 * tiles.backward_stages - 1, PRECISION="ieee",
+        TAIL_PRECISION=state.tail_precision, WIDE=rounds_exp2(weight),
+        GROUPS=state.padded_groups, HAS_TAIL=state.share is not None,
+        HAS_MEAN=state.mean is not None, HAS_CLASS_WEIGHT=class_weight is not None,
+        HAS_GRAD_WEIGHT=grads.weight is not None, HAS_GRAD_BIAS=grads.bias is not None,
+        ACCUMULATE=grads.accumulate, UNKEPT=TILE if interpreted() else UNKEPT,
+        UNKEPT_SLICE=UNKEPT_SLICE, num_warps=tiles.backward_warps,
+    )  # fmt: skip

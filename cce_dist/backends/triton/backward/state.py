@@ -1,4 +1,4 @@
-"""One backward over this rank's shard in Triton: what its kernels read, and the tail's sums.
+"""One backward over this rank's shard in Triton: its kernels' operands, and the tail's sums.
 
 No autograd, no groups, and nothing that makes the host wait for the device.
 """
@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from cce_dist.backends.protocol import BackwardRequest
-from cce_dist.backends.triton.backward.upstream import Pull
+from cce_dist.backends.triton.backward.upstream import TokenUpstream
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import TILE, ListedLogits, Lists
 from cce_dist.backends.triton.filter.marks import KeptColumns
@@ -27,30 +26,31 @@ from cce_dist.backends.triton.kernels.backward.store_hidden import store_hidden_
 from cce_dist.backends.triton.kernels.filter.tail import group_sums_kernel, token_sums_kernel
 from cce_dist.backends.triton.launch.arguments import for_kernels, with_unit_inner_stride
 from cce_dist.backends.triton.launch.start import start
-from cce_dist.backends.triton.launch.tiles import Tiles, num_programs, rounds_exp2, tiles_for
+from cce_dist.backends.triton.launch.tiles import KernelTiles, num_programs, tiles_for
 from cce_dist.core.streams import start_on_side_stream
 from cce_dist.core.types import Head, Tokens
 from cce_dist.options import TOKEN_BLOCK
 
-# Columns. Fewer take as long: a program's start and its sum then take most of the time.
+# The fewest columns of a piece. Fewer would take as long: a program's start and its sum then take
+# most of the time.
 LEAST_OF_A_PIECE = 1024
 
 
 def _pieces_and_room(
     num_tokens: int, weight: Tensor, kept: KeptColumns | None, workspace_bytes: int, splits: bool
 ) -> tuple[int, int]:
-    """Decides into how many pieces the columns go, each with a hidden gradient of its own (one,
-    unless `splits`), and the bytes of the workspace that are left for chunks.
+    """Returns the number of pieces of the columns (one unless `splits`), each with a separate
+    hidden gradient, and the bytes of the workspace that are left for chunks.
 
-    A task of the hidden gradient is a block of tokens and some dims, over all columns that come
-    into question. Those of a few tokens are no work for a whole device.
+    A task of the hidden gradient is a block of tokens and some dims, over all columns of a piece.
+    Few tokens with one piece would leave most of a device idle.
     """
     num_columns, dim = weight.shape
-    num_blocks, table = triton.cdiv(num_tokens, TOKEN_BLOCK), tiles_for(weight)
+    num_blocks, tiles = triton.cdiv(num_tokens, TOKEN_BLOCK), tiles_for(weight)
     if kept is None:
-        room, slice_dims = workspace_bytes - 160 * num_blocks * TOKEN_BLOCK, table.columns
+        room, slice_dims = workspace_bytes - 160 * num_blocks * TOKEN_BLOCK, tiles.columns
     else:
-        room, slice_dims = kept.marks.room(workspace_bytes, num_blocks), table.slice_dims
+        room, slice_dims = kept.marks.room(workspace_bytes, num_blocks), tiles.slice_dims
     tasks, num_bytes = num_blocks * triton.cdiv(dim, slice_dims), 4 * num_tokens * dim
     pieces = min(
         num_programs(weight) // max(tasks, 1),
@@ -69,31 +69,36 @@ class GradBuffers:
     bias: Tensor | None  # [V_local] fp32
     accumulate: bool  # the weight's gradient is added to its memory
 
+    @property
+    def weight_stride(self) -> int:
+        """Elements between two rows of the weight's gradient; 0 without it."""
+        return 0 if self.weight is None else self.weight.stride(0)
+
 
 @dataclass
-class Backward:
-    """One backward: its inputs as the kernels read them, and the tail's sums."""
+class BackwardState:
+    """One backward: its operands as the kernels read them, and the tail's sums."""
 
     num_tokens: int
     head: Head
     kept: KeptColumns | None
-    table: Tiles
+    tiles: KernelTiles
     weight: Tensor
     hidden: Tensor  # [num_rows, D]
     count: Tensor
-    of_tokens: Pull
+    per_token: TokenUpstream
     has_entropy: bool
     has_smooth: bool
     num_blocks: int
     num_tiles: int
-    pieces: int  # of the columns, for each of which there is a hidden gradient apart
+    pieces: int  # of the columns; each has a separate hidden gradient
     room: int  # bytes of the workspace for chunks
     drawn_total: Tensor  # [num_blocks * 128] sum of the drawn columns' d_logits
     lists: Lists | None
-    logits: KeptLogits | None  # None: none; else of the last columns, used up
-    listed: ListedLogits | None  # None: none; else of the last chunk of `lists`, used up
+    logits: KeptLogits | None  # kept by the forward, of the last columns; overwritten
+    listed: ListedLogits | None  # kept by the forward, of the last chunk of `lists`; overwritten
     centroid: Tensor | None = None  # [padded_groups, D] mean of the columns that a group drops
-    sums: Tensor | None = None  # the same: a column's gradient for a unit of a group's share
+    sums: Tensor | None = None  # the same: a column's gradient for a share of 1 of a group
     bias_sums: Tensor | None = None  # [padded_groups]
 
     @classmethod
@@ -102,18 +107,18 @@ class Backward:
         tokens: Tokens,
         head: Head,
         request: BackwardRequest,
-    ) -> Backward:
+    ) -> BackwardState:
         head, kept, store = for_kernels(head), request.kept, request.store
         assert kept is None or isinstance(kept, KeptColumns)
         weight, upstream = head.weight, request.upstream
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        # The workspace of logits that were kept is there already, and takes all of the room.
+        # The workspace of kept logits already takes all of the room.
         splits = request.hidden is not None and store is None
         num_bytes = request.room.workspace_bytes
         pieces, room = _pieces_and_room(len(tokens), weight, kept, num_bytes, splits)
         listed = store if kept is not None and isinstance(store, ListedLogits) else None
         has_tail = kept is not None and kept.tail
-        of_tokens = Pull.of(
+        per_token = TokenUpstream.of(
             tokens,
             head,
             request.stats,
@@ -122,15 +127,15 @@ class Backward:
             None if kept is None else kept.marks.order,
             num_blocks,
         )
-        run = cls(
+        state = cls(
             num_tokens=len(tokens),
             head=head,
             kept=kept,
-            table=tiles_for(weight),
+            tiles=tiles_for(weight),
             weight=weight,
             hidden=with_unit_inner_stride(tokens.hidden),
-            count=of_tokens.count,
-            of_tokens=of_tokens,
+            count=per_token.count,
+            per_token=per_token,
             has_entropy=upstream.entropy is not None,
             has_smooth=upstream.smooth_logit is not None and head.softcap is not None,
             num_blocks=num_blocks,
@@ -143,31 +148,31 @@ class Backward:
             listed=listed,
         )
         draws = kept is not None and kept.draws and request.hidden is not None
-        steps = [step for step in (tokens.fill, run._tail_sums(draws)) if step is not None]
+        steps = [step for step in (tokens.fill, state._tail_sums(draws)) if step is not None]
 
         def fill_and_sum() -> None:
             for step in steps:
                 step()
 
-        # Which columns are kept has nothing to do with it. Small kernels, either.
+        # The lists of kept columns don't depend on this, and both are small kernels.
         wait = start_on_side_stream(weight.device, fill_and_sum) if steps else None
         try:
             if listed is not None:
-                run.lists = listed.lists
+                state.lists = listed.lists
             elif kept is not None:
-                run.lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
+                state.lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
         finally:
             if wait is not None:
                 wait()
-        return run
+        return state
 
     @property
     def tail_mass(self) -> Tensor | None:
-        return self.of_tokens.tail_mass
+        return self.per_token.tail_mass
 
     @property
     def mean(self) -> Tensor | None:
-        return self.of_tokens.mean
+        return self.per_token.mean
 
     @property
     def share(self) -> Tensor | None:
@@ -182,54 +187,28 @@ class Backward:
         return padded_groups(self.share is not None, self.mean is not None)
 
     @property
+    def tail_precision(self) -> str:
+        """The precision of the tail's products, whose operands, shares and sums, are fp32: tf32 has
+        more digits than 16-bit inputs."""
+        return "tf32" if self.weight.element_size() == 2 else "ieee"
+
+    @property
     def tokens_per_group(self) -> int:
         return TOKEN_BLOCK * (1 if self.kept is None else self.kept.marks.blocks_per_group)
 
     def or_dummy(self, tensor: Tensor | None) -> Tensor:
-        """Returns a pointer for an argument that the kernel was compiled not to read."""
+        """Returns the tensor, or any pointer in place of None: the kernel will not read it."""
         return self.count if tensor is None else tensor
 
-    def product_arguments(self, grads: GradBuffers) -> dict[str, Any]:
-        """Returns the arguments of the kernels of either kind of products."""
-        weight, class_weight = self.weight, self.head.class_weight
-        # The tail's shares and sums are fp32; tf32 keeps more digits than the 16-bit inputs have.
-        tail_precision = "tf32" if weight.element_size() == 2 else "ieee"
-        return {
-            "class_weight_ptr": self.or_dummy(class_weight),
-            "tail_ptr": self.or_dummy(self.sums),
-            "tail_bias_ptr": self.or_dummy(self.bias_sums),
-            "grad_hidden_ptr": self.or_dummy(grads.hidden),
-            "pieces": self.pieces,
-            "num_rows": self.num_tokens,
-            "grad_weight_ptr": self.or_dummy(grads.weight),
-            "grad_bias_ptr": self.or_dummy(grads.bias),
-            "count_ptr": self.count,
-            "unit_ptr": self.of_tokens.unit,
-            "V": weight.shape[0],
-            "D": weight.shape[1],
-            "stride_wv": weight.stride(0),
-            "stride_gv": 0 if grads.weight is None else grads.weight.stride(0),
-            "TOKENS": TOKEN_BLOCK,
-            "TILE": TILE,
-            "GROUPS": self.padded_groups,
-            "PRECISION": "ieee",
-            "TAIL_PRECISION": tail_precision,
-            "WIDE": rounds_exp2(weight),
-            "HAS_MEAN": self.mean is not None,
-            "HAS_CLASS_WEIGHT": class_weight is not None,
-            "HAS_GRAD_HIDDEN": grads.hidden is not None,
-            "HAS_GRAD_WEIGHT": grads.weight is not None,
-            "HAS_GRAD_BIAS": grads.bias is not None,
-            "ACCUMULATE": grads.accumulate,
-        }
-
     def _tail_sums(self, draws: bool) -> Callable[[], None] | None:
-        """Returns memory for the part of either gradient that dropped columns and the mean logit
-        add, by group, and a function that launches the kernels; None: they add nothing."""
+        """Allots memory for what dropped columns and the mean logit add to the gradients, by group.
+
+        Returns: a function that launches the kernels that fill it; None: they add nothing.
+        """
         if self.share is None and self.mean is None:
             return None
         with_mean = self.mean is not None
-        # Where columns are drawn, no centroid biases the gradient: an estimate of it will do.
+        # Where columns are drawn, an error of a centroid adds no bias: an estimate will do.
         estimates = draws and not with_mean
         self.centroid, inverse, sum_columns = centroids(
             self.head, self.weight, self.share, with_mean=with_mean, every=16 if estimates else 1
@@ -240,7 +219,7 @@ class Backward:
         sum_tokens = functools.partial(
             start(token_sums_kernel, (self.num_blocks, triton.cdiv(dim, block_d))),
             self.hidden,
-            self.of_tokens.rows,
+            self.per_token.rows,
             self.count,
             self.or_dummy(self.tail_mass),
             self.or_dummy(self.mean),
@@ -277,7 +256,7 @@ class Backward:
         return launch
 
     def finish_hidden(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """Adds the tail to [num_rows, D] fp32; in that dtype, in place if it is fp32."""
+        """Adds the tail to `part`, [num_rows, D] fp32. Returns it in `dtype`; in place for fp32."""
         dim, out = self.weight.shape[1], part
         if dtype != part.dtype:
             out = torch.empty_like(part, dtype=dtype)
@@ -285,12 +264,12 @@ class Backward:
         start(store_hidden_kernel, (self.num_blocks, triton.cdiv(dim, block_d)))(
             part,
             self.or_dummy(self.centroid),
-            self.of_tokens.rows,
+            self.per_token.rows,
             self.count,
             self.or_dummy(None if self.lists is None else self.lists.num_chunks),
             self.or_dummy(self.tail_mass),
             self.drawn_total,
-            self.of_tokens.unit,
+            self.per_token.grad_scale,
             self.or_dummy(self.mean),
             out,
             self.num_tokens,

@@ -1,4 +1,4 @@
-"""The numbers that the backward's kernels read of each token, in the order of the blocks."""
+"""Each token's numbers that the backward's kernels read, in the order of the blocks."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cce_dist.backends.triton.kernels.backward.upstream import unit_kernel, upstream_kernel
+from cce_dist.backends.triton.kernels.backward.upstream import grad_scale_kernel, upstream_kernel
 from cce_dist.backends.triton.launch.arguments import pad_tokens, rows_of
 from cce_dist.backends.triton.launch.start import is_compiling_only, start
 from cce_dist.core.stats import Stats
@@ -19,16 +19,16 @@ from cce_dist.options import TOKEN_BLOCK
 
 
 @dataclass(frozen=True)
-class Pull:
+class TokenUpstream:
     """The upstream gradients of each token of the blocks; P = num_blocks * 128."""
 
     factors: Tensor  # [7, P] fp32: see `exact_logits_kernel`
     count: Tensor  # [1] int32: tokens that count
-    unit: Tensor  # [1] power of two that the upstream gradients in `factors` were divided by
+    grad_scale: Tensor  # [1] the power of two by which the gradients in `factors` were divided
     rows: Tensor  # [P] int64: a permutation of the first N
-    read_rows: Tensor  # [P] int64: the same, of a token that counts for those that don't
+    read_rows: Tensor  # [P] int64: the same, but a counting token's row for tokens that don't count
     targets: Tensor  # [P] int32, -1: none here
-    scale: float | Tensor  # of logits, or [P] fp32 that of each token
+    scale: float | Tensor  # factor of all logits, or [P] fp32 of each token's
     tail_mass: Tensor | None  # [P] upstream times dropped mass
     mean: Tensor | None  # [P] upstream of the mean logit, where it is linear
 
@@ -42,25 +42,25 @@ class Pull:
         dropped_mass: Tensor | None,  # None: no tail
         order: Tensor | None,  # [N] of the blocks' tokens; None: the caller's
         num_blocks: int,
-    ) -> Pull:
+    ) -> TokenUpstream:
         lse = stats.lse
         rows, count = rows_of(tokens)
         size = num_blocks * TOKEN_BLOCK
         grads = [upstream.nll, upstream.lse, upstream.entropy, upstream.smooth_logit]
-        # An expanded scalar, as the gradient of a sum is, has no memory of its own.
+        # The gradient of a sum is an expanded scalar: its elements share one number in memory.
         grads = [None if g is None else g.to(lse.dtype).contiguous() for g in grads]
         linear = grads[3] is not None and head.softcap is None
         of_elements = grads[3] is not None and head.softcap is not None
-        unit = _unit_of(grads if of_elements else [*grads[:3], None], head, lse, count)
+        grad_scale = _grad_scale_of(grads if of_elements else [*grads[:3], None], head, lse, count)
 
         def new(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=lse.device)
 
         fp32, int64 = torch.float32, torch.int64
-        of_tokens = cls(
+        per_token = cls(
             factors=new(7, size, dtype=fp32),
             count=count,
-            unit=unit,
+            grad_scale=grad_scale,
             rows=new(size, dtype=int64),
             read_rows=new(size, dtype=int64),
             targets=new(size, dtype=torch.int32),
@@ -70,28 +70,30 @@ class Pull:
         )
         vectors = (lse, stats.target_logit, *grads, stats.entropy, dropped_mass)
         contiguous = (None if x is None else x.contiguous() for x in vectors)
-        inputs = (order, count, *contiguous, unit)
+        inputs = (order, count, *contiguous, grad_scale)
         start(upstream_kernel, (num_blocks,))(
             rows,
             tokens.local_targets,
             *(count if x is None else x for x in inputs),
-            of_tokens.factors,
-            of_tokens.rows,
-            of_tokens.read_rows,
-            of_tokens.targets,
-            count if of_tokens.tail_mass is None else of_tokens.tail_mass,
-            count if of_tokens.mean is None else of_tokens.mean,
+            per_token.factors,
+            per_token.rows,
+            per_token.read_rows,
+            per_token.targets,
+            count if per_token.tail_mass is None else per_token.tail_mass,
+            count if per_token.mean is None else per_token.mean,
             len(tokens),
             head.logit_scale,
             head.logit_scale / head.vocab_size,
             TOKENS=TOKEN_BLOCK,
             HAS_ORDER=order is not None,
-            **_has(grads[:3]),
+            HAS_NLL=grads[0] is not None,
+            HAS_LSE=grads[1] is not None,
+            HAS_ENTROPY=grads[2] is not None,
             HAS_SMOOTH=of_elements,
             HAS_MEAN=linear,
             HAS_TAIL=dropped_mass is not None,
         )
-        return of_tokens
+        return per_token
 
 
 def _scale_of(tokens: Tokens, head: Head, order: Tensor | None, size: int) -> float | Tensor:
@@ -103,21 +105,19 @@ def _scale_of(tokens: Tokens, head: Head, order: Tensor | None, size: int) -> fl
     return pad_tokens(scale * head.logit_scale, size, 1.0)
 
 
-def _has(grads: list[Tensor | None]) -> dict[str, bool]:
-    names = ("HAS_NLL", "HAS_LSE", "HAS_ENTROPY", "HAS_SMOOTH")
-    return {name: g is not None for name, g in zip(names, grads, strict=False)}
-
-
-def _unit_of(grads: list[Tensor | None], head: Head, lse: Tensor, count: Tensor) -> Tensor:
+def _grad_scale_of(grads: list[Tensor | None], head: Head, lse: Tensor, count: Tensor) -> Tensor:
     if head.weight.element_size() > 2 or all(g is None for g in grads):
         return lse.new_ones(1)
-    unit = lse.new_empty(1)
-    start(unit_kernel, (1,))(
+    grad_scale = lse.new_empty(1)
+    start(grad_scale_kernel, (1,))(
         *(count if g is None else g for g in grads),
-        unit,
+        grad_scale,
         len(lse),
         abs(head.logit_scale) / largest_operand(head.weight.dtype),
         BLOCK=1024,
-        **_has(grads),
+        HAS_NLL=grads[0] is not None,
+        HAS_LSE=grads[1] is not None,
+        HAS_ENTROPY=grads[2] is not None,
+        HAS_SMOOTH=grads[3] is not None,
     )
-    return unit
+    return grad_scale

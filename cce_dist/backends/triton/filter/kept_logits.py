@@ -1,4 +1,4 @@
-"""Logits of every column that the forward keeps for `exact`'s backward."""
+"""The logits that a forward keeps for `exact`'s backward."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ MOST_REGIONS = 2
 
 @dataclass(frozen=True)
 class Region:
-    """Consecutive columns and the memory of their logits, then of their d_logits."""
+    """Consecutive columns, and the memory of their logits, which their d_logits then overwrite."""
 
     first_column: int
     num_columns: int
-    memory: Tensor  # [rows, N_padded] in the weight's dtype, whole tiles of columns
-    ref: Tensor | None = None  # [N_padded] fp32, log2: reference that is subtracted from the logits
+    memory: Tensor  # [rows, N_padded] in the weight's dtype; rows of whole tiles of columns
+    ref: Tensor | None = None  # [N_padded] fp32, log2: the reference subtracted from the logits
 
     @property
     def last_column(self) -> int:
         return self.first_column + self.num_columns
 
     def as_logits(self) -> Tensor:
-        """fp16 has the digits that a logit near lse needs, where bf16 has not."""
+        """Returns the memory, as fp16 if it is bf16: bf16 lacks the digits of a logit near lse."""
         wide = self.memory.element_size() > 2
         return self.memory if wide else self.memory.view(torch.float16)
 
 
 @dataclass(frozen=True)
 class KeptLogits:
-    """The last columns' logits, log2, over a lower bound of each token's lse, `Region.ref`: from
-    the forward to the backward, which computes the others again."""
+    """The last columns' logits, log2, relative to a lower bound of each token's lse, `Region.ref`.
+    The forward fills them; the backward computes all other columns' logits again."""
 
-    regions: tuple[Region, ...]  # the last columns first
-    workspace: Tensor | None  # the memory of one of them, which then serves the others
+    regions: tuple[Region, ...]  # the region of the last columns first
+    workspace: Tensor | None  # memory of one region, which then serves the columns not kept
 
     @property
     def first_column(self) -> int:
@@ -47,7 +47,7 @@ class KeptLogits:
 
     @property
     def ascending(self) -> tuple[Region | None, ...]:
-        """MOST_REGIONS, in the order in which the forward makes them; None: none."""
+        """The regions as the forward fills them, in order, then None up to MOST_REGIONS."""
         none = (None,) * (MOST_REGIONS - len(self.regions))
         return (*self.regions[::-1], *none)
 
@@ -55,10 +55,10 @@ class KeptLogits:
     def make(
         cls, weight: Tensor, num_tokens: int, workspace_bytes: int, grad_weight: Tensor | None
     ) -> KeptLogits | None:
-        """Makes room for as many as fit the workspace, and before them in the weight's gradient,
-        whose own values come later; None: for none.
+        """Allots memory for the logits of as many last columns as fit: in the weight's gradient,
+        whose values are computed after them, then in a workspace. Returns None if none fit.
 
-        Args: grad_weight: [V_local, D] contiguous, in the weight's dtype, to be written.
+        Args: grad_weight: [V_local, D] contiguous, in the weight's dtype; overwritten.
         """
         columns = tiles_for(weight).columns
         padded = triton.cdiv(num_tokens, TOKEN_BLOCK) * TOKEN_BLOCK
@@ -67,7 +67,7 @@ class KeptLogits:
         refs = weight.new_empty(MOST_REGIONS, padded, dtype=torch.float32)
         if grad_weight is not None:
             dim = weight.shape[1]
-            # The first rows of the gradient, as many as the columns before these will not need.
+            # The gradient's first rows: as many as are still unwritten when these logits are used.
             tiles = num_tiles * dim // (padded + dim)
             if tiles > 0:
                 memory = grad_weight.view(-1)[: tiles * columns * padded].view(-1, padded)

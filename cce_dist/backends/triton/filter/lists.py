@@ -1,4 +1,4 @@
-"""Lists of the columns that token blocks keep, which the backward goes through."""
+"""Lists of the columns that each token block keeps, from which the backward works."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
@@ -29,19 +29,19 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Lists:
-    """The columns that token blocks compute, chunk by chunk of an order of the columns.
+    """The columns that each token block computes, listed chunk by chunk of the ordered columns.
 
     A chunk's d_logits, one row of 128 tokens for each entry of a block's list, fit the workspace.
-    How many there are is known on the device only: sizes known to the host are bounds.
+    Only the device knows how many entries there are: the host's sizes are bounds.
     """
 
     draws: bool
     order: Tensor  # [num_tiles * TILE] int32
     starts: Tensor  # [num_blocks + 2, num_tiles + 1] int32: entries before a tile, see tiles_kernel
-    blocks: Tensor  # [num_tiles, num_blocks] int32: those that keep a column
-    position: Tensor  # [num_tiles, num_blocks] int16: its inverse
-    num_blocks: Tensor  # [num_tiles] int32
-    num_active: Tensor  # [1] int32: tiles that a block keeps a column of
+    blocks: Tensor  # [num_tiles, num_blocks] int32: blocks that keep a column of the tile
+    position: Tensor  # [num_tiles, num_blocks] int16: a block's place among these
+    num_blocks: Tensor  # [num_tiles] int32: the number of these
+    num_active: Tensor  # [1] int32: tiles up to the last one with a kept column
     first: Tensor  # [max_chunks + 1] int32: the first tile of a chunk
     num_chunks: Tensor  # [1] int32
     base: Tensor  # [max_chunks, num_blocks + 1] int32: a block's first row of the workspace
@@ -56,7 +56,7 @@ class Lists:
         num_columns, words = marks.kept.shape
         num_tiles = triton.cdiv(num_columns, TILE)
         step, segment = tiles_for(weight).backward_dims, tiles_for(weight).pair * TILE
-        # What is made below.
+        # Bytes of the tensors below.
         tables = 8 * (num_blocks + 2) * (num_tiles + 1) + (6 * num_blocks + 4 * TILE) * num_tiles
         tables += 64 * num_blocks * TOKEN_BLOCK
         max_rows, max_pairs = chunk_bounds(weight, num_blocks, num_tiles, room - tables)
@@ -114,7 +114,7 @@ class Lists:
         return workspace
 
     def _cut(self, windows: tuple[int, int], step: int, segment: int, padded: int) -> None:
-        """Finds where chunks end, and where blocks' lists stand in them."""
+        """Cuts the tiles into chunks, and computes where each block's list stands in a chunk."""
         num_tiles, num_blocks = self.blocks.shape
         start(chunks_kernel, (1,))(
             self.starts, self.first, self.num_chunks, num_tiles, num_blocks, *windows, BLOCK=1024
@@ -137,18 +137,19 @@ class Lists:
 class ListedLogits:
     """Exact logits of the last chunk, which a screened forward leaves to the backward.
 
-    They lie in the workspace, where d_logits then replace them. Filled once, used up once.
+    They lie in the workspace, where d_logits then overwrite them. One forward fills them, and one
+    backward reads them.
     """
 
     draws: bool  # the backward draws columns
-    lists: Lists | None = None  # its lists
-    workspace: Tensor | None = None  # see `entries_made`
-    ref: Tensor | None = None  # [N_padded] fp32, log2
-    bad_ref: Tensor | None = None  # [num_blocks] int32: 1 where it is not to be used
+    lists: Lists | None = None  # the lists of both forward and backward
+    workspace: Tensor | None = None  # see `stored_entries`
+    ref: Tensor | None = None  # [N_padded] fp32, log2: the reference of a token's logits
+    bad_ref: Tensor | None = None  # [num_blocks] int32: 1 where a block's logits are not usable
 
     def make_room(self, lists: Lists, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Makes the workspace, `ref` and `bad_ref`, and returns them, the first as fp16:
-        uninitialised."""
+        """Makes the workspace, `ref` and `bad_ref`, uninitialised, and returns them; the workspace
+        as fp16."""
         num_blocks = lists.blocks.shape[1]
         self.lists, self.workspace = lists, lists.new_workspace(weight)
         self.ref = weight.new_empty(num_blocks * TOKEN_BLOCK, dtype=torch.float32)
@@ -156,13 +157,13 @@ class ListedLogits:
         return self.workspace.view(torch.float16), self.ref, self.bad_ref
 
     def take_workspace(self) -> Tensor | None:
-        """Gives the workspace away, so that it is free once the products are done."""
+        """Returns the workspace and drops it here, so that it is freed after the products."""
         workspace, self.workspace = self.workspace, None
         return workspace
 
 
 def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
-    """Orders columns, those kept in many runs of blocks first, [V_local] int64."""
+    """Orders the columns by `key_kernel`: those kept by many blocks come first, [V_local] int64."""
     num_columns, words = marks.kept.shape
     key = torch.empty(num_columns, dtype=torch.int16, device=marks.kept.device)
     block = 256
@@ -180,22 +181,21 @@ def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
 
 
 def int32_zeros(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
-    """Makes zeros of those shapes by one kernel; each begins where a kernel may read 16 bytes at
-    once."""
+    """Makes zeros of the given shapes by one launch; each tensor is aligned to 16 bytes."""
     sizes = [triton.cdiv(math.prod(shape), 4) * 4 for shape in shapes]
     zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     return [x[: math.prod(shape)].view(shape) for x, shape in zip(zeros, shapes, strict=True)]
 
 
 def chunk_bounds(weight: Tensor, num_blocks: int, num_tiles: int, room: int) -> tuple[int, int]:
-    """Bounds rows of d_logits, and pairs of a tile and a block that keeps it, of a chunk of `room`
-    bytes.
+    """Returns the most rows of d_logits, and the most pairs of a tile and a block that keeps it, of
+    a chunk that takes `room` bytes.
 
-    At least what one tile and one window more take, at most what all of them do.
+    They are at least enough for one tile and one window, and at most for all tiles.
     """
     step = tiles_for(weight).backward_dims
     pairs_share = 32
-    # Of each row: d_logits; an entry, twice; its part of a sum over drawn ones; of the pairs.
+    # Bytes a row: d_logits, two entries, its share of a sum over drawn columns, and of the pairs.
     row = TOKEN_BLOCK * weight.element_size() + 2 * 4 + 4 + 4 * TILE // pairs_share
     one_tile = (TILE + step) * num_blocks
     rows = max(room // row, 2 * one_tile)

@@ -21,8 +21,8 @@ from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.types import Head, Tokens
 from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
 
-# `marks_kernel`'s columns a program, blocks whose masses it waits for at once, and warps: threads
-# of two columns each, and enough of them that their loads fill the memory's latency.
+# Of `marks_kernel`: columns a program, blocks whose masses are loaded at once, warps. A thread has
+# two columns, and there are enough threads that their loads hide the memory's latency.
 MARKS = (256, 16, 4)
 
 
@@ -42,22 +42,22 @@ class MassFactors:
 
 @dataclass(frozen=True)
 class Marks:
-    """Marks of the forward for the backward: 32 bytes a column at 8,192 tokens."""
+    """The forward's choice of columns, for the backward: 32 bytes a column at 8,192 tokens."""
 
     kept: Tensor  # [V_local, ceil(num_blocks / 64)] int64: bit n: block n keeps the column
-    drawn: Tensor  # the same: the column stands for others in block n's hidden gradient
-    share: Tensor  # [groups, V_local] mass of the column where it is not kept
+    drawn: Tensor  # the same bits: the column stands in for others in block n's hidden gradient
+    share: Tensor  # [groups, V_local] mass of the column in the group's blocks that drop it
     # [N], in the caller's order: log of the sum over columns not kept of exp(z) softcap'(z).
     log_dropped: Tensor
-    # [N] int16 or int32: the blocks' i-th token is the caller's order[i]-th; None: the i-th.
+    # [N] int16 or int32: token i of the blocks is the caller's token order[i]; None: token i.
     order: Tensor | None
-    seed: Tensor  # [1] int32, of the data: the same for the same inputs, not for the next step's
+    seed: Tensor  # [1] int32, from the data: repeatable, but new in the next step
     blocks_per_group: int
     blocks_padded: int  # a power of two above num_blocks
 
     def room(self, workspace_bytes: int, num_blocks: int) -> int:
-        """Returns the bytes of the workspace for chunks: without these, vectors of tokens, nor the
-        tail's sums."""
+        """Returns the workspace's bytes that are left for chunks after the marks, vectors of tokens
+        and the tail's sums."""
         return workspace_bytes - 160 * num_blocks * TOKEN_BLOCK - self.num_bytes
 
     @property
@@ -67,8 +67,7 @@ class Marks:
 
     @classmethod
     def like(cls, num_tokens: int, num_columns: int, weight: Tensor) -> Marks:
-        """Makes marks of the shapes that a forward's have, uninitialised, on the weight's
-        device."""
+        """Makes uninitialised marks of the same shapes as a forward's, on the weight's device."""
         num_blocks = triton.cdiv(num_tokens, TOKEN_BLOCK)
         per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
         bits = (num_columns, triton.cdiv(num_blocks, 64))
@@ -101,15 +100,14 @@ def marks_of(
     draws: bool,
     order: Tensor | None = None,  # [N] of `order_dtype`
 ) -> Marks:
-    """Turns column masses into marks of the blocks that keep them; the masses are not needed
-    afterwards."""
+    """Turns column masses into marks; the masses are not needed afterwards."""
     num_blocks, num_columns = mass.shape
     words = triton.cdiv(num_blocks, 64)
     blocks_per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
     groups = triton.cdiv(num_blocks, blocks_per_group)
     share_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
     kept = torch.empty(num_columns, words, dtype=torch.int64, device=mass.device)
-    # The kernel writes them where columns are drawn.
+    # Where columns are drawn, the kernel writes every word.
     drawn = torch.empty_like(kept) if draws else torch.zeros_like(kept)
     share = torch.empty(groups, num_columns, dtype=share_dtype, device=mass.device)
     block, at_once, warps = (4096, 4, 4) if interpreted() else MARKS
@@ -145,14 +143,14 @@ def order_dtype(num_tokens: int) -> torch.dtype:
 
 
 def blocks_padded(num_blocks: int) -> int:
-    """Returns a power of two above it, the same for up to 32,512 tokens: kernels are compiled for
-    it."""
+    """Returns a power of two above num_blocks, the same for up to 32,512 tokens: kernels are
+    compiled for it."""
     return max(256, triton.next_power_of_2(num_blocks + 1))
 
 
 @dataclass(frozen=True)
 class KeptColumns:
-    """Marks, and the mass that they drop by the lse of all ranks."""
+    """Marks, and each token's dropped mass, normalised by the lse of all ranks."""
 
     marks: Marks
     dropped_mass: Tensor  # [N]
@@ -172,6 +170,6 @@ def keep(
     rule: ColumnFilter,
     room: Room,
 ) -> KeptColumns:
-    """Returns the marks of the forward, which were made by the same threshold."""
+    """Returns the marks of the forward, which has already applied `rule`."""
     assert isinstance(scores, Marks)
     return KeptColumns(scores, (scores.log_dropped - lse).exp(), rule.tail, rule.draws)

@@ -17,18 +17,19 @@ from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import key_of, num_programs, tiles_for
 from cce_dist.core.types import Head
 
-# Groups of token blocks whose dropped part is one product of marginals. docs/numerics.md#the-tail
+# The most groups of token blocks: a group's dropped part is one product of marginals.
+# docs/numerics.md#the-tail
 TAIL_GROUPS = 16
 
 
 def padded_groups(has_tail: bool, has_mean: bool) -> int:
-    """Counts the tail's groups and the mean logit's, rounded up to a size that a matrix product
-    takes."""
+    """Returns the number of the tail's groups and the mean logit's, rounded up to a size that a
+    matrix product takes."""
     return 2 * TAIL_GROUPS if has_tail and has_mean else TAIL_GROUPS
 
 
 def dims_of_centroids(weight: Tensor, padded: int, has_class_weight: bool) -> int:
-    """Returns the dims of one task of `centroid_kernel`: as many as its shared memory holds."""
+    """Returns the dims of a task of `centroid_kernel`: as many as fit its shared memory."""
     dims = tiles_for(weight).tail_dims
     if not has_class_weight or weight.element_size() > 2:
         return dims
@@ -42,9 +43,9 @@ def dims_of_centroids(weight: Tensor, padded: int, has_class_weight: bool) -> in
 def centroids(
     head: Head, weight: Tensor, share: Tensor | None, *, with_mean: bool, every: int = 1
 ) -> tuple[Tensor, Tensor, Callable[[], None]]:
-    """Sums share_v C_v over columns for each group, normalised; reads the weight once.
+    """Prepares each group's normalised sum of share_v C_v over columns; reads the weight once.
 
-    Args: every: of the tiles of columns every so many at most: an estimate of the same.
+    Args: every: sums about each `every`-th tile of columns alone, as an estimate.
     Returns:
         [padded_groups, D] fp32: groups of `share`, then (with_mean) sum_v class_weight_v C_v.
         [padded_groups] fp32: 1 over each group's total share; 0 where that is 0, 1 for the mean.
@@ -72,7 +73,7 @@ def centroids(
         num_columns,
         dim,
         groups,
-        # Of a rank's few columns more of them: two tiles a split.
+        # A rank with few columns takes a larger share of its tiles: at least two a split.
         max(1, min(every, tiles // (2 * splits))),
         weight.stride(0),
         BLOCK_V=block_v,

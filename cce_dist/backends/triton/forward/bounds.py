@@ -1,6 +1,6 @@
-"""A lower bound of each token's lse, which ranks tell each other while the forward goes on.
+"""A lower bound of each token's lse, which ranks exchange between launches of the forward.
 
-A rank that holds little of a token's mass would else take its few columns for all there is, and
+Without it, a rank that holds little of a token's mass would normalise by its few columns alone, and
 keep them. docs/numerics.md#column-masses.
 """
 
@@ -12,48 +12,50 @@ from __future__ import annotations
 from torch import Tensor
 
 from cce_dist.backends.protocol import Bounds
+from cce_dist.backends.triton.forward.operands import ForwardBuffers
 from cce_dist.backends.triton.kernels.forward.bounds import bound_kernel, lower_kernel
 from cce_dist.backends.triton.kernels.forward.forward import LAST, PROBE
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.options import TOKEN_BLOCK
 
-# The launches of the forward after which ranks exchange bounds. One does where frequent tokens come
-# first in the vocabulary; where they lie anywhere, each bound is better: docs/performance.md#ranks.
+# The launches of the forward after which ranks exchange bounds. One exchange would do where
+# frequent tokens come first in the vocabulary; where they lie anywhere, each of the four makes the
+# bound tighter: docs/performance.md#ranks.
 EXCHANGES = tuple(range(PROBE.value, LAST.value))
 
 
 def raise_lower(
     exchange: Bounds,
     shard_lower: Tensor,
-    parts: dict[str, Tensor],
+    buffers: ForwardBuffers,
     shape: Tensor,
     num_tokens: int,
     after: int,
     order: Tensor | None,
 ) -> None:
-    """Raises parts["lower"] [N_padded], in place, to the bound that all ranks know: the next launch
-    begins there.
+    """Raises `buffers.lower`, in place, to the bound that all ranks know. The next launch starts
+    from it.
 
     Args:
-        shard_lower: [N_padded] its values before the first exchange, of this shard's columns alone:
-            what other ranks have counted must not be counted once more by each.
+        shard_lower: [N_padded] the values before the first exchange, which are of this shard's
+            columns alone: each rank must count the other ranks' columns once only.
         shape: [3] of the forward.
-        after: the launch that this shard's bound comes from.
-        order: [N] the packed tokens' places in the caller's order, if it is another one: ranks
-            need not have put the tokens in the same order.
+        after: the number of the launch whose sums give this shard's bound.
+        order: [N] the packed tokens' places in the caller's order; None: the two are the same.
+            Ranks may order their tokens differently.
     """
-    lower, state = parts["lower"], parts["state"]
+    lower, split_states = buffers.lower, buffers.split_states
     grid = (len(lower) // TOKEN_BLOCK,)
     places, has_order = (shape, False) if order is None else (order, True)
     bound = lower.new_empty(num_tokens)
     start(bound_kernel, grid)(
         shape,
         shard_lower,
-        state,
+        split_states,
         places,
         bound,
         after,
-        state.shape[2],
+        split_states.shape[2],
         num_tokens,
         BLOCK_N=TOKEN_BLOCK,
         HAS_ORDER=has_order,

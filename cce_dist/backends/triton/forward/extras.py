@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields, replace
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,48 @@ from cce_dist.core.types import Head, Wanted
 NUM_EXTRAS = 7
 
 
+@dataclass(frozen=True)
+class Extras:
+    """Fields of `Stats` that few callers ask for, [N] each; None where not wanted."""
+
+    max_logit: Tensor | None = None
+    target_is_argmax: Tensor | None = None
+    origin_logit: Tensor | None = None
+    mean_logit: Tensor | None = None
+    m2_logit: Tensor | None = None
+    smooth_logit: Tensor | None = None
+    entropy: Tensor | None = None
+    screened: Tensor | None = None
+
+    def in_order(self, order: Tensor) -> Extras:
+        """Returns new fields in which token i stands at place order[i]. Copies all of them at
+        once."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        present = {name: value for name, value in values.items() if value is not None}
+        if not present:
+            return self
+        packed = torch.stack([*present.values()])
+        packed = torch.empty_like(packed).index_copy_(1, order, packed)
+        return Extras(**dict(zip(present, packed.unbind(0), strict=True)))
+
+    def with_main(self, lse: Tensor, target_logit: Tensor) -> Stats:
+        """Returns the statistics, with the two fields that every caller asks for."""
+        return Stats(
+            lse,
+            target_logit,
+            smooth_logit=self.smooth_logit,
+            entropy=self.entropy,
+            max_logit=self.max_logit,
+            target_is_argmax=self.target_is_argmax,
+            origin_logit=self.origin_logit,
+            mean_logit=self.mean_logit,
+            m2_logit=self.m2_logit,
+            screened=self.screened,
+        )
+
+
 def sums_softcapped(wanted: Wanted, head: Head) -> bool:
-    """A softcapped mean logit is not linear in hidden: the forward has to sum it."""
+    """Tells whether the forward sums the mean logit: a softcapped one is not linear in hidden."""
     return wanted.smooth_logit and head.softcap is not None
 
 
@@ -25,39 +67,44 @@ def merge_extras(
     counts: Tensor,
     wanted: Wanted,
     head: Head,
-) -> dict[str, Tensor]:
-    """Fields of `Stats`, [N], from those of each split.
+) -> Extras:
+    """Merges the statistics of each split.
 
     Args:
-        extras: [NUM_EXTRAS, at least splits x stride]; what comes after the splits is no split.
-        stride: of two splits, N_padded.
-        num_splits: [] how many there are.
+        extras: [NUM_EXTRAS, at least splits x stride]; what lies beyond the splits is not read.
+        stride: distance of two splits, N_padded.
+        num_splits: [] the number of splits.
         targets: [N_padded].
         counts: [N] bool.
     """
     top, _, origin, mean, m2, weighted, seen = _of_splits(extras, stride, num_splits, len(counts))
-    merged = {}
+    merged = Extras()
     if wanted.correct or wanted.moments:
         largest, column = largest_of(extras, stride, num_splits, len(counts))
         hit = (column == targets[: len(counts)]) & counts & (largest > -torch.inf)
-        merged["max_logit"] = torch.where(counts, largest, 0)
+        merged = replace(merged, max_logit=torch.where(counts, largest, 0))
         if wanted.correct:
-            merged["target_is_argmax"] = hit.to(top.dtype)
+            merged = replace(merged, target_is_argmax=hit.to(top.dtype))
     if wanted.moments:
-        # The number of columns a split saw is the same for every token that counts.
+        # The number of columns that a split saw is the same for every token that counts.
         parts = Stats(top, top, origin_logit=origin, mean_logit=mean, m2_logit=m2)
         moments = merge_moments(parts, seen[:, 0])
-        merged |= {name: torch.where(counts, value, 0) for name, value in moments.items()}
+        merged = replace(
+            merged,
+            origin_logit=torch.where(counts, moments.origin_logit, 0),
+            mean_logit=torch.where(counts, moments.mean_logit, 0),
+            m2_logit=torch.where(counts, moments.m2_logit, 0),
+        )
     if sums_softcapped(wanted, head):
         smooth = weighted.sum(0) / head.vocab_size
-        merged["smooth_logit"] = torch.where(counts, smooth, 0)
+        merged = replace(merged, smooth_logit=torch.where(counts, smooth, 0))
     return merged
 
 
 def _of_splits(
     extras: Tensor, stride: int, num_splits: Tensor, num_tokens: int
 ) -> tuple[Tensor, ...]:
-    """The fields [splits, N]; the first is -inf where there is no split."""
+    """Returns the fields, [splits, N] each; the first is -inf where there is no split."""
     splits = extras.shape[1] // stride
     top, *others = extras[:, : splits * stride].view(NUM_EXTRAS, splits, stride)[..., :num_tokens]
     used = torch.arange(splits, device=extras.device)[:, None] < num_splits
@@ -67,14 +114,15 @@ def _of_splits(
 def largest_of(
     extras: Tensor, stride: int, num_splits: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """The largest logit [N], and the first column that has it, as a float."""
+    """Returns the largest logit, and the first column that has it as a float, [N] each."""
     top, index, *_ = _of_splits(extras, stride, num_splits, num_tokens)
     largest = top.amax(0)
     return largest, torch.where(top == largest, index, torch.inf).amin(0)
 
 
 def mean_logit_by_linearity(hidden: Tensor, counts: Tensor, head: Head) -> Tensor:
-    """sum_v class_weight_v z_v / V over this shard: E . (sum_v class_weight_v C_v) / V, [N]."""
+    """Computes sum_v class_weight_v z_v / V over this shard as
+    E . (sum_v class_weight_v C_v) / V, [N]."""
     centroid, _ = mean_column(head, head.weight)
     mean = torch.mv(hidden.float(), centroid)
     if head.bias is not None:

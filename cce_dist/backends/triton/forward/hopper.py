@@ -1,4 +1,4 @@
-"""The forward as groups of warps with tasks of their own (Hopper): where it runs, its launch."""
+"""The forward for Hopper, whose groups of warps have different tasks: where it runs, its launch."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -17,17 +17,19 @@ import triton
 from torch import Tensor
 
 from cce_dist.backends.triton.launch.start import start
-from cce_dist.backends.triton.launch.tiles import Tiles, interpreted, takes_tma
+from cce_dist.backends.triton.launch.tiles import KernelTiles, interpreted, takes_tma
 from cce_dist.core.slower import warn_slower
 from cce_dist.core.types import Head
 from cce_dist.options import TOKEN_BLOCK
 
 if TYPE_CHECKING:
-    from cce_dist.backends.triton.forward.operands import EightBit
+    from cce_dist.backends.triton.forward.operands import EightBit, ForwardBuffers
 
-# Up to it a tanh to 2^-22 is a logit to 2^-16, which is little beside the rounding to 8 bits.
+# Up to this softcap a tanh that is exact to 2^-22 gives a logit that is exact to 2^-16: little
+# beside the rounding to 8 bits.
 ROUGH_SOFTCAP = 64.0
-# What the kernel calls, and what it hands over by position: Gluon is Triton's, and not yet stable.
+# The functions of Gluon that the kernel calls, with the arguments that it passes by position: Gluon
+# is not yet stable.
 GLUON = {
     "warp_specialize": ("functions_and_args", "worker_num_warps", "worker_num_regs"),
     "allocate_shared_memory": ("element_ty", "shape", "layout"),
@@ -37,12 +39,12 @@ GLUON = {
     "hopper.mbarrier.expect": ("mbarrier",),
     "hopper.tma.async_load": ("tensor_desc", "coord", "barrier", "result"),
 }
-# Names of older releases: `cce_dist.backends.triton.kernels.gluon_names` has one for each pair.
+# Names in older releases. `kernels/gluon_names.py` takes whichever of a pair is there.
 FORMER = {
     "barrier": "thread_barrier",
     "hopper.tma.async_load": "hopper.tma.async_copy_global_to_shared",
 }
-# With which tests/backends/triton/kernels/test_hopper.py compiles the kernel.
+# Releases of Triton with which tests/backends/triton/kernels/test_hopper.py compiles the kernel.
 RELEASES = "3.6 to 3.9"
 
 
@@ -71,9 +73,9 @@ def why_no_gluon() -> str | None:
     return None
 
 
-def num_groups(weight: Tensor, tiles: Tiles) -> int:
-    """Counts splits of the vocabulary that a program makes side by side: 1 without such a
-    kernel."""
+def num_groups(weight: Tensor, tiles: KernelTiles) -> int:
+    """Returns the number of splits that one program computes side by side; 1 where Hopper's kernel
+    cannot run."""
     if interpreted() or weight.element_size() != 2 or tiles.columns < 256:
         return 1
     # Later architectures have other tensor cores.
@@ -82,20 +84,20 @@ def num_groups(weight: Tensor, tiles: Tiles) -> int:
     reason = why_no_gluon()
     if reason is not None:
         warn_slower(
-            f"the forward is not Hopper's own: {reason}; install a Triton from {RELEASES}, or the "
-            "PyTorch that brings one"
+            f"the forward does not run Hopper's kernel: {reason}; install a Triton from "
+            f"{RELEASES}, or the PyTorch that brings one"
         )
     return 1 if reason else 2
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The number of programs, splits of the vocabulary that each makes, and the filter."""
+    """The grid of Hopper's forward, its tiles, and the filter."""
 
     programs: int
-    groups: int
-    tiles: Tiles
-    threshold: float
+    groups: int  # splits of the vocabulary that a program computes side by side
+    tiles: KernelTiles
+    threshold: float  # as of `ColumnFilter`
     by_largest: bool
 
 
@@ -104,7 +106,7 @@ def launch_forward(
     weight: Tensor,
     head: Head,
     scale: float | Tensor,
-    parts: dict[str, Tensor],
+    buffers: ForwardBuffers,
     count: Tensor,
     shape: Tensor,
     number: int,
@@ -113,15 +115,19 @@ def launch_forward(
 ) -> None:
     """Launches one of the forwards that `forward_kernel` numbers.
 
-    hidden [N_padded, D] packed and weight [V_local, D], both of 8 bits with `eight`; scale: of
-    logits, or without `eight` [N_padded] that of each token; parts: state,
-    lower, and mass where columns are scored; count [1] and shape [3] as the kernels have them.
+    Args:
+        hidden: [N_padded, D] packed; of 8 bits with `eight`.
+        weight: [V_local, D]; of 8 bits with `eight`.
+        scale: factor of all logits, or, without `eight`, [N_padded] of each token's.
+        count: [1] int32: tokens that count.
+        shape: [3] int32: see `forward_kernel`.
+        number: of the launch.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from cce_dist.backends.triton.kernels.forward.hopper import hopper_forward_kernel
 
-    mass, tiles = parts.get("mass"), grouping.tiles
+    mass, tiles = buffers.mass, grouping.tiles
     size = grouping.programs * grouping.groups * TOKEN_BLOCK
     rows = tiles.columns // grouping.groups
     hidden_tile, weight_tile = [TOKEN_BLOCK, tiles.dims], [rows, tiles.dims]
@@ -133,8 +139,8 @@ def launch_forward(
         count if eight is None else eight.of_tokens,
         count,
         shape,
-        parts["lower"],
-        parts["state"],
+        buffers.lower,
+        buffers.split_states,
         count if mass is None else mass,
         number,
         size,

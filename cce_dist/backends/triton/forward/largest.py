@@ -8,21 +8,23 @@ from torch import Tensor
 from cce_dist.backends.protocol import Room
 from cce_dist.backends.triton.forward.extras import largest_of
 from cce_dist.backends.triton.forward.operands import Launch
-from cce_dist.backends.triton.forward.state import Forward
+from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.core.types import Head, Tokens, Wanted
 
 
 def largest(tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
-    """As `torch_forward.largest`. One product; the logits stay in registers."""
-    run = Forward.of(tokens, head, Wanted(correct=True), False, None)
-    launches = run.launches(False)
-    last = Launch(launches[-1].number, 0, run.num_tiles, robust=True)
+    """Returns the same as `backends.torch.forward.largest`, by one product whose logits stay in
+    registers."""
+    state = ForwardState.of(tokens, head, Wanted(correct=True), False, None)
+    launches = state.launches(False)
+    last = Launch(launches[-1].number, 0, state.num_tiles, robust=True)
     for launch in (*launches, last):
-        run.launch(None, launch)
-    stride = run.packed.shape[0]
-    value, index = largest_of(run.parts["extras"], stride, run.shape[1], len(tokens))
-    # The kernel's maximum may pass over a NaN; its sum does not. Of infinite logits
-    # that is none either.
-    is_number = ~run.merge(last).lse[: len(tokens)].isnan() | (value == torch.inf)
+        state.launch(None, launch)
+    stride, extras = state.packed.shape[0], state.buffers.extras
+    assert extras is not None
+    value, index = largest_of(extras, stride, state.shape[1], len(tokens))
+    # The kernel's maximum may pass over a NaN; lse does not. lse is also NaN where the largest
+    # logit is infinite, which is a number here.
+    is_number = ~state.merge(last).lse[: len(tokens)].isnan() | (value == torch.inf)
     value = value.where(is_number, torch.nan)
     return value, index.where(is_number & index.isfinite(), 0).long()

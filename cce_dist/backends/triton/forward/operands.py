@@ -14,13 +14,26 @@ from cce_dist.backends.triton.filter.kept_logits import Region
 
 @dataclass(frozen=True)
 class Launch:
-    """One of the forward kernel's launches, and the tiles of columns it makes, or its share of."""
+    """One of the forward kernel's launches, and the tiles of columns that it computes or shares."""
 
     number: int
-    begin_tile: int
+    start_tile: int
     end_tile: int
-    region: Region | None = None  # whose logits it keeps
+    region: Region | None = None  # the columns whose logits it keeps
     robust: bool = False
+
+
+@dataclass(frozen=True)
+class ForwardBuffers:
+    """Memory that one launch of a forward leaves to the next one.
+
+    `size` is the number of programs times 128, and at least splits x N_padded.
+    """
+
+    lower: Tensor  # [N_padded] fp32: a lower bound of each token's lse, log2
+    split_states: Tensor  # [SLOTS, 4, size] fp32: `state_ptr` of `forward_kernel`
+    mass: Tensor | None  # [num_blocks, V_local] bf16; None: columns are not scored
+    extras: Tensor | None  # [NUM_EXTRAS, size] fp32: see `add_extras`; None: not wanted
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,6 @@ class Finished:
 
     lse: Tensor
     dropped: Tensor | None  # log of the sum over columns not kept of exp(z) softcap'(z)
-    unkept: Tensor | None  # the same of exp(z), where logits are of 8 bits
+    unkept: Tensor | None  # log of the sum over columns not kept of exp(z), where logits are 8-bit
     entropy: Tensor | None
     target_logit: Tensor

@@ -8,8 +8,7 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,12 +19,18 @@ from cce_dist.backends.protocol import ColumnFilter
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.forward.extras import (
     NUM_EXTRAS,
+    Extras,
     mean_logit_by_linearity,
     merge_extras,
     sums_softcapped,
 )
 from cce_dist.backends.triton.forward.hopper import Groups, launch_forward, num_groups
-from cce_dist.backends.triton.forward.operands import EightBit, Finished, Launch
+from cce_dist.backends.triton.forward.operands import (
+    EightBit,
+    Finished,
+    ForwardBuffers,
+    Launch,
+)
 from cce_dist.backends.triton.kernels.forward.finish import finish_kernel
 from cce_dist.backends.triton.kernels.forward.forward import (
     ALONE,
@@ -46,7 +51,7 @@ from cce_dist.backends.triton.launch.arguments import (
 )
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import (
-    Tiles,
+    KernelTiles,
     cached_blocks,
     interpreted,
     num_programs,
@@ -60,26 +65,26 @@ from cce_dist.options import TOKEN_BLOCK
 
 
 @dataclass
-class Forward:
-    """One forward: its inputs, packed, and the partial results of the splits."""
+class ForwardState:
+    """One forward: its inputs, packed, and the buffers that its launches fill."""
 
     tokens: Tokens
     head: Head
-    scale: float | Tensor  # of logits, or [N_padded] fp32 that of each token
+    scale: float | Tensor  # factor of all logits, or [N_padded] fp32 of each token's
     wanted: Wanted
-    tiles: Tiles
+    tiles: KernelTiles
     rows: Tensor
     count: Tensor
     targets: Tensor
     weight: Tensor
     packed: Tensor
     shape: Tensor  # [3] int32: blocks that count, splits of the vocabulary, blocks at a time
-    programs: int  # at least as many as blocks x splits / groups
-    groups: int  # splits that a program makes side by side
+    programs: int  # at least blocks x splits / groups
+    groups: int  # splits that one program computes side by side
     grid: int  # programs x groups
-    every_block: bool  # the shape is that of all blocks, whatever counts
+    every_block: bool  # the shape is that of all blocks, also of those without counting tokens
     num_blocks: int
-    parts: dict[str, Tensor]  # by the kernel's name of the pointer
+    buffers: ForwardBuffers
     score: bool
     keep_logits: KeptLogits | None
     eight: EightBit | None = None
@@ -93,7 +98,7 @@ class Forward:
         score: bool,
         keep_logits: KeptLogits | None,
         screened: bool = False,
-    ) -> Forward:
+    ) -> ForwardState:
         warn_of_layout(head.weight)
         head = for_kernels(head)
         weight = head.weight
@@ -113,11 +118,12 @@ class Forward:
         portable = has_extras or wanted.entropy or keep_logits is not None
         groups = 1 if portable else num_groups(weight, tiles)
         size = programs * groups * TOKEN_BLOCK
-        parts = {"state": new(SLOTS.value, 4, size, dtype=fp32)}
-        if score:
-            parts["mass"] = new(num_blocks, weight.shape[0], dtype=torch.bfloat16)
-        if has_extras:
-            parts["extras"] = weight.new_zeros(NUM_EXTRAS, size, dtype=fp32)
+        buffers = ForwardBuffers(
+            lower=new(padded, dtype=fp32),
+            split_states=new(SLOTS.value, 4, size, dtype=fp32),
+            mass=new(num_blocks, weight.shape[0], dtype=torch.bfloat16) if score else None,
+            extras=weight.new_zeros(NUM_EXTRAS, size, dtype=fp32) if has_extras else None,
+        )
         return cls(
             tokens=tokens,
             head=head,
@@ -133,15 +139,15 @@ class Forward:
             programs=programs,
             groups=groups,
             grid=programs * groups,
-            every_block="extras" in parts,
+            every_block=has_extras,
             num_blocks=num_blocks,
-            parts=parts,
+            buffers=buffers,
             score=score,
             keep_logits=keep_logits,
         )._pack(1 if screened else weight.element_size())
 
     def for_shape(self, element_size: int) -> tuple[int, int, int, int]:
-        """Returns the arguments of `shape_of` for hidden states with such elements."""
+        """Returns the arguments of `shape_of` for hidden states of that element size, in bytes."""
         return (
             triton.cdiv(self.weight.shape[0], self.tiles.columns),
             num_programs(self.weight),
@@ -160,42 +166,41 @@ class Forward:
 
     @property
     def counts(self) -> Tensor:
-        """[N] which tokens count, in the order of the packed ones."""
+        """Tells which tokens count, [N] bool in the order of the packed tokens."""
         return torch.arange(len(self.tokens), device=self.weight.device) < self.count
 
     @property
     def has_unkept(self) -> bool:
-        """Tells whether dropped columns are summed twice: weighted by softcap', and not."""
+        """Tells whether dropped columns have two sums: one weighted by softcap', one not."""
         return self.eight is not None and self.head.softcap is not None
 
     def alone(self, robust: bool = False) -> Launch:
-        """Returns a launch of all tiles at once, from the bounds of lse in parts["lower"]."""
+        """Returns a launch of all tiles at once, which starts from `buffers.lower`."""
         return Launch(ALONE.value, 0, self.num_tiles, robust=robust)
 
     def launches(self, ranks_exchange: bool) -> tuple[Launch, ...]:
         """Returns the launches. Each starts from the sums of the one before."""
         kept, columns = self.keep_logits, self.tiles.columns
         if kept is None:
-            # One program at a time makes one split, which has no others to wait for.
+            # One program at a time makes one split: no other split's sums can help it.
             alone = num_programs(self.weight) == 1 and not ranks_exchange
             numbers = (ALONE.value,) if alone else range(LAST.value + 1)
             return tuple(Launch(number, 0, self.num_tiles) for number in numbers)
         end = kept.first_column // columns
-        # PROBE's sums are for the references alone: of whatever columns come first.
+        # PROBE's sums give references alone, so any columns do: it takes the first ones.
         launches = [Launch(PROBE.value, 0, self.num_tiles)]
         launches += [Launch(number, 0, end) for number in range(FIRST.value, LAST.value + 1)]
         for number, region in enumerate(kept.ascending, LAST.value + 1):
-            begin = end
+            start_tile = end
             if region is not None:
                 end = triton.cdiv(region.last_column, columns)
-            launches.append(Launch(number, begin, end, region))
+            launches.append(Launch(number, start_tile, end, region))
         return tuple(launches)
 
-    def _pack(self, element_size: int) -> Forward:
-        """Packs the tokens. Args: element_size: in bytes, of the forward's operands."""
+    def _pack(self, element_size: int) -> ForwardState:
+        """Packs the tokens. Args: element_size: bytes of an element of the forward's operands."""
         hidden = with_unit_inner_stride(self.tokens.hidden)
         padded, stride = self.packed.shape
-        self.parts["lower"] = self.parts["state"].new_empty(padded)
         block = TOKEN_BLOCK if interpreted() else 16
         start(pack_kernel, (triton.cdiv(padded, block),))(
             hidden,
@@ -205,7 +210,7 @@ class Forward:
             self.targets,
             self.count,
             self.packed,
-            self.parts["lower"],
+            self.buffers.lower,
             self.shape,
             len(self.tokens),
             self.weight.shape[1],
@@ -227,25 +232,38 @@ class Forward:
         return self
 
     def _or_dummy(self, tensor: Tensor | None) -> Tensor:
-        """Returns a pointer for an argument that the kernel was compiled not to read."""
+        """Returns the tensor, or any pointer in place of None: the kernel will not read it."""
         return self.count if tensor is None else tensor
 
     def launch(self, rule: ColumnFilter | None, launch: Launch) -> None:
         threshold, by_largest = (0.0, False) if rule is None else (rule.threshold, rule.by_largest)
-        head, tiles, parts, eight = self.head, self.tiles, self.parts, self.eight
-        dim = self.weight.shape[1]
+        dim, eight, tiles = self.weight.shape[1], self.eight, self.tiles
         hidden, weight = self.packed[:, :dim], self.weight
         if eight is not None:
             tiles = tiles_for(eight.weight)
             hidden, weight = eight.hidden[:, :dim], eight.weight[:, :dim]
-        if self.groups > 1 and not launch.robust:
-            grouping = Groups(self.programs, self.groups, tiles, threshold, by_largest)
-            shape, number = self.shape, launch.number
-            launch_forward(
-                hidden, weight, head, self.scale, parts, self.count, shape, number, grouping, eight
-            )
+        grouping = Groups(self.programs, self.groups, tiles, threshold, by_largest)
+        if self.groups == 1 or launch.robust:
+            self._launch_portable(hidden, weight, launch, grouping)
             return
-        use_tma, region = takes_tma(weight), launch.region
+        launch_forward(
+            hidden,
+            weight,
+            self.head,
+            self.scale,
+            self.buffers,
+            self.count,
+            self.shape,
+            launch.number,
+            grouping,
+            eight,
+        )
+
+    def _launch_portable(
+        self, hidden: Tensor, weight: Tensor, launch: Launch, grouping: Groups
+    ) -> None:
+        head, wanted, buffers, eight = self.head, self.wanted, self.buffers, self.eight
+        tiles, region, use_tma = grouping.tiles, launch.region, takes_tma(weight)
         logits = self.count if region is None else region.as_logits()
         start(forward_kernel, (self.grid,))(
             descriptor_of(hidden, TOKEN_BLOCK, tiles.dims, use_tma),
@@ -256,59 +274,42 @@ class Forward:
             self._or_dummy(None if eight is None else eight.of_tokens),
             self.count,
             self.shape,
-            *(self._or_dummy(parts.get(name)) for name in ("lower", "state", "mass", "extras")),
+            buffers.lower,
+            buffers.split_states,
+            self._or_dummy(buffers.mass),
+            self._or_dummy(buffers.extras),
             descriptor_of(logits, self.columns, TOKEN_BLOCK, use_tma and region is not None),
             logits,
             self._or_dummy(None if region is None else region.ref),
             launch.number,
-            launch.begin_tile,
+            launch.start_tile,
             launch.end_tile,
             self.grid * TOKEN_BLOCK,
             self.packed.shape[0],
-            weight.shape[0],
-            dim,
+            *weight.shape,
             hidden.stride(0),
             weight.stride(0),
             self.scale,
             head.softcap or 1.0,
-            threshold,
-            BLOCK_V=self.columns,
-            BLOCK_D=tiles.dims,
-            USE_TMA=use_tma,
-            BY_LARGEST=by_largest,
-            HAS_LOGITS=region is not None,
-            IS_ROBUST=launch.robust,
-            **self._flags(),
-            num_warps=tiles.warps,
-            # The tile that is stored through a descriptor needs room of its own.
+            grouping.threshold,
+            BLOCK_N=TOKEN_BLOCK, BLOCK_V=self.columns, BLOCK_D=tiles.dims, USE_TMA=use_tma,
+            PRECISION="ieee", WIDE=rounds_exp2(self.weight), HAS_BIAS=head.bias is not None,
+            HAS_SOFTCAP=head.softcap is not None, HAS_SCORE=self.score,
+            BY_LARGEST=grouping.by_largest, HAS_SURPLUS=wanted.entropy,
+            HAS_ARGMAX=wanted.correct or wanted.moments, HAS_MOMENTS=wanted.moments,
+            HAS_SMOOTH=sums_softcapped(wanted, head),
+            HAS_CLASS_WEIGHT=head.class_weight is not None, HAS_LOGITS=region is not None,
+            HAS_UNKEPT=self.has_unkept, IS_ROBUST=launch.robust, IS_SCREENED=eight is not None,
+            ACCUMULATOR=tl.float32 if eight is None else eight.accumulator, num_warps=tiles.warps,
+            # A tile that is stored through a descriptor takes the shared memory of a stage.
             num_stages=tiles.stages if region is None else max(2, tiles.stages - 1),
-        )
-
-    def _flags(self) -> dict[str, Any]:
-        """Returns the flags that every launch of the portable kernel is compiled for."""
-        head, wanted, eight = self.head, self.wanted, self.eight
-        return {
-            "BLOCK_N": TOKEN_BLOCK,
-            "PRECISION": "ieee",
-            "WIDE": rounds_exp2(self.weight),
-            "HAS_BIAS": head.bias is not None,
-            "HAS_SOFTCAP": head.softcap is not None,
-            "HAS_SCORE": self.score,
-            "HAS_SURPLUS": wanted.entropy,
-            "HAS_ARGMAX": wanted.correct or wanted.moments,
-            "HAS_MOMENTS": wanted.moments,
-            "HAS_SMOOTH": sums_softcapped(wanted, head),
-            "HAS_CLASS_WEIGHT": head.class_weight is not None,
-            "HAS_UNKEPT": self.has_unkept,
-            "IS_SCREENED": eight is not None,
-            "ACCUMULATOR": tl.float32 if eight is None else eight.accumulator,
-        }
+        )  # fmt: skip
 
     def merge(self, last: Launch) -> Finished:
         """Merges the splits as the last launch left them; targets are still to be added."""
-        state = self.parts["state"][last.number % SLOTS.value]
+        split_states = self.buffers.split_states[last.number % SLOTS.value]
         padded = self.packed.shape[0]
-        lse = state.new_empty(padded)
+        lse = split_states.new_empty(padded)
         dropped = torch.empty_like(lse) if self.score else None
         entropy = torch.empty_like(lse) if self.wanted.entropy else None
         unkept = dropped if self.eight is not None else None
@@ -318,7 +319,7 @@ class Forward:
         start(finish_kernel, (triton.cdiv(padded, block),))(
             self.count,
             self.shape,
-            state,
+            split_states,
             lse,
             self._or_dummy(dropped),
             self._or_dummy(entropy),
@@ -333,18 +334,18 @@ class Forward:
         )
         return Finished(lse, dropped, unkept, entropy, torch.empty_like(lse))
 
-    def extras(self) -> dict[str, Tensor]:
-        """Computes the statistics that few ask for, [N] each in the order of the packed tokens."""
-        parts, head, num_tokens = self.parts, self.head, len(self.tokens)
-        extras = {}
-        if "extras" in parts:
+    def extras(self) -> Extras:
+        """Computes statistics that few callers ask for, in the order of the packed tokens."""
+        head, wanted, num_tokens, extras = self.head, self.wanted, len(self.tokens), Extras()
+        if self.buffers.extras is not None:
             padded = self.packed.shape[0]
             extras = merge_extras(
-                parts["extras"], padded, self.shape[1], self.targets, self.counts, self.wanted, head
+                self.buffers.extras, padded, self.shape[1], self.targets, self.counts, wanted, head
             )
-        if self.wanted.smooth_logit and "smooth_logit" not in extras:
+        if wanted.smooth_logit and extras.smooth_logit is None:
             hidden = self.packed[:num_tokens, : self.weight.shape[1]]
-            extras["smooth_logit"] = mean_logit_by_linearity(hidden, self.counts, head)
+            smooth = mean_logit_by_linearity(hidden, self.counts, head)
+            extras = replace(extras, smooth_logit=smooth)
         return extras
 
 

@@ -1,5 +1,5 @@
-"""The targets' logits: their product beside the forward's last kernels, and all that the caller is
-given of each token."""
+"""The targets' logits, computed beside the forward's last kernels; and each token's results, put in
+the caller's order."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from cce_dist.backends.triton.filter.marks import order_dtype
 from cce_dist.backends.triton.forward.operands import Finished
-from cce_dist.backends.triton.forward.state import Forward
+from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.kernels.forward.targets import target_products_kernel, targets_kernel
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import rounds_exp2
 from cce_dist.core.streams import start_on_side_stream
 from cce_dist.options import TOKEN_BLOCK
 
-# Target columns of one program: two programs a block, whose loads are most of what they do.
+# Target columns of one program: two programs share a block, as loads take most of their time.
 TARGETS = 64
 
 
@@ -37,33 +37,34 @@ class Placed:
     order: Tensor | None  # [N] int16 or int32: see `Marks`
 
 
-def start_products(run: Forward) -> Callable[[], Tensor]:
-    """Starts the products of each block's target columns with its tokens, beside what the current
-    stream is given next, which leaves the device idle.
+def start_products(state: ForwardState) -> Callable[[], Tensor]:
+    """Starts the products of each block's target columns with its tokens, on a side stream: the
+    next kernels of the current stream leave most of the device idle.
 
-    Returns: a function that waits for them and returns them, [num_blocks, 128, 128] fp32; to be
-    called whatever happens."""
-    weight, bias = run.weight, run.head.bias
-    size = (run.num_blocks, TOKEN_BLOCK, TOKEN_BLOCK)
+    Returns: a function that waits for the products and returns them, [num_blocks, 128, 128] fp32;
+    call it even after an error.
+    """
+    weight, bias = state.weight, state.head.bias
+    size = (state.num_blocks, TOKEN_BLOCK, TOKEN_BLOCK)
     products = weight.new_empty(size, dtype=torch.float32)
     launch = functools.partial(
-        start(target_products_kernel, (TOKEN_BLOCK // TARGETS, run.num_blocks)),
-        run.packed,
+        start(target_products_kernel, (TOKEN_BLOCK // TARGETS, state.num_blocks)),
+        state.packed,
         weight,
-        run.count if bias is None else bias,
-        run.targets,
-        run.count,
+        state.count if bias is None else bias,
+        state.targets,
+        state.count,
         products,
         weight.shape[1],
-        run.packed.stride(0),
+        state.packed.stride(0),
         weight.stride(0),
         TOKENS=TOKEN_BLOCK,
         TARGETS=TARGETS,
-        BLOCK_D=run.tiles.dims,
+        BLOCK_D=state.tiles.dims,
         PRECISION="ieee",
         HAS_BIAS=bias is not None,
-        num_warps=run.tiles.warps * TARGETS // TOKEN_BLOCK,
-        num_stages=run.tiles.target_stages or run.tiles.stages,
+        num_warps=state.tiles.warps * TARGETS // TOKEN_BLOCK,
+        num_stages=state.tiles.target_stages or state.tiles.stages,
     )
     wait = start_on_side_stream(weight.device, launch)
 
@@ -75,14 +76,14 @@ def start_products(run: Forward) -> Callable[[], Tensor]:
 
 
 def add_targets(
-    run: Forward,
+    state: ForwardState,
     finished: Finished,
     products: Tensor,  # of `start_products`
-    order: Tensor | None,  # [N] int64: the blocks' i-th token is the caller's order[i]-th
+    order: Tensor | None,  # [N] int64: token i of the blocks is the caller's token order[i]
     order_as: torch.dtype | None = None,  # of the marks' order; None: `order_dtype`
 ) -> Placed:
-    """Adds the targets' logits, and marks their columns as kept, whatever their mass."""
-    num_tokens, score = len(run.tokens), finished.dropped is not None
+    """Adds the targets' logits, and marks the targets' columns as kept, whatever their mass."""
+    num_tokens, score = len(state.tokens), finished.dropped is not None
     new, short = finished.lse.new_empty, order_as or order_dtype(num_tokens)
     placed = Placed(
         lse=new(num_tokens),
@@ -93,17 +94,17 @@ def add_targets(
     )
 
     def or_dummy(tensor: Tensor | None) -> Tensor:
-        return run.count if tensor is None else tensor
+        return state.count if tensor is None else tensor
 
-    start(targets_kernel, (run.num_blocks,))(
+    start(targets_kernel, (state.num_blocks,))(
         products,
-        run.targets,
+        state.targets,
         finished.lse,
-        or_dummy(run.parts.get("mass")),
+        or_dummy(state.buffers.mass),
         or_dummy(finished.dropped),
         or_dummy(finished.unkept),
         finished.target_logit,
-        run.count,
+        state.count,
         or_dummy(order),
         placed.lse,
         placed.target_logit,
@@ -111,14 +112,14 @@ def add_targets(
         or_dummy(placed.seed),
         or_dummy(placed.order),
         num_tokens,
-        run.weight.shape[0],
-        run.scale,
-        run.head.softcap or 1.0,
+        state.weight.shape[0],
+        state.scale,
+        state.head.softcap or 1.0,
         BLOCK=TOKEN_BLOCK,
-        WIDE=rounds_exp2(run.weight),
-        HAS_SOFTCAP=run.head.softcap is not None,
+        WIDE=rounds_exp2(state.weight),
+        HAS_SOFTCAP=state.head.softcap is not None,
         HAS_SCORE=score,
-        HAS_UNKEPT=run.has_unkept,
+        HAS_UNKEPT=state.has_unkept,
         HAS_ORDER=order is not None,
         num_warps=8,
     )

@@ -1,4 +1,4 @@
-"""Functions of Gluon that releases of Triton call by different names, or with other arguments."""
+"""Functions of Gluon whose names differ between releases of Triton."""
 
 # Each release has one of two names.
 # pyright: reportAttributeAccessIssue=false
@@ -10,5 +10,5 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Waits for the warps that run the same function. Triton 3.7 renamed it.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-# Begins to copy a tile from global to shared memory. Triton 3.8 renamed it.
+# Starts a copy of a tile from global to shared memory. Triton 3.8 renamed it.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

@@ -1,16 +1,15 @@
-"""Functions that the kernels share: units, the logit function, loads, sums that stay inside a
-thread."""
+"""Functions that the kernels share: scales, the logit function, loads, sums within a thread."""
 
 import os
 
 import triton
 import triton.language as tl
 
-# NumPy's exponentials are neither quick nor rounded: a stand-in gains nothing.
+# Interpreted kernels take NumPy's exponentials: a substitute for the hardware's gains nothing.
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
-# Exponentials are taken in base 2, the hardware's: logits are scaled by log2(e) once.
+# Exponentials are in base 2, as the hardware's are: logits are multiplied by log2(e) once.
 LOG2E = tl.constexpr(1.4426950408889634)
-# A lower bound of nothing: finite, so that no difference of two such is NaN.
+# The lower bound of an empty sum: finite, so that the difference of two is not NaN.
 LOWEST = tl.constexpr(-1e30)
 # The reference of a token that doesn't count: every exp2(logit - reference) is 0.
 HIGHEST = tl.constexpr(1e30)
@@ -18,7 +17,7 @@ HIGHEST = tl.constexpr(1e30)
 
 @triton.jit
 def tanh(x):
-    """Accurate near 0, where 1 - 2 / (exp(2x) + 1) cancels: a polynomial there."""
+    """Computes tanh, near 0 by a polynomial: there 1 - 2 / (exp(2x) + 1) cancels."""
     square = x * x
     odd = -0.0014558344 + square * 0.0005900274
     odd = -0.0088632355 + square * (0.0035921280 + square * odd)
@@ -32,8 +31,8 @@ def tanh(x):
 
 @triton.jit
 def log2_of(x):
-    """Computes log2 of x >= 0 to fp32's last digits: the hardware's is off by 2^-22 near 1, and an
-    error of lse is an error of every probability."""
+    """Computes log2 of x >= 0 to fp32's last digits. The hardware's log2 is off by 2^-22 near 1,
+    and an error of lse is an error of every probability."""
     bits = x.to(tl.int32, bitcast=True)
     # x = 2^exponent m with m in [0.75, 1.5), so that m - 1 over m + 1 is small.
     exponent = (bits - 0x3F400000) >> 23
@@ -48,8 +47,7 @@ def log2_of(x):
 
 @triton.jit
 def exp2_of(x):
-    """Computes 2^x to fp32's last digits: the hardware's is off by up to 2^-22, and not by
-    chance."""
+    """Computes 2^x to fp32's last digits. The hardware's exp2 is off by up to 2^-22, with bias."""
     whole = tl.floor(x + 0.5)
     f = x - whole
     odd = 0.0013333558 + f * (0.0001540353 + f * 0.0000152527)
@@ -72,8 +70,8 @@ def near_tanh(x):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x by the hardware's function, to its last digit but one: a division would be four
-    instructions, since it scales numbers that are too large or too small."""
+    """Computes 1 / x by the hardware's function, to its last digit but one. A division takes four
+    instructions, as it scales very large and very small numbers."""
     if IS_INTERPRETED:
         return 1.0 / x
     else:
@@ -84,15 +82,15 @@ def reciprocal(x):
 
 @triton.jit
 def softcapped(x, softcap, WIDE: tl.constexpr):
-    """x = E . C + bias -> (z over logit_scale, its slope)."""
+    """Turns x = E . C + bias into (z over logit_scale, softcap'(z))."""
     t = tanh(x / softcap) if WIDE or IS_INTERPRETED else near_tanh(x * (1.0 / softcap))
     return t * softcap, 1.0 - t * t
 
 
 @triton.jit
 def scale_of(scale, token):
-    """Returns the factor of logits: a number, or each token's value behind a pointer."""
-    # When compiling it is a tensor already; the interpreter has numbers as they come.
+    """Returns the factor of the tokens' logits. `scale`: a number, or a pointer to each token's."""
+    # The compiler passes a tensor, the interpreter a plain number.
     if tl.core.to_tensor(scale).dtype.is_ptr():
         return tl.load(scale + token)
     else:
@@ -101,7 +99,8 @@ def scale_of(scale, token):
 
 @triton.jit
 def scale_across(scale, token):
-    """The same for [.., TOKENS]. Loaded where it is used: registers are for products."""
+    """Returns the factor of logits [.., TOKENS]. Call it where the factor is used: keeping it would
+    take registers from products."""
     if tl.core.to_tensor(scale).dtype.is_ptr():
         return tl.load(scale + token)[None, :]
     else:
@@ -109,8 +108,8 @@ def scale_across(scale, token):
 
 
 @triton.jit
-def unit_of(scale):
-    """log2(e) times it; a pointer as it is, for `unit_across`."""
+def log2_scale_of(scale):
+    """Returns scale times log2(e), or a pointer unchanged, for `log2_scale_across`."""
     if tl.core.to_tensor(scale).dtype.is_ptr():
         return scale
     else:
@@ -118,12 +117,12 @@ def unit_of(scale):
 
 
 @triton.jit
-def unit_across(unit, token):
-    """Returns the factor of logits [.., TOKENS] for base 2."""
-    if tl.core.to_tensor(unit).dtype.is_ptr():
-        return LOG2E * tl.load(unit + token)[None, :]
+def log2_scale_across(log2_scale, token):
+    """Returns the factor of logits [.., TOKENS] that turns them to base 2."""
+    if tl.core.to_tensor(log2_scale).dtype.is_ptr():
+        return LOG2E * tl.load(log2_scale + token)[None, :]
     else:
-        return unit
+        return log2_scale
 
 
 @triton.jit
@@ -151,9 +150,9 @@ def load_tile(
 
 @triton.jit
 def add_product(acc, a, b, zero, PRECISION: tl.constexpr):
-    """Adds a product of fp32, a b, to acc. The product is summed by itself first: thousands of
-    tokens or columns added one after the other would lose digits that the inputs have."""
-    # `zero` is not known when compiling: a constant would be folded into acc.
+    """Adds a product of fp32, a b, to acc. The product is summed separately first: thousands of
+    terms added to acc one by one would lose digits that the inputs have."""
+    # The compiler does not know that `zero` is 0: a constant would be folded into acc.
     return acc + tl.dot(a, b, tl.zeros_like(acc) + zero, input_precision=PRECISION)
 
 
@@ -170,8 +169,8 @@ def proxy_fence(IS_INTERPRETED: tl.constexpr):
 def partial_sums(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Adds the rows that a thread holds: [ROWS, COLUMNS] -> [8, 8, COLUMNS].
 
-    In the accumulator layout of eight warps a thread's rows are 8 apart, then 128: what is summed
-    here needs no shuffle, so a running sum over many tiles is reduced over threads only at its end.
+    In the accumulator layout of eight warps a thread's rows are 8 apart, then 128. These sums need
+    no shuffle, so a running sum over many tiles is reduced over threads only at its end.
     """
     split = tl.reshape(x, (ROWS // 128, 8, 2, 8, COLUMNS))
     return tl.sum(tl.sum(split, 2), 0)
@@ -185,10 +184,12 @@ def whole_sum(x):
 
 @triton.jit
 def slice_of(task, number, num_slices, at_once):
-    """Splits a task of `number` x `num_slices` into its number and its slice. `at_once` slices of
-    all numbers come before the next slices: the whole columns of a matrix that they read stay in
-    the cache."""
-    begin = task // (number * at_once) * at_once
-    width = tl.minimum(num_slices - begin, at_once)
-    inside = task - begin * number
-    return inside // width, begin + inside % width
+    """Splits a task of `number` x `num_slices` into its number and its slice.
+
+    All numbers finish `at_once` slices before the next slices start, so that the columns of a
+    matrix that those slices read stay in the cache.
+    """
+    first_slice = task // (number * at_once) * at_once
+    width = tl.minimum(num_slices - first_slice, at_once)
+    inside = task - first_slice * number
+    return inside // width, first_slice + inside % width

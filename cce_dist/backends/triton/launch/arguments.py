@@ -1,4 +1,4 @@
-"""Tensors as kernels take them: strides, padding, descriptors."""
+"""Tensors in the form that kernels take: strides, padding, descriptors."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
@@ -17,14 +17,14 @@ from cce_dist.core.types import Head, Tokens
 
 
 def with_unit_inner_stride(matrix: Tensor) -> Tensor:
-    """Returns the matrix itself, or a copy where a row's elements don't lie side by side."""
+    """Returns the matrix itself, or a contiguous copy if the elements of a row lie apart."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
 def padded_dim(matrix: Tensor) -> int:
-    """Rounds D up to 16 bytes, a descriptor's unit."""
-    unit = 16 // matrix.element_size()
-    return triton.cdiv(matrix.shape[1], unit) * unit
+    """Rounds D up to 16 bytes, as descriptors need."""
+    multiple = 16 // matrix.element_size()
+    return triton.cdiv(matrix.shape[1], multiple) * multiple
 
 
 def pad_tokens(values: Tensor, size: int, fill: float) -> Tensor:
@@ -34,7 +34,7 @@ def pad_tokens(values: Tensor, size: int, fill: float) -> Tensor:
 
 
 def for_kernels(head: Head) -> Head:
-    """Returns the head with vectors as the kernels read them: contiguous, class weights in fp32."""
+    """Returns the head with contiguous vectors and fp32 class weights, as kernels read them."""
     bias, class_weight = head.bias, head.class_weight
     return replace(
         head,
@@ -45,7 +45,8 @@ def for_kernels(head: Head) -> Head:
 
 
 def rows_of(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Returns rows of hidden [N] int64, those that count first, and how many count [1] int32."""
+    """Returns the tokens' rows of hidden, [N] int64, where tokens that count come first, and the
+    number of those, [1] int32."""
     device = tokens.local_targets.device
     rows, count = tokens.rows, tokens.count
     if rows is None:
@@ -56,7 +57,8 @@ def rows_of(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def descriptor_of(matrix: Tensor, rows: int, columns: int, use_tma: bool) -> Any:
-    """Returns a descriptor of such tiles of the matrix, or the matrix for a pointer."""
+    """Returns a descriptor of the matrix for tiles of [rows, columns], or the matrix itself if the
+    kernel takes a pointer."""
     if not use_tma:
         return matrix
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns])

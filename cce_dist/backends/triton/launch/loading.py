@@ -1,13 +1,13 @@
-"""Kernels that several threads start: each is loaded once, and no two at a time.
+"""Locks around Triton's loading of kernels, so that several threads may start kernels at once.
 
-Threads that load are warm-up's, autograd's beside the caller's, a pipeline's server beside the
-main one, and torch.compile's. Triton guards nothing of it:
+Threads that load kernels: warm-up's, autograd's, a pipeline's server's, torch.compile's, and the
+main one. Triton itself has no locks:
 
-- Up to 3.6 it makes a C extension for each kernel's launcher, all of one module name. To load one
-  that the process has had gives the module that bears the name now: that of another kernel, if its
-  thread came between. The launch then fails for its number of arguments, or starts a kernel with
-  the wrong ones.
-- A kernel whose launcher is there counts as loaded before its function is.
+- Up to 3.6, Triton makes a C extension for each kernel's launcher, all with one module name.
+  Loading an extension for the second time returns the module that bears the name at that moment;
+  another thread may just have loaded another kernel's. The launch then fails on its number of
+  arguments, or passes the wrong arguments.
+- A kernel with a launcher counts as loaded even if its function is not loaded yet.
 """
 
 # These attributes of Triton are in all versions from 3.4 to 3.9.
@@ -29,14 +29,14 @@ _one_module = threading.Lock()
 
 @functools.cache
 def load_one_at_a_time() -> None:
-    """Puts locks around what Triton loads in this process, whoever asks for it; once."""
+    """Puts locks around every load of a kernel in this process, the first time it is called."""
     load, init = build._load_module_from_path, CompiledKernel._init_handles
 
     @functools.wraps(load)
     def load_module(name: str, path: str) -> ModuleType:
         with _one_module:
             module = load(name, path)
-            # The module itself is the one that the next load of this name fills.
+            # A copy: the next load under this name fills the same module object.
             copy = ModuleType(name)
             vars(copy).update(vars(module))
             return copy
@@ -45,13 +45,13 @@ def load_one_at_a_time() -> None:
     def init_handles(self: Any) -> None:
         if self.function is not None:
             return
-        # One thread's lock is every thread's: setdefault is atomic. A failed load is tried again.
+        # setdefault is atomic, so all threads get one lock. A failed load is tried again.
         with vars(self).setdefault(_LOCK, threading.RLock()):
             init(self)
 
     build._load_module_from_path = load_module
     CompiledKernel._init_handles = init_handles
-    # 3.4 asks for the handles wherever `run` is read.
+    # In Triton 3.4 every read of `run` initialises the handles.
     if isinstance(vars(CompiledKernel).get("run"), property):
         CompiledKernel.run = property(_run_of)
 

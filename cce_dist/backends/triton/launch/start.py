@@ -1,9 +1,9 @@
-"""The start of every kernel; and the first call, which compiles them all side by side.
+"""The start of every kernel, and the parallel compilation before a first call.
 
-A kernel's launch waits for its compilation, and the next kernel's compilation for the launch: some
-twenty, one after the other. So the first call of its kind begins with `compile_only`: it goes
-through forward and backward of a few tokens, starts no kernel, and compiles and loads each of them
-on all of the host's cores.
+A launch waits for its kernel's compilation, and the next kernel's compilation for that launch:
+some twenty compilations, one after the other. So the first call of a kind first goes through
+forward and backward of a few tokens within `compile_only`, which starts no kernel, but compiles and
+loads all of them on the host's cores.
 """
 
 # Triton types a kernel's arguments as its compiler sees them.
@@ -25,12 +25,12 @@ import triton
 
 from cce_dist.backends.triton.launch.loading import load_one_at_a_time
 
-# Kernels that `compile_only` compiles.
+# The kernels that the current `compile_only` compiles; None: kernels are started.
 _compiled: ContextVar[list[Any] | None] = ContextVar("cce_dist_compiled", default=None)
 
 
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """Returns `kernel[grid]`; within `compile_only` a function that only compiles it."""
+    """Returns `kernel[grid]`; within `compile_only`, a function that only compiles the kernel."""
     load_one_at_a_time()
     compiled, options = _compiled.get(), _options()
     if compiled is None:
@@ -42,30 +42,30 @@ def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 @functools.cache
 def _options() -> dict[str, bool]:
-    """Returns options of every kernel. Triton 3.9 warns where it is left to decide whether to
-    fuse."""
+    """Returns the options of every kernel. Triton 3.9 warns if nobody tells it whether to fuse
+    multiplications with additions."""
     language = getattr(getattr(triton, "knobs", None), "language", None)
     return {"enable_fp_fusion": True} if hasattr(language, "fp_fusion_enabled") else {}
 
 
 def is_compiling_only() -> bool:
-    """Tells whether kernels write nothing, so that there are no numbers to take for indices."""
+    """Tells whether kernels are not started: their outputs then hold no valid indices."""
     return _compiled.get() is not None
 
 
 @functools.cache
 def can_compile_only() -> bool:
-    """Triton 3.4 compiles in the launch alone; 3.5 also apart, but an error would never end it."""
+    """Tells whether this Triton can compile without a launch. 3.4 cannot; 3.5 can, but would wait
+    forever after an error."""
     mode = getattr(triton, "AsyncCompileMode", None)
     return mode is not None and "ignore_errors" in inspect.signature(mode).parameters
 
 
 @contextlib.contextmanager
 def compile_only(device: torch.device) -> Iterator[None]:
-    """Keeps `start` from starting anything within it. It ends when every kernel is compiled, and
-    loaded.
+    """Makes `start` compile kernels and not start them; ends when all are compiled and loaded.
 
-    What cannot be compiled, or loaded, is left to its launch, which says why.
+    A kernel that cannot be compiled or loaded is skipped: its launch will say why.
     """
     compiled: list[Any] = []
     token = _compiled.set(compiled)
@@ -81,13 +81,12 @@ def compile_only(device: torch.device) -> Iterator[None]:
 
 
 def _kernel_of(compiled: Any) -> Any:
-    """Returns the kernel that `warmup` compiled; None: it could not be compiled."""
+    """Returns the kernel that `warmup` compiled, or None if it could not be compiled."""
     return compiled.kernel if isinstance(compiled, triton.FutureKernel) else compiled
 
 
 def _load(kernel: Any, device: torch.device) -> None:
-    """Loads a kernel into the device; and the host's code that launches it, which takes a compiler
-    too."""
+    """Loads a kernel onto the device, and compiles and loads the host's code that launches it."""
     if kernel is not None:
         with torch.cuda.device(device), contextlib.suppress(Exception):
             _ = kernel.run

@@ -15,18 +15,20 @@ from cce_dist.options import TOKEN_BLOCK
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LEAST_CAPABILITY = (8, 0)
-# Multiprocessors for kernels that wait for other ranks: 10 of 4 programs, and what torch's stages
-# send. Where none were left, a microbatch's gradients waited for the next stage's whole backward.
+# Multiprocessors that are left for kernels that wait for other ranks: 10 kernels of 4 programs, and
+# the sends of torch's stages. With none left, a microbatch's gradients waited for the next stage's
+# whole backward.
 LEFT_TO_OTHERS = 48
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Tiles of the forward and of `exact` (128 tokens x columns, 128 tokens or columns x as many
-    dims; `dims` at a time along the sum), and of the filtered backward's products.
+class KernelTiles:
+    """Sizes of the kernels' tiles for one architecture and dtype.
 
-    A task of the latter takes `pair` tiles of 128 columns, or 128 tokens or columns x
-    `slice_dims`, `backward_dims` at a time along the sum.
+    The forward and `exact` multiply tiles of 128 tokens x `columns`, or of 128 tokens or columns x
+    `columns` dims; `dims` numbers at a time along the sum. A task of the filtered backward takes
+    `pair` tiles of 128 columns, or 128 tokens or columns x `slice_dims`; `backward_dims` numbers at
+    a time along the sum.
     """
 
     columns: int
@@ -37,18 +39,17 @@ class Tiles:
     backward_dims: int
     backward_stages: int
     backward_warps: int = 8
-    residents: int = 1  # programs of the backward a multiprocessor
-    # Slices of all tiles or blocks before the next ones: `slice_of`.
-    slices_at_once: int = 4
+    residents: int = 1  # programs of the backward on one multiprocessor
+    slices_at_once: int = 4  # slices that all tiles or blocks finish before the next: `slice_of`
     warps: int = 8
-    # Of the targets' product, whose rows lie anywhere in memory; None: as many as the forward's.
+    # Stages of the targets' product, whose rows lie anywhere in memory; None: `stages`.
     target_stages: int | None = None
-    tail_dims: int = 256  # of a task of the tail's centroids
+    tail_dims: int = 256  # dims of a task of the tail's centroids
 
 
-# `cce-dist bench tiles` times candidates beside it: docs/performance.md#tiles.
+# `cce-dist bench tiles` times candidates against this table: docs/performance.md#tiles.
 TABLE = {
-    ("sm90", 2): Tiles(
+    ("sm90", 2): KernelTiles(
         256,
         64,
         4,
@@ -60,24 +61,30 @@ TABLE = {
         residents=2,
         target_stages=6,
     ),
-    ("sm80", 2): Tiles(128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3),
-    ("sm90", 4): Tiles(
+    ("sm80", 2): KernelTiles(
+        128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3
+    ),
+    ("sm90", 4): KernelTiles(
         128, 32, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=2, tail_dims=64
     ),
-    ("sm80", 4): Tiles(
+    ("sm80", 4): KernelTiles(
         128, 32, 2, pair=1, slice_dims=128, backward_dims=32, backward_stages=2, tail_dims=64
     ),
-    # 8 bits: the forward alone.
-    ("sm90", 1): Tiles(256, 128, 4, pair=1, slice_dims=128, backward_dims=64, backward_stages=3),
-    ("sm80", 1): Tiles(128, 64, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3),
+    # In 8 bits there is a forward alone.
+    ("sm90", 1): KernelTiles(
+        256, 128, 4, pair=1, slice_dims=128, backward_dims=64, backward_stages=3
+    ),
+    ("sm80", 1): KernelTiles(
+        128, 64, 3, pair=1, slice_dims=128, backward_dims=32, backward_stages=3
+    ),
 }
-# Not timed, but as the shared memory of devices wants it: test_compiles.py.
+# Not timed: chosen so that tiles fit the devices' shared memory, as test_compiles.py checks.
 TABLE |= {
-    # Products take their operands from shared memory, and so need more of it.
+    # Products read their operands from shared memory, and so need more of it.
     ("sm100", 2): replace(TABLE["sm90", 2], backward_stages=2),
     ("sm100", 4): TABLE["sm90", 4],
     ("sm100", 1): TABLE["sm90", 1],
-    # 99 KB a block.
+    # A block has 99 KB of shared memory.
     ("sm86", 2): replace(TABLE["sm80", 2], tail_dims=128),
     ("sm86", 4): TABLE["sm80", 4],
     ("sm86", 1): TABLE["sm80", 1],
@@ -97,67 +104,67 @@ def key_of(tensor: Tensor) -> tuple[str, int]:
     elif capability[0] == 9:
         name = "sm90"
     else:
-        # A device that is not known yet may have as little shared memory as 12.0.
+        # An unknown device may have as little shared memory as capability 12.0.
         name = "sm80" if capability in ((8, 0), (8, 7)) else "sm86"
     return name, tensor.dtype.itemsize
 
 
-def tiles_for(tensor: Tensor) -> Tiles:
-    """The tiles for the tensor's device and dtype."""
+def tiles_for(tensor: Tensor) -> KernelTiles:
+    """Returns the tiles for the tensor's device and dtype."""
     return TABLE[key_of(tensor)]
 
 
 def num_programs(tensor: Tensor) -> int:
-    """Programs of a persistent kernel: one per multiprocessor; one at a time when interpreted."""
+    """Returns the programs of a persistent kernel: one a multiprocessor, or one if interpreted."""
     if interpreted():
         return 1
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
-# Parts of the backward's products: all; those before the hidden gradient; those after it.
-# Apart where ranks sum the hidden gradient beside the rest.
-WHOLE, UNTIL_HIDDEN, REST = 0, 1, 2
+# Stages of the backward's products: all at once; or those up to the hidden gradient, then those
+# after it, which overlap the ranks' sum of the hidden gradient.
+ALL, UNTIL_HIDDEN, AFTER_HIDDEN = 0, 1, 2
 
 
 def rounds_exp2(tensor: Tensor) -> bool:
-    """Tells whether exponentials need more digits than the hardware's have; NumPy's have them."""
+    """Tells whether exponentials need more digits than the hardware gives; NumPy gives enough."""
     return tensor.dtype == torch.float32 and not interpreted()
 
 
 def cached_blocks(weight: Tensor, element_size: int) -> int:
-    """Token blocks whose hidden states, with such elements, the second-level cache holds, the
-    weight's rows beside them."""
+    """Returns the number of token blocks whose hidden states, of that element size, fit the
+    second-level cache beside rows of the weight."""
     if interpreted():
         return 2**20
-    # A part of it holds the other half's lines a second time.
+    # The cache has two halves, and each also holds copies of the other half's lines.
     room = torch.cuda.get_device_properties(weight.device).L2_cache_size * 2 // 5
     return max(1, room // (TOKEN_BLOCK * weight.shape[1] * element_size))
 
 
 def takes_tma(matrix: Tensor) -> bool:
-    """Tells whether a tensor descriptor can read the matrix, of inner stride 1, and store tiles of
-    its dtype."""
+    """Tells whether a tensor descriptor can read the matrix, whose inner stride is 1, and store
+    tiles of its dtype."""
     if not interpreted():
         capability = torch.cuda.get_device_capability(matrix.device)
-        # 99 KB of shared memory have no room for a tile of fp32 logits, twice.
+        # Two tiles of fp32 logits do not fit 99 KB of shared memory.
         if capability < (9, 0) or (capability >= (12, 0) and matrix.element_size() > 2):
             return False
     return is_aligned(matrix)
 
 
 def is_aligned(matrix: Tensor) -> bool:
-    """Tells whether each row begins at a multiple of 16 bytes: descriptors need it."""
+    """Tells whether each row starts at a multiple of 16 bytes, as descriptors need."""
     row_bytes = matrix.stride(0) * matrix.element_size()
     return row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def warn_of_layout(weight: Tensor) -> None:
-    """Warns once of a layout of the weight that costs more than a tenth of a call."""
+    """Warns, once, if the weight's layout costs more than a tenth of a call."""
     if interpreted():
         return
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         warn_slower(
-            f"weight has strides {weight.stride()}, and every call copies it, as the kernels read "
+            f"weight has strides {weight.stride()}, and every call copies it: the kernels read "
             "rows whose elements lie side by side; pass a contiguous weight"
         )
     elif not is_aligned(weight):
@@ -169,13 +176,14 @@ def warn_of_layout(weight: Tensor) -> None:
 
 
 def takes_branches(tensor: Tensor) -> bool:
-    """Tells whether a product's use may stand in a branch: for Blackwell's tensor memory Triton 3.6
-    does not compile that. https://github.com/triton-lang/triton/pull/9212"""
+    """Tells whether a branch may use a product. With Blackwell's tensor memory, Triton 3.6 does not
+    compile that. https://github.com/triton-lang/triton/pull/9212"""
     return interpreted() or torch.cuda.get_device_capability(tensor.device) < (10, 0)
 
 
 def why_not_screened(hidden: Tensor, dtype: str, *, by_kernels: bool) -> str | None:
-    """Why there are no 8-bit logits of it, where what computes them has no objection."""
+    """Says why logits cannot be screened on hidden's device and dtype, by a backend that can itself
+    run there; None if they can."""
     if hidden.dtype.itemsize > 2:
         return f"hidden is {hidden.dtype}, whose digits 8-bit logits would lose"
     if not by_kernels or interpreted() or dtype != "e4m3":
@@ -189,8 +197,8 @@ def why_not_screened(hidden: Tensor, dtype: str, *, by_kernels: bool) -> str | N
 
 
 def warn_of_torch(hidden: Tensor) -> None:
-    """Says, once, what could be changed for the kernels to run, where torch takes their place."""
-    # Of fp64 and of older devices the kernels have nothing faster.
+    """Warns, once, where torch takes the kernels' place, and says how to have them run."""
+    # The kernels support neither fp64 nor older devices.
     if not hidden.is_cuda or hidden.dtype not in DTYPES:
         return
     if importlib.util.find_spec("triton") is None:
@@ -206,7 +214,7 @@ def warn_of_torch(hidden: Tensor) -> None:
 
 
 def why_not(hidden: Tensor) -> str | None:
-    """Why the Triton kernels cannot compute on `hidden`'s device and dtype; None if they can."""
+    """Says why the Triton kernels cannot run on hidden's device and dtype; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if hidden.dtype not in DTYPES:
@@ -217,7 +225,7 @@ def why_not(hidden: Tensor) -> str | None:
     if not hidden.is_cuda:
         return f"hidden is on {hidden.device}, and its kernels need a CUDA device"
     if is_fake(hidden) and not torch.cuda.is_available():
-        return None  # of a GPU that is elsewhere: of those that compute this, most can
+        return None  # traced for a GPU of another machine, which most likely can
     capability = torch.cuda.get_device_capability(hidden.device)
     if capability < LEAST_CAPABILITY:
         need = LEAST_CAPABILITY

@@ -1,4 +1,4 @@
-"""Rows in 8 bits by kernels: what both sides' rows have in common, the rows, how far off they are.
+"""Rows in 8 bits by kernels: the vectors that both sides' rows share, the rows, their errors.
 
 No autograd, no groups, and nothing that makes the host wait for the device.
 """
@@ -37,25 +37,26 @@ from cce_dist.core.streams import start_on_side_stream
 from cce_dist.core.types import Head, QuantizedRows, Tokens
 from cce_dist.options import Screen
 
-# Programs that add up the sizes of a weight's rows: what each token's kernel then reads.
+# Programs that add up the sizes of a weight's rows; each program for tokens reads all their sums.
 SIZE_PARTS = 64
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Over rows of either side, [2, D] fp32 each: of them, and of their squares."""
+    """Sums over rows of either side, [2, D] fp32 each: of the rows, and of their squares."""
 
     weight: Tensor
     hidden: Tensor
     taken: int  # rows of the weight in its sums
-    count: Tensor  # [1] int32 hidden states
+    count: Tensor  # [1] int32: hidden states in their sums
 
 
 def start_sums(tokens: Tokens, head: Head, screen: Screen | None) -> Callable[[], Sums] | None:
-    """Begins the sums that `quantize_both` takes, beside what the current stream is given next:
-    tokens are put in order by kernels that leave the device idle. Whatever that order is.
+    """Starts the sums that `quantize_both` takes, on a side stream: the current stream's next
+    kernels, which order the tokens, leave most of the device idle.
 
-    Returns: what waits for them, to be called whatever happens; None: there is nothing to quantise.
+    Returns: a function that waits for the sums and returns them; call it even after an error. None:
+        there is nothing to quantise.
     """
     if screen is None or head.quantized is not None:
         return None
@@ -69,8 +70,8 @@ def start_sums(tokens: Tokens, head: Head, screen: Screen | None) -> Callable[[]
         launch_weight()
         launch_hidden()
 
-    # What the current stream is given next takes as long, and more of a multiprocessor's memory,
-    # which is divided for as long as one program is there.
+    # The current stream's next kernels take as long, and need more of a multiprocessor's shared
+    # memory, whose split stays as it is while any program runs there.
     wait = start_on_side_stream(weight.device, launch, first=False)
 
     def sums() -> Sums:
@@ -81,7 +82,7 @@ def start_sums(tokens: Tokens, head: Head, screen: Screen | None) -> Callable[[]
 
 
 def moments_of(matrix: Tensor, *, every: int = 1) -> Moments:
-    """Args: every: only each so many-th row is read."""
+    """Computes the moments of a matrix's rows. Args: every: reads each `every`-th row alone."""
     taken, sums, launch = _sums_of(with_unit_inner_stride(matrix), every)
     launch()
     return Moments.of_sums(sums, taken)
@@ -93,13 +94,13 @@ def _sums_of(
     """Returns the largest number of rows taken, memory of [2, D] for the sums of rows and of their
     squares, and a function that launches the kernels that fill it.
 
-    Args: rows: [N] int64: these alone, the first `count` of them; None: each `every`-th.
+    Args: rows: [N] int64: sums the first `count` of these rows; None: each `every`-th row.
     """
     num_rows, dim = matrix.shape
     taken = triton.cdiv(num_rows, every) if rows is None else len(rows)
     block_n, block_d = (512, 256) if interpreted() else (32, 128)
     slices = triton.cdiv(dim, block_d)
-    # Three programs a multiprocessor leave room for what they run beside.
+    # Three programs a multiprocessor leave room for the kernels of the current stream.
     splits = max(1, min(triton.cdiv(taken, 4 * block_n), 3 * num_programs(matrix) // slices))
     part = torch.empty(splits, 2, dim, dtype=torch.float32, device=matrix.device)
     sums = torch.empty_like(part[0])
@@ -131,7 +132,7 @@ def quantize_weight(
     dtype: torch.dtype,
     into: QuantizedRows | None = None,
 ) -> QuantizedRows:
-    """The weight in 8 bits. Reads it once, and some of its rows twice.
+    """Quantises the weight. Reads it once, and some of its rows twice.
 
     Args: as of `eight_bits.quantized_rows`.
     """
@@ -145,7 +146,7 @@ def quantize_weight(
 
 
 def quantize_for(tokens: Tokens, weight: Tensor, screen: Screen) -> QuantizedRows:
-    """The weight in 8 bits, as it suits these tokens, for them and others."""
+    """Quantises the weight with channels that suit these tokens, for them and for others."""
     rows, count = rows_of(tokens)
     hidden = with_unit_inner_stride(tokens.hidden)
     _, sums, launch = _sums_of(hidden, rows=rows, count=count)
@@ -161,7 +162,10 @@ def quantize_both(
     screen: Screen,
     logit_scale: float,
 ) -> tuple[QuantizedRows, Tensor, Tensor, Tensor]:
-    """Both sides in 8 bits, of this call alone. Returns: the weight's, and as `quantize_tokens`."""
+    """Quantises both sides, for this call alone.
+
+    Returns: the weight's rows, then the results of `quantize_tokens`.
+    """
     weight = with_unit_inner_stride(weight)
     dim, fp32 = weight.shape[1], torch.float32
     vectors = weight.new_empty(6, dim, dtype=fp32)
@@ -186,14 +190,14 @@ def quantize_tokens(
     logit_scale: float,
     part: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states in 8 bits, for the product with `rows`.
+    """Quantises hidden states, for the product with `rows`.
 
-    Args: part: [2, parts] sums of the sizes of the weight's rows, of which the first two of
-        `rows.mean` are made; None: they are there.
+    Args: part: [2, parts] sums of the sizes of the weight's rows, from which the first two numbers
+        of `rows.mean` are computed; None: `rows.mean` is complete.
     Returns:
         [N_padded, stride] of 8 bits.
-        [2, N_padded] what they are multiplied by; what a token's logits are shifted by, without the
-        bias of a sum of exponentials.
+        [2, N_padded] the factor of each row; the shift of the token's logits, without the bias of a
+        sum of exponentials.
         [N_padded] fp32 the variance of a logit's error.
     """
     values, of_tokens, size = _quantize(hidden, *rows.for_hidden, rows.centre, rows.values.dtype)
@@ -225,8 +229,8 @@ def _quantize(
     dtype: torch.dtype,
     into: QuantizedRows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, stride] of 8 bits, [2, R] scale and inner product with `across`, [2, R] sizes: see
-    `quantize_kernel`."""
+    """Returns rows of 8 bits, [R, stride]; their scale and inner product with `across`, [2, R];
+    their sizes, [2, R]: see `quantize_kernel`."""
     num_rows, dim = source.shape
     device, fp32 = source.device, torch.float32
     if into is None:
@@ -237,13 +241,13 @@ def _quantize(
         values, of_rows = into.values, into.of_rows
     size = torch.empty(2, num_rows, dtype=fp32, device=device)
     rows = 512 if interpreted() else 1
-    # Threads that read 8 bytes of a row at once, and keep up to 36 of its numbers in registers.
+    # A thread reads 8 bytes of a row at once, and keeps up to 36 of its numbers in registers.
     warps = min(16, triton.next_power_of_2(triton.cdiv(dim, 36 * 32)))
     block_d = 4 * 32 * warps
     chunks = triton.cdiv(values.stride(0), block_d)
     groups = triton.cdiv(num_rows, rows)
-    # Enough that the last ones to end have company, and each goes on to some ten groups.
-    # Interpreted, one goes on to all of them.
+    # Enough programs that the device stays full near the end, and few enough that each takes some
+    # ten groups. Interpreted, one program takes all groups.
     programs = min(groups, num_programs(source) * (1 if interpreted() else 120))
     start(quantize_kernel, (programs,))(
         source,
@@ -264,8 +268,8 @@ def _quantize(
         EVEN=dim == chunks * block_d and num_rows % rows == 0,
         IS_INTEGER=dtype == torch.int8,
         num_warps=warps,
-        # Where the compiler would take more, fewer programs are at work than the sums, for which
-        # a program's warps wait for one another, can do with.
+        # With more registers fewer programs would fit, too few to hide the row sums, in which the
+        # warps of a program wait for one another.
         maxnreg=96 if chunks in (8, 9) else None,
     )
     return values, of_rows, size

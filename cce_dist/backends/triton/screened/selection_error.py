@@ -1,4 +1,4 @@
-"""The mass that an 8-bit forward's tail loses, as 8-bit masses decide which columns stay in it."""
+"""The mass that an 8-bit forward's tail loses because 8-bit masses choose the columns in it."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
@@ -13,13 +13,13 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.backends.eight_bits import NEAR_COLUMNS, NEAR_NATS
+from cce_dist.backends.eight_bits import NEAR_THRESHOLD_COLUMNS, NEAR_THRESHOLD_NATS
 from cce_dist.backends.triton.forward.operands import Finished
-from cce_dist.backends.triton.forward.state import Forward
+from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.kernels.screened.selection_error import (
-    count_near_kernel,
-    near_logits_kernel,
-    pick_near_kernel,
+    count_near_threshold_kernel,
+    near_threshold_logits_kernel,
+    pick_near_threshold_kernel,
     selection_error_kernel,
 )
 from cce_dist.backends.triton.launch.start import start
@@ -28,80 +28,93 @@ from cce_dist.options import TOKEN_BLOCK
 
 
 def selection_error(
-    run: Forward,
+    state: ForwardState,
     finished: Finished,
     full: Tensor,  # [1] int32: 1: no logits are of 8 bits
     threshold: float,
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Room for what each token's tail has lost, [N_padded] fp32 over exp(lse), and what launches
-    the kernels that fill it. Source: docs/numerics.md#the-bias-of-the-tail."""
-    num_columns, mass = run.weight.shape[0], run.parts["mass"]
+    """Returns memory for each token's lost tail mass, [N_padded] fp32 over exp(lse), and a function
+    that launches the kernels that fill it. Source: docs/numerics.md#the-bias-of-the-tail."""
+    num_columns, mass = state.weight.shape[0], state.buffers.mass
     block_v = 1 << 16 if interpreted() else 4096
     chunks = triton.cdiv(num_columns, block_v)
-    near = torch.empty(run.num_blocks, chunks, dtype=torch.int32, device=run.weight.device)
-    picked = near.new_empty(run.num_blocks, NEAR_COLUMNS)
-    logits = run.weight.new_empty(2, *picked.shape, TOKEN_BLOCK, dtype=torch.float32)
-    lost = torch.empty_like(finished.lse)
-    whole = {
-        "TOKENS": TOKEN_BLOCK,
-        "CHUNKS": triton.next_power_of_2(chunks),
-        "SAMPLES": NEAR_COLUMNS,
-    }
-    launch_logits = _logits_of(run, near, picked, full, logits, whole)
+    near_threshold = torch.empty(
+        state.num_blocks, chunks, dtype=torch.int32, device=state.weight.device
+    )
+    picked = near_threshold.new_empty(state.num_blocks, NEAR_THRESHOLD_COLUMNS)
+    logits = state.weight.new_empty(2, *picked.shape, TOKEN_BLOCK, dtype=torch.float32)
+    lost_mass = torch.empty_like(finished.lse)
+    chunks_padded = triton.next_power_of_2(chunks)
+    launch_logits = _logits_of(state, near_threshold, picked, full, logits, chunks_padded)
 
     def launch() -> None:
-        grid = (run.num_blocks, chunks)
-        of_masses = (num_columns, threshold, math.exp(NEAR_NATS))
-        start(count_near_kernel, grid)(
-            mass, run.count, near, *of_masses, TOKENS=TOKEN_BLOCK, BLOCK_V=block_v
+        grid = (state.num_blocks, chunks)
+        of_masses = (num_columns, threshold, math.exp(NEAR_THRESHOLD_NATS))
+        start(count_near_threshold_kernel, grid)(
+            mass, state.count, near_threshold, *of_masses, TOKENS=TOKEN_BLOCK, BLOCK_V=block_v
         )
-        start(pick_near_kernel, grid)(
-            mass, run.count, near, picked, *of_masses, BLOCK_V=block_v, **whole
+        start(pick_near_threshold_kernel, grid)(
+            mass,
+            state.count,
+            near_threshold,
+            picked,
+            *of_masses,
+            TOKENS=TOKEN_BLOCK,
+            BLOCK_V=block_v,
+            CHUNKS=chunks_padded,
+            SAMPLES=NEAR_THRESHOLD_COLUMNS,
         )
         launch_logits()
-        start(selection_error_kernel, (run.num_blocks,))(
-            near,
+        start(selection_error_kernel, (state.num_blocks,))(
+            near_threshold,
             logits,
             finished.lse,
-            run.count,
+            state.count,
             full,
-            lost,
+            lost_mass,
             chunks,
             logits[0].numel(),
-            2 * NEAR_NATS,
-            **whole,
+            2 * NEAR_THRESHOLD_NATS,
+            TOKENS=TOKEN_BLOCK,
+            CHUNKS=chunks_padded,
+            SAMPLES=NEAR_THRESHOLD_COLUMNS,
             num_warps=8,
         )
 
-    return lost, launch
+    return lost_mass, launch
 
 
 def _logits_of(
-    run: Forward, near: Tensor, picked: Tensor, full: Tensor, logits: Tensor, whole: dict[str, int]
+    state: ForwardState,
+    near_threshold: Tensor,
+    picked: Tensor,
+    full: Tensor,
+    logits: Tensor,
+    chunks_padded: int,
 ) -> Callable[[], None]:
     """Returns a function that launches the kernel which fills `logits`, [2, num_blocks,
-    NEAR_COLUMNS, TOKENS]."""
-    eight, head, weight = run.eight, run.head, run.weight
+    NEAR_THRESHOLD_COLUMNS, TOKENS]."""
+    eight, head, weight = state.eight, state.head, state.weight
     assert eight is not None
-    columns = NEAR_COLUMNS if interpreted() else 64
+    columns = NEAR_THRESHOLD_COLUMNS if interpreted() else 64
     return functools.partial(
-        start(near_logits_kernel, (run.num_blocks, NEAR_COLUMNS // columns)),
-        run.packed,
+        start(near_threshold_logits_kernel, (state.num_blocks, NEAR_THRESHOLD_COLUMNS // columns)),
+        state.packed,
         weight,
-        run.count if head.bias is None else head.bias,
+        state.count if head.bias is None else head.bias,
         eight.hidden,
         eight.weight,
         eight.of_columns,
         eight.of_tokens,
-        near,
+        near_threshold,
         picked,
         full,
         logits,
-        near.shape[1],
+        near_threshold.shape[1],
         logits[0].numel(),
-        run.packed.shape[0],
+        state.packed.shape[0],
         *weight.shape,
-        run.packed.stride(0),
+        state.packed.stride(0),
         weight.stride(0),
         eight.hidden.stride(0),
         eight.weight.stride(0),
@@ -112,5 +125,7 @@ def _logits_of(
         ACCUMULATOR=eight.accumulator,
         HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=head.softcap is not None,
-        **whole,
+        TOKENS=TOKEN_BLOCK,
+        CHUNKS=chunks_padded,
+        SAMPLES=NEAR_THRESHOLD_COLUMNS,
     )

@@ -1,4 +1,4 @@
-"""The tail of an 8-bit forward, without the error that its columns share."""
+"""The correction of an 8-bit forward's tail: the error that the tail's columns share is removed."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
@@ -12,9 +12,14 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.backends.eight_bits import MOST_LOST, Rounding, every_for_centre, selects_by_errors
+from cce_dist.backends.eight_bits import (
+    MOST_LOST_SHARE,
+    Rounding,
+    every_for_centre,
+    selects_by_errors,
+)
 from cce_dist.backends.triton.forward.operands import Finished
-from cce_dist.backends.triton.forward.state import Forward
+from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.kernels.screened.tail_error import (
     RUN,
     tail_error_kernel,
@@ -28,39 +33,40 @@ from cce_dist.core.streams import start_on_side_stream
 from cce_dist.core.types import QuantizedRows
 from cce_dist.options import TOKEN_BLOCK
 
-# Columns and dims of a tile of the moments, warps and stages of its pipeline; tokens and dims of a
-# tile of the tokens' errors, warps.
+# Of the moments: columns and dims of a tile, warps, pipeline stages. Of the tokens' errors: tokens
+# and dims of a tile, warps.
 MOMENT_TILES = (32, 64, 4, 4)
 ERROR_TILES = (16, 256, 4)
-# Blocks of tokens whose tails have columns in common, at most so many groups of them.
+# The most groups of token blocks whose tails share their columns' means.
 MOST_GROUPS = 64
 
 
 def correct_tail(
-    run: Forward,
+    state: ForwardState,
     finished: Finished,
     rounding: Rounding,
     full: Tensor,  # [1] int32: 1: no logits are of 8 bits
-    threshold: float | None,  # of the masses that chose the kept columns; None: those did not
+    threshold: float | None,  # of the masses that chose the kept columns; None: masses did not
 ) -> Callable[[], None]:
-    """Starts to correct `finished.unkept` and `finished.dropped` in place, beside what the current
-    stream is given next: the lists of kept columns, which leave the device idle.
+    """Starts to correct `finished.unkept` and `finished.dropped` in place, on a side stream: the
+    current stream's next kernels, which list the kept columns, leave most of the device idle.
 
-    Returns: what waits for it, to be called whatever happens; until then masses have to stay.
+    Returns: a function that waits for the correction; call it even after an error. Until then
+        nothing may write to the column masses.
     Source: docs/numerics.md#the-bias-of-the-tail.
     """
-    eight, rows = run.eight, rounding.rows
+    eight, rows = state.eight, rounding.rows
     assert eight is not None
-    lost, launch_lost = None, None
+    lost_mass, launch_lost_mass = None, None
     if threshold is not None and selects_by_errors(rows.values.dtype):
-        lost, launch_lost = selection_error(run, finished, full, threshold)
-    blocks_per_group = triton.cdiv(run.num_blocks, MOST_GROUPS)
-    moments, launch_moments = _moments_of(run, rows, blocks_per_group)
-    padded, dim = run.packed.shape[0], run.weight.shape[1]
+        lost_mass, launch_lost_mass = selection_error(state, finished, full, threshold)
+    blocks_per_group = triton.cdiv(state.num_blocks, MOST_GROUPS)
+    moments, launch_moments = _moments_of(state, rows, blocks_per_group)
+    padded, dim = state.packed.shape[0], state.weight.shape[1]
     block, block_d, warps = (TOKEN_BLOCK, 256, 8) if interpreted() else ERROR_TILES
     launch_error = functools.partial(
         start(tail_error_kernel, (triton.cdiv(padded, block),)),
-        run.packed,
+        state.packed,
         eight.hidden,
         eight.of_tokens,
         rounding.variance,
@@ -68,44 +74,44 @@ def correct_tail(
         rows.channel,
         moments,
         finished.lse,
-        finished.lse if lost is None else lost,
+        finished.lse if lost_mass is None else lost_mass,
         full,
         finished.unkept,
         finished.dropped,
         blocks_per_group * TOKEN_BLOCK,
         padded,
         dim,
-        run.packed.stride(0),
+        state.packed.stride(0),
         eight.hidden.stride(0),
-        run.head.logit_scale,
-        MOST_LOST,
+        state.head.logit_scale,
+        MOST_LOST_SHARE,
         GROUPS=moments.shape[1],
         BLOCK_N=block,
         BLOCK_D=block_d,
-        HAS_SOFTCAP=run.has_unkept,
-        HAS_LOST=lost is not None,
+        HAS_SOFTCAP=state.has_unkept,
+        HAS_LOST_MASS=lost_mass is not None,
         num_warps=warps,
     )
 
     def launch() -> None:
-        if launch_lost is not None:
-            launch_lost()
+        if launch_lost_mass is not None:
+            launch_lost_mass()
         launch_moments()
         launch_error()
 
-    # The lists are many short kernels, one after the other: they should not wait for the moments.
-    return start_on_side_stream(run.weight.device, launch, first=False)
+    # The lists take many short kernels in sequence, which should not wait for the moments.
+    return start_on_side_stream(state.weight.device, launch, first=False)
 
 
 def _moments_of(
-    run: Forward, rows: QuantizedRows, blocks_per_group: int
+    state: ForwardState, rows: QuantizedRows, blocks_per_group: int
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Room for [3, GROUPS, D] fp32 means over a group's tail, see `tail_moments_kernel`, and what
-    launches the kernels that fill it."""
-    weight = run.weight
+    """Returns memory for means over each group's tail, [3, GROUPS, D] fp32 as of
+    `tail_moments_kernel`, and a function that launches the kernels that fill it."""
+    weight = state.weight
     num_columns, dim = weight.shape
-    groups = max(16, triton.next_power_of_2(triton.cdiv(run.num_blocks, blocks_per_group)))
-    # As many columns as the centre is the mean of: of a flat tail these err as that does.
+    groups = max(16, triton.next_power_of_2(triton.cdiv(state.num_blocks, blocks_per_group)))
+    # As many columns as the centre is the mean of: for a flat tail both means then err alike.
     every = every_for_centre(weight)
     num_runs = triton.cdiv(triton.cdiv(num_columns, RUN.value), every)
     block_v, block_d, warps, stages = (1024, 64, 8, 4) if interpreted() else MOMENT_TILES
@@ -113,7 +119,7 @@ def _moments_of(
     # Two programs at a time on each multiprocessor.
     splits = max(1, min(tiles, 2 * num_programs(weight) // slices))
     fp32 = torch.float32
-    # Their rounding errs by less than the columns that are left out do.
+    # Rounding the shares costs less than leaving out columns does.
     share_dtype = fp32 if interpreted() else torch.bfloat16
     share = weight.new_empty(groups, num_runs * RUN.value, dtype=share_dtype)
     part = weight.new_empty(splits, 3, groups, dim, dtype=fp32)
@@ -121,8 +127,8 @@ def _moments_of(
     sums, seen_sum = torch.empty_like(part[0]), torch.empty_like(seen[0])
     launch_shares = functools.partial(
         start(tail_shares_kernel, (triton.cdiv(num_runs * RUN.value, 2 * block_v),)),
-        run.parts["mass"],
-        run.shape,
+        state.buffers.mass,
+        state.shape,
         share,
         num_columns,
         num_runs,

@@ -20,7 +20,7 @@ BLOCK = 256
 
 
 def pack_lse_and_target(lse: Tensor, target_logit: Tensor, header: Sequence[int]) -> Tensor:
-    """[N], [N], eight numbers below 2^24 -> [8 + 2 N] fp32."""
+    """Packs lse [N], target logit [N] and eight numbers below 2^24 into [8 + 2 N] fp32."""
     out = lse.new_empty(NUM_DIGITS + 2 * len(lse))
     start(pack_stats_kernel, (max(triton.cdiv(len(lse), BLOCK), 1),))(
         lse.contiguous(),
@@ -37,9 +37,11 @@ def merge_lse_and_target(
     parts: Tensor,  # [W, 8 + 2 N] fp32: header, lse, target logit
     count: Tensor | None,  # [1] int32: tokens that count
 ) -> tuple[Tensor, Tensor]:
-    """lse and target logit of all shards [2, N], 0 where no token counts, as
-    `stats.merge_parts`; whether the parts belong together, [1] int32, as
-    `merge_header.is_sound`."""
+    """Merges the shards as `stats.merge_parts`; checks their headers as `merge_header.is_sound`.
+
+    Returns: lse and target logit, [2, N], 0 for tokens that don't count; [1] int32: 1 if the ranks'
+        parts belong together.
+    """
     ranks, stride = parts.shape
     num_tokens = (stride - NUM_DIGITS) // 2
     out = parts.new_empty(2, num_tokens)

@@ -1,4 +1,4 @@
-"""An order of the tokens in which similar ones stand side by side."""
+"""An order of the tokens in which similar tokens stand side by side."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
@@ -16,7 +16,7 @@ from cce_dist.backends.triton.launch.start import is_compiling_only, start
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.types import Tokens
 
-# Tokens, of which `order_kernel` takes work that grows with their square; torch sorts more.
+# The most tokens for `order_kernel`, whose work grows with their square; torch sorts more.
 MOST_COUNTED = 2**16
 
 
@@ -36,13 +36,13 @@ def in_similar_order(tokens: Tokens) -> tuple[Tokens, Tensor]:
         return tokens.reordered(order), order
     order = torch.empty(num_tokens, dtype=torch.int64, device=rows.device)
     if is_compiling_only():
-        # torch's own kernels run then, too.
+        # torch's kernels run even then, and read the order.
         torch.arange(num_tokens, out=order)
-    # Where a token's row is its number they are the same, and written twice.
-    made_rows = order if tokens.rows is None else torch.empty_like(rows)
+    # Where a token's row is its number, rows and order are one tensor, written twice.
+    ordered_rows = order if tokens.rows is None else torch.empty_like(rows)
     targets = tokens.local_targets.contiguous()
-    made_targets = torch.empty_like(targets)
-    # In the interpreter few tallies at a time, so that some tests have more.
+    ordered_targets = torch.empty_like(targets)
+    # The interpreter takes few tallies at a time, so that some tests have several times.
     block, parts = (2 * part_tokens(), 4) if interpreted() else (128, 128)
     start(order_kernel, (triton.cdiv(num_tokens, block),))(
         key,
@@ -50,8 +50,8 @@ def in_similar_order(tokens: Tokens) -> tuple[Tokens, Tensor]:
         rows,
         targets,
         order,
-        made_rows,
-        made_targets,
+        ordered_rows,
+        ordered_targets,
         num_tokens,
         PART=part_tokens(),
         PARTS=parts,
@@ -59,7 +59,7 @@ def in_similar_order(tokens: Tokens) -> tuple[Tokens, Tensor]:
         num_warps=8,
     )
     scale = None if tokens.scale is None else tokens.scale.index_select(0, order)
-    return Tokens(tokens.hidden, made_rows, made_targets, tokens.count, scale=scale), order
+    return Tokens(tokens.hidden, ordered_rows, ordered_targets, tokens.count, scale=scale), order
 
 
 def part_tokens() -> int:

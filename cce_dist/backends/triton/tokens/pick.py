@@ -18,7 +18,8 @@ BLOCK = 1024
 
 
 def pick_on_device(ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
-    """ids [N] int64, N > 0 -> those that are not ignored, in front. The host doesn't wait."""
+    """Moves the ids, of [N] int64 with N > 0, that are not ignored to the front. The host doesn't
+    wait."""
     ids = ids.contiguous()
     size, device = ids.shape[0], ids.device
     grid = (triton.cdiv(size, BLOCK),)

@@ -1,4 +1,4 @@
-"""DDS: weight gradient of a tile of columns from the token blocks that keep them, and the tail."""
+"""DDS: a tile of the weight's gradient, from token blocks that keep its columns, and the tail."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def store_columns(
     is_first_slice,
     share_ptr,  # [groups, V]
     class_weight_ptr,  # [V]
-    tail_ptr,  # [GROUPS, D] fp32: a unit of a group's share adds this to a column
+    tail_ptr,  # [GROUPS, D] fp32: a share of 1 of a group adds this to a column
     tail_bias_ptr,  # [GROUPS] fp32
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
@@ -34,7 +34,7 @@ def store_columns(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Adds the tail's columns, GROUPS more of the product, then stores each element once."""
+    """Adds the tail, as GROUPS more rows of the product's sum, then stores each element once."""
     inside = (dims < D)[None, :]
     if HAS_TAIL or HAS_MEAN:
         group = tl.arange(0, GROUPS)
@@ -54,7 +54,7 @@ def store_columns(
             tail = tl.load(tail_ptr + group[:, None] * D + dims[None, :], mask=inside, other=0.0)
             acc = tl.dot(share, tail, acc, input_precision=PRECISION)
         if HAS_GRAD_BIAS:
-            # Group by group, so that its last bit does not depend on the tile's shape.
+            # Group by group, so that no last bit depends on the tile's shape.
             for i in range(groups + (1 if HAS_MEAN else 0)):
                 share_of_group = tl.sum(tl.where((group == i)[None, :], share, 0.0), 1)
                 bias += share_of_group * tl.load(tail_bias_ptr + i)
@@ -86,8 +86,8 @@ def dds_kept_task(
     workspace_ptr,  # [rows + TILE, TOKENS], the last rows 0
     grad_weight_ptr,
     grad_bias_ptr,
-    unit,
-    number,  # of tiles that have such tasks
+    grad_scale,
+    number,  # of the chunk's tiles with a kept column
     num_tiles,
     num_blocks,
     V,
@@ -113,8 +113,8 @@ def dds_kept_task(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Multiplies a tile of columns x SLICE dims over the token blocks that keep any of them, and
-    the tail."""
+    """Computes DDS of a tile of columns x SLICE dims over the token blocks that keep any, and the
+    tail."""
     tile, slice_ = slice_of(task, number, num_slices, at_once)
     tile += first_tile
     dims = slice_ * SLICE + tl.arange(0, SLICE)
@@ -138,7 +138,7 @@ def dds_kept_task(
             e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
             e = tl.load(e_ptrs, mask=inside, other=0.0)
             if WIDE:
-                acc = add_product(acc, p, e, unit - unit, PRECISION)
+                acc = add_product(acc, p, e, grad_scale - grad_scale, PRECISION)
             else:
                 acc = tl.dot(p, e, acc, input_precision=PRECISION)
     if HAS_GRAD_BIAS:  # noqa: SIM102
@@ -149,7 +149,7 @@ def dds_kept_task(
                 bias += tl.sum(tl.load(p_ptrs).to(tl.float32), 1)
     at = tile * TILE + local
     store_columns(
-        acc * unit, bias * unit, tl.load(order_ptr + at), at < V, dims, slice_ == 0,
+        acc * grad_scale, bias * grad_scale, tl.load(order_ptr + at), at < V, dims, slice_ == 0,
         share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D,
         groups, stride_gv, TILE, TAIL_PRECISION, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT,
         HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
@@ -159,7 +159,7 @@ def dds_kept_task(
 @triton.jit
 def unkept_task(
     task,
-    first,  # in the order of columns, the first that no block keeps
+    first,  # place, in the order of columns, of the first column that no block keeps
     order_ptr,
     share_ptr,
     class_weight_ptr,
@@ -183,7 +183,8 @@ def unkept_task(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Writes COLUMNS columns that no block keeps, whole rows: the tail, or zeros."""
+    """Writes whole rows of the gradient, of COLUMNS columns that no block keeps: the tail, or
+    zeros."""
     at = first + task * COLUMNS + tl.arange(0, COLUMNS)
     column = tl.load(order_ptr + at)
     for slice_ in range(num_slices):

@@ -1,4 +1,4 @@
-"""DSD: hidden gradient of a token block from the columns of one chunk."""
+"""DSD: the hidden gradient of a token block, from the columns of one chunk."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ def add_rows(
     row,  # [TOKENS] int64
     written,  # [TOKENS]
     dims,  # [SLICE]
-    is_first,  # stores where the others add
+    is_first,  # the first chunk stores, and the others add
     grad_hidden_ptr,  # [num_rows, D] fp32
     D,
 ):
@@ -25,17 +25,17 @@ def add_rows(
 
 @triton.jit
 def piece_of(piece, pieces, length, BLOCK_K: tl.constexpr):
-    """Returns [begin, end) of a list's piece; all but the last end at a multiple of BLOCK_K."""
+    """Returns [start, end) of a piece of a list; all but the last end at a multiple of BLOCK_K."""
     each = tl.cdiv(tl.cdiv(length, pieces), BLOCK_K) * BLOCK_K
-    begin = tl.minimum(piece * each, length)
-    return begin, tl.minimum(begin + each, length)
+    start = tl.minimum(piece * each, length)
+    return start, tl.minimum(start + each, length)
 
 
 @triton.jit
 def dsd_kept_task(
     task,
-    pieces,  # sums over columns apart, each into a hidden gradient of its own
-    turn,  # 0 for the first chunk that is computed: it stores where the others add
+    pieces,  # of a block's columns, each summed into a separate hidden gradient
+    turn,  # 0 for the chunk that is computed first: it stores, and the others add
     first_tile,
     last_tile,
     weight_ptr,  # [V, D]
@@ -46,12 +46,12 @@ def dsd_kept_task(
     workspace_ptr,  # [rows, TOKENS]
     workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
     drawn_sum_ptr,  # [tasks, TOKENS] fp32
-    rows_ptr,  # [N_padded] int64: row of each token in it
+    rows_ptr,  # [N_padded] int64: row of each token in the hidden gradient
     grad_hidden_ptr,  # [pieces, num_rows, D] fp32
     num_rows,
     drawn_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out, over the chunks
     count,
-    unit,
+    grad_scale,
     num_tiles,
     D,
     stride_wv,
@@ -66,7 +66,7 @@ def dsd_kept_task(
     BRANCHES: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """Multiplies a piece of the entries of a token block x SLICE dims."""
+    """Computes DSD of a token block x SLICE dims over a piece of the block's entries."""
     num_slices = tl.cdiv(D, SLICE)
     piece = task % pieces
     number = tl.cdiv(count, TOKENS)
@@ -78,9 +78,9 @@ def dsd_kept_task(
     base = tl.load(base_ptr + block)
     lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros((TOKENS, SLICE), tl.float32)
-    begin, end = piece_of(piece, pieces, length, BLOCK_K)
-    for k in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        # Past the list's end stands some column: its d_logits are 0.
+    start, end = piece_of(piece, pieces, length, BLOCK_K)
+    for k in tl.range(start, end, BLOCK_K, num_stages=STAGES):
+        # Past the list's end there is some valid column, whose d_logits are 0.
         column = (tl.load(entries_ptr + base + k + lane) >> 1).to(tl.int64)
         if USE_TMA:
             p = workspace_rows.load([base + k, 0])
@@ -91,20 +91,20 @@ def dsd_kept_task(
             weight_ptr + column[:, None] * stride_wv + dims[None, :], mask=inside, other=0.0
         )
         if WIDE:
-            acc = add_product(acc, p.T, c, unit - unit, PRECISION)
+            acc = add_product(acc, p.T, c, grad_scale - grad_scale, PRECISION)
         else:
             acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
-    # Of no entries there is nothing to add.
+    # A list without entries has nothing to add.
     wanted = (turn == 0) | (length > 0)
-    own_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
+    piece_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
     token = block * TOKENS + tl.arange(0, TOKENS)
     if BRANCHES:
         if wanted:
             row = tl.load(rows_ptr + token)
-            add_rows(acc * unit, row, token < count, dims, turn == 0, own_ptr, D)
+            add_rows(acc * grad_scale, row, token < count, dims, turn == 0, piece_ptr, D)
     else:
         row = tl.load(rows_ptr + token)
-        add_rows(acc * unit, row, (token < count) & wanted, dims, turn == 0, own_ptr, D)
+        add_rows(acc * grad_scale, row, (token < count) & wanted, dims, turn == 0, piece_ptr, D)
     if HAS_DRAWN:  # noqa: SIM102
         if (slice_ == 0) & (piece == 0):
             token = tl.arange(0, TOKENS)

@@ -1,6 +1,6 @@
 """`exact`, SDD: d_logits of every column of a chunk of the vocabulary.
 
-They, and logits that the forward kept, lie as [columns, N_padded] in the workspace.
+Both the d_logits and the logits that the forward kept lie as [columns, N_padded] in the workspace.
 """
 
 import triton
@@ -21,7 +21,7 @@ from cce_dist.backends.triton.kernels.numbers import (
 def d_logits(
     log_p,  # log2 of the probability
     slope,  # softcap'(z), 1 without a softcap
-    probability,  # upstream of the probability, times logit_scale: so are the next three
+    probability,  # upstream of the probability; like `of_entropy` and `of_mean` times logit_scale
     of_entropy,
     entropy,
     of_mean,
@@ -85,10 +85,10 @@ def logits_task(
     slope = 1.0
     if HAS_LOGITS:
         x = tl.load(logit_ptr + place).to(tl.float32) + tl.load(ref_ptr + token)[None, :]
-        # What replaces them is another thread's, maybe.
+        # All threads must have read the logits before any of them writes d_logits there.
         tl.debug_barrier()
         if HAS_SOFTCAP:
-            # Of a token that doesn't count the logits are -inf.
+            # The logits of a token that doesn't count are -inf.
             slope = slope_at(x, scale_across(scale, token), softcap)
             slope = tl.where(x > float("-inf"), slope, 0.0)
     else:
@@ -139,9 +139,10 @@ def exact_logits_kernel(
     weight,  # [V, D], of BLOCK_V x BLOCK_D
     workspace,  # [columns, N], of BLOCK_V x BLOCK_N: out
     workspace_ptr,
-    logit_ptr,  # [columns, N] the same memory: logits over `ref_ptr`, log2, if HAS_LOGITS
+    logit_ptr,  # [columns, N] the same memory: logits minus `ref_ptr`, log2, if HAS_LOGITS
     ref_ptr,  # [N]
-    bad_ref_ptr,  # [N / BLOCK_N + 1] int32: 1 where a block's kept logits are not to be used; any
+    bad_ref_ptr,  # [N / BLOCK_N + 1] int32: 1 where a block's kept logits are not usable; last, 1
+    # if there is such a block
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
     count_ptr,  # [1] int32
@@ -154,7 +155,7 @@ def exact_logits_kernel(
     D,
     stride_hn,
     stride_wv,
-    scale,  # a number, or [N] one of each token
+    scale,  # a number, or [N] of each token
     softcap,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -162,17 +163,19 @@ def exact_logits_kernel(
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,  # fp32 inputs
-    HAS_LOGITS: tl.constexpr,  # the forward has left them in the workspace
-    ONLY_BAD_REF: tl.constexpr,  # of that workspace, the blocks that HAS_LOGITS leaves out
+    HAS_LOGITS: tl.constexpr,  # the forward has left the logits in the workspace
+    ONLY_BAD_REF: tl.constexpr,  # computes only the blocks that a launch with HAS_LOGITS leaves out
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
-    """Computes SDD: d_logits of a chunk but for the targets', all token blocks that count. Programs
-    that run at a time share a few tiles of the weight, and no more token blocks than the cache
-    holds."""
+    """Computes SDD: d_logits of a chunk, except the targets', for all token blocks that count.
+
+    Programs that run at the same time share a few tiles of the weight, and no more token blocks
+    than the cache holds.
+    """
     if ONLY_BAD_REF:  # noqa: SIM102
         if tl.load(bad_ref_ptr + N // BLOCK_N) == 0:
             return
@@ -220,7 +223,7 @@ def exact_targets_kernel(
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
-    """Computes d_logits of the targets among the chunk's columns, by the forward's own logits."""
+    """Computes d_logits of the targets among the chunk's columns, from the forward's logits."""
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     target = tl.load(target_ptr + token)
     local = target - first_column

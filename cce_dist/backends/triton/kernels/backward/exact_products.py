@@ -21,7 +21,7 @@ def exact_dds_task(
     grad_weight_ptr,
     grad_bias_ptr,
     count,
-    unit,
+    grad_scale,
     rows,
     N,
     V,
@@ -44,7 +44,7 @@ def exact_dds_task(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Multiplies a tile of columns x SLICE dims over every token, fp32 in registers, one store."""
+    """Computes DDS of a tile of columns x SLICE dims over all tokens: fp32 sums, one store."""
     first_row = task // num_slices * TILE
     first_dim = task % num_slices * SLICE
     acc = tl.zeros((TILE, SLICE), tl.float32)
@@ -56,20 +56,20 @@ def exact_dds_task(
             )
             e = load_tile(hidden, k * BLOCK_K, first_dim, N, D, stride_hn, BLOCK_K, SLICE, USE_TMA)
             if WIDE:
-                acc = add_product(acc, p, e, unit - unit, PRECISION)
+                acc = add_product(acc, p, e, grad_scale - grad_scale, PRECISION)
             else:
                 acc = tl.dot(p, e, acc, input_precision=PRECISION)
     local = first_row + tl.arange(0, TILE)
     if HAS_GRAD_BIAS:  # noqa: SIM102
         if task % num_slices == 0:
-            # Apart from the products: their operand then stays where the tensor cores read it.
+            # Not in the loop of products, whose operand then stays where the tensor cores read it.
             for block in range(tl.cdiv(count, TOKENS)):
                 token = block * TOKENS + tl.arange(0, TOKENS)
                 p_ptrs = workspace_ptr + local.to(tl.int64)[:, None] * N + token[None, :]
                 bias += tl.sum(tl.load(p_ptrs).to(tl.float32), 1)
     column = first_column + local
     store_columns(
-        acc * unit, bias * unit, tl.minimum(column, V - 1), column < V,
+        acc * grad_scale, bias * grad_scale, tl.minimum(column, V - 1), column < V,
         first_dim + tl.arange(0, SLICE), task % num_slices == 0, tail_ptr, class_weight_ptr,
         tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr, V, D, 0, stride_gv, TILE,
         TAIL_PRECISION, GROUPS, False, HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS,
@@ -89,7 +89,7 @@ def exact_dsd_task(
     grad_hidden_ptr,
     num_rows,
     count,
-    unit,
+    grad_scale,
     rows,
     N,
     V,
@@ -104,28 +104,28 @@ def exact_dsd_task(
     WIDE: tl.constexpr,
     IS_FIRST: tl.constexpr,
 ):
-    """Multiplies a token block by SLICE dims over a piece of the chunk's columns."""
+    """Computes DSD of a token block x SLICE dims over a piece of the chunk's columns."""
     piece = task % pieces
     task //= pieces
     first_token = task // num_slices * TOKENS
     first_dim = task % num_slices * SLICE
     acc = tl.zeros((TOKENS, SLICE), tl.float32)
-    begin, end = piece_of(piece, pieces, num_columns, BLOCK_K)
-    for k in range(begin, end, BLOCK_K):
+    start, end = piece_of(piece, pieces, num_columns, BLOCK_K)
+    for k in range(start, end, BLOCK_K):
         p = load_tile(workspace_tokens, k, first_token, rows, N, N, BLOCK_K, TOKENS, USE_TMA)
         c = load_tile(weight, first_column + k, first_dim, V, D, stride_wv, BLOCK_K, SLICE, USE_TMA)
         if WIDE:
-            acc = add_product(acc, p.T, c, unit - unit, PRECISION)
+            acc = add_product(acc, p.T, c, grad_scale - grad_scale, PRECISION)
         else:
             acc = tl.dot(p.T, c, acc, input_precision=PRECISION)
     token = first_token + tl.arange(0, TOKENS)
     row = tl.load(row_ptr + token)
     dims = first_dim + tl.arange(0, SLICE)
-    own_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
-    add_rows(acc * unit, row, token < count, dims, IS_FIRST, own_ptr, D)
+    piece_ptr = grad_hidden_ptr + piece.to(tl.int64) * num_rows * D
+    add_rows(acc * grad_scale, row, token < count, dims, IS_FIRST, piece_ptr, D)
 
 
-@triton.jit(do_not_specialize=["pieces", "num_rows", "part", "first_column", "num_columns"])
+@triton.jit(do_not_specialize=["pieces", "num_rows", "stage", "first_column", "num_columns"])
 def exact_products_kernel(
     hidden,  # [N, D] packed, a descriptor of BLOCK_K x SLICE or a pointer
     weight,  # [V, D], of BLOCK_K x SLICE
@@ -140,11 +140,11 @@ def exact_products_kernel(
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
     count_ptr,  # [1] int32
-    unit_ptr,  # [1] fp32: power of two by which the workspace was divided
+    grad_scale_ptr,  # [1] fp32: power of two by which the workspace was divided
     queue_ptr,  # [1] int32: the next task
-    pieces,  # of the columns, so that few tokens are work for all programs
+    pieces,  # of the columns, so that few tokens give all programs work
     num_rows,
-    part,  # 0: DDS and DSD; 1: DSD alone; 2: DDS alone
+    stage,  # 0: DDS and DSD; 1: DSD alone; 2: DDS alone
     first_column,
     num_columns,
     rows,
@@ -162,7 +162,7 @@ def exact_products_kernel(
     TAIL_PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
     WIDE: tl.constexpr,  # fp32 inputs
-    IS_FIRST: tl.constexpr,  # chunk: it stores the hidden gradient where the others add
+    IS_FIRST: tl.constexpr,  # the first chunk stores the hidden gradient, and the others add to it
     GROUPS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -171,18 +171,18 @@ def exact_products_kernel(
     HAS_GRAD_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Computes DDS and DSD of a chunk. Programs take tasks from a queue, the longer ones first; the
-    choice of a program changes no bit."""
+    """Computes DDS and DSD of a chunk. Programs take tasks from a queue, longer tasks first. Which
+    program takes a task changes no bit of the result."""
     count = tl.load(count_ptr)
-    unit = tl.load(unit_ptr)
+    grad_scale = tl.load(grad_scale_ptr)
     num_slices = tl.cdiv(D, SLICE)
     dds_slices = num_slices if HAS_GRAD_WEIGHT else 1
     num_dds = 0
     num_dsd = 0
     if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
-        num_dds = tl.where(part == 1, 0, tl.cdiv(num_columns, TILE) * dds_slices)
+        num_dds = tl.where(stage == 1, 0, tl.cdiv(num_columns, TILE) * dds_slices)
     if HAS_GRAD_HIDDEN:
-        num_dsd = tl.where(part == 2, 0, tl.cdiv(count, TOKENS) * num_slices * pieces)
+        num_dsd = tl.where(stage == 2, 0, tl.cdiv(count, TOKENS) * num_slices * pieces)
     # The first task of each kind: a DSD sums over columns, a DDS over tokens.
     first_dsd = tl.where(num_columns > count, 0, num_dds)
     first_dds = tl.where(num_columns > count, num_dsd, 0)
@@ -193,15 +193,16 @@ def exact_products_kernel(
                 exact_dds_task(
                     task - first_dds, first_column, hidden, workspace_columns, workspace_ptr,
                     class_weight_ptr, tail_ptr, tail_bias_ptr, grad_weight_ptr, grad_bias_ptr,
-                    count, unit, rows, N, V, D, dds_slices, stride_hn, stride_gv, TOKENS, TILE,
-                    SLICE, BLOCK_K, PRECISION, TAIL_PRECISION, USE_TMA, WIDE, GROUPS, HAS_MEAN,
-                    HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+                    count, grad_scale, rows, N, V, D, dds_slices, stride_hn, stride_gv, TOKENS,
+                    TILE, SLICE, BLOCK_K, PRECISION, TAIL_PRECISION, USE_TMA, WIDE, GROUPS,
+                    HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
                 )  # fmt: skip
         else:
             if HAS_GRAD_HIDDEN:
                 exact_dsd_task(
                     task - first_dsd, pieces, first_column, num_columns, weight, workspace_tokens,
-                    row_ptr, grad_hidden_ptr, num_rows, count, unit, rows, N, V, D, num_slices,
-                    stride_wv, TOKENS, SLICE, BLOCK_K, PRECISION, USE_TMA, WIDE, IS_FIRST,
+                    row_ptr, grad_hidden_ptr, num_rows, count, grad_scale, rows, N, V, D,
+                    num_slices, stride_wv, TOKENS, SLICE, BLOCK_K, PRECISION, USE_TMA, WIDE,
+                    IS_FIRST,
                 )  # fmt: skip
         task = tl.atomic_add(queue_ptr, 1)

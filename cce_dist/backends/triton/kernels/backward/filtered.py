@@ -1,7 +1,7 @@
 """The filtered backward's three products, chunk by chunk, in one persistent kernel.
 
-How many chunks hold a kept column is known on the device only. So the kernel loops over them
-itself, with a barrier between the phases, and the host never waits.
+Only the device knows how many chunks hold a kept column. So the kernel itself loops over them, with
+a barrier between its phases, and the host never waits.
 """
 
 import triton
@@ -32,7 +32,7 @@ def go_on(USE_TMA: tl.constexpr, IS_INTERPRETED: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "pieces",
-        "part",
+        "stage",
         "num_rows",
         "num_blocks",
         "max_chunks",
@@ -50,7 +50,7 @@ def filtered_kernel(
     target_ptr,  # [num_blocks * TOKENS] int32, -1: none here
     count_ptr,  # [1] int32
     upstream_ptr,  # [7, num_blocks * TOKENS]: see `exact_logits_kernel`
-    unit_ptr,  # [1] fp32: power of two by which `upstream_ptr` was divided
+    grad_scale_ptr,  # [1] fp32: power of two by which `upstream_ptr` was divided
     seed_ptr,  # [1] int32
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
@@ -71,19 +71,19 @@ def filtered_kernel(
     pair_rows_ptr,  # [max_pairs, TILE] int32
     workspace_ptr,  # [max_rows + TILE, TOKENS], the last rows 0
     workspace_rows,  # descriptor of the same, BLOCK_K x TOKENS
-    made_ptr,  # the same: of the last chunk's entries, if HAS_MADE: see `entries_made`
+    stored_ptr,  # the same memory: the last chunk's entries, if HAS_STORED: see `stored_entries`
     ref_ptr,  # [num_blocks * TOKENS] log2
-    bad_ref_ptr,  # [num_blocks] int32: 1 where they are not to be used
+    bad_ref_ptr,  # [num_blocks] int32: 1 where a block's stored entries are not usable
     drawn_sum_ptr,  # [max_tasks, TOKENS] fp32
     grad_hidden_ptr,  # [pieces, num_rows, D] fp32: their sum is the hidden gradient
     drawn_total_ptr,  # [N_padded] fp32: sum of the drawn entries' d_logits: out
     grad_weight_ptr,  # [V, D]
     grad_bias_ptr,  # [V] fp32
     queue_ptr,  # [2 * max_chunks + 3] int32, zeros: the next task of each phase; arrivals; the next
-    # columns that no block keeps
-    pieces,  # of each block's columns, so that few tokens are work for all programs
+    # task of columns that no block keeps
+    pieces,  # of each block's columns, so that few tokens give all programs work
     num_rows,
-    part,  # 0: all; 1: without the share of kernels/backward/rest.py
+    stage,  # 0: all; 1: without the share of kernels/backward/after_hidden.py
     num_blocks,
     V,
     D,
@@ -114,7 +114,7 @@ def filtered_kernel(
     WIDE: tl.constexpr,  # fp32 inputs
     BRANCHES: tl.constexpr,  # around the uses of a product
     GROUPS: tl.constexpr,
-    HAS_MADE: tl.constexpr,
+    HAS_STORED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
@@ -128,16 +128,15 @@ def filtered_kernel(
     UNKEPT: tl.constexpr,  # columns of `unkept_task`
     UNKEPT_SLICE: tl.constexpr,
 ):
-    """Multiplies the columns that each block keeps, and those drawn for it, by lists of columns.
+    """Computes the products of the columns that each block keeps or draws, from lists of columns.
 
-    Chunks come from the last to the first, so that most of DDS is left for when the hidden gradient
-    is done. The lists of a chunk are made beside the products of the one before. Who waits for the
-    others stores gradients of columns that no block keeps. `LIST_STAGES` are those of loops that
-    load rows by a list: the first of them find the rows, so that as many as elsewhere are left to
-    wait for them.
+    Chunks run from the last to the first, which leaves the longest DDS until the hidden gradient is
+    done. A chunk's lists are computed beside the products of the chunk before. Programs that wait
+    for others store the gradients of columns that no block keeps. Loops that load rows by a list
+    have `LIST_STAGES` stages: more than others, since their first stages load the list.
     """
     count = tl.load(count_ptr)
-    unit = tl.load(unit_ptr)
+    grad_scale = tl.load(grad_scale_ptr)
     seed = tl.load(seed_ptr)
     num_active = tl.load(num_active_ptr)
     num_chunks = tl.load(num_chunks_ptr)
@@ -147,8 +146,8 @@ def filtered_kernel(
     unkept_slices = tl.cdiv(D, UNKEPT_SLICE) if HAS_GRAD_WEIGHT else 1
     num_unkept = 0
     if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
-        num_unkept = tl.where(part == 1, 0, (num_tiles - num_active) * (TILE // UNKEPT))
-    # Phase 2 turn: lists of a chunk, products of the one before; phase 2 turn + 1: its SDD.
+        num_unkept = tl.where(stage == 1, 0, (num_tiles - num_active) * (TILE // UNKEPT))
+    # Phase 2 turn: lists of a chunk, and products of the chunk before; phase 2 turn + 1: its SDD.
     for phase in range(2 * num_chunks + 1):
         turn = phase // 2
         is_last = phase == 2 * num_chunks
@@ -156,7 +155,7 @@ def filtered_kernel(
         at = chunk * (num_blocks + 1)
         entries_of_turn = (turn + 1) % 2 * max_rows
         other = turn % 2 * max_rows
-        # Of the chunk the tiles [first, middle), of the one before in time [middle, last).
+        # The chunk has tiles [first, middle); the chunk of the turn before has [middle, last).
         first = 0
         last = 0
         middle = tl.load(first_ptr + chunk + 1)
@@ -170,7 +169,7 @@ def filtered_kernel(
             if turn > 0:
                 if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
                     dds_tiles = tl.maximum(tl.minimum(last, num_active) - middle, 0)
-                    dds_tiles = tl.where(is_last & (part == 1), 0, dds_tiles)
+                    dds_tiles = tl.where(is_last & (stage == 1), 0, dds_tiles)
                 if HAS_GRAD_HIDDEN:
                     num_dsd = tl.cdiv(count, TOKENS) * num_slices * pieces
             num_dds = dds_tiles * dds_slices
@@ -183,11 +182,11 @@ def filtered_kernel(
                         dds_kept_task(
                             task, middle, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr,
                             num_blocks_ptr, pair_rows_ptr, share_ptr, class_weight_ptr, tail_ptr,
-                            tail_bias_ptr, workspace_ptr, grad_weight_ptr, grad_bias_ptr, unit,
-                            dds_tiles, num_tiles, num_blocks, V, D, groups, dds_slices, at_once,
-                            stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES,
-                            PRECISION, TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN,
-                            HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+                            tail_bias_ptr, workspace_ptr, grad_weight_ptr, grad_bias_ptr,
+                            grad_scale, dds_tiles, num_tiles, num_blocks, V, D, groups, dds_slices,
+                            at_once, stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K,
+                            LIST_STAGES, PRECISION, TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL,
+                            HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
                         )  # fmt: skip
                 elif task < num_dds + num_dsd:
                     if HAS_GRAD_HIDDEN:
@@ -195,10 +194,10 @@ def filtered_kernel(
                         dsd_kept_task(
                             task - num_dds, pieces, turn - 1, middle, last, weight_ptr, starts_ptr,
                             base_ptr + before, segment_ptr + before, entries_ptr + entries_of_turn,
-                            workspace_ptr, workspace_rows, drawn_sum_ptr, rows_ptr,
-                            grad_hidden_ptr, num_rows, drawn_total_ptr, count, unit, num_tiles, D,
-                            stride_wv, at_once, TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION,
-                            USE_TMA, WIDE, BRANCHES, HAS_DRAWN,
+                            workspace_ptr, workspace_rows, drawn_sum_ptr, rows_ptr, grad_hidden_ptr,
+                            num_rows, drawn_total_ptr, count, grad_scale, num_tiles, D, stride_wv,
+                            at_once, TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION, USE_TMA, WIDE,
+                            BRANCHES, HAS_DRAWN,
                         )  # fmt: skip
                 else:
                     list_task(
@@ -216,10 +215,10 @@ def filtered_kernel(
                     sdd_kept_task(
                         task, turn == 0, seed, first, middle, hidden_ptr, rows_ptr, weight_ptr,
                         bias_ptr, target_ptr, upstream_ptr, starts_ptr, base_ptr + at,
-                        segment_ptr + at, entries_ptr + other, workspace_ptr, made_ptr, ref_ptr,
+                        segment_ptr + at, entries_ptr + other, workspace_ptr, stored_ptr, ref_ptr,
                         bad_ref_ptr, drawn_sum_ptr, num_tiles, num_blocks, D, stride_hn, stride_wv,
                         scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION,
-                        WIDE, HAS_MADE, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
+                        WIDE, HAS_STORED, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
                     )  # fmt: skip
                 else:
                     pair_task(

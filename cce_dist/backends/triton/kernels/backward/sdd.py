@@ -3,15 +3,16 @@
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.filter.column_lists import level_of
+from cce_dist.backends.triton.kernels.filter.column_lists import draw_level_of
 from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, scale_across, softcapped
 
-# The forward keeps exp2(logit - reference) of an entry, in fp16, which has more digits of a
-# probability than bf16, down to 2^-25. MADE_SCALE is added to the difference ...
-MADE_SCALE = tl.constexpr(11.0)
-# ... which is below this where the reference is within this of lse; all in log2, but for the most.
-MADE_FURTHEST = tl.constexpr(4.0)
-MADE_MOST = tl.constexpr(65504.0)
+# A screened forward stores exp2(logit - reference + STORED_SCALE) of each entry in fp16, which has
+# more digits of a probability than bf16, down to 2^-25.
+STORED_SCALE = tl.constexpr(11.0)
+# The furthest that a usable reference is from lse, log2: stored numbers are then below STORED_MOST.
+STORED_FURTHEST = tl.constexpr(4.0)
+# The largest number of fp16.
+STORED_MOST = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def fresh_logits(
     D,
     stride_hn,
     stride_wv,
-    scale,  # a number, or [N] one of each token
+    scale,  # a number, or [N] of each token
     softcap,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -76,7 +77,7 @@ def fresh_logits(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """[COLUMNS, TOKENS] fp32, log2; and softcap' of them, or 1."""
+    """Computes logits, [COLUMNS, TOKENS] fp32, log2; and softcap' of them, or 1."""
     c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + tl.arange(0, BLOCK_K)[None, :]
     x = logits_of(
         c_ptrs, block, hidden_ptr, rows_ptr, D, stride_hn, COLUMNS, TOKENS, BLOCK_K, EVEN_K, STAGES,
@@ -116,24 +117,24 @@ def segment_of(
 
 
 @triton.jit
-def entries_made(
+def stored_entries(
     at,  # [COLUMNS, TOKENS] int64
     listed,  # [COLUMNS] bool
     token,  # [TOKENS]
-    made_ptr,  # [rows, TOKENS] by the forward: 2^MADE_SCALE exp2(z - ref)
+    stored_ptr,  # [rows, TOKENS] of the forward: exp2(z - ref + STORED_SCALE)
     ref_ptr,  # [N] log2
 ):
-    """Returns the entries, [COLUMNS, TOKENS] fp32, log2: -inf where nothing of an entry is left."""
-    above = tl.load(made_ptr + at, mask=listed[:, None], other=0.0).to(tl.float32)
-    # What replaces them is another thread's, maybe.
+    """Returns the entries' logits, [COLUMNS, TOKENS] fp32, log2; -inf where 0 was stored."""
+    above = tl.load(stored_ptr + at, mask=listed[:, None], other=0.0).to(tl.float32)
+    # All threads must have read the entries before any of them writes d_logits there.
     tl.debug_barrier()
-    return tl.log2(above) + (tl.load(ref_ptr + token) - MADE_SCALE)[None, :]
+    return tl.log2(above) + (tl.load(ref_ptr + token) - STORED_SCALE)[None, :]
 
 
 @triton.jit
 def sdd_kept_task(
     task,
-    may_be_made,  # not 0: logits of blocks that are not bad_ref are the forward's
+    may_be_stored,  # not 0: the forward has stored the entries of all blocks without a bad_ref
     seed,
     first_tile,  # of the chunk
     last_tile,
@@ -148,10 +149,10 @@ def sdd_kept_task(
     segment_ptr,  # [num_blocks + 1] int32, of the chunk
     entries_ptr,  # [rows] int32
     workspace_ptr,  # [rows, TOKENS] d_logits of each entry: out
-    made_ptr,  # the same memory
+    stored_ptr,  # the same memory
     ref_ptr,  # [N] log2
     bad_ref_ptr,  # [num_blocks] int32
-    drawn_sum_ptr,  # [tasks, TOKENS] fp32 sum of those of drawn entries: out
+    drawn_sum_ptr,  # [tasks, TOKENS] fp32 sum of the d_logits of drawn entries: out
     num_tiles,
     num_blocks,
     D,
@@ -167,12 +168,12 @@ def sdd_kept_task(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
-    HAS_MADE: tl.constexpr,
+    HAS_STORED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """Computes SEGMENT entries of a token block's list of columns."""
+    """Computes d_logits of SEGMENT entries of a token block's list of columns."""
     block, place, length, row = segment_of(
         task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
         SEGMENT, BLOCKS,
@@ -185,9 +186,9 @@ def sdd_kept_task(
     at = row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
     token = block * TOKENS + tl.arange(0, TOKENS)
     slope = 1.0
-    if HAS_MADE:
-        if may_be_made & (tl.load(bad_ref_ptr + block) == 0):
-            of_entry = entries_made(at, listed, token, made_ptr, ref_ptr)
+    if HAS_STORED:
+        if may_be_stored & (tl.load(bad_ref_ptr + block) == 0):
+            of_entry = stored_entries(at, listed, token, stored_ptr, ref_ptr)
         else:
             of_entry, _ = fresh_logits(
                 column, block, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, D, stride_hn, stride_wv,
@@ -204,15 +205,15 @@ def sdd_kept_task(
             HAS_SOFTCAP,
         )  # fmt: skip
     upstream_ptrs = upstream_ptr + token
-    # The target's element is the forward's own logit; it is kept, wherever it is.
+    # The target's element takes the forward's logit of the target; its column is always kept.
     is_target = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
     z = tl.load(upstream_ptrs + 6 * N)[None, :]
     if HAS_SOFTCAP:
         slope = tl.where(is_target, slope_at(z, scale_across(scale, token), softcap), slope)
     log_p = tl.where(is_target, z, of_entry) - tl.load(upstream_ptrs + 5 * N)[None, :]
     if HAS_DRAWN:
-        # A drawn column stands for 2^level of its kind.
-        log_p += tl.where(drawn, level_of(column, seed), 0).to(tl.float32)[:, None]
+        # A drawn column counts 2^draw_level times.
+        log_p += tl.where(drawn, draw_level_of(column, seed), 0).to(tl.float32)[:, None]
     p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
     grad = p * tl.load(upstream_ptrs)[None, :]
     grad -= tl.where(is_target, tl.load(upstream_ptrs + N)[None, :], 0.0)

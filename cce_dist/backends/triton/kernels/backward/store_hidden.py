@@ -1,4 +1,4 @@
-"""The hidden gradient after the products: the share of all dropped columns is added."""
+"""The hidden gradient after the products: the dropped columns' part is added, and it is stored."""
 
 import triton
 import triton.language as tl
@@ -6,16 +6,16 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["N", "groups", "tokens_per_group"])
 def store_hidden_kernel(
-    made_ptr,  # [num_rows, D] fp32: the products of tokens that count
+    product_ptr,  # [num_rows, D] fp32: sums of products, of tokens that count
     centroid_ptr,  # [GROUPS, D]
     rows_ptr,  # [N_padded] int64: a permutation of the first N
     count_ptr,  # [1] int32
-    num_chunks_ptr,  # [1] int32: 0 where no product was made
+    num_chunks_ptr,  # [1] int32: if 0, `product_ptr` was not written
     mass_ptr,  # [N_padded] upstream times dropped mass
-    drawn_ptr,  # [N] sum of the drawn columns' d_logits, which `made_ptr` has in
-    unit_ptr,  # [1] power of two that these were divided by
+    drawn_ptr,  # [N] sum of the drawn columns' d_logits, which `product_ptr` contains
+    grad_scale_ptr,  # [1] power of two by which `drawn_ptr` was divided
     mean_ptr,  # [N_padded] upstream of the mean logit
-    out_ptr,  # [num_rows, D]: out, 0 for tokens that don't count; may be `made_ptr`
+    out_ptr,  # [num_rows, D]: out, 0 for tokens that don't count; may be `product_ptr`
     N,
     D,
     groups,
@@ -31,17 +31,19 @@ def store_hidden_kernel(
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = (dims < D)[None, :]
     counts = token < tl.load(count_ptr)
-    is_made = counts
+    has_product = counts
     if not EVERY:
-        is_made = counts & (tl.load(num_chunks_ptr) > 0)
+        has_product = counts & (tl.load(num_chunks_ptr) > 0)
     row = tl.load(rows_ptr + token, mask=token < N, other=0)
     at = row[:, None] * D + dims[None, :]
-    value = tl.load(made_ptr + at, mask=is_made[:, None] & inside, other=0.0)
+    value = tl.load(product_ptr + at, mask=has_product[:, None] & inside, other=0.0)
     if HAS_TAIL:
         group = tl.program_id(0) * BLOCK_N // tokens_per_group
         mass = tl.load(mass_ptr + token, mask=counts, other=0.0)
         if HAS_DRAWN:
-            mass -= tl.load(drawn_ptr + token, mask=is_made, other=0.0) * tl.load(unit_ptr)
+            mass -= tl.load(drawn_ptr + token, mask=has_product, other=0.0) * tl.load(
+                grad_scale_ptr
+            )
         centroid = tl.load(centroid_ptr + group * D + dims, mask=dims < D, other=0.0)
         value += mass[:, None] * centroid[None, :]
     if HAS_MEAN:

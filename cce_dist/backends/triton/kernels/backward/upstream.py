@@ -8,12 +8,13 @@ from cce_dist.backends.triton.kernels.numbers import HIGHEST, LOG2E
 
 @triton.jit
 def largest_of(so_far, g_ptr, at, N):
-    """NaN and infinity are no sizes: they reach the gradient by themselves."""
+    """Returns the larger of `so_far` and the finite sizes of g. NaN and infinity are skipped: they
+    reach the gradient anyway."""
     size = tl.abs(tl.load(g_ptr + at, mask=at < N, other=0.0))
     return tl.maximum(so_far, tl.where(size < float("inf"), size, 0.0))
 
 
-# Vectors of other numbers of tokens lie elsewhere.
+# Vectors that start at other alignments with other numbers of tokens: one binary for all.
 VECTORS = [
     "lse_ptr",
     "target_logit_ptr",
@@ -27,12 +28,12 @@ VECTORS = [
 
 
 @triton.jit(do_not_specialize=["N"])
-def unit_kernel(
+def grad_scale_kernel(
     nll_ptr,  # [N] upstream gradients
     lse_ptr,
     entropy_ptr,
     smooth_ptr,
-    unit_ptr,  # [1]: out
+    grad_scale_ptr,  # [1]: out
     N,
     scale,
     BLOCK: tl.constexpr,
@@ -41,8 +42,8 @@ def unit_kernel(
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
 ):
-    """Finds a power of two near the largest finite upstream gradient times `scale`: a mean over
-    tokens puts d_logits below fp16's smallest number. A single program."""
+    """Computes a power of two close to the largest finite upstream gradient times `scale`. Without
+    it a mean over tokens puts d_logits below fp16's smallest number. A single program."""
     largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -54,17 +55,17 @@ def unit_kernel(
             largest = largest_of(largest, entropy_ptr, at, N)
         if HAS_SMOOTH:
             largest = largest_of(largest, smooth_ptr, at, N)
-    # Normal numbers only: their exponent alone is such a power.
+    # Clamped to normal numbers, whose exponent bits alone are that power of two.
     size = tl.minimum(tl.maximum(largest * scale, 7.9e-31), 1e38)
     power = (tl.max(size, 0).to(tl.int32, bitcast=True) >> 23) << 23
-    tl.store(unit_ptr, power.to(tl.float32, bitcast=True))
+    tl.store(grad_scale_ptr, power.to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=VECTORS)
 def upstream_kernel(
     rows_ptr,  # [N] int64: row of each token in hidden
     local_target_ptr,  # [N] int32 or int64, -1: none here
-    order_ptr,  # [N]: the blocks' i-th token is the order[i]-th of those above and below
+    order_ptr,  # [N]: token i of the blocks is token order[i] of the vectors above and below
     count_ptr,  # [1] int32
     lse_ptr,  # [N]
     target_logit_ptr,  # [N]
@@ -74,7 +75,7 @@ def upstream_kernel(
     smooth_grad_ptr,
     entropy_ptr,  # [N] nats
     dropped_ptr,  # [N] mass
-    unit_ptr,  # [1]
+    grad_scale_ptr,  # [1]
     upstream_ptr,  # [7, N_padded]: see `exact_logits_kernel`: out
     row_ptr,  # [N_padded] int64: row of each token: out
     read_row_ptr,  # [N_padded] int64: as above, but never an ignored token's row: out
@@ -89,12 +90,12 @@ def upstream_kernel(
     HAS_NLL: tl.constexpr,
     HAS_LSE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
-    HAS_SMOOTH: tl.constexpr,  # of softcapped logits: for every element of d_logits
-    HAS_MEAN: tl.constexpr,  # of linear ones: apart from them
+    HAS_SMOOTH: tl.constexpr,  # the mean of softcapped logits: adds to every element of d_logits
+    HAS_MEAN: tl.constexpr,  # the mean of linear logits: added separately
     HAS_TAIL: tl.constexpr,
 ):
-    """Writes a block of tokens' upstream gradients. Tokens that do not count get gradients 0 and an
-    lse above any logit."""
+    """Writes the upstream gradients of a block of tokens. Tokens that don't count get gradients 0,
+    and an lse above any logit."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     size = tl.num_programs(0) * TOKENS
     inside = token < N
@@ -105,7 +106,7 @@ def upstream_kernel(
     if HAS_ORDER:
         place = tl.load(order_ptr + token, mask=inside, other=0).to(tl.int32)
         first = tl.load(order_ptr).to(tl.int32)
-    unit = tl.load(unit_ptr)
+    grad_scale = tl.load(grad_scale_ptr)
     zero = tl.zeros((TOKENS,), tl.float32)
     probability = zero
     of_target = zero
@@ -124,19 +125,19 @@ def upstream_kernel(
         of_mean = tl.load(smooth_grad_ptr + place, mask=counts, other=0.0) * mean_scale
     lse = tl.load(lse_ptr + place, mask=counts, other=0.0)
     logit = tl.load(target_logit_ptr + place, mask=counts, other=0.0)
-    # Exact by a power of two, which the hardware's reciprocal does not promise.
-    factor = tl.div_rn(zero + scale, zero + unit)
+    # A division by a power of two is exact; the hardware's reciprocal need not be.
+    factor = tl.div_rn(zero + scale, zero + grad_scale)
     out = upstream_ptr + token
     tl.store(out, probability * factor)
     tl.store(out + size, of_target * factor)
     tl.store(out + 2 * size, of_entropy * factor)
     tl.store(out + 3 * size, entropy)
-    tl.store(out + 4 * size, tl.div_rn(of_mean, zero + unit) if HAS_SMOOTH else zero)
+    tl.store(out + 4 * size, tl.div_rn(of_mean, zero + grad_scale) if HAS_SMOOTH else zero)
     tl.store(out + 5 * size, tl.where(counts, lse * LOG2E, HIGHEST))
     tl.store(out + 6 * size, logit * LOG2E)
     row = tl.load(rows_ptr + place, mask=inside, other=0).to(tl.int64)
     tl.store(row_ptr + token, row)
-    # 0 times what an ignored row holds might be NaN.
+    # An ignored row may hold NaN, which 0 times does not remove.
     tl.store(read_row_ptr + token, tl.where(counts, row, tl.load(rows_ptr + first).to(tl.int64)))
     target = tl.load(local_target_ptr + place, mask=counts, other=-1).to(tl.int32)
     tl.store(target_ptr + token, target)

@@ -1,4 +1,4 @@
-"""The backward's plan from column masses: marks, an order of columns, chunks of it."""
+"""The backward's lists of columns, from column masses: marks, an order of columns, its chunks."""
 
 import triton
 import triton.language as tl
@@ -7,8 +7,8 @@ from cce_dist.backends.triton.kernels.forward.shares import launch_of
 
 
 @triton.jit
-def level_of(column, seed):
-    """j >= 1 with probability 2^-j, drawn for each column; the same wherever it is asked for."""
+def draw_level_of(column, seed):
+    """Draws a column's level j >= 1, with probability 2^-j; every kernel draws the same."""
     x = (column.to(tl.uint32) * 2654435761) ^ seed.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 2246822507
     x = (x ^ (x >> 13)) * 3266489909
@@ -26,8 +26,8 @@ def marks_kernel(
     count_ptr,  # [1] int32: blocks of no token that counts have no masses
     seed_ptr,  # [1] int32
     kept_ptr,  # [V, words] int64: bit n of word w set where block 64 w + n keeps the column: out
-    drawn_ptr,  # [V, words] int64: where it was drawn to stand for columns of its mass: out
-    share_ptr,  # [groups, V] mass of the column where it is not kept, per group of blocks: out
+    drawn_ptr,  # [V, words] int64: such bits of blocks where it was drawn, to stand for others: out
+    share_ptr,  # [groups, V] mass of the column in each group's blocks that drop it: out
     V,
     num_blocks,
     words,
@@ -41,20 +41,20 @@ def marks_kernel(
     LAUNCHES: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Marks BLOCK_V columns of all token blocks, one after the other; a thread has its columns of
-    each block and waits for no other thread.
+    """Marks BLOCK_V columns of all token blocks, block by block. A thread has the same columns of
+    every block, and waits for no other thread.
 
-    A mass in (top / 2^j, top / 2^(j-1)] has level j. Each column is drawn for one level, level j
-    with probability 2^-j, and stands, 2^j times, in the hidden gradient of the blocks where its
-    mass has that level. docs/numerics.md#drawn-columns.
+    A mass in (top / 2^j, top / 2^(j-1)] has draw level j. Each column draws one level, level j with
+    probability 2^-j, and counts 2^j times in the hidden gradient of the blocks where its mass has
+    that level. docs/numerics.md#drawn-columns.
     """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
     count = tl.load(count_ptr)
     end = tl.minimum(num_blocks, tl.cdiv(count, TOKENS))
-    level = level_of(columns, tl.load(seed_ptr)).to(tl.float32)
+    draw_level = draw_level_of(columns, tl.load(seed_ptr)).to(tl.float32)
     # A power of two: to multiply by it is as exact as to divide a bound by it.
-    times = tl.exp2(level - 1.0)
+    times = tl.exp2(draw_level - 1.0)
     splits = tl.load(shape_ptr + 1) // GROUPS
     factor_ptrs = factor_ptr + launch_of(columns, V, splits, WIDTH, LAUNCHES)
     mass_ptrs = mass_ptr + columns
@@ -76,10 +76,10 @@ def marks_kernel(
             mass = masses[i]
             kept_here |= tl.where(mass < 0, 1 << i, 0)
             if HAS_DRAWN:
-                # Of the column's level: at most `most`, all above `most` at level 1, not 0.
+                # Masses of the column's level: at most `most`, but all above it at level 1.
                 num_tokens = tl.maximum(tl.minimum(count - (first + i) * TOKENS, TOKENS), 0)
                 most = top / TOKENS * num_tokens
-                draws = (mass * times > most * 0.5) & ((mass * times <= most) | (level == 1))
+                draws = (mass * times > most * 0.5) & ((mass * times <= most) | (draw_level == 1))
                 drawn_here |= tl.where(draws, 1 << i, 0)
             factor = tl.load(factor_ptrs + (first + i) * LAUNCHES, mask=first + i < end, other=0.0)
             share += tl.maximum(mass, 0.0) * factor
@@ -118,12 +118,17 @@ def key_kernel(
     BLOCK_V: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """Columns of a tile of the backward should share token blocks. With 8, and with 16, runs of
-    blocks: first by how many of the 8 have one that keeps the column, then which, as a place in a
-    Gray code, whose neighbours differ in one; then which halves of the first two of them, or in
-    only one, whether it is one 64th of all blocks and which; then columns that are drawn only, then
-    the rest, both as they come, by numbers that differ: a sort counts equal ones one by one. One of
-    16 bits takes half of one of 32. docs/performance.md#the-order-of-columns.
+    """Computes keys of columns, in whose order the columns of a tile mostly share token blocks.
+
+    All blocks are split into 8 runs, and into 16 half runs. The key holds, from its highest digit:
+    - the number of runs with a block that keeps the column, most first;
+    - which runs these are, as a place in a Gray code, whose neighbours differ in one run;
+    - which halves of the first two of these runs; or, in a single run, whether one 64th of all
+      blocks holds all, and which.
+
+    Columns that are only drawn come next, then all others, both in their own order, by keys that
+    differ: a sort counts equal keys one by one. Sorting 16-bit keys takes half as long as 32-bit
+    keys. docs/performance.md#the-order-of-columns.
     """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
@@ -154,8 +159,8 @@ def key_kernel(
         number += (two > 0).to(tl.int32)
     detail = tl.where(number > 1, halves, first % 8 + tl.where(first == last, 0, 8))
     key = ((8 - number) << 12) | (place_in_gray_code(of8) << 4) | detail
-    rest = (tl.where(any_drawn != 0, 8, 9) << 12) + columns // tl.cdiv(V, 4096)
-    key = tl.where(number > 0, key, rest) - 32768
+    unkept_key = (tl.where(any_drawn != 0, 8, 9) << 12) + columns // tl.cdiv(V, 4096)
+    key = tl.where(number > 0, key, unkept_key) - 32768
     tl.store(key_ptr + columns, key.to(tl.int16), mask=inside)
 
 
@@ -178,7 +183,8 @@ def tiles_kernel(
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """Lists TILE consecutive columns of the order; a program a tile."""
+    """Counts the entries of TILE consecutive columns of the order, and lists the blocks that keep
+    any; a program a tile."""
     tile = tl.program_id(0)
     at = tile * TILE + tl.arange(0, TILE)
     column = tl.load(order_ptr + at, mask=at < V, other=0).to(tl.int32)
@@ -189,15 +195,15 @@ def tiles_kernel(
     column_of_counts = counts_ptr + tile + 1
     stride = num_tiles + 1
     lane = tl.arange(0, 64)
-    num_found = 0
+    num_keeping = 0
     total = 0
     for word in range(words):
         kept = tl.load(kept_ptr + word_ptrs + word, mask=at < V, other=0)
         has = tl.max((kept[:, None] >> lane.to(tl.int64)[None, :]) & 1, 0).to(tl.int32)
-        place = num_found + tl.cumsum(has, 0) - has
+        place = num_keeping + tl.cumsum(has, 0) - has
         tl.store(list_ptr + place, word * 64 + lane, mask=has > 0)
         tl.store(inverse_ptr + word * 64 + lane, place.to(tl.int16), mask=has > 0)
-        num_found += tl.sum(has, 0)
+        num_keeping += tl.sum(has, 0)
         if HAS_DRAWN:
             kept |= tl.load(drawn_ptr + word_ptrs + word, mask=at < V, other=0)
         listed = (kept[:, None] >> lane.to(tl.int64)[None, :]) & 1
@@ -205,11 +211,11 @@ def tiles_kernel(
         block = word * 64 + lane
         tl.store(column_of_counts + block * stride, number, mask=number > 0)
         total += tl.sum(number, 0)
-    tl.store(num_blocks_ptr + tile, num_found)
+    tl.store(num_blocks_ptr + tile, num_keeping)
     if total > 0:
         tl.store(column_of_counts + num_blocks * stride, total)
-        tl.store(column_of_counts + (num_blocks + 1) * stride, num_found)
-    if num_found > 0:
+        tl.store(column_of_counts + (num_blocks + 1) * stride, num_keeping)
+    if num_keeping > 0:
         tl.atomic_max(num_active_ptr, tile + 1)
 
 
@@ -224,9 +230,12 @@ def chunks_kernel(
     pairs_window,
     BLOCK: tl.constexpr,
 ):
-    """Cuts the tiles into chunks; a single program. A chunk ends where the running sum of list
-    entries, or of pairs of a tile and a block that keeps it, passes a multiple of its window: so it
-    holds at most a window and a tile of either, and nothing after the last tile with an entry."""
+    """Cuts the tiles into chunks; a single program.
+
+    A chunk ends where the running sum of list entries, or of pairs of a tile and a block that keeps
+    it, passes a multiple of its window. So a chunk holds at most a window and one tile of either.
+    The last chunk ends with the last tile that has an entry.
+    """
     total_ptr = starts_ptr + num_blocks * (num_tiles + 1)
     pairs_ptr = total_ptr + num_tiles + 1
     grand = tl.load(total_ptr + num_tiles)
@@ -242,10 +251,10 @@ def chunks_kernel(
         before = tl.load(total_ptr + tile - 1, mask=has_before, other=0) // rows_window
         before += tl.load(pairs_ptr + tile - 1, mask=has_before, other=0) // pairs_window
         used = inside & (total < grand)
-        begins = (used & ((tile == 0) | (window != before))).to(tl.int32)
-        place = number + tl.cumsum(begins, 0) - begins
-        tl.store(first_ptr + place, tile, mask=begins > 0)
-        number += tl.sum(begins, 0)
+        is_first = (used & ((tile == 0) | (window != before))).to(tl.int32)
+        place = number + tl.cumsum(is_first, 0) - is_first
+        tl.store(first_ptr + place, tile, mask=is_first > 0)
+        number += tl.sum(is_first, 0)
         stop += tl.sum(used.to(tl.int32), 0)
     tl.store(num_chunks_ptr, number)
     tl.store(first_ptr + number, stop)
@@ -264,7 +273,7 @@ def segments_kernel(
     ROWS: tl.constexpr,  # a list starts at a multiple of it
     SEGMENT: tl.constexpr,  # entries of an SDD task
 ):
-    """Finds the segments of a chunk; a program a chunk."""
+    """Computes each block's first row and first SDD task of a chunk; a program a chunk."""
     chunk = tl.program_id(0)
     if chunk >= tl.load(num_chunks_ptr):
         return
@@ -298,8 +307,8 @@ def listed_columns(
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """The tile's columns [TILE]; which of the word's blocks keep one, which list it at all, and
-    where its entry is if they do, each [TILE, 64] int32."""
+    """Returns the tile's columns, [TILE]; and [TILE, 64] int32 each: whether a block of the word
+    keeps the column, whether it lists the column, and the entry's row if it does."""
     at = tile * TILE + tl.arange(0, TILE)
     column = tl.load(order_ptr + at)
     word_ptrs = column.to(tl.int64) * words + word
@@ -329,8 +338,8 @@ def list_task(
     order_ptr,  # [num_tiles * TILE] int32
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
-    entries_ptr,  # [rows] int32: each block's columns, one list after the other; twice the column,
-    # and 1 more where it was drawn: out
+    entries_ptr,  # [rows] int32: the blocks' lists, one after the other; an entry is twice the
+    # column, plus 1 where it was drawn: out
     V,
     num_tiles,
     num_blocks,
@@ -358,8 +367,8 @@ def pair_task(
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     position_ptr,  # [num_tiles, num_blocks] int16
-    pair_rows_ptr,  # [pairs, TILE] int32: the workspace's row of each of a tile's columns, one of
-    # the rows of zeros where the block doesn't keep it: out
+    pair_rows_ptr,  # [pairs, TILE] int32: the workspace's row of each of a tile's columns; a row
+    # of zeros where the block doesn't keep the column: out
     zeros_at,  # the first of TILE rows of zeros in the workspace
     V,
     num_tiles,
@@ -368,7 +377,7 @@ def pair_task(
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """Writes where DDS finds the d_logits of 64 token blocks, for a tile that is kept somewhere."""
+    """Writes the rows from which DDS of a tile reads the d_logits of 64 token blocks."""
     tile = first_tile + task // words
     word = task % words
     _, keeps, _, row = listed_columns(

@@ -61,8 +61,8 @@ def centroid_kernel(
     HAS_MEAN: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
-    """Sum over every `splits`-th tile of share_v C_v, for each group; of these tiles every
-    `every`-th: the weight is read once, or less."""
+    """Sums share_v C_v, for each group, over each `every`-th of a split's tiles. The weight is read
+    once, or less."""
     split = tl.program_id(1)
     dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     group = tl.arange(0, GROUPS)
@@ -77,8 +77,8 @@ def centroid_kernel(
             share_ptr, class_weight_ptr, column, V, groups, BLOCK_V, GROUPS, HAS_TAIL, HAS_MEAN,
             HAS_CLASS_WEIGHT,
         )  # fmt: skip
-        # The least of weights for every column: where none of a group's shares lies in these
-        # tiles, its centroid is their mean, and not 0.
+        # A tiny share for every column: a group without shares in these tiles gets their mean as
+        # centroid, and not 0.
         share += tl.where(column < V, 1e-20, 0.0)[None, :]
         seen += tl.sum(share, 1)
         c = tl.load(
@@ -87,14 +87,14 @@ def centroid_kernel(
             other=0.0,
         )
         if HAS_CLASS_WEIGHT:
-            # tf32 has 10 bits: enough for the shares and the weight, which have no more. What
-            # it would lose of the class weights is added apart.
+            # tf32 has 10 bits: the shares and the weight have no more. The digits of the class
+            # weights that it would lose are added separately.
             bits = share.to(tl.int32, bitcast=True) & -8192
             high = bits.to(tl.float32, bitcast=True)
             acc = tl.dot(share - high, c.to(tl.float32), acc, input_precision=PRECISION)
             share = high
         acc = tl.dot(share, c.to(tl.float32), acc, input_precision=PRECISION)
-    # All programs share the work of the totals, which no slice of dims is nearer to.
+    # The totals have no dims: all programs share their tiles.
     program = tl.program_id(0) * step + split
     for tile in tl.range(program, num_tiles, step * tl.num_programs(0), num_stages=3):
         column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -138,7 +138,7 @@ def merge_centroids_kernel(
         at = split * GROUPS + group
         seen += tl.load(seen_ptr + at)
         acc += tl.load(part_ptr + at * D + dims, mask=dims < D, other=0.0)
-    # Nothing dropped: no tail. The mean's group is a sum, not an average.
+    # A group that drops nothing has no tail. The mean's group is a sum, not an average.
     inverse = tl.where(group < groups, tl.where(total > 0, 1.0 / total, 0.0), 1.0)
     share = tl.where(group < groups, tl.where(seen > 0, 1.0 / seen, 0.0), 1.0)
     tl.store(centroid_ptr + group * D + dims, acc * share, mask=dims < D)
@@ -152,8 +152,8 @@ def token_sums_kernel(
     count_ptr,
     mass_ptr,  # [N_padded] upstream times dropped mass
     mean_ptr,  # [N_padded] upstream of the mean logit
-    part_ptr,  # [2, num_blocks, D] fp32 sum over a block's tokens of either times E_i: out
-    part_bias_ptr,  # [2, num_blocks] the same without E_i: out
+    part_ptr,  # [2, num_blocks, D] fp32 sum over a block's tokens of mass E_i, of mean E_i: out
+    part_bias_ptr,  # [2, num_blocks] fp32 sum of mass, of mean: out
     D,
     stride_hn,
     TOKENS: tl.constexpr,
@@ -161,7 +161,7 @@ def token_sums_kernel(
     HAS_TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr,
 ):
-    """Sums a token block x BLOCK_D dims; a program a pair."""
+    """Sums a token block x BLOCK_D dims, weighted by mass and by mean."""
     block = tl.program_id(0)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     token = block * TOKENS + tl.arange(0, TOKENS)

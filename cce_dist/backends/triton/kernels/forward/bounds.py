@@ -14,7 +14,7 @@ def bound_kernel(
     state_ptr,  # [SLOTS, 4, size]
     order_ptr,  # [N] the packed tokens' places in the caller's order, if HAS_ORDER
     bound_ptr,  # [N] in the caller's order: a lower bound of this shard's lse, log2: out
-    launch,  # its sums give the bound
+    launch,  # the launch whose sums give the bound
     size,
     N,
     BLOCK_N: tl.constexpr,

@@ -20,10 +20,10 @@ def add_extras(
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
-    """Folds one tile into the statistics, which stay in memory: they would not fit in registers.
+    """Adds one tile to the statistics, which stay in memory: they would not fit in registers.
 
-    The variance is merged by Chan's update around the tile's own mean, and relative to the first
-    logit: numbers near 1000 would lose the digits of their spread.
+    Chan's update merges the variance around the tile's mean, relative to the first logit: numbers
+    near 1000 would else lose the digits of their variance.
     """
     valid = (columns < V)[:, None]
     if HAS_ARGMAX:

@@ -40,7 +40,7 @@ def finish_kernel(
         part_sum = tl.load(at + size, mask=counts, other=1.0)
         if HAS_SURPLUS:
             part = tl.load(at + 3 * size, mask=counts, other=0.0)
-            # Nothing in this split: its reference, a bound of nothing, must not give 0 * inf.
+            # A split without columns has a reference of no meaning, which must not give 0 * inf.
             part = tl.where(part_sum > 0, part + shift * part_sum, 0.0)
             surplus += share * part
         total += share * part_sum
@@ -59,6 +59,6 @@ def finish_kernel(
         tl.store(unkept_ptr + tokens, tl.where(counts, value, float("-inf")), mask=tokens < N)
     if HAS_SURPLUS:
         entropy = (log2_of(total) - surplus / total) / LOG2E
-        # A difference of two numbers near each other where one column holds everything.
+        # Where one column has all mass, rounding can make this difference negative.
         entropy = tl.where(counts & (total > 0), tl.where(entropy < 0, 0.0, entropy), 0.0)
         tl.store(entropy_ptr + tokens, entropy, mask=tokens < N)

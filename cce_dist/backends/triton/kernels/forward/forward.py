@@ -9,21 +9,21 @@ from cce_dist.backends.triton.kernels.numbers import (
     LOWEST,
     exp2_of,
     load_tile,
+    log2_scale_across,
+    log2_scale_of,
     partial_sums,
     scale_across,
     softcapped,
-    unit_across,
-    unit_of,
     whole_sum,
 )
 
-# The launches of `forward_kernel`, one after the other: PROBE, FIRST to LAST, and two that keep
-# their logits, if any are to be kept; ALONE does the work of them all, in LAST's place.
+# The launches of `forward_kernel`, in order: PROBE, FIRST to LAST, and, if logits are kept, two
+# that keep their logits. ALONE does the work of all of them, in LAST's place.
 PROBE = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 LAST = tl.constexpr(4)
 ALONE = tl.constexpr(9)
-# States at a time: after LAST the states of all launches, for `shares.py`.
+# States in memory: those of PROBE to LAST, which `shares.py` reads.
 SLOTS = tl.constexpr(5)
 # Splits whose sums a program reads at a time.
 READ_AT_ONCE = tl.constexpr(8)
@@ -40,7 +40,7 @@ def raise_reference(
     HAS_SURPLUS: tl.constexpr,
     HAS_UNKEPT: tl.constexpr,
 ):
-    """Sums relative to the state's reference -> relative to `ref`, which is not below it."""
+    """Changes the sums' reference from the state's to `ref`, which is not lower."""
     gain = ref - tl.load(state_ptrs)
     shrink = exp2_of(-gain)
     earlier = tl.load(state_ptrs + size)
@@ -49,7 +49,7 @@ def raise_reference(
     if HAS_SCORE:
         earlier_dropped = tl.load(state_ptrs + 2 * size)
     if HAS_SURPLUS:
-        # Of nothing yet, the first time: the gain is then without end, and 0 times it is no number.
+        # At first the sum is 0 and the gain infinite, whose product would be NaN.
         before = whole_sum(total) + earlier
         surplus = tl.load(state_ptrs + 3 * size) - tl.where(before > 0, gain * before, 0.0)
     if HAS_UNKEPT:
@@ -68,8 +68,7 @@ def raise_reference(
 
 @triton.jit
 def slot_of(launch):
-    """Returns the slot of the state that a launch writes; it reads the slot of the launch
-    before."""
+    """Returns the slot of the state that a launch writes; it reads its predecessor's."""
     return launch % SLOTS
 
 
@@ -81,22 +80,22 @@ def turns_before(tile, split, splits):
 
 @triton.jit
 def turns_until(launch, num_turns):
-    """Returns the end of a launch: FIRST to LAST end at four times as many tiles each."""
+    """Returns the turn where a launch ends: each of FIRST to LAST ends four times as far."""
     shift = tl.minimum(launch - LAST, 0) * -2
     return (num_turns + (1 << shift) - 1) >> shift
 
 
 @triton.jit
 def first_turn(launch, num_turns):
-    """Returns a launch's first turn: the end of the launch before."""
+    """Returns a launch's first turn: the turn where the launch before ends."""
     goes_on = (launch > FIRST) & (launch <= LAST)
     return tl.where(goes_on, turns_until(launch - 1, num_turns), 0)
 
 
 @triton.jit
 def end_turn(launch, num_turns, splits):
-    """Returns the end of a launch's turns. PROBE looks at one tile, or at none: one split knows all
-    there is."""
+    """Returns the turn where a launch ends. PROBE computes one tile of each split; none if there is
+    only one split, which has no others to learn from."""
     probed = tl.minimum(tl.minimum(num_turns, splits - 1), 1)
     return tl.where(launch == PROBE, probed, turns_until(launch, num_turns))
 
@@ -109,13 +108,13 @@ def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
     for first in range(0, splits, READ_AT_ONCE):
         refs = ()
         parts = ()
-        # Of a few tokens there are hundreds of splits: each read by itself would be waited for.
+        # Few tokens have hundreds of splits: one read at a time would wait for each.
         for i in tl.static_range(READ_AT_ONCE):
             ptrs = before_ptrs + (first + i) * stride
             refs = refs + (tl.load(ptrs, mask=first + i < splits, other=LOWEST),)  # noqa: RUF005
             parts = parts + (tl.load(ptrs + size, mask=first + i < splits, other=0.0),)  # noqa: RUF005
         for i in tl.static_range(READ_AT_ONCE):
-            # A sum that overflowed is repeated at the end; here it says nothing.
+            # An overflowed sum is computed again at the end, and skipped here.
             part = tl.where(parts[i] < float("inf"), parts[i], 0.0)
             ref = tl.where(part > 0, refs[i], LOWEST)
             higher = tl.maximum(top, ref)
@@ -125,7 +124,7 @@ def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def begin_state(
+def start_state(
     lower_ptrs,  # [BLOCK_N]
     first_ptrs,  # [BLOCK_N] in the first field of the first split of the first slot
     split_offset,  # of this split, from the first
@@ -141,7 +140,7 @@ def begin_state(
     HAS_LOGITS: tl.constexpr,
     IS_ROBUST: tl.constexpr,
 ):
-    """Loads the state of the launch before, relative to the sums of all splits there."""
+    """Starts a launch's state from that of the launch before, relative to all splits' sums."""
     state_ptrs = first_ptrs + slot_of(launch) * 4 * size + split_offset
     before_ptrs = first_ptrs + slot_of(launch + SLOTS - 1) * 4 * size
     ref = tl.load(lower_ptrs)
@@ -154,13 +153,13 @@ def begin_state(
     elif (launch >= FIRST) & (launch < ALONE):
         ref = tl.load(before_ptrs + split_offset)
         merged = merged_reference(before_ptrs, splits, stride, size, BLOCK_N)
-        # What other ranks have summed may have raised it.
+        # Other ranks' sums may have raised the lower bound above it.
         highest = tl.maximum(highest, merged)
-        # Logits are kept over a reference that all splits have: the split's own, which is not above
-        # these two, may be infinite where its sum overflowed.
+        # Kept logits take a reference that all splits share. The split's own reference is at most
+        # these two, but may be infinite where its sum overflowed.
         if not HAS_LOGITS:
             highest = tl.maximum(highest, ref)
-        # PROBE was for its references alone.
+        # PROBE's sums were for references alone.
         goes_on = (launch > FIRST) & counts
         earlier = tl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
         if HAS_SCORE:
@@ -197,7 +196,7 @@ def dequantized(
     return x + shift[:, None] + tl.load(token_ptrs + N)[None, :]
 
 
-@triton.jit(do_not_specialize=["launch", "begin_tile", "end_tile"])
+@triton.jit(do_not_specialize=["launch", "start_tile", "end_tile"])
 def forward_kernel(
     hidden,  # [N, D] packed: the tokens that count first; N a multiple of BLOCK_N below
     weight,  # [V, D]
@@ -210,25 +209,25 @@ def forward_kernel(
     lower_ptr,  # [N] a lower bound of the token's lse over all ranks, log2
     state_ptr,  # [SLOTS, 4, size], size not below splits * blocks * BLOCK_N. Of a split and token:
     # a reference `ref`, a lower bound of lse, log2; the sum of exp2(z - ref) over its columns; of
-    # exp2(z - ref) softcap'(z) over those not kept; of exp2(z - ref) (z - ref), log2, or, if
-    # HAS_UNKEPT, of exp2(z - ref) over those not kept. A launch reads the slot that the one before
-    # wrote, and writes its own: out
+    # exp2(z - ref) softcap'(z) over dropped columns; of exp2(z - ref) (z - ref), log2, or, if
+    # HAS_UNKEPT, of exp2(z - ref) over dropped columns. A launch reads the slot that the launch
+    # before wrote, and writes the next one: out
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
     extras_ptr,  # [7, size]: see `add_extras`
-    logits,  # [columns, N] z - ref, log2, of tiles from `begin_tile`, if HAS_LOGITS: out;
-    # descriptor of BLOCK_V x BLOCK_N. Of such a launch all splits have the same `ref`
-    logit_ptr,  # the same
-    kept_ref_ptr,  # [N] that: out
+    logits,  # [columns, N] z - ref, log2, of tiles from `start_tile`, if HAS_LOGITS: out;
+    # descriptor of BLOCK_V x BLOCK_N. In such a launch all splits have the same `ref`
+    logit_ptr,  # pointer to the same
+    kept_ref_ptr,  # [N] the `ref` of kept logits: out
     launch,  # PROBE, FIRST to LAST, ...; or ALONE
-    begin_tile,  # of the launches that keep logits
-    end_tile,  # of those before them together, or of one of them
+    start_tile,  # of a launch that keeps logits
+    end_tile,  # of such a launch, or of all launches before the first such one
     size,
     N,
     V,
     D,
     stride_hn,
     stride_wv,
-    scale,  # a number, or [N] one of each token
+    scale,  # a number, or [N] of each token
     softcap,
     keep,
     BLOCK_N: tl.constexpr,
@@ -256,18 +255,19 @@ def forward_kernel(
     The number of splits follows the number of blocks that count: ignored tokens leave no
     multiprocessor idle.
 
-    Tiles are strided over the programs: those that run at a time read the same few rows of the
-    weight, and no more token blocks than the cache holds beside them. docs/performance.md#forward.
+    Tiles are strided over the programs: programs that run at the same time read the same few rows
+    of the weight, and no more token blocks than fit the cache beside them.
+    docs/performance.md#forward.
 
     exp2(z - ref) is an upper bound of the probability; its sum over the block's tokens decides
-    whether the backward keeps the column. `ref` follows the program's sum: after each of its first
-    tiles, then ever more seldom. And it begins with what all splits have summed in the launch
-    before: PROBE looks at one tile of each split; FIRST makes a 64th of the vocabulary, where a
-    tokenizer's frequent tokens are, and the others go on to four times as much each, LAST to its
-    end. docs/numerics.md#column-masses.
+    whether the backward keeps the column. `ref` follows the program's sum: after each of the first
+    tiles, then ever less often. It starts from the sums of all splits in the launch before. PROBE
+    computes one tile of each split. FIRST computes a 64th of the vocabulary, where a tokenizer's
+    frequent tokens are; each later launch goes four times as far, LAST to the end.
+    docs/numerics.md#column-masses.
 
-    A logit 127 (log2) above `ref` overflows the sum; a program that finds its sum overflowed in a
-    last launch, the one with IS_ROBUST, starts again and raises `ref` to each tile's maximum first.
+    A logit 127 (log2) above `ref` overflows the sum. A last launch, with IS_ROBUST, repeats such a
+    program's tiles, and raises `ref` to each tile's maximum first.
     """
     num_blocks = tl.load(shape_ptr)
     splits = tl.load(shape_ptr + 1)
@@ -288,7 +288,7 @@ def forward_kernel(
     turn = first_turn(launch, num_turns)
     num_turns = end_turn(launch, num_turns, splits)
     keeps_logits = (launch > LAST) & (launch < ALONE)
-    turn = tl.where(keeps_logits, turns_before(begin_tile, split, splits), turn)
+    turn = tl.where(keeps_logits, turns_before(start_tile, split, splits), turn)
     total = tl.zeros((8, 8, BLOCK_N), tl.float32)
     dropped = tl.zeros((8, 8, BLOCK_N), tl.float32)
     if IS_ROBUST:
@@ -298,20 +298,20 @@ def forward_kernel(
         num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
         if num_turns == 0:
             return
-    begin_state(
+    start_state(
         lower_ptr + rows, state_ptr + rows, split * stride, splits, stride, size, rows < count,
         launch, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT, HAS_LOGITS, IS_ROBUST,
     )  # fmt: skip
     threshold = keep
     if not BY_LARGEST:
         threshold = keep * (tl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
-    unit = unit_of(scale)
-    begin = turn
+    log2_scale = log2_scale_of(scale)
+    start_turn = turn
     if HAS_LOGITS:
         tl.store(kept_ref_ptr + rows, tl.load(state_ptrs), mask=(split == 0) & (rows < N))
     while turn < num_turns:
         first = turn
-        turns_of_launch = turn - begin
+        turns_of_launch = turn - start_turn
         turn += tl.maximum(turns_of_launch, 1)
         turn = tl.minimum(turn, num_turns)
         if HAS_LOGITS:
@@ -340,7 +340,7 @@ def forward_kernel(
                     extras_ptr + split * stride + rows, size, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS,
                     HAS_SMOOTH, HAS_CLASS_WEIGHT,
                 )  # fmt: skip
-            factor = unit_across(unit, rows)
+            factor = log2_scale_across(log2_scale, rows)
             if tile * BLOCK_V + BLOCK_V > V:
                 x = tl.where((columns < V)[:, None], x, float("-inf") * factor)
             ref = tl.load(state_ptrs)
@@ -351,7 +351,7 @@ def forward_kernel(
                 )
             log_p = x * factor - ref[None, :]
             if HAS_LOGITS:
-                local = (tile - begin_tile) * BLOCK_V
+                local = (tile - start_tile) * BLOCK_V
                 if USE_TMA:
                     logits.store([local, block * BLOCK_N], log_p.to(logit_ptr.dtype.element_ty))
                 else:

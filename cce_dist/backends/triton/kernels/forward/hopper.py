@@ -1,9 +1,9 @@
-"""The forward for Hopper in 16 bits, and in 8: one warp loads, two groups of four multiply.
+"""The forward for Hopper in 16 and 8 bits: one warp loads, two groups of four warps multiply.
 
-A group has half of the program's columns, and is a split of the vocabulary of its own. While one
-takes exponentials the other has the tensor cores, and the loads of the next tile go on beside both.
-What it computes is what `forward_kernel` says; that one is for all else, and for tests without a
-GPU, as Triton interprets no kernel whose layouts are written out.
+Each group has half of the program's columns, as a separate split of the vocabulary. While one group
+takes exponentials, the other uses the tensor cores, and the next tile is loaded beside both. The
+results are those of `forward_kernel`, which runs everywhere else, and in tests without a GPU:
+Triton interprets no kernel with explicit layouts.
 """
 
 from triton.experimental import gluon
@@ -18,9 +18,9 @@ from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import forward
 from cce_dist.backends.triton.kernels.forward.hopper_softcap import (
     add_softcapped,
-    keep_units,
-    unit_across,
-    unit_of,
+    log2_scale_across,
+    log2_scale_of,
+    store_log2_scales,
 )
 from cce_dist.backends.triton.kernels.forward.hopper_sums import partial_sums, whole_sum
 from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barrier
@@ -36,7 +36,7 @@ end_turn = gluon.jit(forward.end_turn.fn)
 
 
 @gluon.jit
-def begin_state(
+def start_state(
     lower_ptrs,  # [BLOCK_N], a token a thread
     state_ptrs,  # of this split
     before_ptrs,  # of the first split, as the launch before left it
@@ -49,7 +49,8 @@ def begin_state(
     HAS_SCORE: gl.constexpr,
     HAS_UNKEPT: gl.constexpr,
 ):
-    """Does `forward.begin_state`; returns the reference, the sums of all splits, [BLOCK_N]."""
+    """Starts a state as `forward.start_state`; returns the reference, from all splits' sums,
+    [BLOCK_N]."""
     ref = gl.load(lower_ptrs)
     total = ref * 0.0
     dropped = total
@@ -65,18 +66,18 @@ def begin_state(
                 others = others + (gl.load(ptrs, mask=there, other=numbers.LOWEST),)  # noqa: RUF005
                 parts = parts + (gl.load(ptrs + size, mask=there, other=0.0),)  # noqa: RUF005
             for i in gl.static_range(forward.READ_AT_ONCE):
-                # A sum that overflowed is repeated at the end; here it says nothing.
+                # An overflowed sum is computed again at the end, and skipped here.
                 part = gl.where(parts[i] < float("inf"), parts[i], 0.0)
                 other = gl.where(part > 0, others[i], numbers.LOWEST)
                 higher = gl.maximum(top, other)
                 total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
                 top = higher
         before = gl.load(before_ptrs + split_offset)
-        # What other ranks have summed may have raised the lower bound.
+        # Other ranks' sums may have raised the lower bound.
         ref = gl.maximum(ref, before)
         ref = gl.maximum(ref, gl.where(total > 0, top + gl.log2(total), numbers.LOWEST))
         shrink = exp2_of(before - ref)
-        # PROBE was for its references alone.
+        # PROBE's sums were for references alone.
         goes_on = (launch > forward.FIRST) & counts
         total = shrink * gl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
         if HAS_SCORE:
@@ -107,8 +108,8 @@ def load_tiles(
     block,
     split,
     splits,
-    begin,
-    end,
+    start_turn,
+    stop_turn,
     D,
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,
@@ -119,7 +120,7 @@ def load_tiles(
     stage."""
     num_bytes: gl.constexpr = (BLOCK_N + GROUPS * ROWS) * BLOCK_D * hidden.dtype.primitive_bitwidth
     step = 0
-    for turn in range(begin, end):
+    for turn in range(start_turn, stop_turn):
         column = (split + turn * splits) * (GROUPS * ROWS)
         for k in range(0, D, BLOCK_D):
             stage = step % STAGES
@@ -154,8 +155,8 @@ def sum_tiles(
     block,
     split,
     splits,
-    begin,
-    end,
+    start_turn,
+    stop_turn,
     launch,
     num_blocks,
     count,
@@ -186,31 +187,31 @@ def sum_tiles(
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     across: gl.constexpr = gl.SliceLayout(0, layout)
-    unit = unit_of(scale)
+    log2_scale = log2_scale_of(scale)
     token = block * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
     stride = num_blocks * BLOCK_N
     state_offset = (GROUPS * split + group) * stride
     state_ptrs = state_ptr + slot_of(launch) * 4 * size + state_offset + token
     before_ptrs = state_ptr + slot_of(launch + forward.SLOTS - 1) * 4 * size + token
-    first_ref = begin_state(
+    first_ref = start_state(
         lower_ptr + token, state_ptrs, before_ptrs, state_offset, GROUPS * splits, stride, size,
         token < count, launch, HAS_SCORE, HAS_UNKEPT,
     )  # fmt: skip
     ref_tile = of_token.index(3 * group)
     ref_tile.store(first_ref)
-    # Logits come as `tanh_of_8_bits` takes them, which is one multiplication less for each.
+    # Logits are scaled for `tanh_of_8_bits`, which saves a multiplication for each.
     to_tanh = 1.0
     if IS_SCREENED and HAS_SOFTCAP:
         to_tanh = 2.0 * numbers.LOG2E / softcap
     if IS_SCREENED:
         of_token.index(3 * group + 1).store(gl.load(token_ptr + token))
         of_token.index(3 * group + 2).store(gl.load(token_ptr + N + token) * to_tanh)
-    keep_units(unit, token, of_token.index(3 * group + 1))
+    store_log2_scales(log2_scale, token, of_token.index(3 * group + 1))
     step = 0
-    turn = begin
-    while turn < end:
+    turn = start_turn
+    while turn < stop_turn:
         first = turn
-        turn = gl.minimum(turn + gl.maximum(turn - begin, 1), end)
+        turn = gl.minimum(turn + gl.maximum(turn - start_turn, 1), stop_turn)
         total = partial_sums(gl.zeros((ROWS, BLOCK_N), gl.float32, layout), ROWS, BLOCK_N)
         dropped = total
         unkept = total
@@ -223,7 +224,7 @@ def sum_tiles(
                 e = e_tiles.index(stage).permute((1, 0))
                 x = warpgroup_mma(c, e, x, use_acc=k > 0, is_async=True)
                 x = warpgroup_mma_wait(1, deps=(x,))
-                # All four warps have done the product before: one of them says so.
+                # One warp signals for all four that they have finished the product before.
                 thread_barrier()
                 mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
                 step += 1
@@ -246,7 +247,7 @@ def sum_tiles(
             if HAS_SOFTCAP:
                 total, dropped, unkept = add_softcapped(
                     x, total, dropped, unkept, (bias, times, shift), of_token, 3 * group,
-                    mass_ptr, columns, V, unit, softcap, threshold, ROWS, BLOCK_N, HAS_BIAS,
+                    mass_ptr, columns, V, log2_scale, softcap, threshold, ROWS, BLOCK_N, HAS_BIAS,
                     HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE,
                 )  # fmt: skip
             else:
@@ -256,7 +257,9 @@ def sum_tiles(
                     x += of_token.index(3 * group + 2).load(across)[None, :]
                 if HAS_BIAS:
                     x += bias[:, None]
-                factor = unit_across(unit, of_token.index(3 * group + 1), 0, BLOCK_N, across)
+                factor = log2_scale_across(
+                    log2_scale, of_token.index(3 * group + 1), 0, BLOCK_N, across
+                )
                 if first_column + ROWS > V:
                     x = gl.where(inside[:, None], x, float("-inf") * factor)
                 ref = ref_tile.load(across)
@@ -338,8 +341,8 @@ def hopper_forward_kernel(
     split = inner // at_once
     num_turns = turns_before(gl.cdiv(V, GROUPS * ROWS), split, splits)
     num_turns = gl.where(block * BLOCK_N < count, num_turns, 0)
-    begin = first_turn(launch, num_turns)
-    end = end_turn(launch, num_turns, GROUPS * splits)
+    start_turn = first_turn(launch, num_turns)
+    stop_turn = end_turn(launch, num_turns, GROUPS * splits)
     threshold = keep
     if not BY_LARGEST:
         threshold = keep * (gl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
@@ -362,8 +365,8 @@ def hopper_forward_kernel(
                 sum_tiles,
                 (
                     0, bias_ptr, column_ptr, token_ptr, lower_ptr, state_ptr, mass_ptr,
-                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, begin,
-                    end, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
+                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, start_turn,
+                    stop_turn, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
                     BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
                     IS_SCREENED, FINE, ACCUMULATOR,
                 ),
@@ -372,8 +375,8 @@ def hopper_forward_kernel(
                 sum_tiles,
                 (
                     1, bias_ptr, column_ptr, token_ptr, lower_ptr, state_ptr, mass_ptr,
-                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, begin,
-                    end, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
+                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, start_turn,
+                    stop_turn, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
                     BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
                     IS_SCREENED, FINE, ACCUMULATOR,
                 ),
@@ -381,12 +384,12 @@ def hopper_forward_kernel(
             (
                 load_tiles,
                 (
-                    hidden, weight, e_tiles, c_tiles, full, empty, block, split, splits, begin, end,
-                    D, BLOCK_N, ROWS, BLOCK_D, STAGES,
+                    hidden, weight, e_tiles, c_tiles, full, empty, block, split, splits, start_turn,
+                    stop_turn, D, BLOCK_N, ROWS, BLOCK_D, STAGES,
                 ),
             ),
         ],
-        # Warps and registers of the second group and of the loads; the first group has the rest.
+        # Warps and registers of the second group and of the loads; the first group has all others.
         [4, 1],
         [240, 24],
     )  # fmt: skip

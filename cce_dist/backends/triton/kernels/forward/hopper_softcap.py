@@ -1,7 +1,7 @@
 """Softcapping of a tile of products in Hopper's forward: few tokens at a time.
 
-Of all tokens of a tile at once a thread would hold probabilities and slopes beside the logits, more
-than it has registers. docs/performance.md#a-softcap
+With all tokens of a tile at once, a thread would hold probabilities and slopes beside the logits:
+more numbers than it has registers. docs/performance.md#a-softcap
 """
 
 from triton.experimental import gluon
@@ -9,19 +9,19 @@ from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
 
-# Of a tile's tokens.
+# Parts of a tile's tokens, which are computed one after the other.
 PARTS = gl.constexpr(8)
-# Rows of a group that no two of lie in one thread.
+# Rows that are left after summing over each thread's rows: no two lie in one thread.
 APART = gl.constexpr(32)
 
-unit_of = gluon.jit(numbers.unit_of.fn)
+log2_scale_of = gluon.jit(numbers.log2_scale_of.fn)
 near_tanh = gluon.jit(numbers.near_tanh.fn)
 reciprocal = gluon.jit(numbers.reciprocal.fn)
 
 
 @gluon.jit
 def split_tokens(x, ROWS: gl.constexpr, TOKENS: gl.constexpr, PARTS: gl.constexpr):
-    """[.., TOKENS] of so many ROWS -> a tuple of PARTS, a power of two. No number moves."""
+    """Splits [ROWS, TOKENS] into a tuple of PARTS, a power of two. No number changes its thread."""
     if PARTS == 1:
         return (x,)
     else:
@@ -35,7 +35,7 @@ def split_tokens(x, ROWS: gl.constexpr, TOKENS: gl.constexpr, PARTS: gl.constexp
 def join_tokens(
     parts, FIRST: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, PARTS: gl.constexpr
 ):
-    """The reverse: PARTS of them, from the FIRST on -> [ROWS, TOKENS]"""
+    """Reverses `split_tokens`: joins PARTS parts, from the FIRST on, to [ROWS, TOKENS]."""
     if PARTS == 1:
         return parts[FIRST]
     else:
@@ -50,7 +50,7 @@ def with_rows_of(sums, x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
     """Adds to sums [APART, TOKENS] the rows of x [ROWS, TOKENS] that a thread of 4 warps holds."""
     split = gl.reshape(x, (ROWS // 64, 4, 2, 8, TOKENS))
     row_sums = gl.reshape(gl.sum(gl.sum(split, 2), 0), (APART, TOKENS))
-    # Two names of the same layout.
+    # The two layouts differ in name alone.
     return gl.convert_layout(sums, row_sums.type.layout, assert_trivial=True) + row_sums
 
 
@@ -63,29 +63,31 @@ def joined_sums(parts, like, TOKENS: gl.constexpr):
 
 @gluon.jit
 def for_each_token(x, LAYOUT: gl.constexpr):
-    """[ROWS] -> [ROWS, 1]"""
+    """Returns [ROWS] as [ROWS, 1]."""
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None]
 
 
 @gluon.jit
-def keep_units(unit, token, of_tokens):
-    """Copies each token's value of `unit`, where it is a pointer, to shared memory."""
-    if unit.dtype.is_ptr():
-        of_tokens.store(numbers.LOG2E * gl.load(unit + token))
+def store_log2_scales(log2_scale, token, of_tokens):
+    """Copies each token's scale, times log2(e), to shared memory if `log2_scale` is a pointer."""
+    if log2_scale.dtype.is_ptr():
+        of_tokens.store(numbers.LOG2E * gl.load(log2_scale + token))
 
 
 @gluon.jit
-def unit_across(unit, of_tokens, FIRST: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Returns `numbers.unit_across` of the units that `keep_units` has stored."""
-    if unit.dtype.is_ptr():
+def log2_scale_across(
+    log2_scale, of_tokens, FIRST: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Returns `numbers.log2_scale_across`, from the scales that `store_log2_scales` has stored."""
+    if log2_scale.dtype.is_ptr():
         return of_tokens.slice(FIRST, TOKENS).load(LAYOUT)[None, :]
     else:
-        return unit
+        return log2_scale
 
 
 @gluon.jit
 def pair_of(x, y):
-    """Both as bf16, in 32 bits. Of numbers that are summed by the thousand, rounded to nearest."""
+    """Packs two numbers as bf16 into 32 bits, rounded to nearest, as thousands are summed."""
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -103,7 +105,7 @@ def second_of(pair):
 
 @gluon.jit
 def tanh_of_8_bits(u, FINE: gl.constexpr):
-    """u = 2 log2(e) x -> tanh x, to 2^-22; if FINE to 2^-19 of itself."""
+    """Computes tanh x of u = 2 log2(e) x, to 2^-22; if FINE, to 2^-19 of itself."""
     if FINE:
         return near_tanh(u * (0.5 / numbers.LOG2E))
     else:
@@ -114,16 +116,16 @@ def tanh_of_8_bits(u, FINE: gl.constexpr):
 def add_softcapped(
     x,  # [ROWS, BLOCK_N] products
     total,  # [4, 8, BLOCK_N] sums over a thread's rows of exp2(z - ref)
-    dropped,  # the same of exp2(z - ref) softcap'(z) over columns that are not kept
-    unkept,  # of exp2(z - ref) over them, if IS_SCREENED
-    of_columns,  # [ROWS] each: the bias; of 8 bits what products are multiplied and shifted by.
-    # Of 8 bits these shifts, and those of tokens, are times 2 log2(e) / softcap
+    dropped,  # such sums of exp2(z - ref) softcap'(z) over columns that are not kept
+    unkept,  # such sums of exp2(z - ref) over columns that are not kept, if IS_SCREENED
+    of_columns,  # [ROWS] each: bias; factor and shift of 8-bit products. If IS_SCREENED all three,
+    # and the tokens' shifts, are multiplied by 2 log2(e) / softcap
     of_token,  # in shared memory, from `base`: see `hopper.sum_tiles`
     base,
     mass_ptr,
     columns,  # [ROWS]
     V,
-    unit,
+    log2_scale,
     softcap,
     threshold,
     ROWS: gl.constexpr,
@@ -159,14 +161,14 @@ def add_softcapped(
             y += for_each_token(of_columns[0], rows)
         t = tanh_of_8_bits(y, FINE) if IS_SCREENED else near_tanh(y * (1.0 / softcap))
         ref = of_token.index(base).slice(i * TOKENS, TOKENS).load(across)
-        factor = unit_across(unit, of_token.index(base + 1), i * TOKENS, TOKENS, across)
+        factor = log2_scale_across(log2_scale, of_token.index(base + 1), i * TOKENS, TOKENS, across)
         p = gl.exp2(t * (factor * softcap) - ref[None, :])
-        # Not in a branch, for which the parts' registers would go to memory.
+        # A branch would move the parts' registers to memory.
         p = gl.where(inside[:, None], p, 0.0)
         totals = totals + (with_rows_of(before[i], p, ROWS, TOKENS),)  # noqa: RUF005
         if HAS_SCORE:
             q = p * (1.0 - t * t)
-            # But for eight, the tokens that one thread holds.
+            # Leaves eight sums, each over tokens that one thread holds.
             row_mass = gl.sum(gl.reshape(q, (ROWS, TOKENS // 8, 8)), 1)
             mass = row_mass if i == 0 else mass + row_mass
             if BY_LARGEST:
@@ -188,13 +190,13 @@ def add_softcapped(
 def add_dropped(
     dropped,
     unkept,
-    kept,  # parts of exp2(z - ref) softcap'(z); if IS_SCREENED pairs of exp2(z - ref) and that
-    drops,  # [ROWS, 1] 1 | 0
+    kept,  # parts of exp2(z - ref) softcap'(z); if IS_SCREENED pairs: exp2(z - ref), then this
+    drops,  # [ROWS, 1]: 1 where the column is dropped, else 0
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     IS_SCREENED: gl.constexpr,
 ):
-    """Adds to dropped and unkept."""
+    """Adds a tile's dropped columns to dropped and unkept."""
     TOKENS: gl.constexpr = BLOCK_N // PARTS
     before = split_tokens(dropped, APART, BLOCK_N, PARTS)
     before_unkept = split_tokens(unkept, APART, BLOCK_N, PARTS)

@@ -13,5 +13,6 @@ def partial_sums(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def whole_sum(x, layout: gl.constexpr):
-    """Sums [4, 8, COLUMNS] -> [COLUMNS], over the lanes first: the rest fits little memory."""
+    """Sums [4, 8, COLUMNS] -> [COLUMNS], over lanes first: the sums of warps then fit little
+    shared memory."""
     return gl.convert_layout(gl.sum(gl.sum(x, 1), 0), layout)

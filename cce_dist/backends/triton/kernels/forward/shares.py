@@ -1,7 +1,7 @@
-"""The distance of the forward's column masses, which are bounds, from the true masses.
+"""Factors from the forward's column masses, which are upper bounds, to the true masses.
 
-A launch knows less of each token's lse than the launches after it, so its columns would get too
-large a share of what a block drops. docs/numerics.md#the-shares-of-the-columns.
+An early launch has a looser bound of lse than a later one, so its columns would get too large a
+share of a block's dropped mass. docs/numerics.md#the-shares-of-the-columns.
 """
 
 import triton
@@ -21,12 +21,12 @@ from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of
 def launch_of(
     column,
     V,
-    splits,  # of tiles: those that programs make side by side count as one
-    WIDTH: tl.constexpr,  # columns of a tile of all of these
+    splits,  # of tiles: splits that one program computes side by side count as one
+    WIDTH: tl.constexpr,  # columns of a tile of these together
     LAUNCHES: tl.constexpr,
 ):
-    """Returns the launch, FIRST to LAST, that computes a column, from 0; 0 where one launch
-    computes all."""
+    """Returns the launch that computes a column, counted from FIRST; 0 if one launch computes
+    all."""
     number = column * 0
     if LAUNCHES > 1:
         tile = column // WIDTH
@@ -44,8 +44,8 @@ def launch_sums_kernel(
     shape_ptr,  # [3] int32: see `forward_kernel`
     state_ptr,  # [SLOTS, 4, size]: see `forward_kernel`
     lse_ptr,  # [N] natural log
-    recorded_ptr,  # [num_blocks, PARTS, LAUNCHES] fp32 sum of the masses that are not kept: out
-    dropped_ptr,  # [num_blocks, LAUNCHES] fp32 the same by `lse`, of all columns until then: out
+    recorded_ptr,  # [num_blocks, PARTS, LAUNCHES] fp32 sum of the dropped columns' masses: out
+    dropped_ptr,  # [num_blocks, LAUNCHES] fp32 their true masses, by `lse`, up to this launch: out
     V,
     size,
     TOKENS: tl.constexpr,
@@ -53,10 +53,10 @@ def launch_sums_kernel(
     PARTS: tl.constexpr,
     LAUNCHES: tl.constexpr,
     WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,  # splits that a program makes side by side
+    GROUPS: tl.constexpr,  # splits that a program computes side by side
     AT_ONCE: tl.constexpr,
 ):
-    """Sums, for a token block, a part of the columns or the splits' sums of a launch."""
+    """Sums, for a token block, the masses of some columns, or the splits' sums after a launch."""
     block = tl.program_id(0)
     num_blocks = tl.load(shape_ptr)
     splits = tl.load(shape_ptr + 1)
@@ -74,7 +74,7 @@ def launch_sums_kernel(
             total += tl.sum(tl.where(number[None, :] == launch[:, None], mass[None, :], 0.0), 1)
         tl.store(recorded_ptr + (block * PARTS + part) * LAUNCHES + launch, total)
     else:
-        # Where one launch computes all columns its slot is LAST's.
+        # A single launch that computes all columns writes LAST's slot.
         slot = slot_of(LAST - LAUNCHES + 1 + part - PARTS)
         token = block * TOKENS + tl.arange(0, TOKENS)
         counts = (token < tl.load(count_ptr))[None, :]
@@ -113,12 +113,12 @@ def factors_kernel(
     dropped = tl.load(dropped_ptr + at)
     before = tl.load(dropped_ptr + at - 1, mask=launch > 0, other=0.0)
     factor = (dropped - before) / recorded
-    # A sum that overflowed, and was made anew, is not known launch by launch.
+    # An overflowed sum was computed again as a whole: there is no sum for each launch.
     known = (before >= 0) & (dropped >= before) & (dropped < float("inf"))
     together = tl.min(known.to(tl.int32), 0) == 0
     if HAS_FULL:
         together |= tl.load(full_ptr) != 0
     every = tl.load(dropped_ptr + block * LAUNCHES + LAUNCHES - 1) / tl.sum(recorded, 0)
     factor = tl.where(together, every, factor)
-    # Nothing is dropped there, or nothing is known.
+    # Where nothing is dropped, or nothing is known, the factor is 1.
     tl.store(factor_ptr + at, tl.where((factor >= 0) & (factor < float("inf")), factor, 1.0))

@@ -23,8 +23,8 @@ def target_products_kernel(
     PRECISION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Multiplies TARGETS of a block's target columns by its tokens, in the forward's own
-    arithmetic. nll is then a difference of two numbers that share their rounding."""
+    """Multiplies TARGETS of a block's target columns by its tokens, in the forward's arithmetic, so
+    that nll is a difference of two numbers that share their rounding."""
     block = tl.program_id(1)
     if block * TOKENS >= tl.load(count_ptr):
         return
@@ -49,7 +49,7 @@ def target_products_kernel(
 
 @triton.jit
 def taken_from(log_ptrs, mass, lse, mask):
-    """Takes `mass` times exp(lse) out of a sum given by its logarithm; in place."""
+    """Subtracts `mass` times exp(lse) from a sum whose logarithm is stored; in place."""
     whole = tl.load(log_ptrs)
     left = tl.maximum(tl.exp2((whole - lse) * LOG2E) - mass, 0.0)
     left = tl.where(mask, lse + tl.log2(left) / LOG2E, whole)
@@ -62,9 +62,9 @@ def targets_kernel(
     product_ptr,  # [num_blocks, BLOCK, BLOCK]: see `target_products_kernel`
     target_ptr,  # [N_padded] int32, -1: none here
     lse_ptr,  # [N_padded] natural log, of this shard; 0 for tokens that don't count
-    mass_ptr,  # [num_blocks, V]: its sign set where a target's column was not kept
-    dropped_ptr,  # [N_padded] log of the dropped sum: less those columns
-    unkept_ptr,  # [N_padded] log of the sum of exp(z) over the same: the same, if HAS_UNKEPT
+    mass_ptr,  # [num_blocks, V]: made negative where a target's column was not kept; in place
+    dropped_ptr,  # [N_padded] log of the dropped sum: reduced by these columns, in place
+    unkept_ptr,  # [N_padded] log of the sum of exp(z) over dropped columns: too, if HAS_UNKEPT
     logit_ptr,  # [N_padded] z of the target, 0 without one: out
     count_ptr,  # [1] int32
     order_ptr,  # [N] int64: the caller's place of each token, if HAS_ORDER; else it is its own
@@ -77,7 +77,7 @@ def targets_kernel(
     short_order_ptr,  # [N] int16 or int32, the order: out, if HAS_ORDER
     N,
     V,
-    scale,  # a number, or [N_padded] one of each token
+    scale,  # a number, or [N_padded] of each token
     softcap,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,  # fp32 inputs
@@ -86,8 +86,8 @@ def targets_kernel(
     HAS_UNKEPT: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ):
-    """Computes a block's results of its target columns, and writes the caller's outputs in the
-    caller's order."""
+    """Computes a block's target logits, keeps the targets' columns, and writes each token's results
+    in the caller's order."""
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     token = block * BLOCK + lane
@@ -110,14 +110,14 @@ def targets_kernel(
             column = tl.maximum(target, 0).to(tl.int64)
             mass_ptrs = mass_ptr + block.to(tl.int64) * V + column
             mass = tl.load(mass_ptrs, mask=here, other=-1.0).to(tl.float32)
-            # Of tokens with the same target the first one stands for all.
+            # Of several tokens with the same target, the first removes its column for all.
             across = tl.load(target_ptr + token)
             again = (target[:, None] == across[None, :]) & (lane[None, :] < lane[:, None])
             is_first = tl.max(again.to(tl.int32), 1) == 0
             is_new = here & is_first & (mass >= 0)
             finite = tl.where(lse == float("-inf"), 0.0, lse)
-            unit = scale_across(scale, token) * LOG2E
-            p = tl.exp2(x * unit - (finite * LOG2E)[None, :])
+            log2_scale = scale_across(scale, token) * LOG2E
+            p = tl.exp2(x * log2_scale - (finite * LOG2E)[None, :])
             p = tl.where(is_new[:, None], p, 0.0)
             if HAS_UNKEPT:
                 taken_from(unkept_ptr + token, tl.sum(p, 0), finite, token < count)

@@ -1,13 +1,13 @@
-"""After an 8-bit forward: whether it will do, and the exact logits of the columns that matter."""
+"""After an 8-bit forward: the decision if it will do, and exact logits of the kept columns."""
 
 import triton
 import triton.language as tl
 
 from cce_dist.backends.triton.kernels.backward.filtered import arrive, go_on
 from cce_dist.backends.triton.kernels.backward.sdd import (
-    MADE_FURTHEST,
-    MADE_MOST,
-    MADE_SCALE,
+    STORED_FURTHEST,
+    STORED_MOST,
+    STORED_SCALE,
     fresh_logits,
     segment_of,
 )
@@ -27,7 +27,7 @@ def guard_parts_kernel(
     lower_ptr,  # [N] lower bound of lse over all ranks, log2; in place
     number_ptr,  # [num_parts] int32: pairs of a column and a block that keeps it: out
     error_ptr,  # [num_parts] fp32: sum over tokens of their error's variance: out
-    full_shape_ptr,  # [3] int32: of the forward in full precision: out, but for its blocks
+    full_shape_ptr,  # [3] int32: shape of the forward in full precision; all but its blocks: out
     V,
     N,
     num_tiles,  # these four as of `pack_kernel`, for the full forward
@@ -39,7 +39,8 @@ def guard_parts_kernel(
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Sums BLOCK_V columns of BLOCKS token blocks, and a program's share of the tokens."""
+    """Counts kept pairs among BLOCKS token blocks x BLOCK_V columns; sums the errors' variance over
+    a share of the tokens, and raises their lower bounds."""
     part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     num_parts = tl.num_programs(0) * tl.num_programs(1)
     count, blocks = tl.load(count_ptr), tl.load(shape_ptr)
@@ -48,7 +49,7 @@ def guard_parts_kernel(
     inside = (block < blocks)[:, None] & (column < V)[None, :]
     at = block.to(tl.int64)[:, None] * V + column[None, :]
     kept = tl.load(mass_ptr + at, mask=inside, other=0.0) < 0
-    # A thread has its columns of all blocks.
+    # A thread holds the same columns of all blocks, so the first sum needs no other thread.
     tl.store(number_ptr + part, tl.sum(tl.sum(kept.to(tl.int32), 0), 0))
     total = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(part * BLOCK_N, N, num_parts * BLOCK_N):
@@ -58,17 +59,17 @@ def guard_parts_kernel(
         unkept = tl.load(unkept_ptr + token, mask=counts, other=float("-inf"))
         variance = tl.load(variance_ptr + token, mask=counts, other=0.0)
         lower = tl.load(lower_ptr + token, mask=counts, other=0.0)
-        # Of the mass over all ranks: one that holds little of it may well be wrong about that.
+        # The tail is a share of all ranks' mass: a rank with little mass may have large errors.
         whole = tl.where(lower > lse * LOG2E, lower, lse * LOG2E)
-        # Of a token with no mass at all here, which lse is of too, nothing can err.
+        # A token whose unkept mass is 0 has no error; its lse may be -inf too.
         tail = tl.where(unkept == float("-inf"), 0.0, tl.exp2(unkept * LOG2E - whole))
         total += tl.where(counts, tail * tail * variance, 0.0)
-        # Of the full logits too: an 8-bit one is off by a few standard deviations at most.
+        # A bound of the full lse too: an 8-bit logit errs by a few standard deviations at most.
         known = (lse - 1.0 - 6.0 * tl.sqrt(variance)) * LOG2E
         raised = tl.where((tl.abs(known) < 1e30) & (known > lower), known, lower)
         tl.store(lower_ptr + token, raised, mask=counts)
     tl.store(error_ptr + part, tl.sum(total, 0))
-    # The last one has tokens only where all have.
+    # The last program has tokens only if every program has.
     if part == num_parts - 1:
         splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)
         tl.store(full_shape_ptr + 1, splits)
@@ -80,17 +81,17 @@ def guard_kernel(
     number_ptr,  # [num_parts] int32: see `guard_parts_kernel`
     error_ptr,  # [num_parts] fp32
     count_ptr,  # [1] int32: tokens that count
-    shape_ptr,  # [3] int32: see `forward_kernel`; that of the sums to merge: out, if full precision
-    # is needed, which may take another number of splits
-    full_ptr,  # [1] int32: 1 where full precision is needed: out
-    full_shape_ptr,  # [3] int32: no blocks if none is needed: out, the first
+    shape_ptr,  # [3] int32: see `forward_kernel`; of the sums to merge. Full precision may take
+    # another number of splits: out, where it is needed
+    full_ptr,  # [1] int32: 1 if full precision is needed: out
+    full_shape_ptr,  # [3] int32; the first, its blocks, 0 if full precision is not needed: out
     num_parts,
     V,
     max_kept,
     max_error,
     BLOCK: tl.constexpr,
 ):
-    """Decides if screening is refused; a single program.
+    """Decides if 8-bit logits are refused; a single program.
     docs/numerics.md#when-screening-is-refused"""
     blocks = tl.load(shape_ptr)
     number = tl.zeros((BLOCK,), tl.int32)
@@ -101,7 +102,7 @@ def guard_kernel(
         total += tl.load(error_ptr + part, mask=part < num_parts, other=0.0)
     error = tl.sqrt(tl.sum(total, 0) / tl.maximum(tl.load(count_ptr), 1))
     share = tl.sum(number, 0).to(tl.float32) / (blocks.to(tl.float32) * V)
-    # Not true of NaN either.
+    # False for a NaN too.
     screened = (error <= max_error) & (share <= max_kept)
     full = 1 - screened.to(tl.int32)
     tl.store(full_ptr, full)
@@ -113,7 +114,7 @@ def guard_kernel(
 @triton.jit
 def exact_task(
     task,
-    stores,  # True: the logits are the backward's, too
+    stores,  # True: stores the logits for the backward
     first_tile,  # of the chunk
     last_tile,
     hidden_ptr,  # [N, D] packed
@@ -123,7 +124,7 @@ def exact_task(
     target_ptr,  # [N] int32, -1: none here
     target_logit_ptr,  # [N]
     lse_ptr,  # [N] natural log, of the 8-bit logits
-    made_ptr,  # [rows, TOKENS] of each entry: see `entries_made`: out
+    stored_ptr,  # [rows, TOKENS] of each entry: see `stored_entries`: out
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     segment_ptr,  # [num_blocks + 1] int32, of the chunk
@@ -146,9 +147,9 @@ def exact_task(
     PRECISION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_MADE: tl.constexpr,
+    HAS_STORED: tl.constexpr,
 ):
-    """Computes SEGMENT entries of a token block's list of columns. Drawn entries are in no sum."""
+    """Computes the logits of SEGMENT entries of a token block's list, and sums those not drawn."""
     block, place, length, row = segment_of(
         task, first_tile, last_tile, starts_ptr, base_ptr, segment_ptr, num_tiles, num_blocks,
         SEGMENT, BLOCKS,
@@ -160,7 +161,7 @@ def exact_task(
     token = block * TOKENS + tl.arange(0, TOKENS)
     part_ptrs = part_ptr + task * TOKENS + tl.arange(0, TOKENS)
     wanted = tl.max(kept.to(tl.int32), 0) > 0
-    if HAS_MADE:
+    if HAS_STORED:
         wanted = wanted | stores
     if wanted:
         z, _ = fresh_logits(
@@ -168,16 +169,16 @@ def exact_task(
             scale, softcap, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, False, HAS_BIAS,
             HAS_SOFTCAP,
         )  # fmt: skip
-        # nll is a difference of two numbers that share the target's logit.
+        # From the target's logit itself, so that nll's two terms share it.
         is_target = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
         z = tl.where(is_target, tl.load(target_logit_ptr + token)[None, :] * LOG2E, z)
-        if HAS_MADE:
-            above = tl.exp2(z - tl.load(lse_ptr + token)[None, :] * LOG2E + MADE_SCALE)
-            # Of a token that doesn't count lse is 0. Not tl.minimum, which would lose a NaN.
-            above = tl.where(above > MADE_MOST, MADE_MOST, above)
+        if HAS_STORED:
+            above = tl.exp2(z - tl.load(lse_ptr + token)[None, :] * LOG2E + STORED_SCALE)
+            # A token that doesn't count has an lse of 0. tl.minimum would lose a NaN.
+            above = tl.where(above > STORED_MOST, STORED_MOST, above)
             at = row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-            out = above.to(made_ptr.dtype.element_ty)
-            tl.store(made_ptr + at, out, mask=(listed & stores)[:, None])
+            out = above.to(stored_ptr.dtype.element_ty)
+            tl.store(stored_ptr + at, out, mask=(listed & stores)[:, None])
         z = tl.where(kept[:, None], z, float("-inf"))
         top = tl.max(z, 0)
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -193,7 +194,7 @@ def merge_task(
     block,
     segment_ptr,  # [num_blocks + 1] int32, of the chunk
     part_ptr,  # [2, tasks, TOKENS]
-    kept_ptr,  # [2, N] fp32: the same over all entries of the token's block so far; in place
+    kept_ptr,  # [2, N] fp32: the same, over all entries of the token's block so far; in place
     part_size,
     N,
     TOKENS: tl.constexpr,
@@ -207,7 +208,7 @@ def merge_task(
         part_ptrs = part_ptr + task * TOKENS + lane
         other = tl.load(part_ptrs)
         part = tl.load(part_ptrs + part_size)
-        # Not tl.maximum, which would lose a NaN.
+        # tl.maximum would lose a NaN.
         higher = tl.where(other < top, top, other)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * exp2_of(top - base) + part * exp2_of(other - base)
@@ -225,7 +226,7 @@ def exact_columns_kernel(
     target_ptr,  # [N] int32, -1: none here
     target_logit_ptr,  # [N] fp32
     lse_ptr,  # [N] natural log, of the 8-bit logits
-    made_ptr,  # [max_rows, TOKENS] of the last chunk's entries: see `entries_made`: out
+    stored_ptr,  # [max_rows, TOKENS] of the last chunk's entries: see `stored_entries`: out
     full_ptr,  # [1] int32: 1: nothing to do
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
@@ -263,10 +264,13 @@ def exact_columns_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
-    HAS_MADE: tl.constexpr,
+    HAS_STORED: tl.constexpr,
 ):
-    """Runs persistent programs by the backward's lists of columns. A phase: lists of a chunk,
-    logits of the chunk before, sums of the chunk before that."""
+    """Sums exact logits over the backward's lists of columns, by persistent programs.
+
+    A phase lists one chunk, computes the logits of the chunk before, and merges the sums of the
+    chunk before that.
+    """
     num_chunks = tl.where(tl.load(full_ptr) > 0, 0, tl.load(num_chunks_ptr))
     N = num_blocks * TOKENS
     arrived_ptr = queue_ptr + max_chunks + 2
@@ -296,11 +300,11 @@ def exact_columns_kernel(
                 at = (phase - 1) * stride
                 exact_task(
                     task, phase == num_chunks, before, last, hidden_ptr, rows_ptr, weight_ptr,
-                    bias_ptr, target_ptr, target_logit_ptr, lse_ptr, made_ptr, starts_ptr,
+                    bias_ptr, target_ptr, target_logit_ptr, lse_ptr, stored_ptr, starts_ptr,
                     base_ptr + at, segment_ptr + at, entries_ptr + other * max_rows,
                     part_ptr + slot * 2 * part_size, part_size, num_tiles, num_blocks, D, stride_hn,
                     stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES,
-                    PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_MADE,
+                    PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_STORED,
                 )  # fmt: skip
             elif task < num_exact + num_merge:
                 merge_task(
@@ -329,18 +333,18 @@ def screened_lse_kernel(
     dropped_ptr,  # [N] natural log
     sum_ptr,  # [2, N]
     lse_ptr,  # [N] natural log, of the 8-bit logits
-    ref_ptr,  # [N] log2: the same: out
-    bad_ref_ptr,  # [N / BLOCK_N] int32: 1 where a block's `entries_made` are not to be used: out
-    order_ptr,  # int64: the caller's place of each token that counts, if HAS_ORDER; else its own
-    # In the caller's order, in place, where logits were screened:
+    ref_ptr,  # [N] `lse_ptr` in log2: out
+    bad_ref_ptr,  # [N / BLOCK_N] int32: 1 where a block's `stored_entries` are not usable: out
+    order_ptr,  # int64: the caller's place of each token that counts, if HAS_ORDER
+    # In the caller's order; written in place where logits were screened:
     placed_lse_ptr,  # natural log
     placed_dropped_ptr,
     N,
     BLOCK_N: tl.constexpr,
-    HAS_MADE: tl.constexpr,
+    HAS_STORED: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ):
-    """Computes lse of the exact logits of kept columns and the 8-bit logits of all others."""
+    """Computes lse from the exact logits of kept columns and the 8-bit logits of all others."""
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     counts = token < tl.load(count_ptr)
     top = tl.load(sum_ptr + token)
@@ -351,9 +355,9 @@ def screened_lse_kernel(
     total = total * exp2_of(top - base) + exp2_of(unkept - base)
     lse = tl.div_rn(base + log2_of(total), tl.full((BLOCK_N,), LOG2E, tl.float32))
     full = tl.load(full_ptr)
-    if HAS_MADE:
+    if HAS_STORED:
         ref = tl.load(lse_ptr + token) * LOG2E
-        good = tl.abs(lse * LOG2E - ref) <= MADE_FURTHEST
+        good = tl.abs(lse * LOG2E - ref) <= STORED_FURTHEST
         tl.store(ref_ptr + token, ref)
         tl.store(bad_ref_ptr + tl.program_id(0), tl.max((counts & ~good).to(tl.int32), 0) | full)
     screened = counts & (full == 0)

@@ -1,6 +1,4 @@
-"""Rows in 8 bits: a scale for each, and the error of its values."""
-
-# Triton's loops are none that Python may run, and its tuples grow by static ones.
+"""Rows in 8 bits: the scale and the rounding error of each row."""
 
 import triton
 import triton.language as tl
@@ -8,13 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def rounded_to_e4m3(x, largest):
-    """x over its row's scale -> the nearest number of e4m3, in fp32; at most `largest`."""
-    # The largest may have become larger than that by the division's rounding.
+    """Rounds x, already divided by its row's scale, to e4m3, in fp32; at most `largest`."""
+    # The division's rounding may have raised the largest element above `largest`.
     x = tl.minimum(tl.maximum(x, -largest), largest)
-    # The addition rounds, ties to even: what is added has no digits below 2^-9, the smallest, ...
+    # Small numbers are multiples of 2^-9: adding a number without digits below that rounds to
+    # them, ties to even.
     small = (x + 24576.0) - 24576.0
-    # ... but there are three digits after the first from 2^-6 on. (A cast would do, but for the
-    # interpreter of Triton 3.7, which loses what is carried to the next power of two.)
+    # From 2^-6 on, numbers have three digits after the first. (Not a cast: the interpreter of
+    # Triton 3.7 loses a carry to the next power of two.)
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
     return tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
@@ -31,7 +30,7 @@ def read_rows(
     CHUNKS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """CHUNKS tiles [ROWS, BLOCK_D] of rows, as they are; 0 beyond the last."""
+    """Loads CHUNKS tiles of rows, [ROWS, BLOCK_D] each; 0 beyond the last row."""
     source_ptrs = source_ptr + rows.to(tl.int64)[:, None] * stride_sn
     tiles = ()
     for chunk in tl.static_range(CHUNKS):
@@ -45,7 +44,7 @@ def read_rows(
 
 @triton.jit
 def sums_of(a, b, c, d):
-    """Four sums along the rows, with one exchange between warps."""
+    """Computes four sums along the rows, with one exchange between warps."""
     sums = tl.sum(tl.join(tl.join(a, b), tl.join(c, d)), 1)
     of_ab, of_cd = tl.split(sums)
     sum_a, sum_b = tl.split(of_ab)
@@ -56,12 +55,12 @@ def sums_of(a, b, c, d):
 @triton.jit(do_not_specialize=["num_rows"])
 def quantize_kernel(
     source_ptr,  # [num_rows, D], inner stride 1
-    channel_ptr,  # [D] fp32: by which each row is multiplied
-    shift_ptr,  # [D] fp32: and what is then added
+    channel_ptr,  # [D] fp32: each row is multiplied by it
+    shift_ptr,  # [D] fp32: then added
     across_ptr,  # [D] fp32
     out_ptr,  # [num_rows, stride_on] 8 bits, 0 beyond D: out
-    of_rows_ptr,  # [2, num_rows] fp32: what `out` is to be multiplied by; row . across: out
-    size_ptr,  # [2, num_rows] fp32 |x|^2, with x = channel row + shift; |x - scale out|^2: out
+    of_rows_ptr,  # [2, num_rows] fp32: scale of `out_ptr`; row . across: out
+    size_ptr,  # [2, num_rows] fp32: |x|^2 of x = channel row + shift; |x - scale out|^2: out
     num_rows,
     D,
     stride_sn,
@@ -69,12 +68,15 @@ def quantize_kernel(
     largest,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    CHUNKS: tl.constexpr,  # of BLOCK_D, that stride_on dims take
+    CHUNKS: tl.constexpr,  # tiles of BLOCK_D that hold stride_on dims
     EVEN: tl.constexpr,  # all tiles are full
     IS_INTEGER: tl.constexpr,
 ):
-    """Quantises every num_programs-th group of rows. Rows stay in registers from read to write, so
-    the late maximum costs no second read; the next rows are on their way meanwhile."""
+    """Quantises every num_programs-th group of rows.
+
+    Rows stay in registers from read to write, so that their maximum costs no second read. The next
+    rows are loaded meanwhile.
+    """
     first = tl.program_id(0) * ROWS
     apart = tl.num_programs(0) * ROWS
     rows = first + tl.arange(0, ROWS)
@@ -129,13 +131,13 @@ def quantize_kernel(
                 inside = (rows < num_rows)[:, None] & (dims < stride_on)[None, :]
                 tl.store(out_ptrs + dims[None, :], value, mask=inside)
         size, along, of_across, square_sum = sums_of(norm, cross, dot, square)
-        # With which the rounding has no part along the row itself:
+        # This scale leaves the rounding error no component along the row itself:
         # docs/numerics.md#screened-logits.
         scale = tl.where(along > 0, size / along, step)
-        rest = scale * scale * square_sum - size
+        remainder = scale * scale * square_sum - size
         inside = rows < num_rows
         tl.store(of_rows_ptr + rows, scale, mask=inside)
         tl.store(of_rows_ptr + num_rows + rows, of_across, mask=inside)
         tl.store(size_ptr + rows, size, mask=inside)
-        # A NaN stays one.
-        tl.store(size_ptr + num_rows + rows, tl.where(rest < 0, 0.0, rest), mask=inside)
+        # A NaN stays NaN.
+        tl.store(size_ptr + num_rows + rows, tl.where(remainder < 0, 0.0, remainder), mask=inside)

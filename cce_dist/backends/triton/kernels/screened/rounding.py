@@ -1,7 +1,5 @@
-"""Factors and rounding errors of two-sided quantisation: vectors of a few numbers, each by one
-kernel where torch takes some forty."""
-
-# Triton's loops are none that Python may run.
+"""Factors and rounding errors of two-sided quantisation: small vectors, each by one kernel, where
+torch takes some forty."""
 
 import triton
 import triton.language as tl
@@ -11,7 +9,7 @@ import triton.language as tl
 def moments_kernel(
     source_ptr,  # [num_rows, D], inner stride 1
     rows_ptr,  # [N] int64: which rows, if HAS_ROWS
-    count_ptr,  # [1] int32: how many of them, if HAS_ROWS
+    count_ptr,  # [1] int32: the number of rows, if HAS_ROWS
     part_ptr,  # [splits, 2, D] fp32 sum of rows, and of their squares: out
     num_rows,
     every,
@@ -21,8 +19,8 @@ def moments_kernel(
     BLOCK_D: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
-    """Sums moments of BLOCK_D dims of a share of every `every`-th row; the next rows are on their
-    way while those before are added up."""
+    """Sums moments of BLOCK_D dims over a share of each `every`-th row; the next rows are loaded
+    while the last ones are added."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -49,7 +47,7 @@ def moments_kernel(
 def read_some(
     source_ptr, rows_ptr, index, number, dims, D, every, stride_sn, HAS_ROWS: tl.constexpr
 ):
-    """[ROWS, BLOCK_D] of the rows with these indices, 0 beyond the last."""
+    """Loads [ROWS, BLOCK_D] of the rows with these indices, 0 beyond the last."""
     if HAS_ROWS:
         row = tl.load(rows_ptr + index, mask=index < number, other=0)
     else:
@@ -60,7 +58,7 @@ def read_some(
 
 @triton.jit
 def moments_of(sums_ptr, count, dims, D):
-    """Mean and variance of the rows, dim by dim."""
+    """Returns mean and variance of the rows, dim by dim."""
     mean = tl.load(sums_ptr + dims, mask=dims < D, other=0.0) / count
     square = tl.load(sums_ptr + D + dims, mask=dims < D, other=0.0) / count
     return mean, tl.maximum(square - mean * mean, 1e-30)
@@ -68,7 +66,7 @@ def moments_of(sums_ptr, count, dims, D):
 
 @triton.jit
 def log_ratio(weight_sums_ptr, hidden_sums_ptr, taken, count, dims, D):
-    """log2 of the hidden states' variance over the weight's; 0 beyond D."""
+    """Returns log2 of the hidden states' variance over the weight's; 0 beyond D."""
     _, of_weight = moments_of(weight_sums_ptr, taken, dims, D)
     _, of_hidden = moments_of(hidden_sums_ptr, count, dims, D)
     return tl.where(dims < D, tl.log2(of_hidden / of_weight), 0.0)
@@ -85,12 +83,12 @@ def vectors_kernel(
     D,
     BLOCK_D: tl.constexpr,
 ):
-    """Computes the weight's centre, the channels, the addition to a row of the weight that is
-    multiplied by them, the hidden states' centre, 1 over the channels, and the addition to hidden
-    states by those; a single program.
+    """Computes the vectors of both sides' quantisation; a single program.
 
-    What sticks out of either side is shared between the two, by powers of two.
-    docs/numerics.md#screened-logits
+    In order: the weight's centre; the channels, which multiply its rows; the shift added to the
+    products; the hidden states' centre; 1 over the channels, which multiplies hidden states; the
+    shift added to those products. A dim in which one side varies more than the other is scaled on
+    both, halfway each, by powers of two. docs/numerics.md#screened-logits
     """
     lane = tl.arange(0, BLOCK_D)
     count = tl.maximum(tl.load(count_ptr), 1).to(tl.float32)
@@ -131,13 +129,13 @@ def sizes_kernel(
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
     norm = tl.zeros((BLOCK,), tl.float32)
-    rest = tl.zeros((BLOCK,), tl.float32)
+    remainder = tl.zeros((BLOCK,), tl.float32)
     for start in range(program * BLOCK, num_rows, programs * BLOCK):
         rows = start + tl.arange(0, BLOCK)
         norm += tl.load(size_ptr + rows, mask=rows < num_rows, other=0.0)
-        rest += tl.load(size_ptr + num_rows + rows, mask=rows < num_rows, other=0.0)
+        remainder += tl.load(size_ptr + num_rows + rows, mask=rows < num_rows, other=0.0)
     tl.store(part_ptr + program, tl.sum(norm, 0))
-    tl.store(part_ptr + programs + program, tl.sum(rest, 0))
+    tl.store(part_ptr + programs + program, tl.sum(remainder, 0))
 
 
 @triton.jit(do_not_specialize=["N", "num_rows", "parts"])
@@ -160,21 +158,21 @@ def shift_kernel(
     if HAS_PARTS:
         lane = tl.arange(0, PARTS)
         norm = tl.load(part_ptr + lane, mask=lane < parts, other=0.0)
-        rest = tl.load(part_ptr + parts + lane, mask=lane < parts, other=0.0)
+        remainder = tl.load(part_ptr + parts + lane, mask=lane < parts, other=0.0)
         norm = tl.sum(norm, 0) / num_rows
-        rest = tl.sum(rest, 0) / num_rows
+        remainder = tl.sum(remainder, 0) / num_rows
         if tl.program_id(0) == 0:
             tl.store(mean_ptr, norm)
-            tl.store(mean_ptr + 1, rest)
+            tl.store(mean_ptr + 1, remainder)
     else:
         norm = tl.load(mean_ptr)
-        rest = tl.load(mean_ptr + 1)
+        remainder = tl.load(mean_ptr + 1)
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = token < N
-    # Roundings on one side are as good as independent of the other.
+    # The two sides' rounding errors are nearly independent.
     summed = tl.load(size_ptr + N + token, mask=inside, other=0.0) * norm
-    summed = (summed + tl.load(size_ptr + token, mask=inside, other=0.0) * rest) / dim
+    summed = (summed + tl.load(size_ptr + token, mask=inside, other=0.0) * remainder) / dim
     shift = tl.load(of_tokens_ptr + N + token, mask=inside, other=0.0) - tl.load(mean_ptr + 2)
-    # The mean of exp over an error of that variance is too large by half of it.
+    # An error of that variance raises the mean of exp by half of the variance.
     tl.store(of_tokens_ptr + N + token, shift - 0.5 * scale * summed, mask=inside)
     tl.store(variance_ptr + token, scale * scale * summed, mask=inside)

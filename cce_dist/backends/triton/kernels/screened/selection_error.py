@@ -1,7 +1,7 @@
-"""The tail's loss from the selection by 8-bit masses: columns that they leave in the tail.
+"""The mass that a tail loses because 8-bit masses choose its columns.
 
-Of columns near the threshold those stay whose errors made them smaller. How much that is, some of
-the columns near it say, by their exact logits. docs/numerics.md#the-bias-of-the-tail
+Of the columns near the threshold, the tail gets those that errors made smaller. The exact logits of
+a sample of these columns tell how much mass that costs. docs/numerics.md#the-bias-of-the-tail
 """
 
 import triton
@@ -12,49 +12,51 @@ from cce_dist.backends.triton.kernels.numbers import LOG2E, softcapped
 
 
 @triton.jit
-def is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS: tl.constexpr):
+def is_near_threshold(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS: tl.constexpr):
     """Returns a mask of columns with a mass within a factor `reach` of the block's threshold."""
     tokens = tl.minimum(tl.load(count_ptr) - block * TOKENS, TOKENS)
     threshold = keep * (tokens / TOKENS)
     at = block.to(tl.int64) * V + column
     # Negative where the column is kept.
     mass = tl.abs(tl.load(mass_ptr + at, mask=column < V, other=0.0).to(tl.float32))
-    # Of a block without tokens none.
+    # A block without tokens has no such columns: its threshold is at most 0.
     return (mass * reach >= threshold) & (mass < threshold * reach)
 
 
 @triton.jit
-def num_near(near_ptr, block, chunks, CHUNKS: tl.constexpr):
-    """Returns the number of columns of a token block that are near."""
+def num_near_threshold(near_threshold_ptr, block, chunks, CHUNKS: tl.constexpr):
+    """Returns the number of a token block's columns near the threshold."""
     other = tl.arange(0, CHUNKS)
-    return tl.sum(tl.load(near_ptr + block * chunks + other, mask=other < chunks, other=0), 0)
+    return tl.sum(
+        tl.load(near_threshold_ptr + block * chunks + other, mask=other < chunks, other=0), 0
+    )
 
 
 @triton.jit
-def count_near_kernel(
-    mass_ptr,  # [num_blocks, V] of a block's tokens that a column has, negative where kept
+def count_near_threshold_kernel(
+    mass_ptr,  # [num_blocks, V] a column's mass over a block's tokens, negative where kept
     count_ptr,  # [1] int32: tokens that count
-    near_ptr,  # [num_blocks, chunks] int32: columns of a chunk near the threshold: out
+    near_threshold_ptr,  # [num_blocks, chunks] int32: columns of a chunk near the threshold: out
     V,
     keep,
     reach,
     TOKENS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Counts a token block's next BLOCK_V columns; a program a block and columns."""
+    """Counts, for a token block, the columns near the threshold among BLOCK_V columns."""
     block, chunk = tl.program_id(0), tl.program_id(1)
     column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
-    near = is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS)
-    out = near_ptr + block * tl.num_programs(1) + chunk
-    tl.store(out, tl.sum(near.to(tl.int32), 0))
+    near_threshold = is_near_threshold(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS)
+    out = near_threshold_ptr + block * tl.num_programs(1) + chunk
+    tl.store(out, tl.sum(near_threshold.to(tl.int32), 0))
 
 
 @triton.jit
-def pick_near_kernel(
+def pick_near_threshold_kernel(
     mass_ptr,
     count_ptr,
-    near_ptr,  # [num_blocks, chunks]: see above
-    picked_ptr,  # [num_blocks, SAMPLES] int32 columns, the first min(SAMPLES, near) of a row: out
+    near_threshold_ptr,  # [num_blocks, chunks]: see above
+    picked_ptr,  # [num_blocks, SAMPLES] int32 columns near the threshold, at most SAMPLES: out
     V,
     keep,
     reach,
@@ -63,24 +65,27 @@ def pick_near_kernel(
     CHUNKS: tl.constexpr,  # at least as many as there are
     SAMPLES: tl.constexpr,
 ):
-    """Each so many-th of them, or all if there are no more. One program: BLOCK_V columns."""
+    """Picks at most SAMPLES of a block's columns near the threshold, evenly spaced; a program has
+    BLOCK_V columns."""
     block, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     other = tl.arange(0, CHUNKS)
-    of_chunks = tl.load(near_ptr + block * chunks + other, mask=other < chunks, other=0)
+    of_chunks = tl.load(near_threshold_ptr + block * chunks + other, mask=other < chunks, other=0)
     total = tl.sum(of_chunks, 0)
     before = tl.sum(tl.where(other < chunk, of_chunks, 0), 0)
     column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
-    near = is_near(mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS).to(tl.int32)
-    rank = before + tl.cumsum(near, 0) - near
+    near_threshold = is_near_threshold(
+        mass_ptr, count_ptr, block, column, V, keep, reach, TOKENS
+    ).to(tl.int32)
+    rank = before + tl.cumsum(near_threshold, 0) - near_threshold
     per_rank = tl.minimum(SAMPLES, tl.maximum(total, 1))
     place = rank * per_rank // tl.maximum(total, 1)
-    # The first of those that share a place; none of a negative rank does.
+    # Of columns that share a place, the first.
     first = (rank == 0) | ((rank - 1) * per_rank // tl.maximum(total, 1) != place)
-    tl.store(picked_ptr + block * SAMPLES + place, column, mask=(near > 0) & first)
+    tl.store(picked_ptr + block * SAMPLES + place, column, mask=(near_threshold > 0) & first)
 
 
 @triton.jit
-def near_logits_kernel(
+def near_threshold_logits_kernel(
     hidden_ptr,  # [N, D] packed
     weight_ptr,  # [V, D]
     bias_ptr,  # [V]
@@ -88,12 +93,12 @@ def near_logits_kernel(
     values_ptr,  # [V, D] in 8 bits
     column_ptr,  # [2, V] fp32: see `dequantized`
     token_ptr,  # [2, N] fp32
-    near_ptr,  # [num_blocks, chunks] int32: see above
+    near_threshold_ptr,  # [num_blocks, chunks] int32: see above
     picked_ptr,  # [num_blocks, SAMPLES] int32: see above
     full_ptr,  # [1] int32: 1: no logits are of 8 bits, nothing to do
     logit_ptr,  # [2, num_blocks, SAMPLES, TOKENS] fp32 of columns picked, exact and by 8 bits: out
     chunks,
-    size,  # of either half of it
+    size,  # elements of either half of `logit_ptr`
     N,
     V,
     D,
@@ -116,7 +121,7 @@ def near_logits_kernel(
     block = tl.program_id(0)
     token = block * TOKENS + tl.arange(0, TOKENS)
     place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    listed = place < num_near(near_ptr, block, chunks, CHUNKS)
+    listed = place < num_near_threshold(near_threshold_ptr, block, chunks, CHUNKS)
     if (tl.load(full_ptr) == 0) & (tl.max(listed.to(tl.int32), 0) > 0):
         column = tl.load(picked_ptr + block * SAMPLES + place, mask=listed, other=0)
         x = tl.zeros((COLUMNS, TOKENS), tl.float32)
@@ -147,12 +152,12 @@ def near_logits_kernel(
 
 @triton.jit
 def selection_error_kernel(
-    near_ptr,  # [num_blocks, chunks] int32: see above
+    near_threshold_ptr,  # [num_blocks, chunks] int32: see above
     logit_ptr,  # [2, num_blocks, SAMPLES, TOKENS] fp32: see above
     lse_ptr,  # [N] natural log, of 8-bit logits
     count_ptr,  # [1] int32
     full_ptr,  # [1] int32: 1: nothing to do
-    lost_ptr,  # [N] fp32: out
+    lost_mass_ptr,  # [N] fp32: out
     chunks,
     size,
     width,  # nats of mass from the first column that is near the threshold to the last
@@ -164,8 +169,8 @@ def selection_error_kernel(
     block = tl.program_id(0)
     lane = tl.arange(0, TOKENS)
     token = block * TOKENS + lane
-    total = num_near(near_ptr, block, chunks, CHUNKS)
-    lost = tl.zeros((TOKENS,), tl.float32)
+    total = num_near_threshold(near_threshold_ptr, block, chunks, CHUNKS)
+    lost_mass = tl.zeros((TOKENS,), tl.float32)
     if (tl.load(full_ptr) == 0) & (total > 0):
         place = tl.arange(0, SAMPLES)
         inside = (place < total)[:, None] & (token < tl.load(count_ptr))[None, :]
@@ -175,11 +180,11 @@ def selection_error_kernel(
         off = tl.where(inside, off - x, 0.0)
         p = tl.where(inside, tl.exp2((x - tl.load(lse_ptr + token)[None, :]) * LOG2E), 0.0)
         mass, exact_mass = tl.sum(p, 1), tl.sum(p * tl.exp2(off * LOG2E), 1)
-        # By how much a column's mass was too large, in nats. What is common to all of them, or to
-        # a token's logits, moves the threshold and decides nothing.
+        # The error of a column's mass, in nats. An error that all columns or all of a token's
+        # logits share moves the threshold, and chooses no column.
         moved = tl.where(mass > 0, tl.log(exact_mass / mass), 0.0)
         moved -= tl.sum(mass * moved, 0) / tl.maximum(tl.sum(mass, 0), 1e-30)
         off -= (tl.sum(p * off, 0) / tl.maximum(tl.sum(p, 0), 1e-30))[None, :]
-        lost = tl.sum(p * off * moved[:, None], 0)
-        lost *= total / tl.minimum(total, SAMPLES) / width
-    tl.store(lost_ptr + token, lost)
+        lost_mass = tl.sum(p * off * moved[:, None], 0)
+        lost_mass *= total / tl.minimum(total, SAMPLES) / width
+    tl.store(lost_mass_ptr + token, lost_mass)

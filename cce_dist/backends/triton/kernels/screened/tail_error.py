@@ -5,7 +5,7 @@ import triton.language as tl
 
 from cce_dist.backends.triton.kernels.numbers import LOG2E
 
-# Neighbouring columns that are taken: their masses fill a unit of memory's reads.
+# Neighbouring columns that are sampled together: their masses fill one read of memory.
 RUN = tl.constexpr(16)
 
 
@@ -29,8 +29,7 @@ def tail_shares_kernel(
     # In runs, so that the compiler sees neighbours in memory.
     taken = (run * RUN)[:, None] + tl.arange(0, RUN)[None, :]
     column = ((run * (every * RUN))[:, None] + tl.arange(0, RUN)[None, :])[None, :, :]
-    # The least of weights for every column: of a group without a tail the moments are those of all,
-    # and no 0 / 0.
+    # A tiny weight for every column: without it a group that has no tail would get 0 / 0.
     share = tl.where(column < V, 1e-20, 0.0) + tl.zeros((GROUPS, RUNS, RUN), tl.float32)
     for i in range(blocks_per_group):
         block = (group * blocks_per_group + i).to(tl.int64)
@@ -50,7 +49,7 @@ def tail_moments_kernel(
     centre_ptr,  # [D] fp32
     channel_ptr,  # [D] fp32
     share_ptr,  # [GROUPS, num_runs RUN]: see above
-    part_ptr,  # [splits, 3, GROUPS, D] fp32 sums of share x, share x^2, share rest^2: out
+    part_ptr,  # [splits, 3, GROUPS, D] fp32 sums of share x, share x^2, share remainder^2: out
     seen_ptr,  # [splits, GROUPS] fp32 of share: out
     V,
     num_runs,
@@ -62,8 +61,10 @@ def tail_moments_kernel(
     BLOCK_D: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Over each `every`-th RUN of columns: x = channel (column - centre), and rest what 8 bits are
-    off from it. They are rounded to shares' dtype, which errs by less than what is left out does.
+    """Sums x = channel (column - centre), x^2 and remainder^2 over each `every`-th RUN of columns.
+
+    The remainder is the 8-bit value minus x. The operands are rounded to the shares' dtype: that
+    costs less than leaving out columns does.
     """
     split, splits = tl.program_id(1), tl.num_programs(1)
     dims = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -73,7 +74,7 @@ def tail_moments_kernel(
     channel = tl.load(channel_ptr + dims, mask=dims < D, other=0.0)[None, :]
     mean = tl.zeros((GROUPS, BLOCK_D), tl.float32)
     square = tl.zeros((GROUPS, BLOCK_D), tl.float32)
-    rest_square = tl.zeros((GROUPS, BLOCK_D), tl.float32)
+    remainder_square = tl.zeros((GROUPS, BLOCK_D), tl.float32)
     seen = tl.zeros((GROUPS,), tl.float32)
     share_ptrs = share_ptr + group.to(tl.int64)[:, None] * num_taken
     for start in range(split * BLOCK_V, num_taken, splits * BLOCK_V):
@@ -88,15 +89,15 @@ def tail_moments_kernel(
         x = tl.where(inside, x, 0.0)
         value = tl.load(values_ptr + rows * stride_cv + dims[None, :], mask=inside)
         value = tl.where(inside, value.to(tl.float32), 0.0)
-        rest = tl.load(of_rows_ptr + column, mask=is_taken, other=0.0)[:, None] * value - x
+        remainder = tl.load(of_rows_ptr + column, mask=is_taken, other=0.0)[:, None] * value - x
         mean = tl.dot(share, x.to(factor), mean)
         square = tl.dot(share, (x * x).to(factor), square)
-        rest_square = tl.dot(share, (rest * rest).to(factor), rest_square)
+        remainder_square = tl.dot(share, (remainder * remainder).to(factor), remainder_square)
         seen += tl.sum(share.to(tl.float32), 1)
     out = part_ptr + (split * 3 * GROUPS + group)[:, None] * D + dims[None, :]
     tl.store(out, mean, mask=(dims < D)[None, :])
     tl.store(out + GROUPS * D, square, mask=(dims < D)[None, :])
-    tl.store(out + 2 * GROUPS * D, rest_square, mask=(dims < D)[None, :])
+    tl.store(out + 2 * GROUPS * D, remainder_square, mask=(dims < D)[None, :])
     if tl.program_id(0) == 0:
         tl.store(seen_ptr + split * GROUPS + group, seen)
 
@@ -109,9 +110,9 @@ def tail_error_kernel(
     variance_ptr,  # [N] fp32 of a logit's error, half of which has been subtracted
     hidden_centre_ptr,  # [D] fp32
     channel_ptr,  # [D] fp32: hidden states, centred, are divided by it
-    moments_ptr,  # [3, GROUPS, D] fp32 means over a group's tail of x, x^2, rest^2: see above
+    moments_ptr,  # [3, GROUPS, D] fp32 means over a group's tail of x, x^2, remainder^2: see above
     lse_ptr,  # [N] natural log, of 8-bit logits
-    lost_ptr,  # [N] the tail's loss by the choice of columns, over exp(lse)
+    lost_mass_ptr,  # [N] the tail's loss by the choice of columns, over exp(lse)
     full_ptr,  # [1] int32: 1: no logits are of 8 bits, nothing to do
     unkept_ptr,  # [N] log of the sum over columns not kept of exp(z); in place
     dropped_ptr,  # [N] the same of exp(z) softcap'(z); in place
@@ -121,14 +122,14 @@ def tail_error_kernel(
     stride_hn,
     stride_vn,
     scale,
-    most_lost,
+    most_lost_share,
     GROUPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_LOST: tl.constexpr,
+    HAS_LOST_MASS: tl.constexpr,
 ):
-    """Corrects BLOCK_N tokens of a group; a program a block.
+    """Corrects the tails of BLOCK_N tokens of one group.
     docs/numerics.md#the-bias-of-the-tail"""
     if tl.load(full_ptr) == 0:
         token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -151,19 +152,19 @@ def tail_error_kernel(
             x = tl.where(inside[None, :], x / channel[None, :], 0.0)
             value = tl.load(values_ptr + rows * stride_vn + dims[None, :], mask=inside[None, :])
             value = tl.where(inside[None, :], value.to(tl.float32), 0.0)
-            rest = of_token * value - x
-            first += tl.sum(rest * mean[None, :], 1)
-            second += tl.sum(rest * rest * spread + x * x * of_columns, 1)
+            remainder = of_token * value - x
+            first += tl.sum(remainder * mean[None, :], 1)
+            second += tl.sum(remainder * remainder * spread + x * x * of_columns, 1)
         unkept = tl.load(unkept_ptr + token)
         error = scale * first + 0.5 * (scale * scale * second - tl.load(variance_ptr + token))
         if HAS_SOFTCAP:
             dropped = tl.load(dropped_ptr + token)
             error *= tl.exp2((dropped - unkept) * LOG2E)
-        if HAS_LOST:
+        if HAS_LOST_MASS:
             tail = tl.exp2((unkept - error - tl.load(lse_ptr + token)) * LOG2E)
-            lost = tl.load(lost_ptr + token) / tail
-            error -= tl.log(1.0 + tl.clamp(lost, -most_lost, most_lost))
-        # Of a token without a tail, which may not count, nothing is off.
+            lost_mass = tl.load(lost_mass_ptr + token) / tail
+            error -= tl.log(1.0 + tl.clamp(lost_mass, -most_lost_share, most_lost_share))
+        # A token without a tail, which may not count, has no error.
         error = tl.where(unkept == float("-inf"), 0.0, error)
         if HAS_SOFTCAP:
             tl.store(dropped_ptr + token, dropped - error)

@@ -1,4 +1,4 @@
-"""The picking before the forward: tokens that count are put in front of all others."""
+"""The compaction before the forward: tokens that count are put in front of all others."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["N", "ignore_index", "vocab_size"])
 def count_kernel(
     ids_ptr,  # [N] int64
-    parts_ptr,  # [2, programs] int32: ids that count, and those of them beyond the vocabulary: out
+    parts_ptr,  # [2, programs] int32: ids that count; of these, ids beyond the vocabulary: out
     N,
     ignore_index,
     vocab_size,
@@ -26,19 +26,19 @@ def count_kernel(
 def place_kernel(
     ids_ptr,  # [N] int64
     parts_ptr,  # [2, programs] int32, of `count_kernel`
-    rows_ptr,  # [N] int64: where each came from: out, as all below
+    rows_ptr,  # [N] int64: the token's original place: out, as all below
     targets_ptr,  # [N] int64, 0 for those that don't count
     local_ptr,  # [N] int32 row of the target in this shard, -1 if it is not here
     counts_ptr,  # [N] uint8: whether it counts
     count_ptr,  # [1] int32: how many do
-    in_range_ptr,  # [1] int32: 1 if all of those are classes
+    in_range_ptr,  # [1] int32: 1 if all ids that count are classes
     N,
     ignore_index,
     first_class,
     num_classes,
     BLOCK: tl.constexpr,
 ):
-    """Places the tokens that count in their order, and the others in theirs."""
+    """Puts tokens that count first; both these and the others keep their order."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, BLOCK)
     before = 0

@@ -1,4 +1,4 @@
-"""The ranks' statistics of every token, merged; and whether they belong together."""
+"""The merge of the ranks' statistics, and the check that they belong together."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 
@@ -10,7 +10,7 @@ from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-# What goes before a rank's statistics: pairs of fp32 digits.
+# Numbers before a rank's statistics: pairs of fp32 digits.
 HEADER = tl.constexpr(8)
 
 
@@ -101,7 +101,8 @@ def pack_stats_kernel(
     size_low,
     BLOCK_N: tl.constexpr,
 ):
-    """Packs the numbers that a rank sends. They come with the launch: a copy would have to wait."""
+    """Packs the numbers that a rank sends. The header comes as arguments: a copy to the device
+    would wait."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
     stats_ptr = out_ptr + HEADER
@@ -136,8 +137,8 @@ def merge_ranks_kernel(
     SAME: tl.constexpr,
     LEAST_SPREAD: tl.constexpr,
 ):
-    """Merges in rank order, so that all ranks get the same bits. The last program looks at the
-    headers, and at whether ranks have the same rows."""
+    """Merges in rank order, so that all ranks get the same bits. The last program checks the
+    headers, and that the ranks' rows differ."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
     if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -155,7 +156,7 @@ def merge_ranks_kernel(
     for _ in range(ranks):
         top = tl.maximum(top, tl.load(part_ptr + rows, mask=inside, other=0.0))
         part_ptr += stride
-    # Of no column at all: -inf, rather than the difference of two of them.
+    # Without any column lse is -inf, and must not become NaN as -inf minus -inf.
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros((BLOCK_N,), tl.float32)
     logit = tl.zeros((BLOCK_N,), tl.float32)

@@ -1,4 +1,4 @@
-"""The packing before the forward: tokens that count, and facts about their targets."""
+"""The packing before the forward: hidden states of tokens that count, bounds of lse, the grid."""
 
 import triton
 import triton.language as tl
@@ -8,9 +8,10 @@ from cce_dist.backends.triton.kernels.numbers import HIGHEST, LOG2E, LOWEST, sca
 
 @triton.jit
 def splits_of(blocks, num_tiles, programs, cached_blocks, grid):
-    """Splits of the vocabulary so that blocks x splits fills whole waves of programs, and no more
-    blocks than fit the cache are in a wave. Few splits: each one's sum is then a tighter bound of
-    lse.
+    """Returns the number of splits of the vocabulary.
+
+    blocks x splits should fill whole waves of programs, with no more blocks in a wave than fit the
+    cache. Fewer splits are better: each split's sum is then a tighter bound of lse.
     """
     least = tl.where(blocks <= cached_blocks, 1, tl.cdiv(programs, cached_blocks))
     most = tl.maximum(tl.cdiv(3 * least, 2), 2 * programs // blocks)
@@ -29,7 +30,7 @@ def splits_of(blocks, num_tiles, programs, cached_blocks, grid):
 
 @triton.jit
 def shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS: tl.constexpr):
-    """Splits of the vocabulary, and blocks at a time."""
+    """Returns the splits of the vocabulary, and the blocks at a time."""
     splits = splits_of(blocks, num_tiles, programs, cached_blocks, grid)
     return GROUPS * splits, tl.minimum(tl.cdiv(programs, splits), blocks)
 
@@ -55,7 +56,7 @@ def pack_kernel(
     stride_hn,
     stride_wv,
     stride_pn,
-    scale,  # a number, or [N_padded] one of each token
+    scale,  # a number, or [N_padded] of each token
     softcap,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -63,10 +64,10 @@ def pack_kernel(
     HAS_SOFTCAP: tl.constexpr,
     TOKENS: tl.constexpr,
     EVERY_BLOCK: tl.constexpr,  # as if every token counted
-    GROUPS: tl.constexpr,  # splits that one program of the forward makes side by side
+    GROUPS: tl.constexpr,  # splits that one program of the forward computes side by side
 ):
-    """Packs BLOCK_N tokens a program. Two of the logits, the target's and the first column's, bound
-    lse before any tile is made."""
+    """Packs BLOCK_N tokens. Two logits, the target's and the first column's, bound lse before any
+    tile is computed."""
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     counts = tokens < tl.load(count_ptr)
     rows = tl.load(rows_ptr + tokens, mask=counts, other=0)

@@ -1,4 +1,4 @@
-"""Tokens sorted by the keys of `similar_kernel`, by counting: few keys, so each place is a sum."""
+"""A counting sort of tokens by the keys of `similar_kernel`: with few keys each place is a sum."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ def order_kernel(
     tally_ptr,  # [parts, SEEDS] int16: how many of a part's tokens have each key
     rows_ptr,  # [N] int64
     target_ptr,  # [N] int32 or int64
-    order_ptr,  # [N] int64, the token at each place, those of one key as they came: out
+    order_ptr,  # [N] int64, the token at each place; tokens of one key keep their order: out
     rows_out_ptr,  # [N] int64, in that order: out; may be `order_ptr` where each row is its token
     target_out_ptr,  # [N], in that order: out
     N,
@@ -20,10 +20,10 @@ def order_kernel(
     PARTS: tl.constexpr,  # at a time
     BLOCK: tl.constexpr,  # tokens, whole parts
 ):
-    """Finds the new places of BLOCK tokens; a program a block."""
+    """Computes the new places of BLOCK tokens; a program a block."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < N
-    # Under way while the tallies are summed.
+    # These loads are under way while the tallies are summed.
     key = tl.load(key_ptr + token, mask=inside, other=UNCOUNTED).to(tl.int32)
     row = tl.load(rows_ptr + token, mask=inside, other=0)
     target = tl.load(target_ptr + token, mask=inside, other=0)
@@ -38,7 +38,7 @@ def order_kernel(
         of_all += tally
         of_earlier += tl.where(part < first_part, tally, 0)
     number = tl.sum(of_all, 0)
-    # Behind all smaller keys, the same keys in earlier programs, and earlier ones in this program.
+    # Behind tokens of smaller keys, and of the same key in earlier programs or earlier in this one.
     first = tl.cumsum(number, 0) - number + tl.sum(of_earlier, 0)
     place = tl.sum(tl.where(key[:, None] == lane[None, :], first[None, :], 0), 1)
     same = (key[None, :] == key[:, None]) & (token[None, :] < token[:, None])

@@ -1,6 +1,8 @@
-"""The rest of the weight's gradient after the hidden gradient, for ranks that sum the hidden
-gradient meanwhile: a kernel of short programs that wait for nobody, so that the collectives'
-kernels, of a stream of higher priority, find multiprocessors whenever they begin."""
+"""The part of the weight's gradient that is left after the hidden gradient, while ranks sum that.
+
+Its programs are short and wait for nobody. So the kernels of collectives, on a stream of higher
+priority, find free multiprocessors whenever they start.
+"""
 
 import triton
 import triton.language as tl
@@ -9,11 +11,11 @@ from cce_dist.backends.triton.kernels.backward.dds import dds_kept_task, unkept_
 
 
 @triton.jit(do_not_specialize=["num_blocks", "groups", "at_once"])
-def rest_kernel(
-    hidden_ptr,  # arguments as those of `filtered_kernel`, and what that has left in memory
+def after_hidden_kernel(
+    hidden_ptr,  # arguments as of `filtered_kernel`, which has filled the memory behind them
     rows_ptr,
     class_weight_ptr,
-    unit_ptr,
+    grad_scale_ptr,
     order_ptr,
     starts_ptr,
     blocks_ptr,
@@ -54,10 +56,12 @@ def rest_kernel(
     UNKEPT: tl.constexpr,
     UNKEPT_SLICE: tl.constexpr,
 ):
-    """DDS of the first chunk, which is computed last, and columns that no block keeps: every so
-    many tasks of either a program. The longest begin first, and while some programs multiply,
-    others store."""
-    unit = tl.load(unit_ptr)
+    """Computes DDS of the first chunk, which comes last, and stores columns that no block keeps.
+
+    A program takes every num_programs-th task of each kind. The longest tasks start first; while
+    some programs multiply, others store.
+    """
+    grad_scale = tl.load(grad_scale_ptr)
     num_active = tl.load(num_active_ptr)
     dds_slices = tl.cdiv(D, SLICE) if HAS_GRAD_WEIGHT else 1
     dds_tiles = 0
@@ -67,10 +71,10 @@ def rest_kernel(
         dds_kept_task(
             task, 0, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr, num_blocks_ptr,
             pair_rows_ptr, share_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, workspace_ptr,
-            grad_weight_ptr, grad_bias_ptr, unit, dds_tiles, num_tiles, num_blocks, V, D, groups,
-            dds_slices, at_once, stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K, LIST_STAGES,
-            PRECISION, TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN, HAS_CLASS_WEIGHT,
-            HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+            grad_weight_ptr, grad_bias_ptr, grad_scale, dds_tiles, num_tiles, num_blocks, V, D,
+            groups, dds_slices, at_once, stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K,
+            LIST_STAGES, PRECISION, TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN,
+            HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
         )  # fmt: skip
     num_unkept = (num_tiles - num_active) * (TILE // UNKEPT)
     slices = tl.cdiv(D, UNKEPT_SLICE) if HAS_GRAD_WEIGHT else 1
