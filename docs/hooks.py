@@ -24,8 +24,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def kept(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, link["path"]))
-        is_page = target.startswith("docs/") and not target.startswith("docs/examples/")
-        return link[0] if is_page else link["text"]
+        of_site = target.startswith("docs/") and not target.startswith("docs/examples")
+        return link[0] if of_site and not (ROOT / target).is_dir() else link["text"]
 
     return LINK.sub(kept, markdown)
 

@@ -17,12 +17,16 @@ def report(
     pages: Annotated[Path, typer.Option(help="Folder to write the pages into.")] = Path(
         "docs/notebook/evidence"
     ),
+    pictures: Annotated[Path, typer.Option(help="Folder to draw the pictures into.")] = Path(
+        "docs/pictures"
+    ),
 ) -> None:
-    """Make docs/notebook/evidence of the records in docs/notebook/data/evidence.
+    """Make docs/notebook/evidence and docs/pictures of the records in docs/notebook/data.
 
     The records are in the repository, not in an installed package: start in a checkout of it. The
     same records give the same pages. Exits with 2 where there is no record, or a broken one.
     """
+    from benchmarks.evidence.pictures import write_pictures
     from benchmarks.evidence.records import RecordError
     from benchmarks.evidence.report import write_report
 
@@ -35,6 +39,8 @@ def report(
         )
     try:
         paths = write_report(records, pages)
+        if records == RECORDS:
+            paths += write_pictures(records, pictures)
     except RecordError as error:
         raise typer.BadParameter(str(error)) from None
     except OSError as error:

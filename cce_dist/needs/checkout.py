@@ -43,7 +43,7 @@ EXPERIMENTS = {
     "steps.",
 }
 REPORT = {
-    "report": "Make docs/notebook/evidence of the records in docs/notebook/data/evidence.",
+    "report": "Make docs/notebook/evidence and docs/pictures of the records in docs/notebook/data.",
 }
 
 

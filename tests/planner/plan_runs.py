@@ -1,5 +1,7 @@
-"""Published and measured runs beside what the planner says of them; run it for docs/planner.md's
-tables."""
+"""Published and measured runs beside what the planner says of them.
+
+Its output is the tables of docs/design/planner.md.
+"""
 
 from __future__ import annotations
 
@@ -188,7 +190,7 @@ def embedding_seconds(sequence: int, classes: int) -> tuple[float, float]:
 
 
 def megatron(software: str = "megatron-local") -> list[Compared]:
-    """Steps and peaks of docs/benchmarks.md on H200s without a pipeline, by the cost model alone.
+    """Steps and peaks measured on H200s without a pipeline, by the cost model alone.
 
     Left out: rows that the document says the host limited, and exact-kept, which is no kind here.
     """
@@ -234,7 +236,7 @@ RAN_AHEAD, LEFT_ROOM = {"h100", "h100 with room"}, {"h100 with room"}
 
 
 def pipelines(over: str = "", gpu: str = "h200") -> list[tuple[Compared, Compared]]:
-    """Two GPUs of docs/pipelines.md, the head on the last stage, or on both by the planned order
+    """Two GPUs, measured, with the head on the last stage, or on both by the planned order
     ("vocab-1f1b") or a thread beside 1F1B ("vocab-thread"): by its stages' measured times and by
     the cost model alone, the time in the first stage's, the peak in each stage's.
 

@@ -1,7 +1,7 @@
 """Faults x phases on the training job: who says what, how soon, what is left, and the restart.
 
-Two ranks, the vocabulary over both; docs/faults.md is the table. Each test breaks one job a phase,
-all of them at the same time, since they mostly wait. `pytest -rP` shows seconds and messages.
+Two ranks, the vocabulary over both; docs/guide/faults.md is the table. Each test breaks one job a
+phase, all of them at the same time, since they mostly wait. `pytest -rP` shows seconds and texts.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def break_and_restart(
         checkpoint = newest_checkpoint(jobs.folder / each.name / "checkpoints")
         assert checkpoint is not None and checkpoint.step == AT - EVERY, (each, ending.output)
         assert same_files(checkpoint, jobs.references[each.layout])
-        # For docs/faults.md, by pytest -rP.
+        # For docs/guide/faults.md, by pytest -rP.
         print(each.name, *(f"{seconds:.1f} s" for seconds in ending.seconds), *ending.messages)
     # Of the other faults what is left is the same, bit by bit.
     restarted = [each for each in planned if each.fault.kind == "dies" or each.leaves_more]

@@ -299,7 +299,7 @@ def test_train_help_lists_the_keys() -> None:
 def test_train_help_without_the_train_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cce_dist.train.config.load", None)
     done = CliRunner().invoke(app, ["train", "--help"])
-    assert done.exit_code == 0 and "Keys: docs/training.md; here too once " in done.output
+    assert done.exit_code == 0 and "Keys: docs/guide/training.md; here too once " in done.output
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["main rank speaks", "others do not"])

@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state, each split over the data-parallel ranks.
 
 One group per decoder layer; embedding, norms and head in the root group, whole from the forward's
-start to the backward's end. docs/training.md#fsdp.
+start to the backward's end. docs/guide/training.md#fsdp.
 """
 
 from __future__ import annotations

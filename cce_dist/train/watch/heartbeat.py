@@ -3,7 +3,7 @@
 A failed collective tells only that some peer is missing; the heartbeat finds the rank to blame.
 Each rank counts up its own beat in the rendezvous store at intervals. The reader measures a beat's
 age by its own clock, from the last change that it saw, so hosts' clocks need not agree.
-docs/faults.md describes the consequences.
+docs/guide/faults.md describes the consequences.
 """
 
 from __future__ import annotations
