@@ -164,7 +164,7 @@ def test_standard_error_is_of_the_seeds_own_differences() -> None:
     error = statistics.stdev([0.01, 0.02, 0.06]) / math.sqrt(3)
     assert case.standard_error("filtered", STEPS[-1]) == pytest.approx(error)
     text = "\n".join(show_convergence.section(record))
-    # Less than 2.5 standard errors: may be chance, and is not bold.
+    # Two standard errors of three seeds: may be chance, and is not bold.
     assert f"| +0.0300 ± {error:.4f} |" in text
     assert f"| +3.00 ± {100 * error:.2f} | all tokens, step" in text
 
@@ -185,6 +185,20 @@ def test_convergence_says_what_did_not_run() -> None:
     assert "Farthest from dense, in spreads: exact +0.10 ± 0.00, filtered +50.00" in conclusion
     assert "decide nothing" not in conclusion
     assert "| Apple cce | 3 |" in table
+
+
+def test_three_seeds_take_more_standard_errors_than_nine() -> None:
+    for seeds, bold in ((3, False), (9, True)):
+        record = convergence({"dense": 0.0, "filtered": 0.0}, seeds=seeds)
+        rows = tuple(
+            {**row, ALL: float(row[ALL] or 0) + 0.02 + 0.01 * (int(row["seed"] or 0) % 3)}
+            if row["part"] == "curve" and row["method"] == "filtered"
+            else row
+            for row in record.rows
+        )
+        # 5.2 and 10.4 standard errors.
+        text = "\n".join(show_convergence.section(replace(record, rows=rows)))
+        assert ("| **+0.0300 ± " in text) == bold
 
 
 def test_undecided_where_exact_is_outside() -> None:

@@ -18,7 +18,7 @@ from benchmarks.evidence.convergence import (
 from benchmarks.evidence.figures import Chart, Curve
 from benchmarks.evidence.markdown import number, table
 from benchmarks.evidence.methods import OURS, look_of, title_of
-from benchmarks.evidence.pooled import Pool, pools_of
+from benchmarks.evidence.pooled import Pool, num_shared, pools_of
 from benchmarks.evidence.records import Record
 
 TITLE = "Does a model train the same?"
@@ -26,14 +26,28 @@ TITLE = "Does a model train the same?"
 CONTROL = "exact"
 STARTS = {"random": "from random weights", "checkpoint": "from a checkpoint, on other text"}
 SHOWN = (ALL, RAREST, NEVER)
-# Standard errors from 0 beyond which a difference is no chance.
-TOLD_APART = 2.5
+# Standard errors from 0 beyond which chance puts a difference in 1 % of cases, by the degrees of
+# freedom (Student's t): three seeds take far more than nine.
+CRITICAL = {
+    1: 63.66,
+    2: 9.92,
+    3: 5.84,
+    4: 4.60,
+    5: 4.03,
+    6: 3.71,
+    8: 3.36,
+    10: 3.17,
+    15: 2.95,
+    20: 2.85,
+    30: 2.75,
+}
 HOW_TO_READ = (
     "Differences to dense are means over seeds, in nats of held-out text after the last step, ± "
-    "their standard error; runs of one seed differ only in the loss. **Bold**: more than "
-    f"{TOLD_APART} standard errors from 0. A *spread* is the standard deviation of dense's seeds, "
-    "a *place* an evaluation in a group of tokens. Within a spread is not equal, and three seeds "
-    f"decide little: by rounding alone `{CONTROL}` leaves the spread somewhere."
+    "their standard error; runs of one seed differ only in the loss. **Bold**: chance gives such a "
+    "difference in less than 1 % of cases (Student's t). A *spread* is the standard deviation of "
+    "dense's seeds, a *place* an evaluation in a group of tokens. Within a spread is not equal, "
+    f"and three seeds decide little: by rounding alone `{CONTROL}` mostly leaves the spread "
+    "somewhere."
 )
 
 
@@ -159,7 +173,12 @@ def _difference(runs: Case | Pool, method: str, group: str) -> str:
 def _is_told_apart(runs: Case | Pool, method: str, group: str) -> bool:
     end = runs.steps[-1]
     error = runs.standard_error(method, end, group)
-    return error is not None and abs(runs.difference(method, end, group)) > TOLD_APART * error
+    if error is None:
+        return False
+    cases = runs.cases if isinstance(runs, Pool) else (runs,)
+    freedom = sum(num_shared(case, method) - 1 for case in cases)
+    critical = CRITICAL[max(known for known in CRITICAL if known <= freedom)]
+    return abs(runs.difference(method, end, group)) > critical * error
 
 
 def _mean_of(case: Case, method: str, key: str) -> float | None:
