@@ -75,7 +75,7 @@ def linear_cross_entropy(
             docs/guide/parallelism.md#dtensor.
         group: the ranks that share the vocabulary; None for one rank. Every rank passes all
             targets of the group and gets the same loss. Over MPI pass an MPIGroup:
-            docs/guide/ranks.md#mpi.
+            docs/guide/ranks.md#the-loss-over-mpi.
         vocab_shard: the token ids of this rank's rows; None splits evenly by rank (Megatron's
             rule). Rows of ids >= vocab_size are padding: no softmax, gradient 0. A whole head on
             each of W ranks would count W times; the call refuses it where the merge shows it.

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import cce_dist
+import cce_dist.distributed
+import megatron_patch
 from cce_dist.reference import linear_cross_entropy_reference
 from tests.docs.recipe_cases import DOCS, close, head_of, made
 
@@ -80,3 +82,19 @@ def test_a_page_is_short(path: Path) -> None:
     lines = path.read_text(encoding="utf8").splitlines()
     assert len(lines) <= 250
     assert max(map(len, lines)) <= 400
+
+
+@pytest.mark.parametrize("path", PAGE_FILES, ids=[path.stem for path in PAGE_FILES])
+def test_a_page_has_no_history(path: Path) -> None:
+    text = path.read_text(encoding="utf8")
+    assert re.findall(r"\b20\d\d-\d\d-\d\d\b", text) == []
+    # A commit: hexadecimal digits, letters among them.
+    assert re.findall(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b", text) == []
+    assert re.findall(r"\d ?(?:us|µs|microseconds)\b", text) == []
+
+
+def test_every_public_name_has_a_page() -> None:
+    pages = "".join(path.read_text() for path in (GUIDE.parent / "api").glob("*.md"))
+    named = set(re.findall(r"^::: ([\w.]+)$", pages, re.M))
+    for module in (cce_dist, cce_dist.distributed, megatron_patch):
+        assert {f"{module.__name__}.{name}" for name in module.__all__} - named == set()
