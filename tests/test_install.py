@@ -196,7 +196,7 @@ def test_a_checkout_on_the_path_says_how_to_install_it(monkeypatch: pytest.Monke
     for name in ("distribution", "version"):
         monkeypatch.setattr(importlib.metadata, name, absent)
     assert not hasattr(cce_dist, "__version__")
-    with pytest.raises(AttributeError, match=re.escape(f"cce-dist is not: pip install {ROOT}")):
+    with pytest.raises(AttributeError, match=re.escape(f"not installed: pip install {ROOT}")):
         cce_dist.__version__  # noqa: B018
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["--version"])
