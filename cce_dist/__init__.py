@@ -50,7 +50,7 @@ def _installed_version() -> str:
         return importlib.metadata.version("cce-dist")
     except importlib.metadata.PackageNotFoundError as error:
         raise AttributeError(
-            "cce_dist.__version__ is known only if the package is installed, and cce-dist is not: "
+            "cce_dist.__version__ is the installed package's, and cce-dist is not installed: "
             f"pip install {Path(__file__).parent.parent}"
         ) from error
 

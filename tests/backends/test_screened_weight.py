@@ -126,7 +126,7 @@ def test_quantized_weight_of_a_padded_shard(place: Place) -> None:
     golden = golden_outputs(Case(inputs, {"stats": ("lse",)}))["lse"]
     torch.testing.assert_close(found.lse.double(), golden, atol=2e-3, rtol=0)
     whole = quantize_weight(inputs.weight, **how)
-    with pytest.raises(ValueError, match=r"700 rows.*has 600"):
+    with pytest.raises(ValueError, match=r"600 rows.*got 700 rows"):
         short = replace(inputs, weight=inputs.weight[:600], targets=inputs.targets % 600)
         linear_cross_entropy(
             short.hidden,

@@ -54,7 +54,7 @@ def screened_seen(kept: list[int] | None = None) -> Iterator[dict[str, int]]:
 
     def guarded(*given: Any) -> Any:
         if kept is not None:
-            kept.append(int((given[0].parts["mass"] < 0).sum()))
+            kept.append(int((given[0].buffers.mass < 0).sum()))
         run, found = guard(*given)
         seen["full" if int(found.full) else "screened"] += 1
         return run, found

@@ -110,9 +110,7 @@ def _moments_of(
     `tail_moments_kernel`, and a function that launches the kernels that fill it."""
     weight = state.weight
     num_columns, dim = weight.shape
-    # The same binaries for any number of tokens; the interpreter computes no group that is empty.
-    filled = triton.next_power_of_2(triton.cdiv(state.num_blocks, blocks_per_group))
-    groups = max(16, filled if interpreted() else MOST_GROUPS)
+    groups = _num_groups(state.num_blocks, blocks_per_group)
     # As many columns as the centre is the mean of: for a flat tail both means then err alike.
     every = every_for_centre(weight)
     num_runs = triton.cdiv(triton.cdiv(num_columns, RUN.value), every)
@@ -170,3 +168,11 @@ def _moments_of(
         sums.div_(seen_sum[:, None])
 
     return sums, launch
+
+
+def _num_groups(num_blocks: int, blocks_per_group: int) -> int:
+    """Returns GROUPS: for the same binaries with any number of tokens it does not follow that."""
+    if not interpreted():
+        return max(16, MOST_GROUPS)
+    # Empty groups would take the interpreter time.
+    return max(16, triton.next_power_of_2(triton.cdiv(num_blocks, blocks_per_group)))
