@@ -18,7 +18,7 @@ from cce_dist.core.phases import in_phase, watched_by
 from cce_dist.distributed.launchers import Launch, read_launch
 from cce_dist.testing import fork_context
 from cce_dist.train.errors import JobError
-from cce_dist.train.watch.blame import Peer, find_skipped
+from cce_dist.train.watch.blame import Beat, Peer, find_skipped
 from cce_dist.train.watch.heartbeat import Heartbeat
 from cce_dist.train.watch.place import COUNTED, Place, Seen, SeenPlace
 
@@ -43,7 +43,7 @@ def heartbeats(timeout_s: float = 0.4, count: int = 2) -> list[Heartbeat]:
         Heartbeat(FakeRanks(rank, count, store), timeout_s, lambda: False)  # type: ignore[arg-type]
         for rank in range(count)
     ]
-    made[0]._watch()
+    made[0]._read_beats()
     return made
 
 
@@ -57,21 +57,21 @@ def test_explain_names_the_silent_rank() -> None:
     first, second = heartbeats()
     second.step = 17
     with watched_by(second.place), in_phase("merge"):
-        second._beat()
-    first._watch()
+        second._send_beat()
+    first._read_beats()
     hide(first)
     message = first.explain(LOST)
     assert message is not None
     assert message.startswith(f"rank 1 (pid {os.getpid()} on {socket.gethostname()}) has not")
     assert "last heard of in step 17 (merge), while this rank is in step 0 (starting)" in message
-    assert "hidden on this host: if it still runs, its launcher has to end it" in message
+    assert "hidden from this rank: if it still runs, its launcher has to end it" in message
 
 
 def test_explain_own_error_is_told_to_the_others() -> None:
     first, second = heartbeats(PATIENT_S)
     message = second.explain(ValueError("something else"))
     assert message == "rank 1 failed in step 0 (starting): ValueError: something else"
-    first._watch()
+    first._read_beats()
     assert first.explain(LOST) is None, "rank 1 has said it"
 
 
@@ -80,7 +80,7 @@ def test_refuse_is_said_by_one_rank() -> None:
     first, second = heartbeats(PATIENT_S)
     assert second.refuse(JobError("a full disk")) == "a full disk"
     assert first.refuse(JobError("a full disk")) is None
-    first._watch()
+    first._read_beats()
     assert first.explain(LOST) is None
 
 
@@ -88,10 +88,10 @@ def test_explain_finds_the_lost_peer_in_what_pipelines_raise() -> None:
     first, _ = heartbeats()
     wrapped = RuntimeError("Failed to run stage backward")
     wrapped.__cause__ = LOST
-    assert first.is_lost_peer(wrapped)
+    assert first.comes_from_lost_peer(wrapped)
     first_of_two, second_of_two = ValueError("one"), RuntimeError("Failed to run stage backward")
     first_of_two.__cause__, second_of_two.__cause__ = second_of_two, first_of_two
-    assert not first.is_lost_peer(first_of_two)
+    assert not first.comes_from_lost_peer(first_of_two)
 
 
 def test_explain_says_where_everyone_is_if_all_live() -> None:
@@ -111,23 +111,23 @@ def test_explain_says_where_everyone_is_if_all_live() -> None:
 def test_explain_is_said_once() -> None:
     first, second, third = heartbeats(PATIENT_S, count=3)
     for each in (first, second):
-        each._watch()
+        each._read_beats()
         hide(each)
         each.peers = {2: each.peers[2]}
     said = [each.explain(LOST) for each in (first, second)]
     assert said[0] is not None and said[0].startswith("rank 2 ") and said[1] is None
     # And who left because of rank 2 is not lost.
-    third._watch()
-    assert third.peers[0].blames == [2] and set(third._lost(0.0)) == set()
+    third._read_beats()
+    assert third.peers[0].blames == [2] and set(third._find_lost_peers(0.0)) == set()
 
 
 def test_close_is_no_death() -> None:
     first, second = heartbeats(PATIENT_S)
     second.start()
     second.close()
-    first._watch()
-    first.peers[1].seen_at -= 3600
-    assert first._lost(1.0) == {}
+    first._read_beats()
+    first.peers[1].read_at -= 3600
+    assert first._find_lost_peers(1.0) == {}
 
 
 def wait_in_merge(connection: Connection) -> None:
@@ -165,12 +165,24 @@ def test_place_outlives_its_process() -> None:
 
 def test_peer_of_another_host_has_no_place() -> None:
     place = Place()
-    beat = {"pid": os.getpid(), "file": place.file, "token": place.token.hex(), "host": "elsewhere"}
+    beat = Beat(
+        number=1,
+        step=0,
+        phase="starting",
+        counts=place.seen.counts,
+        kin=0,
+        pid=os.getpid(),
+        host="elsewhere",
+        file=place.file,
+        token=place.token.hex(),
+        failure=None,
+        blames=[],
+    )
     peer = Peer()
     peer.receive(beat)
     assert peer.place is None
     peer = Peer()
-    peer.receive({**beat, "host": socket.gethostname()})
+    peer.receive(replace(beat, host=socket.gethostname()))
     assert peer.place is not None and peer.place.state == "running"
 
 
@@ -211,7 +223,7 @@ def test_an_error_on_another_thread_is_told_while_the_main_one_waits(
 ) -> None:
     first, _ = heartbeats()
     said: list[str | None] = []
-    monkeypatch.setattr(first, "_die", lambda say: said.append(say()))
+    monkeypatch.setattr(first, "_die", lambda explain: said.append(explain()))
 
     @in_phase("merge")
     def fail() -> None:
@@ -224,7 +236,7 @@ def test_an_error_on_another_thread_is_told_while_the_main_one_waits(
         thread.join()
         deadline = time.monotonic() + 5
         while not said and time.monotonic() < deadline:
-            first._watch_own_threads()
+            first._watch_threads()
     assert said == ["rank 0 failed in step 0 (reduce): ValueError: on a thread"]
     assert "ValueError: on a thread" in capfd.readouterr().err
 
@@ -319,13 +331,13 @@ def test_heartbeat_compares_kin_alone() -> None:
     for each in (first, second):
         each.step = 1
     with watched_by(second.place), in_phase("merge"):
-        second._beat()
+        second._send_beat()
     with watched_by(first.place), in_phase("update"):
-        first._watch()
+        first._read_beats()
         assert first._find_skipped() is not None
         second.kin = 1
-        second._beat()
-        first._watch()
+        second._send_beat()
+        first._read_beats()
         assert first._find_skipped() is None
 
 
@@ -333,14 +345,14 @@ def test_guard_ends_a_rank_whose_store_never_answers(monkeypatch: pytest.MonkeyP
     first, _ = heartbeats(0.2)
     said: list[str | None] = []
 
-    def die(say) -> None:
-        said.append(say())
+    def die(explain) -> None:
+        said.append(explain())
         first.closed.set()
 
     monkeypatch.setattr(first, "_die", die)
     first._answered_at = time.monotonic()
     began = time.monotonic()
-    first._guard()
+    first._guard_store()
     assert 0.2 <= time.monotonic() - began < 2
     assert said[0] is not None and "rank 0, which holds the store" in said[0]
     first.is_launchers_store = True
