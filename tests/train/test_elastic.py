@@ -195,8 +195,9 @@ def test_fit_to_ranks(values: dict[str, Any], num_ranks: int, expected: dict[str
         ),
         (
             {"global_batch": 12},
-            "must be a multiple of the number of data-parallel ranks, 8, got 12: the nearest is 16",
+            "must be a multiple of the number of data-parallel ranks, 8, got 12: use 8 or 16",
         ),
+        ({"global_batch": 3}, "the number of data-parallel ranks, 8, got 3: use 8"),
     ],
     ids=str,
 )

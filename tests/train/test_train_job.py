@@ -349,5 +349,5 @@ def test_train_says_which_steps_were_screened(
     found = {record["step"]: record.get("screened") for record in map(json.loads, lines)}
     assert found == dict.fromkeys(range(1, 7)) | dict.fromkeys((1, 5, 6), screened)
     report = (tmp_path / "screened" / "report.md").read_text()
-    assert f"logits were screened, of those logged | {3 if screened else 0} of 3" in report
+    assert f"logged steps whose logits were screened | {3 if screened else 0} of 3" in report
     assert ("not screened" in output) is not screened
