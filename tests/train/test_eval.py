@@ -306,7 +306,7 @@ def test_eval_finds_the_tokenizer_from_any_folder(
         read_texts(request, config)
     shutil.copytree(out / "cache", run.parent / ".cache")
     for path in (run, run.relative_to(tmp_path)):
-        moved = replace(request, run=path)
+        moved = replace(request, run_dir=path)
         assert np.array_equal(read_texts(moved, load_request(moved, 1))[2][0], expected[0])
 
 

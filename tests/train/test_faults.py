@@ -370,7 +370,7 @@ def test_a_checkpoint_that_lost_a_part_is_refused(jobs: Jobs) -> None:
     part = newest.folder / "__1_0.distcp"
     size = part.stat().st_size
     os.truncate(part, size - 1)
-    rule = rf"must have __1_0\.distcp of {size} bytes, got {size - 1} bytes: .* remove"
+    rule = rf"must have the file __1_0\.distcp of {size} bytes, got {size - 1} bytes: .* remove"
     with pytest.raises(ConfigError, match=rule):
         newest_checkpoint(folder)
     part.unlink()
