@@ -260,9 +260,9 @@ def test_parse_arguments_refuses(tmp_path: Path, arguments: list[str], expected:
 
 
 def test_parse_arguments_finds_the_file_anywhere() -> None:
-    found = Path("a.yaml"), [("steps", "300"), ("batch", "2")]
+    expected = Path("a.yaml"), [("steps", "300"), ("batch", "2")]
     for arguments in ("a.yaml --steps 300 --batch=2", "--steps 300 --batch=2 a.yaml"):
-        assert parse_arguments(arguments.split()) == found
+        assert parse_arguments(arguments.split()) == expected
     with pytest.raises(ConfigError, match=r"^CONFIG must be given, got only --steps 300: it is a"):
         parse_arguments(["--steps", "300"])
 
@@ -275,10 +275,10 @@ def test_commands_ask_for_the_file(command: list[str]) -> None:
 
 
 def leaves(values: dict[str, Any]) -> list[str]:
-    found = []
+    keys = []
     for key, value in values.items():
-        found += [f"{key}.{x}" for x in leaves(value)] if isinstance(value, dict) else [key]
-    return found
+        keys += [f"{key}.{x}" for x in leaves(value)] if isinstance(value, dict) else [key]
+    return keys
 
 
 def test_train_help_lists_the_keys() -> None:

@@ -71,7 +71,7 @@ def train(
 
 
 def rows_by_rank(folder: Path, name: str) -> list[int]:
-    """How many rows of a tensor each rank saved that holds any, by their order."""
+    """Returns the number of a tensor's rows that each rank saved, for ranks that have rows."""
     metadata = dcp.FileSystemReader(folder / "checkpoints" / f"step_{STEPS:08d}").read_metadata()
     chunks = metadata.state_dict_metadata[name].chunks  # pyright: ignore
     return [chunk.sizes[0] for chunk in sorted(chunks, key=lambda chunk: chunk.offsets)]
@@ -84,7 +84,7 @@ def grad_norms(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def split(out: Path) -> list[float]:
-    """Tied, over two data-parallel ranks."""
+    """Trains the tied model over two data-parallel ranks."""
     return train(out, 2, "split", by=run_training, parallel={"fsdp": True})
 
 
@@ -123,9 +123,9 @@ def test_fsdp_beside_tensor_parallelism(out: Path, split: list[float]) -> None:
 
 
 def test_fsdp_untied_in_bfloat16_and_beside_dense(out: Path) -> None:
-    how: dict[str, Any] = {"dtype": "bfloat16", "model": {**MODEL, "tied": False}}
-    replicated = train(out, 2, "replicated-bf16", **how)
-    losses = train(out, 2, "bf16", "--compare", "dense", parallel={"fsdp": True}, **how)
+    changes: dict[str, Any] = {"dtype": "bfloat16", "model": {**MODEL, "tied": False}}
+    replicated = train(out, 2, "replicated-bf16", **changes)
+    losses = train(out, 2, "bf16", "--compare", "dense", parallel={"fsdp": True}, **changes)
     assert rows_by_rank(out / "bf16", "optimizer.head.exp_avg") == [151, 150]
     assert losses == pytest.approx(replicated, rel=1e-6)
     assert losses == pytest.approx(read_losses(out / "bf16" / "dense"), abs=0.05)

@@ -1,4 +1,4 @@
-"""Blame: which rank a failure is put down to. tests/train/test_faults.py has real jobs."""
+"""Blame: the rank that a message names for a failure. tests/train/test_faults.py has real jobs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from cce_dist.train.watch.heartbeat import Heartbeat
 from cce_dist.train.watch.place import COUNTED, Place, Seen, SeenPlace
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
-# Where threads run: a busy machine may hold one up for a tenth of a second. Who is silent for half
-# of it is killed, and who cannot tell the others within an eighth of it speaks for itself.
+# The timeout of tests with threads, which a busy machine may hold up for tenths of a second. A rank
+# that is silent for half the timeout is killed, and a rank that cannot reach the store within an
+# eighth of the timeout reports by itself.
 PATIENT_S = 4.0
 
 
@@ -37,18 +38,18 @@ class FakeRanks:
 
 
 def heartbeats(timeout_s: float = 0.4, count: int = 2) -> list[Heartbeat]:
-    """Of as many ranks; no thread runs, so beats happen when the test says so."""
+    """Makes the heartbeats of `count` ranks. No thread runs: the test sends and reads beats."""
     store = dist.HashStore()
-    made = [
+    beating = [
         Heartbeat(FakeRanks(rank, count, store), timeout_s, lambda: False)  # type: ignore[arg-type]
         for rank in range(count)
     ]
-    made[0]._read_beats()
-    return made
+    beating[0]._read_beats()
+    return beating
 
 
 def hide(heartbeat: Heartbeat) -> None:
-    """All are this process, which would be killed as its own silent sibling."""
+    """Hides the peers' places: all ranks are this process, which must not kill itself."""
     for peer in heartbeat.peers.values():
         peer.place = None
 
@@ -76,7 +77,7 @@ def test_explain_own_error_is_told_to_the_others() -> None:
 
 
 def test_refuse_is_said_by_one_rank() -> None:
-    """Also where that is not the main one, and the others know nothing of it."""
+    """The rank that reports may be any rank, and the others need not have found the error."""
     first, second = heartbeats(PATIENT_S)
     assert second.refuse(JobError("a full disk")) == "a full disk"
     assert first.refuse(JobError("a full disk")) is None
@@ -116,7 +117,7 @@ def test_explain_is_said_once() -> None:
         each.peers = {2: each.peers[2]}
     said = [each.explain(LOST) for each in (first, second)]
     assert said[0] is not None and said[0].startswith("rank 2 ") and said[1] is None
-    # And who left because of rank 2 is not lost.
+    # Ranks 0 and 1, which left because of rank 2, are not lost.
     third._read_beats()
     assert third.peers[0].blames == [2] and set(third._find_lost_peers(0.0)) == set()
 
@@ -147,7 +148,7 @@ def test_place_outlives_its_process() -> None:
     assert place.state == "running"
     with pytest.raises(OSError, match="no rank of this job"):
         SeenPlace(pid, file, bytes(16))
-    # As if the number had been given to another process: that is not killed.
+    # With another token the process is another one with the same number: it is not killed.
     place.token = bytes(16)
     assert place.state == "gone" and not place.kill()
     place.token = token
@@ -206,7 +207,7 @@ def test_place_of_several_threads() -> None:
             thread.join()
             assert place.seen.phase == "forward and backward"
         assert place.seen.phase == "training" and place.seen.count("merge") == 0
-        # Where an error began is told after it has left its phases.
+        # The place of an error stays after the error has left its phases.
         with pytest.raises(ZeroDivisionError), in_phase("backward"), in_phase("reduce"):
             raise ZeroDivisionError
         assert place.seen.phase == "reduce"
@@ -259,7 +260,7 @@ def test_phases_tell_the_newest_watcher_first() -> None:
     newer = Teller("newer", fails=True)
     with watched_by(Teller("older")), watched_by(newer), pytest.raises(ValueError, match="newer"):
         in_phase("merge").__enter__()
-    # Who was not told of the phase is not told that it is left.
+    # The older watcher did not see the phase begin, so it does not see it end.
     assert told == [("newer", "merge", True), ("newer", "merge", "newer")]
 
 
@@ -268,7 +269,7 @@ def seen(**counts: int) -> Seen:
 
 
 def walk(order: list[str], steps: int = 2) -> list[Seen]:
-    """Every place that a rank is at in turn."""
+    """Returns each place of a rank in turn."""
     counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
     places = []
     for _ in range(steps):
@@ -279,7 +280,7 @@ def walk(order: list[str], steps: int = 2) -> list[Seen]:
 
 
 STEP = ["forward", "merge", "backward", "reduce", "update", "checkpoint"]
-# Two microbatches; ranks differ in when they do what between merges and reduces.
+# Two microbatches; the two ranks begin merges and reduces in different orders.
 PIPELINE = [
     ["merge", "merge", "reduce", "reduce", "update", "checkpoint"],
     ["merge", "reduce", "merge", "reduce", "update", "checkpoint"],
@@ -313,7 +314,7 @@ def test_find_skipped_names_the_rank(phase: str) -> None:
 
 
 def test_find_skipped_in_a_pipeline() -> None:
-    # Within a step only that a gradient came before its merge says it; then that the step is done.
+    # Within a step, only a reduce before its merge proves a skip; later, the update does.
     waits = {"step": 1, "merge": 4, "reduce": 3}
     within = {"step": 1, "merge": 3, "reduce": 4}
     message = find_skipped({0: seen(**waits), 1: seen(**within)}, in_order=False)
@@ -325,7 +326,7 @@ def test_find_skipped_in_a_pipeline() -> None:
 
 
 def test_heartbeat_compares_kin_alone() -> None:
-    """Of a pipeline with the head on its last stage only that stage merges."""
+    """Only the last stage merges in a pipeline whose head is on the last stage."""
     first, second = heartbeats()
     first.in_order = second.in_order = False
     for each in (first, second):

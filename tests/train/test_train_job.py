@@ -346,8 +346,8 @@ def test_train_says_which_steps_were_screened(
     losses, output = run(0, config, by=run_forked_training)
     assert losses[-1] < losses[0]
     lines = (tmp_path / "screened" / "metrics.jsonl").read_text().splitlines()
-    found = {record["step"]: record.get("screened") for record in map(json.loads, lines)}
-    assert found == dict.fromkeys(range(1, 7)) | dict.fromkeys((1, 5, 6), screened)
+    screened_of = {record["step"]: record.get("screened") for record in map(json.loads, lines)}
+    assert screened_of == dict.fromkeys(range(1, 7)) | dict.fromkeys((1, 5, 6), screened)
     report = (tmp_path / "screened" / "report.md").read_text()
     assert f"logged steps whose logits were screened | {3 if screened else 0} of 3" in report
     assert ("not screened" in output) is not screened

@@ -77,7 +77,7 @@ def train(out: Path, num_ranks: int, name: str, *arguments: str, **changes: Any)
 
 
 def saved(out: Path, name: str) -> dict[str, Tensor]:
-    """Weights, and what AdamW has gathered of gradients and their squares, all of the last step."""
+    """Returns the weights and AdamW's moments after the last step."""
     checkpoint = newest_checkpoint(out / name / "checkpoints")
     assert checkpoint is not None and checkpoint.step == STEPS
     file = out / f"{name}.pt"
@@ -93,14 +93,14 @@ def grad_norms(out: Path, name: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def whole(out: Path) -> dict[bool, dict[str, Any]]:
-    """One process, by `tied`."""
-    found = {}
+    """Trains in one process; returns the untied and the tied run."""
+    runs = {}
     for tied in (False, True):
         name = f"whole-{tied}"
         losses = train(out, 0, name, model={"tied": tied})
         assert losses[-1] < losses[0] - 0.3
-        found[tied] = {"losses": losses, "norms": grad_norms(out, name), "saved": saved(out, name)}
-    return found
+        runs[tied] = {"losses": losses, "norms": grad_norms(out, name), "saved": saved(out, name)}
+    return runs
 
 
 def report_rows(folder: Path) -> dict[str, str]:
@@ -152,10 +152,10 @@ def test_pipeline_trains_as_one_process_does(
     right = whole[tied]
     assert losses == pytest.approx(right["losses"], abs=1e-5)
     assert grad_norms(out, name) == pytest.approx(right["norms"], rel=1e-5)
-    found = saved(out, name)
-    assert found.keys() == right["saved"].keys()
+    tensors = saved(out, name)
+    assert tensors.keys() == right["saved"].keys()
     for key, value in right["saved"].items():
-        error = (found[key].double() - value.double()).norm()
+        error = (tensors[key].double() - value.double()).norm()
         assert float(error) <= 1e-4 * float(value.double().norm()), key
 
 
@@ -177,10 +177,10 @@ def test_pipeline_resumes_bitwise_and_in_another_layout(
 
 
 def test_pipeline_in_bfloat16_and_beside_dense(out: Path) -> None:
-    how: dict[str, Any] = {"dtype": "bfloat16", "model": {"tied": True}}
-    alone = train(out, 0, "alone-bf16", **how)
+    changes: dict[str, Any] = {"dtype": "bfloat16", "model": {"tied": True}}
+    alone = train(out, 0, "alone-bf16", **changes)
     parallel = {"pp": 2, "microbatches": 4, **PLANNED}
-    losses = train(out, 2, "bf16", "--compare", "dense", parallel=parallel, **how)
+    losses = train(out, 2, "bf16", "--compare", "dense", parallel=parallel, **changes)
     # A tied embedding's rows are sent in bf16.
     assert losses == pytest.approx(alone, abs=5e-3)
     assert losses == pytest.approx(read_losses(out / "bf16" / "dense"), abs=0.05)
