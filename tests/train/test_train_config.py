@@ -160,8 +160,8 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param(
             "batch: 11\nparallel: {pp: 4, schedule: interleaved}",
-            "parallel.microbatches must be a multiple of the 2 rounds (one for every "
-            "parallel.pp=4 of them) of parallel.schedule=interleaved, got 11: use 8",
+            "parallel.microbatches must be a multiple of 2, the number of rounds (microbatches // "
+            "pp) of parallel.schedule=interleaved with parallel.pp=4, got 11: use 8",
             id="rounds",
         ),
         pytest.param(

@@ -151,7 +151,10 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _describe(items: Sequence[Any]) -> list[str]:
-    """Describes pydantic's errors in one line a key: a union's key has an error a branch."""
+    """Describes pydantic's errors, one line for each key.
+
+    pydantic reports an error for each branch of a union.
+    """
     rules: dict[str, list[str]] = {}
     got: dict[str, Any] = {}
     lines = []

@@ -94,9 +94,9 @@ def require_microbatches(schedule: ScheduleName, pp: int, microbatches: int) -> 
     rounds = max(1, microbatches // pp)
     if schedule in IN_ROUNDS and microbatches % rounds:
         raise ValueError(
-            f"parallel.microbatches must be a multiple of the {rounds} rounds (one for every "
-            f"parallel.pp={pp} of them) of parallel.schedule={schedule}, got {microbatches}: use "
-            f"{microbatches // pp * pp}"
+            f"parallel.microbatches must be a multiple of {rounds}, the number of rounds "
+            f"(microbatches // pp) of parallel.schedule={schedule} with parallel.pp={pp}, got "
+            f"{microbatches}: use {microbatches // pp * pp}"
         )
 
 

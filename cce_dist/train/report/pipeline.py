@@ -17,8 +17,9 @@ from .run import MEASURE_DENSE_BYTES, Evaluation, Memory, measure, measure_head
 def evaluate_pipeline(job: Job, run: Run) -> Evaluation:
     """Compares the pipeline's loss on the held-out batch with dense float64 logits.
 
-    Memory is measured for one microbatch, since the head works on one at a time. Every rank must
-    call it. If the head is on the last stage, the last stage's ranks measure, and tell the others.
+    Memory is measured for one microbatch: the head works on one microbatch at a time. If the head
+    is on the last stage, the last stage's ranks measure, and tell the others. Every rank must call
+    this function.
     """
     job.heartbeat.phase = "evaluating"
     ranks, pipeline = job.ranks, run.pipeline
