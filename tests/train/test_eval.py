@@ -1,4 +1,4 @@
-"""`cce-dist eval` against a dense float64 evaluation, on any number of ranks; what it refuses."""
+"""`cce-dist eval` against a dense float64 evaluation, on any number of ranks; its refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOFTCAP, SCALE = 3.0, 2.0
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks with other layers and other rows each, and two texts."""
+    """Makes two texts, and a run of two ranks, each of which has other layers and other rows."""
     folder = tmp_path_factory.mktemp("eval")
     shutil.copy(argparse.__file__, folder / "train.py")
     held = Path(json.__file__).read_text()
@@ -52,7 +52,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "model": {"dim": DIM, "layers": LAYERS, "heads": HEADS},
         "parallel": {"pp": 2, "vocab_over_pipeline": True, "timeout_s": 20},
-        # An objective that is not the likelihood, of logits that are not hidden @ weight.T.
+        # The objective is not the likelihood, and the logits are not hidden @ weight.T.
         "loss": {
             "gradient": "exact",
             "z_loss": 0.1,
@@ -90,7 +90,7 @@ def weights_of(out: Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def dense_nats(weights: dict[str, Tensor], ids: np.ndarray, stride: int) -> Tensor:
-    """[T] float64, of every token of a text by itself; ids [1 + T]."""
+    """Computes the nats of each token of a text, [T] float64, from ids [1 + T]."""
     num_tokens = len(ids) - 1
     nats = torch.full((num_tokens,), math.nan, dtype=torch.float64)
     rotary = rotary_table(LENGTH, DIM // HEADS)

@@ -1,4 +1,4 @@
-"""The configuration file: what it accepts, and that every refusal says key, rule and value."""
+"""The configuration file: accepted files, and refusals, which all say key, rule and value."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_train_help_lists_the_keys() -> None:
         assert row in " ".join(said.split())
     keys = dict(describe_keys())
     assert keys.keys() == {f"--{key}" for key in leaves(TrainConfig().model_dump())}
-    # Of the docs as well, whose table says what they mean: its rows may share a prefix.
+    # The docs' table explains each key, too; keys in a row may share a prefix.
     table = (CONFIGS.parent.parent / "docs" / "training.md").read_text()
     for key in keys:
         *_, last = key.removeprefix("--").split(".")

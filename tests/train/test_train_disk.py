@@ -1,6 +1,6 @@
-"""Disks that are full or read-only: one message, exit code not 0, what was whole stays whole.
+"""Disks that are full or read-only: one message, an exit code other than 0, no file is damaged.
 
-tests/train/test_faults.py has the ranks of which one finds its disk full.
+tests/train/test_faults.py has jobs in which the disk of one rank is full.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def test_require_space_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         require_space(tmp_path, "run.out", 1)
     with pytest.raises(ConfigError, match=r"with 1024\.00 PiB|free space for a checkpoint, got"):
         require_space(tmp_path, "run.out", 2**60)
-    # A file system that does not know its size is not full.
+    # A file system with an unknown size counts as large enough.
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: (_ for _ in ()).throw(OSError()))
     require_space(tmp_path, "run.out", 2**60)
 
@@ -168,7 +168,7 @@ def test_checkpoint_bytes_is_about_right(tmp_path: Path) -> None:
     assert code == 0, output
     newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
     assert newest is not None
-    # torch puts about 1 KiB around each of some 40 tensors.
+    # torch adds about 1 KiB to each of some 40 tensors.
     sizes = json.loads((newest.folder / "run.json").read_text())["files"].values()
     rest = sum(sizes) - checkpoint_bytes(load_config(config))
     assert 0 < rest < 2**17

@@ -1,4 +1,4 @@
-"""Text, vocabulary and batches: deterministic, cached, and clear about what is wrong with them."""
+"""Text, vocabulary and batches: deterministic, cached, and refused with the reason."""
 
 from __future__ import annotations
 
