@@ -76,7 +76,7 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
     """Returns the checkpoint with the highest step; unfinished checkpoints have other names.
 
     Raises:
-        ConfigError: one of its files is missing or has another size than when it was written.
+        ConfigError: a file of the checkpoint is missing or has another size than when written.
     """
     checkpoints = _complete_checkpoints(folder)
     return _open_checkpoint(checkpoints[-1]) if checkpoints else None
@@ -86,8 +86,8 @@ def find_checkpoint(folder: Path, step: int | None) -> Checkpoint:
     """Returns the checkpoint of a step, or the newest for `step=None`.
 
     Raises:
-        ConfigError: there is no such checkpoint, or one of its files is missing or has another
-            size than when it was written.
+        ConfigError: there is no such checkpoint, or a file of the checkpoint is missing or has
+            another size than when written.
     """
     checkpoints = _complete_checkpoints(folder)
     if not checkpoints:

@@ -32,9 +32,9 @@ def connect(config: ParallelConfig) -> Ranks:
     Raises:
         ConfigError: the number of ranks is no multiple of parallel.pp x parallel.tp, there are too
             few GPUs, or the launcher's variables contradict one another.
-        JobError: some ranks did not come, or cannot be reached.
+        JobError: a rank did not come, or cannot be reached.
     """
-    # The heartbeat must report first: it can name the rank, and NCCL aborts without a message.
+    # The heartbeat must report first: it names the rank to blame, and NCCL aborts without a name.
     timeout = config.timeout_s + COLLECTIVE_MARGIN_S
     try:
         split_ranks(num_ranks(), tp=config.tp, pp=config.pp, prefix="parallel.")

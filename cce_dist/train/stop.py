@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# torchrun may pass one Ctrl-C on more than once within moments.
+# torchrun may pass a single Ctrl-C on more than once within moments.
 SAME_KEYPRESS_S = 1.5
 
 
 def end_at_once() -> None:
     """Restores the signals' default action, for work without results to save.
 
-    Python's own handler of Ctrl-C would wait until a vocabulary is trained, which may take minutes.
+    Python's handler of Ctrl-C would wait for the training of a vocabulary, which may take minutes.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)

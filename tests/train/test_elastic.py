@@ -1,4 +1,4 @@
-"""Ranks that come and go: the vocabulary is cut anew from the checkpoint, the losses stay."""
+"""Ranks that come and go: the vocabulary is split anew from the checkpoint, the losses stay."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cce_dist.train.errors import ConfigError
 from tests.support.agents import ElasticJob, elastic_job
 from tests.support.torchrun import kill, read_losses, run_forked_training
 
-# Sums over ranks are in another order, which the optimiser amplifies.
+# Sums over ranks have another order with other ranks; the optimiser amplifies the difference.
 SAME_MATHS = 1e-4
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """301 classes, which neither 2 nor 4 ranks divide."""
+    """Writes a configuration with 301 ids, which neither 2 nor 4 ranks divide."""
     (tmp_path / "text.txt").write_text(Path(json.__file__).read_text())
     values = {
         "run": {"name": "run", "out": str(tmp_path)},
@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> Path:
             "cache": str(tmp_path / "cache"),
         },
         "model": {"dim": 16, "layers": 1, "heads": 2},
-        # A rank that is killed is seen to be gone; by it ranks that live must not look silent.
+        # A killed rank is gone at once. The timeout is long, so that no living rank looks silent.
         "parallel": {"timeout_s": 20},
         "optimizer": {"lr": 0.003, "warmup": 3, "schedule": "constant"},
         "checkpoint": {"every": 5},
@@ -59,17 +59,17 @@ def wait_for_step(job: ElasticJob, folder: Path, step: int, seconds: float = 100
 
 
 def starts(output: str) -> list[tuple[int, str]]:
-    """Of each attempt: how many ranks, and the vocabulary over how many of them."""
-    found = []
+    """Returns each attempt's number of ranks, and the rest of its line, which names dp and tp."""
+    attempts = []
     for line in output.splitlines():
         if " ranks on cpu, " in line:
             before, after = line.split(" ranks on cpu, ")
-            found.append((int(before.split()[-1]), after))
-    return found
+            attempts.append((int(before.split()[-1]), after))
+    return attempts
 
 
 def stop(job: ElasticJob) -> None:
-    """By the signal that makes all ranks save and leave."""
+    """Stops a job by the signal that makes all ranks save and leave."""
     ranks = job.rank_pids(0)
     assert ranks, job.output.read_text()
     os.kill(ranks[0], signal.SIGTERM)
@@ -110,7 +110,7 @@ def test_train_while_a_node_is_lost_and_comes_back(config: Path, tmp_path: Path)
         job.lose_node(lost)
         reached = len(read_losses(folder))
         wait_for_step(job, folder, reached + 3)
-        # Its restart count begins anew, that of the node which has stayed does not.
+        # The new node's restart count begins at 0; the count of the node that stayed goes on.
         job.add_node()
         while len(starts(job.output.read_text())) < 3:
             wait_for_step(job, folder, len(read_losses(folder)) + 1)
@@ -128,10 +128,10 @@ def test_train_while_a_node_is_lost_and_comes_back(config: Path, tmp_path: Path)
 @pytest.mark.timeout(240)
 def test_train_resume_with_another_dp(config: Path, tmp_path: Path) -> None:
     # tests/train/test_train_job.py does so with tp; here tp stays, and `batch` follows dp.
-    how = ("--parallel.tp", "2", "--global_batch", "8")
-    whole = train(2, config, "whole", *how, "--steps", "9")
+    arguments = ("--parallel.tp", "2", "--global_batch", "8")
+    whole = train(2, config, "whole", *arguments, "--steps", "9")
     for number, num_ranks in enumerate((4, 2, 4), 1):
-        losses = train(num_ranks, config, "parts", *how, "--resume", "--steps", str(3 * number))
+        losses = train(num_ranks, config, "parts", *arguments, "--resume", f"--steps={3 * number}")
         assert len(losses) == 3 * number
     assert losses == pytest.approx(whole, abs=SAME_MATHS)
     saved = sorted((tmp_path / "parts" / "checkpoints").iterdir())[-1]
@@ -156,7 +156,7 @@ def test_train_resume_with_another_dp(config: Path, tmp_path: Path) -> None:
             8,
             {"parallel": {"tp": 8}, "batch": 12, "global_batch": None},
         ),
-        # Validation will say what is wrong with these.
+        # fit_to_ranks leaves invalid values to validation, which describes them.
         ({"parallel": [1]}, 8, {"parallel": [1]}),
         (
             {"parallel": {"tp": 0}, "global_batch": 12},
@@ -195,8 +195,9 @@ def test_fit_to_ranks(values: dict[str, Any], num_ranks: int, expected: dict[str
         ),
         (
             {"global_batch": 12},
-            "must be a multiple of the number of data-parallel ranks, 8, got 12: the nearest is 16",
+            "must be a multiple of the number of data-parallel ranks, 8, got 12: use 8 or 16",
         ),
+        ({"global_batch": 3}, "the number of data-parallel ranks, 8, got 3: use 8"),
     ],
     ids=str,
 )

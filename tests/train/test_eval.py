@@ -1,4 +1,4 @@
-"""`cce-dist eval` against a dense float64 evaluation, on any number of ranks; what it refuses."""
+"""`cce-dist eval` against a dense float64 evaluation, on any number of ranks; its refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOFTCAP, SCALE = 3.0, 2.0
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks with other layers and other rows each, and two texts."""
+    """Makes two texts, and a run of two ranks, each of which has other layers and other rows."""
     folder = tmp_path_factory.mktemp("eval")
     shutil.copy(argparse.__file__, folder / "train.py")
     held = Path(json.__file__).read_text()
@@ -52,7 +52,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "model": {"dim": DIM, "layers": LAYERS, "heads": HEADS},
         "parallel": {"pp": 2, "vocab_over_pipeline": True, "timeout_s": 20},
-        # An objective that is not the likelihood, of logits that are not hidden @ weight.T.
+        # The objective is not the likelihood, and the logits are not hidden @ weight.T.
         "loss": {
             "gradient": "exact",
             "z_loss": 0.1,
@@ -73,14 +73,14 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(out: Path, num_ranks: int, name: str, *arguments: str) -> tuple[dict[str, Any], str]:
-    """The findings, and what was written."""
-    found = out / f"{name}.json"
+    """Runs the command; returns the findings and the command's output."""
+    results = out / f"{name}.json"
     texts = str(out / "a.txt"), str(out / "b.txt")
-    command = ("eval", str(out / "run"), *texts, "--json", str(found), *arguments)
+    command = ("eval", str(out / "run"), *texts, "--json", str(results), *arguments)
     code, output = run_forked(num_ranks, out / f"{name}.out", *command)
     assert code == 0, output
     assert "Warning" not in output
-    return json.loads(found.read_text()), output
+    return json.loads(results.read_text()), output
 
 
 def weights_of(out: Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def weights_of(out: Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def dense_nats(weights: dict[str, Tensor], ids: np.ndarray, stride: int) -> Tensor:
-    """[T] float64, of every token of a text by itself; ids [1 + T]."""
+    """Computes the nats of each token of a text, [T] float64, from ids [1 + T]."""
     num_tokens = len(ids) - 1
     nats = torch.full((num_tokens,), math.nan, dtype=torch.float64)
     rotary = rotary_table(LENGTH, DIM // HEADS)
@@ -137,14 +137,14 @@ def test_eval_is_the_dense_evaluation_on_any_ranks(out: Path) -> None:
         # Neither the windows nor the batches can be divided equally.
         (evaluate(out, 4, "mesh", "--tp", "2", "--batch", "3")[0], 2, 2),
     ]
-    for found, dp, tp in layouts:
-        assert (found["dp"], found["tp"], found["step"]) == (dp, tp, 12)
-        assert found["tokens"] == len(whole)
-        assert found["nats_per_token"] == pytest.approx(float(whole.mean()), rel=1e-6)
-        # Beside one rank: what fp32 rounds, summed in another order.
-        assert found["nats_per_token"] == pytest.approx(alone["nats_per_token"], rel=1e-7)
-        assert found["perplexity"] == pytest.approx(math.exp(whole.mean()), rel=1e-5)
-        for path, of_text, dense in zip(("a.txt", "b.txt"), found["texts"], nats, strict=True):
+    for results, dp, tp in layouts:
+        assert (results["dp"], results["tp"], results["step"]) == (dp, tp, 12)
+        assert results["tokens"] == len(whole)
+        assert results["nats_per_token"] == pytest.approx(float(whole.mean()), rel=1e-6)
+        # Other ranks sum fp32 numbers in another order, so they differ by rounding.
+        assert results["nats_per_token"] == pytest.approx(alone["nats_per_token"], rel=1e-7)
+        assert results["perplexity"] == pytest.approx(math.exp(whole.mean()), rel=1e-5)
+        for path, of_text, dense in zip(("a.txt", "b.txt"), results["texts"], nats, strict=True):
             size = (out / path).stat().st_size
             assert (of_text["path"], of_text["bytes"]) == (str(out / path), size)
             assert of_text["nats_per_token"] == pytest.approx(float(dense.mean()), rel=1e-6)
@@ -155,10 +155,10 @@ def test_eval_is_the_dense_evaluation_on_any_ranks(out: Path) -> None:
     assert re.search(rf"all +\S +{len(whole):,} \S +{alone['nats_per_token']:.6f} ", output), output
 
 
-def check_frequency(found: dict[str, Any], ids: np.ndarray, nats: Tensor) -> None:
+def check_frequency(results: dict[str, Any], ids: np.ndarray, nats: Tensor) -> None:
     """Rows are from the most frequent ids to the rarest, and add up."""
     counts = np.bincount(ids, minlength=301)
-    rows = found["frequency"]
+    rows = results["frequency"]
     assert sum(row["tokens"] for row in rows) == len(ids)
     assert sum(row["ids"] for row in rows) == len(np.unique(ids))
     bounds = [time for row in rows for time in reversed(row["times"])]
@@ -180,9 +180,9 @@ def test_eval_with_overlap_and_an_earlier_checkpoint(out: Path) -> None:
     # The cache has moved.
     (out / "moved").symlink_to(out / "cache")
     options = ("--checkpoint", "6", "--stride", str(stride), "--cache", str(out / "moved"))
-    found, _ = evaluate(out, 3, "overlap", "--tp", "1", *options)
-    assert (found["dp"], found["step"], found["stride"]) == (3, 6, stride)
-    assert found["nats_per_token"] == pytest.approx(float(whole.mean()), rel=1e-6)
+    results, _ = evaluate(out, 3, "overlap", "--tp", "1", *options)
+    assert (results["dp"], results["step"], results["stride"]) == (3, 6, stride)
+    assert results["nats_per_token"] == pytest.approx(float(whole.mean()), rel=1e-6)
 
 
 def test_eval_in_bfloat16(out: Path) -> None:
@@ -191,16 +191,16 @@ def test_eval_in_bfloat16(out: Path) -> None:
     checkpoint = find_checkpoint(out / "bf16" / "checkpoints", None)
     text = texts_of(out, checkpoint)[0]
     dense = float(dense_nats(weights_of(out, checkpoint), text, LENGTH).mean())
-    found = out / "bf16.json"
-    command = ("eval", str(out / "bf16"), str(out / "a.txt"), "--json", str(found))
+    results = out / "bf16.json"
+    command = ("eval", str(out / "bf16"), str(out / "a.txt"), "--json", str(results))
     code, output = run_forked(2, out / "bf16.out", *command)
     assert code == 0, output
-    nats = json.loads(found.read_text())["nats_per_token"]
+    nats = json.loads(results.read_text())["nats_per_token"]
     assert 1e-6 < abs(nats - dense) / dense < 1e-2
 
 
 def change_config(run: Path, **changes: Any) -> None:
-    """What the newest checkpoint says that it was trained with."""
+    """Changes the configuration in the newest checkpoint."""
     info = run / "checkpoints" / "step_00000012" / "run.json"
     changed = json.loads(info.read_text())
     changed["config"].update(changes)
@@ -290,23 +290,23 @@ def test_eval_finds_the_tokenizer_from_any_folder(
     run = tmp_path / "elsewhere" / "runs" / "run"
     shutil.copytree(out / "run", run)
     info = run / "checkpoints" / "step_00000012" / "run.json"
-    found = json.loads(info.read_text())
-    assert found["cache"] == str(out / "cache")
-    found["config"]["data"]["cache"] = "runs/.cache"
-    info.write_text(json.dumps(found))
+    saved = json.loads(info.read_text())
+    assert saved["cache"] == str(out / "cache")
+    saved["config"]["data"]["cache"] = "runs/.cache"
+    info.write_text(json.dumps(saved))
     request = Request(run_dir=run, texts=(out / "a.txt",))
     config = load_request(request, num_ranks=1)
     tokens = read_texts(request, config)[2]
     expected = texts_of(out, find_checkpoint(out / "run" / "checkpoints", None))
     assert np.array_equal(tokens[0], expected[0])
-    # It has moved with its cache, and where it was trained is nothing any more.
-    found["cache"] = str(tmp_path / "gone")
-    info.write_text(json.dumps(found))
+    # The run has moved with its cache, and the folder where it was trained is gone.
+    saved["cache"] = str(tmp_path / "gone")
+    info.write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match=r"nor where the run was trained or is now: name the"):
         read_texts(request, config)
     shutil.copytree(out / "cache", run.parent / ".cache")
     for path in (run, run.relative_to(tmp_path)):
-        moved = replace(request, run=path)
+        moved = replace(request, run_dir=path)
         assert np.array_equal(read_texts(moved, load_request(moved, 1))[2][0], expected[0])
 
 

@@ -1,4 +1,4 @@
-"""Faults x phases on the training job: who says what, how soon, what is left, and the restart.
+"""Faults x phases on the training job: the message, its delay, the files left, the restart.
 
 Two ranks, the vocabulary over both; docs/guide/faults.md is the table. Each test breaks one job a
 phase, all of them at the same time, since they mostly wait. `pytest -rP` shows seconds and texts.
@@ -31,12 +31,12 @@ from tests.support.torchrun import read_losses, run_agent, run_rank
 pytestmark = pytest.mark.timeout(180)
 
 TIMEOUT_S = 4.0
-# What issue and docs promise after a fault.
+# docs/guide/faults.md promises that the last rank ends this soon after a fault.
 BOUND_S = TIMEOUT_S + 30
 STEPS, EVERY, AT = 6, 2, 4
 MICROBATCHES = 4
-# Of the main rank and a checkpoint: its tensors, their index, run.json, and two folders. Before all
-# of them it writes to the folder to see that it can.
+# At each checkpoint the main rank flushes its tensors, their index, run.json and two folders to the
+# disk. Before the first checkpoint it flushes a test file, to see that the folder can be written.
 FLUSHES, PROBES = 5, 1
 PHASES = ("forward", "merge", "backward", "reduce", "checkpoint")
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ LAYOUTS["served"] = {**LAYOUTS["pp"], "schedule": "1f1b"}
 
 
 def number_of(phase: str, layout: str) -> int:
-    """The phase's in step AT; of microbatches the second one's."""
+    """Returns the number of the phase in step AT; with microbatches, in its second microbatch."""
     if phase == "checkpoint":
         return AT // EVERY
     return AT if layout == "tp" else (AT - 1) * MICROBATCHES + 2
@@ -60,21 +60,21 @@ def number_of(phase: str, layout: str) -> int:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that nothing happened to, with all its checkpoints."""
+    """A run without a fault, with all its checkpoints."""
 
     losses: list[float]
     checkpoints: Path
 
 
 class Jobs:
-    """One text, and one undisturbed run of each layout."""
+    """Jobs on the same text, and a run of each layout without a fault."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "text").mkdir()
         text = Path(argparse.__file__).read_text()
         (folder / "text" / "argparse.py").write_text(text)
-        # One makes the tokenizer.
+        # The first run makes the tokenizer of all.
         self.references = {name: self._reference(name) for name in LAYOUTS}
 
     def config(self, name: str, layout: str, **changes: Any) -> Path:
@@ -127,7 +127,7 @@ class Scenario:
 
     @property
     def leaves_more(self) -> bool:
-        """Of another layout, or a part of a checkpoint as well."""
+        """True if the layout is no plain tp, or if the fault may leave a part of a checkpoint."""
         return self.layout != "tp" or self.fault.phase in ("merge", "checkpoint")
 
 
@@ -139,7 +139,7 @@ def scenarios(kind: Kind, *of_pipeline: str, phases: Sequence[str] = PHASES) -> 
 def break_and_restart(
     jobs: Jobs, planned: list[Scenario], nodes: Sequence[Sequence[Node]] = ()
 ) -> list[Ending]:
-    """What became of each job; checked is all that holds for every fault."""
+    """Runs and restarts the jobs, checks the promises for every fault, and returns the endings."""
     places: Sequence[Sequence[Node]] = nodes or [()] * len(planned)
     configs = [jobs.config(each.name, each.layout) for each in planned]
     endings = finish_all(
@@ -157,9 +157,9 @@ def break_and_restart(
         assert same_files(checkpoint, jobs.references[each.layout])
         # For docs/guide/faults.md, by pytest -rP.
         print(each.name, *(f"{seconds:.1f} s" for seconds in ending.seconds), *ending.messages)
-    # Of the other faults what is left is the same, bit by bit.
+    # Other faults leave the same files bit by bit, so their restart would be the same.
     restarted = [each for each in planned if each.fault.kind == "dies" or each.leaves_more]
-    # Nothing is to fail here, however busy the host is.
+    # The restart has a long timeout, so that it does not fail on a busy host.
     resumed = ("--resume", "--parallel.timeout_s", "60")
     again = finish_all([start_job(2, jobs.path(each.name), *resumed) for each in restarted], 90)
     for each, ending in zip(restarted, again, strict=True):
@@ -196,7 +196,7 @@ def test_a_rank_that_is_killed(jobs: Jobs) -> None:
 def test_a_rank_that_is_stopped(jobs: Jobs) -> None:
     planned = scenarios("stops", "reduce")
     for each, ending in zip(planned, break_and_restart(jobs, planned), strict=True):
-        # Nobody else would end it.
+        # The survivor kills the stopped rank, which nobody else would end.
         assert ending.codes == [1, -9]
         (message,) = ending.messages
         assert "error: rank 1 (pid " in message and " has not responded for 4 s; " in message
@@ -205,7 +205,7 @@ def test_a_rank_that_is_stopped(jobs: Jobs) -> None:
 
 def test_a_rank_that_raises(jobs: Jobs) -> None:
     planned = scenarios("raises", "merge")
-    # On a thread beside torch's schedule, which waits for the other rank meanwhile.
+    # This error is on another thread than torch's schedule, which waits for the other rank.
     planned.append(Scenario(Fault("raises", "merge", number_of("merge", "pp")), "served"))
     for each, ending in zip(planned, break_and_restart(jobs, planned), strict=True):
         assert ending.codes == [1, 1]
@@ -216,7 +216,7 @@ def test_a_rank_that_raises(jobs: Jobs) -> None:
 
 
 def test_a_disk_that_is_full(jobs: Jobs) -> None:
-    """Of one rank, at its second checkpoint."""
+    """The disk of one rank is full at the second checkpoint."""
     planned = [
         Scenario(Fault("fills the disk", "checkpoint", AT // EVERY, rank), layout)
         for rank, layout in ((1, "tp"), (0, "pp"))
@@ -233,7 +233,7 @@ def test_a_disk_that_is_full(jobs: Jobs) -> None:
 
 
 def test_a_disk_that_is_full_from_the_beginning(jobs: Jobs) -> None:
-    """Refused before the vocabulary is trained, also where one rank alone cannot write."""
+    """The job is refused before it trains a vocabulary, also if only one rank cannot write."""
     planned = [Scenario(Fault("fills the disk", BEGINNING, rank, rank)) for rank in (0, 1)]
     data = {"paths": [str(jobs.folder / "text")], "cache": str(jobs.folder / "other-cache")}
     configs = [
@@ -264,13 +264,13 @@ def test_a_link_that_goes_down(jobs: Jobs, nodes: list[tuple[Node, Node]]) -> No
     planned = scenarios("loses its link", "merge")
     for each, ending in zip(planned, break_and_restart(jobs, planned, nodes), strict=True):
         assert ending.codes == [1, 1]
-        # Each side can only say that it does not hear the other.
+        # Each side knows only that it does not hear the other side.
         first, second = sorted(ending.messages)
         assert "error: rank 1 (pid " in first and "has not responded for 4 s" in first
         assert f", while this rank is in step {AT} (" in first and "not on this host" in first
         assert second.startswith("error: rank 1: rank 0, which holds the store, has died, or the ")
-        # In the backward nobody waits. What the other rank had sent to the merge before its link
-        # went down is enough for this one to go on.
+        # In the backward no rank waits for another. In the merge this rank may go on, if the other
+        # rank's message came before the link went down.
         phases = {"backward": ("reduce",), "merge": ("merge", "reduce")}.get(each.fault.phase)
         phases = phases or (each.fault.phase,)
         assert second.endswith(tuple(f"this rank is in step {AT} ({phase})" for phase in phases))
@@ -280,7 +280,7 @@ def test_a_rank_that_skips(jobs: Jobs) -> None:
     planned = scenarios("skips", phases=("forward", "merge", "reduce", "checkpoint"))
     number = number_of("merge", "pp")
     planned.append(Scenario(Fault("skips", "pipelined merge", number), "pp"))
-    # Not before a checkpoint: ranks meet next in the update, of different steps.
+    # The skipped step is not before a checkpoint: ranks meet in the updates of different steps.
     planned.append(Scenario(Fault("skips", "step", AT - 1)))
     for each, ending in zip(planned, break_and_restart(jobs, planned), strict=True):
         assert ending.codes == [1, 1]
@@ -289,7 +289,7 @@ def test_a_rank_that_skips(jobs: Jobs) -> None:
             assert message.endswith(f"must be in the same step, got by rank: [{AT - 1}, {AT}]")
             continue
         if each.fault.phase == "forward":
-            # The sum of the embedding, which is no phase of its own: both are named.
+            # The skipped collective, of the embedding, is no phase: the message names both ranks.
             assert f"step {AT} (forward)" in message and f"step {AT} (merge)" in message
             assert "rank 0 " in message and "rank 1 " in message
             continue
@@ -299,7 +299,7 @@ def test_a_rank_that_skips(jobs: Jobs) -> None:
 
 
 def test_the_main_rank_is_killed(jobs: Jobs) -> None:
-    """While it writes its second checkpoint, after each file of it."""
+    """The main rank is killed after each file of its second checkpoint."""
     before = PROBES + FLUSHES
     planned = [Scenario(Fault("dies", "fsync", before + number, rank=0)) for number in (1, 2, 3)]
     for ending in break_and_restart(jobs, planned):
@@ -310,7 +310,7 @@ def test_the_main_rank_is_killed(jobs: Jobs) -> None:
 
 
 def test_the_rank_that_holds_the_store_is_killed(jobs: Jobs) -> None:
-    """As under mpirun or srun."""
+    """A rank holds the store under mpirun and srun."""
     config = jobs.config("holder", "tp")
     fault = Fault("dies", "merge", AT, rank=0)
     (ending,) = finish_all([start_job(2, config, fault=fault, by_launcher=False)], BOUND_S)
@@ -318,7 +318,7 @@ def test_the_rank_that_holds_the_store_is_killed(jobs: Jobs) -> None:
     (message,) = ending.messages
     assert message.startswith("error: rank 0 (pid ") and " has died; " in message
     assert message.endswith(f"step {AT} (merge)")
-    # And nobody takes its leaving at the end for a death.
+    # At the end of a whole run no rank takes the holder's leaving for a death.
     (ending,) = finish_all([start_job(2, config, "--resume", by_launcher=False)], 60)
     assert ending.codes == [0, 0], ending.output
     assert read_losses(jobs.folder / "holder") == jobs.references["tp"].losses
@@ -326,7 +326,7 @@ def test_the_rank_that_holds_the_store_is_killed(jobs: Jobs) -> None:
 
 
 class Killer:
-    """A watcher of the first attempt."""
+    """A watcher that kills rank 1 in a merge of the first attempt."""
 
     count = 0
 
@@ -340,14 +340,14 @@ class Killer:
 
 
 def run_faulty(arguments: tuple[str, ...]) -> None:
-    """On a rank that torchrun's agent has started."""
+    """Runs a rank that torchrun's agent has started; rank 1 dies in the first attempt."""
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     with watched_by(Killer()) if first else nullcontext():
         run_rank(arguments)
 
 
 def test_torchrun_restarts(jobs: Jobs) -> None:
-    """The same command, so without --resume; over the store of the attempt that failed."""
+    """The restart has the same command, without --resume, and the failed attempt's store."""
     config, output = jobs.config("restarted", "tp"), jobs.folder / "restarted.out"
     settings = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "max_restarts": 1}
     arguments = (settings, ("train", str(config)), output)
@@ -370,7 +370,7 @@ def test_a_checkpoint_that_lost_a_part_is_refused(jobs: Jobs) -> None:
     part = newest.folder / "__1_0.distcp"
     size = part.stat().st_size
     os.truncate(part, size - 1)
-    rule = rf"must have __1_0\.distcp of {size} bytes, got {size - 1} bytes: .* remove"
+    rule = rf"must have the file __1_0\.distcp of {size} bytes, got {size - 1} bytes: .* remove"
     with pytest.raises(ConfigError, match=rule):
         newest_checkpoint(folder)
     part.unlink()

@@ -1,4 +1,4 @@
-"""The configuration file: what it accepts, and that every refusal says key, rule and value."""
+"""The configuration file: accepted files, and refusals, which all say key, rule and value."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
             "model: {dims: 8}", "unknown key model.dims; did you mean model.dim?", id="typo"
         ),
         pytest.param("lr: 1", "unknown key lr; did you mean optimizer.lr?", id="section missing"),
-        pytest.param("qwertz: 1", "unknown key qwertz", id="unknown"),
+        pytest.param(
+            "qwertz: 1", "unknown key qwertz; cce-dist train --help lists the keys", id="unknown"
+        ),
         pytest.param("optimizer: {lr: -1}", "optimizer.lr must be > 0, got -1", id="bound"),
         pytest.param("optimizer: {lr: x}", "optimizer.lr must be a number, got 'x'", id="number"),
         pytest.param("optimizer: {lr: .nan}", "optimizer.lr must be finite, got nan", id="nan"),
@@ -111,7 +113,7 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param(
             "loss: {softcap: 30.0, label_smoothing: 0.1}",
-            "use loss.gradient=exact or in_forward",
+            "use loss.gradient=exact, or in_forward without a filter",
             id="no filter for it",
         ),
         pytest.param(
@@ -158,8 +160,8 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param(
             "batch: 11\nparallel: {pp: 4, schedule: interleaved}",
-            "parallel.microbatches must be a multiple of 2, the whole number of times that "
-            "parallel.pp=4 goes into it, with parallel.schedule=interleaved, got 11: 8 is one",
+            "parallel.microbatches must be a multiple of 2, the number of rounds (microbatches // "
+            "pp) of parallel.schedule=interleaved with parallel.pp=4, got 11: use 8",
             id="rounds",
         ),
         pytest.param(
@@ -179,7 +181,7 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param(
             "parallel: {pp: 3, layers_per_stage: [2, 0, 2]}",
-            "but for the first stage, which embeds, and the last, which norms, got [2, 0, 2]",
+            "all stages but the first, which embeds, and the last, which norms, got [2, 0, 2]",
             id="an empty stage",
         ),
         pytest.param(
@@ -189,12 +191,12 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param(
             "loss: {logits: screened, gradient: exact}",
-            "use loss.gradient=filtered, got loss.gradient=exact",
+            "needs a filter that leaves columns out, got loss.gradient=exact with",
             id="screened exactly",
         ),
         pytest.param(
             "loss: {logits: screened}",
-            "use dtype=bfloat16, or loss.logits=full, got dtype=float32",
+            "needs 16-bit training, got dtype=float32: use dtype=bfloat16, or loss.logits=full",
             id="screened in fp32",
         ),
         pytest.param(
@@ -205,7 +207,7 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         pytest.param(
             "dtype: bfloat16\nloss: {logits: screened, gradient: in_forward, softcap: 30, "
             "label_smoothing: 0.1}",
-            "gives every column a gradient of its own, which no filter can keep",
+            "gives every column its own gradient, so that no filter can leave columns out",
             id="screened where every column counts",
         ),
         pytest.param(
@@ -243,7 +245,11 @@ def test_load_config_reports_everything_at_once(tmp_path: Path) -> None:
         ),
         pytest.param(["-s", "1"], "unexpected argument '-s': overrides are", id="short"),
         pytest.param(["--steps"], "--steps must be followed by a value", id="no value"),
-        pytest.param(["--steps.x", "1"], "steps is a value, not a section", id="no section"),
+        pytest.param(
+            ["--steps.x", "1"],
+            "--steps.x: steps must be a section, got the value 3",
+            id="no section",
+        ),
         pytest.param(["--steps", "["], "--steps is not valid YAML", id="not YAML"),
     ],
 )
@@ -254,9 +260,9 @@ def test_parse_arguments_refuses(tmp_path: Path, arguments: list[str], expected:
 
 
 def test_parse_arguments_finds_the_file_anywhere() -> None:
-    found = Path("a.yaml"), [("steps", "300"), ("batch", "2")]
+    expected = Path("a.yaml"), [("steps", "300"), ("batch", "2")]
     for arguments in ("a.yaml --steps 300 --batch=2", "--steps 300 --batch=2 a.yaml"):
-        assert parse_arguments(arguments.split()) == found
+        assert parse_arguments(arguments.split()) == expected
     with pytest.raises(ConfigError, match=r"^CONFIG must be given, got only --steps 300: it is a"):
         parse_arguments(["--steps", "300"])
 
@@ -269,10 +275,10 @@ def test_commands_ask_for_the_file(command: list[str]) -> None:
 
 
 def leaves(values: dict[str, Any]) -> list[str]:
-    found = []
+    keys = []
     for key, value in values.items():
-        found += [f"{key}.{x}" for x in leaves(value)] if isinstance(value, dict) else [key]
-    return found
+        keys += [f"{key}.{x}" for x in leaves(value)] if isinstance(value, dict) else [key]
+    return keys
 
 
 def test_train_help_lists_the_keys() -> None:
@@ -289,7 +295,7 @@ def test_train_help_lists_the_keys() -> None:
         assert row in " ".join(said.split())
     keys = dict(describe_keys())
     assert keys.keys() == {f"--{key}" for key in leaves(TrainConfig().model_dump())}
-    # Of the docs as well, whose table says what they mean: its rows may share a prefix.
+    # The docs' table explains each key, too; keys in a row may share a prefix.
     table = (CONFIGS.parent.parent / "docs" / "guide" / "training.md").read_text()
     for key in keys:
         *_, last = key.removeprefix("--").split(".")

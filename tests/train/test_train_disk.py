@@ -1,6 +1,6 @@
-"""Disks that are full or read-only: one message, exit code not 0, what was whole stays whole.
+"""Disks that are full or read-only: one message, an exit code other than 0, no file is damaged.
 
-tests/train/test_faults.py has the ranks of which one finds its disk full.
+tests/train/test_faults.py has jobs in which the disk of one rank is full.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(180)
 FULL = Path("/dev/full")
 # sysfs takes no folder, not even of root.
 NEVER = Path("/sys/cce_dist")
-# As of a folder that others may not search, Path's methods raise for it.
+# Path's methods raise for this name, as they do in a folder that others may not search.
 LONG = 300 * "x"
 # 1.4 times a checkpoint: one fits, and the next does not.
 DISK_BYTES = 2**19
@@ -65,7 +65,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 
 def only_message(output: str) -> str:
-    """The one error; of no traceback."""
+    """Returns the only error message; there must be no traceback."""
     assert "Traceback" not in output, output
     (message,) = [line for line in output.splitlines() if line.startswith("error: ")]
     return message
@@ -73,7 +73,7 @@ def only_message(output: str) -> str:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """A small disk of its own, with options of mount(8); called again it changes them."""
+    """Mounts a small disk with options of mount(8); a second call changes the options."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -92,7 +92,7 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 @contextmanager
 def small_files(num_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond that."""
+    """Limits the size of this process's files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -134,7 +134,7 @@ def test_train_refuses_run_out_before_the_vocabulary(
             message = f"error: run.out must be in a folder that can be written, got {out}"
             assert code == 2 and only_message(output).startswith(message)
             assert "byte-level BPE" not in output
-    # The rest needs a disk.
+    # The messages from here on need a disk.
     out = mount("size=128k")
     config = write_config(tmp_path, run={"name": "run", "out": str(out)})
     (out / "run").mkdir()
@@ -157,7 +157,7 @@ def test_require_space_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         require_space(tmp_path, "run.out", 1)
     with pytest.raises(ConfigError, match=r"with 1024\.00 PiB|free space for a checkpoint, got"):
         require_space(tmp_path, "run.out", 2**60)
-    # A file system that does not know its size is not full.
+    # A file system with an unknown size counts as large enough.
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: (_ for _ in ()).throw(OSError()))
     require_space(tmp_path, "run.out", 2**60)
 
@@ -168,7 +168,7 @@ def test_checkpoint_bytes_is_about_right(tmp_path: Path) -> None:
     assert code == 0, output
     newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
     assert newest is not None
-    # torch puts about 1 KiB around each of some 40 tensors.
+    # torch adds about 1 KiB to each of some 40 tensors.
     sizes = json.loads((newest.folder / "run.json").read_text())["files"].values()
     rest = sum(sizes) - checkpoint_bytes(load_config(config))
     assert 0 < rest < 2**17
@@ -229,7 +229,7 @@ def test_prepare_tokens_on_a_disk_that_gets_full(
     config = DataConfig(paths=paths, vocab_size=300, cache=tmp_path)
     message = r"the token ids could not be written in .*set data\.cache to another folder"
     for num_bytes in (2**10, 2**15):
-        # The tokenizer does not fit; the ids do not, of which NumPy tells without a number.
+        # First the tokenizer is too large, then the ids, for which NumPy raises without an errno.
         with small_files(num_bytes), pytest.raises(JobError, match=message):
             prepare_tokens(config, lambda text: None)
         assert list(tmp_path.iterdir()) == [], "a part would fill the disk for ever"
@@ -240,7 +240,7 @@ def run_on_full_output(config: Path) -> None:
 
 
 def test_train_whose_output_is_on_a_full_disk(tmp_path: Path) -> None:
-    """There is nowhere to say it; the job must end all the same, and not with 0."""
+    """Nothing can be printed; the job must end all the same, and not with code 0."""
     process: Any = fork_context().Process(target=run_on_full_output, args=(write_config(tmp_path),))
     process.start()
     process.join(60)
@@ -273,7 +273,7 @@ def test_torchs_checkpoint_errors_are_one_line(tmp_path: Path) -> None:
     read_state(read, folder)
     assert np.array_equal(read["a"], state["a"])
     (file,) = folder.glob("*.distcp")
-    # Of the size that it had.
+    # The file keeps its size.
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(JobError, match=r"checkpoint .*whole could not be read: .*remove") as caught:
         read_state(read, folder)

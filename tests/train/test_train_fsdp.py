@@ -23,7 +23,7 @@ MODEL = {"dim": 16, "layers": 2, "heads": 2, "tied": True}
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A little text, one cache and the runs of all jobs."""
+    """Makes a folder with a little text; cache and runs of all jobs go there."""
     folder = tmp_path_factory.mktemp("fsdp")
     shutil.copy(argparse.__file__, folder / "text.py")
     return folder
@@ -37,12 +37,12 @@ def train(
     by: Callable[..., tuple[int, str]] = run_forked_training,
     **changes: Any,
 ) -> list[float]:
-    """Losses of a job of 8 sequences a step, whose gradient is clipped in every one.
+    """Trains on 8 sequences a step, clipping each step's gradient; returns the losses.
 
-    301 rows: neither tp nor dp divides them, nor what the other one leaves.
+    Neither tp nor dp divides the 301 rows of the vocabulary, nor the rows that the other leaves.
 
     Args:
-        by: FSDP asks nothing of the launcher, so that one of these jobs has torchrun.
+        by: runs the job. FSDP does not depend on the launcher, so only one job has torchrun.
     """
     parallel = {"timeout_s": 30, **changes.pop("parallel", {})}
     config = {
@@ -71,7 +71,7 @@ def train(
 
 
 def rows_by_rank(folder: Path, name: str) -> list[int]:
-    """How many rows of a tensor each rank saved that holds any, by their order."""
+    """Returns the number of a tensor's rows that each rank saved, for ranks that have rows."""
     metadata = dcp.FileSystemReader(folder / "checkpoints" / f"step_{STEPS:08d}").read_metadata()
     chunks = metadata.state_dict_metadata[name].chunks  # pyright: ignore
     return [chunk.sizes[0] for chunk in sorted(chunks, key=lambda chunk: chunk.offsets)]
@@ -84,7 +84,7 @@ def grad_norms(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def split(out: Path) -> list[float]:
-    """Tied, over two data-parallel ranks."""
+    """Trains the tied model over two data-parallel ranks."""
     return train(out, 2, "split", by=run_training, parallel={"fsdp": True})
 
 
@@ -116,16 +116,16 @@ def test_fsdp_resumes_bitwise_and_in_another_layout(out: Path, split: list[float
 def test_fsdp_beside_tensor_parallelism(out: Path, split: list[float]) -> None:
     parallel = {"tp": 2, "sequence_parallel": True, "fsdp": True}
     losses = train(out, 4, "mesh", parallel=parallel)
-    # fp32 sums in another order, amplified by a few optimiser steps.
+    # fp32 sums have another order; a few optimiser steps amplify the difference.
     assert losses == pytest.approx(split, abs=1e-5)
-    # 151 and 150 over tp, each over dp.
+    # tp splits 301 rows into 151 and 150, and dp splits each of these.
     assert rows_by_rank(out / "mesh", "optimizer.embedding.exp_avg") == [76, 75, 75, 75]
 
 
 def test_fsdp_untied_in_bfloat16_and_beside_dense(out: Path) -> None:
-    how: dict[str, Any] = {"dtype": "bfloat16", "model": {**MODEL, "tied": False}}
-    replicated = train(out, 2, "replicated-bf16", **how)
-    losses = train(out, 2, "bf16", "--compare", "dense", parallel={"fsdp": True}, **how)
+    changes: dict[str, Any] = {"dtype": "bfloat16", "model": {**MODEL, "tied": False}}
+    replicated = train(out, 2, "replicated-bf16", **changes)
+    losses = train(out, 2, "bf16", "--compare", "dense", parallel={"fsdp": True}, **changes)
     assert rows_by_rank(out / "bf16", "optimizer.head.exp_avg") == [151, 150]
     assert losses == pytest.approx(replicated, rel=1e-6)
     assert losses == pytest.approx(read_losses(out / "bf16" / "dense"), abs=0.05)

@@ -1,4 +1,4 @@
-"""Blame: which rank a failure is put down to. tests/train/test_faults.py has real jobs."""
+"""Blame: the rank that a message names for a failure. tests/train/test_faults.py has real jobs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from cce_dist.core.phases import in_phase, watched_by
 from cce_dist.distributed.launchers import Launch, read_launch
 from cce_dist.testing import fork_context
 from cce_dist.train.errors import JobError
-from cce_dist.train.watch.blame import Peer, find_skipped
+from cce_dist.train.watch.blame import Beat, Peer, find_skipped
 from cce_dist.train.watch.heartbeat import Heartbeat
 from cce_dist.train.watch.place import COUNTED, Place, Seen, SeenPlace
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
-# Where threads run: a busy machine may hold one up for a tenth of a second. Who is silent for half
-# of it is killed, and who cannot tell the others within an eighth of it speaks for itself.
+# The timeout of tests with threads, which a busy machine may hold up for tenths of a second. A rank
+# that is silent for half the timeout is killed, and a rank that cannot reach the store within an
+# eighth of the timeout reports by itself.
 PATIENT_S = 4.0
 
 
@@ -37,18 +38,18 @@ class FakeRanks:
 
 
 def heartbeats(timeout_s: float = 0.4, count: int = 2) -> list[Heartbeat]:
-    """Of as many ranks; no thread runs, so beats happen when the test says so."""
+    """Makes the heartbeats of `count` ranks. No thread runs: the test sends and reads beats."""
     store = dist.HashStore()
-    made = [
+    beating = [
         Heartbeat(FakeRanks(rank, count, store), timeout_s, lambda: False)  # type: ignore[arg-type]
         for rank in range(count)
     ]
-    made[0]._watch()
-    return made
+    beating[0]._read_beats()
+    return beating
 
 
 def hide(heartbeat: Heartbeat) -> None:
-    """All are this process, which would be killed as its own silent sibling."""
+    """Hides the peers' places: all ranks are this process, which must not kill itself."""
     for peer in heartbeat.peers.values():
         peer.place = None
 
@@ -57,30 +58,30 @@ def test_explain_names_the_silent_rank() -> None:
     first, second = heartbeats()
     second.step = 17
     with watched_by(second.place), in_phase("merge"):
-        second._beat()
-    first._watch()
+        second._send_beat()
+    first._read_beats()
     hide(first)
     message = first.explain(LOST)
     assert message is not None
     assert message.startswith(f"rank 1 (pid {os.getpid()} on {socket.gethostname()}) has not")
     assert "last heard of in step 17 (merge), while this rank is in step 0 (starting)" in message
-    assert "hidden on this host: if it still runs, its launcher has to end it" in message
+    assert "hidden from this rank: if it still runs, its launcher has to end it" in message
 
 
 def test_explain_own_error_is_told_to_the_others() -> None:
     first, second = heartbeats(PATIENT_S)
     message = second.explain(ValueError("something else"))
     assert message == "rank 1 failed in step 0 (starting): ValueError: something else"
-    first._watch()
+    first._read_beats()
     assert first.explain(LOST) is None, "rank 1 has said it"
 
 
 def test_refuse_is_said_by_one_rank() -> None:
-    """Also where that is not the main one, and the others know nothing of it."""
+    """The rank that reports may be any rank, and the others need not have found the error."""
     first, second = heartbeats(PATIENT_S)
     assert second.refuse(JobError("a full disk")) == "a full disk"
     assert first.refuse(JobError("a full disk")) is None
-    first._watch()
+    first._read_beats()
     assert first.explain(LOST) is None
 
 
@@ -88,10 +89,10 @@ def test_explain_finds_the_lost_peer_in_what_pipelines_raise() -> None:
     first, _ = heartbeats()
     wrapped = RuntimeError("Failed to run stage backward")
     wrapped.__cause__ = LOST
-    assert first.is_lost_peer(wrapped)
+    assert first.comes_from_lost_peer(wrapped)
     first_of_two, second_of_two = ValueError("one"), RuntimeError("Failed to run stage backward")
     first_of_two.__cause__, second_of_two.__cause__ = second_of_two, first_of_two
-    assert not first.is_lost_peer(first_of_two)
+    assert not first.comes_from_lost_peer(first_of_two)
 
 
 def test_explain_says_where_everyone_is_if_all_live() -> None:
@@ -111,23 +112,23 @@ def test_explain_says_where_everyone_is_if_all_live() -> None:
 def test_explain_is_said_once() -> None:
     first, second, third = heartbeats(PATIENT_S, count=3)
     for each in (first, second):
-        each._watch()
+        each._read_beats()
         hide(each)
         each.peers = {2: each.peers[2]}
     said = [each.explain(LOST) for each in (first, second)]
     assert said[0] is not None and said[0].startswith("rank 2 ") and said[1] is None
-    # And who left because of rank 2 is not lost.
-    third._watch()
-    assert third.peers[0].blames == [2] and set(third._lost(0.0)) == set()
+    # Ranks 0 and 1, which left because of rank 2, are not lost.
+    third._read_beats()
+    assert third.peers[0].blames == [2] and set(third._find_lost_peers(0.0)) == set()
 
 
 def test_close_is_no_death() -> None:
     first, second = heartbeats(PATIENT_S)
     second.start()
     second.close()
-    first._watch()
-    first.peers[1].seen_at -= 3600
-    assert first._lost(1.0) == {}
+    first._read_beats()
+    first.peers[1].read_at -= 3600
+    assert first._find_lost_peers(1.0) == {}
 
 
 def wait_in_merge(connection: Connection) -> None:
@@ -147,7 +148,7 @@ def test_place_outlives_its_process() -> None:
     assert place.state == "running"
     with pytest.raises(OSError, match="no rank of this job"):
         SeenPlace(pid, file, bytes(16))
-    # As if the number had been given to another process: that is not killed.
+    # With another token the process is another one with the same number: it is not killed.
     place.token = bytes(16)
     assert place.state == "gone" and not place.kill()
     place.token = token
@@ -165,12 +166,24 @@ def test_place_outlives_its_process() -> None:
 
 def test_peer_of_another_host_has_no_place() -> None:
     place = Place()
-    beat = {"pid": os.getpid(), "file": place.file, "token": place.token.hex(), "host": "elsewhere"}
+    beat = Beat(
+        number=1,
+        step=0,
+        phase="starting",
+        counts=place.seen.counts,
+        kin=0,
+        pid=os.getpid(),
+        host="elsewhere",
+        file=place.file,
+        token=place.token.hex(),
+        failure=None,
+        blames=[],
+    )
     peer = Peer()
     peer.receive(beat)
     assert peer.place is None
     peer = Peer()
-    peer.receive({**beat, "host": socket.gethostname()})
+    peer.receive(replace(beat, host=socket.gethostname()))
     assert peer.place is not None and peer.place.state == "running"
 
 
@@ -194,7 +207,7 @@ def test_place_of_several_threads() -> None:
             thread.join()
             assert place.seen.phase == "forward and backward"
         assert place.seen.phase == "training" and place.seen.count("merge") == 0
-        # Where an error began is told after it has left its phases.
+        # The place of an error stays after the error has left its phases.
         with pytest.raises(ZeroDivisionError), in_phase("backward"), in_phase("reduce"):
             raise ZeroDivisionError
         assert place.seen.phase == "reduce"
@@ -211,7 +224,7 @@ def test_an_error_on_another_thread_is_told_while_the_main_one_waits(
 ) -> None:
     first, _ = heartbeats()
     said: list[str | None] = []
-    monkeypatch.setattr(first, "_die", lambda say: said.append(say()))
+    monkeypatch.setattr(first, "_die", lambda explain: said.append(explain()))
 
     @in_phase("merge")
     def fail() -> None:
@@ -224,7 +237,7 @@ def test_an_error_on_another_thread_is_told_while_the_main_one_waits(
         thread.join()
         deadline = time.monotonic() + 5
         while not said and time.monotonic() < deadline:
-            first._watch_own_threads()
+            first._watch_threads()
     assert said == ["rank 0 failed in step 0 (reduce): ValueError: on a thread"]
     assert "ValueError: on a thread" in capfd.readouterr().err
 
@@ -247,7 +260,7 @@ def test_phases_tell_the_newest_watcher_first() -> None:
     newer = Teller("newer", fails=True)
     with watched_by(Teller("older")), watched_by(newer), pytest.raises(ValueError, match="newer"):
         in_phase("merge").__enter__()
-    # Who was not told of the phase is not told that it is left.
+    # The older watcher did not see the phase begin, so it does not see it end.
     assert told == [("newer", "merge", True), ("newer", "merge", "newer")]
 
 
@@ -256,7 +269,7 @@ def seen(**counts: int) -> Seen:
 
 
 def walk(order: list[str], steps: int = 2) -> list[Seen]:
-    """Every place that a rank is at in turn."""
+    """Returns each place of a rank in turn."""
     counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
     places = []
     for _ in range(steps):
@@ -267,7 +280,7 @@ def walk(order: list[str], steps: int = 2) -> list[Seen]:
 
 
 STEP = ["forward", "merge", "backward", "reduce", "update", "checkpoint"]
-# Two microbatches; ranks differ in when they do what between merges and reduces.
+# Two microbatches; the two ranks begin merges and reduces in different orders.
 PIPELINE = [
     ["merge", "merge", "reduce", "reduce", "update", "checkpoint"],
     ["merge", "reduce", "merge", "reduce", "update", "checkpoint"],
@@ -301,7 +314,7 @@ def test_find_skipped_names_the_rank(phase: str) -> None:
 
 
 def test_find_skipped_in_a_pipeline() -> None:
-    # Within a step only that a gradient came before its merge says it; then that the step is done.
+    # Within a step, only a reduce before its merge proves a skip; later, the update does.
     waits = {"step": 1, "merge": 4, "reduce": 3}
     within = {"step": 1, "merge": 3, "reduce": 4}
     message = find_skipped({0: seen(**waits), 1: seen(**within)}, in_order=False)
@@ -313,19 +326,19 @@ def test_find_skipped_in_a_pipeline() -> None:
 
 
 def test_heartbeat_compares_kin_alone() -> None:
-    """Of a pipeline with the head on its last stage only that stage merges."""
+    """Only the last stage merges in a pipeline whose head is on the last stage."""
     first, second = heartbeats()
     first.in_order = second.in_order = False
     for each in (first, second):
         each.step = 1
     with watched_by(second.place), in_phase("merge"):
-        second._beat()
+        second._send_beat()
     with watched_by(first.place), in_phase("update"):
-        first._watch()
+        first._read_beats()
         assert first._find_skipped() is not None
         second.kin = 1
-        second._beat()
-        first._watch()
+        second._send_beat()
+        first._read_beats()
         assert first._find_skipped() is None
 
 
@@ -333,14 +346,14 @@ def test_guard_ends_a_rank_whose_store_never_answers(monkeypatch: pytest.MonkeyP
     first, _ = heartbeats(0.2)
     said: list[str | None] = []
 
-    def die(say) -> None:
-        said.append(say())
+    def die(explain) -> None:
+        said.append(explain())
         first.closed.set()
 
     monkeypatch.setattr(first, "_die", die)
     first._answered_at = time.monotonic()
     began = time.monotonic()
-    first._guard()
+    first._guard_store()
     assert 0.2 <= time.monotonic() - began < 2
     assert said[0] is not None and "rank 0, which holds the store" in said[0]
     first.is_launchers_store = True

@@ -28,8 +28,8 @@ from tests.support.torchrun import (
     started_training,
 )
 
-# A job starts processes that import torch; on a loaded machine with fewer cores than ranks that
-# takes a while. The bounds of the tests themselves are much tighter.
+# A job starts processes that import torch, which takes a while on a loaded machine with fewer cores
+# than ranks. The bounds in the tests are much tighter.
 pytestmark = pytest.mark.timeout(180)
 
 TIMEOUT_S = 8.0
@@ -37,7 +37,7 @@ TIMEOUT_S = 8.0
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A little text of the standard library, and one cache for all jobs."""
+    """Makes a folder with a little text, and the cache of all jobs."""
     folder = tmp_path_factory.mktemp("train")
     (folder / "text").mkdir()
     for module in (argparse_source(), json_source()):
@@ -95,7 +95,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def alone(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[float]]:
-    """Losses of one process without torchrun, by `tied`."""
+    """Trains in one process without torchrun; returns losses by `tied`."""
     out = tmp_path_factory.mktemp("alone")
     losses = {}
     for tied in (False, True):
@@ -132,9 +132,9 @@ def test_train_layout_does_not_change_the_loss(
         parallel={"tp": tp, "sequence_parallel": sequence_parallel},
         batch=8 * tp // num_ranks,
     )
-    # Ranks know their places from the environment alone; further down torchrun gives them.
+    # Here the environment alone gives ranks their places; in other tests torchrun does.
     losses, _ = run(num_ranks, config, by=run_forked_training)
-    # fp32 sums in another order, amplified by a few optimiser steps.
+    # fp32 sums have another order; a few optimiser steps amplify the difference.
     assert losses == pytest.approx(alone[tied], abs=1e-4)
 
 
@@ -146,7 +146,7 @@ def test_train_resume_after_kill_is_bitwise_the_same(shared: Path, tmp_path: Pat
             name,
             parallel={"tp": 2, "sequence_parallel": True},
             steps=90,
-            # So often that the kill may well fall into a save.
+            # Checkpoints are so frequent that the kill may well fall into a save.
             checkpoint={"every": 3},
         )
 
@@ -156,7 +156,7 @@ def test_train_resume_after_kill_is_bitwise_the_same(shared: Path, tmp_path: Pat
         job.wait_for_step(40)
         pids = job.rank_pids()
         assert len(pids) == 2
-        # The launcher as well: nothing may get a chance to clean up.
+        # The launcher is killed, too: no process gets a chance to clean up.
         for pid in (job.launcher.pid, *pids.values()):
             kill(pid)
         job.finish(30)
@@ -226,7 +226,7 @@ def test_train_signal_saves_and_exits(
         os.kill(pids[1] if to_ranks else job.launcher.pid, number)
         code, output = job.finish(30)
         assert time.monotonic() - began < 20
-    # torchrun reports a signal of its own as a failure; a rank that was asked to stop has none.
+    # torchrun counts its own signal as a failure; a rank that was asked to stop ends with 0.
     assert code == (0 if to_ranks else 1), output
     steps = len(read_losses(job.run_dir))
     assert f"stopped after step {steps}" in output and "--resume" in output
@@ -239,7 +239,7 @@ def test_train_signal_saves_and_exits(
     ("number", "bound_s"),
     [
         pytest.param(signal.SIGKILL, 15.0, id="dies"),
-        # Nobody tells: the others must find out by the timeout.
+        # No process ends: the other ranks notice only by the timeout.
         pytest.param(signal.SIGSTOP, TIMEOUT_S + 10.0, id="hangs"),
     ],
 )
@@ -286,7 +286,7 @@ def test_train_bad_input_is_one_message(shared: Path, tmp_path: Path) -> None:
     assert code != 0
     message = f"error: {text}:2: each object must have a field"
     assert output.count(message) == 1
-    # torchrun adds a traceback of its own.
+    # torchrun's own traceback is there; none may come from the job.
     assert "cce_dist/train" not in output
 
 
@@ -346,8 +346,8 @@ def test_train_says_which_steps_were_screened(
     losses, output = run(0, config, by=run_forked_training)
     assert losses[-1] < losses[0]
     lines = (tmp_path / "screened" / "metrics.jsonl").read_text().splitlines()
-    found = {record["step"]: record.get("screened") for record in map(json.loads, lines)}
-    assert found == dict.fromkeys(range(1, 7)) | dict.fromkeys((1, 5, 6), screened)
+    screened_of = {record["step"]: record.get("screened") for record in map(json.loads, lines)}
+    assert screened_of == dict.fromkeys(range(1, 7)) | dict.fromkeys((1, 5, 6), screened)
     report = (tmp_path / "screened" / "report.md").read_text()
-    assert f"logits were screened, of those logged | {3 if screened else 0} of 3" in report
+    assert f"logged steps whose logits were screened | {3 if screened else 0} of 3" in report
     assert ("not screened" in output) is not screened

@@ -1,4 +1,4 @@
-"""The decoder: what does not depend on tp, and that rotary positions are relative."""
+"""The decoder: tp changes no initial weight, and rotary positions are relative."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cce_dist.train.optimizer import learning_rate
 
 CONFIG = TrainConfig.model_validate(
     {
-        # More than one block of INIT_BLOCK_ROWS rows, and no multiple of one.
+        # Several blocks of INIT_BLOCK_ROWS rows, of which the last is not full.
         "data": {"vocab_size": 2500, "sequence_length": 8},
         "model": {"dim": 16, "layers": 2, "heads": 2},
     }

@@ -35,7 +35,7 @@ PLANNED = {"schedule": "vocab_1f1b", **SPREAD}
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A little text, one cache and the runs of all jobs."""
+    """Makes a folder with a little text; cache and runs of all jobs go there."""
     folder = tmp_path_factory.mktemp("pipeline")
     shutil.copy(argparse.__file__, folder / "text.py")
     return folder
@@ -77,7 +77,7 @@ def train(out: Path, num_ranks: int, name: str, *arguments: str, **changes: Any)
 
 
 def saved(out: Path, name: str) -> dict[str, Tensor]:
-    """Weights, and what AdamW has gathered of gradients and their squares, all of the last step."""
+    """Returns the weights and AdamW's moments after the last step."""
     checkpoint = newest_checkpoint(out / name / "checkpoints")
     assert checkpoint is not None and checkpoint.step == STEPS
     file = out / f"{name}.pt"
@@ -93,14 +93,14 @@ def grad_norms(out: Path, name: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def whole(out: Path) -> dict[bool, dict[str, Any]]:
-    """One process, by `tied`."""
-    found = {}
+    """Trains in one process; returns the untied and the tied run."""
+    runs = {}
     for tied in (False, True):
         name = f"whole-{tied}"
         losses = train(out, 0, name, model={"tied": tied})
         assert losses[-1] < losses[0] - 0.3
-        found[tied] = {"losses": losses, "norms": grad_norms(out, name), "saved": saved(out, name)}
-    return found
+        runs[tied] = {"losses": losses, "norms": grad_norms(out, name), "saved": saved(out, name)}
+    return runs
 
 
 def report_rows(folder: Path) -> dict[str, str]:
@@ -111,14 +111,14 @@ def report_rows(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("num_ranks", "tied", "parallel"),
     [
-        # Each schedule, and the head in both places.
+        # Each schedule occurs, and the head in both places.
         pytest.param(2, False, {"schedule": "gpipe"}, id="gpipe"),
         pytest.param(2, True, {"schedule": "1f1b", **SPREAD}, id="1f1b-spread-tied"),
         pytest.param(2, False, {"schedule": "zero_bubble", **SPREAD}, id="zero_bubble-spread"),
         pytest.param(2, False, {"schedule": "zbv", **SPREAD}, id="zbv-spread"),
-        # Both ends are on one rank.
+        # The first and the last stage are on the same rank.
         pytest.param(2, True, {"schedule": "zbv"}, id="zbv-tied"),
-        # Uneven, and a last stage that does nothing but the norm.
+        # Stages are uneven, and the last stage has no layer, only the norm.
         pytest.param(4, False, {"pp": 4, "layers_per_stage": [1, 2, 1, 0], **PLANNED}, id="pp4"),
         pytest.param(4, True, {"tp": 2, "microbatches": 4, **PLANNED}, id="tp-planned-tied"),
         pytest.param(
@@ -152,10 +152,10 @@ def test_pipeline_trains_as_one_process_does(
     right = whole[tied]
     assert losses == pytest.approx(right["losses"], abs=1e-5)
     assert grad_norms(out, name) == pytest.approx(right["norms"], rel=1e-5)
-    found = saved(out, name)
-    assert found.keys() == right["saved"].keys()
+    tensors = saved(out, name)
+    assert tensors.keys() == right["saved"].keys()
     for key, value in right["saved"].items():
-        error = (found[key].double() - value.double()).norm()
+        error = (tensors[key].double() - value.double()).norm()
         assert float(error) <= 1e-4 * float(value.double().norm()), key
 
 
@@ -177,11 +177,11 @@ def test_pipeline_resumes_bitwise_and_in_another_layout(
 
 
 def test_pipeline_in_bfloat16_and_beside_dense(out: Path) -> None:
-    how: dict[str, Any] = {"dtype": "bfloat16", "model": {"tied": True}}
-    alone = train(out, 0, "alone-bf16", **how)
+    changes: dict[str, Any] = {"dtype": "bfloat16", "model": {"tied": True}}
+    alone = train(out, 0, "alone-bf16", **changes)
     parallel = {"pp": 2, "microbatches": 4, **PLANNED}
-    losses = train(out, 2, "bf16", "--compare", "dense", parallel=parallel, **how)
-    # A tied embedding's rows are sent in bf16.
+    losses = train(out, 2, "bf16", "--compare", "dense", parallel=parallel, **changes)
+    # The ranks exchange a tied embedding's rows in bf16.
     assert losses == pytest.approx(alone, abs=5e-3)
     assert losses == pytest.approx(read_losses(out / "bf16" / "dense"), abs=0.05)
     rows = report_rows(out / "bf16")
@@ -266,7 +266,7 @@ def test_planned_times_are_those_of_the_products() -> None:
     given = TrainConfig.model_validate(config)
     times = planned_times(given, given.layout())
     dim, length, vocab_size = 192, 256, 16384
-    # Of a layer: queries, keys, values and output, two of 512 channels, one back; attention.
+    # A layer has queries, keys, values and output, two maps to 512 channels, one back; attention.
     layer = 4 * dim**2 + 3 * dim * 512 + length * dim
     assert times.forward == pytest.approx(2 * layer, rel=0.01)
     assert times.statistics == vocab_size * dim / 8

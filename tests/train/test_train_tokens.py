@@ -1,4 +1,4 @@
-"""Text, vocabulary and batches: deterministic, cached, and clear about what is wrong with them."""
+"""Text, vocabulary and batches: deterministic, cached, and refused with the reason."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_collect_documents_jsonl(tmp_path: Path) -> None:
         pytest.param("x.jsonl", "9" * 5000, "x.jsonl:1: each line must be a JSON", id="digits"),
         pytest.param("x.jsonl", "[" * 200_000, "x.jsonl:1: each line must be", id="depth"),
         pytest.param("x.txt", b"ab\xff", "got the byte 0xff at offset 2", id="not UTF-8"),
-        pytest.param("x.txt", "", "must hold some text, found none in", id="empty"),
+        pytest.param("x.txt", "", "must hold some text, got none in", id="empty"),
     ],
 )
 def test_collect_documents_refuses(

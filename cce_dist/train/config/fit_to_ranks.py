@@ -12,12 +12,14 @@ ALL = "all"
 
 
 def fit_to_ranks(values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Replaces `parallel.tp: all` by a number and `global_batch` by `batch`, for so many ranks.
+    """Replaces `parallel.tp: all` by a number and `global_batch` by `batch`.
 
-    Later code knows only those forms. Invalid values stay as they are: validation reports them.
+    Later code knows neither `all` nor `global_batch`. Invalid values stay as they are: validation
+    reports them.
 
     Raises:
-        ConfigError: the two keys do not fit the number of ranks, or `batch`.
+        ConfigError: a key does not fit the number of ranks, or both global_batch and batch are
+            given.
     """
     values = copy.deepcopy(values)
     parallel = values.get("parallel", {})
@@ -44,9 +46,11 @@ def fit_to_ranks(values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
                 f"batch={values['batch']}: leave one of them out"
             )
         if global_batch % dp:
+            below = global_batch // dp * dp
+            multiples = f"{below} or {below + dp}" if below else str(dp)
             raise ConfigError(
                 f"global_batch must be a multiple of the number of data-parallel ranks, {dp}, got "
-                f"{global_batch}: the nearest is {max(1, round(global_batch / dp)) * dp}"
+                f"{global_batch}: use {multiples}"
             )
         values["batch"], values["global_batch"] = global_batch // dp, None
     return values

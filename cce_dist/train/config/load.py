@@ -78,8 +78,10 @@ def load_config(
 
 
 def make_config(values: dict[str, Any], where: str) -> TrainConfig:
-    """Makes a validated configuration of values that come from `where`.
+    """Validates values and returns their configuration.
 
+    Args:
+        where: the source of the values, for the message.
     Raises:
         ConfigError: `where`, then one line for each mistake.
     """
@@ -144,12 +146,15 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
         values = values[section]
         if not isinstance(values, dict):
             parent = ".".join(sections[: depth + 1])
-            raise ConfigError(f"--{key}: {parent} is a value, not a section, got {values!r}")
+            raise ConfigError(f"--{key}: {parent} must be a section, got the value {values!r}")
     values[last] = value
 
 
 def _describe(items: Sequence[Any]) -> list[str]:
-    """Describes errors, one line a key: pydantic reports one for each branch of a union."""
+    """Describes pydantic's errors, one line for each key.
+
+    pydantic reports an error for each branch of a union.
+    """
     rules: dict[str, list[str]] = {}
     got: dict[str, Any] = {}
     lines = []
@@ -191,7 +196,9 @@ def _suggest(key: str) -> str:
     if not nearest:
         last = key.rsplit(".", 1)[-1]
         nearest = [name for name in known if name.rsplit(".", 1)[-1] == last][:1]
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    if not nearest:
+        return "; cce-dist train --help lists the keys"
+    return f"; did you mean {nearest[0]}?"
 
 
 def describe_keys() -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """The assignment of layers to the ranks of a pipeline.
 
-It consists of numbers alone, so a configuration can be checked without ranks.
+The assignment needs numbers alone, so a configuration can be checked without ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 ScheduleName = Literal["gpipe", "1f1b", "looped", "interleaved", "zero_bubble", "zbv", "vocab_1f1b"]
-# Schedules with one or two stages a rank; others have parallel.virtual_stages, by default two.
+# Schedules with exactly one stage and exactly two stages a rank. Ranks of other schedules have
+# parallel.virtual_stages, by default two.
 ONE_STAGE: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "vocab_1f1b")
 TWO_STAGES: tuple[ScheduleName, ...] = ("zbv",)
 # Schedules whose microbatches torch splits into rounds of equal length.
@@ -25,8 +26,8 @@ class Layout:
 
     Args:
         layers: the decoder's layers on each stage.
-        over_pipeline: all ranks of the pipeline have rows of the head; False: only the last
-            stage's.
+        over_pipeline: all ranks of the pipeline have rows of the head; False: only ranks of the
+            last stage.
     """
 
     schedule: ScheduleName
@@ -62,7 +63,7 @@ class Layout:
 
 
 def stages_of_a_rank(schedule: ScheduleName, virtual_stages: int | None) -> int:
-    """Returns the number of stages a rank.
+    """Returns the number of stages of each rank.
 
     Raises:
         ValueError: the schedule does not run with `virtual_stages`.
@@ -82,20 +83,20 @@ def require_microbatches(schedule: ScheduleName, pp: int, microbatches: int) -> 
     """Checks the number of microbatches.
 
     Raises:
-        ValueError: the schedule cannot run so many.
+        ValueError: the schedule cannot run this number of microbatches.
     """
     if schedule == "1f1b" and microbatches < pp:
         raise ValueError(
             f"parallel.microbatches must be at least parallel.pp with parallel.schedule=1f1b, got "
-            f"microbatches={microbatches} and pp={pp}: use more of them, or schedule=gpipe or "
-            "vocab_1f1b"
+            f"microbatches={microbatches} and pp={pp}: use more microbatches, or "
+            "parallel.schedule=gpipe or vocab_1f1b"
         )
     rounds = max(1, microbatches // pp)
     if schedule in IN_ROUNDS and microbatches % rounds:
         raise ValueError(
-            f"parallel.microbatches must be a multiple of {rounds}, the whole number of times that "
-            f"parallel.pp={pp} goes into it, with parallel.schedule={schedule}, got {microbatches}"
-            f": {microbatches // pp * pp} is one"
+            f"parallel.microbatches must be a multiple of {rounds}, the number of rounds "
+            f"(microbatches // pp) of parallel.schedule={schedule} with parallel.pp={pp}, got "
+            f"{microbatches}: use {microbatches // pp * pp}"
         )
 
 
@@ -109,25 +110,25 @@ def split_layers(
 
     Raises:
         ValueError: there are too few layers, or `layers_per_stage` has another number of stages or
-            layers.
+            layers, or none for a stage in the middle.
     """
     if layers_per_stage is None:
         if num_layers < stages:
             raise ValueError(
                 f"model.layers must be at least one for each of the pipeline's {stages} stages, "
-                f"got {num_layers}: fewer stages, more layers, or parallel.layers_per_stage, whose "
-                "first and last stage may have none"
+                f"got {num_layers}: use fewer stages or more layers, or set "
+                "parallel.layers_per_stage, by which the first and the last stage may have none"
             )
         layers_per_stage = tuple(
             num_layers // stages + (i < num_layers % stages) for i in range(stages)
         )
     rule = None
     if len(layers_per_stage) != stages:
-        rule = f"have an entry for each of the pipeline's {stages} stages (pp x stages of a rank)"
+        rule = f"have an entry for each of the pipeline's {stages} stages (pp x stages a rank)"
     elif sum(layers_per_stage) != num_layers:
         rule = f"add up to model.layers={num_layers}"
     elif min(layers_per_stage[1:-1], default=1) < 1:
-        rule = "be >= 1 but for the first stage, which embeds, and the last, which norms"
+        rule = "be >= 1 for all stages but the first, which embeds, and the last, which norms"
     if rule is not None:
         raise ValueError(f"parallel.layers_per_stage must {rule}, got {list(layers_per_stage)}")
     return tuple(range(a, b) for a, b in pairwise(accumulate(layers_per_stage, initial=0)))

@@ -41,7 +41,7 @@ MIN_VOCAB_SIZE = 257
 
 
 class Section(BaseModel):
-    """A section of the file. Unknown keys are errors: no misspelt key is a silent default."""
+    """A section of the file. An unknown key is an error: it may be a misspelt one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -96,11 +96,11 @@ class ParallelConfig(Section):
         if self.fsdp:
             raise ValueError(
                 f"parallel.fsdp is not supported with a pipeline, got fsdp=true and pp={self.pp}: "
-                "use one of them"
+                "set fsdp to false, or pp to 1"
             )
         if self.schedule == "vocab_1f1b" and not self.vocab_over_pipeline:
             raise ValueError(
-                "parallel.schedule=vocab_1f1b is made for a vocabulary over the pipeline, got "
+                "parallel.schedule=vocab_1f1b needs the vocabulary over the pipeline, got "
                 "parallel.vocab_over_pipeline=false: set it to true, or use schedule=1f1b"
             )
         stages_of_a_rank(self.schedule, self.virtual_stages)
@@ -158,14 +158,15 @@ class LossConfig(Section):
         if reaches_all and (screens or (filters and not keeps_all)):
             raise ValueError(
                 f"loss.softcap={self.softcap} with loss.label_smoothing={self.label_smoothing} "
-                "gives every column a gradient of its own, which no filter can keep: use "
-                "loss.gradient=exact or in_forward, without a filter and with loss.logits=full"
+                "gives every column its own gradient, so that no filter can leave columns out: use "
+                "loss.gradient=exact, or in_forward without a filter, with loss.logits=full"
             )
         if screens and (self.gradient == "exact" or keeps_all):
             raise ValueError(
-                "loss.logits=screened computes exactly what the filter keeps: use "
-                f"loss.gradient=filtered, got loss.gradient={self.gradient} with "
-                f"loss.filter.keep={self.filter.keep}, loss.filter.eps={self.filter.eps}"
+                "loss.logits=screened needs a filter that leaves columns out, got loss.gradient="
+                f"{self.gradient} with loss.filter.keep={self.filter.keep}, loss.filter.eps="
+                f"{self.filter.eps}: use loss.gradient=filtered and a filter whose keep or eps is "
+                "above 0, or loss.logits=full"
             )
         if self.screen != ScreenConfig() and not screens:
             raise ValueError(
@@ -226,8 +227,8 @@ class TrainConfig(Section):
     def _check_screened(self) -> TrainConfig:
         if self.loss.logits == "screened" and self.dtype == "float32":
             raise ValueError(
-                "loss.logits=screened is for 16-bit training: use dtype=bfloat16, or "
-                f"loss.logits=full, got dtype={self.dtype}"
+                f"loss.logits=screened needs 16-bit training, got dtype={self.dtype}: use "
+                "dtype=bfloat16, or loss.logits=full"
             )
         return self
 
@@ -255,14 +256,14 @@ class TrainConfig(Section):
 
     @property
     def microbatches(self) -> int:
-        """The number of microbatches of a pipeline; by default as many as the batch allows."""
+        """The number of a pipeline's microbatches; by default as many as the batch allows."""
         parallel = self.parallel
         if parallel.microbatches is not None:
             return parallel.microbatches
         return max(1, self.batch // (parallel.tp if parallel.sequence_parallel else 1))
 
     def layout(self, head: str = "cce") -> Layout:
-        """Returns the pipeline's layout, where the dense head is always on the last stage.
+        """Returns the pipeline's layout for a head; "dense" is always on the last stage.
 
         Raises:
             ValueError: model.layers or parallel.layers_per_stage do not fit the number of stages.

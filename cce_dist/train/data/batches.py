@@ -47,7 +47,7 @@ def stack_sequences(tokens: np.ndarray, starts: np.ndarray, length: int) -> tupl
 
 
 def split_tokens(tokens: np.ndarray, config: TrainConfig) -> Batches:
-    """Keeps the last share of the text for the report's held-out batch.
+    """Splits token ids: the last share, data.held_out, is for the report's held-out batch.
 
     Raises:
         ConfigError: the text is too short for one batch to train on and one held-out batch.
@@ -58,8 +58,8 @@ def split_tokens(tokens: np.ndarray, config: TrainConfig) -> Batches:
     num_train = len(tokens) - num_held_out
     if num_train <= length:
         raise ConfigError(
-            f"the text must have at least {needed + length + 1} tokens for held-out batch="
-            f"{config.batch} sequences of data.sequence_length={length} and one to train on, got "
+            f"the text must have at least {needed + length + 1} tokens for batch={config.batch} "
+            f"held-out sequences and one training sequence of data.sequence_length={length}, got "
             f"{len(tokens)}: add text, or lower batch or data.sequence_length"
         )
     return Batches(

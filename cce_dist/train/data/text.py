@@ -21,12 +21,12 @@ def collect_documents(paths: Sequence[Path], megabytes: float) -> list[str]:
     """Returns text of about `megabytes` million characters, the same on every call.
 
     Without `paths`: sources and documents of the standard library and of site-packages, in a
-    shuffled order that depends on nothing but their names. With `paths`: files, folders
-    (searched for DOCUMENT_SUFFIXES and JSONL), in the order given. Files that are not UTF-8 are
-    skipped in folders and refused when named. Documents that start alike are taken once.
+    shuffled order that depends on their names alone. With `paths`: files, and folders (searched for
+    DOCUMENT_SUFFIXES and JSONL), in the given order. A file that is not UTF-8 is skipped in a
+    folder, and refused if `paths` names it. Of documents with the same start only the first counts.
 
     Raises:
-        ConfigError: a path does not exist, JSONL is malformed, or there is no text at all.
+        ConfigError: a path cannot be read, JSONL is malformed, or there is no text at all.
     """
     documents, seen, num_chars = [], set(), 0
     for text in _read_all(paths):
@@ -40,7 +40,7 @@ def collect_documents(paths: Sequence[Path], megabytes: float) -> list[str]:
             break
     if not documents:
         where = ", ".join(str(path) for path in paths) or "this Python installation"
-        raise ConfigError(f"data.paths must hold some text, found none in {where}")
+        raise ConfigError(f"data.paths must hold some text, got none in {where}")
     return documents
 
 
@@ -48,7 +48,7 @@ def _read_all(paths: Sequence[Path]) -> Iterator[str]:
     if not paths:
         roots = sorted({sysconfig.get_paths()[name] for name in ("stdlib", "purelib")})
         files = sorted({file for root in roots for file in _files_in(Path(root))})
-        # In the order of names the first megabytes would all come from one package.
+        # In the order of their names, the first megabytes would all come from the same package.
         random.Random(0).shuffle(files)
         yield from _read_files(files)
     for path in paths:
@@ -82,8 +82,10 @@ def _read_files(files: Sequence[Path]) -> Iterator[str]:
 def read_text(path: Path, argument: str) -> str:
     """Reads a UTF-8 file.
 
+    Args:
+        argument: the key or option that names the file, for the message.
     Raises:
-        ConfigError: the file cannot be read, or is not UTF-8; the text begins with `argument`.
+        ConfigError: the file cannot be read, or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf8")
@@ -117,7 +119,7 @@ def _text_field(line: str, where: str) -> str:
             f"column {error.colno})"
         ) from None
     except (ValueError, RecursionError) as error:
-        # Python raises these for a number of thousands of digits, or brackets as deep.
+        # Python raises these for a number of thousands of digits, and for thousands of brackets.
         raise ConfigError(f"{where}: each line must be a JSON object: {error}") from None
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: each line must be a JSON object, got {_shorten(line)}")

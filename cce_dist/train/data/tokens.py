@@ -30,7 +30,7 @@ class TokenCache:
     """A folder that holds tokenizer.json, tokens.npy and info.json.
 
     Args:
-        key: names text, vocabulary size and tokenizers version.
+        key: a hash of the text, the vocabulary size and the version of tokenizers.
         num_merged: the tokenizer's real number of ids; at most data.vocab_size.
     """
 
@@ -46,10 +46,10 @@ class TokenCache:
 def prepare_tokens(
     config: DataConfig, say: Callable[[str], None], *, key: str | None = None
 ) -> TokenCache:
-    """Finds the token ids in the cache, or makes them.
+    """Returns the cached token ids of the text; makes them if the cache lacks them.
 
     Args:
-        key: the cache key of a run to resume. If the cache still has it, the text is not read
+        key: the cache key of a run to resume. If the cache still has the key, the text is not read
             again: a run can be resumed even if a package has been installed since.
     Raises:
         ConfigError: there is no usable text, or the cache cannot be written.
@@ -84,7 +84,7 @@ def open_tokens(cache: Path, key: str) -> TokenCache:
 def encode_texts(cache: TokenCache, texts: Sequence[str]) -> list[np.ndarray]:
     """Encodes each text as uint32 ids after END_OF_TEXT, as training encodes documents.
 
-    It uses the cached tokenizer, and does not read tokens.npy.
+    The tokenizer is the cached one; tokens.npy is not read.
     """
     from tokenizers import Tokenizer
 
@@ -133,7 +133,7 @@ def _build(documents: Sequence[str], config: DataConfig, key: str) -> None:
 
 
 def _publish(folder: Path, tokenizer: str, tokens: np.ndarray, info: dict[str, int]) -> None:
-    # A job killed here, or two jobs at once, must never leave half a folder under the key.
+    # A job that is killed here, or two jobs at once, must leave no unfinished folder under the key.
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
         with writing("the token ids", folder.parent, CACHE_REMEDY):

@@ -54,12 +54,13 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder: ids [batch, sequence] of the whole dp rank -> hidden [tokens of this rank, dim].
 
-    With sequence parallelism a tp rank runs the body on its own whole sequences of the batch, so
-    hidden is its contiguous slice of the batch's tokens. Without it hidden has all tokens.
+    With sequence parallelism each tp rank runs the body on some of the batch's sequences, each of
+    them whole: hidden is the rank's contiguous slice of the batch's tokens. Without sequence
+    parallelism hidden has all tokens.
     """
 
-    # For pipelines, see StagedDecoder: the number of ranks with the same rows of the vocabulary,
-    # and the parameters that are over all ranks.
+    # StagedDecoder, for pipelines, has other values: the number of the pipeline's ranks with the
+    # same rows of the vocabulary, and the names of parameters with rows on all of its ranks.
     num_vocabulary_copies = 1
     names_over_pipeline: frozenset[str] = frozenset()
 
@@ -87,7 +88,8 @@ class Decoder(nn.Module):
     ) -> Tensor | LossOutput:
         """Returns hidden, or the result of `head` on hidden and the head's weight.
 
-        Under FSDP the weight is whole within this method only, so a training step passes its loss.
+        Under FSDP the weight is whole only within this method, so a training step passes its loss
+        as `head`.
         """
         # Rows are scaled, not normed: weight decay shrinks rows, and a norm would divide gradients
         # by the rows' size.
@@ -107,7 +109,7 @@ class Decoder(nn.Module):
         return self.embedding if self.tied else self.head
 
     def sharded_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters with rows of the vocabulary; all others are equal on all ranks."""
+        """Returns the parameters with rows of the vocabulary; others are equal on all ranks."""
         shards = {"embedding": self.embedding}
         return shards if self.tied else {**shards, "head": self.head}
 
@@ -166,7 +168,7 @@ def draw_blocks(blocks: Sequence[Block], seed: int) -> None:
     are.
     """
     generator = torch.Generator().manual_seed(seed)
-    # Keeps the residual stream's variance independent of depth (GPT-2).
+    # With this scale the residual stream's variance does not depend on depth (GPT-2).
     output_std = INIT_STD / math.sqrt(2 * len(blocks))
     for block in blocks:
         for name, parameter in block.named_parameters():
@@ -188,7 +190,7 @@ def draw_rows(
     index = ("embedding", "head").index(name)
     last = (shard.stop - 1) // INIT_BLOCK_ROWS
     for block in range(shard.start // INIT_BLOCK_ROWS, last + 1):
-        # The CPU generator reads only 32 bits of its seed, so the bits are mixed.
+        # The CPU generator reads only 32 bits of a seed, so SeedSequence mixes the three numbers.
         (mixed,) = np.random.SeedSequence((seed, index, block)).generate_state(1).tolist()
         generator = torch.Generator().manual_seed(mixed)
         rows = torch.empty(INIT_BLOCK_ROWS, parameter.shape[1])

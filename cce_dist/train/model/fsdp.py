@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state, each split over the data-parallel ranks.
 
-One group per decoder layer; embedding, norms and head in the root group, whole from the forward's
-start to the backward's end. docs/guide/training.md#fsdp.
+The linears of each decoder layer are a group. Embedding, norms and head are the root group, which
+is whole from the forward's start to the backward's end. docs/guide/training.md#fsdp.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .decoder import Block, Decoder
 def place(model: Decoder, config: TrainConfig, ranks: Ranks) -> None:
     """Moves the model to the rank's device, split over dp if parallel.fsdp asks for it.
 
-    fully_shard moves one group at a time, so that the whole model is never on a GPU.
+    fully_shard moves one group at a time, so that no GPU ever holds the whole model.
     """
     if not config.parallel.fsdp or ranks.dp == 1:
         model.to(ranks.device)
@@ -36,10 +36,10 @@ def place(model: Decoder, config: TrainConfig, ranks: Ranks) -> None:
 
 
 def _linears_policy(config: TrainConfig) -> MixedPrecisionPolicy:
-    """Returns a policy with the casts of autocast; the sum over ranks stays in fp32.
+    """Returns a policy that casts as autocast does, and sums over ranks in fp32.
 
-    Autocast's own copies, whole weights of every layer, would live until the backward. Autocast
-    leaves norms and the embedding in fp32; they are in the root group, which casts nothing.
+    Autocast itself would keep 16-bit copies of every layer's whole weights until the backward. It
+    leaves norms and the embedding in fp32, and so does the root group, which casts nothing.
     """
     if config.dtype == "float32":
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -56,7 +56,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
 def gathered_head(model: Decoder) -> Iterator[Tensor]:
     """Provides this tp rank's whole head weight, after a forward and before a backward.
 
-    Collectives: with FSDP one all-gather over dp, if that forward has not left the weight whole.
+    Collectives: with FSDP one all-gather over dp, unless the forward has left the weight whole.
     """
     if not isinstance(model, FSDPModule):
         yield model.head_weight
@@ -69,5 +69,5 @@ def gathered_head(model: Decoder) -> Iterator[Tensor]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor; they share memory."""
+    """Returns this rank's part of a tensor; the two share memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

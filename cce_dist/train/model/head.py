@@ -16,7 +16,7 @@ from cce_dist.train.collectives import GatherRows, SumPartials
 from cce_dist.train.config.schema import LossConfig, TrainConfig
 from cce_dist.train.ranks import Ranks
 
-# Held-out tokens whose float64 logits exist at a time.
+# Number of held-out tokens whose float64 logits exist at a time.
 DENSE_CHUNK_TOKENS = 256
 
 # The statistics that the job requests.
@@ -50,7 +50,7 @@ def head_layout(config: TrainConfig, ranks: Ranks) -> HeadLayout:
 
 
 def make_head_loss(config: TrainConfig, layout: HeadLayout, kind: str) -> HeadLoss:
-    """Makes the loss of the head. `kind` is "cce" or "dense"; both compute the same objective."""
+    """Makes the head's loss. Both kinds, "cce" and "dense", compute the same objective."""
     dtype = getattr(torch, config.dtype)
     compute = _dense_loss if kind == "dense" else _cce_loss
 
@@ -70,7 +70,7 @@ def head_loss_of(
 ) -> HeadLoss:
     """Wraps another loss of hidden, weight and targets for a training run.
 
-    The run requests no statistics from it, and takes those that it returns.
+    The run requests no statistics from `loss`, and logs the statistics that `loss` returns.
     """
 
     def head_loss(
@@ -119,7 +119,7 @@ def make_token_nll(
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Makes a function: hidden, weight shard, targets -> nll [N] fp32, in nats.
 
-    The nll is that of the softmax of training's logits, without further terms of the objective.
+    The softmax is that of training's logits; the objective's further terms are left out.
     """
     dtype, loss = getattr(torch, config.dtype), config.loss
 
@@ -173,7 +173,7 @@ def _dense_loss(
     layout: HeadLayout,
     stats: tuple[Stat, ...],
 ) -> LossOutput:
-    """Computes the loss by the usual recipe: gather the head, make all logits, softmax in fp32."""
+    """Computes the loss by the usual recipe: gather the head, all logits, softmax in fp32."""
     slices = layout.sequence_parallel
     gathered = GatherRows.apply(weight, layout.group, layout.bounds, slices)
     if slices:
@@ -211,8 +211,8 @@ def golden_loss(
 ) -> float:
     """Computes the same objective from dense float64 logits, a few tokens at a time.
 
-    hidden and weight are rounded to the training dtype first: the loss gets rounded inputs, too.
-    Collectives: one all-gather of the weight, with sequence parallelism one of hidden.
+    hidden and weight are rounded to the training dtype first, as they are for the loss.
+    Collectives: one all-gather of the weight; with sequence parallelism another one, of hidden.
     """
     dtype = getattr(torch, config.dtype)
     gathered = GatherRows.apply(weight.to(dtype), layout.group, layout.bounds, False).double()

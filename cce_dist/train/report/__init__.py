@@ -1,4 +1,4 @@
-"""Reports of a run: curves, checks, a comparison with dense logits, the pipeline."""
+"""Reports of a run: its curve, held-out loss and memory, and a comparison with dense logits."""
 
 from cce_dist.core.old_names import attributes_of
 

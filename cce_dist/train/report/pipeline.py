@@ -17,8 +17,9 @@ from .run import MEASURE_DENSE_BYTES, Evaluation, Memory, measure, measure_head
 def evaluate_pipeline(job: Job, run: Run) -> Evaluation:
     """Compares the pipeline's loss on the held-out batch with dense float64 logits.
 
-    Memory is that of one microbatch: the head has no more at a time. For a head on the last stage
-    it is the memory of that stage's ranks. Every rank must call it.
+    Memory is measured for one microbatch: the head works on one microbatch at a time. If the head
+    is on the last stage, the last stage's ranks measure, and tell the others. Every rank must call
+    this function.
     """
     job.heartbeat.phase = "evaluating"
     ranks, pipeline = job.ranks, run.pipeline
@@ -26,7 +27,7 @@ def evaluate_pipeline(job: Job, run: Run) -> Evaluation:
     ids, targets = (x.to(ranks.device) for x in job.batches.held_out_batch())
     loss, hidden = pipeline.evaluate(ids, targets)
     evaluation: list[Evaluation | None] = [None]
-    # Ranks of other stages have no rows of a head on the last stage.
+    # If the head is on the last stage, ranks of other stages have no rows of it.
     if pipeline.head is not None or pipeline.model.has_last:
         evaluation = [_compare(job, run, pipeline, loss.item(), hidden, targets)]
     if pipeline.head is None:

@@ -20,15 +20,18 @@ from cce_dist.train.model.fsdp import gathered_head
 from cce_dist.train.model.head import HeadLoss, golden_loss, head_layout, make_head_loss
 from cce_dist.train.progress import format_bytes
 
-# Dense logits are made and measured only up to this size of one fp32 copy.
+# Dense logits are computed and measured only if one fp32 copy of them is at most this large.
 MEASURE_DENSE_BYTES = 2**29
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the tensors that one forward and backward of the head make on this rank.
+    """Memory of the tensors that one forward and backward of the head allocate on this rank.
 
-    largest_numel is None on a GPU, where only the allocator's peak is known.
+    Args:
+        peak_bytes: the largest size of all these tensors at a time.
+        largest_numel: number of elements of the largest tensor; None on a GPU, where only the
+            allocator's peak is known.
     """
 
     peak_bytes: int
@@ -37,7 +40,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A rank's findings about a trained model; only memory differs between ranks."""
+    """A rank's evaluation of a trained model; only memory differs between ranks.
+
+    Args:
+        dense_memory: memory of the dense head on the same inputs; None: not measured.
+        num_tokens: number of tokens of the held-out batch.
+        tokens_here: number of tokens of the measured head's input on this rank.
+    """
 
     loss: float
     dense_loss: float
@@ -50,7 +59,7 @@ class Evaluation:
 def evaluate(job: Job, run: Run) -> Evaluation:
     """Runs the held-out batch through this run's head and through dense float64 logits.
 
-    The run has no pipeline. Every rank must call it.
+    The run must have no pipeline. Every rank must call it.
     """
     job.heartbeat.phase = "evaluating"
     config, ranks = job.config, job.ranks
@@ -80,6 +89,7 @@ def evaluate(job: Job, run: Run) -> Evaluation:
 def measure_head(
     head_loss: HeadLoss, hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> tuple[float, Memory]:
+    """Returns the loss and the memory of one forward and backward of the head."""
     hidden = hidden.detach().requires_grad_()
     weight = weight.detach().requires_grad_()
 
@@ -91,17 +101,17 @@ def measure_head(
     return measure(forward_and_backward, hidden.device)
 
 
-def measure(run: Callable[[], Tensor], device: torch.device) -> tuple[float, Memory]:
-    """Returns the loss of `run`, its time and its memory."""
+def measure(compute_loss: Callable[[], Tensor], device: torch.device) -> tuple[float, Memory]:
+    """Returns the loss that the function computes, and its memory."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        loss = run()
+        loss = compute_loss()
         peak = torch.cuda.max_memory_allocated(device) - before
         return loss.item(), Memory(peak, None)
     with track_allocations() as allocations:
-        loss = run()
+        loss = compute_loss()
     return loss.item(), Memory(allocations.peak_bytes, allocations.largest_numel)
 
 
@@ -146,7 +156,7 @@ def _rows(job: Job, records: list[dict[str, Any]], evaluation: Evaluation) -> li
         rows.append(("tail mass, last logged", f"{tail_masses[-1]:.2e}"))
     screened = [record["screened"] for record in records if "screened" in record]
     if screened:
-        rows.append(("steps whose logits were screened, of those logged", _share(screened)))
+        rows.append(("logged steps whose logits were screened", _share(screened)))
     return rows
 
 

@@ -1,13 +1,13 @@
-"""The rank to blame for a failure, found from a rank's view of the others, and the message."""
+"""The rank to blame for a failure, by one rank's view of the others, and the message."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from .place import COUNTED, Seen, SeenPlace
 
@@ -15,83 +15,120 @@ FINISHED = "finished"
 NOWHERE = Seen(0, "starting", (0,) * len(COUNTED))
 
 
+@dataclass(frozen=True)
+class Beat:
+    """A rank's sign of life in the rendezvous store.
+
+    Args:
+        number: the beat's number, which tells it from the rank's last beat.
+        step, phase, counts: see `Seen`.
+        kin: see `Heartbeat`.
+        file: the descriptor of the file behind the rank's `Place`; None: the system has no such
+            files.
+        token: the Place's token, in hexadecimal digits.
+        failure: the rank's own failure, for which it leaves.
+        blames: the ranks for whose loss this rank leaves.
+    """
+
+    number: int
+    step: int
+    phase: str
+    counts: Sequence[int]
+    kin: int
+    pid: int
+    host: str
+    file: int | None
+    token: str
+    failure: str | None
+    blames: list[int]
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Beat:
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
 @dataclass
 class Peer:
     """Another rank, as the watching rank knows it.
 
     Args:
-        beat: the rank's newest beat, as JSON; empty before the first.
-        seen_at: time of the beat's first reading, by the watching rank's clock.
+        beat: the rank's newest beat; None before the first.
+        read_at: time of the beat's first reading, by the watching rank's clock.
         place: the rank's place in memory, if it is on this host.
     """
 
-    beat: dict[str, Any] = field(default_factory=dict)
-    seen_at: float = field(default_factory=time.monotonic)
+    beat: Beat | None = None
+    read_at: float = field(default_factory=time.monotonic)
     place: SeenPlace | None = None
 
-    def receive(self, beat: dict[str, Any]) -> None:
+    def receive(self, beat: Beat) -> None:
         if beat == self.beat:
             return
-        is_first = not self.beat
-        self.beat, self.seen_at = beat, time.monotonic()
-        if is_first and beat["file"] is not None and beat["host"] == socket.gethostname():
+        is_first = self.beat is None
+        self.beat, self.read_at = beat, time.monotonic()
+        if is_first and beat.file is not None and beat.host == socket.gethostname():
             with contextlib.suppress(OSError):
-                self.place = SeenPlace(beat["pid"], beat["file"], bytes.fromhex(beat["token"]))
+                self.place = SeenPlace(beat.pid, beat.file, bytes.fromhex(beat.token))
 
     @property
     def age(self) -> float:
-        return time.monotonic() - self.seen_at
+        """Seconds since the newest beat was first read."""
+        return time.monotonic() - self.read_at
 
     @property
-    def has_said_why(self) -> bool:
-        """True if the rank is leaving and has given its reason."""
-        return bool(self.beat.get("failure"))
+    def has_given_reason(self) -> bool:
+        """True if the rank leaves for a failure of its own, which it reports."""
+        return self.beat is not None and bool(self.beat.failure)
 
     @property
     def blames(self) -> list[int]:
-        """Ranks that this rank names as the reason for leaving."""
-        return self.beat.get("blames", [])
+        """The ranks for whose loss this rank leaves."""
+        return [] if self.beat is None else self.beat.blames
 
     @property
     def is_leaving(self) -> bool:
-        is_finished = self.beat.get("phase") == FINISHED
-        return is_finished or self.has_said_why or bool(self.blames)
+        is_finished = self.beat is not None and self.beat.phase == FINISHED
+        return is_finished or self.has_given_reason or bool(self.blames)
 
     @property
     def is_gone(self) -> bool:
         return self.place is not None and self.place.state == "gone"
 
     @property
-    def told(self) -> Seen:
+    def place_in_beat(self) -> Seen:
         """The rank's place by its newest beat."""
-        if not self.beat:
+        if self.beat is None:
             return NOWHERE
-        return Seen(self.beat["step"], self.beat["phase"], self.beat["counts"])
+        return Seen(self.beat.step, self.beat.phase, self.beat.counts)
 
     @property
     def seen(self) -> Seen:
-        return self.told if self.place is None else self.place.seen
+        """The rank's place by its memory, or by its newest beat if it is on another host."""
+        return self.place_in_beat if self.place is None else self.place.seen
 
 
-def describe_lost(rank: int, peer: Peer, *, died: bool, place: Seen) -> str:
-    """Describes a rank that is lost.
+def describe_lost_peer(rank: int, peer: Peer, *, died: bool, place: Seen) -> str:
+    """Describes the loss of a rank.
 
     Args:
-        died: the lost rank's process ended; False: it fell silent.
+        died: the rank's process ended; False: the rank fell silent.
         place: the place of the rank that writes the message.
     """
-    if not peer.beat:
+    if peer.beat is None:
         return f"rank {rank} has never responded in {peer.age:.0f} s; this rank is in {place}"
-    who = f"rank {rank} (pid {peer.beat['pid']} on {peer.beat['host']})"
+    name = f"rank {rank} (pid {peer.beat.pid} on {peer.beat.host})"
     if died:
-        return f"{who} has died; last seen in {peer.seen}"
-    text = f"{who} has not responded for {peer.age:.0f} s"
+        return f"{name} has died; last seen in {peer.seen}"
+    text = f"{name} has not responded for {peer.age:.0f} s"
     if peer.place is None:
-        here = peer.beat["host"] == socket.gethostname()
+        is_here = peer.beat.host == socket.gethostname()
+        where = "on this host, but hidden from this rank" if is_here else "not on this host"
         return (
-            f"{text}; last heard of in {peer.told}, while this rank is in {place}. It is "
-            f"{'hidden' if here else 'not'} on this host: if it still runs, its launcher has to "
-            "end it; else look at the network"
+            f"{text}; last heard of in {peer.place_in_beat}, while this rank is in {place}. It is "
+            f"{where}: if it still runs, its launcher has to end it; if not, look at the network"
         )
     text += f"; last seen in {peer.seen}"
     is_stopped = peer.place.state == "stopped"
@@ -103,16 +140,17 @@ def describe_place(rank: int, seen: Seen) -> str:
 
 
 def find_skipped(places: Mapping[int, Seen], *, in_order: bool) -> str | None:
-    """Describes the rank that skipped a collective in which another rank waits; None: no rank did.
+    """Describes the rank that skipped a collective in which another rank waits.
 
-    A late rank is not named. Ranks that begin the same phases in the same order are always at
-    places of one sequence: a rank that is further has begun each phase at least as often.
+    Returns None if no rank did. A late rank skips nothing: ranks that begin the same phases in the
+    same order are always at places of one sequence, where the rank that is further has begun each
+    phase at least as often.
 
     Args:
         places: the places of ranks that begin each phase of COUNTED equally often; they may have
             been read at different times.
         in_order: ranks begin phases in the order of COUNTED. False (pipelines): a rank begins each
-            `merge` before its `reduce`, and all of them before the step's `update`.
+            `merge` before its `reduce`, and all merges and reduces before the step's `update`.
     """
     for phase in COUNTED[1:]:
         for rank, seen in places.items():

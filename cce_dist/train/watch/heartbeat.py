@@ -1,14 +1,13 @@
 """The heartbeat of a rank: a thread shows that the rank lives, and watches the other ranks.
 
 A failed collective tells only that some peer is missing; the heartbeat finds the rank to blame.
-Each rank counts up its own beat in the rendezvous store at intervals. The reader measures a beat's
-age by its own clock, from the last change that it saw, so hosts' clocks need not agree.
+Each rank writes a new beat to the rendezvous store at intervals. A reader measures a beat's age by
+the reader's clock, from the time when it first read the beat, so hosts' clocks need not agree.
 docs/guide/faults.md describes the consequences.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -20,26 +19,27 @@ import torch.distributed as dist
 from cce_dist.train.errors import JobError, first_line, say_error, say_traceback
 from cce_dist.train.ranks import Ranks
 
-from .blame import FINISHED, Peer, describe_lost, describe_place, find_skipped
+from .blame import FINISHED, Beat, Peer, describe_lost_peer, describe_place, find_skipped
 from .place import Place
 
 # A healthy rank beats this often; shorter timeouts beat faster.
 INTERVAL_S = 1.0
 # After a failed collective this many intervals show which rank has fallen silent.
 GRACE_INTERVALS = 3
-# A failed rank leaves anyway. It may wait so long for the store to learn whether it is to report.
-SPEAK_S = 5.0
+# A rank that refuses to go on waits at most this long for the store, which tells it whether it is
+# the rank that reports. After that it reports.
+LEAVE_PATIENCE_S = 5.0
 # torchrun's SIGTERM means that a peer is dead already, so a rank need not wait the whole timeout.
 STOPPING_TIMEOUT_S = 5.0
 
 
 class Heartbeat:
-    """Two threads of this rank. Other ranks show its `step` and `phase` in their messages.
+    """Two threads of this rank, which beat and watch. Messages of other ranks show its place.
 
     Args:
         timeout_s: seconds of silence after which a rank takes the job down.
         stopping: returns True once this rank has been asked to stop.
-        kin: a number, equal on ranks that begin merges and reduces equally often.
+        kin: a number that ranks share if they begin merges and reduces equally often.
         in_order: see `find_skipped`.
     """
 
@@ -66,14 +66,14 @@ class Heartbeat:
         self.failure: str | None = None
         self.blames: list[int] = []
         self.closed = threading.Event()
-        self._speaking = threading.Lock()
+        self._reporting = threading.Lock()
         self._answered_at = time.monotonic()
         self._skipped_since: float | None = None
         self._error_since: float | None = None
-        self._beat()
+        self._send_beat()
         self.threads = [
-            threading.Thread(target=run, name=f"heartbeat {run.__name__}", daemon=True)
-            for run in (self._run, self._guard)
+            threading.Thread(target=target, name=f"heartbeat {target.__name__}", daemon=True)
+            for target in (self._beat_and_watch, self._guard_store)
         ]
 
     @property
@@ -94,10 +94,10 @@ class Heartbeat:
 
     def start(self) -> None:
         """Starts the threads; all ranks call this at the same time."""
-        # Wait for each rank's first beat: a rank that dies before it would not be recognised.
+        # Wait for each rank's first beat: the death of a rank without a beat is not recognised.
         deadline = time.monotonic() + GRACE_INTERVALS * self.interval_s
         while not all(peer.beat for peer in self.peers.values()) and time.monotonic() < deadline:
-            self._watch()
+            self._read_beats()
         self._answered_at = time.monotonic()
         for thread in self.threads:
             thread.start()
@@ -108,12 +108,12 @@ class Heartbeat:
         self.closed.set()
         for thread in self.threads:
             thread.join()
-        self._beat()
+        self._send_beat()
         if self.rank == 0 and not self.is_launchers_store:
-            # The store ends with this process.
+            # This process holds the store: it stays until the others need the store no more.
             deadline = time.monotonic() + self.timeout_s
             while time.monotonic() < deadline:
-                self._watch()
+                self._read_beats()
                 if all(peer.is_leaving or peer.is_gone for peer in self.peers.values()):
                     break
                 time.sleep(self.interval_s / 10)
@@ -124,10 +124,9 @@ class Heartbeat:
         Waits a few intervals, since a peer that died just now is not yet silent. Kills ranks that
         hang. Returns None if another rank reports the failure.
         """
-        message = (
-            f"rank {self.rank} failed in {self.place.seen}: {first_line(_lost_in(error) or error)}"
-        )
-        if not self.is_lost_peer(error):
+        cause = _find_connection_error(error) or error
+        message = f"rank {self.rank} failed in {self.place.seen}: {first_line(cause)}"
+        if not self.comes_from_lost_peer(error):
             # Stop watching: this rank leaves, whatever the others do.
             self.closed.set()
             self._leave(message, [])
@@ -135,116 +134,126 @@ class Heartbeat:
             return message
         time.sleep(GRACE_INTERVALS * self.interval_s)
         # Only one thread reports; the other blocks here for ever.
-        self._speaking.acquire()
-        if any(peer.has_said_why for peer in self.peers.values()):
+        self._reporting.acquire()
+        if any(peer.has_given_reason for peer in self.peers.values()):
             return None
-        lost = self._lost(2 * self.interval_s)
-        if lost:
-            return self._blame(lost)
-        # Every rank lives, but one may not have reached the collective.
+        lost_peers = self._find_lost_peers(2 * self.interval_s)
+        if lost_peers:
+            return self._blame(lost_peers)
+        # Every rank lives, but a rank may not have reached the collective.
         places = [describe_place(rank, peer.seen) for rank, peer in sorted(self.peers.items())]
         return self._leave(self._find_skipped() or "; ".join([message, *places]), [])
 
     def refuse(self, error: JobError) -> str | None:
-        """Returns the error's message; None if another rank reports it.
+        """Returns the error's message; None if another rank reports the error.
 
-        All ranks may have found the error, or this rank alone.
+        The error may be this rank's alone, or that of all ranks.
         """
         self.closed.set()
-        return self._leave(str(error), [], patience_s=SPEAK_S)
+        return self._leave(str(error), [], patience_s=LEAVE_PATIENCE_S)
 
-    def is_lost_peer(self, error: BaseException) -> bool:
+    def comes_from_lost_peer(self, error: BaseException) -> bool:
         """Tells whether the error says only that another rank is missing."""
-        return self.world_size > 1 and _lost_in(error) is not None
+        return self.world_size > 1 and _find_connection_error(error) is not None
 
-    def _lost(self, limit_s: float) -> dict[int, Peer]:
-        """Returns the silent ranks, and the ranks whose process ended without a message."""
-        lost = {}
+    def _find_lost_peers(self, limit_s: float) -> dict[int, Peer]:
+        """Returns the ranks that have been silent for `limit_s` or have ended without a reason."""
+        lost_peers = {}
         for rank, peer in self.peers.items():
             state = None if peer.place is None else peer.place.state
-            # A process that is seen to run may be late because its host is busy.
+            # A process that runs may be late because its host is busy.
             limit = max(limit_s, self.timeout_s / 2) if state == "running" else limit_s
             if not peer.is_leaving and (peer.age > limit or state == "gone"):
-                lost[rank] = peer
-        return lost
+                lost_peers[rank] = peer
+        return lost_peers
 
-    def _blame(self, lost: dict[int, Peer]) -> str | None:
+    def _blame(self, lost_peers: dict[int, Peer]) -> str | None:
+        """Kills the lost ranks of this host and leaves; returns what `_leave` returns."""
         # Kill stopped processes, which cannot act on a launcher's SIGTERM: torchrun would wait
         # 30 s for them, other launchers for ever.
         place, texts = self.place.seen, []
-        for rank, peer in lost.items():
+        for rank, peer in lost_peers.items():
             died = peer.is_gone and peer.age < self.timeout_s / 2
-            texts.append(describe_lost(rank, peer, died=died, place=place))
-        for peer in lost.values():
+            texts.append(describe_lost_peer(rank, peer, died=died, place=place))
+        for peer in lost_peers.values():
             if peer.place is not None:
                 peer.place.kill()
-        return self._leave("\n".join(texts), list(lost))
+        return self._leave("\n".join(texts), list(lost_peers))
 
     def _leave(
         self, message: str, blames: list[int], *, patience_s: float | None = None
     ) -> str | None:
-        """Tells the other ranks, which then leave without a message.
+        """Tells the other ranks that this rank leaves; they then leave without a message.
 
-        Returns: the message; None if another rank was first, and reports.
+        Returns: the message; None if another rank was the first to leave, and reports.
         """
         self.blames = blames
         if not blames:
             self.failure = message
-        spokesman = [str(self.rank)]
+        spokesman = str(self.rank)
 
         def tell() -> None:
-            self._beat()
-            spokesman[0] = self.store.compare_set("spokesman", "", str(self.rank)).decode()
+            nonlocal spokesman
+            self._send_beat()
+            spokesman = self.store.compare_set("spokesman", "", str(self.rank)).decode()
 
         # The store may be behind the broken link, so another thread talks to it.
         telling = threading.Thread(target=tell, daemon=True)
         telling.start()
         telling.join(patience_s or self.interval_s)
-        return message if spokesman[0] == str(self.rank) else None
+        return message if spokesman == str(self.rank) else None
 
     def _find_skipped(self) -> str | None:
         # This rank compares only itself with each peer: all pairs of ranks would be too many.
         place = self.place.seen
         for rank, peer in self.peers.items():
-            if peer.beat.get("kin") == self.kin:
-                message = find_skipped({self.rank: place, rank: peer.told}, in_order=self.in_order)
+            if peer.beat is not None and peer.beat.kin == self.kin:
+                message = find_skipped(
+                    {self.rank: place, rank: peer.place_in_beat}, in_order=self.in_order
+                )
                 if message is not None:
                     return message
         return None
 
-    def _run(self) -> None:
+    def _beat_and_watch(self) -> None:
         while not self.closed.wait(self.interval_s):
             try:
-                self._beat()
-                self._watch()
-                lost = self._lost(self._limit_s)
-                if lost:
-                    # A rank that is gone may have sent a last beat after it was read.
-                    self._watch()
+                self._send_beat()
+                self._read_beats()
+                lost_peers = self._find_lost_peers(self._limit_s)
+                if lost_peers:
+                    # A rank may have sent its last beat, and ended, since its beat was read.
+                    self._read_beats()
                 self._answered_at = time.monotonic()
             except dist.DistError as error:
-                # Rank 0 may have held the store, and may have finished.
+                # Rank 0 may have held the store and have finished, which is no failure.
                 if self.closed.is_set() or self.phase == "leaving":
                     return
                 self._die(lambda error=error: self._describe_lost_store(first_line(error)))
-            lost = {rank: peer for rank, peer in lost.items() if not peer.is_leaving}
-            if lost:
-                self._die(lambda lost=lost: self._blame(lost))
-            self._follow()
+            lost_peers = {rank: peer for rank, peer in lost_peers.items() if not peer.is_leaving}
+            if lost_peers:
+                self._die(lambda lost_peers=lost_peers: self._blame(lost_peers))
+            self._follow_leaving_peers()
             self._watch_for_skips()
-            self._watch_own_threads()
+            self._watch_threads()
 
-    def _follow(self) -> None:
-        """Ends this process after a rank that left with a reason, or that blames other ranks."""
+    def _follow_leaving_peers(self) -> None:
+        """Ends this process some time after a rank has left for a failure or a lost rank."""
         grace_s = GRACE_INTERVALS * self.interval_s
-        if any(peer.has_said_why and peer.age > grace_s for peer in self.peers.values()):
+        if any(peer.has_given_reason and peer.age > grace_s for peer in self.peers.values()):
             self._die(lambda: None)
         if any(peer.blames and peer.age > self.timeout_s for peer in self.peers.values()):
-            left = {rank: peer.blames for rank, peer in self.peers.items() if peer.blames}
-            self._die(lambda: f"rank {self.rank} is left alone: by rank, who blamed whom: {left}")
+            blamed = {rank: peer.blames for rank, peer in self.peers.items() if peer.blames}
+            self._die(
+                lambda: (
+                    f"rank {self.rank} cannot go on alone: other ranks have left, and blame (by "
+                    f"leaving rank) {blamed}"
+                )
+            )
 
     @property
     def _limit_s(self) -> float:
+        """Seconds of silence after which a rank counts as lost."""
         return min(STOPPING_TIMEOUT_S, self.timeout_s) if self.stopping() else self.timeout_s
 
     def _watch_for_skips(self) -> None:
@@ -255,13 +264,13 @@ class Heartbeat:
         elif time.monotonic() - self._skipped_since > GRACE_INTERVALS * self.interval_s:
             self._die(lambda: self._leave(self._find_skipped() or "a rank has skipped", []))
 
-    def _watch_own_threads(self) -> None:
+    def _watch_threads(self) -> None:
         """Watches this rank's threads for a failure.
 
         The main thread may wait for ranks that wait for a failed thread of this rank.
         """
-        error = self.place.error_aside
-        if error is None or self.is_lost_peer(error):
+        error = self.place.thread_error
+        if error is None or self.comes_from_lost_peer(error):
             self._error_since = None
         elif self._error_since is None:
             self._error_since = time.monotonic()
@@ -269,71 +278,72 @@ class Heartbeat:
             say_traceback(error)
             self._die(lambda: self.explain(error))
 
-    def _guard(self) -> None:
-        """Guards against an unreachable store: it never answers, and the other thread waits."""
+    def _guard_store(self) -> None:
+        """Ends this process if the store stops answering, in which `_beat_and_watch` waits."""
         while not self.closed.wait(self.interval_s):
             silence_s = time.monotonic() - self._answered_at
             if silence_s > self.timeout_s + GRACE_INTERVALS * self.interval_s:
                 text = f"no answer for {silence_s:.0f} s"
                 self._die(lambda text=text: self._describe_lost_store(text))
 
-    def _describe_lost_store(self, what: str) -> str | None:
+    def _describe_lost_store(self, symptom: str) -> str | None:
         place = self.place.seen
         if self.is_launchers_store:
             return (
                 f"rank {self.rank}: the launcher's store is gone, so the launcher is too, or the "
-                f"network to it ({what}); this rank is in {place}"
+                f"network to it ({symptom}); this rank is in {place}"
             )
         peer = self.peers.get(0)
         if peer is not None and peer.is_gone:
-            return describe_lost(0, peer, died=True, place=place)
+            return describe_lost_peer(0, peer, died=True, place=place)
         return (
             f"rank {self.rank}: rank 0, which holds the store, has died, or the network to it "
-            f"({what}); this rank is in {place}"
+            f"({symptom}); this rank is in {place}"
         )
 
-    def _beat(self) -> None:
+    def _send_beat(self) -> None:
         self.number += 1
         seen = self.place.seen
-        beat = {
-            "number": self.number,
-            "step": seen.step,
-            "phase": seen.phase,
-            "counts": seen.counts,
-            "kin": self.kin,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "file": self.place.file,
-            "token": self.place.token.hex(),
-            "failure": self.failure,
-            "blames": self.blames,
-        }
-        self.store.set(str(self.rank), json.dumps(beat))
+        beat = Beat(
+            number=self.number,
+            step=seen.step,
+            phase=seen.phase,
+            counts=seen.counts,
+            kin=self.kin,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            file=self.place.file,
+            token=self.place.token.hex(),
+            failure=self.failure,
+            blames=self.blames,
+        )
+        self.store.set(str(self.rank), beat.to_json())
 
-    def _watch(self) -> None:
+    def _read_beats(self) -> None:
         for rank, peer in self.peers.items():
             if self.store.check([str(rank)]):
-                peer.receive(json.loads(self.store.get(str(rank))))
+                peer.receive(Beat.from_json(self.store.get(str(rank))))
 
-    def _die(self, say: Callable[[], str | None]) -> None:
-        # The main thread may be about to explain the same failure.
-        self._speaking.acquire()
-        message = say()
+    def _die(self, explain: Callable[[], str | None]) -> None:
+        """Ends this process after the message of `explain`, if it returns one."""
+        # The main thread may be about to report the same failure.
+        self._reporting.acquire()
+        message = explain()
         # Only a hard exit works here: the main thread may never come back from its collective.
         if message is not None:
             say_error(message)
         os._exit(1)
 
 
-def _lost_in(error: BaseException) -> BaseException | None:
+def _find_connection_error(error: BaseException) -> BaseException | None:
     """Returns the error or its cause if it says only that another rank is missing; else None."""
-    cause, looked_at = error, []
-    while cause is not None and cause not in looked_at:
+    cause, visited = error, []
+    while cause is not None and cause not in visited:
         if _is_connection_error(cause):
             return cause
-        looked_at.append(cause)
-        # torch's pipelines wrap the error. A thread's error that is raised again may be its own
-        # cause.
+        visited.append(cause)
+        # torch's pipelines wrap the error. The chain of causes of a thread's error that is raised
+        # again may lead back to the error.
         cause = cause.__cause__
     return None
 

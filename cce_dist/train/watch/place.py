@@ -1,9 +1,9 @@
-"""A rank's place in memory that ranks of the same host can read, even after it was killed.
+"""A rank's place, in memory that ranks of the same host can read even after the rank was killed.
 
 A beat in the store is up to an interval old, and a killed rank sends no further beat. The memory
 is an anonymous file that others open by /proc/PID/fd (Linux). It starts with a token that the
-rank's beat also has. Equal tokens prove that the process is that rank, and not one that has reused
-the number or belongs to another container.
+rank's beats also have. Equal tokens prove that the process is the rank: another process may have
+the same number, after the rank has ended or in another container.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RECORD = struct.Struct(f"<{TOKEN_BYTES}sq{len(COUNTED)}q{TEXT_BYTES}s")
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank's place, read by another rank. `counts` is in the order of COUNTED."""
+    """A rank's place at the time of reading. `counts` is in the order of COUNTED."""
 
     step: int
     phase: str
@@ -36,13 +36,14 @@ class Seen:
         return f"step {self.step} ({self.phase})"
 
     def count(self, phase: str) -> int:
+        """Returns how often the rank has begun the phase."""
         return self.counts[COUNTED.index(phase)]
 
 
 class Place:
     """A watcher of `core.phases`: this rank's step, and the phases that its threads are in.
 
-    `phase` is the rank's phase while no thread is in one.
+    `phase` is the rank's phase while no thread is in a phase.
     """
 
     def __init__(self) -> None:
@@ -56,11 +57,11 @@ class Place:
         self._step, self._phase = 0, "starting"
         self._open: dict[int, list[str]] = {}
         self._counts = [0] * len(COUNTED)
-        # The phase in which an error began, until another phase begins: the rank leaves the phase
-        # before it reports the error.
+        # The phase in which an error began; None again when another phase begins. The rank leaves
+        # the phase before it reports the error.
         self._failed_in: str | None = None
-        # An error of another thread. The main thread may not notice it before its own work ends.
-        self.error_aside: BaseException | None = None
+        # An error of another thread than the main thread, which may not notice it for long.
+        self.thread_error: BaseException | None = None
         self._write()
 
     @property
@@ -81,7 +82,7 @@ class Place:
     @phase.setter
     def phase(self, phase: str) -> None:
         with self._lock:
-            self._phase, self._failed_in, self.error_aside = phase, None, None
+            self._phase, self._failed_in, self.thread_error = phase, None, None
             self._write()
 
     @property
@@ -96,7 +97,7 @@ class Place:
             if begins and phase in COUNTED and phase not in phases:
                 self._counts[COUNTED.index(phase)] += 1
             phases.append(phase)
-            if self.error_aside is None:
+            if self.thread_error is None:
                 self._failed_in = None
             self._write()
 
@@ -105,7 +106,7 @@ class Place:
             if error is not None and self._failed_in is None:
                 self._failed_in = phase
                 if threading.current_thread() is not threading.main_thread():
-                    self.error_aside = error
+                    self.thread_error = error
             phases = self._open.get(threading.get_ident(), [])
             if phases:
                 phases.pop()
@@ -130,12 +131,12 @@ class SeenPlace:
     """Another rank's Place, from a process of the same host.
 
     Raises:
-        OSError: the process is not on this host, or has no such memory.
+        OSError: the process is not on this host, or has no memory with this token.
     """
 
     def __init__(self, pid: int, file: int, token: bytes) -> None:
         self.pid, self.file, self.token = pid, file, token
-        # The mapping outlives the process.
+        # Map the memory now: the mapping outlives the process.
         self._memory = self._map()
 
     @property
@@ -157,13 +158,13 @@ class SeenPlace:
         return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "running")
 
     def kill(self) -> bool:
-        """Kills the process; returns False if it had gone."""
+        """Kills the process; returns False if it was gone."""
         try:
             handle = os.pidfd_open(self.pid)
         except OSError:
             return False
         try:
-            # From here on the system gives the number to no other process.
+            # While the handle is open, it means the same process. Is that process the rank?
             self._map().close()
             signal.pidfd_send_signal(handle, signal.SIGKILL)
         except OSError:
@@ -176,7 +177,7 @@ class SeenPlace:
         file = os.open(f"/proc/{self.pid}/fd/{self.file}", os.O_RDONLY | os.O_NONBLOCK)
         try:
             if os.fstat(file).st_size != _RECORD.size:
-                raise OSError(f"process {self.pid} has another file there")
+                raise OSError(f"file {self.file} of process {self.pid} is no rank's place")
             memory = mmap.mmap(file, _RECORD.size, prot=mmap.PROT_READ)
         finally:
             os.close(file)

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from cce_dist.core.phases import watched_by
 from cce_dist.train.collectives import wait_for_all
@@ -18,9 +19,9 @@ from cce_dist.train.stop import StopRequest, end_at_once
 
 from .heartbeat import Heartbeat
 
-# Seconds in which one rank explains an error that all ranks found, while the others wait: a
-# launcher ends every rank as soon as one has left.
-LET_SPEAK_S = 5.0
+# Seconds that the other ranks wait while one rank reports an error of all ranks: a launcher ends
+# every rank as soon as one rank has left.
+REPORT_S = 5.0
 
 Work = Callable[[TrainConfig, Ranks, Heartbeat, StopRequest], None]
 
@@ -30,12 +31,13 @@ def run_watched(
 ) -> int:
     """Loads, joins the ranks, works and leaves; returns the exit code.
 
-    If other ranks must be abandoned, it ends the process instead of returning.
+    A JobError, and any error of joined ranks, ends the process instead of returning: leaving in
+    order would wait for ranks that may never come.
 
     Args:
         load: runs before the ranks are joined; it raises on all ranks or on none.
-        work: runs on the joined ranks. A JobError of one rank or of all becomes one message, and so
-            does the loss of a peer.
+        work: runs on the joined ranks. A JobError becomes one message, whether it is one rank's or
+            all ranks'; the loss of a peer becomes one message, too.
         kin: returns the `kin` of `Heartbeat`.
     """
     end_at_once()
@@ -58,9 +60,9 @@ def run_watched(
         wait_for_all(ranks.device)
     except JobError as error:
         if heartbeat is not None:
-            return _refuse(error, heartbeat.refuse(error))
-        # Before the ranks are joined, all of them find the same error.
-        return _refuse(error, str(error) if rank_from_environment() == 0 else None)
+            _refuse(error, heartbeat.refuse(error))
+        # Before the ranks are joined, all ranks raise the same error.
+        _refuse(error, str(error) if rank_from_environment() == 0 else None)
     except BaseException as error:
         # Some errors of libraries are no Exception: torch's checkpoints, Rust's panics.
         if heartbeat is None:
@@ -73,27 +75,23 @@ def run_watched(
 
 def wait_for_main(ranks: Ranks, key: str) -> None:
     """Waits until the main rank has set `key`, as long as that rank lives."""
-    # A collective, or a waiting store, would time out while a large vocabulary is trained.
+    # A collective or the store's `wait` would time out while a large vocabulary is trained.
     while not ranks.store.check([key]):
         time.sleep(0.1)
 
 
-def _refuse(error: JobError, message: str | None) -> int:
-    """Reports the error, or lets another rank report it.
-
-    If other ranks must be abandoned, it ends the process instead of returning.
-    """
+def _refuse(error: JobError, message: str | None) -> NoReturn:
+    """Reports the error, or lets another rank report it, and ends the process."""
     if message is not None:
         say_error(message)
     else:
-        time.sleep(LET_SPEAK_S)
+        time.sleep(REPORT_S)
     _exit(error.exit_code)
-    return error.exit_code
 
 
-def _leave_failed(heartbeat: Heartbeat, error: BaseException) -> None:
+def _leave_failed(heartbeat: Heartbeat, error: BaseException) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not heartbeat.is_lost_peer(error):
+    if not heartbeat.comes_from_lost_peer(error):
         say_traceback(error)
     message = heartbeat.explain(error)
     if message is not None:
@@ -101,7 +99,7 @@ def _leave_failed(heartbeat: Heartbeat, error: BaseException) -> None:
     _exit(1)
 
 
-def _exit(code: int) -> None:
+def _exit(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         # The stream may go to a file on a full disk.
         with contextlib.suppress(OSError):
