@@ -160,7 +160,7 @@ def draw_losses(figure: Any, records: Path) -> None:
         for row in read_record(records / "convergence" / f"{SEEDS}.json").rows
         if row["part"] == "curve" and row["step"]
     ]
-    curves: dict[tuple[str, int], dict[int, float]] = {}
+    curves: dict[tuple[Any, Any], dict[Any, Any]] = {}
     for row in rows:
         curves.setdefault((row["method"], row["seed"]), {})[row["step"]] = row["all"]
     left, right = figure.subplots(1, 2)

@@ -142,7 +142,7 @@ def test_heads(loss: str) -> None:
 
 
 def test_eager_torchs_head() -> None:
-    """docs/notebook/data.md: 64 ms and 24,000 MiB, of which the gradients' 1,161 are not its peak."""
+    """docs/results.md: 64 ms and 24,000 MiB, of which the gradients' 1,161 are not its peak."""
     job = Job(microbatch=2, loss="dense", software=SOFTWARE["torch"])
     found = head_cost(GEMMA, job, H200)
     assert 1e3 * (found.forward + found.backward) == pytest.approx(64, rel=0.05)
