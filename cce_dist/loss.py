@@ -72,9 +72,10 @@ def linear_cross_entropy(
     Args:
         weight: this rank's rows; or a DTensor placed Shard(0), whose mesh gives the group. Then
             hidden, bias and others may be DTensors, and so are results and gradients:
-            docs/parallelism.md#dtensor.
+            docs/guide/parallelism.md#dtensor.
         group: the ranks that share the vocabulary; None for one rank. Every rank passes all
-            targets of the group and gets the same loss. Over MPI pass an MPIGroup: docs/mpi.md.
+            targets of the group and gets the same loss. Over MPI pass an MPIGroup:
+            docs/guide/ranks.md#the-loss-over-mpi.
         vocab_shard: the token ids of this rank's rows; None splits evenly by rank (Megatron's
             rule). Rows of ids >= vocab_size are padding: no softmax, gradient 0. A whole head on
             each of W ranks would count W times; the call refuses it where the merge shows it.
@@ -91,7 +92,7 @@ def linear_cross_entropy(
             forward, and needs a scalar loss: backend "triton" filters; backend "torch" computes
             every column, saves one matrix product, and filters with screened logits alone.
         logits: "screened" computes all logits in 8 bits, then the logits of columns that the filter
-            keeps once more in full, for the loss too: docs/numerics.md#screened-logits. It needs
+            keeps once more in full, for the loss too: docs/design/screened.md. It needs
             16-bit hidden and gradient="filtered" or "in_forward". Backend "torch" has it as a
             reference, slower than full logits.
         screen: the 8-bit dtype, and the limits beyond which a call computes full logits instead.
@@ -131,12 +132,12 @@ def linear_cross_entropy(
         reduce-scatter, and an all-gather of the sum in 16 bits. With "in_forward" these are in the
         forward.
         sequence_parallel: an all-gather of hidden in forward and backward, and no all-gather of the
-        sum. Their order in time: docs/parallelism.md#collectives.
+        sum. Their order in time: docs/guide/parallelism.md#collectives.
     Determinism: lse is bitwise equal on all ranks; results are bitwise equal from run to run.
     The loss is differentiable once, by hidden, weight, bias and token_weight: the derivative of a
     gradient made with create_graph=True is a RuntimeError. 16-bit products accumulate in fp32.
     Under autocast hidden and weight are cast first, as in torch's linear.
-    Source: Cut Cross-Entropy, arXiv:2411.09009; docs/numerics.md has the derivations.
+    Source: Cut Cross-Entropy, arXiv:2411.09009; docs/design/loss.md has the derivations.
     """
     options = LossOptions(
         sequence_parallel=sequence_parallel,

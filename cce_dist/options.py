@@ -17,7 +17,7 @@ Stat = Literal["lse", "entropy", "correct", "tail_mass", "logit_moments", "scree
 
 # In 16 bits "auto" keeps a column of a block from this mass on. In fp32 and float64 the limit is
 # AUTO_KEEP_SHARE of the uniform mass 128 / V: the dropped mass is then at most the dtype's rounding
-# unit per token, on average over a block. Measured: docs/numerics.md#the-default-filter.
+# unit per token, on average over a block. Measured: docs/design/filter.md#the-default-filter.
 AUTO_KEEP = {"bfloat16": 2.0**-10.5, "float16": 2.0**-14}
 # The same if similar tokens stand side by side (backend "triton"): a column then matters to fewer
 # blocks, and a block's dropped columns are alike. With fewer than FULL_ORDER tokens the limit is
@@ -172,7 +172,7 @@ class Screen:
             block of 128 tokens; kept pairs are computed exactly.
         max_error: nats, a bound of the estimated rms error of a token's log-sum-exp. The estimate
             takes all columns that are not kept to err alike:
-            docs/numerics.md#when-screening-is-refused.
+            docs/design/screened.md#when-screening-is-refused.
     Raises:
         ValueError: a value is out of range.
     """

@@ -16,8 +16,8 @@ class VocabShard:
     Rows from `vocab_size` on are padding: they never enter the softmax and get no gradient.
 
     Args:
-        start, stop: token ids of the first row and of the one after the last, 0 <= start <= stop.
-            An empty shard (start == stop) is valid.
+        start: token id of the first row; at least 0.
+        stop: token id after the last row's. start == stop is an empty shard, which is valid.
         vocab_size: number of classes V of the whole vocabulary, on every rank the same.
     Raises:
         ValueError: the bounds are negative, in the wrong order, or vocab_size is not positive.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Usage: [KNOB=VALUE ...] launch/measure.sh [PART [OPTION ...]]
-# Measures the figures of docs/benchmarks.md, docs/pipelines.md and docs/evidence.md on this
+# Measures the figures of docs/notebook/README.md, docs/design/pipelines.md and docs/notebook/README.md#records on this
 # machine's GPUs; rows, records and logs go to OUT. Without PART all parts run, one after the other,
 # also after a part that fails. With PART only that part runs, and its command gets the options.
 set -euo pipefail

@@ -18,7 +18,7 @@ RESTARTS=${RESTARTS:-0}      # restarts of all ranks after one has failed; give 
 TIME_LIMIT=${TIME_LIMIT:-0}  # such as 90m, 12h, 2d: then the ranks save and stop; 0: no limit
 
 export PATH="$PWD/.venv/bin:$PATH"
-# Without this a node that comes back would wait for ever (torch 2.13): docs/ranks.md
+# Without this a node that comes back would wait for ever (torch 2.13): docs/guide/ranks.md
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # is_host: in a container or namespace torchrun would guess wrong from names. read_timeout: HEAD, as
 # any other node, may come ten minutes late.

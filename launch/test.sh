@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Usage: launch/test.sh [PYTEST_ARGUMENT ...]
-# Runs all that has to pass before a commit, from a bare clone: lint, format, types, tests.
+# Runs all that has to pass before a commit, from a bare clone: lint, format, types, pages, tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,6 +19,8 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 pyright
+# Without the theme's advertisement of its successor.
+NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 # Two processes keep two cores busy; three take longer, and delay ranks that have seconds to answer.
 # The training job's tests come last and take long: an idle process takes tests from the other.
 python -m pytest --numprocesses 2 --dist worksteal "$@"

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 -m megatron_patch pretrain_gpt.py <Megatron's own arguments>
 
 or, in a script of your own, `megatron_patch.apply()` before the model is built, or
-`megatron_patch.apply(model)` after it. docs/megatron.md.
+`megatron_patch.apply(model)` after it. docs/guide/megatron.md.
 """
 
 from megatron_patch.errors import PatchError

@@ -29,7 +29,8 @@ class Status:
     Args:
         options: apply to models that are built from now on; None: such models stay Megatron's.
         heads: class names of the patched models.
-        version, file: the version and the file of megatron.core; None where nothing is applied.
+        version: of megatron.core; None where nothing is applied.
+        file: of megatron.core; None where nothing is applied.
         over_pipeline: class names of the models whose vocabulary is over the pipeline.
     """
 

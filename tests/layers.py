@@ -1,4 +1,4 @@
-"""The layers of docs/architecture.md, as tests/test_layout.py holds them."""
+"""The layers of docs/design/architecture.md, as tests/test_layout.py holds them."""
 
 from __future__ import annotations
 

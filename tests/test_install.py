@@ -262,7 +262,7 @@ def test_metadata(built: tuple[Path, Path]) -> None:
         assert re.fullmatch(r"[\w -]+, https://\S+", url)
     # A package index has README's text alone: no link may lead to a file or a heading.
     description = metadata.get_payload()
-    assert "](https://" in description and "docs/options.md has all of them" in description
+    assert "](https://" in description and "docs/guide/options.md has all of them" in description
     assert re.findall(r"\]\((?!https?://)[^)]*\)", re.sub(r"`[^`]*`", "", description)) == []
 
 

@@ -1,4 +1,4 @@
-"""The layers of docs/architecture.md, held by the source's syntax trees; sizes, names, links."""
+"""The layers of docs/design/architecture.md by the source's syntax trees; sizes, names, links."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def converge_command(
     backend: BackendName = "auto",
     threads: Threads = 0,
     record: Annotated[Path, typer.Option(help="File that gets each finished run.")] = Path(
-        "docs/evidence/convergence.json"
+        "docs/notebook/data/evidence/convergence/convergence.json"
     ),
     title: Annotated[
         str, typer.Option(help="The record's title.")

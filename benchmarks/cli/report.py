@@ -1,4 +1,4 @@
-"""`cce-dist report`: makes a page of the records in docs/evidence."""
+"""`cce-dist report`: makes the evidence's pages of the records in docs/notebook/data/evidence."""
 
 from __future__ import annotations
 
@@ -7,40 +7,44 @@ from typing import Annotated
 
 import typer
 
-from cce_dist.cli.output import check_output
+from cce_dist.needs.extras import need_modules
+
+RECORDS = Path("docs/notebook/data/evidence")
 
 
 def report(
-    records: Annotated[Path, typer.Option(help="Folder of the records.")] = Path("docs/evidence"),
-    html: Annotated[
-        Path | None, typer.Option(help="Also write one file for a browser, with all figures in it.")
-    ] = None,
+    records: Annotated[Path, typer.Option(help="Folder of the records.")] = RECORDS,
+    pages: Annotated[Path, typer.Option(help="Folder to write the pages into.")] = Path(
+        "docs/notebook/evidence"
+    ),
+    pictures: Annotated[Path, typer.Option(help="Folder to draw the pictures into.")] = Path(
+        "docs/pictures"
+    ),
 ) -> None:
-    """Make docs/evidence.md, with its figures, of the records in docs/evidence.
+    """Make docs/notebook/evidence and docs/pictures of the records in docs/notebook/data.
 
     The records are in the repository, not in an installed package: start in a checkout of it. The
-    same records give the same bytes. Exits with 2 where there is no record, or a broken one.
+    same records give the same pages. Exits with 2 where there is no record, or a broken one.
     """
+    from benchmarks.evidence.pictures import write_pictures
     from benchmarks.evidence.records import RecordError
     from benchmarks.evidence.report import write_report
 
-    if not any(records.glob("*.json")):
+    need_modules("matplotlib")
+    if not any(records.rglob("*.json")):
         here = "which has none" if records.is_dir() else f"no folder in {Path.cwd()}"
         raise typer.BadParameter(
             f"--records must be a folder of records (*.json), got {records}, {here}: start in a "
-            "checkout of the repository, whose docs/evidence has them, or name their folder"
+            f"checkout of the repository, whose {RECORDS} has them, or name their folder"
         )
     try:
-        check_output("--html", html)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        paths = write_report(records, html)
+        paths = write_report(records, pages)
+        if records == RECORDS:
+            paths += write_pictures(records, pictures)
     except RecordError as error:
         raise typer.BadParameter(str(error)) from None
     except OSError as error:
-        where = records.with_suffix(".md")
-        text = f"{where} and its figures cannot all be written: {error.strerror}"
+        text = f"pages and figures cannot all be written to {pages}: {error.strerror}"
         typer.echo(f"error: {text}", err=True)
         raise typer.Exit(1) from None
     for path in paths:

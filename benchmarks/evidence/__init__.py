@@ -1,1 +1,1 @@
-"""Records of measurements in docs/evidence/, and the report that is made from them."""
+"""Records of measurements in docs/notebook/data/evidence, and the pages made of them."""

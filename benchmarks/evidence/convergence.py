@@ -47,21 +47,6 @@ class Verdict:
 
     share_within: float = 0.0
 
-    def __str__(self) -> str:
-        if self.within is None:
-            return f"unknown: {self.reason}"
-        where = "all tokens" if self.group == ALL else describe_group(self.group)
-        text = "yes" if self.within else "**no**"
-        if not self.within:
-            text += f", within at {self.share_within:.0%} of all places"
-        return f"{text}; at most {self.at_most} ({where}, step {self.step})"
-
-    @property
-    def at_most(self) -> str:
-        """Returns `worst` with its error as text."""
-        error = "" if self.error is None else f" ± {self.error:.2f}"
-        return f"{self.worst:+.2f}{error}"
-
 
 @dataclass(frozen=True, eq=False)
 class Case:

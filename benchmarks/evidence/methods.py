@@ -8,27 +8,25 @@ from typing import NamedTuple
 class Look(NamedTuple):
     colour: str
     dashed: bool = False
-    marker: str = "circle"
+    marker: str = "o"
 
 
 OURS = ("exact", "in_forward", "filtered", "screened")
-# Our methods with a part switched off, to see what the part is for: neither a win nor a loss.
-ABLATIONS = ("no-tail",)
 
 _LOOKS = {
-    "dense": Look("ink", marker="square"),
-    "exact": Look("blue", marker="diamond"),
-    "in_forward": Look("green", marker="triangle"),
-    "filtered": Look("red"),
-    "no-tail": Look("purple", dashed=True),
-    "screened": Look("pink", marker="diamond"),
-    "tile-filter": Look("amber"),
-    "tile-filter-hidden": Look("purple", marker="triangle"),
-    "tile-filter-weight": Look("olive", marker="diamond"),
-    "cce": Look("amber", dashed=True, marker="triangle"),
-    "cce-kahan-full-c": Look("olive", dashed=True, marker="square"),
+    "dense": Look("#808080", marker="s"),
+    "exact": Look("#3a86c8", marker="D"),
+    "in_forward": Look("#2a9d6f", marker="^"),
+    "filtered": Look("#d9542b"),
+    "no-tail": Look("#9b5fd0", dashed=True),
+    "screened": Look("#d0559b", marker="D"),
+    "tile-filter": Look("#b58a1a"),
+    "tile-filter-hidden": Look("#9b5fd0", marker="^"),
+    "tile-filter-weight": Look("#8a9a2a", marker="D"),
+    "cce": Look("#b58a1a", dashed=True, marker="^"),
+    "cce-kahan-full-c": Look("#8a9a2a", dashed=True, marker="s"),
 }
-_OTHER = Look("grey", dashed=True)
+_OTHER = Look("#9a9a9a", dashed=True)
 
 
 def look_of(method: str) -> Look:
@@ -39,7 +37,7 @@ def title_of(method: str) -> str:
     """Returns a method's name for a reader; a peer's name says whose it is."""
     return {
         "no-tail": "filtered without tail",
-        "screened": "filtered, screened logits",
+        "screened": "screened logits",
         "tile-filter": "tiles dropped from both gradients",
         "tile-filter-hidden": "tiles dropped from hidden's alone",
         "tile-filter-weight": "tiles dropped from the weight's alone",

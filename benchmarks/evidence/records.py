@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 SCHEMA_VERSION = 1
 # Digits of each number: reading a figure or comparing with a spread needs no more.
 DIGITS = 6
-FOLDER = Path("docs/evidence")
+FOLDER = Path("docs/notebook/data/evidence")
 
 Kind = Literal["convergence", "fidelity", "probabilities", "end-to-end", "classes"]
 Cell = str | int | float | bool | None
@@ -169,7 +169,7 @@ def read_records(folder: Path = FOLDER, kind: Kind | None = None) -> list[Record
     Raises:
         RecordError: as for `read_record`, for the first broken file.
     """
-    records = [read_record(path) for path in sorted(folder.glob("*.json"))]
+    records = [read_record(path) for path in sorted(folder.rglob("*.json"))]
     return [record for record in records if kind in (None, record.kind)]
 
 

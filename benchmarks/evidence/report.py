@@ -1,27 +1,16 @@
-"""The page of all records: docs/evidence.md with its figures, or one HTML file.
-
-The same records give the same bytes.
-"""
+"""The pages of the evidence: one for each kind of record, made from docs/notebook/data/evidence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from types import ModuleType
+from typing import get_args
 
-from benchmarks.evidence.howto import HOW_TO
-from benchmarks.evidence.page import (
-    Block,
-    Heading,
-    Page,
-    Points,
-    Section,
-    Words,
-    html,
-    markdown,
-    provenance,
-    settings_of,
-)
+from benchmarks.evidence.figures import Chart, write_figure
+from benchmarks.evidence.markdown import provenance
 from benchmarks.evidence.records import FOLDER, Kind, Record, read_records
 from benchmarks.evidence.show import (
     show_classes,
@@ -30,107 +19,79 @@ from benchmarks.evidence.show import (
     show_fidelity,
     show_probabilities,
 )
-from benchmarks.evidence.show.glance import glance
-from benchmarks.evidence.show.show_pooled import summary_rows, together
-from benchmarks.evidence.show.wanted import missing
 
-TITLE = "Evidence: does it train the same, and what does it buy?"
-HEAD = "<!-- Written by `cce-dist report` from docs/evidence/*.json: change those, not this. -->"
-
-
-class Shown(NamedTuple):
-    question: str
-    blocks: Callable[[Record], list[Block]]
-    # Takes all records of the kind; shows where our methods are better, and where worse.
-    summary: Callable[[Sequence[Record]], list[Block]]
-
-
-def _training(records: Sequence[Record]) -> list[Block]:
-    return show_convergence.summary(records, summary_rows(records))
-
-
-KINDS: dict[Kind, Shown] = {
-    "convergence": Shown("Does a model train the same?", show_convergence.blocks, _training),
-    "fidelity": Shown(
-        "How far are the gradients from right?", show_fidelity.blocks, show_fidelity.summary
-    ),
-    "probabilities": Shown(
-        "How sparse is a softmax?", show_probabilities.blocks, lambda records: []
-    ),
-    "end-to-end": Shown(
-        "What does it buy in a training job?", show_end_to_end.blocks, show_end_to_end.summary
-    ),
-    "classes": Shown(
-        "And a classifier that is no language model?", show_classes.blocks, show_classes.summary
-    ),
+PAGES = Path("docs/notebook/evidence")
+HEAD = "<!-- Written by `cce-dist report` from {records}: change those, not this. -->"
+# Each module has a TITLE, introduction(records), section(record) and figures(records).
+KINDS: dict[Kind, ModuleType] = {
+    "convergence": show_convergence,
+    "fidelity": show_fidelity,
+    "probabilities": show_probabilities,
+    "end-to-end": show_end_to_end,
+    "classes": show_classes,
 }
+assert tuple(KINDS) == get_args(Kind)
 
 
-def page_of(records: Sequence[Record]) -> Page:
-    ordered = sorted(records, key=lambda record: (get_args(Kind).index(record.kind), record.name))
-    sections = [
-        Section("In one table", glance(ordered)),
-        _summary(ordered),
-        Section("What is missing", [_missing(ordered)]),
-    ]
-    for kind, shown in KINDS.items():
-        blocks: list[Block] = []
-        if kind == "convergence":
-            for pooled in together(_of(ordered, kind)):
-                blocks += [Heading(pooled.title), *pooled.blocks]
-        for record in _of(ordered, kind):
-            head = (Heading(record.title), provenance(record), settings_of(record))
-            blocks += [*head, *shown.blocks(record)]
-        nothing = Words(f"No record of kind {kind} yet.")
-        sections.append(Section(shown.question, blocks or [nothing]))
-    sections.append(Section("How to make these numbers", HOW_TO))
-    return Page(TITLE, sections)
+def page_of(kind: Kind, records: Sequence[Record], rows: Path = Path(".")) -> str:
+    """Returns the page of the records of a kind: what they say together, then each of them.
+
+    Args:
+        rows: the records' folder, from the page.
+    """
+    shown = KINDS[kind]
+    pictures = figures_of(kind, records)
+    parts = [HEAD.format(records=rows.as_posix()), f"# {shown.TITLE}"]
+    parts += shown.introduction(records)
+    names = {record.name for record in records}
+    parts += [_picture(name) for name in pictures if name not in names]
+    for record in records:
+        parts += [f"## {record.name}", f"{record.title}.", *shown.section(record)]
+        if record.name in pictures:
+            parts.append(_picture(record.name))
+        parts += provenance(record, rows / kind / f"{record.name}.json")
+    return "\n\n".join(map(_wrapped, parts)) + "\n"
 
 
-def _of(records: Sequence[Record], kind: Kind) -> list[Record]:
-    return [record for record in records if record.kind == kind]
+def _wrapped(part: str) -> str:
+    """Returns a paragraph in lines; tables, lists, commands and pictures stay as they are."""
+    if part.startswith(("|", "!", "    ", "- ", "#", "<")):
+        return part
+    return textwrap.fill(part, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def _missing(records: Sequence[Record]) -> Block:
-    gaps = missing(records)
-    return Points(gaps) if gaps else Words("Nothing of what was asked for.")
+def _picture(name: str) -> str:
+    return f"![{name}](figures/{name}.svg)"
 
 
-def _summary(records: Sequence[Record]) -> Section:
-    blocks: list[Block] = [
-        Words(
-            "Worked out from the rows below: our methods against the dense loss and against other "
-            "libraries. **What is bold is worse than that.**"
-        )
-    ]
-    for kind, shown in KINDS.items():
-        if summary := shown.summary(_of(records, kind)):
-            blocks += [Heading(shown.question), *summary]
-    nothing = Words("Nothing recorded.")
-    return Section("Wins and losses", blocks if len(blocks) > 1 else [nothing])
+def figures_of(kind: Kind, records: Sequence[Record]) -> dict[str, list[Chart]]:
+    """Returns the charts of each figure of a page, by the figure's name."""
+    return KINDS[kind].figures(records)
 
 
-def write_report(folder: Path = FOLDER, html_path: Path | None = None) -> list[Path]:
-    """Writes folder.md, its figures in folder/figures, and the HTML page; returns the pages' paths.
+def write_report(folder: Path = FOLDER, pages: Path = PAGES) -> list[Path]:
+    """Writes a page for each kind that has records, and pages/figures; returns the pages' paths.
 
     Figures that no record needs any more are removed.
 
     Raises:
         RecordError: a record is broken.
     """
-    page = page_of(read_records(folder))
-    text, figures = markdown(page, HEAD)
-    pictures = folder / "figures"
-    pictures.mkdir(parents=True, exist_ok=True)
-    for old in pictures.glob("*.svg"):
-        if old.name not in figures:
+    records = read_records(folder)
+    rows = Path(os.path.relpath(folder, pages))
+    written, drawn = [], set()
+    for kind in KINDS:
+        mine = [record for record in records if record.kind == kind]
+        if not mine:
+            continue
+        path = pages / f"{kind}.md"
+        pages.mkdir(parents=True, exist_ok=True)
+        path.write_text(page_of(kind, mine, rows), encoding="utf8")
+        written.append(path)
+        for name, charts in figures_of(kind, mine).items():
+            write_figure(pages / "figures" / f"{name}.svg", charts)
+            drawn.add(f"{name}.svg")
+    for old in (pages / "figures").glob("*.svg"):
+        if old.name not in drawn:
             old.unlink()
-    for name, picture in figures.items():
-        (pictures / name).write_text(picture, encoding="utf8")
-    written = [folder.with_suffix(".md")]
-    written[0].write_text(text, encoding="utf8")
-    if html_path is not None:
-        html_path.parent.mkdir(parents=True, exist_ok=True)
-        html_path.write_text(html(page), encoding="utf8")
-        written.append(html_path)
     return written

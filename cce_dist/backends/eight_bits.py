@@ -32,7 +32,7 @@ def screen_dtype(screen: Screen, weight: Tensor) -> torch.dtype:
 
     "auto" is int8, whose steps relative to a row's scale are finer than e4m3's, and whose products
     are summed exactly; but e4m3 on compute capability 10 and 11, where Triton computes int8
-    products as on Ampere. docs/numerics.md#int8-or-e4m3
+    products as on Ampere. docs/design/screened.md#int8-or-e4m3
     """
     if screen.dtype == "auto" and weight.is_cuda:
         major, _ = torch.cuda.get_device_capability(weight.device)
@@ -132,7 +132,7 @@ def correct_for_rounding(
     """Removes the bias of a sum of exponentials from the tokens' shifts, in place.
 
     Returns: [N] the variance of an 8-bit logit's error.
-    Source: docs/numerics.md#screened-logits.
+    Source: docs/design/screened.md.
     """
     mean_norm, mean_remainder, of_means = rows.mean
     # The two sides' rounding errors are nearly independent. Divided by D this is the variance.

@@ -23,7 +23,9 @@ CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows here
 JsonPath = Annotated[Path | None, typer.Option("--json", help="The same, numbers unrounded.")]
 RecordPath = Annotated[
     Path | None,
-    typer.Option("--record", help="A .json of docs/evidence/: write the rows here as evidence."),
+    typer.Option(
+        "--record", help="A .json of docs/notebook/data/evidence/: write the rows here as evidence."
+    ),
 ]
 Title = Annotated[str, typer.Option(help="The record's title. [sizes and device]")]
 Captured = Annotated[

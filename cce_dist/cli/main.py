@@ -58,9 +58,11 @@ class TrainCommand(TyperCommand):
         try:
             from cce_dist.train.config.load import describe_keys
         except ModuleNotFoundError as error:
-            formatter.write(f"Keys: docs/training.md; here too once {error.name} is installed.\n")
+            formatter.write(
+                f"Keys: docs/guide/training.md; here too once {error.name} is installed.\n"
+            )
             return
-        with formatter.section("Keys of the file, with their defaults (docs/training.md)"):
+        with formatter.section("Keys of the file, with their defaults (docs/guide/training.md)"):
             formatter.write_dl(describe_keys())
 
 

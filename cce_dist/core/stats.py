@@ -1,7 +1,7 @@
 """Statistics of each token over some columns, and their merge over the shards.
 
 The (max, sum) pair of a log-sum-exp is kept as its logarithm; tiles, tensor-parallel ranks and
-pipeline ranks all merge by log-add-exp. Derivations: docs/numerics.md#online-merge.
+pipeline ranks all merge by log-add-exp. Derivations: docs/design/loss.md#online-merge.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     ...
     leave(ranks)
 
-docs/ranks.md lists the launchers. All ranks call `init`, `join`, `leave` and `own_group` alike.
+docs/guide/ranks.md lists the launchers. All ranks call `init`, `join`, `leave`, `own_group` alike.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -5,7 +5,7 @@
     ...
     leave(ranks)
 
-docs/ranks.md lists the launchers. All ranks call `init`, `join`, `leave` and `own_group` alike.
+docs/guide/ranks.md lists the launchers. All ranks call `init`, `join`, `leave`, `own_group` alike.
 """
 
 from __future__ import annotations
@@ -153,7 +153,9 @@ def init(
         tp: ranks that share the vocabulary; "all": as many as pp leaves.
         pp: ranks of a pipeline.
         dp: data-parallel ranks, which are checked; None: as many as pp and tp leave.
-        device, timeout, join_timeout: see `join`.
+        device: as in `join`.
+        timeout: as in `join`.
+        join_timeout: as in `join`.
     Raises:
         ValueError: tp, pp and dp do not make up the number of ranks.
         LaunchError, JoinError: see `join`.

@@ -1,6 +1,6 @@
 """The launcher of this process and its rank, from environment variables alone.
 
-docs/ranks.md has the table of variables, and the order in which launchers win if several set some.
+docs/guide/ranks.md has the table of variables, and says which launcher wins if several set some.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Versions and settings that are known to clash, each with its source: docs/doctor.md#clashes."""
+"""Versions and settings that are known to clash, each with its source.
+
+docs/guide/doctor.md#clashes lists them.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +86,8 @@ CLASHES = (
         status="warning",
         problem="torch before 2.13 makes receive buffers at a schedule's first call: a step fails "
         "after an eval",
-        remedy="use the contexts of docs/pipelines.md, which make new buffers; or torch 2.13",
-        source="docs/pipelines.md",
+        remedy="use the contexts of docs/guide/pipelines.md, which make new buffers; or torch 2.13",
+        source="docs/guide/pipelines.md",
     ),
     Clash(
         name="torch's pipelines: zero-bubble schedules",
@@ -124,7 +127,7 @@ CLASHES = (
         status="warning",
         problem="megatron-core 0.14's Megatron-FSDP uses names that torch 2.13 has no longer",
         remedy="megatron-core 0.15 or later, or an older torch",
-        source="docs/megatron.md#supported-refused-untested",
+        source="docs/guide/megatron.md#supported-refused-untested",
     ),
     Clash(
         name="Megatron and CUDA_DEVICE_MAX_CONNECTIONS",

@@ -12,7 +12,7 @@ from cce_dist.doctor.facts import RankFacts
 
 # A collective that takes more than this many times the expected time gets a warning.
 TOO_SLOW = 2.0
-HERE = "docs/doctor.md#expected-figures"
+HERE = "docs/guide/doctor.md#expected-figures"
 ON_GPUS = (
     "look for other work on these GPUs, at the path that NCCL_DEBUG=INFO names, and at "
     "`nvidia-smi topo -m`"

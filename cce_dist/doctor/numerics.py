@@ -30,7 +30,7 @@ SHAPE = ((2, 200), 4500, 64)
 INTERPRETED_SHAPE = ((2, 70), 4100, 16)
 # The loss's upstream gradient. Like a loss scaler it lifts gradients above fp16's smallest number.
 UPSTREAM = 1024.0
-RULE = "errors within the rule of docs/numerics.md#tolerances"
+RULE = "errors within the rule of docs/design/loss.md#tolerances"
 
 
 @dataclass

@@ -94,8 +94,7 @@ class Ranks:
 
 
 def join(timeout: float, alike: Mapping[str, Any]) -> Ranks:
-    """Joins the ranks that a launcher started (docs/ranks.md), or stands alone; makes no process
-    group.
+    """Joins the ranks that a launcher started, or stands alone; makes no process group.
 
     Args:
         alike: plain values that must be the same on every rank, by name.

@@ -13,7 +13,7 @@ from cce_dist.doctor.facts import Facts, numbers_of
 
 LEAST_PYTHON = (3, 10)
 LEAST_TORCH = (2, 8)
-# The versions that the tests passed with: docs/megatron.md.
+# The versions that the tests passed with: docs/guide/megatron.md.
 MEGATRON = ((0, 14), (0, 19))
 # Code for another process: importing mpi4py.MPI in this one would start MPI.
 ASK_MPI = (

@@ -1,7 +1,7 @@
 """The loss of DTensors: their local parts go through the plain loss, and results are DTensors.
 
 A DTensor's mesh gives the group. Its placements give the shard of the vocabulary, and whether the
-ranks split the tokens. docs/parallelism.md#dtensor.
+ranks split the tokens. docs/guide/parallelism.md#dtensor.
 """
 
 from __future__ import annotations

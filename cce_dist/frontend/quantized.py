@@ -245,7 +245,7 @@ def quantize_weight(
     Raises:
         ValueError: the weight is no matrix of a 16-bit dtype; its number of rows differs from
             vocab_shard's; hidden states don't fit it; or the backend can't run.
-    Collectives: none. Source: docs/numerics.md#screened-logits.
+    Collectives: none. Source: docs/design/screened.md.
     """
     require_choice("backend", backend, get_args(Backend))
     if not isinstance(screen, Screen):

@@ -43,7 +43,7 @@ EXPERIMENTS = {
     "steps.",
 }
 REPORT = {
-    "report": "Make docs/evidence.md, with its figures, of the records in docs/evidence.",
+    "report": "Make docs/notebook/evidence and docs/pictures of the records in docs/notebook/data.",
 }
 
 

@@ -26,7 +26,8 @@ class FrequentRows:
     """Copies, on every rank, of each rank's rows that were targets most often.
 
     Without these copies a rank whose columns hold little of a token's mass would take that little
-    for all the mass, and its filter would keep the columns: docs/performance.md#ranks.
+    for all the mass, and its filter would keep the columns:
+    docs/design/ranks.md#exchanges-of-bounds.
 
     Args:
         weight: [V_local, D] this rank's rows; bias: [V_local].

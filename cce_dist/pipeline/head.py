@@ -64,9 +64,8 @@ class PipelineHead:
             of all tensor-parallel ranks; None: group.
         tensor_group: with vocab_group, the tensor-parallel ranks of this stage.
         sequence_parallel: a stage's hidden states are this tensor-parallel rank's slice of dim 0.
-        hidden_shape: [..., D], the shape of every microbatch's hidden states on a rank; their dtype
-            is weight's. Targets have this shape without D; under sequence_parallel they cover all
-            tokens.
+        hidden_shape: [..., D] of every microbatch's hidden states on a rank, in weight's dtype.
+            Targets have this shape without D; under sequence_parallel they cover all tokens.
         vocab_shard: see `linear_cross_entropy`.
         bias: [V_local] this rank's part; its gradient goes to bias.grad in the same way.
         class_weight: [V], the same on every rank.
@@ -199,7 +198,8 @@ class PipelineHead:
 
         Args:
             root: the rank in the group that has the last stage.
-            hidden, targets: the microbatch's tensors on the root; None elsewhere.
+            hidden: on the root; None elsewhere.
+            targets: on the root; None elsewhere.
         Raises:
             ValueError: on the root, if a shape or dtype is not the one that all ranks expect.
         """

@@ -89,7 +89,7 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
 
 
 def patch_flags(job: Job) -> list[str]:
-    """Returns python's arguments to run Megatron's script with our loss; docs/megatron.md."""
+    """Returns python's arguments to run Megatron's script with our loss; docs/guide/megatron.md."""
     if job.loss not in OURS:
         return []
     over = ["--vocab-over-pipeline true"] if job.is_over_ranks else []

@@ -60,7 +60,7 @@ def all_reduce_logaddexp(
     Raises:
         ValueError: tensor is not floating, requires grad while grad mode is on, or, on the CPU, has
             another size on another rank.
-    Source: docs/numerics.md#online-merge.
+    Source: docs/design/loss.md#online-merge.
     """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor)

@@ -1,4 +1,4 @@
-"""The loss over MPI ranks, without torch.distributed: docs/mpi.md.
+"""The loss over MPI ranks, without torch.distributed: docs/guide/ranks.md.
 
     linear_cross_entropy(hidden, weight, targets, group=MPIGroup(comm))
 
@@ -226,7 +226,7 @@ def logaddexp_op(dtype: torch.dtype = torch.float32) -> MPI.Op:
     The element must be `record_type(dtype, K)`, K >= 2, records contiguous [N, K]. (-inf, 0) is the
     log-sum-exp over no columns. NaN stays, and +inf merges to NaN. op(a, b) has the bits of
     op(b, a), so all ranks get the same wherever MPI combines the same parts.
-    Source: docs/numerics.md#online-merge.
+    Source: docs/design/loss.md#online-merge.
     """
     itemsize = _type_of(dtype).Get_size()
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 
 from benchmarks.evidence.convergence import GROUPS
-from benchmarks.evidence.page import Block, Table
 from benchmarks.evidence.records import Cell, Kind, Record, make_record
 
 GPU = "NVIDIA H200, 1980 MHz, driver 580.159.04"
@@ -150,7 +149,3 @@ def every_kind() -> list[Record]:
         end_to_end(),
         classes(),
     ]
-
-
-def tables(blocks: Sequence[Block]) -> list[Table]:
-    return [block for block in blocks if isinstance(block, Table)]

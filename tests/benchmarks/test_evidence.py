@@ -1,4 +1,4 @@
-"""Records, what is concluded from them, and the report: docs/evidence.md is what they render to."""
+"""Records, and what is concluded from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from benchmarks.evidence.convergence import ALL, RAREST, cases_of
 from benchmarks.evidence.frequency import frequency_tenths, name_of
-from benchmarks.evidence.page import Points
 from benchmarks.evidence.records import (
     RecordError,
     append_rows,
@@ -24,8 +23,7 @@ from benchmarks.evidence.records import (
     read_records,
     write_record,
 )
-from benchmarks.evidence.report import HEAD, markdown, page_of
-from benchmarks.evidence.show import show_classes, show_convergence, show_end_to_end, show_fidelity
+from benchmarks.evidence.show import show_classes, show_convergence, show_end_to_end
 from cce_dist.cli.main import app
 from tests.benchmarks.evidence_records import (
     STEPS,
@@ -34,7 +32,6 @@ from tests.benchmarks.evidence_records import (
     end_to_end,
     fidelity,
     loss_at,
-    tables,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -133,10 +130,9 @@ def test_verdict_within_the_spread() -> None:
     assert verdict.within and verdict.worst == pytest.approx(0.8)
     assert (verdict.step, verdict.group) == (end, "never")
     assert case.in_spreads("filtered", end, RAREST) == pytest.approx(0.8 * 11 / 12)
-    assert str(verdict) == "yes; at most +0.80 ± 0.00 (ids never trained on, step 80)"
     outside = case.verdict("no-tail")
     assert outside.within is False and outside.worst == pytest.approx(2.0)
-    assert 0 < outside.share_within < 1 and "**no**" in str(outside)
+    assert 0 < outside.share_within < 1
     assert case.verdict("screened").reason == "ValueError: not here"
 
 
@@ -167,80 +163,57 @@ def test_standard_error_is_of_the_seeds_own_differences() -> None:
     (case,) = cases_of(record)
     error = statistics.stdev([0.01, 0.02, 0.06]) / math.sqrt(3)
     assert case.standard_error("filtered", STEPS[-1]) == pytest.approx(error)
-    text, _ = markdown(page_of([record]), HEAD)
-    assert f"| +0.0300 ± {error:.4f} | +3.00 |" in text
-    assert f"at most +3.00 ± {100 * error:.2f} (all tokens" in text
+    text = "\n".join(show_convergence.section(record))
+    # Two standard errors of three seeds: may be chance, and is not bold.
+    assert f"| +0.0300 ± {error:.4f} |" in text
+    assert f"| +3.00 ± {100 * error:.2f} | all tokens, step" in text
 
 
 def test_verdict_needs_seeds() -> None:
     (case,) = cases_of(convergence({"dense": 0.0, "filtered": 0.0}, seeds=1))
     assert case.verdict("filtered").within is None
-    assert "two seeds" in str(case.verdict("filtered"))
+    assert "two seeds" in case.verdict("filtered").reason
     assert case.standard_error("filtered", 80) is None
     assert case.loss("dense", 0, 0) == pytest.approx(loss_at(0, ALL, 0))
 
 
-def test_convergence_says_how_often_logits_were_screened() -> None:
-    record = convergence({"dense": 0.0, "filtered": 0.0})
-    rows = tuple(
-        {**row, "screened_share": (0.0, 0.25, 0.5)[int(row["seed"] or 0)]}
-        if row["part"] == "run" and row["method"] == "filtered"
-        else row
-        for row in record.rows
-    )
-    points = [x for x in show_convergence.blocks(replace(record, rows=rows)) if type(x) is Points]
-    (verdicts,) = points
-    assert any("logits were screened in 25.0% of its steps" in text for text in verdicts.items)
+def test_convergence_says_what_did_not_run() -> None:
+    record = convergence({"dense": 0.0, "exact": 0.001, "filtered": 0.5, "cce": 0.9})
+    conclusion, table = show_convergence.section(record)
+    assert "screened logits did not run: ValueError: not here." in conclusion
+    # Only ours are concluded on.
+    assert "Farthest from dense, in spreads: exact +0.10 ± 0.00, filtered +50.00" in conclusion
+    assert "decide nothing" not in conclusion
+    assert "| Apple cce | 3 |" in table
 
 
-def test_convergence_summary() -> None:
-    offsets = {"dense": 0.0, "exact": 0.001, "filtered": 0.5, "no-tail": 0.9, "cce": 0.9}
-    distance, time = tables(show_convergence.summary([convergence(offsets)]))
-    # Neither a part switched off nor a peer is one of ours.
-    ours = ("exact", "in_forward", "filtered", "filtered, screened logits")
-    assert distance.columns == ("to dense, at most, in spreads", "runs", *ours)
-    (row,) = distance.rows
-    assert row[:3] == ["V=32768 from random weights, 3 seeds", "`convergence`", "+0.10 ± 0.00"]
-    assert row[3:] == ["", "**+50.00 ± 0.00**", "**did not run: ValueError: not here**"]
-    # Steps of 20.1 and 70 ms beside dense's 20.
-    assert time.rows == [[*row[:2], "**1.01**", "", "**3.50**", ""]]
+def test_three_seeds_take_more_standard_errors_than_nine() -> None:
+    for seeds, bold in ((3, False), (9, True)):
+        record = convergence({"dense": 0.0, "filtered": 0.0}, seeds=seeds)
+        rows = tuple(
+            {**row, ALL: float(row[ALL] or 0) + 0.02 + 0.01 * (int(row["seed"] or 0) % 3)}
+            if row["part"] == "curve" and row["method"] == "filtered"
+            else row
+            for row in record.rows
+        )
+        # 5.2 and 10.4 standard errors.
+        text = "\n".join(show_convergence.section(replace(record, rows=rows)))
+        assert ("| **+0.0300 ± " in text) == bold
 
 
 def test_undecided_where_exact_is_outside() -> None:
-    record = convergence({"dense": 0.0, "exact": 0.02, "filtered": 0.03})
-    text, _ = markdown(page_of([record]), HEAD)
-    assert "decide nothing that is smaller than 2.00 spreads" in text
-    assert "| **+2.00 ± 0.00** |  | **+3.00 ± 0.00** |" in text
+    conclusion, _ = show_convergence.section(convergence({"dense": 0.0, "exact": 0.02}))
+    assert "decide nothing that is smaller than 2.00 spreads" in conclusion
 
 
-def test_summaries_mark_what_is_worse() -> None:
-    (speed,) = tables(show_end_to_end.summary([end_to_end()]))
-    (row,) = speed.rows
-    assert row[:2] == ["Made up end-to-end", "filtered"]
-    assert row[2].startswith("1.07 (liger, batch 8); **0.71 (liger, batch 16)**")
-    assert row[3:] == ["3.12 (dense)", "1.07 (liger)"]
-    record = end_to_end()
-    ties = [
-        {**row, "tokens_per_s": 5.0 if row["loss"] == "filtered" else 5.01} for row in record.rows
-    ]
-    (tied,) = tables(show_end_to_end.summary([replace(record, rows=tuple(ties))]))
-    assert not any("**" in cell for cell in tied.rows[0])
-    (other,) = tables(show_classes.summary([classes()]))
-    assert other.rows == [["Made up classes", "filtered", "**1.25**", "0.025"]]
-    (gradients,) = tables(show_fidelity.summary([fidelity()]))
-    rows = {(row[0], row[1]): row[2:] for row in gradients.rows}
-    assert rows["filtered", "dense"][:2] == ["0.35", "0.391"]
-    assert not any("**" in cell for row in gradients.rows for cell in row)
-    # A peer that our loss is slower than.
-    slower = replace(
-        fidelity(),
-        rows=tuple(
-            {**row, "median_ms": 7.0} if row["method"] == "dense" and "median_ms" in row else row
-            for row in fidelity().rows
-        ),
+def test_introductions_mark_what_is_worse() -> None:
+    _, compared, _ = show_end_to_end.introduction([end_to_end()])
+    assert compared == (
+        "- Made up end-to-end: filtered trains 1.07 times liger at batch 8; **0.71 times liger at "
+        "batch 16**; 1.07 times liger at each one's largest."
     )
-    (found,) = tables(show_fidelity.summary([slower]))
-    assert {row[1]: row[2] for row in found.rows}["dense"] == "**3**"
+    (about, _) = show_classes.introduction([classes()])
+    assert "1.25 times dense's time in 0.03 of its memory" in about
 
 
 def test_steps_of_one_machine_and_commit_are_compared() -> None:
@@ -248,7 +221,8 @@ def test_steps_of_one_machine_and_commit_are_compared() -> None:
     both = end_to_end()
     ours = replace(both, rows=tuple(row for row in both.rows if row["loss"] == "filtered"))
     theirs = replace(both, rows=tuple(row for row in both.rows if row["loss"] != "filtered"))
-    (found,) = tables(show_end_to_end.summary([ours, replace(theirs, title="Others")]))
-    (row,) = found.rows
-    assert row[0] == "Made up end-to-end and Others" and row[3] == "3.12 (dense)"
-    assert show_end_to_end.summary([ours, replace(theirs, commit="another")]) == []
+    assert show_end_to_end.introduction([ours, replace(theirs, title="Others")])[1].startswith(
+        "- Made up end-to-end and Others: filtered trains 1.07 times liger at batch 8"
+    )
+    _, apart, _ = show_end_to_end.introduction([ours, replace(theirs, commit="another")])
+    assert apart == "No two losses have been run together."

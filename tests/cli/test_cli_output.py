@@ -41,7 +41,6 @@ def test_check_output_of_a_path_that_cannot_be_looked_at(tmp_path: Path) -> None
     [
         pytest.param(["doctor", "--json"], id="doctor"),
         pytest.param(["eval", "no-run", "no-text", "--json"], id="eval"),
-        pytest.param(["report", "--html"], id="report"),
     ],
 )
 def test_commands_refuse_what_cannot_be_written(command: list[str], tmp_path: Path) -> None:
@@ -72,7 +71,7 @@ def test_doctor_whose_findings_cannot_be_written() -> None:
 def test_report_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for arguments, message in {
-        (): f"got docs/evidence, no folder in {tmp_path}: start in a checkout",
+        (): f"got docs/notebook/data/evidence, no folder in {tmp_path}: start in a checkout",
         ("--records", "."): "got ., which has none: start in a checkout",
     }.items():
         done = CliRunner().invoke(app, ["report", *arguments])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def section(page: str, title: str) -> str:
     text = (DOCS / page).read_text(encoding="utf8")
     return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def recipes(page: str, title: str) -> list[str]:
+    """The blocks of Python under a heading of the page."""
+    return re.findall(r"```python\n(.*?)```", section(page, title), re.DOTALL)
 
 
 def made() -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What README shows works as it stands there."""
+"""What README and docs/guide/start.md show works as it stands there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from cce_dist import linear_cross_entropy, token_logprobs
 from cce_dist.pipeline.schedules.last_stage import LastStageLoss
 
 README = Path(__file__).parents[2] / "README.md"
+PAGES = {"readme": README, "start": README.parent / "docs" / "guide" / "start.md"}
+of_each_page = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 
 
-def test_example_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf8"), re.DOTALL)
+@of_each_page
+def test_example_runs(page: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf8"), re.DOTALL)
+    (example,) = (block for block in blocks if "import torch" in block)
     names: dict[str, Any] = {}
     exec(example, names)
     assert torch.isfinite(names["out"].loss)
@@ -26,9 +30,9 @@ def test_example_runs() -> None:
     assert names["weight"].grad.abs().sum() > 0
 
 
-def rows_of_the_table() -> dict[str, tuple[str, str]]:
+def rows_of_the_table(page: Path) -> dict[str, tuple[str, str]]:
     """On and off, by the function that is called."""
-    rows = re.findall(r"^\| .+? \| `(.+?)`.*? \| `?(.+?)`? \|$", README.read_text("utf8"), re.M)
+    rows = re.findall(r"^\| .+? \| `(.+?)`.*? \| `?(.+?)`? \|$", page.read_text("utf8"), re.M)
     return {call.partition("(")[0]: (call, off) for call, off in rows}
 
 
@@ -38,8 +42,9 @@ SHAPES = {"tokens": (6,), "sequences": (2, 12), "more": (2, 3, 5)}
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_line_switches_it_on_and_off(shape: tuple[int, ...], bias: bool) -> None:
-    on = rows_of_the_table()
+@of_each_page
+def test_a_line_switches_it_on_and_off(page: Path, shape: tuple[int, ...], bias: bool) -> None:
+    on = rows_of_the_table(page)
     made = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     head = nn.Linear(16, 50, bias=bias)
@@ -90,9 +95,10 @@ class LoraHead(nn.Module):
         return self.base_layer(hidden) + more * self.scaling["default"]
 
 
-def test_a_head_that_lora_wraps() -> None:
-    (told,) = re.findall(r"`(head\.weight \+ head\..+?)`", README.read_text("utf8"))
-    on, off = rows_of_the_table()["linear_cross_entropy"]
+@of_each_page
+def test_a_head_that_lora_wraps(page: Path) -> None:
+    (told,) = re.findall(r"`(head\.weight \+ head\..+?)`", page.read_text("utf8"))
+    on, off = rows_of_the_table(page)["linear_cross_entropy"]
     torch.manual_seed(0)
     head, hidden, targets = LoraHead(), torch.randn(2, 6, 16), torch.randint(50, (2, 6))
     names: dict[str, Any] = {"hidden": hidden, "head": head, "targets": targets, "F": F}

@@ -1,9 +1,8 @@
-"""The recipes of docs/*.md as they stand there, also with a bias, a softcap, a scale, a shift."""
+"""The recipes of docs/guide as they stand there, also with a bias, a softcap, a scale, a shift."""
 
 from __future__ import annotations
 
 import functools
-import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,15 +35,10 @@ from tests.docs.recipe_cases import (
     grads_of,
     head_of,
     made,
-    section,
+    recipes,
 )
 
-
-def recipes(page: str, title: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", section(page, title), re.DOTALL)
-
-
-# -- parallelism.md: Recipes --------------------------------------------------------------------
+# -- guide/parallelism.md: Recipes ----------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -132,13 +126,13 @@ def run(group: Any, recipe: str, variant: str) -> None:
 COUNT = 5
 
 
-# The last is of log-probabilities, which options.md has shifted.
+# The last is of log-probabilities, which guide/options.md has shifted.
 EACH = [(n, v) for n in range(COUNT) for v in VARIANTS if (n, v) != (COUNT - 1, "shifted")]
 
 
 @pytest.mark.parametrize(("number", "variant"), EACH, ids=[f"{n}-{v}" for n, v in EACH])
 def test_recipe(number: int, variant: str) -> None:
-    found = recipes("parallelism.md", "Recipes")
+    found = recipes("guide/parallelism.md", "Recipes")
     assert len(found) == COUNT and "token_logprobs" in found[-1]
     recipe = found[number]
     if variant == "shifted":
@@ -147,7 +141,7 @@ def test_recipe(number: int, variant: str) -> None:
     shared_pool().run(2, run, recipe, variant)
 
 
-# -- parallelism.md: DTensor, FSDP2 -------------------------------------------------------------
+# -- guide/parallelism.md: DTensor, FSDP2 ---------------------------------------------------------
 
 
 class Layered(nn.Module):
@@ -191,13 +185,13 @@ def split_by_parallelize_module(group: Any, recipe: str, variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dtensor_recipe(variant: str) -> None:
-    (recipe,) = recipes("parallelism.md", "DTensor")
+    (recipe,) = recipes("guide/parallelism.md", "DTensor")
     shared_pool().run(2, split_by_parallelize_module, recipe, variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fsdp_recipes_head(variant: str) -> None:
-    (recipe,) = recipes("parallelism.md", "FSDP2")
+    (recipe,) = recipes("guide/parallelism.md", "FSDP2")
     options = VARIANTS[variant]
     names = {"nn": nn, "linear_cross_entropy": functools.partial(linear_cross_entropy, **options)}
     # The class alone: what shards it is tests/frontend/dtensor/test_dtensor_modules.py's.
@@ -211,7 +205,7 @@ def test_fsdp_recipes_head(variant: str) -> None:
     close({"loss": loss.detach(), **grads_of(head)}, {"loss": wanted[0], **wanted[1]})
 
 
-# -- examples.md: LoRA on the head --------------------------------------------------------------
+# -- guide/recipes.md: LoRA on the head -----------------------------------------------------------
 
 
 def lora_on_ranks(group: Any, variant: str) -> None:

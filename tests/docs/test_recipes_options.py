@@ -1,9 +1,8 @@
-"""The recipes of docs/options.md as they stand there."""
+"""The recipes of docs/guide/options.md as they stand there."""
 
 from __future__ import annotations
 
 import functools
-import textwrap
 from typing import Any
 
 import pytest
@@ -24,14 +23,14 @@ from tests.docs.recipe_cases import (
     grads_of,
     head_of,
     made,
+    recipes,
     section,
 )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logprobs_recipe(variant: str) -> None:
-    lines = section("options.md", "Log-probabilities").splitlines()
-    recipe = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ")))
+    (recipe,) = recipes("guide/options.md", "Log-probabilities")
     given, options = made(), {k: v for k, v in VARIANTS[variant].items() if k != "shift"}
     response, advantage = given["targets"] != -100, given["advantage"][:, 1:]
     head = head_of(given["weight"], None if variant == "plain" else given["bias"])
@@ -90,7 +89,7 @@ def test_a_bias_takes_a_class_out(shift: int) -> None:
     assert isinstance(found, Tensor)
     close({"loss": found}, {"loss": wanted})
     # Under a softcap it is one more class, of the logit -softcap, as the table says.
-    assert "but not under a softcap" in section("options.md", "Tensors")
+    assert "but not under a softcap" in " ".join(section("guide/options.md", "Tensors").split())
     capped = linear_cross_entropy(hidden, weight, targets, bias=bias, softcap=2.0)
     logits = reference_logits(hidden, weight[:-1], bias[:-1], softcap=2.0)
     logits = torch.cat([logits, torch.full_like(logits[..., :1], -2.0)], -1)

@@ -226,6 +226,6 @@ def test_clashes(clash: Any) -> None:
     (check,) = check_clashes(does_not, pp if "pipelines" not in clash.name else 1)
     assert (check.name, check.status) == ("clashes", "ok")
     assert not clash.applies(does_not, pp)
-    document = (ROOT / "docs/doctor.md").read_text()
+    document = (ROOT / "docs/guide/doctor.md").read_text()
     assert all(source in document for source in clash.source.split(", ") if "://" in source)
     assert clash.name in document

@@ -74,7 +74,7 @@ def knobs(name: str) -> set[str]:
 def test_knobs_have_the_same_names_everywhere(name: str) -> None:
     found = knobs(name)
     assert found >= KNOBS - WITHOUT.get(name, set())
-    table = (ROOT / "docs" / "launch.md").read_text(encoding="utf8")
+    table = (ROOT / "docs" / "guide" / "launch.md").read_text(encoding="utf8")
     first_cells = re.findall(r"^\| (`[A-Z_`, ]+`) \|", table, re.M)
     assert found <= set(re.findall(r"[A-Z_]+", " ".join(first_cells)))
 

@@ -145,7 +145,7 @@ def test_nodes_over_a_link_that_slows_and_fails(
 
         nodes[1].cut()
         wait_until(lambda: not any(job.ranks(node) for node in nodes), FAILING_S)
-        # Else the agent that has lost HEAD would stay for a quarter of an hour: docs/launch.md
+        # Else the agent that has lost HEAD would stay for 15 minutes: docs/guide/launch.md
         nodes[1].give_up_after(3)
         assert all(agent.wait(FAILING_S) != 0 for agent in job.agents)
         silent = r"error: rank 1 \(pid \d+ on .+\) has not responded for \d+ s"

@@ -67,7 +67,7 @@ class Setup:
         return torch.bfloat16 if self.bf16 else torch.float32
 
 
-class _OnCpu(TorchFunctionMode):
+class OnCpu(TorchFunctionMode):
     """device="cuda" means the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,7 +150,7 @@ def megatron(setup: Setup, timeout_s: float = 1800) -> Iterator[None]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     before = set(c10d._world.pg_map)
-    on_cpu = _OnCpu() if setup.device == "cpu" else contextlib.nullcontext()
+    on_cpu = OnCpu() if setup.device == "cpu" else contextlib.nullcontext()
     # Megatron's own fusions are compiled else, each by gcc for seconds.
     compiling = torch.compiler.set_stance("default" if setup.device == "cuda" else "force_eager")
     with warnings.catch_warnings(), on_cpu, compiling:

@@ -49,7 +49,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Published:
-    """One row of docs/results/published-steps.csv beside its plan.
+    """One row of docs/notebook/data/published/published-steps.csv beside its plan.
 
     Args:
         apart: whether it was kept from those who changed the model.
@@ -141,7 +141,7 @@ def _seconds(row: dict[str, str], model: Model) -> float:
 
 
 def published_steps() -> Iterator[Published]:
-    with (RESULTS / "published-steps.csv").open(newline="", encoding="utf-8") as file:
+    with (RESULTS / "published/published-steps.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             model = _model(row)
             layout = [int(count) for count in row["layout"].split()] or None

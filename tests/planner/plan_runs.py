@@ -1,5 +1,7 @@
-"""Published and measured runs beside what the planner says of them; run it for docs/planner.md's
-tables."""
+"""Published and measured runs beside what the planner says of them.
+
+Its output is the tables of docs/design/planner.md.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from cce_dist.planner.orders.predict import StageTimes, predict
 from cce_dist.planner.orders.vocab_1f1b import plan_vocab_order
 from cce_dist.planner.plan import Plan, make_plan
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "notebook" / "data"
 MIB = 2**20
 # The published runs have the vocabulary over the pipeline in these; with how many more microbatches
 # in flight than ranks.
@@ -143,7 +145,7 @@ def _over_ranks(row: dict[str, str], plan: Plan) -> tuple[float, float]:
 def published() -> list[tuple[Compared, Compared]]:
     """Of each published run: by its stages' measured times, and by the cost model alone."""
     found = []
-    for row in _rows("vocab-parallel-a100.csv"):
+    for row in _rows("published/vocab-parallel-a100.csv"):
         name = (row["method"], row["sequence"], row["classes"])
         seconds, peak = float(row["step_ms"]) / 1e3, float(row["most_mib"]) * MIB
         over = row["method"] in OVER
@@ -162,7 +164,7 @@ def published() -> list[tuple[Compared, Compared]]:
 def least_loaded() -> list[Compared]:
     """Memory of the rank that needs least, of the published runs with the head on a stage."""
     found = []
-    for row in _rows("vocab-parallel-a100.csv"):
+    for row in _rows("published/vocab-parallel-a100.csv"):
         if row["method"] in OVER:
             continue
         plan = _published_plan(row)
@@ -176,7 +178,7 @@ def embedding_seconds(sequence: int, classes: int) -> tuple[float, float]:
     """What the first stage's backward takes beside a middle one's, in a published run of 1F1B with
     as many layers: measured, and by the cost model."""
     wanted = ("base", str(sequence), str(classes))
-    for row in _rows("vocab-parallel-a100.csv"):
+    for row in _rows("published/vocab-parallel-a100.csv"):
         if (row["method"], row["sequence"], row["classes"]) == wanted:
             first, *middle = _times(row).backward[:-1]
             plan = _published_plan(row)
@@ -188,7 +190,7 @@ def embedding_seconds(sequence: int, classes: int) -> tuple[float, float]:
 
 
 def megatron(software: str = "megatron-local") -> list[Compared]:
-    """Steps and peaks of docs/benchmarks.md on H200s without a pipeline, by the cost model alone.
+    """Steps and peaks measured on H200s without a pipeline, by the cost model alone.
 
     Left out: rows that the document says the host limited, and exact-kept, which is no kind here.
     """
@@ -198,7 +200,7 @@ def megatron(software: str = "megatron-local") -> list[Compared]:
     }
     kinds = {"unfused": "dense", "no head": "none"}
     found = []
-    for row in _rows("megatron-h200.csv"):
+    for row in _rows("megatron/megatron-h200.csv"):
         limited = row["tp"] == "4" and row["microbatch_tokens"] == "8192"
         if row["loss"] == "exact-kept" or limited:
             continue
@@ -223,18 +225,18 @@ def megatron(software: str = "megatron-local") -> list[Compared]:
     return found
 
 
-# Of each kind of GPU, the files of docs/results with its pipelines.
+# Of each kind of GPU, the files of docs/notebook/data with its pipelines.
 PIPELINES = {
-    "h200": ("pipeline-two-h200.csv", "pipeline-two-more-h200.csv"),
-    "h100": ("pipeline-two-h100.csv",),
-    "h100 with room": ("pipeline-two-h100-room.csv",),
+    "h200": ("pipeline/pipeline-two-h200.csv", "pipeline/pipeline-two-more-h200.csv"),
+    "h100": ("pipeline/pipeline-two-h100.csv",),
+    "h100 with room": ("pipeline/pipeline-two-h100-room.csv",),
 }
 # Measured since the planned order runs ahead, and since it leaves collectives room.
 RAN_AHEAD, LEFT_ROOM = {"h100", "h100 with room"}, {"h100 with room"}
 
 
 def pipelines(over: str = "", gpu: str = "h200") -> list[tuple[Compared, Compared]]:
-    """Two GPUs of docs/pipelines.md, the head on the last stage, or on both by the planned order
+    """Two GPUs, measured, with the head on the last stage, or on both by the planned order
     ("vocab-1f1b") or a thread beside 1F1B ("vocab-thread"): by its stages' measured times and by
     the cost model alone, the time in the first stage's, the peak in each stage's.
 

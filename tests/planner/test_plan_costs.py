@@ -111,8 +111,8 @@ def test_context_parallel_ranks_share_tokens() -> None:
 
 
 def test_collectives() -> None:
-    """docs/planner.md: an all-reduce of 8192 x 2304 in 16 bits takes 0.18 ms on two H200s, 0.24 on
-    four; of 32768 x 4096 0.93 and 1.29."""
+    """An all-reduce of 8192 x 2304 in 16 bits takes 0.18 ms on two H200s, 0.24 on four; of 32768 x
+    4096 0.93 and 1.29: docs/design/planner.md."""
     for size, ranks, took in (
         (8192 * 2304 * 2, 2, 0.18e-3),
         (8192 * 2304 * 2, 4, 0.24e-3),
@@ -131,7 +131,7 @@ def test_heads(loss: str) -> None:
         assert found.forward == found.backward == found.kept == 0
         return
     assert found.flops == 2 * 8192 * 256000 * 2304
-    # docs/benchmarks.md: forward and backward on one H200, ms.
+    # docs/notebook/README.md: forward and backward on one H200, ms.
     took = {"dense": 73, "native": 61, "exact": 64, "filtered": 16, "chunked": 56}[loss]
     assert 1e3 * (found.forward + found.backward) == pytest.approx(took, rel=0.12)
     logits = 2 * 8192 * 256000  # bytes, in 16 bits
@@ -142,7 +142,7 @@ def test_heads(loss: str) -> None:
 
 
 def test_eager_torchs_head() -> None:
-    """docs/benchmarks.md: 64 ms and 24,000 MiB, of which the gradients' 1,161 are not its peak."""
+    """docs/results.md: 64 ms and 24,000 MiB, of which the gradients' 1,161 are not its peak."""
     job = Job(microbatch=2, loss="dense", software=SOFTWARE["torch"])
     found = head_cost(GEMMA, job, H200)
     assert 1e3 * (found.forward + found.backward) == pytest.approx(64, rel=0.05)
@@ -150,7 +150,7 @@ def test_eager_torchs_head() -> None:
 
 
 def test_phases_have_the_bytes_of_the_documents() -> None:
-    """docs/pipelines.md."""
+    """docs/design/pipelines.md."""
     job = Job(microbatch=2, pp=4, loss="exact", vocab_over="pp")
     assert phase_bytes(GEMMA, job) == {
         "broadcast": 2 * 8192 * 2304 + 8 * 8192,

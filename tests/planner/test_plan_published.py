@@ -1,4 +1,4 @@
-"""Steps that others published beside the planner's; docs/planner.md has the table."""
+"""Steps that others published beside the planner's; docs/design/planner.md has the table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 
 from tests.planner.plan_published import Published, published_steps
 
-# Of each family, the errors of time that docs/planner.md states: from, to.
+# Of each family, the errors of time that docs/design/planner.md states: from, to.
 STATED = {
     ("H100 llama3-8b tp1", False): (-4.4, 2.6),
     ("H100 llama3-70b tp4", True): (-0.1, 2.5),

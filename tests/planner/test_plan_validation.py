@@ -1,4 +1,4 @@
-"""The planner beside runs that were published or measured; docs/planner.md has the tables."""
+"""The planner beside runs that were published or measured; tables: docs/design/planner.md."""
 
 from __future__ import annotations
 

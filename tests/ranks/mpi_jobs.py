@@ -28,7 +28,7 @@ from tests.ranks.mpi_operator import VALUES, bits_of_every_size, by_mpi_alone, m
 
 WORLD_SIZES = (1, 2, 3, 4)
 EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
-PAGE = Path(__file__).parents[2] / "docs" / "mpi.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "ranks.md"
 
 
 # -- the loss -----------------------------------------------------------------------------------
@@ -143,8 +143,9 @@ def collectives_of(group: Any, **options: Any) -> tuple[list[str], list[str]]:
 
 
 def example(group: Any) -> dict[str, Any]:
-    """What docs/mpi.md shows, on all ranks there are."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf8"), re.DOTALL)
+    """Runs the example of docs/guide/ranks.md over MPI, on all ranks there are."""
+    sources = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf8"), re.DOTALL)
+    (code,) = (source for source in sources if "MPIGroup" in source)
     names: dict[str, Any] = {}
     exec(code, names)
     return {"loss": names["loss"].detach(), "size": names["group"].size(), "seen": names["seen"]}

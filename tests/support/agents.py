@@ -25,7 +25,7 @@ class ElasticJob:
     much less, a busy machine makes nodes that live look dead, and each goes on by itself.
 
     Args:
-        share_store: torch's default, of which docs/ranks.md says when it will not do.
+        share_store: torch's default, of which docs/guide/ranks.md says when it will not do.
     """
 
     arguments: Sequence[str]

@@ -151,12 +151,16 @@ def run_forked_training(
 
 
 def run_forked(
-    num_ranks: int, output: Path, *arguments: str, timeout: float = 100.0
+    num_ranks: int,
+    output: Path,
+    *arguments: str,
+    timeout: float = 100.0,
+    run: Callable[[Sequence[str]], None] | None = None,
 ) -> tuple[int, str]:
     """Runs `cce-dist` with these arguments; `output` is a file for the ranks' output.
 
     This process gives them what torchrun would: their places, and the store. The exit code is of
-    the last rank that failed.
+    the last rank that failed. `run` is a function of the arguments that each rank calls instead.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places: list[Place] = [
@@ -171,7 +175,7 @@ def run_forked(
         }
         for rank in range(num_ranks)
     ]
-    return run_placed(places or [{}], output, *arguments, timeout=timeout)
+    return run_placed(places or [{}], output, *arguments, timeout=timeout, run=run)
 
 
 def run_placed_training(
@@ -183,12 +187,16 @@ def run_placed_training(
 
 
 def run_placed(
-    places: Sequence[Place], output: Path, *arguments: str, timeout: float
+    places: Sequence[Place],
+    output: Path,
+    *arguments: str,
+    timeout: float,
+    run: Callable[[Sequence[str]], None] | None = None,
 ) -> tuple[int, str]:
     """Runs as run_forked, with the environment variables of each rank."""
     output.write_text("")
     ranks = [
-        fork_context().Process(target=run_command, args=(place, output, arguments))
+        fork_context().Process(target=run_command, args=(place, output, arguments, run))
         for place in places
     ]
     deadline = time.monotonic() + timeout
@@ -207,12 +215,19 @@ def run_placed(
     return next((code for code in reversed(codes) if code), 0), output.read_text()
 
 
-def run_command(place: Place, output: Path, arguments: tuple[str, ...]) -> None:
-    """Runs as `python -m cce_dist` does."""
+def run_command(
+    place: Place,
+    output: Path,
+    arguments: Sequence[str],
+    run: Callable[[Sequence[str]], None] | None = None,
+) -> None:
+    """Runs as `python -m cce_dist` does, or calls `run`."""
     os.environ.update({name: str(value) for name, value in place.items()}, CUDA_VISIBLE_DEVICES="")
     with output.open("a") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
+    if run is not None:
+        return run(arguments)
     sys.argv[1:] = arguments
     runpy.run_module("cce_dist", run_name="__main__", alter_sys=True)
 

@@ -1,7 +1,7 @@
 """Faults x phases on the training job: the message, its delay, the files left, the restart.
 
-Two ranks, the vocabulary over both; docs/faults.md is the table. Each test breaks one job a phase,
-all of them at the same time, since they mostly wait. `pytest -rP` shows seconds and messages.
+Two ranks, the vocabulary over both; docs/guide/faults.md is the table. Each test breaks one job a
+phase, all of them at the same time, since they mostly wait. `pytest -rP` shows seconds and texts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.torchrun import read_losses, run_agent, run_rank
 pytestmark = pytest.mark.timeout(180)
 
 TIMEOUT_S = 4.0
-# docs/faults.md promises that the last rank ends this soon after a fault.
+# docs/guide/faults.md promises that the last rank ends this soon after a fault.
 BOUND_S = TIMEOUT_S + 30
 STEPS, EVERY, AT = 6, 2, 4
 MICROBATCHES = 4
@@ -155,7 +155,7 @@ def break_and_restart(
         checkpoint = newest_checkpoint(jobs.folder / each.name / "checkpoints")
         assert checkpoint is not None and checkpoint.step == AT - EVERY, (each, ending.output)
         assert same_files(checkpoint, jobs.references[each.layout])
-        # For docs/faults.md, by pytest -rP.
+        # For docs/guide/faults.md, by pytest -rP.
         print(each.name, *(f"{seconds:.1f} s" for seconds in ending.seconds), *ending.messages)
     # Other faults leave the same files bit by bit, so their restart would be the same.
     restarted = [each for each in planned if each.fault.kind == "dies" or each.leaves_more]

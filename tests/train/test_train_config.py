@@ -296,7 +296,7 @@ def test_train_help_lists_the_keys() -> None:
     keys = dict(describe_keys())
     assert keys.keys() == {f"--{key}" for key in leaves(TrainConfig().model_dump())}
     # The docs' table explains each key, too; keys in a row may share a prefix.
-    table = (CONFIGS.parent.parent / "docs" / "training.md").read_text()
+    table = (CONFIGS.parent.parent / "docs" / "guide" / "training.md").read_text()
     for key in keys:
         *_, last = key.removeprefix("--").split(".")
         assert f"{last}`" in table, key
@@ -305,7 +305,7 @@ def test_train_help_lists_the_keys() -> None:
 def test_train_help_without_the_train_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cce_dist.train.config.load", None)
     done = CliRunner().invoke(app, ["train", "--help"])
-    assert done.exit_code == 0 and "Keys: docs/training.md; here too once " in done.output
+    assert done.exit_code == 0 and "Keys: docs/guide/training.md; here too once " in done.output
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["main rank speaks", "others do not"])

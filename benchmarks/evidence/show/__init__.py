@@ -1,1 +1,1 @@
-"""Sections of the report, one for each kind of record, and the report's summary."""
+"""Pages of the evidence: a module for each kind of record."""

@@ -1,15 +1,16 @@
-"""Records of kind "end-to-end": made from rows of `cce-dist bench train`, and their section."""
+"""Records of kind "end-to-end": made from rows of `cce-dist bench train`, and their page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.evidence.findings import marked
+from benchmarks.evidence.figures import Chart
+from benchmarks.evidence.markdown import number, table, value_of
 from benchmarks.evidence.methods import OURS, title_of
-from benchmarks.evidence.page import Block, Table, Words, number
 from benchmarks.evidence.records import Cell, Record, RecordError, Row, make_record, write_record
 
+TITLE = "What does it buy in a training job?"
 # Fields that all rows of a record share.
 SETTINGS = ("V", "D", "layers", "dtype")
 
@@ -55,53 +56,49 @@ def write_end_to_end(
     write_record(end_to_end_record(rows, machine, path.stem, title, seed=seed), path.parent)
 
 
-def blocks(record: Record) -> list[Block]:
-    result: list[Block] = [
-        Words(
-            "Whole training steps: forward, loss, backward, and AdamW. The largest batch is about "
-            "the most that fits into the device's memory, found from two smaller ones."
-        )
-    ]
-    for layout, rows in _layouts(record.rows).items():
-        result += [Words(f"**{layout}**"), _table(rows)]
-    return result
-
-
-def summary(records: Sequence[Record]) -> list[Block]:
-    """Returns a table that compares our losses with the best of the others.
-
-    Columns: tokens a second at the same batch, largest batch, and tokens a second at each loss's
-    own largest batch.
-    """
-    columns = (
-        "ours over the best other",
-        "method",
-        "tokens/s at the same batch",
-        "largest batch",
-        "tokens/s at each one's largest batch",
-    )
-    cells_by_row = []
+def introduction(records: Sequence[Record]) -> list[str]:
+    """Returns our losses beside the best other at the largest batch that both ran."""
+    sentences = []
     for title, rows in together(records):
-        batches = batches_of(rows)
         for name in (name for name in _names(rows) if name in OURS):
-            same = [
-                _over_best(name, speeds(rows, batch), f", batch {batch:g}") for batch in batches
+            parts = [
+                text
+                for batch in batches_of(rows)
+                if (text := _over_best(name, speeds(rows, batch), f"at batch {batch:g}"))
             ]
-            largest = [_over_best(name, at_largest(rows, key)) for key in ("batch", "tokens_per_s")]
-            cells = ["; ".join(text for text in same if text), *largest]
-            if any(cells):
-                cells_by_row.append([title, title_of(name), *cells])
-    return [Table(columns, cells_by_row)] if cells_by_row else []
+            largest = _over_best(name, at_largest(rows, "tokens_per_s"), "at each one's largest")
+            parts += [largest] if largest else []
+            if parts:
+                text = f"{title}: {title_of(name)} trains {'; '.join(parts)}."
+                sentences.append(f"- {text}")
+    return [
+        "Tokens a second, over those of the best other loss. **Bold**: ours is slower.",
+        "\n".join(sentences) or "No two losses have been run together.",
+        "Whole training steps: forward, loss, backward, and AdamW. The largest batch is about the "
+        "most that fits into the device's memory, found from two smaller ones.",
+    ]
 
 
-def _over_best(ours: str, values: Mapping[str, float], where: str = "") -> str:
+def section(record: Record) -> list[str]:
+    parts = []
+    for layout, rows in _layouts(record.rows).items():
+        parts += [f"{layout}:", _table(rows)]
+    return parts
+
+
+def figures(records: Sequence[Record]) -> dict[str, list[Chart]]:
+    return {}
+
+
+def _over_best(ours: str, values: Mapping[str, float], where: str) -> str:
     """Returns our value over the best value of another loss, and names that loss."""
     rivals = {name: value for name, value in values.items() if name not in OURS}
     if ours not in values or not rivals:
         return ""
     best = max(rivals, key=lambda name: rivals[name])
     ratio = f"{values[ours] / rivals[best]:.2f}"
-    return marked(f"{ratio} ({title_of(best)}{where})", float(ratio) < 1)
+    text = f"{ratio} times {title_of(best)} {where}"
+    return f"**{text}**" if float(ratio) < 1 else text
 
 
 def together(records: Sequence[Record]) -> list[tuple[str, list[Row]]]:
@@ -120,12 +117,8 @@ def together(records: Sequence[Record]) -> list[tuple[str, list[Row]]]:
     ]
 
 
-def ranks_of(row: Row) -> int:
-    return int(_value(row, "dp") or 1) * int(_value(row, "tp") or 1)
-
-
 def batches_of(rows: Sequence[Row]) -> list[float]:
-    return sorted({_value(row, "batch") for row in rows if "batch" in row})
+    return sorted({value_of(row, "batch") for row in rows if "batch" in row})
 
 
 def _layouts(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
@@ -143,14 +136,14 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 def _by_batch(rows: Sequence[Row], name: str) -> list[Row]:
     mine = [row for row in rows if row["loss"] == name and "failed" not in row]
-    return sorted(mine, key=lambda row: _value(row, "batch"))
+    return sorted(mine, key=lambda row: value_of(row, "batch"))
 
 
 def speeds(rows: Sequence[Row], batch: float) -> dict[str, float]:
     return {
-        str(row["loss"]): _value(row, "tokens_per_s")
+        str(row["loss"]): value_of(row, "tokens_per_s")
         for row in rows
-        if _value(row, "batch") == batch and "failed" not in row
+        if value_of(row, "batch") == batch and "failed" not in row
     }
 
 
@@ -160,14 +153,14 @@ def at_largest(rows: Sequence[Row], key: str) -> dict[str, float]:
     A loss with fewer batches ran only at the config's batch and at twice that.
     """
     every = {name: _by_batch(rows, name) for name in _names(rows)}
-    return {name: _value(mine[-1], key) for name, mine in every.items() if len(mine) > 2}
+    return {name: value_of(mine[-1], key) for name, mine in every.items() if len(mine) > 2}
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[Row]) -> str:
     cells = []
     for name in _names(rows):
         for row in _by_batch(rows, name):
-            speed, dense = _value(row, "tokens_per_s"), speeds(rows, _value(row, "batch"))
+            speed, dense = value_of(row, "tokens_per_s"), speeds(rows, value_of(row, "batch"))
             cells.append(
                 [
                     title_of(name),
@@ -182,9 +175,4 @@ def _table(rows: Sequence[Row]) -> Table:
             if row["loss"] == name and "failed" in row:
                 cells.append([title_of(name), f"did not run: {row['failed']}", *[""] * 4])
     columns = ("loss", "batch of a rank", "tokens a step", "tokens/s", "of dense", "peak GiB")
-    return Table(columns, cells)
-
-
-def _value(row: Row, key: str) -> float:
-    value = row.get(key)
-    return float(value) if isinstance(value, float | int) else 0.0
+    return table(columns, cells)

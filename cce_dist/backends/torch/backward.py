@@ -2,7 +2,7 @@
 
 d_logits of a tile are recomputed (or taken from in_forward's buffer), multiplied into grad_hidden
 and grad_weight, and freed. For each block of 128 tokens, the product of its two marginals replaces
-the part of d_logits that the filter drops: docs/numerics.md#the-tail.
+the part of d_logits that the filter drops: docs/design/tail.md#the-marginals.
 """
 
 from __future__ import annotations

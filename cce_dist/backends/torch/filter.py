@@ -27,7 +27,7 @@ class ColumnMasses:
 
     `mass` is an upper bound of sum_i p_iv softcap'(z_iv) over the block's tokens: it is normalised
     by the best lower bound of each token's lse at the time. `tile_bound` is that lower bound; the
-    mass is tightened by it once lse is known. docs/numerics.md#column-masses.
+    mass is tightened by it once lse is known. docs/design/filter.md#column-masses.
     """
 
     mass: Tensor  # [num_blocks, V_local]
@@ -145,7 +145,7 @@ def _tighten(scores: ColumnMasses, lse: Tensor) -> Tensor:
 
 
 def draw_levels_of(num_columns: int, seed: Tensor) -> Tensor:
-    """Draws each column's level j >= 1, with probability 2^-j: docs/numerics.md#drawn-columns.
+    """Draws each column's level j >= 1, with probability 2^-j: docs/design/filter.md#drawn-columns.
 
     Args:
         seed: [1] int32

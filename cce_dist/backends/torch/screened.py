@@ -1,7 +1,7 @@
 """A screened forward in eager torch: 8-bit logits, then exact ones of the columns that matter.
 
 It computes the same as the kernels of triton/screened/steps.py, from the same 8-bit rows: as their
-reference, and for machines without them. It saves no time. docs/numerics.md#screened-logits
+reference, and for machines without them. It saves no time. docs/design/screened.md
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class EightBit:
 
     def tail_error(self, share: Tensor, size: TileSize) -> Tensor:
         """Computes the error of the log of each token's tail, [N] nats, that the columns of its
-        block's tail share. Source: docs/numerics.md#the-bias-of-the-tail.
+        block's tail share. Source: docs/design/screened.md#the-bias-of-the-tail.
 
         Args: share: [num_blocks, V_local] of each column that is not kept; rows sum to 1 or 0.
         """
@@ -140,7 +140,7 @@ class EightBit:
 
     def selection_error(self, near_threshold: Tensor, lse: Tensor) -> Tensor:
         """Computes the mass that each token's tail loses because 8-bit masses choose its columns,
-        [N] over exp(lse). Source: docs/numerics.md#the-bias-of-the-tail.
+        [N] over exp(lse). Source: docs/design/screened.md#the-bias-of-the-tail.
 
         Args:
             near_threshold: [num_blocks, V_local] bool: columns whose masses are near the threshold.

@@ -24,7 +24,7 @@ def backward(tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads
     the weight's gradient is left to compute.
 
     Returns: the hidden gradient in the dtype of its sum, or in fp32; 0 for tokens that don't count.
-    Source: block-sparse products as in MegaBlocks, arXiv:2211.15841; docs/numerics.md#the-tail.
+    Source: block-sparse products as in MegaBlocks, arXiv:2211.15841; docs/design/tail.md.
     """
     state = BackwardState.of(tokens, head, request)
     weight, hidden, into = state.weight, request.hidden, request.weight

@@ -52,7 +52,7 @@ def forward(
     Returns:
         Stats with fields [N] fp32, 0 for tokens that don't count.
         Marks if there is a filter, else None.
-    Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/performance.md#forward.
+    Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/design/forward.md.
     """
     rule, screen, bounds, order = request.filter, request.screen, request.bounds, None
     if screen is not None:

@@ -83,7 +83,7 @@ class VocabOverPipeline:
                 have several shapes, or no targets.
             RuntimeError: an earlier step failed; microbatches are missing; `eval` ran without
                 backward=False, or `step` with it; the context had no step, or two.
-            Any error of the head, on the rank that raised it.
+            Exception: any error of the head, on the rank that raised it.
         Collectives: the head's; the first context of a schedule also gathers an object over the
             ranks that share the vocabulary.
         """

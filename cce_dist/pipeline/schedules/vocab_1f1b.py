@@ -80,14 +80,15 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             other, before the other microbatches: a GPU loads the stages' kernels at first use, and
             may then wait for all work that it has begun. None: True on GPUs. It changes the order
             in which the gradient of a tied embedding is summed.
-        scale_grads, chunking: see torch's schedules; scale_grads applies to the head, too.
+        scale_grads: as in torch's schedules, and for the head too.
+        **chunking: of torch's schedules: how a batch is split.
     Raises:
         ValueError: the head is over other ranks; or ranks would wait for one another by `times`.
         RuntimeError: an earlier step failed.
     Collectives: the head's and the stages', each kind in the order of microbatches on all ranks.
         With a paced head the schedule makes the groups of `head.neighbours`: every rank of the job
         makes its schedule at the same time.
-    Source: docs/pipelines.md; arXiv:2411.05288.
+    Source: docs/design/pipelines.md; arXiv:2411.05288.
     """
 
     def __init__(

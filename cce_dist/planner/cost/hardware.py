@@ -1,6 +1,6 @@
 """GPUs as numbers: their peak rates, and the shares of them that a training step reaches.
 
-docs/planner.md has the source of each number, and says which numbers are not measured.
+docs/design/planner.md has the source of each number, and says which numbers are not measured.
 """
 
 from __future__ import annotations

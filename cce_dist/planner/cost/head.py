@@ -12,11 +12,11 @@ from .job import Job
 from .layer import collective
 
 # Bytes of a logit: through HBM in forward and backward, without the products; at the loss's peak;
-# kept between forward and backward. docs/planner.md.
+# kept between forward and backward. docs/design/planner.md.
 NATIVE_TRAFFIC, NATIVE_PEAK = (20.0, 18.0), 10.0
 KEPT = 4.0
 CHUNKED_TRAFFIC, CHUNKED_PEAK, CHUNKS = 30.0, 6.0, 8
-# Rates of our kernels over that of one large product; measured on an H200, docs/planner.md.
+# Rates of our kernels over that of one large product; measured on an H200, docs/design/planner.md.
 STATISTICS, EXACT_BACKWARD, KEPT_PRODUCTS = 0.92, 0.87, 0.59
 
 
@@ -138,7 +138,7 @@ def _communication(model: Model, job: Job, hardware: Hardware) -> tuple[float, f
 
 
 def phase_latency(model: Model, job: Job, hardware: Hardware) -> float:
-    """Returns the seconds between two phases of the head over pipeline ranks (docs/pipelines.md).
+    """Returns the seconds between two phases of the head over pipeline ranks.
 
     They are the longest of the broadcast of hidden, the merge, and the sum of hidden's gradient.
     """

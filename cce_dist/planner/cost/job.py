@@ -21,7 +21,7 @@ MEGATRON_ROWS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """A framework's memory and traffic, in bytes; docs/planner.md derives the numbers.
+    """A framework's memory and traffic, in bytes; docs/design/planner.md derives the numbers.
 
     Args:
         framework: the framework whose order "interleaved" follows.

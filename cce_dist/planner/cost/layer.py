@@ -3,7 +3,7 @@
 A time is the sum of products at their rate, attention at its own rate, bytes through HBM, and
 tensor-parallel communication. Three kinds of communication overlap with computation: the ring of
 context parallelism, a share of Megatron's collectives in the backward, and whatever the job's
-overlap_tensor hides. docs/planner.md has the formulas.
+overlap_tensor hides. docs/design/planner.md has the formulas.
 """
 
 from __future__ import annotations

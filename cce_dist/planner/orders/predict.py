@@ -13,7 +13,7 @@ from .timeline import Timeline, Work, run_orders
 from .vocab_1f1b import Times
 
 # Shares of a cycle that three runs on two H200s lost between passes, for an unknown reason: in the
-# planned order, and with a thread in parallel to 1F1B. docs/planner.md#validation
+# planned order, and with a thread in parallel to 1F1B. docs/design/planner.md#validation
 STALLED, STALLED_SERVED = 0.1, 0.2
 
 

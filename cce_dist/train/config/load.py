@@ -57,7 +57,7 @@ def load_config(
     """Reads a configuration, overrides its keys, fits it to the number of ranks, validates it.
 
     Args:
-        path: a YAML mapping; see docs/training.md for the keys.
+        path: a YAML mapping; see docs/guide/training.md for the keys.
         overrides: dotted key and YAML value, for example ("optimizer.lr", "3e-4").
         num_ranks: the job's number of ranks.
     Raises:

@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state, each split over the data-parallel ranks.
 
 The linears of each decoder layer are a group. Embedding, norms and head are the root group, which
-is whole from the forward's start to the backward's end. docs/training.md#fsdp.
+is whole from the forward's start to the backward's end. docs/guide/training.md#fsdp.
 """
 
 from __future__ import annotations

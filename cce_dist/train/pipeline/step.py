@@ -1,6 +1,6 @@
 """The training step over a pipeline, by torch's schedules or by `ScheduleVocab1F1B`.
 
-docs/training.md#pipelines.
+docs/guide/training.md#pipelines.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A failed collective tells only that some peer is missing; the heartbeat finds the rank to blame.
 Each rank writes a new beat to the rendezvous store at intervals. A reader measures a beat's age by
 the reader's clock, from the time when it first read the beat, so hosts' clocks need not agree.
-docs/faults.md describes the consequences.
+docs/guide/faults.md describes the consequences.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Filter(draw=True): the tail of the hidden gradient is right on average, and varies as little as
-docs/numerics.md#drawn-columns says; nothing else knows of it."""
+docs/design/filter.md#drawn-columns says; nothing else knows of it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from cce_dist.planner.orders.vocab_1f1b import (
 )
 
 SIZES = [(1, 1), (1, 6), (2, 1), (2, 3), (2, 16), (3, 12), (4, 2), (4, 16), (8, 64), (16, 128)]
-PLANNER = Path(__file__).parents[3] / "docs" / "planner.md"
+PLANNER = Path(__file__).parents[3] / "docs" / "design" / "planner.md"
 HEADS = [0.05, 0.3, 1.0, 2.0, 6.0]  # stage times
 
 

@@ -18,7 +18,7 @@ from cce_dist.backends.triton.launch.tiles import key_of, num_programs, tiles_fo
 from cce_dist.core.types import Head
 
 # The most groups of token blocks: a group's dropped part is one product of marginals.
-# docs/numerics.md#the-tail
+# docs/design/tail.md#the-marginals
 TAIL_GROUPS = 16
 
 

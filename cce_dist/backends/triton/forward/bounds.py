@@ -1,7 +1,7 @@
 """A lower bound of each token's lse, which ranks exchange between launches of the forward.
 
 Without it, a rank that holds little of a token's mass would normalise by its few columns alone, and
-keep them. docs/numerics.md#column-masses.
+keep them. docs/design/filter.md#column-masses.
 """
 
 # Triton types a kernel's arguments as its compiler sees them.
@@ -20,7 +20,7 @@ from cce_dist.options import TOKEN_BLOCK
 
 # The launches of the forward after which ranks exchange bounds. One exchange would do where
 # frequent tokens come first in the vocabulary; where they lie anywhere, each of the four makes the
-# bound tighter: docs/performance.md#ranks.
+# bound tighter: docs/design/ranks.md#exchanges-of-bounds.
 EXCHANGES = tuple(range(PROBE.value, LAST.value))
 
 

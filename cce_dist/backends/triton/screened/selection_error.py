@@ -34,7 +34,7 @@ def selection_error(
     threshold: float,
 ) -> tuple[Tensor, Callable[[], None]]:
     """Returns memory for each token's lost tail mass, [N_padded] fp32 over exp(lse), and a function
-    that launches the kernels that fill it. Source: docs/numerics.md#the-bias-of-the-tail."""
+    that launches the kernels that fill it. Source: docs/design/screened.md#the-bias-of-the-tail."""
     num_columns, mass = state.weight.shape[0], state.buffers.mass
     block_v = 1 << 16 if interpreted() else 4096
     chunks = triton.cdiv(num_columns, block_v)

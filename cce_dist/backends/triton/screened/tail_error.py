@@ -53,7 +53,7 @@ def correct_tail(
 
     Returns: a function that waits for the correction; call it even after an error. Until then
         nothing may write to the column masses.
-    Source: docs/numerics.md#the-bias-of-the-tail.
+    Source: docs/design/screened.md#the-bias-of-the-tail.
     """
     eight, rows = state.eight, rounding.rows
     assert eight is not None

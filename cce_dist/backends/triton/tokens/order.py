@@ -22,7 +22,7 @@ MOST_COUNTED = 2**16
 
 def similar_order(tokens: Tokens) -> Tensor:
     """Returns an order in which tokens of similar hidden states stand side by side, those that
-    count before those that don't, [N] int64. docs/performance.md#the-order-of-tokens."""
+    count before those that don't, [N] int64. docs/design/forward.md#the-order-of-tokens."""
     return in_similar_order(tokens)[1]
 
 

@@ -118,7 +118,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # Of lse and loss, more than by sums in another order: with 8 bits and a softcap the tail is summed
 # of bf16 numbers, and products in e4m3 are sums that the two kernels round, so that another column
-# may be kept (2.3e-5 on an H100; e4m3 itself errs by more, docs/benchmarks.md#screened-logits).
+# may be kept (2.3e-5 on an H100; e4m3 itself errs by more, docs/results.md#screened-logits).
 OFF = {"screened_softcap": 2e-5, "screened_large_softcap": 2e-5, "screened_softcap_e4m3": 1e-4}
 # Tokens, classes, dim: whole tiles; a second group without columns; ragged; one class more than a
 # program's tile; fewer tokens than a block; and so few of so many classes that hundreds of splits

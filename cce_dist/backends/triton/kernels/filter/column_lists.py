@@ -46,7 +46,7 @@ def marks_kernel(
 
     A mass in (top / 2^j, top / 2^(j-1)] has draw level j. Each column draws one level, level j with
     probability 2^-j, and counts 2^j times in the hidden gradient of the blocks where its mass has
-    that level. docs/numerics.md#drawn-columns.
+    that level. docs/design/filter.md#drawn-columns.
     """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
@@ -128,7 +128,7 @@ def key_kernel(
 
     Columns that are only drawn come next, then all others, both in their own order, by keys that
     differ: a sort counts equal keys one by one. Sorting 16-bit keys takes half as long as 32-bit
-    keys. docs/performance.md#the-order-of-columns.
+    keys. docs/design/backward.md#the-order-of-columns.
     """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V

@@ -1,7 +1,7 @@
 """The dropped part of d_logits as the product of its marginals, and the mean logit's gradient.
 
 Groups of token blocks share one product; label smoothing's mean over the vocabulary is one more
-group, whose share of every column is its class weight. docs/numerics.md#the-tail.
+group, whose share of every column is its class weight. docs/design/tail.md#the-marginals.
 """
 
 import triton

@@ -189,7 +189,7 @@ def dequantized(
     token_ptrs,  # [BLOCK_N] in the first row of [2, N]
     N,
 ):
-    """Returns the logits of 8-bit products, in fp32. docs/numerics.md#screened-logits"""
+    """Returns the logits of 8-bit products, in fp32. docs/design/screened.md"""
     scale = tl.load(column_ptr + columns, mask=columns < V, other=0.0)
     shift = tl.load(column_ptr + V + columns, mask=columns < V, other=0.0)
     x = x.to(tl.float32) * scale[:, None] * tl.load(token_ptrs)[None, :]
@@ -257,14 +257,14 @@ def forward_kernel(
 
     Tiles are strided over the programs: programs that run at the same time read the same few rows
     of the weight, and no more token blocks than fit the cache beside them.
-    docs/performance.md#forward.
+    docs/design/forward.md#the-two-forward-kernels.
 
     exp2(z - ref) is an upper bound of the probability; its sum over the block's tokens decides
     whether the backward keeps the column. `ref` follows the program's sum: after each of the first
     tiles, then ever less often. It starts from the sums of all splits in the launch before. PROBE
     computes one tile of each split. FIRST computes a 64th of the vocabulary, where a tokenizer's
     frequent tokens are; each later launch goes four times as far, LAST to the end.
-    docs/numerics.md#column-masses.
+    docs/design/filter.md#column-masses.
 
     A logit 127 (log2) above `ref` overflows the sum. A last launch, with IS_ROBUST, repeats such a
     program's tiles, and raises `ref` to each tile's maximum first.

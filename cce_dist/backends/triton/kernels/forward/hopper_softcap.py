@@ -1,7 +1,7 @@
 """Softcapping of a tile of products in Hopper's forward: few tokens at a time.
 
 With all tokens of a tile at once, a thread would hold probabilities and slopes beside the logits:
-more numbers than it has registers. docs/performance.md#a-softcap
+more numbers than it has registers. docs/design/forward.md#a-softcap
 """
 
 from triton.experimental import gluon

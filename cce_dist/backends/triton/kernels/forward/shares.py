@@ -1,7 +1,7 @@
 """Factors from the forward's column masses, which are upper bounds, to the true masses.
 
 An early launch has a looser bound of lse than a later one, so its columns would get too large a
-share of a block's dropped mass. docs/numerics.md#the-shares-of-the-columns.
+share of a block's dropped mass. docs/design/tail.md#the-shares-of-the-columns.
 """
 
 import triton

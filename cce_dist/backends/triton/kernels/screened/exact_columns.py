@@ -92,7 +92,7 @@ def guard_kernel(
     BLOCK: tl.constexpr,
 ):
     """Decides if 8-bit logits are refused; a single program.
-    docs/numerics.md#when-screening-is-refused"""
+    docs/design/screened.md#when-screening-is-refused"""
     blocks = tl.load(shape_ptr)
     number = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float32)

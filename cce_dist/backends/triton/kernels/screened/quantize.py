@@ -132,7 +132,7 @@ def quantize_kernel(
                 tl.store(out_ptrs + dims[None, :], value, mask=inside)
         size, along, of_across, square_sum = sums_of(norm, cross, dot, square)
         # This scale leaves the rounding error no component along the row itself:
-        # docs/numerics.md#screened-logits.
+        # docs/design/screened.md.
         scale = tl.where(along > 0, size / along, step)
         remainder = scale * scale * square_sum - size
         inside = rows < num_rows

@@ -88,7 +88,7 @@ def vectors_kernel(
     In order: the weight's centre; the channels, which multiply its rows; the shift added to the
     products; the hidden states' centre; 1 over the channels, which multiplies hidden states; the
     shift added to those products. A dim in which one side varies more than the other is scaled on
-    both, halfway each, by powers of two. docs/numerics.md#screened-logits
+    both, halfway each, by powers of two. docs/design/screened.md
     """
     lane = tl.arange(0, BLOCK_D)
     count = tl.maximum(tl.load(count_ptr), 1).to(tl.float32)

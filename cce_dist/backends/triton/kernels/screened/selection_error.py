@@ -1,7 +1,8 @@
 """The mass that a tail loses because 8-bit masses choose its columns.
 
 Of the columns near the threshold, the tail gets those that errors made smaller. The exact logits of
-a sample of these columns tell how much mass that costs. docs/numerics.md#the-bias-of-the-tail
+a sample of these columns tell how much mass that costs.
+docs/design/screened.md#the-bias-of-the-tail
 """
 
 import triton

@@ -130,7 +130,7 @@ def tail_error_kernel(
     HAS_LOST_MASS: tl.constexpr,
 ):
     """Corrects the tails of BLOCK_N tokens of one group.
-    docs/numerics.md#the-bias-of-the-tail"""
+    docs/design/screened.md#the-bias-of-the-tail"""
     if tl.load(full_ptr) == 0:
         token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         group = tl.program_id(0) * BLOCK_N // tokens_per_group
