@@ -1,4 +1,4 @@
-"""No function takes keywords that its signature does not name."""
+"""No function takes keywords that its signature does not name, nor a name that says nothing."""
 
 from __future__ import annotations
 
@@ -42,6 +42,9 @@ IN_PLACE_OF_OTHERS = {
     "megatron_patch/pipeline/tied.py": {"__call__"},
 }
 
+# Of arguments and of local variables: the thing has a better name.
+EMPTY_NAMES = {"how", "more", "made", "found", "own", "given"}
+
 
 def takes_any_keyword(source: str) -> set[str]:
     """Names of functions with a parameter `**name: Any`."""
@@ -58,6 +61,16 @@ def takes_any_keyword(source: str) -> set[str]:
 def test_functions_name_their_keywords(path: str) -> None:
     allowed = IN_PLACE_OF_OTHERS.get(path, set())
     assert takes_any_keyword((ROOT / path).read_text(encoding="utf-8")) == allowed
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_names_say_the_thing(path: str) -> None:
+    nodes = list(ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))))
+    names = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    names |= {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    assert names & EMPTY_NAMES == set()
 
 
 def test_exceptions_are_of_files_that_exist() -> None:

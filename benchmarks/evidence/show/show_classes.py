@@ -20,7 +20,7 @@ TIMED = {
 
 
 def introduction(records: Sequence[Record]) -> list[str]:
-    found = []
+    parts = []
     for record in records:
         rows = {str(row["method"]): row for row in _of(record, "loss") if "failed" not in row}
         if {"filtered", "dense"} <= rows.keys():
@@ -28,12 +28,12 @@ def introduction(records: Sequence[Record]) -> list[str]:
                 value_of(rows["filtered"], key) / value_of(rows["dense"], key)
                 for key in ("median_ms", "peak_mib")
             )
-            found.append(
+            parts.append(
                 f"{record.title}: `filtered` takes {time:.2f} times dense's time in {memory:.2f} "
                 "of its memory."
             )
     return [
-        *found,
+        *parts,
         "Recognising instances among many classes: the share of fresh views that are recognised "
         "among all classes. Loss and gradients, timed alone, are of one batch.",
     ]
@@ -55,11 +55,11 @@ def section(record: Record) -> list[str]:
 
 
 def figures(records: Sequence[Record]) -> dict[str, list[Chart]]:
-    found = {}
+    figures = {}
     for record in records:
         training = _of(record, "training")
         methods = dict.fromkeys(str(row["method"]) for row in training)
-        found[record.name] = [
+        figures[record.name] = [
             Chart(
                 name,
                 "views shown",
@@ -79,7 +79,7 @@ def figures(records: Sequence[Record]) -> dict[str, list[Chart]]:
             )
             for key, name in (("top1", "share recognised"), ("loss", "loss"))
         ]
-    return found
+    return figures
 
 
 def _of(record: Record, part: str) -> list[Row]:

@@ -56,8 +56,8 @@ def introduction(records: Sequence[Record]) -> list[str]:
     pools = pools_of(records)
     parts = [_sentence(pool, method) for pool in pools for method in pool.methods]
     sentences = " ".join(part for part in parts if part)
-    found = [sentences or "No two vocabularies have been run with the same settings."]
-    found.append(HOW_TO_READ)
+    parts = [sentences or "No two vocabularies have been run with the same settings."]
+    parts.append(HOW_TO_READ)
     for start, words in STARTS.items():
         rows = [
             [title_of(method), str(pool.num_seeds(method)), *_cells(pool, method)]
@@ -66,11 +66,11 @@ def introduction(records: Sequence[Record]) -> list[str]:
             for method in pool.methods
         ]
         if rows:
-            found += [
+            parts += [
                 f"All vocabularies together, {words}:",
                 table(("method", "seeds", *_COLUMNS), rows),
             ]
-    return found
+    return parts
 
 
 def _sentence(pool: Pool, method: str) -> str:
@@ -93,7 +93,7 @@ def _of_group(group: str) -> str:
 
 
 def section(record: Record) -> list[str]:
-    found = []
+    parts = []
     for case in cases_of(record):
         trained = [method for method in case.methods if case.seeds(method)]
         rows = []
@@ -110,8 +110,8 @@ def section(record: Record) -> list[str]:
                 ]
             )
         columns = ("method", "seeds", "held-out loss", *_COLUMNS, "ms a step", "peak GiB")
-        found += [_conclusion(case), table(columns, rows)]
-    return found
+        parts += [_conclusion(case), table(columns, rows)]
+    return parts
 
 
 def _conclusion(case: Case) -> str:
@@ -196,11 +196,11 @@ def figures(records: Sequence[Record]) -> dict[str, list[Chart]]:
         for pool in (pool for pool in pools if pool.start == start):
             for method in pool.methods:
                 places = range(len(pool.groups))
-                found = [
+                differences = [
                     (float(place), pool.in_spreads(method, pool.steps[-1], group))
                     for place, group in zip(places, pool.groups, strict=True)
                 ]
-                points = [point for point in found if math.isfinite(point[1])]
+                points = [point for point in differences if math.isfinite(point[1])]
                 curves.append(Curve(title_of(method), points, look_of(method)))
         if curves:
             names = pools[0].groups

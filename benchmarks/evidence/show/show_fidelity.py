@@ -35,27 +35,27 @@ ASPECTS: Mapping[str, Callable[[Measured], float]] = {
 
 
 def introduction(records: Sequence[Record]) -> list[str]:
-    found = [f"{record.title}: {sentence}" for record in records if (sentence := _sentence(record))]
-    found.append(
+    parts = [f"{record.title}: {sentence}" for record in records if (sentence := _sentence(record))]
+    parts.append(
         "Errors are relative, in the Frobenius norm, against gradients in float64. The tables have "
         "each method at its own threshold, over dense: below 1 is better; dense's row is absolute "
         "(ms, errors). Other thresholds are in the figures, and with cosines and all tenths in the "
         "rows. Figures show the last captured step: down and to the left is better."
     )
-    return found
+    return parts
 
 
 def _sentence(record: Record) -> str:
     """Returns the range of `filtered`'s numbers over dense's, over the steps of training."""
     parts = []
     for name, value in ASPECTS.items():
-        found = [
+        ratios = [
             value(by_method["filtered"]) / value(by_method[DENSE])
             for by_method in measured_of(record).values()
             if {"filtered", DENSE} <= by_method.keys() and value(by_method[DENSE])
         ]
-        if found:
-            parts.append(f"{name} {min(found):.2f} to {max(found):.2f}")
+        if ratios:
+            parts.append(f"{name} {min(ratios):.2f} to {max(ratios):.2f}")
     return f"`filtered`, over dense: {'; '.join(parts)}." if parts else ""
 
 
@@ -89,10 +89,10 @@ def _cell(
 ) -> str:
     if method not in by_method or not value(by_method[method]):
         return ""
-    own = value(by_method[method])
+    error = value(by_method[method])
     if method == DENSE or DENSE not in by_method:
-        return number(own)
-    return f"{own / value(by_method[DENSE]):.2f}"
+        return number(error)
+    return f"{error / value(by_method[DENSE]):.2f}"
 
 
 def measured_of(record: Record) -> dict[str, dict[str, Measured]]:
@@ -138,15 +138,15 @@ def _in_rarest(rows: Sequence[Row], of: Row) -> float:
 
 
 def figures(records: Sequence[Record]) -> dict[str, list[Chart]]:
-    found = {}
+    figures = {}
     for record in records:
         moment = list(measured_of(record))[-1]
         rows = [row for row in record.rows if _name(row) == moment]
-        found[record.name] = [
+        figures[record.name] = [
             *(_over_time(rows, key, f"{moment}: {name}") for key, name in GRADIENTS.items()),
             _by_group(rows, f"{moment}: weight gradient by frequency"),
         ]
-    return found
+    return figures
 
 
 def _methods(rows: Sequence[Row]) -> list[str]:

@@ -21,17 +21,17 @@ SHARES = {
 
 
 def introduction(records: Sequence[Record]) -> list[str]:
-    found = []
+    parts = []
     for record in records:
         last = _of(record, "sparsity")[-1:]
-        found += [
+        parts += [
             f"{record.title}: at {_name(row)} {_percent(row, 'entries')} of the softmax's entries "
             f"reach {number(row.get('threshold'))}, and {_percent(row, 'columns')} of the columns "
             f"of 128 tokens; {_percent(row, 'mass')} of the mass lies in the entries."
             for row in last
         ]
     return [
-        *found,
+        *parts,
         "Figure 3 of Cut Cross-Entropy (arXiv:2411.09009) on models of ours: each token's softmax "
         "sorted, and the mean over tokens at each rank. The paper, whose models are trained for "
         "far longer, finds less than 0.02 % of the entries at 2^-12 or above, about 50 ranks. "
@@ -57,7 +57,7 @@ def section(record: Record) -> list[str]:
 
 
 def figures(records: Sequence[Record]) -> dict[str, list[Chart]]:
-    found = {}
+    figures = {}
     for record in records:
         curves: dict[str, list[tuple[float, float]]] = {}
         for row in _of(record, "curve"):
@@ -69,8 +69,8 @@ def figures(records: Sequence[Record]) -> dict[str, list[Chart]]:
             for place, (name, points) in enumerate(curves.items())
         ]
         title = "Sorted probabilities, means over tokens"
-        found[record.name] = [Chart(title, "rank", "probability", lines, ("log", "log"))]
-    return found
+        figures[record.name] = [Chart(title, "rank", "probability", lines, ("log", "log"))]
+    return figures
 
 
 def _of(record: Record, part: str) -> list[Row]:
