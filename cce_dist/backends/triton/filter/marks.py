@@ -42,7 +42,7 @@ class MassFactors:
 
 @dataclass(frozen=True)
 class Marks:
-    """The forward's choice of columns, for the backward: 32 bytes a column at 8,192 tokens."""
+    """The forward's choice of columns, for the backward: 48 bytes a column at 8,192 tokens."""
 
     kept: Tensor  # [V_local, ceil(num_blocks / 64)] int64: bit n: block n keeps the column
     drawn: Tensor  # the same bits: the column stands in for others in block n's hidden gradient
