@@ -174,7 +174,7 @@ def test_an_extra_is_enough_to_train(
     if extra == "bench":
         source = built[0].parent / built[0].name.removesuffix(".tar.gz")
         only = "bench (capture|converge|filter)|report"
-        answers["--records"] = str(source / "docs" / "evidence")
+        answers["--records"] = str(source / "docs/notebook/data/evidence")
         found |= run_subcommands(environments(extra), tmp_path, only, source, **answers)
         assert len(found) == 5
     for words, (code, output) in found.items():
@@ -262,7 +262,11 @@ def test_metadata(built: tuple[Path, Path]) -> None:
         assert re.fullmatch(r"[\w -]+, https://\S+", url)
     # A package index has README's text alone: no link may lead to a file or a heading.
     description = metadata.get_payload()
-    assert "](https://" in description and "docs/guide/options.md has all of them" in description
+    assert (
+        "](https://" in description
+        and "Limits [docs/guide/limits.md] has every limit" in description
+    )
+    assert "![" not in description and "peers.svg" not in description
     assert re.findall(r"\]\((?!https?://)[^)]*\)", re.sub(r"`[^`]*`", "", description)) == []
 
 
