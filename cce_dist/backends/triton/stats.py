@@ -19,7 +19,7 @@ from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, MassFactors, marks_of
 from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
-from cce_dist.backends.triton.forward.extras import Extras
+from cce_dist.backends.triton.forward.extras import in_order
 from cce_dist.backends.triton.forward.operands import Finished, Launch
 from cce_dist.backends.triton.forward.shares import mass_factors
 from cce_dist.backends.triton.forward.state import ForwardState
@@ -83,9 +83,10 @@ def forward(
     finished, screened, factors, placed = _merged(
         state, last, len(launches), request, rounding, order, order_as
     )
-    extras = _extras(state, finished, screened)
-    extras = extras if order is None else extras.in_order(order)
-    stats = extras.with_main(placed.lse, placed.target_logit)
+    stats = _packed_stats(state, finished, screened)
+    if order is not None and not stats.is_plain:
+        stats = in_order(stats, order)
+    stats = replace(stats, lse=placed.lse, target_logit=placed.target_logit)
     if rule is None:
         return stats, None
     assert placed.log_dropped is not None and placed.seed is not None
@@ -161,13 +162,15 @@ def _merged(
     return finished, screened, factors, placed
 
 
-def _extras(state: ForwardState, finished: Finished, screened: Screened | None) -> Extras:
-    """Returns the statistics that few callers ask for, in the order of the packed tokens."""
-    extras = state.extras()
+def _packed_stats(state: ForwardState, finished: Finished, screened: Screened | None) -> Stats:
+    """Returns all statistics in the order of the packed tokens, without the targets' columns."""
+    num_tokens = len(state.tokens)
+    stats = Stats(finished.lse[:num_tokens], finished.target_logit[:num_tokens])
+    stats = state.with_extras(stats)
     if finished.entropy is not None:
-        extras = replace(extras, entropy=finished.entropy[: len(state.tokens)])
+        stats = replace(stats, entropy=finished.entropy[:num_tokens])
     if state.wanted.screened:
         counts = state.counts.to(finished.lse.dtype)
         of_screened = 0 * counts if screened is None else counts * (1 - screened.full)
-        extras = replace(extras, screened=of_screened)
-    return extras
+        stats = replace(stats, screened=of_screened)
+    return stats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,44 +14,10 @@ from cce_dist.core.types import Head, Wanted
 NUM_EXTRAS = 7
 
 
-@dataclass(frozen=True)
-class Extras:
-    """Fields of `Stats` that few callers ask for, [N] each; None where not wanted."""
-
-    max_logit: Tensor | None = None
-    target_is_argmax: Tensor | None = None
-    origin_logit: Tensor | None = None
-    mean_logit: Tensor | None = None
-    m2_logit: Tensor | None = None
-    smooth_logit: Tensor | None = None
-    entropy: Tensor | None = None
-    screened: Tensor | None = None
-
-    def in_order(self, order: Tensor) -> Extras:
-        """Returns new fields in which token i stands at place order[i]. Copies all of them at
-        once."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        present = {name: value for name, value in values.items() if value is not None}
-        if not present:
-            return self
-        packed = torch.stack([*present.values()])
-        packed = torch.empty_like(packed).index_copy_(1, order, packed)
-        return Extras(**dict(zip(present, packed.unbind(0), strict=True)))
-
-    def with_main(self, lse: Tensor, target_logit: Tensor) -> Stats:
-        """Returns the statistics, with the two fields that every caller asks for."""
-        return Stats(
-            lse,
-            target_logit,
-            smooth_logit=self.smooth_logit,
-            entropy=self.entropy,
-            max_logit=self.max_logit,
-            target_is_argmax=self.target_is_argmax,
-            origin_logit=self.origin_logit,
-            mean_logit=self.mean_logit,
-            m2_logit=self.m2_logit,
-            screened=self.screened,
-        )
+def in_order(stats: Stats, order: Tensor) -> Stats:
+    """Returns statistics in which token i stands at place order[i]. Copies all fields at once."""
+    packed = stats.pack()
+    return stats.unpack(torch.empty_like(packed).index_copy_(1, order, packed))
 
 
 def sums_softcapped(wanted: Wanted, head: Head) -> bool:
@@ -60,6 +26,7 @@ def sums_softcapped(wanted: Wanted, head: Head) -> bool:
 
 
 def merge_extras(
+    merged: Stats,
     extras: Tensor,
     stride: int,
     num_splits: Tensor,
@@ -67,10 +34,11 @@ def merge_extras(
     counts: Tensor,
     wanted: Wanted,
     head: Head,
-) -> Extras:
-    """Merges the statistics of each split.
+) -> Stats:
+    """Merges the statistics of each split into those that are merged already.
 
     Args:
+        merged: [N] each, in the order of the packed tokens.
         extras: [NUM_EXTRAS, at least splits x stride]; what lies beyond the splits is not read.
         stride: distance of two splits, N_padded.
         num_splits: [] the number of splits.
@@ -78,7 +46,6 @@ def merge_extras(
         counts: [N] bool.
     """
     top, _, origin, mean, m2, weighted, seen = _of_splits(extras, stride, num_splits, len(counts))
-    merged = Extras()
     if wanted.correct or wanted.moments:
         largest, column = largest_of(extras, stride, num_splits, len(counts))
         hit = (column == targets[: len(counts)]) & counts & (largest > -torch.inf)

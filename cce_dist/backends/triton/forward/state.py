@@ -19,7 +19,6 @@ from cce_dist.backends.protocol import ColumnFilter
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.forward.extras import (
     NUM_EXTRAS,
-    Extras,
     mean_logit_by_linearity,
     merge_extras,
     sums_softcapped,
@@ -60,6 +59,7 @@ from cce_dist.backends.triton.launch.tiles import (
     tiles_for,
     warn_of_layout,
 )
+from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Wanted
 from cce_dist.options import TOKEN_BLOCK
 
@@ -334,19 +334,19 @@ class ForwardState:
         )
         return Finished(lse, dropped, unkept, entropy, torch.empty_like(lse))
 
-    def extras(self) -> Extras:
-        """Computes statistics that few callers ask for, in the order of the packed tokens."""
-        head, wanted, num_tokens, extras = self.head, self.wanted, len(self.tokens), Extras()
-        if self.buffers.extras is not None:
-            padded = self.packed.shape[0]
-            extras = merge_extras(
-                self.buffers.extras, padded, self.shape[1], self.targets, self.counts, wanted, head
+    def with_extras(self, stats: Stats) -> Stats:
+        """Adds the statistics that few callers ask for, in the order of the packed tokens."""
+        head, wanted, extras = self.head, self.wanted, self.buffers.extras
+        if extras is not None:
+            padded, num_splits = self.packed.shape[0], self.shape[1]
+            stats = merge_extras(
+                stats, extras, padded, num_splits, self.targets, self.counts, wanted, head
             )
-        if wanted.smooth_logit and extras.smooth_logit is None:
-            hidden = self.packed[:num_tokens, : self.weight.shape[1]]
+        if wanted.smooth_logit and stats.smooth_logit is None:
+            hidden = self.packed[: len(self.tokens), : self.weight.shape[1]]
             smooth = mean_logit_by_linearity(hidden, self.counts, head)
-            extras = replace(extras, smooth_logit=smooth)
-        return extras
+            stats = replace(stats, smooth_logit=smooth)
+        return stats
 
 
 def _scale_of(tokens: Tokens, head: Head, padded: int) -> float | Tensor:
