@@ -166,14 +166,12 @@ def paper_command(
         worst_error_ratio=worst_error_ratio,
     )
     with refusals():
+        settings = dataclasses.replace(settings, backend=parse_backend(backend))
         unknown = sorted(set(table or ()) - set(TABLES))
         if unknown:
             raise ValueError(f"table must be among {list(TABLES)}, got {unknown}")
-        chosen = parse_backend(backend)
         on_gpu = device.startswith("cuda")
-        methods = choose_methods(
-            method or (), peers, backend=chosen, extra=extra or (), on_gpu=on_gpu
-        )
+        methods = choose_methods(method or (), peers, extra=extra or (), on_gpu=on_gpu)
         cases = [
             PaperCase(
                 name,

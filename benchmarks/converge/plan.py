@@ -14,7 +14,8 @@ import torch
 from benchmarks.converge.tile_filter import tile_filter_loss
 from cce_dist import Filter, LinearCrossEntropy, Screen
 from cce_dist.bench.golden import LossFunction, dense_loss
-from cce_dist.bench.peers import PEERS
+from cce_dist.bench.methods import METHODS as BENCH_METHODS
+from cce_dist.bench.rank_methods import Setup
 from cce_dist.options import Backend
 from cce_dist.train.config.schema import TrainConfig
 
@@ -207,7 +208,7 @@ def builders(backend: Backend, on_gpu: bool, sizes: Sizes) -> dict[str, Callable
         "no-tail": lambda: filtered(filter=Filter(keep=sizes.keep, tail=False)),
         # Ask which steps were screened: if 8 bits are not enough, a call computes full logits.
         "screened": lambda: filtered(logits="screened", screen=screen, stats=("screened",)),
-        **{name: PEERS[name] for name in PEER_METHODS},
+        **{name: functools.partial(BENCH_METHODS[name].build, Setup()) for name in PEER_METHODS},
         "tile-filter": tile_filter_loss,
         "tile-filter-hidden": lambda: tile_filter_loss(of_weight=False),
         "tile-filter-weight": lambda: tile_filter_loss(of_hidden=False),

@@ -17,6 +17,12 @@ import typer
 if TYPE_CHECKING:
     from .inputs import BenchInputs, Shape
 
+
+def _add_to_path(folders: list[Path] | None) -> list[Path] | None:
+    sys.path[:0] = [str(folder.resolve()) for folder in folders or ()]
+    return folders
+
+
 Size = Annotated[int, typer.Option(min=1)]
 Names = list[str] | None
 CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the rows here as well.")]
@@ -59,6 +65,7 @@ Softcap = Annotated[
     typer.Option(help="Of the logits, such as Gemma 2's 30; a peer that takes none fails."),
 ]
 BackendName = Annotated[str, typer.Option(help="Of our methods: auto, triton or torch.")]
+Methods = Annotated[Names, typer.Option(help="Only these methods; may be repeated.")]
 Peers = Annotated[
     str | None,
     typer.Option(
@@ -66,9 +73,13 @@ Peers = Annotated[
         "and on a CPU those that need no compiler."
     ),
 ]
+# Parsing adds the folders to Python's path: a command need not.
 PeerPath = Annotated[
     list[Path] | None,
-    typer.Option(help="A folder that Python may import peers from; may be repeated."),
+    typer.Option(
+        callback=_add_to_path,
+        help="A folder that Python may import peers from; may be repeated.",
+    ),
 ]
 Extra = Annotated[
     Names,
@@ -87,7 +98,7 @@ Budget = Annotated[
 Timeout = Annotated[
     float, typer.Option(min=0, help="Seconds for a peer to import, compile and run; 0: no limit.")
 ]
-
+CollectiveTimeout = Annotated[float, typer.Option(min=1, help="Limit of a collective.")]
 WorstRatio = Annotated[
     float,
     typer.Option(help="Most that our gradients' errors over dense torch's may be."),
@@ -177,7 +188,8 @@ def machine_of(
     """
     import torch
 
-    from .machine import describe_machine, describe_peers
+    from .machine import describe_machine
+    from .methods import describe_peers
 
     if threads:
         torch.set_num_threads(threads)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,34 +15,7 @@ from cce_dist.needs.checkout import (
 )
 from cce_dist.needs.extras import need_modules
 
-from .arguments import (
-    BackendName,
-    Budget,
-    CsvPath,
-    Device,
-    Dtype,
-    Extra,
-    Failed,
-    Ignored,
-    Inputs,
-    JsonPath,
-    Names,
-    PeerPath,
-    Peers,
-    RecordPath,
-    Repeats,
-    Shapes,
-    Size,
-    Softcap,
-    Threads,
-    Timeout,
-    Tokens,
-    WorstRatio,
-    cases_of,
-    machine_of,
-    reasons_of,
-    refusals,
-)
+from . import arguments as arg
 
 if TYPE_CHECKING:
     from .inputs import BenchInputs
@@ -58,37 +30,37 @@ app = typer.Typer(
 
 @app.command("loss")
 def loss_command(
-    tokens: Tokens = None,
-    vocab: Size = 32768,
-    dim: Size = 512,
-    shape: Shapes = None,
-    inputs: Inputs = None,
-    ignored_fraction: Ignored = 0.0,
+    tokens: arg.Tokens = None,
+    vocab: arg.Size = 32768,
+    dim: arg.Size = 512,
+    shape: arg.Shapes = None,
+    inputs: arg.Inputs = None,
+    ignored_fraction: arg.Ignored = 0.0,
     remove_ignored: Annotated[
         bool, typer.Option("--remove-ignored", help="Drop ignored tokens before peers, too.")
     ] = False,
-    dtype: Dtype = "float32",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    repeats: Repeats = 30,
-    budget_seconds: Budget = 0.0,
+    dtype: arg.Dtype = "float32",
+    device: arg.Device = "cpu",
+    threads: arg.Threads = 0,
+    repeats: arg.Repeats = 30,
+    budget_seconds: arg.Budget = 0.0,
     passes: Annotated[
-        Names, typer.Option(help="loss, forward, gradient or loss+grad; may be repeated.")
+        arg.Names, typer.Option(help="loss, forward, gradient or loss+grad; may be repeated.")
     ] = None,
-    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
-    peers: Peers = None,
-    peer_path: PeerPath = None,
-    peer_timeout_seconds: Timeout = 120.0,
-    extra: Extra = None,
-    softcap: Softcap = None,
-    backend: BackendName = "auto",
-    worst_error_ratio: WorstRatio = 1.5,
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
+    method: arg.Methods = None,
+    peers: arg.Peers = None,
+    peer_path: arg.PeerPath = None,
+    peer_timeout_seconds: arg.Timeout = 120.0,
+    extra: arg.Extra = None,
+    softcap: arg.Softcap = None,
+    backend: arg.BackendName = "auto",
+    worst_error_ratio: arg.WorstRatio = 1.5,
+    csv_path: arg.CsvPath = None,
+    json_path: arg.JsonPath = None,
     plots: Annotated[
         Path | None, typer.Option(help="Folder for time-error.png and time-memory.png.")
     ] = None,
-    failed: Failed = None,
+    failed: arg.Failed = None,
 ) -> None:
     """Loss and gradients of every mode beside dense torch and peers: time, memory, error.
 
@@ -101,83 +73,76 @@ def loss_command(
 
     if plots is not None:
         need_modules("matplotlib")
-    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
-    with refusals():
+    with arg.refusals():
         settings = Settings(
             repeats=repeats,
-            parts=check_parts(passes or ["loss+grad"]),
+            parts=check_parts("passes", passes or ["loss+grad"]),
             budget_seconds=budget_seconds,
             timeout_seconds=peer_timeout_seconds,
             worst_error_ratio=worst_error_ratio,
             compact=remove_ignored,
+            backend=parse_backend(backend),
         )
         on_gpu = device.startswith("cuda")
-        chosen = parse_backend(backend)
-        methods = choose_methods(
-            method or (), peers, backend=chosen, extra=extra or (), on_gpu=on_gpu, softcap=softcap
-        )
-        cases = cases_of(
+        methods = choose_methods(method or (), peers, extra=extra or (), on_gpu=on_gpu)
+        cases = arg.cases_of(
             inputs, shape, tokens, vocab, dim, dtype, device, ignored_fraction, softcap
         )
-    machine = machine_of(device, threads, peers=[method.name for method in methods])
+    machine = arg.machine_of(device, threads, peers=[method.name for method in methods])
     report = Report(machine, csv_path, json_path, plots)
     try:
-        measure_all(cases, methods, settings, report, reasons_of(failed))
+        measure_all(cases, methods, settings, report, arg.reasons_of(failed))
     except DeviceLostError as error:
         restart_without(error)
 
 
 @app.command("profile")
 def profile_command(
-    tokens: Tokens = None,
-    vocab: Size = 16384,
-    dim: Size = 256,
-    shape: Shapes = None,
-    inputs: Inputs = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    threads: Threads = 0,
+    tokens: arg.Tokens = None,
+    vocab: arg.Size = 16384,
+    dim: arg.Size = 256,
+    shape: arg.Shapes = None,
+    inputs: arg.Inputs = None,
+    dtype: arg.Dtype = "bfloat16",
+    device: arg.Device = "cuda",
+    threads: arg.Threads = 0,
     method: Annotated[
-        Names, typer.Option(help="A method or peer of `bench loss`; may be repeated. [filtered]")
+        arg.Names,
+        typer.Option(help="A method or peer of `bench loss`; may be repeated. [filtered]"),
     ] = None,
     part: Annotated[str, typer.Option(help="loss, forward, gradient or loss+grad.")] = "loss+grad",
-    repeats: Repeats = 10,
+    repeats: arg.Repeats = 10,
     most: Annotated[int, typer.Option(min=1, help="Kernels shown for each method.")] = 30,
-    peer_path: PeerPath = None,
-    extra: Extra = None,
-    softcap: Softcap = None,
-    backend: BackendName = "auto",
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
+    peer_path: arg.PeerPath = None,
+    extra: arg.Extra = None,
+    softcap: arg.Softcap = None,
+    backend: arg.BackendName = "auto",
+    csv_path: arg.CsvPath = None,
+    json_path: arg.JsonPath = None,
 ) -> None:
     """Time of each kernel in a method's call, by torch's profiler, and of a call without it.
 
     On a CPU torch's operations are shown in place of kernels.
     """
-    from .machine import Part
+    from .machine import check_parts
     from .methods import choose_methods, parse_backend
     from .profile import bench_profile
     from .report import Report
 
-    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
-    with refusals():
-        chosen = next((known for known in get_args(Part) if known == part), None)
-        if chosen is None:
-            raise ValueError(f"part must be among {list(get_args(Part))}, got {part!r}")
-        methods = choose_methods(
-            method or ["filtered"],
-            "none",
-            backend=parse_backend(backend),
-            extra=extra or (),
-            on_gpu=device.startswith("cuda"),
-            softcap=softcap,
-        )
-        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device, softcap=softcap)
-    machine = machine_of(device, threads, peers=[each.name for each in methods])
-    report = Report(machine, csv_path, json_path, None)
+    with arg.refusals():
+        (chosen,) = check_parts("part", [part])
+        our_backend = parse_backend(backend)
+        on_gpu = device.startswith("cuda")
+        names = method or ["filtered"]
+        methods = choose_methods(names, "none", extra=extra or (), on_gpu=on_gpu)
+        cases = arg.cases_of(inputs, shape, tokens, vocab, dim, dtype, device, softcap=softcap)
+    machine = arg.machine_of(device, threads, peers=[each.name for each in methods])
+    report = Report(machine, csv_path, json_path)
     for make in cases:
         case = make()
-        rows = bench_profile(case, methods, part=chosen, repeats=repeats, most=most)
+        rows = bench_profile(
+            case, methods, backend=our_backend, part=chosen, repeats=repeats, most=most
+        )
         report.add(case.description, rows)
         report.finish_case()
 
@@ -191,41 +156,41 @@ def ranks_command(
     sequence_parallel: Annotated[
         bool, typer.Option(help="Also run our methods under sequence parallelism.")
     ] = True,
-    tokens: Tokens = None,
-    vocab: Size = 32768,
-    dim: Size = 512,
-    shape: Shapes = None,
-    inputs: Inputs = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    repeats: Repeats = 10,
-    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
+    tokens: arg.Tokens = None,
+    vocab: arg.Size = 32768,
+    dim: arg.Size = 512,
+    shape: arg.Shapes = None,
+    inputs: arg.Inputs = None,
+    dtype: arg.Dtype = "bfloat16",
+    device: arg.Device = "cuda",
+    repeats: arg.Repeats = 10,
+    method: arg.Methods = None,
     peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "none",
-    peer_path: PeerPath = None,
-    backend: BackendName = "auto",
-    timeout_seconds: Annotated[float, typer.Option(min=1, help="Limit of a collective.")] = 120.0,
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
+    peer_path: arg.PeerPath = None,
+    backend: arg.BackendName = "auto",
+    timeout_seconds: arg.CollectiveTimeout = 120.0,
+    csv_path: arg.CsvPath = None,
+    json_path: arg.JsonPath = None,
 ) -> None:
     """Loss and gradients where ranks share the vocabulary; start it with torchrun.
 
     torchrun --nproc-per-node 4 -m cce_dist bench ranks --shape gemma2-2b
     """
-    from .methods import parse_backend
-    from .rank_methods import choose_rank_methods
+    from .methods import choose_methods, parse_backend
     from .ranks import bench_ranks, joined, make_places
     from .report import Report
 
-    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
-    with refusals():
-        methods = choose_rank_methods(method or (), peers, backend=parse_backend(backend))
+    with arg.refusals():
+        our_backend = parse_backend(backend)
+        on_gpu = device.startswith("cuda")
+        methods = choose_methods(method or (), peers, on_gpu=on_gpu, ranks=True)
         context = joined(device, timeout_seconds)
-    with refusals(), context as job:
+    with arg.refusals(), context as job:
         sizes = size or [n for n in range(1, job.size + 1) if job.size % n == 0]
-        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, str(job.device))
+        cases = arg.cases_of(inputs, shape, tokens, vocab, dim, dtype, str(job.device))
         names = [method.name for method in methods]
-        machine = machine_of(str(job.device), 0, job.size, names)
-        report = Report(machine, csv_path, json_path, None)
+        machine = arg.machine_of(str(job.device), 0, job.size, names)
+        report = Report(machine, csv_path, json_path)
         for make in cases:
             case = make()
             places = make_places(job, sizes, len(case.weight), sequence_parallel)
@@ -234,7 +199,7 @@ def ranks_command(
                 if job.is_main:
                     report.add(case.description, rows)
 
-            save(bench_ranks(job, case, methods, places, repeats=repeats, save=save))
+            bench_ranks(job, case, methods, places, repeats=repeats, backend=our_backend, save=save)
             report.finish_case()
 
 
@@ -245,19 +210,19 @@ def train_command(
         str, typer.Argument(help="Config of `cce-dist train`; options override its keys.")
     ],
     loss: Annotated[
-        Names,
+        arg.Names,
         typer.Option(
             help="cce, dense or, with tp 1, a peer such as apple-cce; may be repeated. [cce, dense]"
         ),
     ] = None,
-    warmup_steps: Size = 10,
-    timed_steps: Size = 10,
+    warmup_steps: arg.Size = 10,
+    timed_steps: arg.Size = 10,
     largest: Annotated[bool, typer.Option(help="Also run the largest batch that fits.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the runs.")] = Path("runs/bench-train"),
-    peer_path: PeerPath = None,
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
-    record: RecordPath = None,
+    peer_path: arg.PeerPath = None,
+    csv_path: arg.CsvPath = None,
+    json_path: arg.JsonPath = None,
+    record: arg.RecordPath = None,
     title: Annotated[
         str, typer.Option(help="The record's title.")
     ] = "Whole training steps of a decoder",
@@ -280,8 +245,7 @@ def train_command(
     if record is not None:
         command = f"{context.command_path} --record"
         evidence = import_benchmarks("evidence.show.show_end_to_end", command)
-    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
-    with refusals():
+    with arg.refusals():
         try:
             size = num_ranks()
             path, overrides = parse_arguments([config, *context.args])
@@ -291,7 +255,7 @@ def train_command(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # The name "cce" means our loss here; Apple's is "apple-cce".
     peers = [name.removeprefix("apple-") for name in loss or () if name != "cce"]
-    report = Report(machine_of(device, 0, size, peers), csv_path, json_path, None)
+    report = Report(arg.machine_of(device, 0, size, peers), csv_path, json_path)
     model = chosen.model
     sizes = {"V": chosen.data.vocab_size, "D": model.dim, "layers": model.layers}
 
@@ -303,7 +267,7 @@ def train_command(
                     report.rows, report.machine, record, title, seed=chosen.run.seed
                 )
 
-    with refusals():
+    with arg.refusals():
         try:
             bench_training(
                 chosen,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,10 @@ from .inputs import IGNORE_INDEX, BenchInputs
 # hidden [N, D], weight [V, D], targets [N] -> mean loss over the tokens that are not ignored
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+# Our methods are timed only if each gradient's relative Frobenius error is at most this many times
+# that of the dense recipe in the same dtype.
+WORST_ERROR_RATIO = 1.5
+GRADIENT_ERRORS = ("grad_hidden_error", "grad_weight_error")
 # Loss scale in fp16: gradients of a mean over tokens then lie well above fp16's smallest number.
 FP16_SCALE = 2.0**12
 # Numbers in a float64 temporary: 1 GiB.
@@ -39,6 +43,16 @@ def dense_loss(
     if softcap is not None:
         wide = softcap * torch.tanh(wide / softcap)
     return F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX)
+
+
+def num_counted(targets: Tensor) -> Tensor:
+    return (targets != IGNORE_INDEX).sum().clamp(min=1)
+
+
+def mean_of(nll: Tensor, targets: Tensor) -> Tensor:
+    """Returns the mean of per-token losses over the tokens that are not ignored."""
+    counted = targets != IGNORE_INDEX
+    return torch.where(counted, nll.float(), 0.0).sum() / num_counted(targets)
 
 
 def gradients(method: LossFunction, inputs: BenchInputs) -> Gradients:
@@ -100,6 +114,28 @@ def relative_error(ours: Tensor, golden: Tensor) -> float:
         difference += (rows.double() - golden_rows).square_().sum()
         total += golden_rows.square().sum()
     return float((difference / total).sqrt())
+
+
+def require_correct(
+    name: str,
+    ours: Mapping[str, float],
+    dense: Mapping[str, float],
+    *,
+    worst_ratio: float,
+    slack: float,
+) -> None:
+    """Compares a method's errors of the gradients with those of the dense recipe.
+
+    Raises:
+        RuntimeError: an error is NaN, or more than worst_ratio times the dense one plus slack.
+    """
+    for key in GRADIENT_ERRORS:
+        # `ours > ...` would let a NaN pass.
+        if not ours[key] <= worst_ratio * dense[key] + slack:
+            raise RuntimeError(
+                f"{name}: {key} is {ours[key]:.2e}, more than {worst_ratio:g} times that of the "
+                f"dense computation ({dense[key]:.2e}); nothing was timed"
+            )
 
 
 def errors(ours: Gradients, golden: Gradients) -> dict[str, float]:

@@ -6,13 +6,24 @@ import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from cce_dist import LinearCrossEntropy, LossOutput, linear_cross_entropy
-from cce_dist.options import LossOptions, Stat
+from cce_dist import LinearCrossEntropy, LossOutput
+from cce_dist.options import Backend, LossOptions, Stat
 
-from .golden import Gradients, LossFunction, dense_loss, errors, golden_gradients, gradients
+from .golden import (
+    GRADIENT_ERRORS,
+    WORST_ERROR_RATIO,
+    Gradients,
+    LossFunction,
+    dense_loss,
+    errors,
+    golden_gradients,
+    gradients,
+    require_correct,
+)
 from .inputs import BenchInputs
 from .machine import (
     FLOORS,
@@ -21,19 +32,26 @@ from .machine import (
     Timer,
     compacting,
     floor_variants,
+    fresh_compiler,
     interleaved_times,
     peak_extra_bytes,
     variant_of,
 )
 from .methods import Method, describe_failure, recover, time_limit
-from .report import Report, Row, format_cell, percentiles_ms
+from .rank_methods import Setup
+from .report import Cells, Report, format_cell, percentiles_ms
 
-# Our methods are timed only if each gradient's relative Frobenius error is at most this many times
-# that of the dense recipe in the same dtype.
-WORST_ERROR_RATIO = 1.5
 # Rounding units by which sums in another order may differ.
 SLACK_UNITS = 4
 MIN_REPEATS = 3
+# Columns of a row. Errors are relative, those of gradients in the Frobenius norm. `peak_extra_mib`
+# is the peak beyond the memory in use before, `over_gradients_mib` the same less both gradients.
+# `screened` is "yes" or "no" for a method that may screen its logits.
+COLUMNS = (
+    *("method", "part", "repeats", "median_ms", "p10_ms", "p90_ms", "of_dense"),
+    *("tflop_per_s", "of_roofline", "peak_extra_mib", "over_gradients_mib"),
+    *("loss_error", *GRADIENT_ERRORS, "tail_mass", "screened", "failed"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,7 @@ class Settings:
             than `budget_seconds` (0: no such bound).
         timeout_seconds: time for a peer's import, compilation and first calls; 0: no bound.
         compact: drop ignored tokens before every method that does not do so itself.
+        backend: of our methods.
     """
 
     repeats: int = 30
@@ -53,17 +72,17 @@ class Settings:
     timeout_seconds: float = 0.0
     worst_error_ratio: float = WORST_ERROR_RATIO
     compact: bool = False
+    backend: Backend = "auto"
 
 
 @dataclass
 class Trial:
-    """Results of one method so far."""
+    """Results of one method, or of bare matrix products, so far."""
 
     name: str
-    function: LossFunction | None = None
-    errors: dict[str, float] = field(default_factory=dict)
-    tail_mass: float | None = None
-    screened: str = ""
+    method: Method | None = None  # None: bare matrix products
+    function: LossFunction | None = None  # None: bare matrix products, or the method failed
+    cells: dict[str, Any] = field(default_factory=dict)
     peak_bytes: dict[Part, int] = field(default_factory=dict)
     seconds: dict[Part, list[float]] = field(default_factory=dict)
     failed: str = ""
@@ -74,9 +93,9 @@ def bench_loss(
     methods: Sequence[Method],
     settings: Settings,
     *,
-    save: Callable[[list[Row]], None] = lambda rows: None,
+    save: Callable[[list[Cells]], None] = lambda rows: None,
     failed: Mapping[str, str] | None = None,
-) -> list[Row]:
+) -> list[Cells]:
     """Returns a row for every method and part, after two rows of bare matrix products.
 
     Args:
@@ -87,40 +106,29 @@ def bench_loss(
             the dense one.
         DeviceLostError: a peer broke the CUDA context.
     """
-    # Reset, or code that was compiled for another shape would run here as a generic kernel. Raise
-    # the limit, or methods that share a code object would fall back to eager mode.
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):
-        return _bench(inputs, methods, settings, save, failed or {})
-
-
-def _bench(
-    inputs: BenchInputs,
-    methods: Sequence[Method],
-    settings: Settings,
-    save: Callable[[list[Row]], None],
-    failed: Mapping[str, str],
-) -> list[Row]:
-    timer = Timer(inputs.hidden.device)
-    floors = _time_floors(inputs, settings, timer)
-    golden = golden_gradients(inputs)
-    recipe = functools.partial(dense_loss, softcap=inputs.softcap)
-    dense = errors(gradients(recipe, inputs), golden)
-    trials: list[Trial] = []
-    for method in methods:
-        trial = Trial(method.name, failed=failed.get(method.name, ""))
-        trials.append(trial)
-        if method.origin == "ours":
-            _try(trial, method, inputs, settings, golden, timer)
-            _require_correct(trial, dense, settings.worst_error_ratio, inputs.hidden.dtype)
-        elif not trial.failed:
-            _try_peer(trial, method, inputs, settings, golden, timer)
-        save(_rows(inputs, [*floors, *trials]))
-    del golden
-    _time_in_turns(trials, inputs, settings, timer)
-    rows = _rows(inputs, [*floors, *trials])
-    save(rows)
-    return rows
+    with fresh_compiler():
+        timer = Timer(inputs.hidden.device)
+        floors = _time_floors(inputs, settings, timer)
+        golden = golden_gradients(inputs)
+        recipe = functools.partial(dense_loss, softcap=inputs.softcap)
+        dense = errors(gradients(recipe, inputs), golden)
+        accumulated_in = torch.promote_types(inputs.hidden.dtype, torch.float32)
+        slack = SLACK_UNITS * torch.finfo(accumulated_in).eps / 2
+        ratio = settings.worst_error_ratio
+        trials: list[Trial] = []
+        for method in methods:
+            trial = Trial(method.name, method, failed=(failed or {}).get(method.name, ""))
+            trials.append(trial)
+            if method.is_ours or not trial.failed:
+                _try(trial, inputs, settings, golden, timer)
+            if method.is_ours:
+                require_correct(trial.name, trial.cells, dense, worst_ratio=ratio, slack=slack)
+            save(_rows(inputs, [*floors, *trials]))
+        del golden
+        _time_in_turns(trials, inputs, settings, timer)
+        rows = _rows(inputs, [*floors, *trials])
+        save(rows)
+        return rows
 
 
 def mean_tail_mass(inputs: BenchInputs, options: LossOptions) -> float:
@@ -139,10 +147,7 @@ def was_screened(inputs: BenchInputs, options: LossOptions) -> bool:
 
 @torch.no_grad()
 def _stats(inputs: BenchInputs, options: LossOptions, stat: Stat) -> LossOutput:
-    out = linear_cross_entropy(
-        inputs.hidden,
-        inputs.weight,
-        inputs.targets,
+    loss = LinearCrossEntropy(
         softcap=options.softcap,
         filter=options.filter,
         logits=options.logits,
@@ -150,6 +155,7 @@ def _stats(inputs: BenchInputs, options: LossOptions, stat: Stat) -> LossOutput:
         backend=options.backend,
         stats=(stat,),
     )
+    out = loss(inputs.hidden, inputs.weight, inputs.targets)
     assert isinstance(out, LossOutput)
     return out
 
@@ -157,52 +163,43 @@ def _stats(inputs: BenchInputs, options: LossOptions, stat: Stat) -> LossOutput:
 def _time_floors(inputs: BenchInputs, settings: Settings, timer: Timer) -> list[Trial]:
     variants = floor_variants(inputs)
     repeats = {key: _num_repeats(settings, timer.seconds(run)) for key, run in variants.items()}
-    times = interleaved_times(variants, repeats, timer, _raise)
+    times = interleaved_times(variants, repeats, timer)
     return [Trial(name, seconds={part: taken}) for (name, part), taken in times.items()]
 
 
-def _raise(key: object, error: Exception) -> None:
-    raise error
-
-
-def _try_peer(
-    trial: Trial,
-    method: Method,
-    inputs: BenchInputs,
-    settings: Settings,
-    golden: Gradients,
-    timer: Timer,
-) -> None:
-    try:
-        with time_limit(settings.timeout_seconds):
-            _try(trial, method, inputs, settings, golden, timer)
-    except Exception as error:
-        trial.failed = describe_failure(error)
-    if trial.failed:
-        trial.function = None
-        recover(trial.name, trial.failed, timer.device)
-
-
 def _try(
-    trial: Trial,
-    method: Method,
-    inputs: BenchInputs,
-    settings: Settings,
-    golden: Gradients,
-    timer: Timer,
+    trial: Trial, inputs: BenchInputs, settings: Settings, golden: Gradients, timer: Timer
+) -> None:
+    """Measures a method; a peer's failure is kept in the trial, ours is raised."""
+    is_ours = trial.method is not None and trial.method.is_ours
+    try:
+        with time_limit(0 if is_ours else settings.timeout_seconds):
+            _measure(trial, inputs, settings, golden, timer)
+        return
+    except Exception as error:
+        if is_ours:
+            raise
+        trial.failed, trial.function = describe_failure(error), None
+    # Only now has the error's traceback released its tensors.
+    recover(trial.name, trial.failed, timer.device)
+
+
+def _measure(
+    trial: Trial, inputs: BenchInputs, settings: Settings, golden: Gradients, timer: Timer
 ) -> None:
     """Measures errors, tail mass, peak memory, and each part's time once.
 
     The single time stays if the timing in turns fails.
     """
-    function = method.build()
+    assert trial.method is not None
+    function = trial.method.build(Setup(settings.backend, inputs.softcap))
     if isinstance(function, LinearCrossEntropy) and function.options.filters:
-        trial.tail_mass = mean_tail_mass(inputs, function.options)
+        trial.cells["tail_mass"] = mean_tail_mass(inputs, function.options)
         if function.options.logits == "screened":
-            trial.screened = "yes" if was_screened(inputs, function.options) else "no"
-    if settings.compact and method.origin != "ours":
+            trial.cells["screened"] = "yes" if was_screened(inputs, function.options) else "no"
+    if settings.compact and not trial.method.is_ours:
         function = compacting(function)
-    trial.errors = errors(gradients(function, inputs), golden)
+    trial.cells |= errors(gradients(function, inputs), golden)
     for part in settings.parts:
         variant = variant_of(function, inputs, part)
         # The first launch compiles what this part needs beyond the call above.
@@ -218,8 +215,9 @@ def _time_in_turns(
     by_name = {trial.name: trial for trial in trials}
     variants, repeats = {}, {}
     for trial in trials:
-        for part in settings.parts if trial.function is not None else ():
-            assert trial.function is not None
+        if trial.function is None:
+            continue
+        for part in settings.parts:
             variants[trial.name, part] = variant_of(trial.function, inputs, part)
             repeats[trial.name, part] = _num_repeats(settings, trial.seconds[part][0])
 
@@ -240,22 +238,7 @@ def _num_repeats(settings: Settings, seconds: float) -> int:
     return max(MIN_REPEATS, min(settings.repeats, affordable))
 
 
-def _require_correct(
-    trial: Trial, dense: dict[str, float], worst_ratio: float, dtype: torch.dtype
-) -> None:
-    accumulated_in = torch.float64 if dtype == torch.float64 else torch.float32
-    slack = SLACK_UNITS * torch.finfo(accumulated_in).eps / 2
-    for key in ("grad_hidden_error", "grad_weight_error"):
-        got, expected = trial.errors[key], dense[key]
-        # `got > ...` would let a NaN pass.
-        if not got <= worst_ratio * expected + slack:
-            raise RuntimeError(
-                f"{trial.name}: {key} is {got:.2e}, more than {worst_ratio:g} times that of the "
-                f"dense computation ({expected:.2e}); nothing was timed"
-            )
-
-
-def _rows(inputs: BenchInputs, trials: Sequence[Trial]) -> list[Row]:
+def _rows(inputs: BenchInputs, trials: Sequence[Trial]) -> list[Cells]:
     medians = {
         (trial.name, part): statistics.median(taken)
         for trial in trials
@@ -265,31 +248,30 @@ def _rows(inputs: BenchInputs, trials: Sequence[Trial]) -> list[Row]:
     sizes = inputs.num_valid, len(inputs.weight), inputs.hidden.shape[1]
     flop = 2 * sizes[0] * sizes[1] * sizes[2]
     gradient_bytes = inputs.hidden.nbytes + inputs.weight.nbytes
-    rows = []
+    rows: list[Cells] = []
     for trial in trials:
-        known = {"tail_mass": trial.tail_mass, "screened": trial.screened, "failed": trial.failed}
-        shared = {**trial.errors, **known}
+        shared = {**dict.fromkeys(COLUMNS), "screened": "", **trial.cells}
+        shared |= {"method": trial.name, "part": "", "repeats": 0, "failed": trial.failed}
         for part, taken in trial.seconds.items():
             median = medians[trial.name, part]
-            dense = medians.get(("dense", part))
-            peak = trial.peak_bytes.get(part)
-            over = None if peak is None or part in ("loss", "forward") else peak - gradient_bytes
-            rows.append(
-                Row(
-                    method=trial.name,
-                    part=part,
-                    repeats=len(taken),
-                    **percentiles_ms(taken),
-                    of_dense=None if dense is None else median / dense,
-                    tflop_per_s=NUM_PRODUCTS[part] * flop / median / 1e12,
-                    of_roofline=NUM_PRODUCTS[part] * matmul / median,
-                    peak_extra_mib=None if peak is None else peak / 2**20,
-                    over_gradients_mib=None if over is None else over / 2**20,
-                    **shared,
-                )
-            )
+            cells = {
+                **shared,
+                "part": part,
+                "repeats": len(taken),
+                **percentiles_ms(taken),
+                "tflop_per_s": NUM_PRODUCTS[part] * flop / median / 1e12,
+                "of_roofline": NUM_PRODUCTS[part] * matmul / median,
+            }
+            if ("dense", part) in medians:
+                cells["of_dense"] = median / medians["dense", part]
+            if part in trial.peak_bytes:
+                cells["peak_extra_mib"] = trial.peak_bytes[part] / 2**20
+                if part not in ("loss", "forward"):
+                    over = trial.peak_bytes[part] - gradient_bytes
+                    cells["over_gradients_mib"] = over / 2**20
+            rows.append(cells)
         if not trial.seconds:
-            rows.append(Row(method=trial.name, part="", **shared))
+            rows.append(shared)
     return rows
 
 
@@ -313,15 +295,15 @@ def measure_all(
         inputs = make()
         description = {**(labels or {}), **inputs.description}
 
-        def save(rows: list[Row], description: Mapping[str, str | int] = description) -> None:
-            report.add(description, [row.cells for row in rows])
+        def save(rows: list[Cells], description: Mapping[str, str | int] = description) -> None:
+            report.add(description, rows)
             report.say(_progress(rows[-1]))
 
         bench_loss(inputs, methods, settings, save=save, failed=failed)
         report.finish_case()
 
 
-def _progress(row: Row) -> str:
+def _progress(row: Cells) -> str:
     names = ("median_ms", "peak_extra_mib", "grad_hidden_error", "grad_weight_error", "failed")
-    values = [(name, format_cell(name, row.cells[name])) for name in names]
-    return f"{row.method}: " + ", ".join(f"{name} {value}" for name, value in values if value)
+    values = [(name, format_cell(name, row[name])) for name in names]
+    return f"{row['method']}: " + ", ".join(f"{name} {value}" for name, value in values if value)

@@ -8,7 +8,8 @@ import platform
 import random
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -25,19 +26,6 @@ from .inputs import IGNORE_INDEX, BenchInputs
 HEAD_START_CYCLES = 8_000_000
 FLUSH_BYTES = 256 * 2**20
 
-# A peer's package, by the beginning of its methods' names.
-PACKAGES = {
-    "cce": "cut-cross-entropy",
-    "fla": "flash-linear-attention",
-    "flash-attn": "flash-attn",
-    "liger": "liger-kernel",
-    "megatron": "megatron-core",
-    "quack": "quack-kernels",
-    "transformer-engine": "transformer-engine",
-    "unsloth": "unsloth-zoo",
-    "verl": "verl",
-}
-
 Part = Literal["loss", "forward", "gradient", "loss+grad"]
 # Number of [N, V, D] matrix products that each part needs at least.
 NUM_PRODUCTS: dict[Part, int] = {"loss": 1, "forward": 1, "gradient": 2, "loss+grad": 3}
@@ -53,28 +41,13 @@ def describe_machine(device: torch.device) -> dict[str, str]:
         "device": _device_name(device),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": _output_of("git", "describe", "--always", "--dirty") or "unknown",
     }
 
 
-def describe_peers(methods: Iterable[str]) -> dict[str, str]:
-    """Returns the packages of peers' methods with their versions; empty if there are none.
-
-    A package in a folder on Python's path has the version of the *.dist-info beside it.
-    """
-    packages = {
-        package
-        for method in methods
-        for name, package in PACKAGES.items()
-        if method == name or method.startswith(f"{name}-")
-    }
-    versions = [f"{package} {_version(package, 'unknown')}" for package in sorted(packages)]
-    return {"peers": ", ".join(versions)} if versions else {}
-
-
-def _version(package: str, otherwise: str = "none") -> str:
+def version_of(package: str, otherwise: str = "none") -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -91,26 +64,18 @@ def _device_name(device: torch.device) -> str:
 
 
 def _driver(device: torch.device) -> str:
-    query = ["nvidia-smi", "--query-gpu=clocks.max.sm,driver_version", "--format=csv,noheader"]
+    query = ("--query-gpu=clocks.max.sm,driver_version", "--format=csv,noheader")
+    lines = _output_of("nvidia-smi", *query).splitlines()
+    return ", {}, driver {}".format(*lines[device.index or 0].split(", ")) if lines else ""
+
+
+def _output_of(*command: str) -> str:
+    """Returns what a command prints; empty if it is absent or fails."""
+    here = Path(__file__).parent
     try:
-        done = subprocess.run(query, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
-    clock, driver = done.stdout.splitlines()[device.index or 0].split(", ")
-    return f", {clock}, driver {driver}"
-
-
-def _commit() -> str:
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
     return done.stdout.strip()
 
 
@@ -122,6 +87,15 @@ class Variant:
     prepare: Callable[[], Any] = lambda: None
     # Frees what `run` left.
     finish: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def prepared(self) -> Iterator[Callable[[], object]]:
+        """Prepares the call and yields it; frees what it left."""
+        prepared = self.prepare()
+        try:
+            yield lambda: self.run(prepared)
+        finally:
+            self.finish()
 
 
 class Timer:
@@ -143,46 +117,58 @@ class Timer:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def seconds(self, variant: Variant) -> float:
-        prepared = variant.prepare()
-        try:
+        with variant.prepared() as call:
             if self.device.type == "cuda":
-                return self._seconds_on_device(variant, prepared)
+                return self._seconds_on_device(call)
             self.flush.zero_()
             self.align()
             start = time.perf_counter()
-            variant.run(prepared)
+            call()
             return time.perf_counter() - start
-        finally:
-            variant.finish()
 
     def start_ahead(self) -> None:
         """Keeps the device busy while the host launches: in a training step the host is ahead."""
         torch.cuda._sleep(self.head_start_cycles)
         self.align()
 
-    def _seconds_on_device(self, variant: Variant, prepared: Any) -> float:
+    def _seconds_on_device(self, call: Callable[[], object]) -> float:
         synchronize(self.device)
         self.flush.zero_()
         self.start_ahead()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        variant.run(prepared)
+        call()
         end.record()
         synchronize(self.device)
         return start.elapsed_time(end) / 1e3
+
+
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Forgets compiled code, and lets many methods and shapes be compiled in the context.
+
+    Code that was compiled for another shape would run as a generic kernel. Beyond the usual limit,
+    methods that share a code object would fall back to eager mode.
+    """
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
 
 
 def interleaved_times(
     variants: Mapping[Key, Variant],
     repeats: Mapping[Key, int],
     timer: Timer,
-    failed: Callable[[Key, Exception], None],
+    failed: Callable[[Key, Exception], None] | None = None,
 ) -> dict[Key, list[float]]:
     """Returns the seconds of each variant, `repeats` times, taken in turns: drift hits all alike.
 
     Each turn has another order. A variant that heats the device makes the next one a fifth slower,
-    so no variant may always follow the same one. The first turn warms up and is thrown away. If a
-    variant raises, `failed` is called with the error, and the variant is left out from then on.
+    so no variant may always follow the same one. The first turn warms up and is thrown away.
+
+    Args:
+        failed: called with the error of a variant that raises, which is left out from then on;
+            None: the error is raised.
     """
     times: dict[Key, list[float]] = {key: [] for key in variants}
     live = dict(variants)
@@ -194,6 +180,8 @@ def interleaved_times(
             try:
                 times[key].append(timer.seconds(variant))
             except Exception as error:
+                if failed is None:
+                    raise
                 del live[key]
                 failed(key, error)
     return {key: taken[1:] for key, taken in times.items()}
@@ -201,20 +189,17 @@ def interleaved_times(
 
 def peak_extra_bytes(variant: Variant, device: torch.device) -> int:
     """Returns the peak memory of `run` beyond the memory in use before; its results count."""
-    prepared = variant.prepare()
-    try:
+    with variant.prepared() as call:
         if device.type == "cuda":
             synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
-            variant.run(prepared)
+            call()
             synchronize(device)
             return torch.cuda.max_memory_allocated(device) - before
         with track_allocations() as allocations:
-            variant.run(prepared)
+            call()
         return allocations.peak_bytes
-    finally:
-        variant.finish()
 
 
 def synchronize(device: torch.device) -> None:
@@ -222,15 +207,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def check_parts(names: Sequence[str]) -> tuple[Part, ...]:
+def check_parts(option: str, names: Sequence[str]) -> tuple[Part, ...]:
     """Returns the named parts in their usual order.
 
     Raises:
-        ValueError: a name is no part.
+        ValueError: a name is no part; the message names the option.
     """
     unknown = sorted(set(names) - set(get_args(Part)))
     if unknown:
-        raise ValueError(f"passes must be among {list(get_args(Part))}, got {unknown}")
+        raise ValueError(f"{option} must be among {list(get_args(Part))}, got {unknown}")
     return tuple(part for part in get_args(Part) if part in names)
 
 
@@ -256,30 +241,20 @@ def variant_of(function: LossFunction, inputs: BenchInputs, part: Part) -> Varia
     def reset() -> None:
         hidden.grad = weight.grad = None
 
-    def forward() -> Tensor:
-        reset()
+    def forward(_: object = None) -> Tensor:
         return function(hidden, weight, inputs.targets)
 
-    def loss(_: object) -> None:
-        with torch.no_grad():
-            function(hidden, weight, inputs.targets)
+    def reset_and_forward() -> Tensor:
+        reset()
+        return forward()
 
-    def forward_only(_: object) -> None:
-        function(hidden, weight, inputs.targets)
-
-    def backward(loss: Tensor) -> None:
-        loss.backward()
-
-    def both(_: object) -> None:
-        function(hidden, weight, inputs.targets).backward()
-
-    if part == "loss":
-        return Variant(loss)
-    if part == "forward":
-        return Variant(forward_only)
-    if part == "gradient":
-        return Variant(backward, forward, reset)
-    return Variant(both, reset, reset)
+    variants = {
+        "loss": Variant(torch.no_grad()(forward)),
+        "forward": Variant(forward),
+        "gradient": Variant(Tensor.backward, reset_and_forward, reset),
+        "loss+grad": Variant(lambda _: forward().backward(), reset, reset),
+    }
+    return variants[part]
 
 
 def floor_variants(inputs: BenchInputs) -> dict[tuple[str, Part], Variant]:

@@ -1,58 +1,163 @@
-"""All methods by name (the dense recipe, ours, the peers), and the handling of a peer's failure."""
+"""Registry of all methods (the dense recipe, ours, the peers), and handling of a peer's failure."""
 
 from __future__ import annotations
 
-import functools
 import gc
-import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from cce_dist import (
-    Filter,
-    LinearCrossEntropy,
-    QuantizedWeight,
-    Screen,
-    linear_cross_entropy,
-    quantize_weight,
-)
-from cce_dist.options import Backend, GradientMode
+from cce_dist import Filter, LinearCrossEntropy, QuantizedWeight, Screen, quantize_weight
+from cce_dist.options import Backend
 
-from .golden import LossFunction, dense_loss
-from .peers import PEERS, build_peer
+from . import peers
+from .golden import LossFunction
+from .machine import version_of
+from .rank_methods import Setup, dense
 
 MAX_REASON_CHARS = 160
-OURS: tuple[GradientMode, ...] = ("filtered", "exact", "in_forward")
-# `exact` with about a GiB to keep logits in.
-WITH_MEMORY = "exact-kept"
+# A method of ours that `bench train` names too.
+SCREENED = "screened"
+# About a GiB to keep logits in.
 MEMORY = 900 * 2**20
-# `filtered` with 8-bit logits where they don't matter; the same with an existing 8-bit copy of the
-# weight.
-SCREENED, SCREENED_COPY = "screened", "screened-copy"
-# `filtered` within torch.compile(fullgraph=True).
-COMPILED = "filtered-compiled"
-# Peers that need neither a GPU nor a compiler.
-CPU_PEERS = ("torch-chunked",)
+# The packages of several peers.
+APPLE, FLA = "cut-cross-entropy", "flash-linear-attention"
+LIGER, MEGATRON = "liger-kernel", "megatron-core"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A loss by name; `build` imports and configures it.
+    """A loss by name.
 
-    If a peer's `build` raises, the error is reported in a row and not raised.
+    Args:
+        builder: imports and configures the loss; `build` calls it.
+        package: the distribution that a peer comes from; empty: none, or torch.
+        default: measured where nobody names methods. On a GPU all peers are.
+        alone: one rank can run it, with the whole vocabulary.
+        ranks: ranks that share the vocabulary can run it.
+        softcap: takes a softcap.
+        on_cpu: can run on a CPU; says nothing of peers, whose failure is reported.
     """
 
     name: str
     origin: Literal["dense", "ours", "peer"]
-    build: Callable[[], LossFunction]
+    builder: Callable[[Setup], LossFunction]
+    package: str = ""
+    default: bool = False
+    alone: bool = True
+    ranks: bool = False
+    softcap: bool = False
+    on_cpu: bool = True
+
+    @property
+    def is_ours(self) -> bool:
+        return self.origin == "ours"
+
+    def build(self, setup: Setup) -> LossFunction:
+        """Returns the loss. A peer may raise anything here; that is reported in a row.
+
+        Raises:
+            NotImplementedError: the method takes no softcap.
+        """
+        if setup.softcap is not None and not self.softcap:
+            raise NotImplementedError(f"{self.name} takes no softcap, as the benchmark calls it")
+        return self.builder(setup)
+
+
+def _build_ours(options: Mapping[str, Any], setup: Setup) -> LinearCrossEntropy:
+    return LinearCrossEntropy(
+        backend=setup.backend,
+        softcap=setup.softcap,
+        group=setup.group,
+        sequence_parallel=setup.place is not None and setup.place.sequence_parallel,
+        **options,
+    )
+
+
+def _compiled(setup: Setup) -> LossFunction:
+    """Returns `filtered`, compiled into one graph as in a compiled model."""
+    return torch.compile(_build_ours({"gradient": "filtered"}, setup), fullgraph=True)
+
+
+def _with_copy(setup: Setup) -> LossFunction:
+    """Returns `screened` with a weight that is quantised once, at the first call."""
+    quantized: QuantizedWeight | None = None
+    screened = _build_ours({"logits": "screened"}, setup)
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        nonlocal quantized
+        if quantized is None:
+            quantized = quantize_weight(weight, hidden, backend=setup.backend)
+        return screened(hidden, weight, targets, quantized_weight=quantized)
+
+    return loss
+
+
+def _ours(name: str, options: Mapping[str, Any], *, default: bool = False) -> Method:
+    build = partial(_build_ours, options)
+    return Method(name, "ours", build, default=default, ranks=True, softcap=True)
+
+
+def _peer(
+    name: str, builder: Callable[[Setup], LossFunction], package: str = "", **flags: bool
+) -> Method:
+    return Method(name, "peer", builder, package, **flags)
+
+
+# In the order in which they are measured. Peers with a compiler of their own come last: they are
+# the likeliest to end a process.
+_METHODS = (
+    Method("dense", "dense", dense, default=True, ranks=True, softcap=True),
+    _ours("filtered", {"gradient": "filtered"}, default=True),
+    _ours("exact", {"gradient": "exact"}, default=True),
+    _ours("in_forward", {"gradient": "in_forward"}, default=True),
+    _ours("exact-kept", {"gradient": "exact", "keep_logits": True, "workspace_bytes": MEMORY}),
+    # 8-bit logits where they don't matter.
+    _ours(SCREENED, {"logits": "screened"}),
+    _ours("screened-e4m3", {"logits": "screened", "screen": Screen(dtype="e4m3")}),
+    # The backward computes the exact logits anew.
+    _ours("screened-again", {"logits": "screened", "keep_logits": False}),
+    _ours("screened-keep-2^-9", {"logits": "screened", "filter": Filter(keep=2.0**-9)}),
+    _ours("screened-in-forward", {"logits": "screened", "gradient": "in_forward"}),
+    # With an existing 8-bit copy of the weight.
+    Method("screened-copy", "ours", _with_copy, softcap=True),
+    # Within torch.compile(fullgraph=True).
+    Method("filtered-compiled", "ours", _compiled, ranks=True, softcap=True, on_cpu=False),
+    _peer("torch-compile", peers.compiled_dense, softcap=True),
+    _peer("cce", partial(peers.apple, "cce"), APPLE, ranks=True, softcap=True),
+    _peer("cce-kahan-full-c", partial(peers.apple, "cce_kahan_full_c"), APPLE, softcap=True),
+    _peer("cce-exact", partial(peers.apple, "cce_exact"), APPLE, ranks=True, softcap=True),
+    _peer("flash-attn", peers.flash_attention, "flash-attn"),
+    _peer("liger-8", partial(peers.liger, 8), LIGER, softcap=True),
+    _peer("liger", partial(peers.liger, None), LIGER, softcap=True),
+    _peer("liger-tp", peers.liger_tp, LIGER, alone=False, ranks=True),
+    _peer("liger-logits", peers.liger_logits, LIGER, alone=False, ranks=True),
+    _peer("fla-16bit", partial(peers.fla, False), FLA),
+    _peer("fla", partial(peers.fla, True), FLA),
+    _peer("torchtune-8", peers.chunked_by_autograd),
+    _peer("torchtitan-8", peers.chunked_in_forward),
+    _peer("unsloth", peers.unsloth, "unsloth-zoo"),
+    _peer("mgmalek-8", peers.mgmalek),
+    _peer("verl", peers.verl, "verl", ranks=True),
+    _peer("transformer-engine", peers.transformer_engine, "transformer-engine", ranks=True),
+    _peer("megatron-fused", peers.megatron_fused, MEGATRON, alone=False, ranks=True),
+    _peer("megatron", peers.megatron, MEGATRON, ranks=True),
+    # Needs neither a GPU nor a compiler.
+    _peer("torch-chunked", peers.torch_chunked, default=True),
+    _peer("liger-sm90-logits", peers.liger_sm90_logits, LIGER),
+    _peer("liger-sm90", peers.liger_sm90, LIGER),
+    _peer("quack", peers.quack, "quack-kernels"),
+)
+METHODS = {method.name: method for method in _METHODS}
 
 
 def parse_backend(text: str) -> Backend:
@@ -69,99 +174,47 @@ def parse_backend(text: str) -> Backend:
 
 def choose_methods(
     names: Sequence[str] = (),
-    peers: str | None = None,
+    peer_names: str | None = None,
     *,
-    backend: Backend = "auto",
     extra: Sequence[str] = (),
     on_gpu: bool = False,
-    softcap: float | None = None,
+    ranks: bool = False,
 ) -> list[Method]:
-    """Returns the methods to measure, ours before peers.
+    """Returns the methods to measure, in the registry's order.
 
     Args:
-        names: only these methods, peers included; empty: the dense recipe and ours.
-        peers: "all", "none", or names with commas. None: "none" if there are `names`; else "all" on
-            a GPU, and elsewhere the peers that run without one.
-        extra: further peers, each "NAME=MODULE:FUNCTION", whose FUNCTION is a LossFunction.
-        softcap: softcap of the logits, for all but `extra`; a peer that takes none is reported as
-            failed.
+        names: only these methods, peers included; empty: the default ones, without peers.
+        peer_names: "all", "none", or names with commas. None: "none" if there are `names`; else
+            "all" on a GPU, and elsewhere the default ones.
+        extra: further peers, each "NAME=MODULE:FUNCTION", whose FUNCTION is a LossFunction. They
+            get no softcap.
+        ranks: of the methods for ranks that share the vocabulary; False: for a rank that has it.
     Raises:
         ValueError: a name is unknown or cannot run here, or `extra` is malformed.
     """
-    recipe = functools.partial(dense_loss, softcap=softcap)
-    known = {"dense": Method("dense", "dense", lambda: recipe)}
-    known |= {name: Method(name, "ours", build) for name, build in _ours(backend, softcap).items()}
-    for name in PEERS:
-        known[name] = Method(name, "peer", functools.partial(build_peer, name, softcap))
     added = [_parse_extra(text) for text in extra]
-    known |= {method.name: method for method in added}
-
-    if peers is None:
-        default = PEERS if on_gpu else CPU_PEERS
-        wanted_peers = [] if names else list(default)
-    elif peers in ("all", "none"):
-        wanted_peers = list(PEERS) if peers == "all" else []
+    every = [*METHODS.values(), *added]
+    known = {each.name: each for each in every if (each.ranks if ranks else each.alone)}
+    all_peers = [each for each in known.values() if each.origin == "peer"]
+    if peer_names is None:
+        wanted_peers = [each.name for each in all_peers if not names and (on_gpu or each.default)]
+    elif peer_names == "all":
+        wanted_peers = [each.name for each in all_peers]
     else:
-        wanted_peers = [name for name in peers.split(",") if name]
-    wanted = {*(names or ("dense", *OURS)), *wanted_peers, *(method.name for method in added)}
+        wanted_peers = [name for name in peer_names.split(",") if name and peer_names != "none"]
+    default = [each.name for each in known.values() if each.default and each.origin != "peer"]
+    wanted = {*(names or default), *wanted_peers, *(method.name for method in added)}
     unknown = sorted(wanted - set(known))
     if unknown:
         raise ValueError(f"methods and peers must be among {sorted(known)}, got {unknown}")
-    if COMPILED in wanted and not on_gpu:
-        raise ValueError(
-            f"method {COMPILED} needs a GPU: torch.compile cannot trace the dispatch mode that "
-            "counts memory on a CPU"
-        )
-    return [method for name, method in known.items() if name in wanted]
-
-
-def _ours(backend: Backend, softcap: float | None) -> dict[str, Callable[[], LossFunction]]:
-    """Returns builders of our losses, by the names of the methods."""
-    loss = functools.partial(LinearCrossEntropy, backend=backend, softcap=softcap)
-    screened = functools.partial(loss, logits="screened")
-    return {
-        **{mode: functools.partial(loss, gradient=mode) for mode in OURS},
-        WITH_MEMORY: functools.partial(
-            loss, gradient="exact", keep_logits=True, workspace_bytes=MEMORY
-        ),
-        SCREENED: screened,
-        "screened-e4m3": functools.partial(screened, screen=Screen(dtype="e4m3")),
-        # The backward computes the exact logits anew.
-        "screened-again": functools.partial(screened, keep_logits=False),
-        "screened-keep-2^-9": functools.partial(screened, filter=Filter(keep=2.0**-9)),
-        "screened-in-forward": functools.partial(screened, gradient="in_forward"),
-        SCREENED_COPY: functools.partial(with_copy, backend, softcap),
-        COMPILED: functools.partial(compiled, backend, softcap),
-    }
-
-
-def compiled(backend: Backend, softcap: float | None) -> LossFunction:
-    """Returns the loss, compiled into one graph as in a compiled model."""
-    loss = LinearCrossEntropy(gradient="filtered", backend=backend, softcap=softcap)
-    return torch.compile(loss, fullgraph=True)
-
-
-def with_copy(backend: Backend, softcap: float | None) -> LossFunction:
-    """Returns a loss with screened logits that quantises the weight once, at the first call."""
-    quantized: QuantizedWeight | None = None
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        nonlocal quantized
-        if quantized is None:
-            quantized = quantize_weight(weight, hidden, backend=backend)
-        mean = linear_cross_entropy(
-            hidden,
-            weight,
-            targets,
-            softcap=softcap,
-            logits="screened",
-            quantized_weight=quantized,
-            backend=backend,
-        )
-        assert isinstance(mean, Tensor)
-        return mean
-
-    return loss
+    chosen = [method for name, method in known.items() if name in wanted]
+    for method in chosen:
+        if not (method.on_cpu or on_gpu):
+            raise ValueError(
+                f"method {method.name} needs a GPU: torch.compile cannot trace the dispatch mode "
+                "that counts memory on a CPU"
+            )
+    return chosen
 
 
 def _parse_extra(text: str) -> Method:
@@ -169,7 +222,17 @@ def _parse_extra(text: str) -> Method:
     module, colon, function = target.partition(":")
     if not (name and equals and module and colon and function):
         raise ValueError(f"extra must be NAME=MODULE:FUNCTION, got {text!r}")
-    return Method(name, "peer", lambda: getattr(importlib.import_module(module), function))
+    return Method(name, "peer", lambda setup: resolve_name(target), softcap=True)
+
+
+def describe_peers(names: Iterable[str]) -> dict[str, str]:
+    """Returns the packages of peers' methods with their versions; empty if there are none.
+
+    A package in a folder on Python's path has the version of the *.dist-info beside it.
+    """
+    packages = {METHODS[name].package for name in names if name in METHODS} - {""}
+    versions = [f"{package} {version_of(package, 'unknown')}" for package in sorted(packages)]
+    return {"peers": ", ".join(versions)} if versions else {}
 
 
 class DeviceLostError(RuntimeError):

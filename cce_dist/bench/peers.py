@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib
 import inspect
 import os
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -18,15 +18,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .golden import LossFunction, dense_loss
+from .golden import LossFunction, dense_loss, mean_of, num_counted
 from .inputs import IGNORE_INDEX
+from .rank_methods import Setup, all_tokens, logits_of
 
 # Tokens in a chunk: QuACK's own default.
 QUACK_CHUNK = 4096
+# Chunks of the peers whose caller chooses the number.
+NUM_CHUNKS = 8
 
 
-def compiled_dense(softcap: float | None = None) -> LossFunction:
-    return torch.compile(functools.partial(dense_loss, softcap=softcap), dynamic=False)
+def compiled_dense(setup: Setup) -> LossFunction:
+    return torch.compile(functools.partial(dense_loss, softcap=setup.softcap), dynamic=False)
 
 
 def compiled_sum() -> LossFunction:
@@ -39,38 +42,25 @@ def compiled_sum() -> LossFunction:
     return torch.compile(loss_sum, dynamic=False)
 
 
-def num_counted(targets: Tensor) -> Tensor:
-    return (targets != IGNORE_INDEX).sum().clamp(min=1)
-
-
-def mean_of(nll: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean of per-token losses over the tokens that are not ignored."""
-    counted = targets != IGNORE_INDEX
-    return torch.where(counted, nll.float(), 0.0).sum() / num_counted(targets)
-
-
-def chunked_by_autograd(num_chunks: int) -> LossFunction:
+def chunked_by_autograd(_: Setup) -> LossFunction:
     """Returns a loss in chunks of tokens, like torchtune's; autograd keeps the logits."""
-    loss_sum = compiled_sum()
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        chunks = zip(hidden.chunk(num_chunks), targets.chunk(num_chunks), strict=True)
-        total = torch.stack([loss_sum(rows, weight, ids) for rows, ids in chunks]).sum()
-        return total / num_counted(targets)
-
-    return loss
+    return functools.partial(_sum_chunks, compiled_sum())
 
 
-def chunked_in_forward(num_chunks: int) -> LossFunction:
+def _sum_chunks(loss_sum: LossFunction, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    chunks = zip(hidden.chunk(NUM_CHUNKS), targets.chunk(NUM_CHUNKS), strict=True)
+    total = torch.stack([loss_sum(rows, weight, ids) for rows, ids in chunks]).sum()
+    return total / num_counted(targets)
+
+
+def chunked_in_forward(_: Setup) -> LossFunction:
     """Returns a loss in chunks of tokens, like torchtitan's; a chunk's backward follows at once."""
     loss_sum = compiled_sum()
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return _ChunkedInForward.apply(hidden, weight, targets, loss_sum, num_chunks)
-        chunks = zip(hidden.chunk(num_chunks), targets.chunk(num_chunks), strict=True)
-        total = torch.stack([loss_sum(rows, weight, ids) for rows, ids in chunks]).sum()
-        return total / num_counted(targets)
+            return _ChunkedInForward.apply(hidden, weight, targets, loss_sum)
+        return _sum_chunks(loss_sum, hidden, weight, targets)
 
     return loss
 
@@ -83,24 +73,14 @@ class _ChunkedInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        loss_sum: Callable[..., Tensor],
-        num_chunks: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, loss_sum: Callable[..., Tensor]
     ) -> Tensor:
         count = num_counted(targets)
         total = torch.zeros((), device=hidden.device)
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
         leaf = weight.detach().requires_grad_()
-        chunks = zip(
-            hidden.detach().chunk(num_chunks),
-            targets.chunk(num_chunks),
-            grad_hidden.chunk(num_chunks),
-            strict=True,
-        )
-        for chunk, ids, grad in chunks:
+        tensors = (hidden.detach(), targets, grad_hidden)
+        for chunk, ids, grad in zip(*(x.chunk(NUM_CHUNKS) for x in tensors), strict=True):
             with torch.enable_grad():
                 rows = chunk.detach().requires_grad_()
                 loss = loss_sum(rows, leaf, ids) / count
@@ -114,146 +94,154 @@ class _ChunkedInForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss, grad_weight.mul_(grad_loss), None, None, None
+        return grad_hidden * grad_loss, grad_weight.mul_(grad_loss), None, None
 
 
-def torch_chunked() -> LossFunction:
+def torch_chunked(_: Setup) -> LossFunction:
     """Returns torch 2.13's F.linear_cross_entropy with its default chunks."""
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if options is None:
         raise ImportError(f"torch {torch.__version__} has no LinearCrossEntropyOptions")
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return F.linear_cross_entropy(  # pyright: ignore[reportAttributeAccessIssue]
-            hidden, weight, targets, options=options()
-        )
-
-    return loss
+    function = F.linear_cross_entropy  # pyright: ignore[reportAttributeAccessIssue]
+    return lambda hidden, weight, targets: function(hidden, weight, targets, options=options())
 
 
-def apple(impl: str, softcap: float | None = None) -> LossFunction:
+def apple(impl: str, setup: Setup) -> LossFunction:
     """Returns Apple's Cut Cross-Entropy with one of its presets."""
-    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    return functools.partial(function, ignore_index=IGNORE_INDEX, impl=impl, softcap=softcap)
+    options: dict[str, Any] = {"impl": impl, "softcap": setup.softcap}
+    if (place := setup.place) is not None:
+        split = resolve_name("cut_cross_entropy.vocab_parallel:VocabParallelOptions")
+        options["vocab_parallel_options"] = split(place.rows.start, place.rows.stop, place.group)
+    function = resolve_name("cut_cross_entropy:linear_cross_entropy")
+    return functools.partial(function, ignore_index=IGNORE_INDEX, **options)
 
 
-def liger(chunk_factor: int | None, softcap: float | None = None) -> LossFunction:
+def liger(chunk_factor: int | None, setup: Setup) -> LossFunction:
     """Returns Liger's Triton kernel with chunks of `chunk_factor` times its default.
 
     Its default chunk has about N D / V tokens.
     """
-    module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
-    function = module.LigerFusedLinearCrossEntropyFunction
+    folder = "liger_kernel.ops.fused_linear_cross_entropy"
+    function = resolve_name(f"{folder}:LigerFusedLinearCrossEntropyFunction")
     parameters = list(inspect.signature(function.forward).parameters.values())[1:]
     options: dict[str, object] = {"ignore_index": IGNORE_INDEX, "reduction": "mean"}
     if chunk_factor is not None:
         options["chunk_mem_const"] = chunk_factor
-    if softcap is not None:
-        options["softcap"] = softcap
+    if setup.softcap is not None:
+        options["softcap"] = setup.softcap
     unknown = sorted(set(options) - {parameter.name for parameter in parameters})
     if unknown:
         raise ImportError(f"this version of Liger takes no {unknown}")
     # An autograd function takes no keywords; its first three arguments are hidden, weight, targets.
     other_args = [options.get(parameter.name, parameter.default) for parameter in parameters[3:]]
+    return lambda *tensors: function.apply(*tensors, *other_args)[0]
+
+
+def liger_sm90_logits(_: Setup) -> LossFunction:
+    """Returns Liger's Hopper kernels with the 16-bit logits of all tokens."""
+    folder = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+    function = resolve_name(f"{folder}:LigerFusedLinearCrossEntropySM90Function")
+    return lambda *tensors: _first(function.apply(*tensors, IGNORE_INDEX, "mean"))
+
+
+def liger_sm90(_: Setup) -> LossFunction:
+    """Returns Liger's Hopper kernels without logits."""
+    # Switch off Liger's check of the targets, which waits for the device.
+    os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"
+    folder = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
+    function = resolve_name(f"{folder}:LigerFusedScaledCrossEntropySM90Function")
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return function.apply(hidden, weight, targets, *other_args)[0]
+        nll = _first(function.apply(hidden, weight, targets, 1.0, IGNORE_INDEX))
+        return mean_of(nll, targets)
 
     return loss
 
 
-def liger_sm90(keeps_logits: bool) -> LossFunction:
-    """Returns Liger's Hopper kernels, with the 16-bit logits of all tokens or without logits."""
-    folder = "liger_kernel.ops.cutedsl.ops"
-    if keeps_logits:
-        module = importlib.import_module(f"{folder}.fused_linear_cross_entropy_sm90")
-        function = module.LigerFusedLinearCrossEntropySM90Function
-
-        def with_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-            output = function.apply(hidden, weight, targets, IGNORE_INDEX, "mean")
-            return output[0] if isinstance(output, tuple) else output
-
-        return with_logits
-    # Switch off Liger's check of the targets, which waits for the device.
-    os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"
-    module = importlib.import_module(f"{folder}.fused_scaled_cross_entropy_sm90")
-    scaled = module.LigerFusedScaledCrossEntropySM90Function
-
-    def without_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        output = scaled.apply(hidden, weight, targets, 1.0, IGNORE_INDEX)
-        return mean_of(output[0] if isinstance(output, tuple) else output, targets)
-
-    return without_logits
+def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
 
 
-def quack() -> LossFunction:
-    function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+def liger_tp(setup: Setup) -> LossFunction:
+    """Returns Liger's tensor-parallel loss, for an install without its native kernels."""
+    folder = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
+    function = resolve_name(f"{folder}:LigerFusedLinearScaledCrossEntropyTPFunction")
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return mean_of(function.apply(hidden, weight, targets, setup.group), targets)
+
+    return loss
+
+
+def liger_logits(setup: Setup) -> LossFunction:
+    """Returns Liger's vocab-parallel kernel on a rank's logits."""
+    folder = "liger_kernel.transformers.vocab_parallel_cross_entropy"
+    make = resolve_name(f"{folder}:LigerVocabParallelCrossEntropy")
+    cross_entropy = make(ignore_index=IGNORE_INDEX, reduction="none")
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = logits_of(hidden, weight, setup.place)[:, None]
+        return mean_of(cross_entropy(logits, targets[:, None], setup.group).flatten(), targets)
+
+    return loss
+
+
+def quack(_: Setup) -> LossFunction:
+    function = resolve_name("quack.linear_cross_entropy:chunked_linear_cross_entropy")
     return functools.partial(
         function, chunk_size=QUACK_CHUNK, ignore_index=IGNORE_INDEX, tuned=False
     )
 
 
-def fla(fp32: bool) -> LossFunction:
-    """Returns flash-linear-attention's loss in 8 chunks.
+def fla(fp32: bool, _: Setup) -> LossFunction:
+    """Returns flash-linear-attention's loss in chunks.
 
     With `fp32` the weight gradient adds up in fp32.
     """
-    module = importlib.import_module("fla.modules.fused_linear_cross_entropy")
-    loss = module.FusedLinearCrossEntropyLoss(
-        ignore_index=IGNORE_INDEX, num_chunks=8, accumulate_grad_in_fp32=fp32
-    )
+    make = resolve_name("fla.modules.fused_linear_cross_entropy:FusedLinearCrossEntropyLoss")
+    loss = make(ignore_index=IGNORE_INDEX, num_chunks=NUM_CHUNKS, accumulate_grad_in_fp32=fp32)
     return lambda hidden, weight, targets: loss(hidden, targets, weight)
 
 
-def unsloth() -> LossFunction:
-    module = importlib.import_module("unsloth_zoo.fused_losses.cross_entropy_loss")
+def unsloth(_: Setup) -> LossFunction:
+    function = resolve_name("unsloth_zoo.fused_losses.cross_entropy_loss:unsloth_fused_ce_loss")
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return module.unsloth_fused_ce_loss(
-            None,
-            hidden[None],
-            weight,
-            None,
-            targets[None],
-            n_items=(targets != IGNORE_INDEX).sum(),
-            shift_labels=False,
-        )
+        count = (targets != IGNORE_INDEX).sum()
+        tensors = (None, hidden[None], weight, None, targets[None])
+        return function(*tensors, n_items=count, shift_labels=False)
 
     return loss
 
 
-def mgmalek() -> LossFunction:
-    """Returns the loss of github.com/mgmalek/efficient_cross_entropy in 8 chunks.
+def mgmalek(_: Setup) -> LossFunction:
+    """Returns the loss of github.com/mgmalek/efficient_cross_entropy in chunks.
 
     The folder that contains its checkout must be on Python's path.
     """
-    function = importlib.import_module(
-        "efficient_cross_entropy.modules"
-    ).FusedCrossEntropyLossFunction
-    return lambda hidden, weight, targets: function.apply(
-        hidden, weight, targets, 8, IGNORE_INDEX, "mean"
-    )
+    function = resolve_name("efficient_cross_entropy.modules:FusedCrossEntropyLossFunction")
+    return lambda *tensors: function.apply(*tensors, NUM_CHUNKS, IGNORE_INDEX, "mean")
 
 
-def verl() -> LossFunction:
+def verl(setup: Setup) -> LossFunction:
     """Returns verl's Triton kernel.
 
-    It knows no ignored targets, so these cost as much as others.
+    It knows no ignored targets, so these cost as much as others. It does not sum the hidden
+    gradient over ranks; this loss does.
     """
-    function = importlib.import_module(
-        "verl.utils.kernel.linear_cross_entropy"
-    ).linear_cross_entropy
+    function = resolve_name("verl.utils.kernel.linear_cross_entropy:linear_cross_entropy")
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        log_p, _ = function(hidden, weight, targets.clamp(min=0), 1.0, "none", None)
+        rows = all_tokens(hidden, setup.place)
+        log_p, _ = function(rows, weight, targets.clamp(min=0), 1.0, "none", setup.group)
         return mean_of(-log_p, targets)
 
     return loss
 
 
-def flash_attention() -> LossFunction:
+def flash_attention(_: Setup) -> LossFunction:
     """Returns flash-attn's Triton kernel on full logits."""
-    function = importlib.import_module("flash_attn.ops.triton.cross_entropy").cross_entropy_loss
+    function = resolve_name("flash_attn.ops.triton.cross_entropy:cross_entropy_loss")
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         logits = hidden @ weight.T
@@ -263,28 +251,40 @@ def flash_attention() -> LossFunction:
     return loss
 
 
-def transformer_engine() -> LossFunction:
-    """Returns TransformerEngine's Triton kernel on full logits."""
-    module = importlib.import_module("transformer_engine.pytorch.cross_entropy")
+def transformer_engine(setup: Setup) -> LossFunction:
+    """Returns TransformerEngine's Triton kernel on a rank's logits."""
+    function = resolve_name("transformer_engine.pytorch.cross_entropy:parallel_cross_entropy")
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        logits = (hidden @ weight.T)[None]
-        nll = module.parallel_cross_entropy(logits, targets[None], 0.0, False, None, IGNORE_INDEX)
+        logits = logits_of(hidden, weight, setup.place)[None]
+        nll = function(logits, targets[None], 0.0, False, setup.group, IGNORE_INDEX)
         return mean_of(nll.flatten(), targets)
 
     return loss
 
 
-def megatron() -> LossFunction:
-    """Returns Megatron-core's fused cross-entropy on full logits, with a group of one rank."""
-    function = importlib.import_module(
-        "megatron.core.fusions.fused_cross_entropy"
-    ).fused_vocab_parallel_cross_entropy
-    group = _one_rank()
+def megatron_fused(setup: Setup) -> LossFunction:
+    """Returns Megatron-core's fused cross-entropy on a rank's logits."""
+    folder = "megatron.core.fusions.fused_cross_entropy"
+    return _megatron(resolve_name(f"{folder}:fused_vocab_parallel_cross_entropy"), setup)
+
+
+def megatron(setup: Setup) -> LossFunction:
+    """Returns Megatron-core's cross-entropy on a rank's logits; the fused one on one rank alone."""
+    if setup.place is None:
+        return megatron_fused(setup)
+    function = resolve_name(
+        "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
+    )
+    return _megatron(functools.partial(function, label_smoothing=0.0), setup)
+
+
+def _megatron(function: Callable[..., Tensor], setup: Setup) -> LossFunction:
+    group = _one_rank() if setup.place is None else setup.group
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        logits = (hidden @ weight.T)[:, None]
-        nll = function(logits, targets.clamp(min=0)[:, None], group)
+        logits = logits_of(hidden, weight, setup.place)[:, None]
+        nll = function(logits, targets.clamp(min=0)[:, None], tp_group=group)
         return mean_of(nll.flatten(), targets)
 
     return loss
@@ -296,51 +296,3 @@ def _one_rank() -> dist.ProcessGroup | None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(dist.destroy_process_group)
     return dist.group.WORLD
-
-
-# Peers with a compiler of their own come last: they are the likeliest to end a process.
-PEERS: dict[str, Callable[[], LossFunction]] = {
-    "torch-compile": compiled_dense,
-    "cce": lambda: apple("cce"),
-    "cce-kahan-full-c": lambda: apple("cce_kahan_full_c"),
-    "cce-exact": lambda: apple("cce_exact"),
-    "flash-attn": flash_attention,
-    "liger-8": lambda: liger(8),
-    "liger": lambda: liger(None),
-    "fla-16bit": lambda: fla(False),
-    "fla": lambda: fla(True),
-    "torchtune-8": lambda: chunked_by_autograd(8),
-    "torchtitan-8": lambda: chunked_in_forward(8),
-    "unsloth": unsloth,
-    "mgmalek-8": mgmalek,
-    "verl": verl,
-    "transformer-engine": transformer_engine,
-    "megatron": megatron,
-    "torch-chunked": torch_chunked,
-    "liger-sm90-logits": lambda: liger_sm90(True),
-    "liger-sm90": lambda: liger_sm90(False),
-    "quack": quack,
-}
-
-# Peers that take a softcap.
-SOFTCAPPED: dict[str, Callable[[float], LossFunction]] = {
-    "torch-compile": compiled_dense,
-    "cce": lambda softcap: apple("cce", softcap),
-    "cce-kahan-full-c": lambda softcap: apple("cce_kahan_full_c", softcap),
-    "cce-exact": lambda softcap: apple("cce_exact", softcap),
-    "liger-8": lambda softcap: liger(8, softcap),
-    "liger": lambda softcap: liger(None, softcap),
-}
-
-
-def build_peer(name: str, softcap: float | None) -> LossFunction:
-    """Builds the loss of a peer.
-
-    Raises:
-        NotImplementedError: the peer takes no softcap.
-    """
-    if softcap is None:
-        return PEERS[name]()
-    if name not in SOFTCAPPED:
-        raise NotImplementedError(f"{name} takes no softcap, as the benchmark calls it")
-    return SOFTCAPPED[name](softcap)

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from cce_dist.options import Backend
+
 from .inputs import BenchInputs
 from .machine import Part, Timer, Variant, interleaved_times, synchronize, variant_of
 from .methods import Method, describe_failure
+from .rank_methods import Setup
 from .report import Cells, percentiles_ms
 
 # Names of two rows: the sum of all kernels' times, and the kernels that have no row of their own.
 SUM, OTHERS = "all of them", "others"
-WARMUP = 3
 # Longest name of a kernel: a template's name may fill several lines.
 LONGEST = 60
 
@@ -23,6 +25,7 @@ def bench_profile(
     inputs: BenchInputs,
     methods: Sequence[Method],
     *,
+    backend: Backend = "auto",
     part: Part = "loss+grad",
     repeats: int = 10,
     most: int = 30,
@@ -37,12 +40,13 @@ def bench_profile(
     share of the sum.
     """
     rows: list[Cells] = []
+    setup = Setup(backend, inputs.softcap)
     for method in methods:
         try:
-            variant = variant_of(method.build(), inputs, part)
+            variant = variant_of(method.build(setup), inputs, part)
             call, kernels = _profiled(variant, inputs.hidden.device, repeats)
         except Exception as error:
-            if method.origin == "ours":
+            if method.is_ours:
                 raise
             rows.append(_row(method.name, failed=describe_failure(error)))
             continue
@@ -66,15 +70,13 @@ def _profiled(
 
     Launches and milliseconds are those of one call.
     """
-    taken = interleaved_times({"": variant}, {"": repeats}, Timer(device), _failed)[""]
+    taken = interleaved_times({"": variant}, {"": repeats}, Timer(device))[""]
     on_gpu = device.type == "cuda"
-    for _ in range(WARMUP):
-        _call(variant)
-    synchronize(device)
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as profiler:
         for _ in range(repeats):
-            _call(variant)
+            with variant.prepared() as call:
+                call()
             synchronize(device)
     by_name: dict[str, tuple[float, float]] = {}
     for event in profiler.key_averages():
@@ -86,18 +88,6 @@ def _profiled(
         by_name[name] = calls + event.count / repeats, ms + micros / 1e3 / repeats
     kernels = [(name, *numbers) for name, numbers in by_name.items()]
     return percentiles_ms(taken)["median_ms"], sorted(kernels, key=lambda each: -each[2])
-
-
-def _call(variant: Variant) -> None:
-    prepared = variant.prepare()
-    try:
-        variant.run(prepared)
-    finally:
-        variant.finish()
-
-
-def _failed(name: str, error: Exception) -> None:
-    raise error
 
 
 def _row(

@@ -1,5 +1,6 @@
-"""Losses over a vocabulary that ranks share, each behind one signature.
+"""Places of ranks that share the vocabulary, the dense recipe there, and what a filter keeps there.
 
+A loss over ranks has the signature of a loss of one rank:
 (hidden [n, D], rows of weight [V / W, D], targets [N]) -> mean loss of all N tokens
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -18,16 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import LinearCrossEntropy, VocabShard
-from cce_dist.options import TOKEN_BLOCK, Backend, GradientMode, LogitsMode
+from cce_dist import VocabShard
+from cce_dist.options import TOKEN_BLOCK, Backend
 from cce_dist.ranks.gather import gather_tokens
 from cce_dist.ranks.hidden_sum import reduce_grad_hidden
 
-from .golden import LossFunction
-from .inputs import IGNORE_INDEX, BenchInputs
+from .golden import LossFunction, dense_loss, mean_of
+from .inputs import BenchInputs
 from .machine import variant_of
-from .methods import COMPILED, OURS, SCREENED
-from .peers import mean_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,6 +54,25 @@ class Place:
         return slice(self.shard.start, self.shard.stop)
 
 
+@dataclass(frozen=True)
+class Setup:
+    """Settings that a benchmark builds all of its methods with.
+
+    Args:
+        backend: of our methods.
+        softcap: of the logits; None: no softcap. Only for a rank with the whole vocabulary.
+        place: of this rank among ranks that share the vocabulary; None: this rank has all of it.
+    """
+
+    backend: Backend = "auto"
+    softcap: float | None = None
+    place: Place | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return None if self.place is None else self.place.group
+
+
 class _AllTokens(torch.autograd.Function):
     """The input of a column-parallel product, which is the hidden states of all tokens.
 
@@ -77,24 +95,14 @@ class _AllTokens(torch.autograd.Function):
         return reduce_grad_hidden(grad, place.group, scatter=scatter, dtype=dtype), None
 
 
-def _logits(hidden: Tensor, weight: Tensor, place: Place) -> Tensor:
+def all_tokens(hidden: Tensor, place: Place | None) -> Tensor:
+    """Returns the hidden states [N, D] of all tokens, whose gradient is summed over the ranks."""
+    return hidden if place is None else _AllTokens.apply(hidden, place)
+
+
+def logits_of(hidden: Tensor, weight: Tensor, place: Place | None) -> Tensor:
     """Returns this rank's columns of the logits [N, V / W], in the inputs' dtype."""
-    return _AllTokens.apply(hidden, place) @ weight.T
-
-
-def ours(mode: GradientMode, logits: LogitsMode, backend: Backend, place: Place) -> LossFunction:
-    loss = LinearCrossEntropy(
-        gradient=mode,
-        logits=logits,
-        backend=backend,
-        group=place.group,
-        sequence_parallel=place.sequence_parallel,
-    )
-    return loss  # pyright: ignore[reportReturnType]
-
-
-def compiled_over_ranks(backend: Backend, place: Place) -> LossFunction:
-    return torch.compile(ours("filtered", "full", backend, place), fullgraph=True)
+    return all_tokens(hidden, place) @ weight.T
 
 
 class _DenseNll(torch.autograd.Function):
@@ -129,148 +137,17 @@ class _DenseNll(torch.autograd.Function):
         return p.mul_(grads[0][:, None]).to(ctx.dtype), None, None
 
 
-def dense(place: Place) -> LossFunction:
-    """Returns the dense recipe over ranks: logits in the inputs' dtype, softmax in fp32."""
+def dense(setup: Setup) -> LossFunction:
+    """Returns the dense recipe: logits in the inputs' dtype, softcap and softmax in fp32."""
+    place = setup.place
+    if place is None:
+        return functools.partial(dense_loss, softcap=setup.softcap)
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        nll = _DenseNll.apply(_logits(hidden, weight, place), targets, place)
+        nll = _DenseNll.apply(logits_of(hidden, weight, place), targets, place)
         return mean_of(nll, targets)  # pyright: ignore[reportArgumentType]
 
     return loss
-
-
-def apple(impl: str, place: Place) -> LossFunction:
-    """Returns Apple's Cut Cross-Entropy, vocab-parallel."""
-    module = importlib.import_module("cut_cross_entropy")
-    options = importlib.import_module("cut_cross_entropy.vocab_parallel").VocabParallelOptions
-    split = options(place.rows.start, place.rows.stop, place.group)
-    return functools.partial(
-        module.linear_cross_entropy,
-        ignore_index=IGNORE_INDEX,
-        impl=impl,
-        vocab_parallel_options=split,
-    )
-
-
-def verl(place: Place) -> LossFunction:
-    """Returns verl's Triton kernel.
-
-    The kernel does not sum the hidden gradient over ranks; this loss does.
-    """
-    function = importlib.import_module(
-        "verl.utils.kernel.linear_cross_entropy"
-    ).linear_cross_entropy
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        hidden = _AllTokens.apply(hidden, place)  # pyright: ignore
-        log_p, _ = function(hidden, weight, targets.clamp(min=0), 1.0, "none", place.group)
-        return mean_of(-log_p, targets)
-
-    return loss
-
-
-def liger(place: Place) -> LossFunction:
-    """Returns Liger's tensor-parallel loss, for an install without its native kernels."""
-    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-    function = module.LigerFusedLinearScaledCrossEntropyTPFunction
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return mean_of(function.apply(hidden, weight, targets, place.group), targets)
-
-    return loss
-
-
-def liger_logits(place: Place) -> LossFunction:
-    """Returns Liger's vocab-parallel kernel on a rank's logits."""
-    module = importlib.import_module("liger_kernel.transformers.vocab_parallel_cross_entropy")
-    cross_entropy = module.LigerVocabParallelCrossEntropy(
-        ignore_index=IGNORE_INDEX, reduction="none"
-    )
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        logits = _logits(hidden, weight, place)[:, None]
-        return mean_of(cross_entropy(logits, targets[:, None], place.group).flatten(), targets)
-
-    return loss
-
-
-def megatron(fused: bool, place: Place) -> LossFunction:
-    """Returns one of Megatron-core's native losses on a rank's logits."""
-    if fused:
-        module = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
-        function = module.fused_vocab_parallel_cross_entropy
-    else:
-        module = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
-        function = functools.partial(module.vocab_parallel_cross_entropy, label_smoothing=0.0)
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        logits = _logits(hidden, weight, place)[:, None]
-        nll = function(logits, targets.clamp(min=0)[:, None], tp_group=place.group)
-        return mean_of(nll.flatten(), targets)
-
-    return loss
-
-
-def transformer_engine(place: Place) -> LossFunction:
-    module = importlib.import_module("transformer_engine.pytorch.cross_entropy")
-    function = module.parallel_cross_entropy
-
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        logits = _logits(hidden, weight, place)[None]
-        nll = function(logits, targets[None], 0.0, False, place.group, IGNORE_INDEX)
-        return mean_of(nll.flatten(), targets)
-
-    return loss
-
-
-@dataclass(frozen=True)
-class RankMethod:
-    """A loss over ranks by name; `build` makes the loss of one place, and may import a peer."""
-
-    name: str
-    is_ours: bool
-    build: Callable[[Place], LossFunction]
-
-
-PEERS: dict[str, Callable[[Place], LossFunction]] = {
-    "cce": functools.partial(apple, "cce"),
-    "cce-exact": functools.partial(apple, "cce_exact"),
-    "verl": verl,
-    "liger-tp": liger,
-    "liger-logits": liger_logits,
-    "megatron-fused": functools.partial(megatron, True),
-    "megatron": functools.partial(megatron, False),
-    "transformer-engine": transformer_engine,
-}
-
-
-def choose_rank_methods(
-    names: Sequence[str], peers: str, *, backend: Backend = "auto"
-) -> list[RankMethod]:
-    """Returns the methods to measure, ours first.
-
-    Args:
-        names: only these methods, peers included; empty: the dense recipe and ours.
-        peers: "all", "none", or names with commas.
-    Raises:
-        ValueError: a name is unknown.
-    """
-    known = {
-        mode: RankMethod(mode, True, functools.partial(ours, mode, "full", backend))
-        for mode in OURS
-    }
-    in_8_bits = functools.partial(ours, "filtered", "screened", backend)
-    known[SCREENED] = RankMethod(SCREENED, True, in_8_bits)
-    for_all = functools.partial(compiled_over_ranks, backend)
-    known[COMPILED] = RankMethod(COMPILED, True, for_all)
-    known["dense"] = RankMethod("dense", False, dense)
-    known |= {name: RankMethod(name, False, build) for name, build in PEERS.items()}
-    asked = list(PEERS) if peers == "all" else [] if peers == "none" else peers.split(",")
-    wanted = {*(names or (*OURS, "dense")), *asked}
-    unknown = sorted(wanted - set(known))
-    if unknown:
-        raise ValueError(f"methods and peers must be among {sorted(known)}, got {unknown}")
-    return [method for name, method in known.items() if name in wanted]
 
 
 def kept_share(function: LossFunction, inputs: BenchInputs, *, exchanges: bool) -> float | None:
@@ -283,9 +160,9 @@ def kept_share(function: LossFunction, inputs: BenchInputs, *, exchanges: bool) 
         exchanges: False: measure as if ranks did not exchange their bounds of each token's lse.
     """
     variant = variant_of(function, inputs, "forward")
-    with marks_seen() as seen, nullcontext() if exchanges else _without_exchanges():
-        variant.run(variant.prepare())
-    variant.finish()
+    exchanging = nullcontext() if exchanges else _without_exchanges()
+    with marks_seen() as seen, exchanging, variant.prepared() as call:
+        call()
     if not seen:
         return None
     num_blocks = -(-len(inputs.targets) // TOKEN_BLOCK)

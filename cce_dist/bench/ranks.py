@@ -8,46 +8,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from cce_dist import VocabShard
 from cce_dist.distributed import join, leave
+from cce_dist.options import Backend
 
-from .golden import Gradients, LossFunction, errors, golden_gradients, gradients
+from .golden import (
+    GRADIENT_ERRORS,
+    WORST_ERROR_RATIO,
+    Gradients,
+    LossFunction,
+    errors,
+    golden_gradients,
+    gradients,
+    require_correct,
+)
 from .inputs import BenchInputs
 from .machine import (
     Timer,
     Variant,
     floor_variants,
+    fresh_compiler,
     interleaved_times,
     peak_extra_bytes,
     synchronize,
     variant_of,
 )
-from .methods import describe_failure, recover
-from .rank_methods import Place, RankMethod, kept_share
+from .methods import Method, describe_failure, recover
+from .rank_methods import Place, Setup, kept_share
 from .report import Cells, percentiles_ms
 
-# Largest error of our methods over the error of the dense recipe on one rank.
-WORST_ERROR_RATIO = 1.5
+# Beyond the dense recipe's error on one rank, in fp32: other ranks sum in another order.
+ERROR_SLACK = 1e-6
 # About 13 ms. The device computes a quarter of a head faster than the host launches it; in a
 # training step the host is ahead by the whole model's kernels.
 HEAD_START_CYCLES = 24_000_000
-GRADIENTS = ("grad_hidden_error", "grad_weight_error")
 # Measured columns of a row.
 COLUMNS = (
     *("median_ms", "p10_ms", "p90_ms", "communication_ms", "exposed_ms"),
     *("least_busy_ms", "most_busy_ms"),
     *("least_kept", "most_kept", "least_kept_alone", "most_kept_alone"),
-    *("peak_extra_mib", "loss_error", *GRADIENTS),
+    *("peak_extra_mib", "loss_error", *GRADIENT_ERRORS),
 )
 # Name of the bare product hidden @ weight.T of a rank's rows.
 FLOOR = "one matmul"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,7 @@ class Trial:
     name: str
     place: Place
     inputs: BenchInputs  # this rank's part
-    method: RankMethod | None = None  # None: the bare product
+    method: Method | None = None  # None: the bare product
     function: LossFunction | None = None  # None: the bare product, or the method failed
     cells: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
@@ -131,10 +143,11 @@ class Trial:
 def bench_ranks(
     job: Job,
     inputs: BenchInputs,
-    methods: Sequence[RankMethod],
+    methods: Sequence[Method],
     places: Sequence[Place],
     *,
     repeats: int,
+    backend: Backend = "auto",
     save: Callable[[list[Cells]], None] = lambda rows: None,
 ) -> list[Cells]:
     """Returns a row for every method and place, after rows of the bare product of a rank's rows.
@@ -143,51 +156,39 @@ def bench_ranks(
 
     Args:
         inputs: all tokens and the whole vocabulary, the same on every rank.
-        save: called with all rows so far after every method.
+        backend: of our methods.
+        save: called with all rows so far after every method, and at the end.
     Raises:
         RuntimeError: the error of one of our gradients is more than WORST_ERROR_RATIO times that
             of the dense recipe.
     """
-    if job.device.type == "cpu":
-        # Nothing here compiles; the compiler alone would take seconds to import.
-        return _bench(job, inputs, methods, places, repeats, save)
-    # Peers compile for every shape and group.
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):
-        return _bench(job, inputs, methods, places, repeats, save)
-
-
-def _bench(
-    job: Job,
-    inputs: BenchInputs,
-    methods: Sequence[RankMethod],
-    places: Sequence[Place],
-    repeats: int,
-    save: Callable[[list[Cells]], None],
-) -> list[Cells]:
-    one = torch.zeros(1, device=job.device)
-    timer = Timer(job.device, HEAD_START_CYCLES, align=lambda: dist.all_reduce(one))
-    golden = golden_gradients(inputs)
-    trials = [
-        Trial(FLOOR, place, _inputs_of(inputs, place))
-        for place in places
-        if not place.sequence_parallel
-    ]
-    for method in methods:
-        for place in places:
-            if place.sequence_parallel and not method.is_ours:
-                continue
-            trial = Trial(method.name, place, _inputs_of(inputs, place), method)
-            trials.append(trial)
-            _try(job, trial, method, golden)
-        save(_rows(trials))
-    del golden
-    _require_correct(trials)
-    _time(job, trials, timer, repeats)
-    if job.device.type == "cuda":
-        for trial in _alive(trials):
-            trial.cells |= _communication(job, trial, timer)
-    return _rows(trials)
+    # On a CPU nothing here compiles; the compiler alone would take seconds to import.
+    with nullcontext() if job.device.type == "cpu" else fresh_compiler():
+        one = torch.zeros(1, device=job.device)
+        timer = Timer(job.device, HEAD_START_CYCLES, align=lambda: dist.all_reduce(one))
+        golden = golden_gradients(inputs)
+        trials = [
+            Trial(FLOOR, place, _inputs_of(inputs, place))
+            for place in places
+            if not place.sequence_parallel
+        ]
+        for method in methods:
+            for place in places:
+                if place.sequence_parallel and not method.is_ours:
+                    continue
+                trial = Trial(method.name, place, _inputs_of(inputs, place), method)
+                trials.append(trial)
+                _try(job, trial, method, Setup(backend, place=place), golden)
+            save(_rows(trials))
+        del golden
+        _require_correct(trials)
+        _time(job, trials, timer, repeats)
+        if job.device.type == "cuda":
+            for trial in _alive(trials):
+                trial.cells |= _communication(job, trial, timer)
+        rows = _rows(trials)
+        save(rows)
+        return rows
 
 
 def _inputs_of(inputs: BenchInputs, place: Place) -> BenchInputs:
@@ -197,27 +198,8 @@ def _inputs_of(inputs: BenchInputs, place: Place) -> BenchInputs:
     return replace(inputs, hidden=hidden, weight=inputs.weight[place.rows])
 
 
-@dataclass
-class RankResult:
-    """One rank's measurements of a method, for the other ranks.
-
-    Args:
-        errors: as `golden.errors` gives them.
-        norms: norms of this rank's golden gradients, by the names of their errors.
-        kept, kept_alone: `kept_share` with and without the exchange; None: not measured.
-        failed: why the method failed on this rank; empty: it did not.
-    """
-
-    norms: dict[str, float]
-    errors: dict[str, float] = field(default_factory=dict)
-    peak_mib: float = 0.0
-    kept: float | None = None
-    kept_alone: float | None = None
-    failed: str = ""
-
-
-def _try(job: Job, trial: Trial, method: RankMethod, golden: Gradients) -> None:
-    """Measures a method's errors over all ranks and the largest peak.
+def _try(job: Job, trial: Trial, method: Method, setup: Setup, golden: Gradients) -> None:
+    """Measures a method's errors over all ranks, the largest peak, and the least and most kept.
 
     A method that fails on one rank counts as failed on all.
     """
@@ -227,42 +209,61 @@ def _try(job: Job, trial: Trial, method: RankMethod, golden: Gradients) -> None:
         each = len(golden.hidden) // place.size
         tokens = slice(place.rank * each, (place.rank + 1) * each)
     mine = Gradients(golden.loss, golden.hidden[tokens], golden.weight[place.rows])
-    right = dict(zip(GRADIENTS, (mine.hidden, mine.weight), strict=True))
-    result = RankResult({name: float(grad.double().norm()) for name, grad in right.items()})
+    norms = [float(grad.double().norm()) for grad in (mine.hidden, mine.weight)]
+    cells: dict[str, float | None] = {}
+    failed = ""
     try:
-        function = method.build(place)
-        result.errors = errors(gradients(function, trial.inputs), mine)
+        function = method.build(setup)
+        cells |= errors(gradients(function, trial.inputs), mine)
         variant = variant_of(function, trial.inputs, "loss+grad")
-        result.peak_mib = peak_extra_bytes(variant, job.device) / 2**20
+        cells["peak_extra_mib"] = peak_extra_bytes(variant, job.device) / 2**20
         if method.is_ours and job.device.type == "cuda":
-            result.kept = kept_share(function, trial.inputs, exchanges=True)
+            cells["kept"] = kept_share(function, trial.inputs, exchanges=True)
             if place.size > 1:
-                result.kept_alone = kept_share(function, trial.inputs, exchanges=False)
+                cells["kept_alone"] = kept_share(function, trial.inputs, exchanges=False)
         trial.function = function
     except Exception as error:
-        result.failed = describe_failure(error)
-    everywhere: list[Any] = [None] * job.size
-    dist.all_gather_object(everywhere, result)
-    failures = [f"rank {rank}: {x.failed}" for rank, x in enumerate(everywhere) if x.failed]
+        failed = describe_failure(error)
+    everywhere = _from_all(job, failed)
+    failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(everywhere) if reason]
     if failures:
         trial.failed, trial.function = failures[0], None
         recover(trial.name, trial.failed, job.device)
         return
-    _add_cells(trial, everywhere)
+    trial.cells |= _merged(_from_all(job, cells), _from_all(job, norms))
 
 
-def _add_cells(trial: Trial, everywhere: Sequence[RankResult]) -> None:
-    """Adds the errors over all ranks, the largest peak, and the least and largest kept share."""
-    trial.cells["loss_error"] = max(x.errors["loss_error"] for x in everywhere)
-    for name in GRADIENTS:
-        off = sum((x.errors[name] * x.norms[name]) ** 2 for x in everywhere)
-        trial.cells[name] = math.sqrt(off / sum(x.norms[name] ** 2 for x in everywhere))
-    trial.cells["peak_extra_mib"] = max(x.peak_mib for x in everywhere)
+def _merged(
+    cells: Sequence[dict[str, float | None]], norms: Sequence[list[float]]
+) -> dict[str, float]:
+    """Returns the cells of all ranks together.
+
+    Args:
+        cells: of each rank; its errors are relative to its part of the golden gradients.
+        norms: of each rank's parts, in the order of GRADIENT_ERRORS.
+    """
+    columns = {
+        name: [value for each in cells if (value := each.get(name)) is not None]
+        for name in ("loss_error", "peak_extra_mib", *GRADIENT_ERRORS, "kept", "kept_alone")
+    }
+    merged = {name: max(columns[name]) for name in ("loss_error", "peak_extra_mib")}
+    for name, parts in zip(GRADIENT_ERRORS, zip(*norms, strict=True), strict=True):
+        off = [error * norm for error, norm in zip(columns[name], parts, strict=True)]
+        merged[name] = math.hypot(*off) / math.hypot(*parts)
     for name in ("kept", "kept_alone"):
-        shares = [share for x in everywhere if (share := getattr(x, name)) is not None]
-        if shares:
-            trial.cells[f"least_{name}"] = min(shares)
-            trial.cells[f"most_{name}"] = max(shares)
+        if shares := columns[name]:
+            merged |= {f"least_{name}": min(shares), f"most_{name}": max(shares)}
+    return merged
+
+
+def _from_all(job: Job, value: T) -> list[T]:
+    """Returns the value of every rank.
+
+    Collectives: gathers pickled objects over all ranks of the job.
+    """
+    values: list[Any] = [None] * job.size
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _alive(trials: Sequence[Trial]) -> list[Trial]:
@@ -271,17 +272,16 @@ def _alive(trials: Sequence[Trial]) -> list[Trial]:
 
 def _require_correct(trials: Sequence[Trial]) -> None:
     right = [trial for trial in _alive(trials) if trial.name == "dense"]
-    if not right:
-        return
-    for trial in _alive(trials):
-        for name in GRADIENTS if trial.method is not None and trial.method.is_ours else ():
-            got, limit = trial.cells[name], WORST_ERROR_RATIO * right[0].cells[name] + 1e-6
-            # `got > limit` would let a NaN pass.
-            if not got <= limit:
-                raise RuntimeError(
-                    f"{trial.name} on {trial.place.size} ranks: {name} is {got:.2e}, more "
-                    f"than {limit:.2e}; nothing was timed"
-                )
+    for trial in _alive(trials) if right else ():
+        if trial.method is not None and trial.method.is_ours:
+            name = f"{trial.name} on {trial.place.size} ranks"
+            require_correct(
+                name,
+                trial.cells,
+                right[0].cells,
+                worst_ratio=WORST_ERROR_RATIO,
+                slack=ERROR_SLACK,
+            )
 
 
 def _variant(trial: Trial) -> Variant:
@@ -292,14 +292,10 @@ def _variant(trial: Trial) -> Variant:
 
 
 def _time(job: Job, trials: Sequence[Trial], timer: Timer, repeats: int) -> None:
-    def fail(key: int, error: Exception) -> None:
-        raise error
-
     alive = dict(enumerate(_alive(trials)))
     variants = {key: _variant(trial) for key, trial in alive.items()}
-    times = interleaved_times(variants, dict.fromkeys(alive, repeats), timer, fail)
-    everywhere: list[Any] = [None] * job.size
-    dist.all_gather_object(everywhere, times)
+    times = interleaved_times(variants, dict.fromkeys(alive, repeats), timer)
+    everywhere = _from_all(job, times)
     for key, trial in alive.items():
         slowest = [max(ranks) for ranks in zip(*(x[key] for x in everywhere), strict=True)]
         trial.cells |= percentiles_ms(slowest)
@@ -320,13 +316,12 @@ def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
     busy = 0.0
     # The first profile only starts the profiler; the second counts.
     for _ in range(2):
-        prepared = variant.prepare()
-        dist.barrier()
-        with profile(activities=[ProfilerActivity.CUDA]) as run:
-            timer.start_ahead()
-            variant.run(prepared)
-            synchronize(job.device)
-        variant.finish()
+        with variant.prepared() as call:
+            dist.barrier()
+            with profile(activities=[ProfilerActivity.CUDA]) as run:
+                timer.start_ahead()
+                call()
+                synchronize(job.device)
         events = [x for x in run.events() or [] if x.device_type.name == "CUDA"]
         events.sort(key=lambda x: x.time_range.start)
         kernels = [x for x in events if not x.name.startswith("nccl:")]
@@ -342,8 +337,7 @@ def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
             if is_nccl
         ]
         busy = sum(end - start for start, end in others)
-    everywhere: list[Any] = [None] * job.size
-    dist.all_gather_object(everywhere, (collectives, busy))
+    everywhere = _from_all(job, (collectives, busy))
     # A collective's time begins with its rank's arrival. The last rank to arrive does not wait, so
     # the shortest time in a group is the collective's own.
     size = trial.place.size

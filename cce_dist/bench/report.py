@@ -3,100 +3,39 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from .methods import METHODS
+
 Cells = Mapping[str, Any]
 
-# In plots, rows with the same values of CASE share a panel, and OURS have a colour of their own.
+# In plots, rows with the same values of CASE share a panel, and our methods have a colour.
 CASE = ("inputs", "N", "ignored", "V", "D", "dtype")
-OURS = ("filtered", "exact", "in_forward", "exact-kept")
 OURS_COLOUR, PEER_COLOUR = "#c23b22", "#4a6fa5"
 
 
-@dataclass(frozen=True)
-class Row:
-    """Results of one part of a method; None: not measured.
-
-    Errors are relative, those of gradients in the Frobenius norm. `peak_extra_mib` is the peak
-    beyond the memory in use before, `over_gradients_mib` the same less both gradients. `screened`
-    is "yes" or "no" for a method that may screen its logits.
-    """
-
-    method: str
-    part: str
-    repeats: int = 0
-    median_ms: float | None = None
-    p10_ms: float | None = None
-    p90_ms: float | None = None
-    of_dense: float | None = None
-    tflop_per_s: float | None = None
-    of_roofline: float | None = None
-    peak_extra_mib: float | None = None
-    over_gradients_mib: float | None = None
-    loss_error: float | None = None
-    grad_hidden_error: float | None = None
-    grad_weight_error: float | None = None
-    tail_mass: float | None = None
-    screened: str = ""
-    failed: str = ""
-
-    @property
-    def cells(self) -> Cells:
-        return dataclasses.asdict(self)
-
-
+# Formats of the columns of floats; other names that end with _ms have ".2f", and the rest ".1e".
 FORMATS = {
-    "median_ms": ".2f",
-    "p10_ms": ".2f",
-    "p90_ms": ".2f",
-    "of_dense": ".2f",
-    "times_faster": ".2f",
-    "of_matmul": ".2f",
-    "communication_ms": ".2f",
-    "exposed_ms": ".2f",
-    "least_busy_ms": ".2f",
-    "most_busy_ms": ".2f",
-    "least_kept": ".4f",
-    "most_kept": ".4f",
-    "least_kept_alone": ".4f",
-    "most_kept_alone": ".4f",
-    "kept": ".4f",
-    "per_token_mean": ".1f",
-    "per_token_median": ".0f",
-    "per_token_p90": ".0f",
-    "grad_hidden_norm_ratio": ".4f",
-    "grad_weight_norm_ratio": ".4f",
-    "tflop_per_s": ".3g",
-    "of_roofline": ".2f",
-    "gb_per_s": ".0f",
-    "of_copy": ".2f",
-    "peak_extra_mib": ".0f",
-    "over_gradients_mib": ".0f",
-    "tokens_per_s": ".0f",
-    "peak_gib": ".2f",
-    "head_ms": ".2f",
-    "f_ms": ".2f",
-    "b_ms": ".2f",
-    "loss_ms": ".2f",
-    "s_ms": ".2f",
-    "t_ms": ".2f",
-    "busy_ms": ".1f",
-    "mean_loss": ".4f",
-    "calls": ".1f",
-    "kernel_ms": ".3f",
-    "of_sum": ".3f",
-    "seconds": ".1f",
-    "seconds_to_loss": ".1f",
+    name: spec
+    for spec, names in {
+        ".0f": "gb_per_s over_gradients_mib peak_extra_mib per_token_median per_token_p90 "
+        "tokens_per_s",
+        ".1f": "busy_ms calls per_token_mean seconds seconds_to_loss",
+        ".2f": "of_copy of_dense of_matmul of_roofline peak_gib times_faster",
+        ".3f": "kernel_ms of_sum",
+        ".4f": "grad_hidden_norm_ratio grad_weight_norm_ratio kept least_kept least_kept_alone "
+        "mean_loss most_kept most_kept_alone",
+        ".3g": "tflop_per_s",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -105,7 +44,7 @@ def format_cell(name: str, value: Any) -> str:
         return ""
     if not isinstance(value, float):
         return str(value)
-    text = format(value, FORMATS.get(name, ".1e"))
+    text = format(value, FORMATS.get(name, ".2f" if name.endswith("_ms") else ".1e"))
     return text.removeprefix("-") if float(text) == 0 else text
 
 
@@ -167,6 +106,7 @@ def _draw(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    ours = [method.name for method in METHODS.values() if method.is_ours]
     cases = list(dict.fromkeys(tuple(row[name] for name in CASE) for row in rows))
     figure = Figure(figsize=(7 * max(len(cases), 1), 5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -176,7 +116,7 @@ def _draw(
             height = value(row)
             if tuple(row[name] for name in CASE) != case or not height:
                 continue
-            colour = OURS_COLOUR if row["method"] in OURS else PEER_COLOUR
+            colour = OURS_COLOUR if row["method"] in ours else PEER_COLOUR
             axes.scatter(row["median_ms"], height, color=colour, s=24)
             # Methods often share time and error: shift the labels so that they don't overlap.
             axes.annotate(
@@ -201,7 +141,7 @@ class Report:
         machine: Mapping[str, str],
         csv_path: Path | None,
         json_path: Path | None,
-        plots: Path | None,
+        plots: Path | None = None,
     ) -> None:
         self.machine = machine
         self.csv_path, self.json_path, self.plots = csv_path, json_path, plots
@@ -236,16 +176,10 @@ class Report:
         failures = [
             (row.get("method") or row["loss"], row["failed"]) for row in rows if row.get("failed")
         ]
-        if shown := [_shown(row) for row in rows if not row.get("failed")]:
+        if shown := [row for row in rows if not row.get("failed")]:
             show(title, shown, self.console)
         for name, reason in failures:
             self.say(f"{name} failed: {reason}")
         self.say(", ".join(f"{key} {value}" for key, value in self.machine.items()))
         if self.plots is not None:
-            from .report import plot
-
             plot(self.rows, self.plots)
-
-
-def _shown(row: Cells) -> Cells:
-    return {name: value for name, value in row.items() if name != "failed"}

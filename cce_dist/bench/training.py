@@ -28,9 +28,8 @@ from cce_dist.train.ranks import Ranks, connect, leave
 from cce_dist.train.stop import StopRequest
 from cce_dist.train.watch.heartbeat import Heartbeat
 
-from .methods import SCREENED, describe_failure
-from .peers import PEERS
-from .rank_methods import Place, dense
+from .methods import METHODS, SCREENED, describe_failure
+from .rank_methods import Place, Setup
 from .report import Cells
 
 LOSSES = ("cce", "dense")
@@ -42,7 +41,11 @@ USABLE = 0.88
 SHRINK = 0.92
 GIB = 2**30
 # The name "cce" means this library's loss here, so Apple's is "apple-cce".
-RIVALS = {"apple-cce" if name == "cce" else name: build for name, build in PEERS.items()}
+RIVALS = {
+    "apple-cce" if name == "cce" else name: method
+    for name, method in METHODS.items()
+    if method.origin == "peer" and method.alone
+}
 COLUMNS = (
     *("loss", "dp", "tp", "fsdp", "sequence_parallel"),
     *("batch", "tokens_a_step", "tokens_per_s", "last_loss", "peak_gib", "failed"),
@@ -136,7 +139,7 @@ def _check(config: TrainConfig, losses: Sequence[str]) -> None:
 def _peer_head(config: TrainConfig, name: str) -> HeadLoss | str:
     """Returns the peer's loss, or the reason why it cannot run here."""
     try:
-        return head_loss_of(RIVALS[name](), getattr(torch, config.dtype))
+        return head_loss_of(RIVALS[name].build(Setup()), getattr(torch, config.dtype))
     # A peer may raise anything, and raises the same on all ranks.
     except Exception as error:
         return describe_failure(error)
@@ -145,7 +148,7 @@ def _peer_head(config: TrainConfig, name: str) -> HeadLoss | str:
 def _dense_head(config: TrainConfig, ranks: Ranks, shard: VocabShard) -> HeadLoss:
     """Returns the dense recipe over ranks that share the vocabulary, as in Megatron."""
     place = Place(ranks.tp_group, shard, config.parallel.sequence_parallel)
-    return head_loss_of(dense(place), getattr(torch, config.dtype))
+    return head_loss_of(METHODS["dense"].build(Setup(place=place)), getattr(torch, config.dtype))
 
 
 class Meter:

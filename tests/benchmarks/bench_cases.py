@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from cce_dist.bench.report import Row
+from cce_dist.bench.report import Cells
 from cce_dist.cli.main import app
 
 TINY = ["--shape", "64x500x16", "--repeats", "3"]
@@ -35,5 +35,5 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def named(rows: Sequence[Row]) -> dict[str, Row]:
-    return {row.method: row for row in rows}
+def named(rows: Sequence[Cells]) -> dict[str, Cells]:
+    return {row["method"]: row for row in rows}

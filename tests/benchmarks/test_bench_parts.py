@@ -16,7 +16,8 @@ from cce_dist.bench.golden import dense_loss, errors, golden_gradients, gradient
 from cce_dist.bench.inputs import IGNORE_INDEX, Shape, make_inputs, parse_shape
 from cce_dist.bench.machine import Timer, Variant, interleaved_times
 from cce_dist.bench.methods import choose_methods, describe_failure, time_limit
-from cce_dist.bench.report import Row, percentiles_ms, show
+from cce_dist.bench.rank_methods import Setup
+from cce_dist.bench.report import percentiles_ms, show
 from tests.benchmarks.bench_cases import OURS
 
 
@@ -34,7 +35,7 @@ def test_choose_methods() -> None:
         return [method.name for method in choose_methods(*args, **kwargs)]  # pyright: ignore
 
     assert names() == ["dense", *OURS, "torch-chunked"]
-    assert names(peers="none") == ["dense", *OURS]
+    assert names(peer_names="none") == ["dense", *OURS]
     assert {"cce", "liger", "quack", "verl"} < set(names(on_gpu=True))
     assert names(["exact", "cce"]) == ["exact", "cce"]
     assert names(["exact"], "cce,fla") == ["exact", "cce", "fla"]
@@ -46,7 +47,7 @@ def test_recipes_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     inputs = make_inputs("zipf", Shape(50, 200, 16)).ignoring(0.3)
     (method,) = choose_methods([name])
-    function = method.build()
+    function = method.build(Setup())
     found = errors(gradients(function, inputs), golden_gradients(inputs))
     assert max(found.values()) < 1e-5
     with torch.no_grad():
@@ -154,8 +155,8 @@ def test_percentiles_ms() -> None:
 
 def test_show_leaves_empty_columns_out() -> None:
     console = Console(record=True, width=100, file=io.StringIO())
-    row = Row(method="a", part="loss", median_ms=1.5)
-    show("title", [row.cells, replace(row, method="b", tail_mass=0.1).cells], console)
+    row = {"method": "a", "median_ms": 1.5, "of_dense": None, "tail_mass": None, "failed": ""}
+    show("title", [row, {**row, "method": "b", "tail_mass": 0.1}], console)
     text = console.export_text()
     assert "median_ms" in text
     assert "tail_mass" in text

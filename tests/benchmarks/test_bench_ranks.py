@@ -14,9 +14,16 @@ import torch
 from typer.testing import CliRunner
 
 from cce_dist import Filter, LinearCrossEntropy, VocabShard
+from cce_dist.bench.golden import (
+    GRADIENT_ERRORS,
+    WORST_ERROR_RATIO,
+    errors,
+    golden_gradients,
+    gradients,
+)
 from cce_dist.bench.inputs import Shape, make_inputs
-from cce_dist.bench.machine import describe_peers
-from cce_dist.bench.rank_methods import Place, choose_rank_methods, kept_share
+from cce_dist.bench.methods import METHODS, choose_methods, describe_peers
+from cce_dist.bench.rank_methods import Place, Setup, kept_share
 from cce_dist.bench.ranks import uncovered
 from cce_dist.bench.training import Meter, layout_of
 from cce_dist.cli.main import app
@@ -39,7 +46,7 @@ def test_ranks_are_measured_beside_one(tmp_path: Path) -> None:
     measured = [row for row in rows if not row["failed"]]
     places = [(row["ranks"], row["sequence_parallel"]) for row in measured]
     of_product = [("1", ""), ("2", "")]
-    assert places == [*of_product, ("1", ""), ("2", ""), ("2", "yes"), *of_product]
+    assert places == [*of_product, *of_product, ("1", ""), ("2", ""), ("2", "yes")]
     product = {row["ranks"]: float(row["median_ms"]) for row in measured[:2]}
     for row in measured:
         assert float(row["median_ms"]) > 0 and float(row["times_faster"]) > 0
@@ -79,6 +86,31 @@ def test_what_a_rank_keeps_with_and_without_the_exchange_of_bounds() -> None:
     assert rare[0] < frequent[0] <= frequent[1] <= 1
     # `exact` has no filter, so there is nothing to count.
     assert frequent[2] is None and rare[2] is None
+
+
+def errors_of_methods(group: Any) -> dict[str, dict[str, float]]:
+    inputs = make_inputs("zipf", Shape(128, 514, 16), dtype=torch.bfloat16)
+    golden = golden_gradients(inputs)
+    place = Place(group, VocabShard.chunked(514, group.rank(), group.size()))
+    part = replace(inputs, weight=inputs.weight[place.rows])
+    mine = replace(golden, weight=golden.weight[place.rows])
+    setup = Setup("torch", place=place)
+    every = [x for x in METHODS.values() if x.ranks and x.on_cpu and x.origin != "peer"]
+    # Only the Triton backend keeps logits.
+    return {
+        x.name: errors(gradients(x.build(setup), part), mine)
+        for x in every
+        if x.name != "exact-kept"
+    }
+
+
+def test_our_methods_are_right_where_ranks_share_the_vocabulary() -> None:
+    for found in shared_pool().run(2, errors_of_methods):
+        dense = found.pop("dense")
+        assert {"exact", "screened", "screened-in-forward"} < set(found)
+        for name, error in found.items():
+            for key in GRADIENT_ERRORS:
+                assert error[key] <= WORST_ERROR_RATIO * dense[key], (name, key)
 
 
 def test_interleaved_ids_are_the_same_tokens_dealt_to_four_ranks() -> None:
@@ -205,13 +237,12 @@ def test_training_steps_of_a_pipeline_are_refused(tmp_path: Path) -> None:
 
 
 def test_rank_methods_by_name() -> None:
-    assert [method.name for method in choose_rank_methods((), "cce,verl")] == [
-        "filtered",
-        "exact",
-        "in_forward",
-        "dense",
-        "cce",
-        "verl",
-    ]
-    chosen = choose_rank_methods(["screened", "exact"], "none")
-    assert [method.name for method in chosen] == ["exact", "screened"]
+    def names(*arguments: Any) -> list[str]:
+        return [method.name for method in choose_methods(*arguments, ranks=True)]
+
+    default = ["dense", "filtered", "exact", "in_forward"]
+    assert names() == names((), "none") == default
+    assert names((), "cce,verl") == [*default, "cce", "verl"]
+    assert names(["screened", "exact"], "none") == ["exact", "screened"]
+    with pytest.raises(ValueError, match=r"must be among .*'liger-tp'.*, got \['fla'\]"):
+        names((), "fla")
