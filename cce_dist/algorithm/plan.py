@@ -183,6 +183,8 @@ class Plan:
         Args: num_tokens: the number of tokens to compute.
         Collectives: those of `gather.require_same_sizes`.
         """
+        if group_size(self.group) == 1:
+            return
         wanted = sum(flag << place for place, flag in enumerate(astuple(self.wanted)))
         sizes = {
             "tokens of hidden": hidden.shape[0],

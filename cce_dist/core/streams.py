@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from cce_dist.core.observer import observer
+
 
 def start_on_side_stream(
     device: torch.device, work: Callable[[], object], *, first: bool = True
@@ -21,11 +23,28 @@ def start_on_side_stream(
     error. Until then the memory that the kernels read and write must not be freed; the function
     keeps `work`, and all that `work` refers to.
     """
+    seen_by = observer.get()
+    if seen_by is None:
+        return _start(device, work, first)
+    fork = seen_by.fork(first)
+    try:
+        wait = _start(device, work, first)
+    finally:
+        seen_by.end_fork()
+
+    def wait_and_note() -> None:
+        wait()
+        seen_by.join(fork)
+
+    return wait_and_note
+
+
+def _start(device: torch.device, work: Callable[[], object], first: bool) -> Callable[[], None]:
     if device.type != "cuda":
         work()
         return lambda: None
     caller = torch.cuda.current_stream(device)
-    side = _side_stream(device, caller.cuda_stream, -1 if first else 0)
+    side = side_stream(device, caller, first)
 
     def wait(_keeps: object = work) -> None:
         caller.wait_stream(side)
@@ -39,6 +58,11 @@ def start_on_side_stream(
         wait()
         raise
     return wait
+
+
+def side_stream(device: torch.device, caller: torch.cuda.Stream, first: bool) -> torch.cuda.Stream:
+    """Returns the side stream of a calling stream. Args: first: as of `start_on_side_stream`."""
+    return _side_stream(device, caller.cuda_stream, -1 if first else 0)
 
 
 @functools.cache

@@ -83,8 +83,8 @@ class Tokens:
     local_targets: Tensor  # [N] int64, or int32 where it fits; -1 = not in this shard
     # [1] int32: only the first `count` tokens are computed, and the host doesn't know how many.
     count: Tensor | None = None
-    # Gathers the ranks' tokens into hidden, on the stream on which it is called; a second call does
-    # nothing. None: hidden is there.
+    # Gathers the ranks' tokens into hidden, on the stream on which it is called, once. None: hidden
+    # is there.
     fill: Callable[[], None] | None = None
     # [N] in the accumulation dtype: multiplies each token's logits, beside Head.logit_scale.
     scale: Tensor | None = None

@@ -123,15 +123,10 @@ def defer_gather_tokens(hidden: Tensor, group: Group | None) -> tuple[Tensor, Ca
     """Allocates the result of `gather_tokens`, and leaves the collective to the caller.
 
     Returns: the memory [W n, ...]; and a function that fills it, on the stream on which it is
-    called. A second call does nothing. Collectives: one all-gather, in that function.
+    called. Collectives: one all-gather, in that function.
     """
     if group is None:
         return hidden, lambda: None
     hidden = hidden.contiguous()
     gathered = hidden.new_empty(group.size() * hidden.shape[0], *hidden.shape[1:])
-
-    @functools.cache
-    def fill() -> None:
-        all_gather_into(gathered, hidden, group)
-
-    return gathered, fill
+    return gathered, functools.partial(all_gather_into, gathered, hidden, group)

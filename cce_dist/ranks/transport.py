@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch.distributed as dist
 from torch import Tensor
 
+from cce_dist.core.observer import observed
+
 if TYPE_CHECKING:
     from typing import TypeAlias
 
@@ -143,6 +145,7 @@ def _single(name: str, until_2_12: str) -> Callable[..., Any]:
     return getattr(dist, name, None) or getattr(dist, until_2_12)
 
 
+@observed
 def all_gather_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: bool = False) -> Any:
     """Gathers every rank's tensor [n, ...] into out [W n, ...], in rank order.
 
@@ -155,6 +158,7 @@ def all_gather_into(out: Tensor, tensor: Tensor, group: Group, *, async_op: bool
     return gather(out, tensor, group=group, async_op=async_op)
 
 
+@observed
 def all_reduce(tensor: Tensor, group: Group) -> None:
     """Sums a tensor over the ranks, in place."""
     adapter = adapter_of(group)
@@ -164,6 +168,7 @@ def all_reduce(tensor: Tensor, group: Group) -> None:
         dist.all_reduce(tensor, group=group)
 
 
+@observed
 def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> None:
     """Sums tensor [W n, ...] over the ranks, and writes this rank's rows of the sum to out."""
     adapter = adapter_of(group)

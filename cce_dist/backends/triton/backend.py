@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from cce_dist.backends.protocol import ExpectedBackward, ForwardRequest, Traits
+from cce_dist.backends.protocol import (
+    BackwardRequest,
+    ExpectedBackward,
+    ForwardRequest,
+    Traits,
+)
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, keep
 from cce_dist.backends.triton.forward.largest import largest
 from cce_dist.backends.triton.grads import backward
+from cce_dist.backends.triton.launch.replay import Replayed
+from cce_dist.backends.triton.screened.quantize import quantize_for
 from cce_dist.backends.triton.stats import forward
 from cce_dist.backends.triton.tokens.merge import KERNELS
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import warm_up
-from cce_dist.core.types import Head
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Head, LocalGrads, Picked, Tokens
+from cce_dist.vocab_shard import VocabShard
+
+
+def _forward(
+    tokens: Tokens, head: Head, request: ForwardRequest
+) -> tuple[Stats, Marks | None, ListedLogits | None]:
+    stats, marks = forward(tokens, head, request)
+    return stats, marks, request.store if isinstance(request.store, ListedLogits) else None
+
+
+def _drop_workspace(tokens: Tokens, head: Head, request: BackwardRequest) -> None:
+    if isinstance(request.store, ListedLogits):
+        request.store.take_workspace()
+
+
+_pick = Replayed(pick_on_device)
+_forward_and_store = Replayed(_forward)
+_backward = Replayed(backward, consume=_drop_workspace)
 
 
 class TritonBackend:
@@ -28,13 +56,27 @@ class TritonBackend:
     )
     merge_kernels = KERNELS
 
-    pick = staticmethod(pick_on_device)
-    forward = staticmethod(forward)
     keep = staticmethod(keep)
-    backward = staticmethod(backward)
     largest = staticmethod(largest)
     scores_like = staticmethod(Marks.like)
     warm_up = staticmethod(warm_up)
+
+    def pick(self, ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
+        return _pick(ids, ignore_index, shard)
+
+    def forward(
+        self, tokens: Tokens, head: Head, request: ForwardRequest
+    ) -> tuple[Stats, Marks | None]:
+        if request.screen is not None:
+            head = head.quantized_by(quantize_for, tokens, request.screen)
+        head = replace(head, quantize_once=None)
+        stats, marks, store = _forward_and_store(tokens, head, request)
+        if store is not None and store is not request.store:
+            vars(request.store).update(vars(store))
+        return stats, marks
+
+    def backward(self, tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads:
+        return _backward(tokens, head, request)
 
     def store_for(
         self,

@@ -25,7 +25,7 @@ from cce_dist.backends.triton.forward.shares import mass_factors
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.forward.targets import Placed, add_targets, start_products
 from cce_dist.backends.triton.launch.arguments import for_kernels
-from cce_dist.backends.triton.screened.quantize import quantize_for, start_sums
+from cce_dist.backends.triton.screened.quantize import start_sums
 from cce_dist.backends.triton.screened.steps import (
     Screened,
     add_exact_columns,
@@ -55,8 +55,6 @@ def forward(
     Source: Cut Cross-Entropy, arXiv:2411.09009, Alg. 1-2; docs/design/forward.md.
     """
     rule, screen, bounds, order = request.filter, request.screen, request.bounds, None
-    if screen is not None:
-        head = head.quantized_by(quantize_for, tokens, screen)
     head = for_kernels(head)
     wait_for_sums = start_sums(tokens, head, screen)
     try:

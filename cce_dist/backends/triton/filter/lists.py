@@ -110,7 +110,7 @@ class Lists:
     def new_workspace(self, weight: Tensor) -> Tensor:
         """Makes [max_rows + TILE, 128]: a chunk's rows, uninitialised, then zeros."""
         workspace = weight.new_empty(self.max_rows + TILE, TOKEN_BLOCK)
-        workspace[self.max_rows :] = 0
+        workspace[self.max_rows :].zero_()
         return workspace
 
     def _cut(self, windows: tuple[int, int], step: int, segment: int, padded: int) -> None:

@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 import triton
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cce_dist.backends.triton.launch.loading import load_one_at_a_time
+from cce_dist.core.observer import Observer, observer
 
 # The kernels that the current `compile_only` compiles; None: kernels are started.
 _compiled: ContextVar[list[Any] | None] = ContextVar("cce_dist_compiled", default=None)
@@ -34,10 +36,25 @@ def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     load_one_at_a_time()
     compiled, options = _compiled.get(), _options()
     if compiled is None:
-        return functools.partial(kernel[grid], **options) if options else kernel[grid]
+        launch = functools.partial(kernel[grid], **options) if options else kernel[grid]
+        recorder = observer.get()
+        return launch if recorder is None else _recorded(launch, kernel, grid, recorder)
     return lambda *args, **named: compiled.append(
         kernel.warmup(*args, grid=grid, **options, **named)
     )
+
+
+def _recorded(
+    launch: Callable[..., Any], kernel: Any, grid: tuple[int, ...], recorder: Observer
+) -> Callable[..., Any]:
+    def launch_and_note(*args: Any, **named: Any) -> Any:
+        # Triton's interpreter may compute by torch's operators, which are no steps.
+        with _disable_current_modes():
+            compiled = launch(*args, **named)
+        recorder.launch(kernel, grid, args, named, compiled)
+        return compiled
+
+    return launch_and_note
 
 
 @functools.cache

@@ -135,7 +135,7 @@ def sum_exact_columns(
     """
     padded = state.packed.shape[0]
     sums = state.weight.new_zeros(2, padded, dtype=torch.float32)
-    sums[0] = -torch.inf
+    sums[0].fill_(-torch.inf)
     num_bytes = marks.room(room.workspace_bytes, state.num_blocks)
     draws = logits is not None and logits.draws
     lists = Lists.of(marks, state.weight, state.num_blocks, num_bytes, draws=draws)

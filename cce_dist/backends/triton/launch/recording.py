@@ -1,0 +1,361 @@
+"""A recording of a call: its memory, its kernels and its operators, in order.
+
+The host decides by shapes and options alone, and never by values. So a later call with the same
+shapes and options starts the same kernels, with other addresses. It takes them from the recording,
+which costs a fraction of the time in which the call itself prepares them.
+"""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from cce_dist.backends.triton.launch.steps import (
+    Allocation,
+    Fork,
+    Join,
+    Launch,
+    Operator,
+    Place,
+    Pool,
+    Record,
+    Recording,
+    Release,
+    Step,
+    names_of,
+)
+from cce_dist.backends.triton.launch.tiles import interpreted
+
+aten = torch.ops.aten
+_ALLOCATIONS = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+_ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
+# Operators for which the host waits: they return a number, or a shape that depends on values.
+_WAIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Smaller tensors share one allocation.
+LARGE = 2**20
+ALIGNMENT = 512
+
+
+@dataclass
+class _Memory:
+    """The memory of one storage during the recording."""
+
+    born: int  # the number of the step that needs it first
+    num_bytes: int
+    allocation: Allocation | None = None  # None: an input, or an operator's result
+    last_use: int = -1
+    zeroed_by: int | None = None  # the step that fills all of it with zeros
+
+
+class Unrecordable(Exception):
+    """The call does something that a recording cannot repeat."""
+
+
+@dataclass
+class Recorder:
+    """Records what the current thread does until `finish`.
+
+    Args: inputs: the tensors that the call reads or writes, in the order of `Recording.play`.
+    """
+
+    inputs: Sequence[Tensor]
+    steps: list[Step] = field(default_factory=list)
+    memory: list[_Memory] = field(default_factory=list)
+    flaw: str | None = None  # why there is no recording; None: there is one so far
+    _number_of: dict[int, int] = field(default_factory=dict)  # of a storage's memory
+    # While these exist, no new storage has the identity of one that was freed.
+    _identities: list[StorageWeakRef] = field(default_factory=list)
+    _side: int | None = None
+    _side_uses: dict[int, set[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ends: list[tuple[int, int, int]] = []
+        for tensor in self.inputs:
+            self.memory.append(_Memory(0, 0))
+            ends.append((tensor.untyped_storage()._cdata, *_extent(tensor)))
+        self._extents = ends
+        for number, (storage, start, stop) in enumerate(ends):
+            for other, begin, end in ends[:number]:
+                whole = (start, stop) == (begin, end)
+                if storage == other and start < end and begin < stop and not whole:
+                    self.flaw = "two inputs overlap in part"
+
+    def place_of(self, tensor: Tensor) -> Place:
+        """Returns the place of a tensor within a known memory.
+
+        Raises:
+            Unrecordable: the memory is neither an input's nor one that the call has made.
+        """
+        storage, pointer = tensor.untyped_storage()._cdata, tensor.data_ptr()
+        known = self._number_of.get(storage)
+        if known is None:
+            for number, (of, start, stop) in enumerate(self._extents):
+                if of == storage and start <= pointer < stop:
+                    known, offset = number, pointer - start
+                    break
+            else:
+                raise Unrecordable("a kernel takes a tensor of an earlier call")
+        else:
+            offset = tensor.storage_offset() * tensor.element_size()
+        self._use(known)
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        return Place(known, offset, shape, stride, tensor.dtype)
+
+    def _use(self, number: int) -> None:
+        self.memory[number].last_use = len(self.steps)
+        if self._side is not None:
+            self._side_uses[self._side].add(number)
+
+    def _add(self, tensor: Tensor, allocate: bool) -> int:
+        """Adds the memory of a new tensor, and returns its number."""
+        storage, number, now = tensor.untyped_storage(), len(self.memory), len(self.steps)
+        self._identities.append(StorageWeakRef(storage))
+        self._number_of[storage._cdata] = number
+        num_bytes = storage.nbytes()
+        allocation = Allocation(number, num_bytes, tensor.dtype) if allocate else None
+        self.memory.append(_Memory(now, num_bytes, allocation, now))
+        return number
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        compiled: Any,
+    ) -> None:
+        note(self, lambda: self._launch(kernel, grid, args, named, compiled))
+
+    def _launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        compiled: Any,
+    ) -> None:
+        names: tuple[str, ...] = ()
+        if interpreted():
+            values, names = [*args, *named.values()], tuple(named)
+        else:
+            parameters = kernel.signature.parameters
+            bound = kernel.signature.bind(
+                *args, **{name: value for name, value in named.items() if name in parameters}
+            )
+            bound.apply_defaults()
+            values = list(bound.arguments.values())
+        places, descriptors = [], []
+        for at, value in enumerate(values):
+            if isinstance(value, Tensor):
+                places.append((at, self.place_of(value)))
+                values[at] = None
+            elif type(value).__name__ == "TensorDescriptor":
+                state = {**vars(value), "base": None}
+                descriptors.append((at, type(value), state, self.place_of(value.base)))
+                values[at] = None
+        self.steps.append(
+            Launch(
+                kernel, compiled, (*grid, 1, 1)[:3], values, names, places, descriptors, self._side
+            )
+        )
+
+    def operator(self, function: Any, args: Any, named: dict[str, Any], result: Any) -> None:
+        """Records an operator of torch, unless it only makes a view."""
+        if not _WAIT.isdisjoint(function.tags):
+            raise Unrecordable(f"the host waits for {function}")
+        results = [result] if isinstance(result, Tensor) else result
+        results = results if isinstance(results, tuple | list) else []
+        if function in _ALLOCATIONS:
+            self._add(results[0], allocate=True)
+            return
+        before = {x.untyped_storage()._cdata for x in _tensors((args, tuple(named.values())))}
+        new = [
+            (at, x)
+            for at, x in enumerate(results)
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in before
+        ]
+        if results and not new and not function._schema.is_mutable:
+            return
+        args, named = self._with_places(args), self._with_places(named)
+        if any(tensor.storage_offset() for _, tensor in new):
+            raise Unrecordable(f"{function} returns a part of its memory")
+        makes = [(at, self._add(tensor, allocate=False)) for at, tensor in new]
+        if function in _ZEROS:
+            self.memory[makes[0][1]].zeroed_by = len(self.steps)
+        single = isinstance(result, Tensor)
+        self.steps.append(Operator(function, args, named, makes, single, self._side))
+
+    def _with_places(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.place_of(value)
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._with_places, value))
+        if isinstance(value, dict):
+            return {name: self._with_places(each) for name, each in value.items()}
+        return value
+
+    def fork(self, first: bool) -> int:
+        """Records that a side stream waits for the current one. Returns the fork's number, in which
+        launches are until `end_fork`."""
+        self._side = len(self._side_uses)
+        self._side_uses[self._side] = set()
+        self.steps.append(Fork(self._side, first))
+        return self._side
+
+    def end_fork(self) -> None:
+        self._side = None
+
+    def join(self, fork: int) -> None:
+        """Records that the current stream waits for a side stream."""
+        for number in self._side_uses[fork]:
+            self._use(number)
+        self.steps.append(Join(fork))
+
+    def collective(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Calls a collective that writes to its arguments, and records the call."""
+        # The operators of its transport are no steps.
+        with _disable_current_modes():
+            result = function(*args, **named)
+
+        def record() -> None:
+            if result is not None:
+                raise Unrecordable("a collective does not wait")
+            places = self._with_places(args), self._with_places(named)
+            self.steps.append(Operator(function, *places, [], True, self._side))
+
+        note(self, record)
+        return result
+
+    def finish(self, result: Any) -> Recording:
+        """Returns the recording of a call with this result.
+
+        Raises:
+            Unrecordable: a recording cannot repeat the call.
+        """
+        if self.flaw is not None:
+            raise Unrecordable(self.flaw)
+        outputs = self._with_places_in_record(result)
+        last = len(self.steps)
+        returned = {number for number, memory in enumerate(self.memory) if memory.last_use == last}
+        pool = self._pool(returned)
+        return Recording(
+            device=self.inputs[0].device,
+            num_memories=len(self.memory),
+            steps=self._with_memory(pool, returned),
+            pool=pool,
+            result=outputs,
+        )
+
+    def _with_places_in_record(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.place_of(value)
+        names = names_of(type(value))
+        if names is not None:
+            parts = [self._with_places_in_record(getattr(value, name)) for name in names]
+            return Record(type(value), names, parts)
+        return tuple(map(self._with_places_in_record, value)) if type(value) is tuple else value
+
+    def _pool(self, returned: set[int]) -> Pool:
+        """Places small memories in one allocation: first zeros, then memories that share room with
+        others which are not in use at the same time."""
+        offsets: list[tuple[int, int]] = []
+        end = 0
+        small = [
+            (number, memory)
+            for number, memory in enumerate(self.memory)
+            if number not in returned and memory.num_bytes < LARGE
+        ]
+        for number, memory in small:
+            if memory.zeroed_by is not None:
+                offsets.append((number, end))
+                end += _aligned(memory.num_bytes)
+        zero_bytes = end
+        placed: list[tuple[int, _Memory]] = []
+        shared = [each for each in small if each[1].allocation is not None]
+        for number, memory in sorted(shared, key=lambda each: -each[1].num_bytes):
+            offset = zero_bytes
+            for start, other in sorted(placed, key=lambda each: each[0]):
+                apart = other.last_use < memory.born or memory.last_use < other.born
+                if not apart and offset + memory.num_bytes > start:
+                    offset = max(offset, start + _aligned(other.num_bytes))
+            placed.append((offset, memory))
+            offsets.append((number, offset))
+            end = max(end, offset + _aligned(memory.num_bytes))
+        return Pool(end, zero_bytes, offsets)
+
+    def _with_memory(self, pool: Pool, returned: set[int]) -> list[Step]:
+        """Returns the steps, with allocations of large memories and their release between them,
+        and without those that fill the pool's zeros."""
+        in_pool = {number for number, _ in pool.offsets}
+        done = {self.memory[number].zeroed_by for number in in_pool}
+        before: dict[int, list[Step]] = {}
+        after: dict[int, list[int]] = {}
+        for number, memory in enumerate(self.memory):
+            if memory.allocation is not None and number not in in_pool:
+                before.setdefault(memory.born, []).append(memory.allocation)
+            if number not in returned and number not in in_pool:
+                after.setdefault(memory.last_use, []).append(number)
+        steps: list[Step] = []
+        for at, step in enumerate([*self.steps, None]):
+            steps += before.get(at, [])
+            steps += [] if step is None or at in done else [step]
+            steps += [Release(after[at])] if at in after else []
+        return steps
+
+
+class Watch(TorchDispatchMode):
+    """Hands every operator of torch to a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        note(self.recorder, lambda: self.recorder.operator(func, args, kwargs or {}, result))
+        return result
+
+
+def note(recorder: Recorder, record: Callable[[], object]) -> None:
+    """Records a step; a step that cannot be recorded ends the recording, and not the call."""
+    if recorder.flaw is None:
+        try:
+            record()
+        except Unrecordable as reason:
+            recorder.flaw = str(reason)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return []
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Returns the first address of a tensor's elements, and the address after the last one."""
+    span = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    start = tensor.data_ptr()
+    return start, start + (span + 1) * tensor.element_size()

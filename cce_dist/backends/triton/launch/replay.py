@@ -1,0 +1,164 @@
+"""Repetition of calls: the second call of a kind is recorded, and later ones play the recording.
+
+A kind is all that the host decides by: options, and every tensor's shape, stride, dtype, device and
+alignment. docs/design/host.md#recordings.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _python_dispatch as dispatch
+
+from cce_dist.backends.protocol import ColumnFilter, Room
+from cce_dist.backends.triton.launch.recording import Recorder, Unrecordable, Watch
+from cce_dist.backends.triton.launch.start import is_compiling_only
+from cce_dist.backends.triton.launch.steps import Recording, names_of
+from cce_dist.core.observer import observer
+from cce_dist.core.types import Wanted
+from cce_dist.options import Screen
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# The most kinds that a function remembers: batches of ever new sizes must not fill the memory.
+MOST_KINDS = 256
+# Values and records without tensors, which a kind compares whole.
+_PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device}
+_PLAIN |= {Wanted, ColumnFilter, Room, Screen, VocabShard}
+
+
+_functions: list[Replayed] = []
+
+
+def forget_recordings() -> None:
+    """Forgets all kinds of calls, and the process groups that they refer to."""
+    for function in _functions:
+        function.kinds.clear()
+
+
+class _Kind(Enum):
+    SEEN = "one call so far"
+    UNRECORDABLE = "a recording cannot repeat it"
+
+
+class Replayed:
+    """A function of records of tensors, whose later calls of a kind play a recording.
+
+    Args:
+        function: its launches and operators follow from its arguments' shapes and options alone.
+        consume: drops the arguments' references to memory that the call uses up.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], consume: Callable[..., None] = lambda *args: None
+    ) -> None:
+        self.function, self.consume = function, consume
+        self.kinds: OrderedDict[Any, _Kind | Recording] = OrderedDict()
+        functools.update_wrapper(self, function)
+        _functions.append(self)
+
+    def __call__(self, *args: Any) -> Any:
+        inputs: list[Tensor] = []
+        key = None
+        # Other dispatch modes want to see every operator.
+        if not dispatch._len_torch_dispatch_stack() and not is_compiling_only():
+            key = _key_of(args, inputs)
+        if key is None:
+            return self.function(*args)
+        kind = self.kinds.get(key)
+        if isinstance(kind, Recording):
+            self.consume(*args)
+            return kind.play(inputs)
+        if kind is _Kind.SEEN:
+            return self._record(key, inputs, args)
+        if kind is None:
+            self._remember(key, _Kind.SEEN)
+        return self.function(*args)
+
+    def _record(self, key: Any, inputs: list[Tensor], args: tuple[Any, ...]) -> Any:
+        new = Recorder(inputs)
+        with _recording(new):
+            result = self.function(*args)
+        try:
+            self._remember(key, new.finish(result))
+        except Unrecordable:
+            self._remember(key, _Kind.UNRECORDABLE)
+        return result
+
+    def _remember(self, key: Any, kind: _Kind | Recording) -> None:
+        self.kinds[key] = kind
+        while len(self.kinds) > MOST_KINDS:
+            self.kinds.popitem(last=False)
+
+
+@contextmanager
+def _recording(new: Recorder) -> Iterator[None]:
+    token = observer.set(new)
+    try:
+        with Watch(new):
+            yield
+    finally:
+        observer.reset(token)
+
+
+def _key_of(args: tuple[Any, ...], inputs: list[Tensor]) -> Any:
+    """Returns the kind of a call, and collects its tensors; None: there are objects without one."""
+    parts: list[Any] = []
+    if not _describe(args, parts, inputs) or not inputs:
+        return None
+    pointers = [tensor.data_ptr() for tensor in inputs]
+    parts += [pointer % 16 for pointer in pointers]
+    if len(set(pointers)) < len(pointers):
+        # Which inputs are one and the same memory.
+        parts += map(pointers.index, pointers)
+    return tuple(parts)
+
+
+def _describe(values: tuple[Any, ...], parts: list[Any], inputs: list[Tensor]) -> bool:
+    """Appends the kind of each value; returns False if one has none."""
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            parts.append(value)
+        elif kind is Tensor or kind is nn.Parameter:
+            if not value.numel() or value.layout is not torch.strided:
+                return False
+            inputs.append(value)
+            parts.append((value.shape, value.stride(), value.dtype, value.device))
+        elif _is_group(value):
+            parts.append(value)
+        else:
+            parts.append(value.func if kind is functools.partial else kind)
+            get = _getter(kind)
+            if get is None or not _describe(get(value), parts, inputs):
+                return False
+    return True
+
+
+def _is_group(value: object) -> bool:
+    return dist.is_available() and isinstance(value, dist.ProcessGroup)
+
+
+@functools.cache
+def _getter(kind: type) -> Callable[[Any], tuple[Any, ...]] | None:
+    """Returns a function that takes the values out of an object of this class; None: nobody knows
+    which values it has."""
+    if kind is functools.partial:
+        return lambda value: (*value.args, *value.keywords.values())
+    if kind is tuple:
+        return lambda value: (len(value), *value)
+    names = names_of(kind)
+    if names is None or len(names) < 2:
+        return None if names is None else lambda value: tuple(getattr(value, x) for x in names)
+    return operator.attrgetter(*names)

@@ -1,0 +1,299 @@
+"""The steps of a recorded call, and their repetition with other memory."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.core.streams import side_stream
+
+
+class Place(NamedTuple):
+    """A tensor within a numbered memory of the recording."""
+
+    number: int
+    offset: int  # bytes
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Record(NamedTuple):
+    """A dataclass or named tuple of the result, its tensors replaced by their places."""
+
+    kind: type
+    names: tuple[str, ...]
+    parts: list[Any]
+
+    def filled(self, play: Play) -> Any:
+        parts = [_result(part, play) for part in self.parts]
+        if issubclass(self.kind, tuple):
+            return self.kind(*parts)
+        record = object.__new__(self.kind)
+        for name, part in zip(self.names, parts, strict=True):
+            object.__setattr__(record, name, part)
+        return record
+
+
+class Pool(NamedTuple):
+    """One allocation for all small memories."""
+
+    num_bytes: int  # a multiple of every dtype's size
+    zero_bytes: int  # zeros at its start
+    offsets: list[tuple[int, int]]  # memory, and its bytes from the start
+
+
+class Play:
+    """One repetition: the addresses of its memories, and the tensors that hold them."""
+
+    def __init__(self, device: torch.device, num_memories: int, pool: Pool) -> None:
+        self.device = device
+        self.addresses = [0] * num_memories
+        self.pool = torch.empty(pool.num_bytes, dtype=torch.uint8, device=device)
+        if pool.zero_bytes:
+            self.pool[: pool.zero_bytes].zero_()
+        start = self.pool.data_ptr()
+        for number, offset in pool.offsets:
+            self.addresses[number] = start + offset
+        self.bases: list[Tensor | None] = [None] * num_memories
+        self.sides: dict[int, Any] = {}
+        self.caller = self.stream = self.hooks = None
+        if device.type == "cuda":
+            self.caller = torch.cuda.current_stream(device)
+            self.stream = self.caller.cuda_stream
+            self.hooks = _hooks()
+
+    def tensor(self, place: Place) -> Tensor:
+        number, offset, shape, stride, dtype = place
+        base = self.bases[number]
+        if base is None:
+            base, offset = self.pool, offset + self.addresses[number] - self.pool.data_ptr()
+        if base.dtype != dtype:
+            base = base.view(dtype)
+        # An input may begin anywhere in its storage; addresses are relative to it.
+        start = base.storage_offset() + offset // dtype.itemsize
+        if base.shape == shape and base.stride() == stride and base.storage_offset() == start:
+            return base
+        return base.as_strided(shape, stride, start)
+
+
+class Step(Protocol):
+    def run(self, play: Play) -> None: ...
+
+
+class Allocation(NamedTuple):
+    """An allocation of one memory."""
+
+    number: int
+    num_bytes: int
+    dtype: torch.dtype
+
+    def run(self, play: Play) -> None:
+        size = self.num_bytes // self.dtype.itemsize
+        base = play.bases[self.number] = torch.empty(size, dtype=self.dtype, device=play.device)
+        play.addresses[self.number] = base.data_ptr()
+
+
+class Release(NamedTuple):
+    """The end of memories that no later step uses."""
+
+    numbers: list[int]
+
+    def run(self, play: Play) -> None:
+        for number in self.numbers:
+            play.bases[number] = None
+
+
+class Launch:
+    """A launch of a kernel.
+
+    Args:
+        compiled: the kernel's binary; None in the interpreter.
+        values: every parameter's value, where the kernel is compiled; else the arguments, the named
+            ones last. Tensors and descriptors are filled in.
+        names: of the named arguments.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        compiled: Any,
+        grid: tuple[int, int, int],
+        values: list[Any],
+        names: tuple[str, ...],
+        places: Sequence[tuple[int, Place]],
+        descriptors: Sequence[tuple[int, type, dict[str, Any], Place]],
+        side: int | None,
+    ) -> None:
+        self.kernel, self.compiled, self.grid, self.side = kernel, compiled, grid, side
+        self.names = names
+        # As `CompiledKernel.run` takes them: grid, stream, binary, hooks, values.
+        binary = () if compiled is None else (compiled.function, compiled.packed_metadata)
+        head = [] if compiled is None else [*grid, None, *binary, None, None, None]
+        self.args = [*head, *values]
+        self.first = len(head)
+        self.places = [(self.first + at, place) for at, place in places]
+        self.pointers = [(at, place.number, place.offset) for at, place in self.places]
+        self.descriptors = [(self.first + at, *about) for at, *about in descriptors]
+
+    def run(self, play: Play) -> None:
+        if self.compiled is None:
+            self._interpret(play)
+            return
+        args, addresses = self.args.copy(), play.addresses
+        for at, number, offset in self.pointers:
+            args[at] = addresses[number] + offset
+        for at, kind, state, place in self.descriptors:
+            args[at] = _descriptor(kind, state, _Address(addresses[place.number] + place.offset))
+        args[3] = stream = play.stream if self.side is None else play.sides[self.side].cuda_stream
+        if play.hooks is not None:
+            values = args[self.first :]
+            args[6:9] = self.compiled.launch_metadata(self.grid, stream, *values), *play.hooks
+        self.compiled.run(*args)
+
+    def _interpret(self, play: Play) -> None:
+        args = self.args.copy()
+        for at, place in self.places:
+            args[at] = play.tensor(place)
+        for at, kind, state, place in self.descriptors:
+            args[at] = _descriptor(kind, state, play.tensor(place))
+        first = len(args) - len(self.names)
+        self.kernel[self.grid](*args[:first], **dict(zip(self.names, args[first:], strict=True)))
+
+
+class _Address:
+    """An address, for a descriptor that asks its tensor for it."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _descriptor(kind: type, state: dict[str, Any], base: object) -> Any:
+    """Returns a tensor descriptor, without the checks that the recorded one has passed."""
+    descriptor = object.__new__(kind)
+    descriptor.__dict__.update(state)
+    descriptor.base = base
+    return descriptor
+
+
+def _hooks() -> tuple[Any, Any] | None:
+    """Returns the hooks around every launch, which profilers set; None: there are none."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if any(getattr(hook, "calls", hook) for hook in (enter, leave)):
+        return enter, leave
+    return None
+
+
+class Operator:
+    """An operator of torch, or a collective."""
+
+    def __init__(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        makes: list[tuple[int, int]],  # the place of a result, and the number of its memory
+        single: bool,  # it returns one tensor, and no tuple
+        side: int | None,
+    ) -> None:
+        self.function, self.args, self.named = function, args, named
+        self.makes, self.single, self.side = makes, single, side
+
+    def run(self, play: Play) -> None:
+        if self.side is None or play.caller is None:
+            self._run(play)
+            return
+        with torch.cuda.stream(play.sides[self.side]):
+            self._run(play)
+
+    def _run(self, play: Play) -> None:
+        args = [_filled(value, play) for value in self.args]
+        named = {name: _filled(value, play) for name, value in self.named.items()}
+        result = self.function(*args, **named)
+        for at, number in self.makes:
+            base = play.bases[number] = result if self.single else result[at]
+            play.addresses[number] = base.data_ptr()
+
+
+def _filled(value: Any, play: Play) -> Any:
+    if isinstance(value, Place):
+        return play.tensor(value)
+    if isinstance(value, tuple | list):
+        return [_filled(each, play) for each in value]
+    return value
+
+
+class Fork(NamedTuple):
+    """A side stream waits for the calling stream. Launches of this number then go there."""
+
+    number: int
+    first: bool  # as of `start_on_side_stream`
+
+    def run(self, play: Play) -> None:
+        if play.caller is not None:
+            side = play.sides[self.number] = side_stream(play.device, play.caller, self.first)
+            side.wait_stream(play.caller)
+
+
+class Join(NamedTuple):
+    """The calling stream waits for a side stream."""
+
+    number: int
+
+    def run(self, play: Play) -> None:
+        if play.caller is not None:
+            play.caller.wait_stream(play.sides[self.number])
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A call's steps."""
+
+    device: torch.device
+    num_memories: int  # inputs first
+    steps: list[Step]
+    pool: Pool
+    result: Any  # with a `Place` for each tensor
+
+    def play(self, inputs: list[Tensor]) -> Any:
+        """Repeats the call with other inputs, of the same shapes, strides, dtypes and alignment.
+
+        Args: inputs: emptied, so that memory that nobody else holds is freed after its last use.
+        """
+        play = Play(self.device, self.num_memories, self.pool)
+        for number, tensor in enumerate(inputs):
+            play.bases[number] = tensor
+            play.addresses[number] = tensor.data_ptr()
+        inputs.clear()
+        for step in self.steps:
+            step.run(play)
+        return _result(self.result, play)
+
+
+def _result(value: Any, play: Play) -> Any:
+    if isinstance(value, Place):
+        return play.tensor(value)
+    if isinstance(value, Record):
+        return value.filled(play)
+    return tuple(_result(each, play) for each in value) if isinstance(value, tuple) else value
+
+
+def names_of(kind: type) -> tuple[str, ...] | None:
+    """Returns the fields of a dataclass or of a named tuple; None for other classes."""
+    if is_dataclass(kind):
+        return tuple(each.name for each in fields(kind))
+    return getattr(kind, "_fields", None)

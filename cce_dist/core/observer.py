@@ -1,0 +1,57 @@
+"""An observer of a call's kernels, side streams and collectives: they are no operators of torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Observer(Protocol):
+    """Sees the kernels, the side streams and the collectives of the current thread."""
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        compiled: Any,  # the kernel's binary; None in the interpreter
+    ) -> None: ...
+
+    def fork(self, first: bool) -> int:
+        """Notes that a side stream waits for the current one, and gets work until `end_fork`.
+        Returns the fork's number."""
+        ...
+
+    def end_fork(self) -> None: ...
+
+    def join(self, fork: int) -> None:
+        """Notes that the current stream waits for the side stream."""
+        ...
+
+    def collective(
+        self, function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        """Calls a collective, notes it, and returns its result."""
+        ...
+
+
+observer: ContextVar[Observer | None] = ContextVar("cce_dist_observer", default=None)
+
+
+def observed(collective: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Lets an observer call the collective, if there is one."""
+
+    @functools.wraps(collective)
+    def call(*args: Arguments.args, **named: Arguments.kwargs) -> Result:
+        seen_by = observer.get()
+        if seen_by is None:
+            return collective(*args, **named)
+        return seen_by.collective(collective, args, named)
+
+    return call
