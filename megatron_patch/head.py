@@ -58,11 +58,11 @@ def head_loss(
         reduction="none",
         softcap=options.softcap,
         logit_scale=scale,
-        gradient=options.gradient,  # pyright: ignore[reportArgumentType]
-        logits=options.logits,  # pyright: ignore[reportArgumentType]
+        gradient=options.loss.gradient,
+        logits=options.loss.logits,
         quantized_weight=quantizer_of(layer) if once else None,
         grad_weight_into=into,
-        backend=options.backend,  # pyright: ignore[reportArgumentType]
+        backend=options.loss.backend,
         workspace_bytes=workspace_bytes,
         keep_logits=keeps,
         check_ranks=options.check_ranks,

@@ -31,7 +31,7 @@ def largest_logits(
         hidden,
         weight,
         logit_scale=scale,
-        backend=options.backend,  # pyright: ignore[reportArgumentType]
+        backend=options.loss.backend,
         workspace_bytes=options.workspace_bytes,
     )
     return largest.value.to(hidden.dtype), largest.index
