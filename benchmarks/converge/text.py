@@ -130,7 +130,7 @@ def evaluate(model: Decoder, text: Text, config: TrainConfig, ranks: Ranks) -> d
     ):
         hidden = forward_body(model, some_ids.to(ranks.device), config)
         wanted = some_targets.flatten().to(ranks.device)
-        nll = token_nll(hidden, model.head_weight, wanted)
+        nll = token_nll(hidden, model.head_weight, wanted, ()).loss
         nats.index_add_(0, tenths[wanted], nll.double())
     counts = torch.from_numpy(np.bincount(text.tenths[text.held_out[1:]], minlength=UNSEEN + 1))
     means: dict[str, Cell] = {"all": float(nats.sum()) / int(counts.sum())}

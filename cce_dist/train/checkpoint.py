@@ -233,7 +233,8 @@ def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dp: int) -> Non
     Raises:
         ConfigError: names each key that changed, with both values.
     """
-    saved = _flatten(checkpoint.config)
+    # Keys that are newer than the checkpoint had their defaults.
+    saved = _flatten(TrainConfig().model_dump(mode="json")) | _flatten(checkpoint.config)
     now = _flatten(config.model_dump(mode="json"))
     free = FREE_KEYS
     if now["optimizer.schedule"] == "constant":

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cce_dist import LossOutput
+from cce_dist import LossOptions, LossOutput
 from cce_dist.core.phases import in_phase
-from cce_dist.train.config.schema import LossConfig, TrainConfig
+from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import Batches
 from cce_dist.train.model.decoder import Decoder, initialize
 from cce_dist.train.model.fsdp import place
@@ -195,12 +195,12 @@ def train_step(job: Job, run: Run, step: int) -> bool:
     return totals.stop
 
 
-def stats_of(config: LossConfig) -> tuple[Stat, ...]:
+def stats_of(options: LossOptions) -> tuple[Stat, ...]:
     """Returns the statistics that a logged step asks of the loss."""
     stats: list[Stat] = []
-    if config.gradient == "filtered":
+    if options.gradient == "filtered":
         stats.append("tail_mass")
-    if config.logits == "screened":
+    if options.logits == "screened":
         stats.append("screened")
     return tuple(stats)
 

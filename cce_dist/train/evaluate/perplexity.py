@@ -180,7 +180,7 @@ def sum_nll(
         ids, targets, text = (x.to(ranks.device) for x in batch)
         with in_phase("forward"):
             hidden = forward_body(model, ids, config)
-            nll = token_nll(hidden, model.head_weight, targets.flatten())
+            nll = token_nll(hidden, model.head_weight, targets.flatten(), ()).loss
         # An ignored target has 0 nats.
         where = text[:, None] * NUM_GROUPS + group_of[targets.clamp_min(0)]
         sums.index_add_(0, where.flatten(), nll.double())

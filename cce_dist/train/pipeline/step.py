@@ -39,7 +39,7 @@ from cce_dist.train.config.pipeline import SPLIT_BACKWARD, Layout, ScheduleName
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.errors import ConfigError
 from cce_dist.train.model.decoder import count_parameters
-from cce_dist.train.model.head import head_layout, loss_options, make_head_loss
+from cce_dist.train.model.head import head_layout, make_head_loss
 from cce_dist.train.ranks import Ranks, own_group
 
 from .stages import RowsEmbedding, Stage, StagedDecoder
@@ -295,7 +295,7 @@ def make_pipeline_head(
         sequence_parallel=slices > 1,
         hidden_shape=(sequences, config.data.sequence_length, config.model.dim),
         vocab_shard=VocabShard.chunked(config.data.vocab_size, place, ranks.pp * ranks.tp),
-        options=loss_options(config.loss),
+        options=config.loss,
         loss_scale=1 / layout.microbatches,
         timeout=ranks.timeout,
     )
