@@ -19,12 +19,7 @@ WORKSPACES_OF_KEPT = 2
 
 
 def head_loss(
-    layer: Any,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: float,
-    options: PatchOptions,
+    layer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, options: PatchOptions
 ) -> Tensor:
     """Computes each token's cross-entropy: [s, b] fp32, contiguous, the same bits on every rank.
 

@@ -97,7 +97,7 @@ def bench_training(
         run_folder.mkdir(parents=True, exist_ok=True)
         run = start_run(job, run_folder, "cce")
         if name == "dense":
-            dense_head = _dense_head(config, ranks, run.decoder.shard)
+            dense_head = _dense_head(config, ranks, run.model.shards["embedding"])
             run = dataclasses.replace(run, head="dense", head_loss=dense_head)
         elif peer is not None:
             run = dataclasses.replace(run, head=name, head_loss=peer)

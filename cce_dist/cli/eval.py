@@ -36,8 +36,7 @@ def evaluate(
         int | None, typer.Option(help="Tokens of a window; else as in training.")
     ] = None,
     stride: Annotated[
-        int | None,
-        typer.Option(help="Tokens from window to window; else as many as a window has."),
+        int | None, typer.Option(help="Tokens from window to window; else as many as a window has.")
     ] = None,
     cache: Annotated[
         Path | None, typer.Option(help="Where the run's tokenizer is, if its data.cache has moved.")

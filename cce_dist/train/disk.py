@@ -22,21 +22,29 @@ GO_ON = (
 
 
 @contextmanager
-def writing(name: str, folder: Path, remedy: str = GO_ON) -> Iterator[None]:
+def writing(
+    name: str, folder: Path, remedy: str = GO_ON, *, scrap: Path | None = None
+) -> Iterator[None]:
     """Turns an OSError of files in `folder` into one message.
 
     Args:
         name: name of the file or files, at the start of the message.
+        scrap: an unfinished folder, which is removed if writing fails: it takes up scarce space.
     Raises:
         JobError: with the reason, the free space and the remedy.
     """
     try:
         yield
-    except OSError as error:
-        raise JobError(
-            f"{name} could not be written in {folder}: {reason_of(error)}; {_free_text(folder)}. "
-            f"To do: {remedy}"
-        ) from None
+    except (OSError, JobError) as error:
+        failure = error
+        if isinstance(error, OSError):
+            failure = JobError(
+                f"{name} could not be written in {folder}: {reason_of(error)}; "
+                f"{_free_text(folder)}. To do: {remedy}"
+            )
+        if scrap is not None:
+            shutil.rmtree(scrap, ignore_errors=True)
+        raise failure from None
 
 
 def require_space(folder: Path, key: str, num_bytes: int) -> None:

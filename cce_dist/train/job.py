@@ -47,7 +47,7 @@ def run_job(
 
 def _kin(config: TrainConfig, ranks: Ranks) -> int:
     # Only the last stage's ranks merge statistics, unless the head is over the whole pipeline.
-    return ranks.pp_rank if ranks.pp > 1 and not config.layout("cce").over_pipeline else 0
+    return 0 if config.layout().over_pipeline else ranks.pp_rank
 
 
 def _train_and_report(

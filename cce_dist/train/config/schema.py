@@ -251,12 +251,14 @@ class TrainConfig(Section):
         return max(1, self.batch // (parallel.tp if parallel.sequence_parallel else 1))
 
     def layout(self, head: str = "cce") -> Layout:
-        """Returns the pipeline's layout for a head; "dense" is always on the last stage.
+        """Returns the layout for a head over all ranks' stages; "dense" is on the last stage.
 
         Raises:
             ValueError: model.layers or parallel.layers_per_stage do not fit the number of stages.
         """
         parallel, schedule = self.parallel, self.parallel.schedule
+        if parallel.pp == 1:
+            return Layout(schedule, 1, 1, (range(self.model.layers),), over_pipeline=False)
         over_pipeline = parallel.vocab_over_pipeline and head == "cce"
         if schedule == "vocab_1f1b" and not over_pipeline:
             schedule = "1f1b" if self.microbatches >= parallel.pp else "gpipe"

@@ -22,7 +22,6 @@ from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.text import read_text
 from cce_dist.train.data.tokens import TokenCache, encode_texts, is_cached, open_tokens
 from cce_dist.train.errors import ConfigError, JobError
-from cce_dist.train.loop import forward_body
 from cce_dist.train.model.decoder import Decoder
 from cce_dist.train.model.fsdp import place
 from cce_dist.train.model.head import head_layout, make_token_nll
@@ -179,7 +178,7 @@ def sum_nll(
         batch = windows.batch(mine[first : first + config.batch])
         ids, targets, text = (x.to(ranks.device) for x in batch)
         with in_phase("forward"):
-            hidden = forward_body(model, ids, config)
+            hidden = model(ids)
             nll = token_nll(hidden, model.head_weight, targets.flatten(), ()).loss
         # An ignored target has 0 nats.
         where = text[:, None] * NUM_GROUPS + group_of[targets.clamp_min(0)]

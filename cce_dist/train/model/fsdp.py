@@ -29,7 +29,7 @@ def place(model: Decoder, config: TrainConfig, ranks: Ranks) -> None:
         model.to(ranks.device)
         return
     data = ranks.mesh["dp"]
-    for block in model.blocks:
+    for block in model.blocks.values():
         assert isinstance(block, Block)
         fully_shard(block.linears(), mesh=data, mp_policy=_linears_policy(config))
     fully_shard(model, mesh=data)

@@ -38,11 +38,11 @@ from cce_dist.train.collectives import sum_gradients
 from cce_dist.train.config.pipeline import SPLIT_BACKWARD, Layout, ScheduleName
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.errors import ConfigError
-from cce_dist.train.model.decoder import count_parameters
+from cce_dist.train.model.decoder import Decoder, count_parameters
 from cce_dist.train.model.head import head_layout, make_head_loss
 from cce_dist.train.ranks import Ranks, own_group
 
-from .stages import RowsEmbedding, Stage, StagedDecoder
+from .stages import RowsEmbedding, Stage
 
 SCHEDULES: dict[ScheduleName, type] = {
     "gpipe": ScheduleGPipe,
@@ -83,7 +83,7 @@ class Pipeline:
         method, at the same time.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, model: StagedDecoder, head: str) -> None:
+    def __init__(self, config: TrainConfig, ranks: Ranks, model: Decoder, head: str) -> None:
         assert ranks.pp_group is not None
         if head == "cce":
             check_split_backward(config)
@@ -99,7 +99,7 @@ class Pipeline:
         if self.layout.over_pipeline:
             self.head_weight = _in_dtype(model.head_weight, getattr(torch, config.dtype))
             self.head = make_pipeline_head(config, ranks, self.layout, self.head_weight)
-            if model.tied:
+            if config.model.tied:
                 self._embedding = TiedEmbedding(self.head, timeout=ranks.timeout)
         self._loss: VocabOverPipeline | None = None
         self.schedule = self._make_schedule(self._make_stages(), head)
@@ -191,7 +191,7 @@ class Pipeline:
             )
         return Stage(
             self.config,
-            model.stage_blocks(index),
+            [model.blocks[str(layer)] for layer in self.layout.layers[index]],
             embedding=embedding,
             final_norm=model.final_norm if is_last else None,
             head=model.head_weight if is_last and self.head is None else None,
@@ -324,7 +324,7 @@ def _connect(groups: list[dist.ProcessGroup | None], device: torch.device) -> No
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def _group_of_copies(ranks: Ranks, model: StagedDecoder) -> dist.ProcessGroup | None:
+def _group_of_copies(ranks: Ranks, model: Decoder) -> dist.ProcessGroup | None:
     """Returns the group of the first and the last stage's ranks, if both hold a tied weight.
 
     Other ranks get None.

@@ -14,7 +14,7 @@ from torch import Tensor
 from cce_dist.core.allocations import track_allocations
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.disk import writing
-from cce_dist.train.loop import Job, Run, forward_body
+from cce_dist.train.loop import Job, Run
 from cce_dist.train.metrics import read_metrics
 from cce_dist.train.model.fsdp import gathered_head
 from cce_dist.train.model.head import HeadLoss, golden_loss, head_layout, make_head_loss
@@ -66,11 +66,11 @@ def evaluate(job: Job, run: Run) -> Evaluation:
     ids, targets = job.batches.held_out_batch()
     ids, targets = ids.to(ranks.device), targets.to(ranks.device).flatten()
     with torch.no_grad():
-        hidden = forward_body(run.decoder, ids, config)
+        hidden = run.model(ids)
     dense_bytes = hidden.shape[0] * config.data.vocab_size * 4
     dense_memory = None
     layout = head_layout(config, ranks)
-    with gathered_head(run.decoder) as weight:
+    with gathered_head(run.model) as weight:
         loss, memory = measure_head(run.head_loss, hidden, weight, targets)
         if run.head == "cce" and dense_bytes <= MEASURE_DENSE_BYTES:
             dense_head = make_head_loss(config, layout, "dense")
