@@ -13,7 +13,7 @@ from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import split_tokens
 from cce_dist.train.data.tokens import TokenCache, open_tokens, prepare_tokens
 from cce_dist.train.model.decoder import count_parameters
-from cce_dist.train.report.run import Evaluation, describe_ranks, evaluate, write_report
+from cce_dist.train.report.run import describe_ranks, evaluate, write_report
 from cce_dist.train.watch.heartbeat import Heartbeat
 from cce_dist.train.watch.watch import run_watched, wait_for_main
 
@@ -59,7 +59,7 @@ def _train_and_report(
     compare_dense: bool,
 ) -> None:
     display = Display(ranks.is_main)
-    heartbeat.phase = "preparing the text"
+    heartbeat.place.phase = "preparing the text"
     cache = _share_tokens(config, ranks, display, resume)
     batches = split_tokens(cache.tokens(), config)
     if cache.num_merged < config.data.vocab_size:
@@ -72,7 +72,7 @@ def _train_and_report(
     run = _trained(job, config.run_dir, "cce", resume)
     if run is None:
         return
-    evaluation = _evaluate(job, run)
+    evaluation = evaluate(job, run)
     dense = None
     if compare_dense:
         # The second run's peak must not include memory of the first run.
@@ -83,23 +83,15 @@ def _train_and_report(
         dense = config.run_dir / "dense"
         if _trained(job, dense, "dense", resume) is None:
             return
-    heartbeat.phase = "writing the report"
+    heartbeat.place.phase = "writing the report"
     if ranks.is_main:
         report = write_report(job, config.run_dir, evaluation, dense)
         display.show_report(report)
         display.say(f"written: {config.run_dir}/report.md, loss.png, metrics.jsonl, checkpoints/")
 
 
-def _evaluate(job: Job, run: Run) -> Evaluation:
-    if run.pipeline is None:
-        return evaluate(job, run)
-    from cce_dist.train.report.pipeline import evaluate_pipeline
-
-    return evaluate_pipeline(job, run)
-
-
 def _trained(job: Job, folder: Path, head: str, resume: bool) -> Run | None:
-    job.heartbeat.phase = "building the model"
+    job.heartbeat.place.phase = "building the model"
     with writing("the folder of the run", folder):
         folder.mkdir(exist_ok=True)
     run = start_run(job, folder, head)

@@ -102,7 +102,7 @@ def resume_run(job: Job, run: Run) -> int:
     step = 0
     if checkpoint is not None:
         check_resumable(checkpoint, job.config, job.ranks.dp)
-        job.heartbeat.phase = "loading a checkpoint"
+        job.heartbeat.place.phase = "loading a checkpoint"
         load_checkpoint(checkpoint, run.model, run.optimizer, job.ranks)
         step = checkpoint.step
     if job.ranks.is_main:
@@ -136,7 +136,7 @@ def train(job: Job, run: Run, start: int) -> bool:
 def train_step(job: Job, run: Run, step: int) -> bool:
     """Trains a step and writes it to metrics.jsonl; returns True if any rank was asked to stop."""
     config, ranks = job.config, job.ranks
-    job.heartbeat.phase, job.heartbeat.step = "training", step
+    job.heartbeat.place.phase, job.heartbeat.place.step = "training", step
     started = time.perf_counter()
     is_log_step = step % config.log_every == 0 or step in (1, config.steps)
     ids, targets = job.batches.step(step, ranks.dp_rank, ranks.dp)
